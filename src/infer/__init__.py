@@ -1,0 +1,35 @@
+"""infer: an LLM inference engine one person can read in a weekend.
+
+    from infer import LLM, SamplingParams
+    print(LLM().generate("Why is the sky blue?", SamplingParams(max_tokens=64))[0].text)
+
+Names are imported when first used, so `import infer` does not import torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infer.llm import LLM as LLM
+    from infer.llm import CompletionOutput as CompletionOutput
+    from infer.llm import RequestOutput as RequestOutput
+    from infer.sampling.params import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "LLM": "infer.llm",
+    "RequestOutput": "infer.llm",
+    "CompletionOutput": "infer.llm",
+    "SamplingParams": "infer.sampling.params",
+}
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'infer' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOME[name]), name)

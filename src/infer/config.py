@@ -1,0 +1,209 @@
+"""Every knob of the engine, each defined exactly once.
+
+A *knob* is one field of a frozen section: its default, its help line, its command-line flag
+(`cli/flags.py`), its YAML key and its row in docs/knobs.md all come from the field below. There are
+no environment variables that change behaviour.
+
+    EngineConfig
+    ├── load      LoadConfig      which model, from where, in which number format
+    └── cache     CacheConfig     how keys and values are kept
+
+Knob names are unique across the sections, so people write them flat: `LLM("dir", dtype="float32")`,
+`--dtype float32`, or `dtype: float32` in a file given to `--config`.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from infer.errors import ConfigError, closest
+
+
+def knob(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    aliases: tuple[str, ...] = (),
+) -> Any:
+    """Declare a field that people may set; `aliases` are extra flag names, without the dashes."""
+    return field(default=default, metadata={"help": help, "choices": choices, "aliases": aliases})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadConfig:
+    """Which model, from where, in which number format."""
+
+    model: str | None = knob(
+        None,
+        "model directory, GGUF file or hub id (org/name); default: SmolLM2-135M-Instruct, fetched once",
+    )
+    revision: str | None = knob(None, "branch, tag or commit of a hub id; pins every file")
+    tokenizer: str | None = knob(None, "directory or tokenizer.json to use instead of the model's own")
+    chat_template: str | None = knob(
+        None,
+        "Jinja file that overrides the family's chat template; 'checkpoint' uses the one shipped with the model",
+    )
+    dtype: str = knob(
+        "auto",
+        "number format of weights and activations; auto: the checkpoint's, unless this device is slow at it",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    device: str = knob("auto", "where the model runs: auto, cpu, cuda or cuda:N")
+    max_seq_len: int | None = knob(
+        None, "longest prompt + output in tokens; default: the model's context", aliases=("max-model-len",)
+    )
+    num_threads: int | None = knob(None, "CPU threads; default: one per physical core")
+
+    def __post_init__(self) -> None:
+        _check_choice(self, "dtype")
+        _check_positive(self, "max_seq_len", "num_threads")
+        device, _, index = self.device.partition(":")
+        if device not in ("auto", "cpu", "cuda") or (index and not (device == "cuda" and index.isdigit())):
+            raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """How keys and values are kept between steps."""
+
+    kv_cache_backend: str = knob(
+        "contiguous",
+        "contiguous: one reserved stretch per sequence; naive: keep nothing and recompute every token "
+        "(the teaching baseline)",
+        choices=("contiguous", "naive"),
+    )
+    attention_backend: str = knob(
+        "auto",
+        "which function computes attention; naive is the readable reference",
+        choices=("auto", "naive", "sdpa"),
+    )
+
+    def __post_init__(self) -> None:
+        _check_choice(self, "kv_cache_backend")
+        _check_choice(self, "attention_backend")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All sections together: what `engine/build.py` turns into a running engine."""
+
+    load: LoadConfig = field(default_factory=LoadConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+
+    @classmethod
+    def from_knobs(cls, **knobs: Any) -> EngineConfig:
+        """Sort flat knobs into their sections; an unknown name is an error that names the closest one."""
+        table = knob_table()
+        for name in knobs:
+            if name not in table:
+                raise ConfigError(f"unknown knob {name!r}{closest(name, table)}; known: {', '.join(table)}")
+        sections: dict[str, Any] = {}
+        for section in fields(cls):
+            section_type = section.default_factory
+            assert section_type is not MISSING
+            chosen = {k: v for k, v in knobs.items() if table[k].section == section.name}
+            sections[section.name] = section_type(**chosen)
+        return cls(**sections)
+
+    def knobs(self) -> dict[str, Any]:
+        """The inverse of `from_knobs`: every knob with its value, flat."""
+        return {name: getattr(getattr(self, row.section), name) for name, row in knob_table().items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnobRow:
+    """What the flag, the YAML reader and the docs need to know about one knob."""
+
+    name: str
+    section: str
+    kind: type  # bool, int, float or str
+    is_optional: bool
+    default: Any
+    help: str
+    choices: tuple[str, ...]
+    aliases: tuple[str, ...]
+
+
+def knob_table() -> dict[str, KnobRow]:
+    """Every knob by name, in the order of the sections above."""
+    table: dict[str, KnobRow] = {}
+    for section in fields(EngineConfig):
+        section_type = section.default_factory
+        assert isinstance(section_type, type)
+        hints = get_type_hints(section_type)
+        for knob_field in fields(section_type):
+            assert knob_field.name not in table, f"knob {knob_field.name} exists twice"
+            table[knob_field.name] = _row(section.name, knob_field, hints[knob_field.name])
+    return table
+
+
+def _row(section: str, knob_field: Field[Any], hint: Any) -> KnobRow:
+    is_union = get_origin(hint) in (Union, types.UnionType)
+    members = [t for t in get_args(hint) if t is not type(None)] if is_union else [hint]
+    assert len(members) == 1, f"knob {knob_field.name} must have one type, optionally None; got {hint}"
+    return KnobRow(
+        name=knob_field.name,
+        section=section,
+        kind=members[0],
+        is_optional=is_union,
+        default=knob_field.default,
+        **knob_field.metadata,
+    )
+
+
+def parse_knob(row: KnobRow, value: Any) -> Any:
+    """Check a value from YAML or from a keyword against the knob's type, or say what is allowed."""
+    if value is None and row.is_optional:
+        return None
+    if row.kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, row.kind) or (row.kind is int and isinstance(value, bool)):
+        raise ConfigError(f"{row.name} must be {row.kind.__name__}, got {value!r}")
+    return value
+
+
+def read_config_file(path: Path, table: Mapping[str, KnobRow]) -> dict[str, Any]:
+    """Read knobs from a YAML file: a flat mapping whose keys are flag names, with dashes or underscores."""
+    import yaml
+
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read config file {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        raise ConfigError(f"config file {path} must be a mapping of knob to value, got {type(raw).__name__}")
+    knobs: dict[str, Any] = {}
+    names = {
+        alias.replace("-", "_"): row.name for row in table.values() for alias in (row.name, *row.aliases)
+    }
+    for key, value in raw.items():
+        name = str(key).replace("-", "_")
+        if name not in names:
+            raise ConfigError(f"config file {path}: unknown knob {key!r}{closest(name, names)}")
+        if names[name] in knobs:
+            raise ConfigError(f"config file {path}: {names[name]} is given twice")
+        knobs[names[name]] = parse_knob(table[names[name]], value)
+    return knobs
+
+
+def _check_choice(section: Any, name: str) -> None:
+    choices = next(f for f in fields(section) if f.name == name).metadata["choices"]
+    value = getattr(section, name)
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _check_positive(section: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(section, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigError(f"{name} must be a positive integer, got {value!r}")

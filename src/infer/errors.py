@@ -1,0 +1,80 @@
+"""Every exception this package raises on purpose.
+
+InferError
+├── ConfigError             the operator asked for something impossible      -> exit code 2
+├── CheckpointError         the files on disk are not what we expect         -> exit code 2
+│   └── ModelSourceError    the model could not be found or fetched          -> exit code 2
+├── RequestError            the client asked for something impossible        -> HTTP 400 or 422
+│   ├── ContextOverflow     prompt + max_tokens does not fit the model
+│   └── TemplateError       the chat template refuses these messages
+└── EngineError             our fault                                        -> HTTP 500
+    ├── OutOfBlocks         the cache is full and nothing can be evicted
+    └── EngineStopped       the engine loop has ended; every waiter gets this
+
+A message says what was given, what is allowed and what to do.
+Anything else that escapes (AssertionError, KeyError, ...) is a bug in this package.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class InferError(Exception):
+    """The root: catch this to catch everything this package raises on purpose."""
+
+
+class ConfigError(InferError):
+    """The operator asked for something impossible."""
+
+
+class CheckpointError(InferError):
+    """A file of the model is missing, damaged, or not what its header claims."""
+
+
+class ModelSourceError(CheckpointError):
+    """The model could not be found or fetched."""
+
+
+class RequestError(InferError):
+    """The client asked for something impossible."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param  # the JSON field to blame, echoed in the OpenAI error body
+
+
+class ContextOverflow(RequestError):
+    """Prompt plus requested output exceeds the context window."""
+
+    def __init__(self, num_prompt_tokens: int, max_tokens: int, context_len: int) -> None:
+        room = context_len - num_prompt_tokens
+        advice = f"shorten the prompt or set max_tokens <= {room}" if room > 0 else "shorten the prompt"
+        super().__init__(
+            f"prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, "
+            f"but this model's context is {context_len}; {advice}",
+            param="max_tokens" if room > 0 else "prompt",
+        )
+
+
+class TemplateError(RequestError):
+    """The chat template refuses these messages."""
+
+
+class EngineError(InferError):
+    """Our fault: the engine could not do what it had promised."""
+
+
+class OutOfBlocks(EngineError):
+    """The cache is full and nothing can be evicted."""
+
+
+class EngineStopped(EngineError):
+    """The engine loop has ended; every waiter gets this."""
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """End an error message with the known name nearest to a misspelt one, or with nothing."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]!r}?" if matches else ""

@@ -1,0 +1,68 @@
+"""What a network looks like, whatever file said so.
+
+Each family's `read_config` turns the keys of a `config.json` (or of a GGUF header, translated to the
+same keys) into one `ModelConfig`. Everything downstream reads only this: models build themselves
+from it, the loader sizes tensors from it, the memory plan computes bytes from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the context the model was trained on.
+
+    `linear` divides every frequency by `factor`; `llama3` divides only the slow ones, leaves the fast
+    ones alone and blends in between (Llama 3.1 and later).
+    """
+
+    kind: str  # "linear" or "llama3"
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_context_len: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The facts of one decoder-only transformer. Sizes in elements, `context_len` in tokens."""
+
+    family: str  # the registry's name: llama, mistral, qwen2, qwen3, gemma3, gpt2
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context_len: int
+    norm_eps: float
+    activation: str  # "silu", "gelu_tanh" or "gelu"
+    tie_embeddings: bool
+
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False  # Qwen 2.5
+    attention_out_bias: bool = False  # Llama's `attention_bias` puts one on the output projection too
+    mlp_bias: bool = False
+    qk_norm: bool = False  # Qwen 3: normalise each head before rotating it
+    layer_windows: tuple[
+        int | None, ...
+    ] = ()  # per layer: sliding window in tokens, None = full; () = all full
+
+    query_scale: float | None = None  # attention scores are multiplied by it; None = head_dim ** -0.5
+    local_rope_theta: float | None = None  # Gemma 3: the RoPE base of its sliding-window layers
+
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of one layer in tokens, or None where it sees everything."""
+        return self.layer_windows[layer] if self.layer_windows else None
+
+    @property
+    def scale(self) -> float:
+        """What attention scores are multiplied by."""
+        return self.query_scale if self.query_scale is not None else self.head_dim**-0.5

@@ -1,0 +1,60 @@
+"""Which of our modules a checkpoint's tensor belongs to: a table, keyed by module.
+
+    "model.layers.{}.self_attn.q_proj": Target("layers.{}.attention.qkv", Shard.COLUMN, part="q")
+
+reads: the module q_proj of layer i fills part "q" of our fused module qkv of layer i, and across ranks
+it is split along its outputs. The table names *modules*; the last part of a tensor's name, its leaf
+(`weight`, `bias`; later `qweight`, `scales`), belongs to the quantization scheme, so one table serves
+every format of a family.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from infer.errors import CheckpointError, closest
+
+
+class Shard(Enum):
+    """Along which side of its weight a module is split across ranks."""
+
+    NONE = "none"  # every rank holds all of it
+    COLUMN = "column"  # outputs are split
+    ROW = "row"  # inputs are split
+    VOCAB = "vocab"  # rows of the vocabulary are split
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a checkpoint module's tensors go."""
+
+    module: str
+    shard: Shard = Shard.NONE
+    part: str | None = None  # the name of its slice in a fused module
+    transposed: bool = False  # stored [in, out], as GPT-2's Conv1D does; ours are [out, in]
+    ignored: bool = False  # known, and of no use to us
+
+
+IGNORED = Target("", ignored=True)
+
+WeightMap = Mapping[str, Target]
+
+_INDEX = re.compile(r"\.(\d+)(?=\.|$)")
+
+
+def find_target(tensor_name: str, weight_map: WeightMap) -> tuple[Target, str]:
+    """Return the target with its layer number filled in, and the tensor's leaf."""
+    module, _, leaf = tensor_name.rpartition(".")
+    indices = _INDEX.findall(module)
+    key = _INDEX.sub(".{}", module)
+    target = weight_map.get(key)
+    if target is None:
+        raise CheckpointError(
+            f"tensor {tensor_name!r} is not in this model's weight map" + closest(key, weight_map)
+        )
+    return Target(
+        target.module.format(*indices), target.shard, target.part, target.transposed, target.ignored
+    ), leaf

@@ -1,0 +1,124 @@
+"""How the next token is chosen from a model's logits, for one request.
+
+The order is fixed and documented in docs/features/sampling.md:
+
+    logit_bias -> bans (min_tokens) -> repetition, presence, frequency penalty
+               -> temperature -> top_k -> top_p -> min_p -> draw
+
+Each filter sees the distribution the previous one left, renormalised. `temperature=0` skips
+everything after the penalties and takes the largest logit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from infer.errors import RequestError, closest
+
+MAX_STOP_STRINGS = 16
+MAX_LOGIT_BIAS = 1024
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """What a client may ask of sampling; checked on construction, then never changed."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 (or -1): off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None  # None: drawn afresh for each request
+    max_tokens: int | None = 256  # None: as many as the context allows
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _check_range("temperature", self.temperature, 0.0, 100.0)
+        _check_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_int("top_k", self.top_k, -1)
+        _check_int("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1)
+            if self.min_tokens > self.max_tokens:
+                raise RequestError(
+                    f"min_tokens is {self.min_tokens} but max_tokens is {self.max_tokens}; "
+                    "min_tokens must not exceed max_tokens",
+                    param="min_tokens",
+                )
+        if self.seed is not None:
+            _check_int("seed", self.seed, -MAX_SEED)
+        self._check_collections()
+
+    def _check_collections(self) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestError(
+                f"stop has {len(self.stop)} strings, at most {MAX_STOP_STRINGS} are allowed", param="stop"
+            )
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"stop must hold non-empty strings, got {text!r}", param="stop")
+        for token_id in self.stop_token_ids:
+            _check_int("stop_token_ids", token_id, 0)
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise RequestError(
+                f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_LOGIT_BIAS} are allowed",
+                param="logit_bias",
+            )
+        for token_id, bias in self.logit_bias.items():
+            _check_int("logit_bias", token_id, 0)
+            _check_range("logit_bias", bias, -100.0, 100.0)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the largest logit is taken, with no draw."""
+        return self.temperature == 0.0
+
+    @classmethod
+    def from_knobs(cls, **knobs: object) -> SamplingParams:
+        """Build from loosely typed keywords; an unknown name is an error that names the closest one."""
+        known = [f.name for f in fields(cls)]
+        for name in knobs:
+            if name not in known:
+                raise RequestError(
+                    f"unknown sampling parameter {name!r}{closest(name, known)}; known: {', '.join(known)}",
+                    param=name,
+                )
+        return cls(**knobs)  # type: ignore[arg-type]
+
+
+def _check_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # isfinite first: NaN passes every < and > comparison
+    if (
+        not is_number
+        or not math.isfinite(value)
+        or value < low
+        or value > high
+        or (low_open and value == low)
+    ):
+        bracket = "(" if low_open else "["
+        raise RequestError(
+            f"{name} must be a number in {bracket}{low:g}, {high:g}], got {value!r}", param=name
+        )
+
+
+def _check_int(name: str, value: int, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or value > MAX_SEED:
+        raise RequestError(f"{name} must be an integer >= {low}, got {value!r}", param=name)
