@@ -1,0 +1,54 @@
+"""Log lines and progress bars: everything we say that is not the answer.
+
+Standard output belongs to the generated text, so that `infer generate ... > file` holds the text and
+nothing else. All that is said here goes to standard error:
+
+    stdout   the answer
+    stderr   log lines (warnings only, unless --log-level says more), progress bars, notices
+
+A library must not configure its host's logging: `import infer` touches nothing, the command line
+calls `setup_logging` once. Modules log with `logging.getLogger(__name__)` as everywhere in Python.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+LEVELS = ("debug", "info", "warning", "error")
+
+
+def setup_logging(level: str) -> None:
+    """Send the log lines of this package to standard error, one of LEVELS and up."""
+    assert level in LEVELS, f"level must be one of {LEVELS}, got {level!r}"
+    logger = logging.getLogger("infer")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
+    logger.handlers = [handler]
+    logger.setLevel(level.upper())
+    logger.propagate = False
+
+
+@contextmanager
+def progress(
+    label: str, total: float | None, *, is_shown: bool = True, counts_bytes: bool = False
+) -> Iterator[Callable[[float], None]]:
+    """Show a bar on standard error while the block runs; yields `advance(amount)`.
+
+    Nothing is drawn when `is_shown` is false or standard error is not a terminal. The bar clears
+    itself at the end: a finished download is of no interest to who reads the answer.
+    """
+    if not is_shown or not sys.stderr.isatty():
+        yield lambda amount: None
+        return
+    from rich import progress as bars
+    from rich.console import Console
+
+    done: list[bars.ProgressColumn]
+    done = [bars.DownloadColumn(), bars.TransferSpeedColumn()] if counts_bytes else [bars.MofNCompleteColumn()]
+    columns = [bars.TextColumn("{task.description}"), bars.BarColumn(), *done, bars.TimeRemainingColumn()]
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as display:
+        task = display.add_task(label, total=total)
+        yield lambda amount: display.advance(task, amount)
