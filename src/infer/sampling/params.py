@@ -20,6 +20,8 @@ from infer.errors import RequestError, closest
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 1024
 MAX_SEED = 2**63 - 1
+MAX_LOGPROBS = 20
+MAX_SEQUENCES = 128  # n, best_of or beams of one request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,11 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None  # report each output token's logprob and this many alternatives
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    n: int = 1  # how many outputs
+    best_of: int | None = None  # make this many, return the n likeliest; the number of beams in beam search
+    use_beam_search: bool = False  # keep the best_of (or n) likeliest continuations instead of drawing
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -64,7 +71,27 @@ class SamplingParams:
                 )
         if self.seed is not None:
             _check_int("seed", self.seed, -MAX_SEED)
+        self._check_sequences()
         self._check_collections()
+
+    def _check_sequences(self) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                _check_int(name, value, 0, MAX_LOGPROBS)
+        _check_int("n", self.n, 1, MAX_SEQUENCES)
+        if self.best_of is not None:
+            _check_int("best_of", self.best_of, 1, MAX_SEQUENCES)
+            if self.best_of < self.n:
+                raise RequestError(
+                    f"best_of is {self.best_of} but n is {self.n}; best_of must be at least n",
+                    param="best_of",
+                )
+        if self.use_beam_search and (not self.is_greedy or self.has_filters or self.has_penalties):
+            raise RequestError(
+                "beam search ranks continuations by the model's own logprobs; "
+                "set temperature=0 and leave top_k, top_p, min_p and the penalties at their defaults",
+                param="use_beam_search",
+            )
 
     def _check_collections(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -86,9 +113,24 @@ class SamplingParams:
             _check_range("logit_bias", bias, -100.0, 100.0)
 
     @property
+    def num_sequences(self) -> int:
+        """How many sequences are generated, of which `n` are returned."""
+        return self.best_of if self.best_of is not None else self.n
+
+    @property
     def is_greedy(self) -> bool:
         """Whether the largest logit is taken, with no draw."""
         return self.temperature == 0.0
+
+    @property
+    def has_filters(self) -> bool:
+        """Whether top-k, top-p or min-p can remove a token."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens already used are treated differently."""
+        return self.repetition_penalty != 1.0 or bool(self.presence_penalty or self.frequency_penalty)
 
     @classmethod
     def from_knobs(cls, **knobs: object) -> SamplingParams:
@@ -119,6 +161,7 @@ def _check_range(name: str, value: float, low: float, high: float, *, low_open: 
         )
 
 
-def _check_int(name: str, value: int, low: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low or value > MAX_SEED:
-        raise RequestError(f"{name} must be an integer >= {low}, got {value!r}", param=name)
+def _check_int(name: str, value: int, low: int, high: int = MAX_SEED) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or value > high:
+        allowed = f"in [{low}, {high}]" if high < MAX_SEED else f">= {low}"
+        raise RequestError(f"{name} must be an integer {allowed}, got {value!r}", param=name)
