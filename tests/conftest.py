@@ -1,0 +1,38 @@
+"""Which marked tests can run here: `network` needs a registry that answers, `gpu` needs a GPU.
+
+A test that cannot run is skipped with the reason, and asking costs nothing when no such test was
+collected. The registry is asked through pip, so that a mirror, a proxy or a certificate of the
+user's own configuration counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+
+import pytest
+
+
+@functools.cache
+def registry_answers() -> bool:
+    command = [sys.executable, "-m", "pip", "--timeout", "5", "--retries", "0", "index", "versions", "pip"]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=30).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+@functools.cache
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("network") and not registry_answers():
+            item.add_marker(pytest.mark.skip(reason="no package registry answers"))
+        if item.get_closest_marker("gpu") and not has_gpu():
+            item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))
