@@ -1,0 +1,86 @@
+"""Causal attention of one sequence: each query looks at the keys up to its own position.
+
+    out = softmax(scale * q k^T) v          over the positions the query may see
+
+The Q queries are the last Q of the sequence's K positions, so a whole prompt (Q = K), a chunk of one
+(1 < Q < K) and a decode step (Q = 1) are the same call. With a window w the query at position p sees
+p - w + 1 .. p:
+
+    K = 6, Q = 3, window 3        position   0 1 2 3 4 5
+                                  query 3      x x x
+                                  query 4        x x x
+                                  query 5          x x x
+
+Grouped queries: query heads n * N/G .. (n + 1) * N/G - 1 share kv head n. Softmax is float32.
+
+    attend_naive   one query at a time over the slice it may see: slow, and obviously right
+    attend_sdpa    the same numbers through PyTorch's fused attention
+
+Positions that no query of the call may see are never read, so whatever a cache slot outside the window
+holds (NaN in freshly allocated memory, too) cannot reach the result. `attend_naive` promises this for
+every single query; `attend_sdpa` multiplies masked values by zero *within* a chunk, where a NaN would
+mean that the sequence itself is already broken.
+
+Shapes:  Q queries, K positions, N query heads, G kv heads, H head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def attend_naive(
+    q_QNH: torch.Tensor, k_KGH: torch.Tensor, v_KGH: torch.Tensor, *, scale: float, window: int | None
+) -> torch.Tensor:
+    """The specification: attention of the last Q of K positions, one query at a time; [Q, N, H]."""
+    num_queries = q_QNH.shape[0]
+    num_positions, num_kv_heads, _ = k_KGH.shape
+    q_QGMH = q_QNH.float().unflatten(1, (num_kv_heads, -1))
+    out_QGMH = torch.empty_like(q_QGMH)  # M query heads share each kv head
+
+    for query in range(num_queries):
+        position = num_positions - num_queries + query
+        seen = slice(0 if window is None else max(position - window + 1, 0), position + 1)
+        scores_GMS = scale * torch.einsum("gmh,sgh->gms", q_QGMH[query], k_KGH[seen].float())
+        weights_GMS = torch.softmax(scores_GMS, dim=-1)
+        out_QGMH[query] = torch.einsum("gms,sgh->gmh", weights_GMS, v_KGH[seen].float())
+
+    return out_QGMH.flatten(1, 2).to(q_QNH.dtype)
+
+
+def attend_sdpa(
+    q_QNH: torch.Tensor, k_KGH: torch.Tensor, v_KGH: torch.Tensor, *, scale: float, window: int | None
+) -> torch.Tensor:
+    """The same through `scaled_dot_product_attention`, without a mask wherever none is needed."""
+    num_queries, num_heads, head_dim = q_QNH.shape
+    if window is not None and num_queries - 1 + window < k_KGH.shape[0]:  # some positions are out of sight
+        k_KGH, v_KGH = k_KGH[1 - num_queries - window :], v_KGH[1 - num_queries - window :]
+    num_positions, num_kv_heads, _ = k_KGH.shape
+    k_1GKH, v_1GKH = k_KGH.transpose(0, 1).unsqueeze(0), v_KGH.transpose(0, 1).unsqueeze(0)
+
+    if num_queries == 1:
+        # The heads that share a kv head become the queries of one head: K and V are read once per group.
+        q_1GMH = q_QNH.reshape(1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        return F.scaled_dot_product_attention(q_1GMH, k_1GKH, v_1GKH, scale=scale).reshape(q_QNH.shape)
+
+    window_cuts = window is not None and window < num_positions
+    is_plain_causal = num_queries == num_positions and not window_cuts
+    out_1NQH = F.scaled_dot_product_attention(
+        q_QNH.transpose(0, 1).unsqueeze(0),
+        k_1GKH,
+        v_1GKH,
+        attn_mask=None if is_plain_causal else _may_see(num_queries, num_positions, window, q_QNH.device),
+        is_causal=is_plain_causal,
+        scale=scale,
+        enable_gqa=num_heads != num_kv_heads,
+    )
+    return out_1NQH.squeeze(0).transpose(0, 1)
+
+
+def _may_see(num_queries: int, num_positions: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """[Q, K], true where the query may look: at itself and back, as far as the window reaches."""
+    everything = torch.ones(num_queries, num_positions, dtype=torch.bool, device=device)
+    last_seen = num_positions - num_queries  # by the first query
+    mask_QK = everything.tril(last_seen)
+    return mask_QK if window is None else mask_QK.triu(last_seen - window + 1)

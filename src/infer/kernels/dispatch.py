@@ -1,0 +1,50 @@
+"""Which of the two implementations runs: the PyTorch reference or the Triton kernel.
+
+    tensor on a GPU, Triton installed         -> kernel
+    TRITON_INTERPRET=1 (kernel tests on CPU)  -> kernel, executed by Triton's interpreter
+    anything else                             -> reference
+
+This is the only file that asks. Kernel files import `jit`, `tl` and `use_triton` from here, so that
+they can be imported where Triton is missing or useless: on a CPU-only build of PyTorch it is not even
+looked for, because importing it costs about as much as starting the rest of the program.
+
+Triton reads TRITON_INTERPRET when a function is decorated, which is when a kernel file is imported.
+It is read here at the same moment, so that both always agree; set it before the first import.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+_CAN_USE_TRITON = INTERPRETED or torch.version.cuda is not None or torch.version.hip is not None
+
+try:
+    if not _CAN_USE_TRITON:
+        raise ImportError("a CPU-only build of PyTorch")
+    import triton
+    import triton.language as tl  # noqa: F401  (for the kernel files)
+
+    HAS_TRITON = True
+except ImportError:
+    HAS_TRITON = False
+
+
+def jit(kernel: Callable[..., None]) -> Any:
+    """Compile with `triton.jit`; without Triton the function stays as it is and is never called."""
+    return triton.jit(kernel) if HAS_TRITON else kernel
+
+
+def use_triton(x: torch.Tensor) -> bool:
+    """Whether the kernel, not the reference, should compute a function of `x`."""
+    return HAS_TRITON and (x.is_cuda or INTERPRETED)
+
+
+def next_power_of_two(size: int) -> int:
+    """The smallest power of two that is at least `size`: the block that covers a whole row."""
+    return 1 << (size - 1).bit_length() if size > 1 else 1
