@@ -1,0 +1,65 @@
+# Everything a fresh clone needs, behind two commands: `make serve` and `make test`.
+#
+#   pyproject.toml, constraints.txt --> .venv/.installed --> .venv/.model --> serve, setup
+#                                                       \--> test, check, format
+#
+# A stamp is renamed into place as the last act of its recipe. `.venv/.installing` is what an
+# interrupted installation leaves behind: finding it, the next run starts from an empty .venv.
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+JOBS  ?= 2
+ARGS  ?=
+
+IS_NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
+PYTHON ?= $(shell for python in python3 python python3.11 python3.12 python3.13 python3.14; do \
+	$$python $(IS_NEW_ENOUGH) 2> /dev/null && echo $$python && break; done)
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup serve test check format clean distclean
+
+help:  ## list these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup: $(VENV)/.model  ## make .venv, install the pinned dependencies, fetch the default model
+	@echo "ready: $(BIN)/infer --help"
+
+serve: $(VENV)/.model  ## chat with the default model in the terminal; ARGS="--model DIR" for another
+	@$(BIN)/infer chat $(ARGS)
+
+test: $(VENV)/.installed  ## run every test that this machine can run
+	@$(BIN)/infer fetch > /dev/null || echo "the default model is not here: tests that need it are skipped" >&2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
+check: $(VENV)/.installed  ## formatting, lint, types, docs and unit tests: what a commit must pass
+	@scripts/check
+
+format: $(VENV)/.installed  ## format the code, apply safe lint fixes and regenerate the docs
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/python scripts/docs.py
+
+clean:  ## remove caches and build outputs
+	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean  ## also remove .venv; the next run sets everything up again
+	rm -rf $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" && $(PYTHON) $(IS_NEW_ENOUGH) || { \
+		echo "python 3.11 or newer is needed, found: $(or $(PYTHON),none on the PATH);" \
+		"install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@if [ -e $(VENV)/.installing ] || ! $(BIN)/python -m pip --version > /dev/null 2>&1; then \
+		echo "making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv --clear $(VENV); fi
+	@touch $(VENV)/.installing
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools
+	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@mv $(VENV)/.installing $@
+
+$(VENV)/.model: $(VENV)/.installed
+	@$(BIN)/infer fetch
+	@touch $@

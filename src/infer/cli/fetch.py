@@ -1,0 +1,42 @@
+"""`infer fetch`: bring a model to this disk ahead of time, and say where it lies."""
+
+from __future__ import annotations
+
+import argparse
+
+from infer.cli import flags
+from infer.cli.answer import write_out
+
+EXAMPLES = """\
+examples:
+  infer fetch
+  infer fetch org/name --revision main
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the subcommand."""
+    parser = commands.add_parser(
+        "fetch",
+        help="download a model, or the default one, for use without a network",
+        description="Download a model and print where it lies; one that is already here is not touched.",
+        usage="infer fetch [MODEL] [options]",
+        epilog=EXAMPLES,
+        formatter_class=flags.HelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="hub id (org/name); nothing: the default model"
+    )
+    parser.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a hub id")
+    flags.add_common_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Resolve the model and print its path."""
+    from infer.loader.source import resolve_model
+
+    source = resolve_model(args.model, revision=args.revision, show_progress=True)
+    write_out(f"{source.path}\n")
+    return 0

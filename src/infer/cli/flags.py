@@ -1,0 +1,190 @@
+"""Command-line flags made from the fields they set, so that a knob exists once.
+
+    LoadConfig.max_seq_len: int | None = knob(None, "longest prompt + output ...", aliases=("max-model-len",))
+        becomes   --max-seq-len, --max-model-len N     longest prompt + output ...
+
+    SamplingParams.top_p: float = 1.0
+        becomes   --top-p X                            help from SAMPLING_HELP below
+
+The type of a field decides the shape of its flag: a bool is `--x/--no-x`, a tuple is a flag that may
+be given several times, choices are checked. A flag that was not given leaves no trace in the parsed
+arguments, which is how flags win over the file of `--config`, and that file over the defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from infer.config import EngineConfig, KnobRow, knob_table, read_config_file
+from infer.log import LEVELS
+from infer.sampling.params import SamplingParams
+
+SAMPLING_HELP = {
+    "temperature": "how far to stray from the likeliest token; 0: never (greedy)",
+    "top_p": "draw from the likeliest tokens that together have this probability",
+    "top_k": "draw from this many likeliest tokens; 0: all",
+    "min_p": "drop tokens less likely than this share of the likeliest one",
+    "repetition_penalty": "divide the logits of tokens already seen, prompt included; 1: off",
+    "presence_penalty": "subtract from the logits of tokens already generated; 0: off",
+    "frequency_penalty": "subtract for each time a token was already generated; 0: off",
+    "logit_bias": "add BIAS to the logit of token ID; may be given several times",
+    "seed": "the same seed gives the same text; default: a fresh one each time",
+    "max_tokens": "stop after this many tokens; none: as many as the context allows",
+    "min_tokens": "do not end before this many tokens",
+    "stop": "end before this text would appear; may be given several times",
+    "stop_token_ids": "end at this token; may be given several times",
+    "ignore_eos": "go on past the model's end-of-text token",
+}
+
+# Small instruct models ramble at a temperature of 1; these are the values of the sampling flags
+# where they differ from SamplingParams, which must not surprise who calls the library.
+CLI_SAMPLING = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 512}
+
+METAVARS = {int: "N", float: "X", str: "TEXT"}
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Help of a fixed width, with `--flag, --alias VALUE` written once."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=100)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        value = self._format_args(action, self._get_default_metavar_for_optional(action))
+        return f"{', '.join(action.option_strings)} {value}".rstrip()
+
+
+def add_knob_flags(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` one flag per knob, grouped by section, and `--config FILE`."""
+    groups = {}
+    for section in dataclasses.fields(EngineConfig):
+        section_type = section.default_factory
+        title = (section_type.__doc__ or "").rstrip(".").lower()
+        groups[section.name] = parser.add_argument_group(f"{section.name}: {title}")
+    for row in knob_table().values():
+        _add_knob(groups[row.section], row)
+    groups["load"].add_argument(
+        "--config", metavar="FILE", type=Path, help="YAML file of knobs, written as here; flags win over it"
+    )
+
+
+def _add_knob(group: argparse._ArgumentGroup, row: KnobRow) -> None:
+    names = [_flag(name) for name in (row.name, *row.aliases)]
+    shown = "" if row.default is None else f" (default: {row.default})"
+    help_text = (row.help + shown).replace("%", "%%")
+    if row.kind is bool:
+        group.add_argument(
+            *names,
+            dest=row.name,
+            action=argparse.BooleanOptionalAction,
+            default=argparse.SUPPRESS,
+            help=help_text,
+        )
+        return
+    group.add_argument(
+        *names,
+        dest=row.name,
+        type=row.kind,
+        choices=row.choices or None,
+        metavar=None if row.choices else METAVARS[row.kind],
+        default=argparse.SUPPRESS,
+        help=help_text,
+    )
+
+
+def knobs_from(args: argparse.Namespace) -> dict[str, Any]:
+    """The knobs a user set: those of the config file, then the flags over them."""
+    table = knob_table()
+    from_file = read_config_file(args.config, table) if args.config else {}
+    return from_file | {name: value for name, value in vars(args).items() if name in table}
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` one flag per row of SAMPLING_HELP."""
+    group = parser.add_argument_group("sampling: how the next token is chosen")
+    hints = get_type_hints(SamplingParams)
+    defaults = {field.name: field.default for field in dataclasses.fields(SamplingParams)} | CLI_SAMPLING
+    for name, help_text in SAMPLING_HELP.items():
+        is_off = defaults[name] in (None, False, (), dataclasses.MISSING)
+        shown = "" if is_off else f" (default: {defaults[name]})"
+        options = _sampling_options(hints[name])
+        group.add_argument(_flag(name), help=help_text + shown, default=argparse.SUPPRESS, **options)
+
+
+def _sampling_options(hint: Any) -> dict[str, Any]:
+    """How argparse reads a field of this type."""
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if hint in (int, float):
+        return {"type": hint, "metavar": METAVARS[hint]}
+    if hint == (int | None):
+        return {"type": _int_or_none, "metavar": "N"}
+    if hint == tuple[str, ...]:
+        return {"action": "append", "metavar": "TEXT"}
+    if hint == tuple[int, ...]:
+        return {"action": "append", "type": int, "metavar": "ID"}
+    assert hint == Mapping[int, float], f"no flag is known for a field of type {hint}"
+    assert get_args(hint) == (int, float)
+    return {"action": "append", "type": _token_bias, "metavar": "ID=BIAS"}
+
+
+def sampling_from(args: argparse.Namespace) -> SamplingParams:
+    """The SamplingParams a user asked for, over the defaults of the command line."""
+    given = {name: value for name, value in vars(args).items() if name in SAMPLING_HELP}
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(given["logit_bias"])
+    return SamplingParams.from_knobs(**(CLI_SAMPLING | given))
+
+
+def fit_max_tokens(params: SamplingParams, args: argparse.Namespace, context_len: int) -> SamplingParams:
+    """Lower the default of --max-tokens, but never a value that was asked for, to half a short context."""
+    if "max_tokens" in vars(args) or params.max_tokens is None:
+        return params
+    return dataclasses.replace(params, max_tokens=max(1, min(params.max_tokens, context_len // 2)))
+
+
+def add_thinking_flag(group: argparse._ArgumentGroup) -> None:
+    """The switch of templates that can open or close the model's thinking, as Qwen 3's can."""
+    group.add_argument(
+        "--thinking",
+        action=argparse.BooleanOptionalAction,
+        help="let a model that can think first do so; default: as its template does",
+    )
+
+
+def template_options(args: argparse.Namespace) -> dict[str, object]:
+    """What the user set of the chat template."""
+    return {} if args.thinking is None else {"enable_thinking": args.thinking}
+
+
+def add_common_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags every subcommand has."""
+    group = parser.add_argument_group("messages, on standard error")
+    group.add_argument("--log-level", choices=LEVELS, default="warning", help="(default: warning)")
+    group.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _int_or_none(text: str) -> int | None:
+    return None if text == "none" else int(text)
+
+
+def _token_bias(text: str) -> tuple[int, float]:
+    token_id, equals, bias = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"expected ID=BIAS, for example 42=-100, got {text!r}")
+    return int(token_id), float(bias)
+
+
+# argparse names the function in its message: "invalid integer or 'none' value: 'x'"
+_int_or_none.__name__ = "integer or 'none'"
+_token_bias.__name__ = "ID=BIAS"

@@ -1,0 +1,77 @@
+"""The command `infer`: find the subcommand, run it, turn how it ends into an exit code.
+
+    0     done
+    2     the user asked for something impossible: one line on standard error says what to do
+    130   interrupted with Ctrl-C
+    141   whoever read our output has gone (`infer generate ... | head -1`); not worth a message
+
+Each subcommand is a module with `add_parser` and `run`. None of them imports torch before it has a
+model to load, so that `--help` and a mistyped flag answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from infer import __version__
+from infer.cli import chat, fetch, flags, generate
+from infer.errors import InferError
+from infer.log import setup_logging
+
+EPILOG = """\
+'infer COMMAND --help' shows all options of a command. Without --model, the default model
+SmolLM2-135M-Instruct is used; it is downloaded once.
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every subcommand; scripts/docs.py prints its help into the docs."""
+    parser = argparse.ArgumentParser(
+        prog="infer",
+        description="Run large language models on this machine.",
+        usage="infer COMMAND [options]",
+        epilog=EPILOG,
+        formatter_class=flags.HelpFormatter,
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"infer {__version__}", help="print the version and leave"
+    )
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for command in (generate, chat, fetch):
+        command.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `infer` with these arguments (default: those of the process) and return its exit code."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.run is None:
+        parser.print_help(sys.stderr)
+        return 2
+    setup_logging(args.log_level)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a letter must not end us
+    try:
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except InferError as error:
+        if args.debug:
+            traceback.print_exc()
+        print(f"infer: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        if args.debug:
+            traceback.print_exc()
+        return 130
+    except BrokenPipeError:
+        # Python flushes standard output once more at exit; let that go nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
