@@ -6,6 +6,10 @@ reads: the module q_proj of layer i fills part "q" of our fused module qkv of la
 it is split along its outputs. The table names *modules*; the last part of a tensor's name, its leaf
 (`weight`, `bias`; later `qweight`, `scales`), belongs to the quantization scheme, so one table serves
 every format of a family.
+
+A key that ends in `.*` stands for every module below it, for the parts of a checkpoint we do not use:
+
+    "vision_tower.*": IGNORED
 """
 
 from __future__ import annotations
@@ -50,7 +54,7 @@ def find_target(tensor_name: str, weight_map: WeightMap) -> tuple[Target, str]:
     module, _, leaf = tensor_name.rpartition(".")
     indices = _INDEX.findall(module)
     key = _INDEX.sub(".{}", module)
-    target = weight_map.get(key)
+    target = weight_map.get(key) or _wildcard_target(key, weight_map)
     if target is None:
         raise CheckpointError(
             f"tensor {tensor_name!r} is not in this model's weight map" + closest(key, weight_map)
@@ -58,3 +62,9 @@ def find_target(tensor_name: str, weight_map: WeightMap) -> tuple[Target, str]:
     return Target(
         target.module.format(*indices), target.shard, target.part, target.transposed, target.ignored
     ), leaf
+
+
+def _wildcard_target(key: str, weight_map: WeightMap) -> Target | None:
+    return next(
+        (t for name, t in weight_map.items() if name.endswith(".*") and key.startswith(name[:-1])), None
+    )

@@ -1,0 +1,69 @@
+"""A matrix multiplication whose weight may hold several of the checkpoint's matrices.
+
+Queries, keys and values are three matrices applied to the same input. Stacked by rows they are one
+matrix, and one large multiplication is faster than three small ones:
+
+                      ┌────────┐ part "q": rows 0..575
+    qkv.weight        │   Wq   │
+    [out, in]         ├────────┤ part "k": rows 576..767
+                      │   Wk   │
+                      ├────────┤ part "v": rows 768..959
+                      │   Wv   │
+                      └────────┘
+
+The parts have names, so the weight map can say which of them a checkpoint tensor fills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Linear(nn.Module):
+    """y = x Wᵀ + b, with W stored [out, in] as checkpoints do; a `tied_weight` is shared, not copied."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        parts: Mapping[str, int] | None = None,
+        tied_weight: nn.Parameter | None = None,
+    ) -> None:
+        super().__init__()
+        self.parts = dict(parts or {})  # name -> number of rows, in the order of the rows
+        assert not self.parts or sum(self.parts.values()) == out_features, (self.parts, out_features)
+        if tied_weight is None:
+            tied_weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
+        assert tied_weight.shape == (out_features, in_features), tied_weight.shape
+        self.weight = tied_weight
+        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply the last dimension of `x`."""
+        return F.linear(x, self.weight, self.bias)
+
+    def split(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Cut an output of this layer into its parts: views, no copy."""
+        return torch.split(y, list(self.parts.values()), dim=-1)
+
+    def part_rows(self, name: str) -> slice:
+        """The rows of the weight (and of the bias) that part `name` fills."""
+        assert name in self.parts, f"no part {name!r} in {list(self.parts)}"
+        start = 0
+        for part, num_rows in self.parts.items():
+            if part == name:
+                break
+            start += num_rows
+        return slice(start, start + self.parts[name])
+
+    def extra_repr(self) -> str:
+        """Shape and parts, for print(model)."""
+        out_features, in_features = self.weight.shape
+        parts = f", parts={self.parts}" if self.parts else ""
+        return f"{in_features} -> {out_features}, bias={self.bias is not None}{parts}"

@@ -1,0 +1,243 @@
+"""Gemma 3, text only.
+
+       x ──► attention_norm ──► attention ──► post_attention_norm ──► (+) ──► (same with the MLP) ──►
+        └──────────────────────────────────────────────────────────────┘
+
+What sets it apart from the Llama block:
+
+    sandwich norms       each half is normalised before *and* after, and then added
+    (1 + w) norms        weights are stored centred on zero: offset 1 in every norm
+    scaled embedding     rows times sqrt(D), rounded to the dtype of the weights
+    GeGLU                the gate's activation is GELU in its tanh form
+    local and global     five layers that see a sliding window, then one that sees everything; the local
+                         ones turn positions with a base of 10 000, the global ones with 1 000 000
+    query scale          1 / sqrt(query_pre_attn_scalar), which need not be the head size
+
+The text part of a `Gemma3ForConditionalGeneration` checkpoint is the same network under longer names;
+its vision tower is not loaded.
+
+Shapes:  T tokens of all sequences laid end to end, D hidden, N query heads, G kv heads, H head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from infer.errors import CheckpointError, ConfigError
+from infer.layers.attention import StepContext
+from infer.layers.linear import Linear
+from infer.layers.mlp import GatedMLP
+from infer.layers.norm import AddNorm, RMSNorm
+from infer.layers.rotary import Rotary
+from infer.models.config import ModelConfig, RopeScaling
+from infer.models.model import Model, make_rotary
+from infer.models.raw_config import (
+    MAX_LAYERS,
+    RawConfig,
+    check_heads,
+    read_head_dim,
+    read_rope_scaling,
+    read_window,
+    read_windows,
+)
+from infer.models.weight_map import IGNORED, Shard, Target, WeightMap
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Read the config of a `Gemma3ForCausalLM`, or the text part of a `Gemma3ForConditionalGeneration`.
+
+    The published multimodal configs leave out what equals the reference's defaults, hence the defaults.
+    """
+    top = RawConfig(raw)
+    keys = top.section("text_config") if "text_config" in raw else top
+    _refuse_what_is_missing(keys)
+    vocab_size = keys.size("vocab_size", default=262_208)
+    num_layers = keys.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_heads = keys.size("num_attention_heads", default=8)
+    num_kv_heads = keys.size("num_key_value_heads", default=4)
+    check_heads(num_heads, num_kv_heads)
+    hidden_size = keys.size("hidden_size")
+    context_len = keys.size("max_position_embeddings", default=131_072)
+    global_theta, local_theta, rope_scaling = _read_rope(keys, context_len)
+    has_bias = keys.flag("attention_bias", default=False)
+    bos_ids = keys.token_ids("bos_token_id", vocab_size) or top.token_ids("bos_token_id", vocab_size)
+    eos_ids = keys.token_ids("eos_token_id", vocab_size) + top.token_ids("eos_token_id", vocab_size)
+    return ModelConfig(
+        family="gemma3",
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=keys.size("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=read_head_dim(keys, hidden_size, num_heads, default=256),
+        context_len=context_len,
+        norm_eps=keys.number("rms_norm_eps", default=1e-6),
+        activation=keys.activation("hidden_activation", "hidden_act", default="gelu_pytorch_tanh"),
+        tie_embeddings=top.flag("tie_word_embeddings", default=True),
+        rope_theta=global_theta,
+        rope_scaling=rope_scaling,
+        local_rope_theta=local_theta,
+        qkv_bias=has_bias,
+        attention_out_bias=has_bias,
+        qk_norm=True,
+        layer_windows=_read_layer_windows(keys, num_layers),
+        query_scale=keys.number("query_pre_attn_scalar", default=256) ** -0.5,
+        bos_id=bos_ids[0] if bos_ids else None,
+        eos_ids=tuple(dict.fromkeys(eos_ids)),
+    )
+
+
+def _refuse_what_is_missing(raw: RawConfig) -> None:
+    raw.refuse("attn_logit_softcapping", "capped attention scores are not supported")
+    raw.refuse("final_logit_softcapping", "capped logits are not supported")
+    raw.refuse("use_bidirectional_attention", "only causal models can generate")
+
+
+def _read_layer_windows(raw: RawConfig, num_layers: int) -> tuple[int | None, ...]:
+    pattern = raw.size("sliding_window_pattern", "_sliding_window_pattern", default=6)
+    types = [
+        "full_attention" if (layer + 1) % pattern == 0 else "sliding_attention" for layer in range(num_layers)
+    ]
+    return read_windows(raw, num_layers, read_window(raw, 4096), types)
+
+
+def _read_rope(raw: RawConfig, context_len: int) -> tuple[float, float, RopeScaling | None]:
+    """Base of the global layers, base of the local ones, and the scaling, which only global layers have."""
+    global_theta = raw.number("rope_theta", default=1_000_000.0)
+    local_theta = raw.number("rope_local_base_freq", default=10_000.0)
+    if raw.get("rope_parameters") is None:
+        return global_theta, local_theta, read_rope_scaling(raw.section("rope_scaling"), context_len)
+    both = raw.section("rope_parameters")
+    if "full_attention" not in both.raw and "sliding_attention" not in both.raw:
+        raise CheckpointError(
+            f"{both.where} must hold 'full_attention' and 'sliding_attention', got {sorted(both.raw)}"
+        )
+    of_global, of_local = both.section("full_attention"), both.section("sliding_attention")
+    if read_rope_scaling(of_local, context_len) is not None:
+        raise ConfigError(
+            f"rope scaling in {of_local.where} is not supported: only global layers may have it"
+        )
+    return (
+        of_global.number("rope_theta", default=global_theta),
+        of_local.number("rope_theta", default=local_theta),
+        read_rope_scaling(of_global, context_len),
+    )
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with normalised heads; local layers see a window, global ones everything."""
+
+    def __init__(self, config: ModelConfig, layer: int, rotary: Rotary) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        self.scale = config.scale
+        self.window = config.window(layer)
+        q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.qkv = Linear(
+            config.hidden_size,
+            q_rows + 2 * kv_rows,
+            bias=config.qkv_bias,
+            parts={"q": q_rows, "k": kv_rows, "v": kv_rows},
+        )
+        self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps, offset=1.0)
+        self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps, offset=1.0)
+        self.rotary = rotary
+        self.out = Linear(q_rows, config.hidden_size, bias=config.attention_out_bias)
+
+    def forward(self, x_TD: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """Let each token look at its sequence up to itself."""
+        q_TNH, k_TGH, v_TGH = (
+            part.view(len(part), -1, self.head_dim) for part in self.qkv.split(self.qkv(x_TD))
+        )
+        q_TNH, k_TGH = self.rotary(step.positions, self.q_norm(q_TNH), self.k_norm(k_TGH))
+        seen_TNH = step.attend(self.layer, q_TNH, k_TGH, v_TGH, scale=self.scale, window=self.window)
+        y_TD: torch.Tensor = self.out(seen_TNH.flatten(-2))
+        return y_TD
+
+
+class Block(nn.Module):
+    """Attention, then the MLP, each between two norms; the sum is fused with the norm that follows it."""
+
+    def __init__(self, config: ModelConfig, layer: int, rotary: Rotary) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.norm_eps
+        self.attention_norm = AddNorm(size, eps=eps, offset=1.0)
+        self.attention = Attention(config, layer, rotary)
+        self.post_attention_norm = RMSNorm(size, eps=eps, offset=1.0)
+        self.mlp_norm = AddNorm(size, eps=eps, offset=1.0)
+        self.mlp = GatedMLP(size, config.intermediate_size, activation=config.activation, bias=False)
+        self.post_mlp_norm = RMSNorm(size, eps=eps, offset=1.0)
+
+    def forward(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, step: StepContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the second half's output and the stream it is still to be added to."""
+        x_TD, residual_TD = self.attention_norm(x_TD, residual_TD)
+        x_TD = self.post_attention_norm(self.attention(x_TD, step))
+        x_TD, residual_TD = self.mlp_norm(x_TD, residual_TD)
+        return self.post_mlp_norm(self.mlp(x_TD)), residual_TD
+
+
+class Gemma3(Model):
+    """A stack of local and global blocks, with one rotary table for each kind."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, embedding_scale=config.hidden_size**0.5)
+        assert config.local_rope_theta is not None, config
+        self.global_rotary = make_rotary(config, config.rope_theta, config.rope_scaling)
+        self.local_rotary = make_rotary(config, config.local_rope_theta, None)
+        self.layers = nn.ModuleList(Block(config, i, self._rotary(i)) for i in range(config.num_layers))
+        self.norm = AddNorm(config.hidden_size, eps=config.norm_eps, offset=1.0)
+
+    def _rotary(self, layer: int) -> Rotary:
+        return self.global_rotary if self.config.window(layer) is None else self.local_rotary
+
+    def forward(self, tokens_T: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """Return the hidden states of all tokens after the final norm, [T, D]."""
+        x_TD, residual_TD = self.embedding(tokens_T), None
+        for layer in self.layers:
+            x_TD, residual_TD = layer(x_TD, residual_TD, step)
+        hidden_TD: torch.Tensor = self.norm(x_TD, residual_TD)[0]
+        return hidden_TD
+
+
+# fmt: off
+_TEXT: WeightMap = {
+    "embed_tokens":                          Target("embedding", Shard.VOCAB),
+    "layers.{}.input_layernorm":             Target("layers.{}.attention_norm"),
+    "layers.{}.self_attn.q_proj":            Target("layers.{}.attention.qkv", Shard.COLUMN, part="q"),
+    "layers.{}.self_attn.k_proj":            Target("layers.{}.attention.qkv", Shard.COLUMN, part="k"),
+    "layers.{}.self_attn.v_proj":            Target("layers.{}.attention.qkv", Shard.COLUMN, part="v"),
+    "layers.{}.self_attn.q_norm":            Target("layers.{}.attention.q_norm"),
+    "layers.{}.self_attn.k_norm":            Target("layers.{}.attention.k_norm"),
+    "layers.{}.self_attn.o_proj":            Target("layers.{}.attention.out", Shard.ROW),
+    "layers.{}.post_attention_layernorm":    Target("layers.{}.post_attention_norm"),
+    "layers.{}.pre_feedforward_layernorm":   Target("layers.{}.mlp_norm"),
+    "layers.{}.mlp.gate_proj":               Target("layers.{}.mlp.gate_up", Shard.COLUMN, part="gate"),
+    "layers.{}.mlp.up_proj":                 Target("layers.{}.mlp.gate_up", Shard.COLUMN, part="up"),
+    "layers.{}.mlp.down_proj":               Target("layers.{}.mlp.down", Shard.ROW),
+    "layers.{}.post_feedforward_layernorm":  Target("layers.{}.post_mlp_norm"),
+    "norm":                                  Target("norm"),
+}
+# fmt: on
+
+# The text-only checkpoints' prefix, then the two that multimodal ones have had.
+_PREFIXES = ("model", "language_model.model", "model.language_model")
+_VISION = (
+    "vision_tower.*",
+    "multi_modal_projector.*",
+    "model.vision_tower.*",
+    "model.multi_modal_projector.*",
+)
+
+WEIGHT_MAP: WeightMap = {
+    **{f"{prefix}.{name}": target for prefix in _PREFIXES for name, target in _TEXT.items()},
+    **{name: Target("head", Shard.VOCAB) for name in ("lm_head", "language_model.lm_head")},
+    **dict.fromkeys(_VISION, IGNORED),
+}

@@ -1,0 +1,188 @@
+"""Llama 3, and the block that Mistral, Qwen 2.5 and Qwen 3 share with it.
+
+             x ──► attention_norm ──► attention ──► (+) ──► mlp_norm ──► mlp ──► (+) ──►
+              └──────────────────────────────────────┘ └───────────────────────────┘
+
+What the family agrees on: pre-norm, RMSNorm, rotary positions, grouped-query attention, gated MLP.
+What they differ in is three facts of ModelConfig, each read exactly once, in `Attention`:
+
+    qkv_bias         Qwen 2.5
+    qk_norm          Qwen 3      (normalise each head before rotating it)
+    layer_windows    Mistral 7B v0.1
+
+(`attention_out_bias` and `mlp_bias` are options of Llama's own config that few checkpoints use.)
+A model that needs a fourth switch gets its own file (gemma3.py, gpt2.py).
+
+Each (+) above is fused with the norm that follows it, so a layer takes and returns two tensors: the
+output of the last block, `x`, and the stream it is still to be added to, `residual` (layers/norm.py).
+
+Shapes:  T tokens of all sequences laid end to end, D hidden, N query heads, G kv heads, H head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from infer.layers.attention import StepContext
+from infer.layers.linear import Linear
+from infer.layers.mlp import GatedMLP
+from infer.layers.norm import AddNorm, RMSNorm
+from infer.layers.rotary import Rotary
+from infer.models.config import ModelConfig
+from infer.models.model import Model, make_rotary
+from infer.models.raw_config import MAX_LAYERS, RawConfig, read_head_dim, read_heads, read_rope, read_windows
+from infer.models.weight_map import IGNORED, Shard, Target, WeightMap
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Read the config of a `LlamaForCausalLM`."""
+    keys = RawConfig(raw)
+    has_bias = keys.flag("attention_bias", default=False)
+    return read_shared_config(
+        keys,
+        family="llama",
+        qkv_bias=has_bias,
+        attention_out_bias=has_bias,
+        mlp_bias=keys.flag("mlp_bias", default=False),
+    )
+
+
+def read_shared_config(
+    raw: RawConfig,
+    *,
+    family: str,
+    default_head_dim: int | None = None,
+    qkv_bias: bool = False,
+    attention_out_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+    window: int | None = None,
+    default_layer_types: Sequence[str] | None = None,
+) -> ModelConfig:
+    """Read what the families of this block spell alike; the arguments are what they spell differently."""
+    hidden_size, vocab_size = raw.size("hidden_size"), raw.size("vocab_size")
+    num_layers = raw.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_heads, num_kv_heads = read_heads(raw)
+    context_len = raw.size("max_position_embeddings")
+    rope_theta, rope_scaling = read_rope(raw, context_len)
+    bos_ids = raw.token_ids("bos_token_id", vocab_size)
+    return ModelConfig(
+        family=family,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=raw.size("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=read_head_dim(raw, hidden_size, num_heads, default_head_dim),
+        context_len=context_len,
+        norm_eps=raw.number("rms_norm_eps", default=1e-6),
+        activation=raw.activation("hidden_act", default="silu"),
+        tie_embeddings=raw.flag("tie_word_embeddings", default=False),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        qkv_bias=qkv_bias,
+        attention_out_bias=attention_out_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+        layer_windows=read_windows(
+            raw, num_layers, window, default_layer_types or ["full_attention"] * num_layers
+        ),
+        bos_id=bos_ids[0] if bos_ids else None,
+        eos_ids=raw.token_ids("eos_token_id", vocab_size),
+    )
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; G kv heads serve N query heads."""
+
+    def __init__(self, config: ModelConfig, layer: int, rotary: Rotary) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        self.scale = config.scale
+        self.window = config.window(layer)
+        q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.qkv = Linear(
+            config.hidden_size,
+            q_rows + 2 * kv_rows,
+            bias=config.qkv_bias,
+            parts={"q": q_rows, "k": kv_rows, "v": kv_rows},
+        )
+        self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.rotary = rotary
+        self.out = Linear(q_rows, config.hidden_size, bias=config.attention_out_bias)
+
+    def forward(self, x_TD: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """Let each token look at its sequence up to itself."""
+        q_TNH, k_TGH, v_TGH = (
+            part.view(len(part), -1, self.head_dim) for part in self.qkv.split(self.qkv(x_TD))
+        )
+        q_TNH, k_TGH = self.rotary(step.positions, self.q_norm(q_TNH), self.k_norm(k_TGH))
+        seen_TNH = step.attend(self.layer, q_TNH, k_TGH, v_TGH, scale=self.scale, window=self.window)
+        y_TD: torch.Tensor = self.out(seen_TNH.flatten(-2))
+        return y_TD
+
+
+class Block(nn.Module):
+    """Attention, then the MLP, each after a norm and each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: int, rotary: Rotary) -> None:
+        super().__init__()
+        self.attention_norm = AddNorm(config.hidden_size, eps=config.norm_eps)
+        self.attention = Attention(config, layer, rotary)
+        self.mlp_norm = AddNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = GatedMLP(
+            config.hidden_size, config.intermediate_size, activation=config.activation, bias=config.mlp_bias
+        )
+
+    def forward(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, step: StepContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the MLP's output and the stream it is still to be added to."""
+        x_TD, residual_TD = self.attention_norm(x_TD, residual_TD)
+        x_TD, residual_TD = self.mlp_norm(self.attention(x_TD, step), residual_TD)
+        return self.mlp(x_TD), residual_TD
+
+
+class Llama(Model):
+    """A stack of blocks that keep their global numbers."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.rotary = make_rotary(config, config.rope_theta, config.rope_scaling)
+        self.layers = nn.ModuleList(Block(config, i, self.rotary) for i in range(config.num_layers))
+        self.norm = AddNorm(config.hidden_size, eps=config.norm_eps)
+
+    def forward(self, tokens_T: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """Return the hidden states of all tokens after the final norm, [T, D]."""
+        x_TD, residual_TD = self.embedding(tokens_T), None
+        for layer in self.layers:
+            x_TD, residual_TD = layer(x_TD, residual_TD, step)
+        hidden_TD: torch.Tensor = self.norm(x_TD, residual_TD)[0]
+        return hidden_TD
+
+
+# fmt: off
+WEIGHT_MAP: WeightMap = {
+    "model.embed_tokens":                         Target("embedding", Shard.VOCAB),
+    "model.layers.{}.input_layernorm":            Target("layers.{}.attention_norm"),
+    "model.layers.{}.self_attn.q_proj":           Target("layers.{}.attention.qkv", Shard.COLUMN, part="q"),
+    "model.layers.{}.self_attn.k_proj":           Target("layers.{}.attention.qkv", Shard.COLUMN, part="k"),
+    "model.layers.{}.self_attn.v_proj":           Target("layers.{}.attention.qkv", Shard.COLUMN, part="v"),
+    "model.layers.{}.self_attn.o_proj":           Target("layers.{}.attention.out", Shard.ROW),
+    "model.layers.{}.self_attn.rotary_emb":       IGNORED,  # frequencies: we compute our own
+    "model.layers.{}.post_attention_layernorm":   Target("layers.{}.mlp_norm"),
+    "model.layers.{}.mlp.gate_proj":              Target("layers.{}.mlp.gate_up", Shard.COLUMN, part="gate"),
+    "model.layers.{}.mlp.up_proj":                Target("layers.{}.mlp.gate_up", Shard.COLUMN, part="up"),
+    "model.layers.{}.mlp.down_proj":              Target("layers.{}.mlp.down", Shard.ROW),
+    "model.norm":                                 Target("norm"),
+    "model.rotary_emb":                           IGNORED,
+    "lm_head":                                    Target("head", Shard.VOCAB),
+}
+# fmt: on

@@ -1,0 +1,38 @@
+"""Qwen 3: Llama's block, in which each query and key head is normalised before it is rotated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from infer.models import llama
+from infer.models.config import ModelConfig
+from infer.models.qwen2 import read_upper_windows
+from infer.models.raw_config import RawConfig
+from infer.models.weight_map import Target, WeightMap
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Read the config of a `Qwen3ForCausalLM`."""
+    keys = RawConfig(raw)
+    has_bias = keys.flag("attention_bias", default=False)
+    window, layer_types = read_upper_windows(keys)
+    return llama.read_shared_config(
+        keys,
+        family="qwen3",
+        default_head_dim=128,
+        qkv_bias=has_bias,
+        attention_out_bias=has_bias,
+        qk_norm=True,
+        window=window,
+        default_layer_types=layer_types,
+    )
+
+
+# fmt: off
+WEIGHT_MAP: WeightMap = {
+    **llama.WEIGHT_MAP,
+    "model.layers.{}.self_attn.q_norm":           Target("layers.{}.attention.q_norm"),
+    "model.layers.{}.self_attn.k_norm":           Target("layers.{}.attention.k_norm"),
+}
+# fmt: on

@@ -1,0 +1,209 @@
+"""Read the keys of a `config.json` without ever trusting them.
+
+A checkpoint's config is other people's input. Each family asks for the keys it knows through one
+`RawConfig`, which gives back a checked value or an error that names the key:
+
+    CheckpointError    the file is broken: a key is missing, has the wrong type, or cannot be true
+    ConfigError        the file is fine, but asks for something this package does not do
+
+`null` counts as absent, because configs write `"head_dim": null` for "derive it".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from infer.errors import CheckpointError, ConfigError
+from infer.models.config import RopeScaling
+
+MAX_SIZE = 2**24  # far above any real model: a larger size is a damaged file, not a network
+MAX_LAYERS = 1024
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+class RawConfig:
+    """Checked access to the keys of one JSON object."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str = "config.json") -> None:
+        self.raw = raw
+        self.where = where
+
+    def get(self, *names: str) -> Any:
+        """The first of these keys that is present and not null, or None."""
+        return next((self.raw[name] for name in names if self.raw.get(name) is not None), None)
+
+    def size(self, *names: str, default: int | None = None, at_most: int = MAX_SIZE) -> int:
+        """A positive integer; `names` are spellings of one key."""
+        value = self._required(names, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= at_most:
+            raise CheckpointError(f"{self._key(names)} must be an integer in 1..{at_most}, got {value!r}")
+        return value
+
+    def number(self, *names: str, default: float | None = None) -> float:
+        """A positive finite number."""
+        value = self._required(names, default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or value <= 0:
+            raise CheckpointError(f"{self._key(names)} must be a positive number, got {value!r}")
+        return float(value)
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """True or false."""
+        value = self.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise CheckpointError(f"{self._key((name,))} must be true or false, got {value!r}")
+        return value
+
+    def section(self, name: str) -> RawConfig:
+        """A nested object; an empty one if the key is absent."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise CheckpointError(f"{self._key((name,))} must be an object, got {value!r}")
+        return RawConfig(value or {}, f"{name} of {self.where}")
+
+    def activation(self, *names: str, default: str) -> str:
+        """An activation in our spelling."""
+        value = self.get(*names) or default
+        if value not in ACTIVATIONS:
+            raise ConfigError(
+                f"{self._key(names)} is {value!r}, which is not supported; known: {', '.join(ACTIVATIONS)}"
+            )
+        return ACTIVATIONS[value]
+
+    def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
+        """The ids of one or several tokens, as `7` or `[7, 9]`.
+
+        Ids outside the vocabulary are left out: configs copied from another model carry some, and no
+        model can read or write them.
+        """
+        value = self.get(name)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        for token_id in ids:
+            if not isinstance(token_id, int) or isinstance(token_id, bool):
+                raise CheckpointError(f"{self._key((name,))} must be a token id or a list, got {value!r}")
+        return tuple(token_id for token_id in ids if 0 <= token_id < vocab_size)
+
+    def refuse(self, name: str, why: str) -> None:
+        """Fail if a key is set (not null, not false) whose meaning this package does not implement."""
+        if self.get(name) not in (None, False):
+            raise ConfigError(f"{self._key((name,))} is {self.get(name)!r}: {why}")
+
+    def _required(self, names: tuple[str, ...], default: float | None) -> Any:
+        value = self.get(*names)
+        if value is None:
+            value = default
+        if value is None:
+            raise CheckpointError(f"{self.where} has no {' or '.join(map(repr, names))}, which is mandatory")
+        return value
+
+    def _key(self, names: tuple[str, ...]) -> str:
+        name = next((name for name in names if self.raw.get(name) is not None), names[0])
+        return f"{name!r} in {self.where}"
+
+
+def read_heads(raw: RawConfig) -> tuple[int, int]:
+    """The numbers of query and of kv heads; as many of both where the config does not tell them apart."""
+    num_heads = raw.size("num_attention_heads")
+    num_kv_heads = raw.size("num_key_value_heads", default=num_heads)
+    check_heads(num_heads, num_kv_heads)
+    return num_heads, num_kv_heads
+
+
+def check_heads(num_heads: int, num_kv_heads: int) -> None:
+    """Each kv head must serve the same number of query heads."""
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
+        )
+
+
+def read_head_dim(raw: RawConfig, hidden_size: int, num_heads: int, default: int | None = None) -> int:
+    """The size of a head: given, or the family's own, or an equal share of the hidden size."""
+    head_dim = raw.size("head_dim", default=default or max(hidden_size // num_heads, 1))
+    if raw.get("head_dim") is None and default is None and hidden_size % num_heads:
+        raise CheckpointError(
+            f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}, "
+            "and head_dim is not given"
+        )
+    if head_dim % 2:
+        raise CheckpointError(f"head_dim must be even for rotary positions, got {head_dim}")
+    return head_dim
+
+
+def read_rope(raw: RawConfig, context_len: int) -> tuple[float, RopeScaling | None]:
+    """Base and scaling: from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`."""
+    name = "rope_parameters" if raw.get("rope_parameters") is not None else "rope_scaling"
+    section = raw.section(name)
+    theta = raw.number("rope_theta", default=10_000.0)
+    return section.number("rope_theta", default=theta), read_rope_scaling(section, context_len)
+
+
+def read_rope_scaling(section: RawConfig, context_len: int) -> RopeScaling | None:
+    """The scaling that one rope section describes, or None for plain rotary positions."""
+    kind = section.get("rope_type", "type") or "default"
+    if kind not in SUPPORTED_ROPE_TYPES:
+        raise ConfigError(
+            f"rope type {kind!r} in {section.where} is not supported; supported: "
+            f"{', '.join(SUPPORTED_ROPE_TYPES)}"
+        )
+    if section.number("partial_rotary_factor", default=1.0) != 1.0:
+        raise ConfigError(
+            f"partial_rotary_factor in {section.where} is not supported: the whole head must turn"
+        )
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling(kind=kind, factor=section.number("factor"))
+    scaling = RopeScaling(
+        kind=kind,
+        factor=section.number("factor"),
+        low_freq_factor=section.number("low_freq_factor"),
+        high_freq_factor=section.number("high_freq_factor"),
+        original_context_len=section.size("original_max_position_embeddings", default=context_len),
+    )
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise CheckpointError(
+            f"high_freq_factor in {section.where} must exceed low_freq_factor, "
+            f"got {scaling.high_freq_factor} and {scaling.low_freq_factor}"
+        )
+    return scaling
+
+
+def read_window(raw: RawConfig, default: int) -> int | None:
+    """The sliding window in tokens. Here null differs from absent: it switches the window off."""
+    if "sliding_window" in raw.raw and raw.raw["sliding_window"] is None:
+        return None
+    return raw.size("sliding_window", default=default)
+
+
+def read_windows(
+    raw: RawConfig, num_layers: int, window: int | None, default_types: Sequence[str]
+) -> tuple[int | None, ...]:
+    """The window of each layer, from `layer_types` or the family's default; () if none has one."""
+    types = raw.get("layer_types")
+    if types is None:
+        types = list(default_types)
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise CheckpointError(f"'layer_types' in {raw.where} must name {num_layers} layers, got {types!r}")
+    for kind in types:
+        if kind not in LAYER_TYPES:
+            raise ConfigError(
+                f"layer type {kind!r} in {raw.where} is not supported; supported: {', '.join(LAYER_TYPES)}"
+            )
+    if "sliding_attention" not in types:
+        return ()
+    if window is None:
+        raise CheckpointError(f"'layer_types' in {raw.where} names sliding layers, but no window is set")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)

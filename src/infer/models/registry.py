@@ -1,0 +1,83 @@
+"""Which families this package can run, and which of them a checkpoint belongs to.
+
+A family is five facts: what checkpoints call it, how to read its config, how to build its network, and
+which checkpoint tensor goes where. Adding a model is one file and one row (docs/adding-a-model.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from infer.errors import CheckpointError, ConfigError
+from infer.models import gemma3, gpt2, llama, mistral, qwen2, qwen3
+from infer.models.config import ModelConfig
+from infer.models.model import Model
+from infer.models.weight_map import WeightMap
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Everything the loader needs to know about one kind of network."""
+
+    name: str
+    architectures: tuple[str, ...]  # in a config's `architectures`
+    model_types: tuple[str, ...]  # in its `model_type`, asked only where `architectures` is missing
+    read_config: Callable[[Mapping[str, Any]], ModelConfig]
+    build: Callable[[ModelConfig], Model]
+    weight_map: WeightMap
+
+
+# fmt: off
+FAMILIES: tuple[Family, ...] = (
+    Family("llama", ("LlamaForCausalLM",), ("llama",),
+           llama.read_config, llama.Llama, llama.WEIGHT_MAP),
+    Family("mistral", ("MistralForCausalLM",), ("mistral",),
+           mistral.read_config, llama.Llama, mistral.WEIGHT_MAP),
+    Family("qwen2", ("Qwen2ForCausalLM",), ("qwen2",),
+           qwen2.read_config, llama.Llama, qwen2.WEIGHT_MAP),
+    Family("qwen3", ("Qwen3ForCausalLM",), ("qwen3",),
+           qwen3.read_config, llama.Llama, qwen3.WEIGHT_MAP),
+    Family("gemma3", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), ("gemma3_text", "gemma3"),
+           gemma3.read_config, gemma3.Gemma3, gemma3.WEIGHT_MAP),
+    Family("gpt2", ("GPT2LMHeadModel",), ("gpt2",),
+           gpt2.read_config, gpt2.GPT2, gpt2.WEIGHT_MAP),
+)
+# fmt: on
+
+
+def find_family(raw: Mapping[str, Any]) -> Family:
+    """The family of a checkpoint, from its config's `architectures` or, without one, its `model_type`."""
+    _refuse_quantized(raw)
+    architectures = raw.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise CheckpointError(f"'architectures' in config.json must be a list, got {architectures!r}")
+    model_type = raw.get("model_type")
+    for family in FAMILIES:
+        if any(name in family.architectures for name in architectures):
+            return family
+        if not architectures and model_type in family.model_types:
+            return family
+    given = ", ".join(map(str, architectures)) or (model_type and f"model_type {model_type}")
+    supported = ", ".join(name for family in FAMILIES for name in family.architectures)
+    raise ConfigError(
+        f"this checkpoint is {given or 'of no named architecture'}, which is not supported; "
+        f"supported: {supported}; docs/adding-a-model.md tells how to add one"
+    )
+
+
+def get_family(name: str) -> Family:
+    """The family that a `ModelConfig.family` names."""
+    return next(family for family in FAMILIES if family.name == name)
+
+
+def _refuse_quantized(raw: Mapping[str, Any]) -> None:
+    quantization = raw.get("quantization_config")
+    if quantization is None:
+        return
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    raise ConfigError(
+        f"this checkpoint is quantized with {method or 'an unnamed method'!r}, which is not supported; "
+        "use the float16, bfloat16 or float32 checkpoint, or a GGUF file"
+    )
