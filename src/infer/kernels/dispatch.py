@@ -14,6 +14,7 @@ It is read here at the same moment, so that both always agree; set it before the
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -22,27 +23,28 @@ import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
-_CAN_USE_TRITON = INTERPRETED or torch.version.cuda is not None or torch.version.hip is not None
 
-try:
-    if not _CAN_USE_TRITON:
-        raise ImportError("a CPU-only build of PyTorch")
-    import triton
-    import triton.language as tl  # noqa: F401  (for the kernel files)
-
-    HAS_TRITON = True
-except ImportError:
-    HAS_TRITON = False
+def _import_triton() -> tuple[Any, Any]:
+    """`triton` and `triton.language`, or two Nones where no kernel could ever run."""
+    if not INTERPRETED and torch.version.cuda is None and torch.version.hip is None:
+        return None, None
+    try:
+        return importlib.import_module("triton"), importlib.import_module("triton.language")
+    except ImportError:
+        return None, None
 
 
-def jit(kernel: Callable[..., None]) -> Any:
+triton, tl = _import_triton()
+
+
+def jit(kernel: Callable[..., Any]) -> Any:
     """Compile with `triton.jit`; without Triton the function stays as it is and is never called."""
-    return triton.jit(kernel) if HAS_TRITON else kernel
+    return kernel if triton is None else triton.jit(kernel)
 
 
 def use_triton(x: torch.Tensor) -> bool:
     """Whether the kernel, not the reference, should compute a function of `x`."""
-    return HAS_TRITON and (x.is_cuda or INTERPRETED)
+    return triton is not None and (x.is_cuda or INTERPRETED)
 
 
 def next_power_of_two(size: int) -> int:

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from infer.errors import ConfigError, closest
+from infer.kernels.dispatch import jit, tl, use_triton
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -30,13 +31,20 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
 }
 
+_BLOCK_F = 1024  # columns per program: 8 per thread of 4 warps
+
 
 def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
     """Apply one of `ACTIVATIONS` to every element: the ungated form, for GPT-2."""
+    return _known(activation)(x)
+
+
+def _known(activation: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The PyTorch function of that name, or an error that lists the names."""
     if activation not in ACTIVATIONS:
         hint = closest(activation, ACTIVATIONS)
         raise ConfigError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}{hint}")
-    return ACTIVATIONS[activation](x)
+    return ACTIVATIONS[activation]
 
 
 def gated_activation_reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -45,6 +53,47 @@ def gated_activation_reference(gate_up: torch.Tensor, activation: str) -> torch.
     return activate(gate, activation) * up
 
 
+@jit
+def _activate(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        return x * tl.sigmoid(x)
+    elif ACTIVATION == "gelu_tanh":
+        # (1 + tanh(u)) / 2 is sigmoid(2u); 1.5957691216 is 2 sqrt(2/pi)
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))  # 1 / sqrt(2)
+
+
+@jit
+def _gated_activation_kernel(
+    gate_up_ptr,
+    y_ptr,
+    gate_up_row_stride,
+    F,
+    ACTIVATION: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)  # int64: T * 2F may pass 2^31
+    cols = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    in_row = cols < F
+
+    gate_ptrs = gate_up_ptr + row * gate_up_row_stride + cols
+    gate = tl.load(gate_ptrs, mask=in_row, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptrs + F, mask=in_row, other=0.0).to(tl.float32)
+    activated = _activate(gate, ACTIVATION).to(y_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(y_ptr + row * F + cols, (activated * up).to(y_ptr.dtype.element_ty), mask=in_row)
+
+
 def gated_activation(gate_up: torch.Tensor, *, activation: str) -> torch.Tensor:
     """Turn [T, 2F] into [T, F]: the activated first half times the second half."""
-    return gated_activation_reference(gate_up, activation)
+    if not use_triton(gate_up):
+        return gated_activation_reference(gate_up, activation)
+    _known(activation)
+    assert gate_up.stride(1) == 1, f"columns must be contiguous, got strides {gate_up.stride()}"
+    T, intermediate_size = gate_up.shape[0], gate_up.shape[1] // 2
+    y_TF = torch.empty((T, intermediate_size), dtype=gate_up.dtype, device=gate_up.device)
+    grid = (T, -(-intermediate_size // _BLOCK_F))
+    _gated_activation_kernel[grid](
+        gate_up, y_TF, gate_up.stride(0), intermediate_size, ACTIVATION=activation, BLOCK_F=_BLOCK_F
+    )
+    return y_TF

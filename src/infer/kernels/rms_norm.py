@@ -19,6 +19,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from infer.kernels.dispatch import jit, next_power_of_two, tl, use_triton
+
 
 def rms_norm_reference(x: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
     """The specification: what the kernel must equal, and what runs on the CPU."""
@@ -34,13 +36,113 @@ def add_rms_norm_reference(
     return rms_norm_reference(new_residual_TD, weight_D, eps, offset), new_residual_TD
 
 
+@jit
+def _normalise(x, weight_ptr, cols, D, eps, offset):
+    weight = tl.load(weight_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
+    inv_rms = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)  # lanes outside the row are 0: the sum is exact
+    return x * inv_rms[:, None] * (weight + offset)[None, :]
+
+
+@jit
+def _rms_norm_kernel(
+    x_ptr,
+    weight_ptr,
+    y_ptr,
+    x_token_stride,
+    x_head_stride,
+    num_rows,
+    N,
+    D,
+    eps,
+    offset,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # next power of two >= D: whole rows in one block
+):
+    # int64: T * N * D passes 2^31 on long prefills
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    cols = tl.arange(0, BLOCK_D)
+    in_tile = (rows < num_rows)[:, None] & (cols < D)[None, :]
+
+    x_rows = rows // N * x_token_stride + rows % N * x_head_stride
+    x = tl.load(x_ptr + x_rows[:, None] + cols[None, :], mask=in_tile, other=0.0).to(tl.float32)
+    y = _normalise(x, weight_ptr, cols, D, eps, offset)
+    tl.store(y_ptr + rows[:, None] * D + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=in_tile)
+
+
+@jit
+def _add_rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    new_residual_ptr,
+    x_row_stride,
+    residual_row_stride,
+    num_rows,
+    D,
+    eps,
+    offset,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    cols = tl.arange(0, BLOCK_D)
+    in_tile = (rows < num_rows)[:, None] & (cols < D)[None, :]
+
+    x = tl.load(x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask=in_tile, other=0.0)
+    residual = tl.load(
+        residual_ptr + rows[:, None] * residual_row_stride + cols[None, :], mask=in_tile, other=0.0
+    )
+    total = (x.to(tl.float32) + residual.to(tl.float32)).to(new_residual_ptr.dtype.element_ty)
+    y = _normalise(total.to(tl.float32), weight_ptr, cols, D, eps, offset)
+
+    out = rows[:, None] * D + cols[None, :]
+    tl.store(new_residual_ptr + out, total, mask=in_tile)
+    tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=in_tile)
+
+
 def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, *, eps: float, offset: float = 0.0) -> torch.Tensor:
     """Normalise the last dimension of `x`, which is [T, D] or [T, N, D] and may be a strided view."""
-    return rms_norm_reference(x, weight_D, eps, offset)
+    if not use_triton(x):
+        return rms_norm_reference(x, weight_D, eps, offset)
+    assert x.stride(-1) == 1, f"the last dimension must be contiguous, got strides {x.stride()}"
+    T, N, D = (x.shape[0], 1, x.shape[1]) if x.dim() == 2 else x.shape
+    head_stride = 0 if x.dim() == 2 else x.stride(1)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    tile = _Tile(T * N, D)
+    _rms_norm_kernel[tile.grid](
+        x, weight_D, y, x.stride(0), head_stride, T * N, N, D, eps, offset,
+        BLOCK_ROWS=tile.num_rows, BLOCK_D=tile.num_cols, num_warps=tile.num_warps,
+    )  # fmt: skip
+    return y
 
 
 def add_rms_norm(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, *, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add `x_TD` to the residual stream; return the normalised sum and the sum itself."""
-    return add_rms_norm_reference(x_TD, residual_TD, weight_D, eps, offset)
+    if not use_triton(x_TD):
+        return add_rms_norm_reference(x_TD, residual_TD, weight_D, eps, offset)
+    assert x_TD.shape == residual_TD.shape, f"{x_TD.shape} cannot be added to {residual_TD.shape}"
+    assert x_TD.dtype == residual_TD.dtype, f"{x_TD.dtype} cannot be added to {residual_TD.dtype}"
+    assert x_TD.stride(1) == residual_TD.stride(1) == 1, "columns must be contiguous"
+    T, D = x_TD.shape
+    y_TD = torch.empty((T, D), dtype=x_TD.dtype, device=x_TD.device)
+    new_residual_TD = torch.empty_like(y_TD)
+    tile = _Tile(T, D)
+    _add_rms_norm_kernel[tile.grid](
+        x_TD, residual_TD, weight_D, y_TD, new_residual_TD, x_TD.stride(0), residual_TD.stride(0), T, D,
+        eps, offset,
+        BLOCK_ROWS=tile.num_rows, BLOCK_D=tile.num_cols, num_warps=tile.num_warps,
+    )  # fmt: skip
+    return y_TD, new_residual_TD
+
+
+class _Tile:
+    """The rows one program takes: one long row, or as many short ones as make about 1024 elements."""
+
+    def __init__(self, total_rows: int, D: int) -> None:
+        self.num_cols = next_power_of_two(D)
+        self.num_rows = max(1, 1024 // self.num_cols)
+        self.grid = (-(-total_rows // self.num_rows),)
+        self.num_warps = min(max(self.num_rows * self.num_cols // 256, 4), 16)  # 8 elements per thread
