@@ -6,7 +6,8 @@ no environment variables that change behaviour.
 
     EngineConfig
     ├── load      LoadConfig      which model, from where, in which number format
-    └── cache     CacheConfig     how keys and values are kept
+    ├── cache     CacheConfig     how keys and values are kept
+    └── scheduler SchedulerConfig who runs when
 
 Knob names are unique across the sections, so people write them flat: `LLM("dir", dtype="float32")`,
 `--dtype float32`, or `dtype: float32` in a file given to `--config`.
@@ -14,6 +15,7 @@ Knob names are unique across the sections, so people write them flat: `LLM("dir"
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -46,7 +48,7 @@ class LoadConfig:
     tokenizer: str | None = knob(None, "directory or tokenizer.json to use instead of the model's own")
     chat_template: str | None = knob(
         None,
-        "Jinja file that overrides the family's chat template; 'checkpoint' uses the one shipped with the model",
+        "Jinja file that overrides the family's chat template; 'checkpoint': the one shipped with the model",
     )
     dtype: str = knob(
         "auto",
@@ -72,10 +74,19 @@ class CacheConfig:
     """How keys and values are kept between steps."""
 
     kv_cache_backend: str = knob(
-        "contiguous",
-        "contiguous: one reserved stretch per sequence; naive: keep nothing and recompute every token "
-        "(the teaching baseline)",
-        choices=("contiguous", "naive"),
+        "paged",
+        "paged: many small blocks; contiguous: one block of max_seq_len tokens per sequence; "
+        "naive: keep nothing and recompute every token (the teaching baseline)",
+        choices=("paged", "contiguous", "naive"),
+    )
+    block_size: int = knob(16, "tokens per KV-cache block")
+    num_blocks: int | None = knob(None, "KV-cache blocks; default: what kv_cache_memory holds")
+    kv_cache_memory: str | None = knob(
+        None, "memory for the KV cache, such as 512MiB or 4GiB; default: chosen from what is free"
+    )
+    num_host_blocks: int = knob(0, "blocks in host memory for sequences preempted by swapping; 0: never swap")
+    use_prefix_caching: bool = knob(
+        True, "reuse the cache of prompts that start alike", aliases=("enable-prefix-caching",)
     )
     attention_backend: str = knob(
         "auto",
@@ -86,6 +97,64 @@ class CacheConfig:
     def __post_init__(self) -> None:
         _check_choice(self, "kv_cache_backend")
         _check_choice(self, "attention_backend")
+        _check_positive(self, "block_size", "num_blocks")
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
+        if not isinstance(self.num_host_blocks, int) or self.num_host_blocks < 0:
+            raise ConfigError(f"num_host_blocks must be an integer >= 0, got {self.num_host_blocks!r}")
+        if self.kv_cache_memory is not None:
+            parse_bytes(self.kv_cache_memory)
+            if self.num_blocks is not None:
+                raise ConfigError("num_blocks and kv_cache_memory both size the KV cache; give one of them")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Who runs when."""
+
+    batching_mode: str = knob(
+        "continuous",
+        "continuous: sequences join and leave at every step; static: a batch runs until its last is done",
+        choices=("continuous", "static"),
+    )
+    scheduler_policy: str = knob(
+        "fcfs",
+        "who goes first; see docs/features/scheduling.md",
+        choices=("fcfs", "prefill_first", "decode_round_robin", "priority", "deadline"),
+        aliases=("scheduling-policy",),
+    )
+    max_batch_size: int = knob(64, "sequences that may run at once", aliases=("max-num-seqs",))
+    max_num_batched_tokens: int = knob(2048, "tokens one step may compute, all sequences together")
+    use_chunked_prefill: bool = knob(
+        True,
+        "split long prompts into chunks, so that others go on decoding",
+        aliases=("enable-chunked-prefill",),
+    )
+    prefill_chunk_size: int = knob(512, "tokens of one prompt that one step may compute")
+    preemption: str = knob(
+        "auto",
+        "when the cache is full: recompute forgets a sequence's blocks, swap copies them to host memory, "
+        "auto takes the cheaper",
+        choices=("auto", "recompute", "swap"),
+    )
+    max_wait_steps: int = knob(
+        1000, "steps after which a waiting sequence goes first whatever the policy says"
+    )
+    max_decode_gap: int = knob(8, "steps for which prefill_first may leave decoding sequences out")
+    max_waiting: int | None = knob(None, "sequences that may wait; more are refused; default: no limit")
+    seed: int = knob(0, "seed of requests that bring none")
+
+    def __post_init__(self) -> None:
+        for name in ("batching_mode", "scheduler_policy", "preemption"):
+            _check_choice(self, name)
+        _check_positive(self, "max_batch_size", "max_num_batched_tokens", "prefill_chunk_size")
+        _check_positive(self, "max_wait_steps", "max_decode_gap", "max_waiting")
+        if self.max_batch_size > self.max_num_batched_tokens:
+            raise ConfigError(
+                f"max_batch_size is {self.max_batch_size} but a step computes at most "
+                f"max_num_batched_tokens={self.max_num_batched_tokens} tokens, so not every running sequence "
+                "could decode; lower max_batch_size or raise max_num_batched_tokens"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +163,19 @@ class EngineConfig:
 
     load: LoadConfig = field(default_factory=LoadConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def __post_init__(self) -> None:
+        if self.cache.kv_cache_backend == "naive" and self.scheduler.batching_mode == "static":
+            raise ConfigError(
+                "kv_cache_backend=naive keeps nothing between steps, so a static batch has no decode phase; "
+                "use batching_mode=continuous, or kv_cache_backend=contiguous for the classic static batch"
+            )
+        if self.scheduler.preemption == "swap" and self.cache.num_host_blocks == 0:
+            raise ConfigError(
+                "preemption=swap needs host memory to swap to, but num_host_blocks is 0; "
+                "set num_host_blocks, or use preemption=recompute"
+            )
 
     @classmethod
     def from_knobs(cls, **knobs: Any) -> EngineConfig:
@@ -193,6 +275,19 @@ def read_config_file(path: Path, table: Mapping[str, KnobRow]) -> dict[str, Any]
             raise ConfigError(f"config file {path}: {names[name]} is given twice")
         knobs[names[name]] = parse_knob(table[names[name]], value)
     return knobs
+
+
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS |= {"k": 2**10, "m": 2**20, "g": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size such as 512MiB, 4GiB or 1.5GB."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None or float(match[1]) == 0:
+        raise ConfigError(f"a size looks like 512MiB or 4GiB, got {text!r}")
+    return int(float(match[1]) * unit)
 
 
 def _check_choice(section: Any, name: str) -> None:

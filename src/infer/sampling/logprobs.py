@@ -8,19 +8,10 @@ k + 1 entries.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(frozen=True, slots=True)
-class RowLogprobs:
-    """The logprob of one chosen token, its rank (1 = likeliest) and the likeliest alternatives, in order."""
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...]  # (token id, logprob), likeliest first
+from infer.sampling.params import RowLogprobs
 
 
 def top_logprobs(

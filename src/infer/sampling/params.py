@@ -145,6 +145,16 @@ class SamplingParams:
         return cls(**knobs)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """The logprob of one chosen token, its rank (1 = likeliest) and the likeliest alternatives, in order."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), likeliest first
+
+
 def _check_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     # isfinite first: NaN passes every < and > comparison

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 
 from infer.kernels.sample import draw, noise_keys
-from infer.sampling.logprobs import RowLogprobs, top_logprobs
-from infer.sampling.params import SamplingParams
+from infer.sampling.logprobs import top_logprobs
+from infer.sampling.params import RowLogprobs, SamplingParams
 from infer.sampling.penalties import apply_penalties
 
 FIRST_CANDIDATES = 256  # top-p of a trained model's distribution rarely reaches further

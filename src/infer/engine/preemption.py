@@ -1,0 +1,26 @@
+"""Swap or recompute: what is cheaper for a sequence that must give back its blocks?
+
+    swap        its keys and values cross to host memory and back:     2 * num_computed * swap_seconds
+    recompute   its tokens run through the model again:                num_computed * recompute_seconds
+
+Both grow with the length, so their ratio decides, and the ratio depends on the machine. The engine
+measures both once at start-up, before the first request, so that equal queues give equal plans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptionCost:
+    """Seconds per token of the two ways; the defaults prefer recomputing."""
+
+    swap_seconds: float = 1.0
+    recompute_seconds: float = 1.0
+
+    def prefers_swap(self, mode: str, num_computed: int) -> bool:
+        """Whether a sequence with this many computed tokens should be swapped, under a preemption mode."""
+        if mode == "auto":
+            return num_computed > 0 and 2 * self.swap_seconds < self.recompute_seconds
+        return mode == "swap"

@@ -1,0 +1,39 @@
+"""What a client asked for, and what it gets back, in token ids.
+
+A `Request` is frozen when it arrives; everything that changes while it is served lives in its
+`Sequence`s. Each step that makes tokens for it yields one `StepOutput` per sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from infer.sampling.params import RowLogprobs, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt and how to continue it."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0  # smaller is more urgent; read by the `priority` policy
+    deadline: float | None = None  # engine-clock seconds by which it should end; read by `deadline`
+    cache_salt: str = ""  # only requests with the same salt share cached prefixes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """What one step made for one sequence of a request."""
+
+    request_id: str
+    index: int  # which of the request's sequences
+    token_ids: tuple[int, ...]
+    logprobs: tuple[RowLogprobs, ...] = ()  # one per token, where the request asked
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error"; None: it goes on
+    stop_reason: int | None = None  # the stop token that ended it, where it was not the model's own EOS
+    cumulative_logprob: float = 0.0  # of the whole output; 0 unless logprobs, best_of or beams ask for it
+    num_cached: int = 0  # prompt tokens that came from the prefix cache
+    prompt_logprobs: tuple[RowLogprobs | None, ...] | None = None  # once, with the first token
+    error: str | None = None  # what went wrong, with finish_reason "error"

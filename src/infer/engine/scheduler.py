@@ -1,0 +1,375 @@
+"""Decide, once per step, which tokens of which sequences to run.
+
+There is no prefill phase and no decode phase. Every sequence is some number of tokens behind
+(`num_pending`), and each step spends a token budget on catching up:
+
+    budget 8:   A one behind [1]   B one behind [1]   C prompt of 20 -> chunk of [6]     next step: 6 more
+
+Who is one behind goes first (its client is watching), then prompts already begun, then newcomers in the
+policy's order; the `prefill_first` policy turns that round. A newcomer gets room for all the tokens it
+has, so prompts never fight each other half way. When the cache is full the running sequence with the
+largest key is preempted: it gives back its blocks and recomputes later, or leaves them in host memory.
+
+Nobody waits for ever: whoever has waited `max_wait_steps` is promoted to the front of every policy and
+is then the last to be preempted; whoever is one behind is served at least every `max_decode_gap` steps.
+
+The scheduler sees integers only: no tensors, no tokenizer, no clock. That is why its tests need no
+GPU and no sleep(), and why a simulator can run it a thousand times faster than a model.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left, insort
+from collections import deque
+
+from infer.cache.kv_pool import KVCachePool
+from infer.config import SchedulerConfig
+from infer.engine.plan import Chunk, StepPlan
+from infer.engine.policies import make_policy
+from infer.engine.preemption import PreemptionCost
+from infer.engine.sequence import Sequence
+
+
+class _Draft:
+    """A plan in the making: chunks and copies can still be taken back when their sequence is preempted."""
+
+    __slots__ = ("budget", "chunks", "copies", "preempted", "swap_in", "swap_out")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.chunks: dict[int, Chunk] = {}
+        self.copies: dict[int, list[tuple[int, int]]] = {}
+        self.preempted: list[int] = []
+        self.swap_out: list[tuple[int, int]] = []
+        self.swap_in: list[tuple[int, int]] = []
+
+    def drop(self, seq_id: int) -> None:
+        chunk = self.chunks.pop(seq_id, None)
+        if chunk is not None:
+            self.budget += chunk.stop - chunk.start
+        self.copies.pop(seq_id, None)
+
+    def to_plan(self, step: int) -> StepPlan:
+        return StepPlan(
+            step,
+            tuple(self.chunks.values()),
+            tuple(self.preempted),
+            tuple(pair for pairs in self.copies.values() for pair in pairs) if self.copies else (),
+            tuple(self.swap_out),
+            tuple(self.swap_in),
+        )
+
+
+class Scheduler:
+    """The queues, and the rule that turns them into a `StepPlan`. One engine thread owns it."""
+
+    def __init__(
+        self,
+        pool: KVCachePool,
+        config: SchedulerConfig,
+        *,
+        cost: PreemptionCost | None = None,
+        keeps_cache: bool = True,
+    ) -> None:
+        self.pool = pool
+        self.config = config
+        self.policy = make_policy(config.scheduler_policy)
+        self.cost = cost or PreemptionCost()
+        self.keeps_cache = keeps_cache  # False: every step starts from an empty cache (the naive baseline)
+        self.step = 0
+        self.running: list[Sequence] = []  # by sort_key: the first is the most urgent
+        self.num_waiting = 0
+        self.num_preemptions = 0
+        self._by_id: dict[int, Sequence] = {}
+        self._waiting: list[tuple[tuple[float, int], Sequence]] = []  # a heap; may hold stale entries
+        self._by_age: deque[tuple[int, Sequence]] = deque()  # (waiting_since, seq); may hold stale entries
+        self._slots_used = 0  # running sequences, counting those a running one will fork into
+        self._decode_gap = 0  # steps in a row in which somebody one behind was left out
+        self._rotation = 0
+        self._batch_is_closed = False  # static batching: the batch is full and decodes
+
+    # -- the queues -------------------------------------------------------------------------------
+
+    def add(self, seq: Sequence) -> None:
+        """Let a new sequence wait for its turn."""
+        seq.sort_key = self.policy.key(seq)
+        self._by_id[seq.seq_id] = seq
+        self._wait(seq)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a child run beside its parent on shared blocks; whoever writes first gets a copy."""
+        if self.keeps_cache:
+            self.pool.fork(parent.seq_id, child.seq_id)
+        child.num_computed = parent.num_computed
+        parent.num_reserved = child.num_reserved = 0
+        if parent.num_slots > 1:  # the child moves into one of the places its parent was admitted with
+            parent.num_slots -= 1
+            self._slots_used -= 1
+        child.sort_key = (parent.sort_key[0], child.arrival)
+        self._by_id[child.seq_id] = child
+        self._run(child)
+
+    def remove(self, seq: Sequence) -> None:
+        """Forget a sequence at any stage of its life and give back what it holds."""
+        del self._by_id[seq.seq_id]
+        if seq.is_running:
+            self._stop_running(seq)
+        else:
+            self.num_waiting -= 1  # its queue entries are recognised as stale when they come up
+        self.pool.release(seq.seq_id)
+
+    def get(self, seq_id: int) -> Sequence:
+        """The live sequence with this id."""
+        return self._by_id[seq_id]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence still has tokens to make."""
+        return bool(self._by_id)
+
+    def sequences(self) -> list[Sequence]:
+        """Every live sequence, running or waiting."""
+        return list(self._by_id.values())
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan:
+        """Choose the work of one step and reserve the blocks it needs."""
+        self.step += 1
+        draft = _Draft(self.config.max_num_batched_tokens)
+        one_behind: list[Sequence] = []
+        further_behind: list[Sequence] = []
+        for seq in self.running:
+            (one_behind if seq.num_tokens - seq.num_computed == 1 else further_behind).append(seq)
+        if self.policy.rotates and one_behind:
+            self._rotation %= len(one_behind)
+            one_behind = one_behind[self._rotation :] + one_behind[: self._rotation]
+
+        if self.config.batching_mode == "static":
+            self._plan_static(one_behind, further_behind, draft)
+        elif self.policy.prompts_first and self._decode_gap < self.config.max_decode_gap:
+            self._continue_prompts(further_behind, draft)
+            self._admit(draft)
+            self._decode(one_behind, draft)
+        else:
+            self._decode(one_behind, draft)
+            self._continue_prompts(further_behind, draft)
+            self._admit(draft)
+        return draft.to_plan(self.step)
+
+    def _plan_static(self, one_behind: list[Sequence], further_behind: list[Sequence], draft: _Draft) -> None:
+        """Fill a batch and compute its prompts, then decode until the last of it is done; then the next."""
+        if not self.running:
+            self._batch_is_closed = False
+        self._continue_prompts(further_behind, draft)
+        if not self._batch_is_closed:
+            self._admit(draft)
+            self._batch_is_closed = not draft.chunks
+        if self._batch_is_closed:
+            self._decode(one_behind, draft)
+
+    def commit(self, plan: StepPlan) -> None:
+        """The step ran: counts advance, sampled tokens get their place, full blocks enter the prefix tree."""
+        block_size = self.pool.block_size
+        for seq_id, start, stop, num_samples in plan.chunks:
+            seq = self._by_id[seq_id]
+            seq.num_computed = stop
+            if num_samples:
+                seq.num_tokens += 1
+            if not self.keeps_cache:
+                self._forget_cache(seq)
+            elif stop // block_size > start // block_size:
+                self.pool.commit(seq_id, seq.tokens, stop)
+
+    def _forget_cache(self, seq: Sequence) -> None:
+        self.pool.release(seq.seq_id)
+        seq.num_computed = seq.num_reserved = 0
+
+    def _decode(self, one_behind: list[Sequence], draft: _Draft) -> None:
+        """Serve those that are one token behind."""
+        chunks = draft.chunks
+        num_served = 0
+        for seq in one_behind:
+            if draft.budget == 0:
+                break
+            if seq.is_beam:
+                num_served += self._decode_beams(seq, draft)
+                continue
+            num_tokens = seq.num_tokens
+            if num_tokens > seq.num_reserved and not self._reserve(seq, num_tokens, draft):
+                continue
+            chunks[seq.seq_id] = Chunk(seq.seq_id, seq.num_computed, num_tokens, seq.num_samples)
+            draft.budget -= 1
+            num_served += 1
+        self._rotation += num_served
+        self._decode_gap = self._decode_gap + 1 if num_served < len(one_behind) else 0
+
+    def _decode_beams(self, seq: Sequence, draft: _Draft) -> int:
+        """Beams advance together or not at all: each step chooses among the continuations of all of them."""
+        beams = [beam for beam in seq.group.sequences if not beam.is_finished]
+        is_ready = all(beam.is_running and beam.num_pending == 1 for beam in beams)
+        if seq is not beams[0] or not is_ready or draft.budget < len(beams):
+            return 0
+        for beam in beams:
+            if not self._reserve(beam, beam.num_tokens, draft):
+                return 0  # one of them was preempted, and with it all
+        for beam in beams:
+            draft.chunks[beam.seq_id] = Chunk(beam.seq_id, beam.num_computed, beam.num_tokens, 1)
+        draft.budget -= len(beams)
+        return len(beams)
+
+    def _continue_prompts(self, further_behind: list[Sequence], draft: _Draft) -> None:
+        for seq in further_behind:
+            length = self._chunk_len(seq, draft.budget)
+            if length == 0:
+                break
+            stop = seq.num_computed + length
+            if seq.is_running and (stop <= seq.num_reserved or self._reserve(seq, stop, draft)):
+                self._add_chunk(seq, stop, draft)
+
+    def _admit(self, draft: _Draft) -> None:
+        """Let waiting sequences in, strictly in order, while budget, slots and blocks last."""
+        # A preemption means memory is short: admitting newcomers now would only preempt again.
+        while self.num_waiting and draft.budget and not draft.preempted:
+            seq = self._next_waiting()
+            if self._slots_used + seq.num_slots > self.config.max_batch_size:
+                break
+            if not self._admit_one(seq, draft):
+                break
+
+    def _admit_one(self, seq: Sequence, draft: _Draft) -> bool:
+        """Give a waiting sequence its blocks and its first chunk, or leave everything as it was."""
+        pool, seq_id = self.pool, seq.seq_id
+        if seq.is_swapped:
+            # num_free_blocks counts what can be evicted, so with enough of them neither call can fail
+            pairs = pool.swap_in(seq_id) if pool.can_reserve(seq_id, seq.num_tokens) else None
+            if pairs is None:
+                return False
+            draft.swap_in.extend(pairs)
+            seq.is_swapped = False
+            copies: list[tuple[int, int]] = []
+        else:
+            copies = self._match_prefix(seq)
+        length = self._chunk_len(seq, draft.budget)
+        more_copies = pool.reserve(seq_id, seq.num_tokens) if length or seq.num_pending == 1 else None
+        if more_copies is None:
+            self._forget_cache(seq)
+            return False
+        seq.num_reserved = seq.num_tokens
+        if copies or more_copies:
+            draft.copies[seq_id] = copies + more_copies
+        self._start(seq)
+        if length:
+            self._add_chunk(seq, seq.num_computed + length, draft)
+        return True
+
+    def _match_prefix(self, seq: Sequence) -> list[tuple[int, int]]:
+        """Begin further ahead where the prefix tree knows the start; returns block copies to make."""
+        request = seq.group.request
+        if not self.keeps_cache or request.params.prompt_logprobs is not None:
+            return []  # prompt logprobs need every position's logits
+        num_cached, copies = self.pool.match_prefix(seq.seq_id, seq.tokens, request.cache_salt)
+        seq.num_computed = num_cached
+        seq.num_cached = max(seq.num_cached, min(num_cached, seq.num_prompt))
+        return copies
+
+    # -- small parts ------------------------------------------------------------------------------
+
+    def _chunk_len(self, seq: Sequence, budget: int) -> int:
+        """How many of its pending tokens fit this step; without chunking all of them or none.
+
+        A beam that comes back from preemption stops one short: its last token is computed together
+        with those of the other beams.
+        """
+        pending = seq.num_tokens - seq.num_computed
+        if seq.is_beam and seq.num_tokens > seq.num_prompt:
+            pending -= 1
+        if self.config.use_chunked_prefill and self.keeps_cache:
+            return min(pending, budget, self.config.prefill_chunk_size)
+        return pending if pending <= budget else 0
+
+    def _add_chunk(self, seq: Sequence, stop: int, draft: _Draft) -> None:
+        num_samples = seq.num_samples if stop == seq.num_tokens else 0
+        draft.chunks[seq.seq_id] = Chunk(seq.seq_id, seq.num_computed, stop, num_samples)
+        draft.budget -= stop - seq.num_computed
+
+    def _reserve(self, seq: Sequence, num_tokens: int, draft: _Draft) -> bool:
+        """Make room for its first `num_tokens`, preempting from the back; False: it was preempted itself."""
+        while seq.is_running:
+            copies = self.pool.reserve(seq.seq_id, num_tokens)
+            if copies is not None:
+                block_size = self.pool.block_size
+                seq.num_reserved = -(-num_tokens // block_size) * block_size
+                if copies:
+                    draft.copies.setdefault(seq.seq_id, []).extend(copies)
+                return True
+            self._preempt(self.running[-1], draft)
+        return False
+
+    def _preempt(self, victim: Sequence, draft: _Draft) -> None:
+        """Take back a sequence's blocks; the beams of one search go together."""
+        group = [victim] if not victim.is_beam else [s for s in victim.group.sequences if s.is_running]
+        for seq in group:
+            self._stop_running(seq)
+            # Blocks that wait for a copy or for a swap-in do not hold their tokens yet.
+            can_swap = seq.seq_id not in draft.copies and not draft.swap_in
+            draft.drop(seq.seq_id)
+            pairs = None
+            if can_swap and self.cost.prefers_swap(self.config.preemption, seq.num_computed):
+                pairs = self.pool.swap_out(seq.seq_id)
+            if pairs is None:
+                self._forget_cache(seq)
+            else:
+                draft.swap_out.extend(pairs)
+                seq.is_swapped = True
+                seq.num_reserved = 0
+            draft.preempted.append(seq.seq_id)
+            self.num_preemptions += 1
+            self._wait(seq)
+
+    def _wait(self, seq: Sequence) -> None:
+        seq.waiting_since = self.step
+        heapq.heappush(self._waiting, (seq.sort_key, seq))
+        self._by_age.append((self.step, seq))
+        self.num_waiting += 1
+
+    def _next_waiting(self) -> Sequence:
+        """The waiting sequence whose turn it is; promotes the oldest if it has waited too long."""
+        while self._is_stale(*(by_age := self._by_age[0])):
+            self._by_age.popleft()
+        since, oldest = by_age
+        if self.step - since >= self.config.max_wait_steps and oldest.sort_key[0] != -math.inf:
+            oldest.sort_key = (-math.inf, oldest.arrival)
+            heapq.heappush(self._waiting, (oldest.sort_key, oldest))
+        while True:
+            key, seq = self._waiting[0]
+            if seq.sort_key == key and not self._is_stale(seq.waiting_since, seq):
+                return seq
+            heapq.heappop(self._waiting)
+
+    def _is_stale(self, since: int, seq: Sequence) -> bool:
+        return seq.is_running or seq.waiting_since != since or seq.seq_id not in self._by_id
+
+    def _start(self, seq: Sequence) -> None:
+        """Move a sequence from the front of the waiting queue to the running list."""
+        heapq.heappop(self._waiting)
+        self.num_waiting -= 1
+        self._run(seq)
+
+    def _run(self, seq: Sequence) -> None:
+        seq.is_running = True
+        insort(self.running, seq, key=_sort_key)
+        self._slots_used += seq.num_slots
+
+    def _stop_running(self, seq: Sequence) -> None:
+        place = bisect_left(self.running, seq.sort_key, key=_sort_key)
+        assert self.running[place] is seq, f"{seq} is not where the running list should have it"
+        del self.running[place]
+        seq.is_running = False
+        self._slots_used -= seq.num_slots
+
+
+def _sort_key(seq: Sequence) -> tuple[float, int]:
+    return seq.sort_key

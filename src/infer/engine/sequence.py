@@ -1,0 +1,140 @@
+"""One line of tokens being generated, and the group of lines that serve one request.
+
+A sequence is described by three counts; every state people speak of is derived from them:
+
+    tokens    [ prompt ........ | output ........ ]
+               <-- num_computed --><- num_pending ->
+                                                   ^ num_tokens
+
+    WAITING   not running            PREFILL   running, num_pending > 1 (or the prompt's last token)
+    DECODE    running, one behind    FINISHED / FAILED   has a finish_reason
+
+`num_tokens` may run ahead of `len(tokens)`: a token that was sampled on the device but has not reached
+the CPU yet already has its place, so the next step can be planned before it is known.
+"""
+
+from __future__ import annotations
+
+from infer.engine.request import Request
+from infer.sampling.params import RowLogprobs
+
+
+class Sequence:
+    """The tokens of one output and how far the cache has come with them."""
+
+    __slots__ = (
+        "arrival",
+        "cumulative_logprob",
+        "deadline",
+        "finish_reason",
+        "group",
+        "index",
+        "is_beam",
+        "is_running",
+        "is_swapped",
+        "num_cached",
+        "num_computed",
+        "num_prompt",
+        "num_reserved",
+        "num_samples",
+        "num_slots",
+        "num_tokens",
+        "priority",
+        "seed",
+        "seq_id",
+        "sort_key",
+        "stop_reason",
+        "tokens",
+        "waiting_since",
+    )
+
+    def __init__(self, seq_id: int, group: SequenceGroup, index: int, tokens: list[int], seed: int) -> None:
+        request = group.request
+        self.seq_id = seq_id
+        self.group = group
+        self.index = index
+        self.tokens = tokens
+        self.seed = seed
+        self.num_prompt = len(request.prompt)
+        self.num_tokens = len(tokens)
+        self.num_computed = 0
+        self.num_reserved = 0  # tokens the block table covers and may write without asking the pool
+        self.num_samples = 1  # how many tokens its next sampling chunk draws: n where it is about to fork
+        self.num_slots = 1  # places of the batch it takes, the sequences it will fork into included
+        self.num_cached = 0  # prompt tokens found in the prefix cache when first admitted
+        self.is_beam = request.params.use_beam_search
+        self.is_running = False
+        self.is_swapped = False
+        self.arrival = 0
+        self.priority = request.priority
+        self.deadline = request.deadline
+        self.sort_key: tuple[float, int] = (0.0, 0)
+        self.waiting_since = 0  # the step in which it began to wait
+        self.finish_reason: str | None = None
+        self.stop_reason: int | None = None
+        self.cumulative_logprob = 0.0
+
+    @property
+    def num_pending(self) -> int:
+        """How many tokens it is behind."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def num_output(self) -> int:
+        """How many tokens it has made, those still on the device included."""
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it will make no more tokens, for whatever reason."""
+        return self.finish_reason is not None
+
+    @property
+    def state(self) -> str:
+        """The state in the specification's words, for people, the API and the UI."""
+        if self.finish_reason is not None:
+            return "FAILED" if self.finish_reason == "error" else "FINISHED"
+        if not self.is_running:
+            return "WAITING"
+        return "DECODE" if self.num_pending == 1 and self.num_output > 0 else "PREFILL"
+
+    def __repr__(self) -> str:
+        return (
+            f"<Sequence {self.seq_id} of {self.group.request.request_id!r} {self.state} "
+            f"computed {self.num_computed}/{self.num_tokens}>"
+        )
+
+
+class SequenceGroup:
+    """The sequences of one request: one, or n that share their prompt, or the beams of a beam search."""
+
+    __slots__ = ("finished_beams", "max_total", "prompt_logprobs", "request", "sequences")
+
+    def __init__(self, request: Request, max_total: int) -> None:
+        self.request = request
+        self.max_total = max_total  # prompt + output tokens of each sequence, at most
+        self.sequences: list[Sequence] = []
+        self.prompt_logprobs: list[RowLogprobs | None] = []
+        self.finished_beams: list[FinishedBeam] = []
+
+    @property
+    def is_beam(self) -> bool:
+        """Whether its sequences advance together and replace each other."""
+        return self.request.params.use_beam_search
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no sequence of it will make another token."""
+        return all(seq.is_finished for seq in self.sequences)
+
+
+class FinishedBeam:
+    """A hypothesis of a beam search that has met its stop."""
+
+    __slots__ = ("finish_reason", "score", "stop_reason", "tokens")
+
+    def __init__(self, tokens: list[int], score: float, finish_reason: str, stop_reason: int | None) -> None:
+        self.tokens = tokens  # the output alone
+        self.score = score
+        self.finish_reason = finish_reason
+        self.stop_reason = stop_reason
