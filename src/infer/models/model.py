@@ -31,6 +31,8 @@ from infer.models.config import ModelConfig, RopeScaling
 class Model(nn.Module, ABC):
     """A decoder-only transformer; its parameters are uninitialised until a loader fills them."""
 
+    layers: nn.ModuleList
+
     def __init__(self, config: ModelConfig, *, embedding_scale: float | None = None) -> None:
         super().__init__()
         self.config = config

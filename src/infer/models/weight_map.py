@@ -7,7 +7,7 @@ it is split along its outputs. The table names *modules*; the last part of a ten
 (`weight`, `bias`; later `qweight`, `scales`), belongs to the quantization scheme, so one table serves
 every format of a family.
 
-A key that ends in `.*` stands for every module below it, for the parts of a checkpoint we do not use:
+A key that ends in `.*` stands for a module and all below it, for the parts of a checkpoint we do not use:
 
     "vision_tower.*": IGNORED
 """
@@ -66,5 +66,5 @@ def find_target(tensor_name: str, weight_map: WeightMap) -> tuple[Target, str]:
 
 def _wildcard_target(key: str, weight_map: WeightMap) -> Target | None:
     return next(
-        (t for name, t in weight_map.items() if name.endswith(".*") and key.startswith(name[:-1])), None
+        (t for name, t in weight_map.items() if name.endswith(".*") and f"{key}.".startswith(name[:-1])), None
     )

@@ -1,0 +1,121 @@
+"""Tiny models of every family, from the reference's own config classes, with weights that hide nothing.
+
+`reference_model("llama", ...)` is a randomly initialised `transformers` model; `build_like(reference)` is
+ours with the same weights, copied through the family's weight map. Norm weights and biases are random
+too: with the usual ones and zeros a forgotten bias or a missing `1 + w` would not show.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from infer.models.model import Model
+from infer.models.registry import find_family
+from infer.models.weight_map import WeightMap, find_target
+
+VOCAB_SIZE = 199  # a prime: nothing else in a tiny model has this size
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt2")
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+_TINY: dict[str, dict[str, Any]] = {
+    "llama": _COMMON,
+    "mistral": _COMMON | {"sliding_window": 5},
+    "qwen2": _COMMON,
+    "qwen3": _COMMON | {"head_dim": 16},
+    "gemma3": _COMMON
+    | {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "gpt2": {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 128},
+}
+
+
+def reference_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A tiny `transformers` model of a family; `changes` override keys of its config."""
+    import transformers
+
+    classes: dict[str, tuple[Any, Any]] = {
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+        "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
+    }
+    config_class, model_class = classes[family]
+    special_ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+        config = config_class(**(_TINY[family] | special_ids | changes))
+        config._attn_implementation = "eager"
+        model = model_class(config)
+    randomize(model, seed)
+    return model.to(dtype).eval()
+
+
+def randomize(model: nn.Module, seed: int) -> None:
+    """Fill every parameter so that each matrix roughly keeps the size of what it multiplies."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() == 1 and name.endswith("bias"):
+            parameter.data = 0.3 * noise
+        elif parameter.dim() == 1:
+            parameter.data = parameter.data + 0.3 * noise  # around 1, or around 0 where offset is 1
+        elif "embed" in name or "wte" in name or "wpe" in name:
+            parameter.data = 0.8 * noise
+        else:
+            parameter.data = noise * parameter.shape[-1] ** -0.5
+
+
+def raw_config(reference: Any) -> dict[str, Any]:
+    """What the reference would write to config.json."""
+    config: dict[str, Any] = reference.config.to_dict()
+    return config | {"architectures": [type(reference).__name__]}
+
+
+def build_like(reference: Any, raw: Mapping[str, Any] | None = None) -> Model:
+    """Our model of the same family, with the reference's weights and dtype."""
+    raw = raw_config(reference) if raw is None else raw
+    family = find_family(raw)
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(reference.dtype)
+    try:
+        model = family.build(family.read_config(raw))
+    finally:
+        torch.set_default_dtype(previous)
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))  # whatever the weight map forgets poisons the logits
+    copy_weights(model, reference.state_dict(), family.weight_map)
+    return model
+
+
+def copy_weights(model: Model, tensors: Mapping[str, torch.Tensor], weight_map: WeightMap) -> None:
+    """What the loader does, in ten lines: each checkpoint tensor into its final place."""
+    for name, tensor in tensors.items():
+        target, leaf = find_target(name, weight_map)
+        if target.ignored or (target.module == "head" and model.config.tie_embeddings):
+            continue
+        module: Any = model.get_submodule(target.module)
+        rows = slice(None) if target.part is None else module.part_rows(target.part)
+        place = getattr(module, leaf).data[rows]
+        source = tensor.t() if target.transposed else tensor
+        assert place.shape == source.shape, (name, tuple(place.shape), tuple(source.shape))
+        place.copy_(source)

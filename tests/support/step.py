@@ -1,0 +1,94 @@
+"""The smallest `StepContext` that can hold a conversation: one list of keys and values per sequence.
+
+    caches = [ListCache(), ListCache()]
+    logits = run_step(model, [[1, 2, 3], [7]], caches)     # two prompts in one ragged batch
+    logits = run_step(model, [[4], [8]], caches)           # one more token each
+
+It attends with `attend_naive`, so whatever agrees with it agrees with the specification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from infer.kernels.attention import attend_naive
+from infer.models.model import Model
+
+
+class ListCache:
+    """Keys and values of one sequence, per layer."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, torch.Tensor] = {}
+        self.values: dict[int, torch.Tensor] = {}
+
+    @property
+    def num_computed(self) -> int:
+        """How many tokens the first layer has seen."""
+        return len(self.keys[0]) if self.keys else 0
+
+    def extend(self, layer: int, k_TGH: torch.Tensor, v_TGH: torch.Tensor) -> None:
+        """Append the keys and values of further tokens."""
+        if layer in self.keys:
+            k_TGH = torch.cat([self.keys[layer], k_TGH])
+            v_TGH = torch.cat([self.values[layer], v_TGH])
+        self.keys[layer], self.values[layer] = k_TGH, v_TGH
+
+
+class ListStep:
+    """A step that gives `lengths[i]` tokens to `caches[i]`."""
+
+    def __init__(self, caches: Sequence[ListCache], lengths: Sequence[int]) -> None:
+        self.caches, self.lengths = caches, list(lengths)
+        starts = [cache.num_computed for cache in caches]
+        self._positions = torch.cat(
+            [torch.arange(a, a + n) for a, n in zip(starts, self.lengths, strict=True)]
+        )
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Where each token stands in its own sequence."""
+        return self._positions
+
+    def attend(
+        self,
+        layer: int,
+        q_TNH: torch.Tensor,
+        k_TGH: torch.Tensor,
+        v_TGH: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Each sequence attends to itself alone."""
+        parts = zip(*(torch.split(tensor, self.lengths) for tensor in (q_TNH, k_TGH, v_TGH)), strict=True)
+        outputs = []
+        for cache, (q, k, v) in zip(self.caches, parts, strict=True):
+            cache.extend(layer, k, v)
+            outputs.append(
+                attend_naive(q, cache.keys[layer], cache.values[layer], scale=scale, window=window)
+            )
+        return torch.cat(outputs)
+
+
+def run_step(
+    model: Model, chunks: Sequence[Sequence[int]], caches: Sequence[ListCache] | None = None
+) -> list[torch.Tensor]:
+    """Run one chunk of each sequence as one ragged batch; the logits of every token, per sequence."""
+    caches = [ListCache() for _ in chunks] if caches is None else caches
+    lengths = [len(chunk) for chunk in chunks]
+    tokens_T = torch.tensor([token for chunk in chunks for token in chunk])
+    with torch.no_grad():
+        hidden_TD = model(tokens_T, ListStep(caches, lengths))
+        return list(torch.split(model.logits(hidden_TD), lengths))
+
+
+def generate_greedy(model: Model, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """Prefill once, then decode one token at a time, always taking the largest logit."""
+    cache, chunk, output = ListCache(), list(prompt), list[int]()
+    for _ in range(num_tokens):
+        chunk = [int(run_step(model, [chunk], [cache])[0][-1].argmax())]
+        output += chunk
+    return output
