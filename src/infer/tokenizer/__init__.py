@@ -1,0 +1,17 @@
+"""Text <-> token ids. The only package below the server that knows what a character is.
+
+    text ── encode ──► ids ── engine ──► ids ── Detokenizer ──► text that is safe to show
+      ▲
+      └── ChatTemplate ── messages, tools
+
+    tokenizer.py        Tokenizer: encode, decode, what each id stands for
+    directory_vocab.py  a Tokenizer's parts from the files of a model directory
+    gguf_vocab.py       the same parts from the header of a GGUF file
+    vocabulary.py       what those two agree on
+    special_text.py     where the text of special tokens occurs in a text
+    detokenizer.py      ids that arrive one by one -> text, whole characters only, up to a stop string
+    chat_messages.py    what a client may put into a conversation
+    chat_template.py    a conversation -> the text and ids its model was trained on
+
+It receives paths and plain mappings, imports no tensors and never learns about the engine.
+"""

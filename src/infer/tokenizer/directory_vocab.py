@@ -1,0 +1,165 @@
+"""A tokenizer from the files of a model directory.
+
+    tokenizer.json            all of it, in the library's own format             read first
+    vocab.json + merges.txt   the older spelling of a byte-level BPE (GPT-2, Qwen 2)
+    tokenizer_config.json     names of the special tokens, whether a prompt begins with BOS, chat template
+    special_tokens_map.json   names of the special tokens, where the file above is missing
+    chat_template.jinja       the chat template, in directories written by recent tools
+
+A lone tokenizer.model (sentencepiece) is refused: it is a format of its own, and every such model is
+also published with a tokenizer.json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from infer.errors import CheckpointError
+from infer.tokenizer.vocabulary import SPLIT_RULES, Vocabulary, add_tokens, byte_level_core
+
+# tokenizer_class -> how vocab.json + merges.txt of that class cut text
+_SPLIT_RULE_OF_CLASS = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
+
+
+def read_directory_vocabulary(path: Path) -> Vocabulary:
+    """Build the tokenizer's parts from a model directory, or from a tokenizer.json itself."""
+    directory = path.parent if path.is_file() else path
+    config = _read_json(directory / "special_tokens_map.json") | _read_json(
+        directory / "tokenizer_config.json"
+    )
+    if path.is_file():
+        core = _read_tokenizer_json(path)
+    elif (directory / "tokenizer.json").is_file():
+        core = _read_tokenizer_json(directory / "tokenizer.json")
+    elif (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
+        core = _read_vocab_and_merges(directory, config)
+    else:
+        raise CheckpointError(_nothing_found(directory))
+    _mark_special(core, config)
+    eos_names = config.get("eos_token")
+    eos = [_find_id(core, name) for name in (eos_names if isinstance(eos_names, list) else [eos_names])]
+    return Vocabulary(
+        core=core,
+        bos_id=_find_id(core, config.get("bos_token")),
+        eos_ids=tuple(token_id for token_id in eos if token_id is not None),
+        add_bos=_read_flag(config, "add_bos_token"),
+        add_eos=_read_flag(config, "add_eos_token"),
+        chat_template=_read_template(directory, config),
+    )
+
+
+def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for whatever it cannot read
+        raise CheckpointError(f"cannot read {path}: {error}; fetch the file again") from None
+
+
+def _read_vocab_and_merges(directory: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    kind = config.get("tokenizer_class", "GPT2Tokenizer").removesuffix("Fast")
+    if kind not in _SPLIT_RULE_OF_CLASS:
+        raise CheckpointError(
+            f"{directory} has vocab.json and merges.txt of a {kind}, and these files do not say how it cuts "
+            f"text; known classes: {', '.join(_SPLIT_RULE_OF_CLASS)}; add the model's tokenizer.json"
+        )
+    vocab = _read_json(directory / "vocab.json")
+    if not vocab or any(not isinstance(token_id, int) for token_id in vocab.values()):
+        raise CheckpointError(f"{directory / 'vocab.json'} must map tokens to ids; fetch the file again")
+    merges: list[tuple[str, str]] = []
+    for number, line in enumerate(_read_text(directory / "merges.txt").split("\n")):
+        if not line.strip() or (number == 0 and line.startswith("#version")):
+            continue
+        pair = line.rstrip("\r").split(" ")
+        if len(pair) != 2:
+            raise CheckpointError(f"{directory / 'merges.txt'} line {number + 1}: expected two tokens")
+        merges.append((pair[0], pair[1]))
+    core = byte_level_core(vocab, merges, SPLIT_RULES[_SPLIT_RULE_OF_CLASS[kind]])
+    declared = config.get("added_tokens_decoder")
+    if isinstance(declared, dict):
+        added = {int(token_id): _to_added_token(fields) for token_id, fields in declared.items()}
+        add_tokens(core, added)
+    return core
+
+
+def _to_added_token(fields: Any) -> AddedToken:
+    if not isinstance(fields, dict) or not isinstance(fields.get("content"), str):
+        raise CheckpointError("tokenizer_config.json: added_tokens_decoder must map ids to tokens")
+    flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
+    return AddedToken(fields["content"], **{flag: bool(fields.get(flag, False)) for flag in flags})
+
+
+def _mark_special(core: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """Tokens the config names as special are special, even where the vocabulary forgot to say so."""
+    named = [config.get(key) for key in ("bos_token", "eos_token", "unk_token", "pad_token")]
+    more = config.get("additional_special_tokens")
+    named += more if isinstance(more, list) else []
+    known = {token.content for token in core.get_added_tokens_decoder().values() if token.special}
+    missing = {
+        text: AddedToken(text, special=True, normalized=False)
+        for text in map(_token_text, named)
+        if text and text not in known and core.token_to_id(text) is not None
+    }
+    core.add_special_tokens(list(missing.values()))
+
+
+def _find_id(core: tokenizers.Tokenizer, name: Any) -> int | None:
+    text = _token_text(name)
+    token_id = core.token_to_id(text) if text else None
+    return None if token_id is None else int(token_id)
+
+
+def _token_text(name: Any) -> str | None:
+    """Config files spell a token as its text, or as an object that holds the text."""
+    text = name.get("content") if isinstance(name, dict) else name
+    return text if isinstance(text, str) else None
+
+
+def _read_flag(config: Mapping[str, Any], name: str) -> bool | None:
+    value = config.get(name)
+    return value if isinstance(value, bool) else None
+
+
+def _read_template(directory: Path, config: Mapping[str, Any]) -> str | None:
+    if (directory / "chat_template.jinja").is_file():
+        return _read_text(directory / "chat_template.jinja")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several by name; the one called default is for chatting
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}; fetch the file again") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from None
+
+
+def _nothing_found(directory: Path) -> str:
+    if not directory.is_dir():
+        return f"{directory} is not a directory; give a model directory or a tokenizer.json"
+    if (directory / "tokenizer.model").is_file():
+        return (
+            f"{directory} has only a sentencepiece tokenizer.model; convert it to tokenizer.json with "
+            "transformers (AutoTokenizer.from_pretrained(dir).save_pretrained(dir)) or fetch the model's own"
+        )
+    return f"{directory} has no tokenizer.json and no vocab.json with merges.txt; fetch the tokenizer files"

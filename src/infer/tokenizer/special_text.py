@@ -1,0 +1,89 @@
+"""Where does the text of a special token occur?
+
+Special tokens are how a template tells a model who is speaking, so only a template may write them.
+`SpecialText` finds their spelling in a text, leftmost first and the longest there, as the `tokenizers`
+library does. The search must be linear: a client may send a megabyte of "<", and a vocabulary may hold
+a thousand special tokens. So the alternatives share their beginnings, as in a trie:
+
+    <s>  <start>  <stop>    ──►    <s(?:>|t(?:art>|op>))
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tokenizers import AddedToken
+
+
+class Occurrence(NamedTuple):
+    """text[start:stop] is replaced by the token; `content` is its spelling."""
+
+    start: int
+    stop: int
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Edges:
+    """What may be swallowed around a token: white space to its left or right."""
+
+    left: bool
+    right: bool
+
+
+class SpecialText:
+    """The spellings of a vocabulary's special tokens, and how to find them."""
+
+    def __init__(self, tokens: Iterable[AddedToken]) -> None:
+        self._edges = {token.content: _Edges(token.lstrip, token.rstrip) for token in tokens if token.content}
+        self._pattern = re.compile(_trie_pattern(sorted(self._edges))) if self._edges else None
+
+    def find(self, text: str) -> Iterator[Occurrence]:
+        """Yield each occurrence from left to right, never overlapping."""
+        if self._pattern is None:
+            return
+        end = 0
+        for match in self._pattern.finditer(text):
+            if match.start() < end:  # swallowed by the white space rule of the one before
+                continue
+            edges = self._edges[match[0]]
+            start, stop = match.span()
+            while edges.left and start > end and text[start - 1].isspace():
+                start -= 1
+            while edges.right and stop < len(text) and text[stop].isspace():
+                stop += 1
+            yield Occurrence(start, stop, match[0])
+            end = stop
+
+    def guard(self, text: str, mark: str) -> str:
+        """Put `mark` behind the first character of each occurrence, so that it is one no more."""
+        if self._pattern is None:
+            return text
+        return self._pattern.sub(lambda match: match[0][0] + mark + match[0][1:], text)
+
+
+def _trie_pattern(words: list[str]) -> str:
+    """A pattern that matches any of these sorted words, the longest that fits."""
+    groups: dict[str, list[str]] = {}
+    for word in words:
+        if word:
+            groups.setdefault(word[0], []).append(word)
+    branches = []
+    for group in groups.values():
+        shared = _shared_start(group)
+        branches.append(re.escape(shared) + _trie_pattern([word[len(shared) :] for word in group]))
+    if not branches:
+        return ""
+    pattern = branches[0] if len(branches) == 1 else "(?:" + "|".join(branches) + ")"
+    return f"(?:{pattern})?" if "" in words else pattern
+
+
+def _shared_start(words: list[str]) -> str:
+    first, last = words[0], words[-1]  # sorted: what these two share, all share
+    length = 0
+    while length < min(len(first), len(last)) and first[length] == last[length]:
+        length += 1
+    return first[:length]

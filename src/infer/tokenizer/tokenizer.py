@@ -1,0 +1,208 @@
+"""Text to token ids and back.
+
+*Encoding* is the `tokenizers` library's work. It is set up so that the text of a special token is text,
+always; where markup is wanted (`parse_special`), we find the special tokens ourselves and hand the
+library an *anchor* in their place, so it still sees the whole text at once and cuts it as usual:
+
+    <|im_start|>user⏎Hi     ──►   ⚓user⏎Hi   ──►   [⚓, 4093, 198, 23066]   ──►   [1, 4093, 198, 23066]
+
+The anchor is spelled with a random number made at start-up, so nobody can write it.
+
+*Decoding* is ours: each id stands for some bytes, and text is the UTF-8 of the bytes laid end to end,
+with U+FFFD for what is not UTF-8. That one sentence is what makes streaming exact (detokenizer.py).
+
+    byte-level vocabularies    "Ġworld" -> b" world"      a printable alphabet for the 256 bytes
+    sentencepiece ones         "▁world" -> b" world", "<0xE2>" -> b"\\xe2", and the first space of a text
+                               is dropped if encoding puts one there
+
+Nothing changes after construction, so any number of threads may share one `Tokenizer`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+
+from infer.errors import CheckpointError, RequestError
+from infer.tokenizer.directory_vocab import read_directory_vocabulary
+from infer.tokenizer.gguf_vocab import read_gguf_vocabulary
+from infer.tokenizer.special_text import SpecialText
+from infer.tokenizer.vocabulary import Vocabulary
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Tokenizer:
+    """Text to token ids and back, for one model."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        core = self._core = vocabulary.core
+        core.no_truncation()
+        core.no_padding()
+        added = core.get_added_tokens_decoder()
+        self.vocab_size = 1 + max(core.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.bos_id = vocabulary.bos_id
+        self.eos_ids = vocabulary.eos_ids
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.published_chat_template = vocabulary.chat_template
+        self.special_text = SpecialText(token for token in added.values() if token.special)
+
+        self._prefix, self._suffix = self._find_wrapping(vocabulary)
+        core.encode_special_tokens = True  # their text is text
+        self._anchor = f"\ufdd0{secrets.token_hex(16)}\ufdd1"
+        core.add_tokens([AddedToken(self._anchor, normalized=False)])
+        self._anchor_id = core.token_to_id(self._anchor)
+
+        self._is_byte_level, self.num_stripped = _read_decoder(core.decoder)
+        self._bytes: dict[int, bytes] = {}  # filled as ids are met; two threads may write the same value
+        self._added = frozenset(added)
+        unknown = core.token_to_id(core.model.unk_token) if core.model.unk_token else None
+        self._never_from_text = self.special_ids - {unknown}
+
+    @classmethod
+    def from_directory(cls, path: Path) -> Tokenizer:
+        """Read a model directory (or a tokenizer.json itself)."""
+        return cls(read_directory_vocabulary(path))
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
+        """Read the `tokenizer.*` keys of a GGUF header."""
+        return cls(read_gguf_vocabulary(metadata))
+
+    def encode(
+        self, text: str, *, add_special: bool = True, parse_special: bool = False, guard: str = ""
+    ) -> list[int]:
+        """Turn text into ids.
+
+        `add_special` adds what the checkpoint puts around every prompt, usually BOS, unless the text
+        already begins with it. `parse_special` turns the text of special tokens into those tokens, except
+        where a `guard` character stands inside it; guards are removed.
+        """
+        ids = self._encode_markup(text, guard) if parse_special else self._encode_text(text)
+        return self.begin(ids) + self._suffix if add_special else ids
+
+    def begin(self, ids: list[int]) -> list[int]:
+        """Put in front what this checkpoint begins every prompt with (BOS, or nothing), but never twice."""
+        if ids[: len(self._prefix)] == self._prefix:
+            return ids
+        return self._prefix + ids
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """Turn ids into text; bytes that are not UTF-8 become U+FFFD."""
+        data = b"".join(self.visible_bytes(token_id, skip_special=skip_special) for token_id in ids)
+        num_spaces = len(data) - len(data.lstrip(b" "))
+        return data[min(num_spaces, self.num_stripped) :].decode("utf-8", errors="replace")
+
+    def visible_bytes(self, token_id: int, *, skip_special: bool) -> bytes:
+        """The bytes a token adds to a text: none if it is special and those are skipped."""
+        data = self.token_bytes(token_id)
+        return b"" if skip_special and token_id in self.special_ids else data
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for; a special token stands for its own spelling."""
+        data = self._bytes.get(token_id)
+        if data is None:
+            data = self._bytes[token_id] = self._spell(token_id)
+        return data
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text, for people: half a character shows as U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token spelled exactly so in the vocabulary, if there is one."""
+        token_id = self._core.token_to_id(text)
+        return None if token_id is None or token_id == self._anchor_id else int(token_id)
+
+    def _encode_text(self, text: str) -> list[int]:
+        ids: list[int] = self._encode_raw(text)
+        if self._never_from_text.isdisjoint(ids):
+            return ids
+        # a vocabulary whose merges spell a special token: cut the spelling in two, so that no merge can
+        return [i for i in self._encode_raw(self.special_text.guard(text, self._anchor)) if i != self._anchor_id]
+
+    def _encode_markup(self, text: str, guard: str) -> list[int]:
+        parts: list[str] = []
+        specials: list[int] = []
+        end = 0
+        for found in self.special_text.find(text):
+            parts.append(text[end : found.start])
+            specials.append(self._core.token_to_id(found.content))
+            end = found.stop
+        parts.append(text[end:])
+        if guard:
+            parts = [part.replace(guard, "") for part in parts]
+        if not specials:
+            return self._encode_text(parts[0])
+        remaining = iter(specials)
+        ids = self._encode_raw(self._anchor.join(parts))
+        return [next(remaining) if i == self._anchor_id else i for i in ids]
+
+    def _encode_raw(self, text: str) -> list[int]:
+        try:
+            ids: list[int] = self._core.encode(text, add_special_tokens=False).ids
+        except UnicodeEncodeError:
+            raise RequestError("text holds a lone surrogate, which is not a character; remove it") from None
+        return ids
+
+    def _find_wrapping(self, vocabulary: Vocabulary) -> tuple[list[int], list[int]]:
+        """What surrounds every prompt: the library's post-processor, unless the checkpoint overrides it."""
+        bare = self._core.encode("a", add_special_tokens=False).ids
+        wrapped = self._core.encode("a").ids
+        start = next((i for i in range(len(wrapped)) if wrapped[i : i + len(bare)] == bare), 0)
+        prefix, suffix = wrapped[:start], wrapped[start + len(bare) :]
+        if vocabulary.add_bos is not None:
+            prefix = [vocabulary.bos_id] if vocabulary.add_bos and vocabulary.bos_id is not None else []
+        if vocabulary.add_eos is not None:
+            suffix = list(vocabulary.eos_ids[:1]) if vocabulary.add_eos else []
+        return prefix, suffix
+
+    def _spell(self, token_id: int) -> bytes:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:
+            raise RequestError(
+                f"token id {token_id!r} is not in the vocabulary; ids are 0 to {self.vocab_size - 1}"
+            )
+        token = self._core.id_to_token(token_id)
+        if token is None:  # a gap in the numbering
+            return b""
+        if token_id in self.special_ids:
+            return str(token).encode()
+        if self._is_byte_level:
+            is_text = token_id in self._added or any(char not in BYTE_OF_CHAR for char in token)
+            return str(token).encode() if is_text else bytes(BYTE_OF_CHAR[char] for char in token)
+        byte = _BYTE_TOKEN.fullmatch(token)
+        return bytes([int(byte[1], 16)]) if byte else str(token).replace("▁", " ").encode()
+
+
+def _printable_bytes() -> dict[str, int]:
+    """GPT-2's alphabet: bytes that print stand for themselves, the others for characters from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF_CHAR = _printable_bytes()
+
+
+def _read_decoder(decoder: Any) -> tuple[bool, int]:
+    """Whether tokens are byte-level, and how many leading spaces of a text are not the text's own."""
+    if decoder is None:
+        raise CheckpointError("the tokenizer has no decoder, so its tokens cannot be turned into text")
+    spec = json.loads(decoder.__getstate__())
+    steps = spec["decoders"] if spec["type"] == "Sequence" else [spec]
+    kinds = {step["type"] for step in steps}
+    if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}:
+        return True, 0
+    known = {"Replace", "ByteFallback", "Fuse", "Strip"}
+    if "Replace" not in kinds or not kinds <= known:
+        raise CheckpointError(
+            f"the tokenizer's decoder is {' + '.join(sorted(kinds))}; this engine reads ByteLevel decoders "
+            f"and sentencepiece ones ({', '.join(sorted(known))})"
+        )
+    return False, sum(step["start"] for step in steps if step["type"] == "Strip" and step["content"] == " ")

@@ -1,0 +1,104 @@
+"""What a tokenizer is made of, whatever file described it.
+
+A `Vocabulary` is the `tokenizers` library's object (how text is cut and merged) plus the few facts
+the library does not keep: which token begins a prompt, which ones end an answer, and the chat template
+that was shipped. `directory_vocab.py` and `gguf_vocab.py` each build one.
+
+A byte-level vocabulary cuts text into words before it merges anything, and merges never cross a cut:
+
+    "It's 1984"  ──►  It | 's | Ġ | 1 | 9 | 8 | 4        (SmolLM2: each digit alone)
+
+The rule of the cut is part of the model: a wrong one still gives valid ids, only not the ones the model
+was trained on. `SPLIT_RULES` holds the rules by the names that GGUF files call them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers.normalizers import NFC
+
+from infer.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """The parts of a `Tokenizer`."""
+
+    core: tokenizers.Tokenizer
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    add_bos: bool | None = None  # None: what the library's post-processor does
+    add_eos: bool | None = None
+    chat_template: str | None = None
+
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")  # each digit alone
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRule:
+    """How one byte-level family cuts text: patterns applied in turn, each to what the last one left."""
+
+    patterns: tuple[str, ...]
+    whole_words: bool = False  # a word that is in the vocabulary is taken whole, whatever the merges say
+    nfc: bool = False  # Unicode is composed first
+    adds_bos: bool = False  # where the file does not say
+
+
+SPLIT_RULES: dict[str, SplitRule] = {
+    "gpt-2": SplitRule((_GPT2,)),
+    "smollm": SplitRule((r"\p{N}", _GPT2)),
+    "llama-bpe": SplitRule((_LLAMA3,), whole_words=True, adds_bos=True),
+    "qwen2": SplitRule((_QWEN2,), nfc=True),
+    "tekken": SplitRule((_TEKKEN,), whole_words=True, adds_bos=True),
+    "default": SplitRule(_UNNAMED),
+}
+SPLIT_RULES |= {"llama3": SPLIT_RULES["llama-bpe"], "llama-v3": SPLIT_RULES["llama-bpe"]}
+
+
+def byte_level_core(
+    vocab: dict[str, int], merges: list[tuple[str, str]], rule: SplitRule
+) -> tokenizers.Tokenizer:
+    """Build a byte-level BPE; special and user-defined tokens are added by the caller."""
+    core = tokenizers.Tokenizer(build_bpe(vocab=vocab, merges=merges, ignore_merges=rule.whole_words))
+    if rule.nfc:
+        core.normalizer = NFC()
+    cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in rule.patterns]
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    core.decoder = decoders.ByteLevel()
+    return core
+
+
+def build_bpe(**parts: object) -> models.BPE:
+    """Build the library's BPE, or say why the vocabulary and its merges do not fit together."""
+    try:
+        return models.BPE(**parts)
+    except Exception as error:  # the library raises bare Exception for a merge outside the vocabulary
+        raise CheckpointError(f"the tokenizer's vocabulary and merges do not fit together: {error}") from None
+
+
+def add_tokens(core: tokenizers.Tokenizer, added: dict[int, AddedToken]) -> None:
+    """Match these texts before any cut; each must get the id the checkpoint gives it."""
+    core.add_tokens([added[token_id] for token_id in sorted(added)])
+    for token_id, token in added.items():
+        if core.token_to_id(token.content) != token_id:
+            raise CheckpointError(
+                f"added token {token.content!r} should have id {token_id} but the vocabulary gives it "
+                f"{core.token_to_id(token.content)}; the tokenizer files disagree with each other"
+            )
