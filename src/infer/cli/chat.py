@@ -63,7 +63,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--stats", action="store_true", help="print times and speed of each answer to standard error"
     )
     flags.add_sampling_flags(parser)
-    flags.add_knob_flags(parser)
+    flags.add_knob_flags(parser, without=flags.SAMPLING_HELP)
     flags.add_common_flags(parser)
 
 

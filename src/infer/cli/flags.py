@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
+import secrets
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -40,9 +41,16 @@ SAMPLING_HELP = {
     "ignore_eos": "go on past the model's end-of-text token",
 }
 
+# These ask for more than one text, or for numbers beside it: the command line has no place to show them.
+LIBRARY_ONLY = {"n", "best_of", "use_beam_search", "logprobs", "prompt_logprobs"}
+
 # Small instruct models ramble at a temperature of 1; these are the values of the sampling flags
 # where they differ from SamplingParams, which must not surprise who calls the library.
 CLI_SAMPLING = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 512}
+
+# Where flags are put among the parsed arguments: a knob and a sampling field may have the same name.
+KNOB = "knob."
+SAMPLING = "sampling."
 
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 
@@ -54,21 +62,28 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=28, width=100)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse.BooleanOptionalAction):
+            positive = [name for name in action.option_strings if not name.startswith("--no-")]
+            return ", ".join(name.replace("--", "--[no-]", 1) for name in positive)
         if not action.option_strings or action.nargs == 0:
             return super()._format_action_invocation(action)
         value = self._format_args(action, self._get_default_metavar_for_optional(action))
         return f"{', '.join(action.option_strings)} {value}".rstrip()
 
 
-def add_knob_flags(parser: argparse.ArgumentParser) -> None:
-    """Give `parser` one flag per knob, grouped by section, and `--config FILE`."""
+def add_knob_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """Give `parser` one flag per knob, grouped by section, and `--config FILE`.
+
+    Knobs named in `without` have none: the subcommand has a flag of its own of that name.
+    """
     groups = {}
     for section in dataclasses.fields(EngineConfig):
         section_type = section.default_factory
         title = (section_type.__doc__ or "").rstrip(".").lower()
         groups[section.name] = parser.add_argument_group(f"{section.name}: {title}")
     for row in knob_table().values():
-        _add_knob(groups[row.section], row)
+        if row.name not in without:
+            _add_knob(groups[row.section], row)
     groups["load"].add_argument(
         "--config", metavar="FILE", type=Path, help="YAML file of knobs, written as here; flags win over it"
     )
@@ -81,7 +96,7 @@ def _add_knob(group: argparse._ArgumentGroup, row: KnobRow) -> None:
     if row.kind is bool:
         group.add_argument(
             *names,
-            dest=row.name,
+            dest=KNOB + row.name,
             action=argparse.BooleanOptionalAction,
             default=argparse.SUPPRESS,
             help=help_text,
@@ -89,7 +104,7 @@ def _add_knob(group: argparse._ArgumentGroup, row: KnobRow) -> None:
         return
     group.add_argument(
         *names,
-        dest=row.name,
+        dest=KNOB + row.name,
         type=row.kind,
         choices=row.choices or None,
         metavar=None if row.choices else METAVARS[row.kind],
@@ -100,9 +115,8 @@ def _add_knob(group: argparse._ArgumentGroup, row: KnobRow) -> None:
 
 def knobs_from(args: argparse.Namespace) -> dict[str, Any]:
     """The knobs a user set: those of the config file, then the flags over them."""
-    table = knob_table()
-    from_file = read_config_file(args.config, table) if args.config else {}
-    return from_file | {name: value for name, value in vars(args).items() if name in table}
+    from_file = read_config_file(args.config, knob_table()) if args.config else {}
+    return from_file | _given(args, KNOB)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +128,9 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         is_off = defaults[name] in (None, False, (), dataclasses.MISSING)
         shown = "" if is_off else f" (default: {defaults[name]})"
         options = _sampling_options(hints[name])
-        group.add_argument(_flag(name), help=help_text + shown, default=argparse.SUPPRESS, **options)
+        group.add_argument(
+            _flag(name), dest=SAMPLING + name, help=help_text + shown, default=argparse.SUPPRESS, **options
+        )
 
 
 def _sampling_options(hint: Any) -> dict[str, Any]:
@@ -136,15 +152,16 @@ def _sampling_options(hint: Any) -> dict[str, Any]:
 
 def sampling_from(args: argparse.Namespace) -> SamplingParams:
     """The SamplingParams a user asked for, over the defaults of the command line."""
-    given = {name: value for name, value in vars(args).items() if name in SAMPLING_HELP}
+    given = _given(args, SAMPLING)
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])
-    return SamplingParams.from_knobs(**(CLI_SAMPLING | given))
+    seed = secrets.randbelow(2**31)  # short enough to read off --json and type again
+    return SamplingParams.from_knobs(**(CLI_SAMPLING | {"seed": seed} | given))
 
 
 def fit_max_tokens(params: SamplingParams, args: argparse.Namespace, context_len: int) -> SamplingParams:
     """Lower the default of --max-tokens, but never a value that was asked for, to half a short context."""
-    if "max_tokens" in vars(args) or params.max_tokens is None:
+    if "max_tokens" in _given(args, SAMPLING) or params.max_tokens is None:
         return params
     return dataclasses.replace(params, max_tokens=max(1, min(params.max_tokens, context_len // 2)))
 
@@ -168,6 +185,11 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("messages, on standard error")
     group.add_argument("--log-level", choices=LEVELS, default="warning", help="(default: warning)")
     group.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
+    """What the user set among the flags whose destination has this prefix."""
+    return {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
 
 
 def _flag(name: str) -> str:

@@ -61,7 +61,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     prompt.add_argument("--stats", action="store_true", help="print times and speed to standard error")
     flags.add_sampling_flags(parser)
-    flags.add_knob_flags(parser)
+    flags.add_knob_flags(parser, without=flags.SAMPLING_HELP)
     flags.add_common_flags(parser)
 
 
@@ -81,7 +81,9 @@ def run(args: argparse.Namespace) -> int:
         prompt_ids = encode_prompt(llm, prompt, args)
         answer = answer_prompt(llm, prompt_ids, params, is_shown=not args.json)
         if args.json:
-            write_out(json.dumps(to_json(prompt, prompt_ids, answer, load_s), ensure_ascii=False) + "\n")
+            write_out(
+                json.dumps(to_json(prompt, prompt_ids, params, answer, load_s), ensure_ascii=False) + "\n"
+            )
         if args.stats:
             notice(f"load {load_s:.2f} s, {answer.stats()}")
     return 0
@@ -134,13 +136,16 @@ def answer_prompt(llm: LLM, prompt_ids: list[int], params: SamplingParams, *, is
     return answer
 
 
-def to_json(prompt: str, prompt_ids: list[int], answer: Answer, load_s: float) -> dict[str, Any]:
+def to_json(
+    prompt: str, prompt_ids: list[int], params: SamplingParams, answer: Answer, load_s: float
+) -> dict[str, Any]:
     """The object `--json` prints for one prompt."""
     return {
         "prompt": prompt,
         "text": answer.text,
         "token_ids": list(answer.token_ids),
         "finish_reason": answer.finish_reason,
+        "seed": params.seed,
         "usage": {
             "prompt_tokens": len(prompt_ids),
             "completion_tokens": len(answer.token_ids),

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from infer.cli import answer, chat, generate
+from infer.cli.flags import knobs_from
+from infer.cli.main import main
+from tests.unit.cli.fake_llm import FakeLLM
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+    llm: FakeLLM
+
+
+class Typed(io.StringIO):
+    """Standard input that claims to be a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def infer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """Run `infer ARGUMENTS` in this process on a fake model; `stdin` is piped in, or typed."""
+
+    def run(*arguments: str, stdin: str = "", is_typed: bool = False, **fake: Any) -> Outcome:
+        llm = fake.pop("llm", None) or FakeLLM(**fake)
+
+        def open_fake(args: Any) -> FakeLLM:
+            llm.knobs = knobs_from(args)
+            return llm
+
+        for module in (answer, chat, generate):
+            monkeypatch.setattr(module, "open_llm", open_fake)
+        monkeypatch.setattr(sys, "stdin", Typed(stdin) if is_typed else io.StringIO(stdin))
+        capsys.readouterr()
+        try:
+            code = main(arguments)
+        except SystemExit as leave:  # argparse leaves by itself
+            code = int(leave.code or 0)
+        captured = capsys.readouterr()
+        return Outcome(code, captured.out, captured.err, llm)
+
+    return run

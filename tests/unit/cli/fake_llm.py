@@ -1,0 +1,79 @@
+"""A model that answers at once: the command line's tests need its manners, not its mind.
+
+A token is a character, the context is `context_len` of them, and the answer repeats the last message
+or prompt in capitals, one character at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from infer.errors import ContextOverflow, TemplateError
+from infer.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class FakeDelta:
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+
+
+class FakeLLM:
+    """Stands in for infer.llm.LLM and remembers how it was called."""
+
+    name = "fake"
+
+    def __init__(self, *, context_len: int = 1000, has_chat_template: bool = True, **knobs: Any) -> None:
+        self.context_len = context_len
+        self.has_chat_template = has_chat_template
+        self.knobs = knobs
+        self.params: list[SamplingParams] = []
+        self.chats: list[list[dict[str, str]]] = []
+        self.options: list[Mapping[str, object] | None] = []
+        self.was_closed = False
+        self.before_token: Callable[[int], None] = lambda index: None
+
+    def encode(self, prompt: str) -> list[int]:
+        return [ord(letter) for letter in prompt]
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: object = None,
+        template_options: Mapping[str, object] | None = None,
+    ) -> list[int]:
+        for message in messages:
+            if "forbidden" in message["content"]:
+                raise TemplateError("the template refuses this message")
+        self.chats.append([dict(message) for message in messages])
+        self.options.append(template_options)
+        return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages))
+
+    def stream(self, prompt: list[int], params: SamplingParams) -> Iterator[FakeDelta]:
+        self.params.append(params)
+        room = self.context_len - len(prompt)
+        if (params.max_tokens or 1) > room:
+            raise ContextOverflow(len(prompt), params.max_tokens or 1, self.context_len)
+        answer = "".join(map(chr, prompt)).rpartition(">")[2].upper()
+        limit = params.max_tokens or room
+        try:
+            for index, letter in enumerate(answer[:limit]):
+                self.before_token(index)
+                yield FakeDelta(letter, (ord(letter),), None)
+            yield FakeDelta("", (), "stop" if len(answer) <= limit else "length")
+        finally:
+            self.was_closed = True
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams,
+        *,
+        tools: object = None,
+        template_options: Mapping[str, object] | None = None,
+    ) -> Iterator[FakeDelta]:
+        yield from self.stream(self.encode_chat(messages, template_options=template_options), params)

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import builtins
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.cli.fake_llm import FakeLLM
+
+Infer = Callable[..., Any]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def test_each_line_of_a_pipe_is_a_message_and_the_model_sees_all_before_it(infer: Infer) -> None:
+    outcome = infer("chat", stdin="one\n\ntwo\n")
+    assert (outcome.code, outcome.out, outcome.err) == (0, "ONE\nTWO\n", "")
+    assert outcome.llm.chats == [[user("one")], [user("one"), assistant("ONE"), user("two")]]
+
+
+def test_reset_forgets_the_turns_and_keeps_the_system_message(infer: Infer) -> None:
+    outcome = infer("chat", "--system", "be kind", stdin="one\n/reset\ntwo\n")
+    assert outcome.llm.chats[-1] == [{"role": "system", "content": "be kind"}, user("two")]
+
+
+def test_system_replaces_the_system_message_and_removes_it(infer: Infer) -> None:
+    outcome = infer("chat", stdin="/system  be brief\none\n/system\ntwo\n")
+    assert outcome.llm.chats[0][0] == {"role": "system", "content": "be brief"}
+    assert outcome.llm.chats[1][0] == user("one")
+
+
+def test_exit_leaves_before_the_next_line(infer: Infer) -> None:
+    outcome = infer("chat", stdin="/exit\none\n")
+    assert (outcome.code, outcome.out, outcome.llm.chats) == (0, "", [])
+
+
+def test_save_writes_the_conversation(infer: Infer, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    outcome = infer("chat", "--system", "s", stdin=f"grüß\n/save {file}\n")
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    assert saved == [{"role": "system", "content": "s"}, user("grüß"), assistant("GRÜSS")]
+    assert f"3 messages written to {file}" in outcome.err
+
+
+def test_a_conversation_that_cannot_be_saved_goes_on(infer: Infer, tmp_path: Path) -> None:
+    outcome = infer("chat", stdin=f"/save {tmp_path}/no/file\n/save\none\n")
+    assert "cannot write" in outcome.err
+    assert "/save needs a file name" in outcome.err
+    assert outcome.out == "ONE\n"
+
+
+def test_help_lists_every_command_and_a_misspelt_one_is_guessed(infer: Infer) -> None:
+    outcome = infer("chat", stdin="/help\n/rest\n")
+    assert all(command in outcome.err for command in ("/help", "/reset", "/system", "/save", "/exit"))
+    assert "no command '/rest'; did you mean '/reset'?" in outcome.err
+
+
+def test_the_oldest_turns_are_dropped_with_a_notice_when_the_context_is_full(infer: Infer) -> None:
+    outcome = infer(
+        "chat", "--max-tokens", "10", "--system", "s", stdin="first\nsecond\nthird\n", context_len=75
+    )
+    assert outcome.out == "FIRST\nSECOND\nTHIRD\n"
+    assert outcome.llm.chats[-1] == [
+        {"role": "system", "content": "s"},
+        user("second"),
+        assistant("SECOND"),
+        user("third"),
+    ]
+    assert outcome.err == (
+        "[the context of 75 tokens is full: forgot your oldest message and its answer: 'first']\n"
+    )
+
+
+def test_a_message_too_long_for_the_context_is_refused_and_the_talk_goes_on(infer: Infer) -> None:
+    outcome = infer("chat", "--max-tokens", "10", stdin="x" * 50 + "\nhi\n", context_len=40)
+    assert outcome.code == 0
+    assert outcome.out == "HI\n"
+    assert "infer: error: prompt has 56 tokens" in outcome.err
+    assert outcome.llm.chats[-1] == [user("hi")]
+
+
+def test_a_message_the_template_refuses_is_taken_back(infer: Infer) -> None:
+    outcome = infer("chat", stdin="forbidden\nhi\n")
+    assert outcome.llm.chats == [[user("hi")]]
+    assert "infer: error: the template refuses this message" in outcome.err
+
+
+def test_a_cut_answer_is_said_to_be_cut(infer: Infer) -> None:
+    outcome = infer("chat", "--max-tokens", "2", stdin="hello\n")
+    assert outcome.out == "HE\n"
+    assert "[cut after 2 tokens; --max-tokens allows more]" in outcome.err
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(infer: Infer) -> None:
+    llm = FakeLLM()
+
+    def press(index: int) -> None:
+        if index == 2 and len(llm.chats) == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    llm.before_token = press
+    handler = signal.getsignal(signal.SIGINT)
+    outcome = infer("chat", stdin="hello\nbye\n", llm=llm)
+    assert outcome.code == 0
+    assert outcome.out == "HEL\nBYE\n"
+    assert "[stopped]" in outcome.err
+    assert llm.chats[-1] == [user("hello"), assistant("HEL"), user("bye")]
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_second_ctrl_c_leaves_even_a_model_that_is_stuck(infer: Infer) -> None:
+    llm = FakeLLM()
+
+    def press_twice(index: int) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    llm.before_token = press_twice
+    assert infer("chat", stdin="hello\n", llm=llm).code == 130
+
+
+def typing(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:
+    """Make input() return these lines, or raise them, and then the end of the file."""
+    script: Iterator[str | type[BaseException]] = iter(lines)
+
+    def fake_input(prompt: str) -> str:
+        line = next(script, EOFError)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr(builtins, "input", fake_input)
+
+
+def test_at_the_prompt_ctrl_d_leaves(infer: Infer, monkeypatch: pytest.MonkeyPatch) -> None:
+    typing(monkeypatch, "one")
+    outcome = infer("chat", is_typed=True)
+    assert (outcome.code, outcome.out) == (0, "ONE\n")
+    assert outcome.err.startswith("fake, context of 1000 tokens; /help lists the commands")
+
+
+def test_at_the_prompt_only_two_ctrl_c_in_a_row_leave(infer: Infer, monkeypatch: pytest.MonkeyPatch) -> None:
+    typing(monkeypatch, KeyboardInterrupt, "one", KeyboardInterrupt, KeyboardInterrupt, "two")
+    outcome = infer("chat", is_typed=True)
+    assert (outcome.code, outcome.out) == (0, "ONE\n")
+    assert outcome.err.count("Ctrl-C again, or Ctrl-D, leaves") == 2
+
+
+def test_a_model_without_a_template_cannot_chat(infer: Infer) -> None:
+    outcome = infer("chat", stdin="hi\n", has_chat_template=False)
+    assert outcome.code == 2
+    assert "fake has no chat template" in outcome.err

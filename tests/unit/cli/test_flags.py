@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.cli import flags
+from infer.cli.main import build_parser
+from infer.config import KnobRow, knob_table
+from infer.sampling.params import SamplingParams
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    return build_parser().parse_args(["generate", *arguments])
+
+
+def test_every_knob_has_a_flag_that_reaches_it() -> None:
+    shadowed = set(flags.SAMPLING_HELP)  # the subcommand's own flag has the name
+    for row in (row for row in knob_table().values() if row.name not in shadowed):
+        value: Any = row.choices[-1] if row.choices else {int: 7, float: 0.5, str: "text"}.get(row.kind)
+        for name in (row.name, *row.aliases):
+            flag = "--" + name.replace("_", "-")
+            given = [flag] if row.kind is bool else [flag, str(value)]
+            expected = True if row.kind is bool else value
+            assert flags.knobs_from(parse(*given)) == {row.name: expected}
+
+
+def test_a_boolean_knob_can_be_switched_on_and_off() -> None:
+    row = KnobRow(
+        name="prefix_caching",
+        section="cache",
+        kind=bool,
+        is_optional=False,
+        default=True,
+        help="100% reuse",
+        choices=(),
+        aliases=(),
+    )
+    parser = argparse.ArgumentParser()
+    flags._add_knob(parser.add_argument_group("cache"), row)
+    assert vars(parser.parse_args([])) == {}
+    assert flags._given(parser.parse_args(["--prefix-caching"]), flags.KNOB) == {"prefix_caching": True}
+    assert flags._given(parser.parse_args(["--no-prefix-caching"]), flags.KNOB) == {"prefix_caching": False}
+    assert "100% reuse (default: True)" in " ".join(parser.format_help().split())
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "knobs.yaml"
+    path.write_text("dtype: float32\nmax-seq-len: 64\n")
+    knobs = flags.knobs_from(parse("--config", str(path), "--max-seq-len", "32"))
+    assert knobs == {"dtype": "float32", "max_seq_len": 32}
+
+
+def test_every_sampling_field_has_a_flag_except_those_the_command_line_cannot_show() -> None:
+    assert {f.name for f in fields(SamplingParams)} == set(flags.SAMPLING_HELP) | flags.LIBRARY_ONLY
+
+
+def test_without_flags_sampling_has_the_command_lines_defaults() -> None:
+    params = flags.sampling_from(parse())
+    assert params == SamplingParams.from_knobs(**flags.CLI_SAMPLING, seed=params.seed)
+
+
+def test_each_run_draws_a_seed_that_can_be_typed_again() -> None:
+    seeds = [flags.sampling_from(parse()).seed for _ in range(5)]
+    assert len(set(seeds)) > 1
+    assert flags.sampling_from(parse("--seed", str(seeds[0]))).seed == seeds[0]
+
+
+def test_a_knob_and_a_sampling_field_of_one_name_are_kept_apart(tmp_path: Path) -> None:
+    path = tmp_path / "knobs.yaml"
+    path.write_text("seed: 5\n")
+    args = parse("--seed", "6", "--config", str(path))
+    assert flags.knobs_from(args) == {"seed": 5}
+    assert flags.sampling_from(args).seed == 6
+
+
+def test_sampling_flags_reach_their_fields() -> None:
+    params = flags.sampling_from(
+        parse(
+            *("--temperature", "0", "--top-k", "40", "--min-p", "0.1", "--seed", "-3"),
+            *("--stop", "END", "--stop", "\n\n", "--stop-token-ids", "2", "--stop-token-ids", "5"),
+            *("--logit-bias", "7=-100", "--logit-bias", "8=2.5", "--max-tokens", "none", "--ignore-eos"),
+        )
+    )
+    assert params == SamplingParams(
+        temperature=0.0,
+        top_p=flags.CLI_SAMPLING["top_p"],
+        top_k=40,
+        min_p=0.1,
+        seed=-3,
+        stop=("END", "\n\n"),
+        stop_token_ids=(2, 5),
+        logit_bias={7: -100.0, 8: 2.5},
+        max_tokens=None,
+        ignore_eos=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--top-k", "many"], "argument --top-k: invalid int value: 'many'"),
+        (["--max-tokens", "all"], "invalid integer or 'none' value: 'all'"),
+        (["--logit-bias", "7"], "expected ID=BIAS, for example 42=-100, got '7'"),
+        (["--logit-bias", "x=1"], "invalid ID=BIAS value: 'x=1'"),
+        (["--dtype", "int3"], "invalid choice: 'int3'"),
+        (["--temp", "1"], "unrecognized arguments: --temp"),
+        (["--temperature", "nan"], "temperature must be a number in [0, 100], got nan"),
+        (["--min-tokens", "9", "--max-tokens", "3"], "min_tokens must not exceed max_tokens"),
+        (["--config", "absent.yaml"], "cannot read config file absent.yaml"),
+    ],
+)
+def test_a_wrong_flag_is_refused_with_its_reason(
+    infer: Callable[..., Any], arguments: list[str], message: str
+) -> None:
+    outcome = infer("generate", "hi", *arguments)
+    assert outcome.code == 2
+    assert outcome.out == ""
+    assert message in outcome.err
+
+
+def test_a_default_of_max_tokens_fits_a_short_context_but_a_wish_is_kept() -> None:
+    args = parse()
+    params = flags.sampling_from(args)
+    assert flags.fit_max_tokens(params, args, 100).max_tokens == 50
+    assert flags.fit_max_tokens(params, args, 1).max_tokens == 1
+    assert flags.fit_max_tokens(params, args, 100_000) == params
+    args = parse("--max-tokens", "90")
+    assert flags.fit_max_tokens(flags.sampling_from(args), args, 100).max_tokens == 90
+
+
+def test_help_shows_the_default_of_each_knob_that_has_one() -> None:
+    help_text = " ".join(build_subcommand_help("generate").split())
+    for row in (row for row in knob_table().values() if row.name not in flags.SAMPLING_HELP):
+        assert row.help in help_text
+        if row.default is not None:
+            assert f"{row.help} (default: {row.default})" in help_text
+    for name, value in flags.CLI_SAMPLING.items():
+        assert f"{flags.SAMPLING_HELP[name]} (default: {value})" in help_text
+
+
+def build_subcommand_help(name: str) -> str:
+    parser = build_parser()
+    actions = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    help_text: str = actions[0].choices[name].format_help()
+    return help_text

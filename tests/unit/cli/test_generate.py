@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.cli.answer import Answer
+
+Infer = Callable[..., Any]
+
+
+def test_the_answer_and_nothing_else_is_on_standard_output(infer: Infer) -> None:
+    outcome = infer("generate", "why?", "--stats")
+    assert (outcome.code, outcome.out) == (0, "WHY?\n")
+    assert "tokens/s" in outcome.err
+
+
+def test_a_model_with_a_template_gets_the_prompt_as_a_message(infer: Infer) -> None:
+    outcome = infer("generate", "why?", "--system", "be brief", "--no-thinking")
+    assert outcome.llm.chats == [
+        [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why?"}]
+    ]
+    assert outcome.llm.options == [{"enable_thinking": False}]
+
+
+@pytest.mark.parametrize(("arguments", "has_template"), [(["--raw"], True), ([], False)])
+def test_raw_text_and_base_models_bypass_the_template(
+    infer: Infer, arguments: list[str], has_template: bool
+) -> None:
+    outcome = infer("generate", "once", *arguments, has_chat_template=has_template)
+    assert outcome.out == "ONCE\n"
+    assert outcome.llm.chats == []
+
+
+@pytest.mark.parametrize("arguments", [["-"], []])
+def test_a_prompt_is_read_from_standard_input(infer: Infer, arguments: list[str]) -> None:
+    outcome = infer("generate", *arguments, "--raw", stdin="two\nlines\n")
+    assert outcome.out == "TWO\nLINES\n"
+
+
+def test_each_line_of_a_prompts_file_is_answered_in_order(infer: Infer, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\n\n  \nzwei ü\n", encoding="utf-8")
+    outcome = infer("generate", "--prompts-file", str(file))
+    assert outcome.out == "ONE\nZWEI Ü\n"
+    assert outcome.err == "[1/2] one\n[2/2] zwei ü\n"
+
+
+def test_json_is_one_object_per_prompt(infer: Infer, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\ntwo", encoding="utf-8")
+    outcome = infer("generate", "--prompts-file", str(file), "--json", "--max-tokens", "2", "--raw")
+    first, second = map(json.loads, outcome.out.splitlines())
+    assert first["prompt"] == "one"
+    assert first["text"] == "ON"
+    assert first["token_ids"] == [ord("O"), ord("N")]
+    assert first["finish_reason"] == "length"
+    assert first["seed"] == outcome.llm.params[0].seed
+    assert first["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    assert set(first["timings"]) == {"load_s", "first_token_s", "total_s", "tokens_per_s"}
+    assert second["prompt"] == "two"
+    assert outcome.err == ""
+
+
+def test_knobs_reach_the_model(infer: Infer) -> None:
+    outcome = infer("generate", "hi", "--model", "dir", "--max-model-len", "64")
+    assert outcome.llm.knobs == {"model": "dir", "max_seq_len": 64}
+
+
+def test_a_short_context_lowers_the_default_of_max_tokens(infer: Infer) -> None:
+    outcome = infer("generate", "hi", context_len=40)
+    assert outcome.code == 0
+    assert outcome.llm.params[0].max_tokens == 20
+
+
+def test_a_prompt_that_does_not_fit_is_an_error_that_says_so(infer: Infer) -> None:
+    outcome = infer("generate", "hello", "--max-tokens", "90", "--raw", context_len=91)
+    assert outcome.code == 2
+    assert outcome.err.startswith("infer: error: prompt has 5 tokens and max_tokens is 90")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["hi", "--raw", "--system", "x"], "--system needs the chat template that --raw turns off"),
+        ([""], "the prompt is empty"),
+        (["hi", "--prompts-file", "f"], "give a PROMPT or --prompts-file, not both"),
+        (["--prompts-file", "absent.txt"], "cannot read --prompts-file absent.txt: No such file"),
+    ],
+)
+def test_an_impossible_request_is_refused_in_one_line(
+    infer: Infer, arguments: list[str], message: str
+) -> None:
+    outcome = infer("generate", *arguments)
+    assert outcome.code == 2
+    assert outcome.err.startswith(f"infer: error: {message}")
+    assert outcome.err.count("\n") == 1
+
+
+def test_a_system_message_needs_a_template(infer: Infer) -> None:
+    outcome = infer("generate", "hi", "--system", "x", has_chat_template=False)
+    assert outcome.code == 2
+    assert "--system needs a chat template, and fake has none" in outcome.err
+
+
+def test_a_terminal_without_a_prompt_is_told_how_to_give_one(infer: Infer) -> None:
+    outcome = infer("generate", is_typed=True)
+    assert outcome.code == 2
+    assert "no prompt: write one after 'infer generate'" in outcome.err
+
+
+def test_an_empty_prompts_file_is_refused(infer: Infer, tmp_path: Path) -> None:
+    file = tmp_path / "empty.txt"
+    file.write_text("\n \n")
+    assert "holds no prompt; write one per line" in infer("generate", "--prompts-file", str(file)).err
+    file.write_bytes(b"\xff\xfe")
+    assert "is not UTF-8" in infer("generate", "--prompts-file", str(file)).err
+
+
+def test_the_speed_does_not_count_the_first_token() -> None:
+    answer = Answer(text="abc", token_ids=(1, 2, 3), finish_reason="stop", first_token_s=2.0, total_s=2.5)
+    assert answer.tokens_per_s == 4.0
+    alone = Answer(text="a", token_ids=(1,), finish_reason="stop", first_token_s=2.0, total_s=2.0)
+    assert alone.tokens_per_s == 0.0

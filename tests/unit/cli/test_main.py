@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import io
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer import __version__
+from infer.cli import fetch
+from infer.log import progress, setup_logging
+from tests.unit.cli.fake_llm import FakeLLM
+
+Infer = Callable[..., Any]
+
+
+def test_version_and_help_leave_with_success(infer: Infer) -> None:
+    assert infer("--version").out == f"infer {__version__}\n"
+    outcome = infer("--help")
+    assert outcome.code == 0
+    assert "generate" in outcome.out
+    assert "chat" in outcome.out
+
+
+def test_no_command_shows_the_help_on_standard_error(infer: Infer) -> None:
+    outcome = infer()
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "hold a conversation in the terminal" in outcome.err
+
+
+def test_an_error_is_one_line_and_its_traceback_waits_for_debug(infer: Infer) -> None:
+    assert "Traceback" not in infer("generate", "").err
+    outcome = infer("generate", "", "--debug")
+    assert outcome.code == 2
+    assert "Traceback" in outcome.err
+    assert outcome.err.splitlines()[-1].startswith("infer: error: the prompt is empty")
+
+
+def test_an_interrupt_is_exit_code_130(infer: Infer) -> None:
+    llm = FakeLLM()
+
+    def interrupt(index: int) -> None:
+        raise KeyboardInterrupt
+
+    llm.before_token = interrupt
+    outcome = infer("generate", "hi", llm=llm)
+    assert (outcome.code, outcome.err) == (130, "")
+
+
+def test_a_bug_is_not_dressed_up_as_a_users_mistake(infer: Infer) -> None:
+    llm = FakeLLM()
+
+    def break_down(index: int) -> None:
+        raise ZeroDivisionError
+
+    llm.before_token = break_down
+    with pytest.raises(ZeroDivisionError):
+        infer("generate", "hi", llm=llm)
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    """`infer ... | head -1`, with a reader that closes the pipe before anything is written."""
+    script = (
+        "import sys, time\n"
+        "from infer.cli import fetch, main\n"
+        "from infer.cli.answer import write_out\n"
+        "fetch.run = lambda args: [write_out('text' * 1000) for _ in range(1000)] and 0\n"
+        "sys.exit(main.main(['fetch']))"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", script], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_letter_the_terminal_cannot_show_does_not_end_the_program(
+    infer: Infer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    outcome = infer("generate", "ü!")
+    assert outcome.code == 0
+    assert raw.getvalue() == b"?!\n"
+
+
+def test_fetch_prints_where_the_model_lies(infer: Infer, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    outcome = infer("fetch", str(tmp_path))
+    assert (outcome.code, outcome.out) == (0, f"{tmp_path}\n")
+
+
+def test_fetch_of_a_path_that_is_not_there_is_a_clear_error(infer: Infer, tmp_path: Path) -> None:
+    outcome = infer("fetch", str(tmp_path / "absent"))
+    assert outcome.code == 2
+    assert outcome.err.startswith("infer: error: ")
+    assert fetch.__doc__
+
+
+def test_log_lines_go_to_standard_error_from_the_asked_level_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    setup_logging("info")
+    logging.getLogger("infer.part").info("heard")
+    logging.getLogger("infer.part").debug("not heard")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.endswith("INFO infer.part: heard\n")
+
+
+def test_a_bar_is_not_drawn_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("loading", 3) as advance:
+        advance(3)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_bar_is_drawn_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress("loading", 3, counts_bytes=True) as advance:
+        advance(3)
+    assert "loading" in terminal.getvalue()

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from infer.config import (
+    EngineConfig,
+    LoadConfig,
+    knob_table,
+    parse_knob,
+    read_config_file,
+)
+from infer.errors import ConfigError
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "knobs.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_every_field_of_every_section_is_a_knob_with_help() -> None:
+    config = EngineConfig()
+    sections = {section.name: getattr(config, section.name) for section in fields(EngineConfig)}
+    expected = [(f.name, name) for name, section in sections.items() for f in fields(section)]
+    table = knob_table()
+    assert [(row.name, row.section) for row in table.values()] == expected
+    assert all(len(row.help) > 10 and not row.help.endswith(".") for row in table.values())
+
+
+def test_no_alias_hides_a_knob() -> None:
+    names = [name for row in knob_table().values() for name in (row.name, *row.aliases)]
+    names = [name.replace("-", "_") for name in names]
+    assert len(names) == len(set(names))
+
+
+def test_flat_knobs_find_their_sections() -> None:
+    config = EngineConfig.from_knobs(dtype="float32", max_seq_len=128, kv_cache_backend="naive")
+    assert config.load.dtype == "float32"
+    assert config.load.max_seq_len == 128
+    assert config.cache.kv_cache_backend == "naive"
+    assert config.load.device == LoadConfig().device
+
+
+def test_knobs_is_the_inverse_of_from_knobs() -> None:
+    config = EngineConfig.from_knobs(device="cuda:1", num_threads=3)
+    assert EngineConfig.from_knobs(**config.knobs()) == config
+
+
+def test_an_unknown_knob_names_the_closest_one() -> None:
+    with pytest.raises(ConfigError, match="unknown knob 'dtyp'; did you mean 'dtype'"):
+        EngineConfig.from_knobs(dtyp="float32")
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"dtype": "int3"}, "dtype must be one of auto, float32"),
+        ({"device": "tpu"}, "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+        ({"device": "cpu:1"}, "got 'cpu:1'"),
+        ({"device": "cuda:x"}, "got 'cuda:x'"),
+        ({"max_seq_len": 0}, "max_seq_len must be a positive integer, got 0"),
+        ({"num_threads": True}, "num_threads must be a positive integer, got True"),
+        ({"max_seq_len": 1.5}, "got 1.5"),
+    ],
+)
+def test_an_impossible_value_is_refused(knobs: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.from_knobs(**knobs)
+
+
+def test_a_file_may_write_dashes_underscores_and_aliases(tmp_path: Path) -> None:
+    path = write(tmp_path, "max-model-len: 64\nnum_threads: 2\nkv-cache-backend: naive\ntokenizer: null\n")
+    expected = {"max_seq_len": 64, "num_threads": 2, "kv_cache_backend": "naive", "tokenizer": None}
+    assert read_config_file(path, knob_table()) == expected
+
+
+def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
+    assert read_config_file(write(tmp_path, "# nothing yet\n"), knob_table()) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dtyp: float32", "unknown knob 'dtyp'; did you mean 'dtype'"),
+        ("max_seq_len: many", "max_seq_len must be int, got 'many'"),
+        ("max_seq_len: true", "max_seq_len must be int, got True"),
+        ("max_seq_len: 4\nmax-model-len: 5", "max_seq_len is given twice"),
+        ("- dtype", "must be a mapping of knob to value, got list"),
+        ("dtype: [", "is not valid YAML"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_reason(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_config_file(write(tmp_path, text), knob_table())
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read config file .*No such file"):
+        read_config_file(tmp_path / "absent.yaml", knob_table())
+
+
+def test_none_is_only_for_optional_knobs() -> None:
+    table = knob_table()
+    assert parse_knob(table["max_seq_len"], None) is None
+    with pytest.raises(ConfigError, match="dtype must be str, got None"):
+        parse_knob(table["dtype"], None)

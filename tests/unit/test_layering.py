@@ -1,0 +1,116 @@
+"""The architecture as a test: which part may import which.
+
+The table below is the diagram of docs/architecture.md. An arrow that is not in it is a mistake, or a
+decision that belongs in the table, in the diagram and in a commit message.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "src" / "infer"
+
+EVERYONE_MAY_IMPORT = {"errors", "config", "log"}
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "config": set(),
+    "log": set(),
+    "kernels": set(),
+    "layers": {"kernels"},
+    "models": {"layers", "kernels"},
+    "loader": {"models", "layers"},
+    "tokenizer": set(),
+    "sampling": {"kernels"},
+    "cache": {"kernels"},
+    "engine": {"cache", "kernels", "layers", "loader", "models", "sampling"},
+    "llm": {"engine", "loader", "sampling", "tokenizer"},
+    "cli": {"llm", "loader", "sampling", "engine", "tokenizer"},
+    "debug": {"models", "layers", "loader", "kernels"},
+    "__init__": {"llm", "sampling"},  # the names of `from infer import ...`, imported when first used
+    "__main__": {"cli"},
+}
+
+INTEGERS_ONLY = [
+    "cache/block_allocator.py",
+    "cache/block_table.py",
+    "cache/prefix_tree.py",
+    "cache/kv_pool.py",
+    "engine/plan.py",
+    "engine/policies.py",
+    "engine/request.py",
+    "engine/scheduler.py",
+    "engine/sequence.py",
+]
+
+
+def part_of(file: Path) -> str:
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_modules(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Every module a file imports, inside functions and type-checking blocks too, with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: only absolute imports"
+            assert node.module is not None
+            if node.module == "infer":  # `from infer import llm` is an import of infer.llm
+                yield from ((node.lineno, f"infer.{alias.name}") for alias in node.names)
+            else:
+                yield node.lineno, node.module
+
+
+def wrong_imports(package: Path) -> list[str]:
+    wrong = []
+    for file in sorted(package.rglob("*.py")):
+        part = part_of(file)
+        allowed = ALLOWED.get(part, set()) | EVERYONE_MAY_IMPORT | {part, "__version__"}
+        for line, module in imported_modules(ast.parse(file.read_text(encoding="utf-8"))):
+            root, _, rest = module.partition(".")
+            if root == "infer" and rest.split(".")[0] not in allowed:
+                wrong.append(f"{file.relative_to(package)}:{line}: {part} must not import {module}")
+    return wrong
+
+
+def test_imports_follow_the_diagram() -> None:
+    wrong = wrong_imports(PACKAGE)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_part_is_in_the_diagram() -> None:
+    parts = {part_of(file) for file in PACKAGE.rglob("*.py")}
+    assert parts <= set(ALLOWED), f"not in the table: {sorted(parts - set(ALLOWED))}"
+
+
+def test_the_diagram_has_no_cycle() -> None:
+    graphlib.TopologicalSorter(ALLOWED).prepare()
+
+
+def test_a_wrong_import_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALLOWED, "cli", set())
+    assert any("cli must not import" in line for line in wrong_imports(PACKAGE))
+
+
+def test_scheduling_needs_no_tensors() -> None:
+    """Imports the planning files in a fresh interpreter, so that what they import counts as well."""
+    files = [file for file in INTEGERS_ONLY if (PACKAGE / file).exists()]
+    modules = [f"infer.{file.removesuffix('.py').replace('/', '.')}" for file in files]
+    script = (
+        f"import sys, importlib\nfor name in {modules}:\n"
+        "    importlib.import_module(name)\n"
+        "    assert 'torch' not in sys.modules, name"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_templates_hold_no_code() -> None:
+    assert not list((PACKAGE / "models" / "templates").rglob("*.py"))
