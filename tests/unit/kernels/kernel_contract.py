@@ -1,0 +1,202 @@
+"""What every Triton kernel promises, wherever it runs: it equals its reference.
+
+The promises are written once, as the methods of `KernelContract`, and tested twice: under Triton's
+interpreter on the CPU (`interpreted.py`) and compiled on a real GPU (`tests/gpu/test_kernels.py`).
+
+Three traps are set for a kernel. Its inputs are views into a tensor that is NaN everywhere else, so a
+read outside the view shows; its outputs start as NaN, so an element that is not written shows; and the
+tensor around the inputs is compared afterwards, so a write to the wrong place shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from infer.errors import ConfigError
+from infer.kernels.dispatch import use_triton
+from infer.kernels.gated_activation import ACTIVATIONS, gated_activation, gated_activation_reference
+from infer.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from infer.kernels.rope import rope, rope_reference
+
+# Relative and absolute. bfloat16 keeps 8 bits, so 2^-7 is one unit in the last place; the interpreter
+# cuts off what a GPU rounds.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+every_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+EPS = 1e-5
+
+
+@contextmanager
+def nan_in_fresh_memory() -> Iterator[None]:
+    """Make `torch.empty` return NaN, as PyTorch does in its deterministic mode."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    assert actual.is_contiguous()
+    tolerance = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+class FramedTensor:
+    """Random numbers with NaN before, between and behind the rows: `view` is what the kernel gets."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+        row_len = math.prod(shape[1:])
+        self.frame = torch.full((shape[0] + 2, row_len + 16), torch.nan, dtype=dtype, device=device)
+        self.view = self.frame[1:-1, 8:-8].view(shape)
+        self.view.copy_(torch.randn(shape, device=device))
+        self.before = self.frame.clone()
+
+    def assert_untouched(self) -> None:
+        torch.testing.assert_close(self.frame, self.before, rtol=0, atol=0, equal_nan=True)
+
+
+def far_apart_rows(shape: tuple[int, ...], device: str) -> torch.Tensor:
+    """Three rows whose third starts at element 2^31: the offset no longer fits in 32 bits.
+
+    Memory between the rows is never touched, so on the CPU it is never really allocated.
+    """
+    assert shape[0] == 3
+    if device == "cuda" and torch.cuda.mem_get_info()[0] < 8 << 30:
+        pytest.skip("needs 8 GiB of free GPU memory")
+    strides = [2**30, *(math.prod(shape[dim + 1 :]) for dim in range(1, len(shape)))]
+    memory = torch.empty(2**31 + math.prod(shape[1:]), dtype=torch.float16, device=device)
+    return memory.as_strided(shape, strides).copy_(torch.randn(shape, device=device))
+
+
+class KernelContract:
+    """Subclass it with a `device` on which `use_triton` holds."""
+
+    device: str
+
+    @pytest.fixture(autouse=True)
+    def seed(self) -> None:
+        torch.manual_seed(0)
+
+    def framed(self, *shape: int, dtype: torch.dtype) -> FramedTensor:
+        return FramedTensor(shape, dtype, self.device)
+
+    def weight(self, size: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+        return torch.randn(size, device=self.device).to(dtype)
+
+    def rope_tables(self, num_positions: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = torch.rand(num_positions, head_dim // 2, device=self.device) * 2 * math.pi
+        return angles.cos(), angles.sin()
+
+    def test_the_kernel_and_not_the_reference_is_under_test(self) -> None:
+        assert use_triton(torch.zeros(1, device=self.device))
+
+    @every_dtype
+    @pytest.mark.parametrize("offset", [0.0, 1.0])
+    @pytest.mark.parametrize(
+        "shape",
+        [(1, 64), (5, 123), (2, 4096), (0, 64), (3, 1), (1, 1, 64), (5, 3, 123), (7, 9, 256)],
+        ids=str,
+    )
+    def test_rms_norm(self, shape: tuple[int, ...], offset: float, dtype: torch.dtype) -> None:
+        x, weight = self.framed(*shape, dtype=dtype), self.weight(shape[-1], dtype)
+        with nan_in_fresh_memory():
+            y = rms_norm(x.view, weight, eps=EPS, offset=offset)
+        assert_same(y, rms_norm_reference(x.view, weight, EPS, offset))
+        x.assert_untouched()
+
+    def test_rms_norm_takes_a_weight_of_another_dtype(self) -> None:
+        x, weight = self.framed(3, 96, dtype=torch.bfloat16), self.weight(96, torch.float32)
+        y = rms_norm(x.view, weight, eps=EPS)
+        assert_same(y, rms_norm_reference(x.view, weight, EPS, 0.0))
+
+    @every_dtype
+    @pytest.mark.parametrize("offset", [0.0, 1.0])
+    @pytest.mark.parametrize("shape", [(1, 576), (5, 123), (0, 64), (2, 4096)], ids=str)
+    def test_add_rms_norm(self, shape: tuple[int, int], offset: float, dtype: torch.dtype) -> None:
+        x, residual = self.framed(*shape, dtype=dtype), self.framed(*shape, dtype=dtype)
+        weight = self.weight(shape[-1], dtype)
+        with nan_in_fresh_memory():
+            y, new_residual = add_rms_norm(x.view, residual.view, weight, eps=EPS, offset=offset)
+        expected_y, expected_residual = add_rms_norm_reference(x.view, residual.view, weight, EPS, offset)
+        assert_same(new_residual, expected_residual)
+        assert_same(y, expected_y)
+        x.assert_untouched()
+        residual.assert_untouched()
+
+    @every_dtype
+    @pytest.mark.parametrize(
+        "shape",  # T, N, G, H; the heads of (2, 33, 1, 128) take more than one program
+        [(1, 9, 3, 64), (5, 4, 4, 80), (2, 33, 1, 128), (3, 1, 1, 2), (4, 7, 7, 6), (0, 2, 2, 8)],
+        ids=str,
+    )
+    def test_rope(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+        num_tokens, num_heads, num_kv_heads, head_dim = shape
+        q = self.framed(num_tokens, num_heads, head_dim, dtype=dtype)
+        k = self.framed(num_tokens, num_kv_heads, head_dim, dtype=dtype)
+        tables = self.rope_tables(50, head_dim)
+        positions = torch.randint(50, (num_tokens,), device=self.device)
+        with nan_in_fresh_memory():
+            rotated_q, rotated_k = rope(q.view, k.view, *tables, positions)
+        expected_q, expected_k = rope_reference(q.view, k.view, *tables, positions)
+        assert_same(rotated_q, expected_q)
+        assert_same(rotated_k, expected_k)
+        q.assert_untouched()
+        k.assert_untouched()
+
+    def test_rope_reads_q_and_k_out_of_a_fused_qkv(self) -> None:
+        qkv = self.framed(3, 4 + 2 + 2, 16, dtype=torch.float32)
+        q, k, _ = torch.split(qkv.view, (4, 2, 2), dim=1)
+        tables, positions = self.rope_tables(8, 16), torch.tensor([7, 0, 3], device=self.device)
+        rotated_q, rotated_k = rope(q, k, *tables, positions)
+        expected_q, expected_k = rope_reference(q, k, *tables, positions)
+        assert_same(rotated_q, expected_q)
+        assert_same(rotated_k, expected_k)
+
+    @every_dtype
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    @pytest.mark.parametrize("shape", [(1, 2), (3, 2 * 123), (2, 2 * 1536), (0, 2 * 8)], ids=str)
+    def test_gated_activation(self, shape: tuple[int, int], activation: str, dtype: torch.dtype) -> None:
+        gate_up = self.framed(*shape, dtype=dtype)
+        with nan_in_fresh_memory():
+            y = gated_activation(gate_up.view, activation=activation)
+        assert_same(y, gated_activation_reference(gate_up.view, activation))
+        gate_up.assert_untouched()
+
+    @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # the interpreter's exp()
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    def test_gated_activation_is_right_far_from_zero(self, activation: str) -> None:
+        gate = torch.tensor([-1e4, -200.0, -20.0, -1e-8, 0.0, 1e-8, 20.0, 200.0, 1e4], device=self.device)
+        gate_up = torch.cat((gate, torch.ones_like(gate))).unsqueeze(0)
+        y = gated_activation(gate_up, activation=activation)
+        assert_same(y, gated_activation_reference(gate_up, activation))
+
+    def test_an_unknown_activation_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="silu, gelu_tanh, gelu"):
+            gated_activation(torch.zeros(1, 2, device=self.device), activation="swish")
+
+    def test_rows_beyond_2_to_the_31_elements_are_found(self) -> None:
+        x, weight = far_apart_rows((3, 64), self.device), self.weight(64)
+        assert_same(rms_norm(x, weight, eps=EPS), rms_norm_reference(x, weight, EPS, 0.0))
+        for actual, expected in zip(
+            add_rms_norm(x, x, weight, eps=EPS), add_rms_norm_reference(x, x, weight, EPS, 0.0), strict=True
+        ):
+            assert_same(actual, expected)
+        assert_same(gated_activation(x, activation="silu"), gated_activation_reference(x, "silu"))
+
+    def test_heads_beyond_2_to_the_31_elements_are_found(self) -> None:
+        q = far_apart_rows((3, 2, 32), self.device)
+        k, weight = q[:, 1:], self.weight(32)
+        tables, positions = self.rope_tables(3, 32), torch.arange(3, device=self.device)
+        assert_same(rms_norm(q, weight, eps=EPS), rms_norm_reference(q, weight, EPS, 0.0))
+        for actual, expected in zip(
+            rope(q, k, *tables, positions), rope_reference(q, k, *tables, positions), strict=True
+        ):
+            assert_same(actual, expected.contiguous())
