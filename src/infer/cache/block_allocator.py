@@ -1,0 +1,213 @@
+"""Who holds which block of the KV cache.
+
+A *block* is the keys and values of `block_size` consecutive tokens, in every layer. This file counts
+references to blocks and remembers who took them; which tokens are inside is the prefix tree's
+question, and the numbers themselves live in tensors elsewhere.
+
+    free --take()--> held(1) --share()--> held(n) --drop()--> held(n-1) ... --drop()--> free
+                                                        |
+                                                        +--> idle: only the prefix tree is left
+
+An owner is anything hashable: a sequence's id, or the one name `PREFIX_TREE`. An owner holds a block at
+most once, so a second drop is a bug and is refused by name. A block that nobody but the prefix tree
+holds is *idle*: it costs nothing to keep and can be taken back at once. Idle blocks queue in the order
+in which their last reader left, so the head of the queue is the least recently used one.
+
+Every operation costs O(1) per block it names. Invariant, verified by `check()`:
+
+    free + held == num_blocks,  and the owners' holdings add up to the reference counts
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from infer.errors import EngineError, OutOfBlocks
+
+Owner = Hashable
+
+PREFIX_TREE: Final = "prefix tree"  # the one owner whose blocks may be taken back when it is alone
+
+_NOTHING: Final[frozenset[int]] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leak:
+    """A block held by an owner that no longer exists."""
+
+    place: str  # "device" or "host"
+    block: int
+    owner: Owner
+    ref_count: int  # of the block, all owners together: reclaiming frees it when this is 1
+
+
+class BlockAllocator:
+    """Reference counts and owners of a fixed number of blocks; one engine thread uses it.
+
+    Blocks are handed out in a fixed order, most recently freed first. With a `placement_seed` the order
+    is random instead, so that tests can show that no result depends on where a block lies.
+    """
+
+    def __init__(self, num_blocks: int, *, place: str = "device", placement_seed: int | None = None) -> None:
+        assert num_blocks >= 0, f"num_blocks must not be negative, got {num_blocks}"
+        self.num_blocks = num_blocks
+        self.place = place
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 leaves first
+        self._ref_counts = [0] * num_blocks
+        self._held: dict[Owner, set[int]] = {}  # no empty sets
+        self._idle: OrderedDict[int, None] = OrderedDict()  # a queue: longest idle first
+        self._random = None if placement_seed is None else random.Random(placement_seed)
+
+    @property
+    def num_free(self) -> int:
+        """How many blocks nobody holds."""
+        return len(self._free)
+
+    @property
+    def num_idle(self) -> int:
+        """How many blocks only the prefix tree holds."""
+        return len(self._idle)
+
+    def ref_count(self, block: int) -> int:
+        """How many owners hold this block."""
+        return self._ref_counts[block]
+
+    def holds(self, owner: Owner, block: int) -> bool:
+        """Whether this owner holds this block."""
+        return block in self._held.get(owner, _NOTHING)
+
+    def blocks_of(self, owner: Owner) -> frozenset[int]:
+        """Every block this owner holds; a copy, for audits and pictures."""
+        return frozenset(self._held.get(owner, _NOTHING))
+
+    def owners_of(self, block: int) -> list[Owner]:
+        """Everyone who holds this block; walks over all owners, for messages and pictures."""
+        return [owner for owner, held in self._held.items() if block in held]
+
+    def take(self, count: int, owner: Owner) -> list[int]:
+        """Hand out `count` free blocks with one reference each, or none at all."""
+        assert count >= 0, f"count must not be negative, got {count}"
+        free = self._free
+        if count > len(free):
+            raise OutOfBlocks(
+                f"need {count} {self.place} blocks, {len(free)} of {self.num_blocks} are free; "
+                "evict cached blocks or preempt a sequence first"
+            )
+        if not count:
+            return []
+        blocks = [self._pop_free() for _ in range(count)]
+        for block in blocks:
+            self._ref_counts[block] = 1
+        held = self._held.get(owner)
+        if held is None:
+            self._held[owner] = set(blocks)
+        else:
+            held.update(blocks)
+        return blocks
+
+    def share(self, blocks: Sequence[int], owner: Owner) -> None:
+        """Add one reference of `owner` to each block; blocks must be held by someone, and not by `owner`."""
+        if not blocks:
+            return
+        named = set(blocks)
+        held = self._held.get(owner, _NOTHING)
+        counts = self._ref_counts
+        if len(named) != len(blocks) or not named.isdisjoint(held):
+            block = next(b for i, b in enumerate(blocks) if b in held or b in blocks[:i])
+            raise EngineError(f"{owner!r} already holds {self.place} block {block}; it may hold it only once")
+        for block in blocks:
+            if not 0 <= block < self.num_blocks or not counts[block]:
+                raise EngineError(f"{owner!r} cannot share {self.place} block {block}: nobody holds it")
+        for block in blocks:
+            if counts[block] == 1:
+                self._idle.pop(block, None)
+            counts[block] += 1
+        self._held.setdefault(owner, set()).update(named)
+
+    def drop(self, blocks: Sequence[int], owner: Owner) -> None:
+        """Give back one reference of `owner` on each block; the last reference frees the block.
+
+        All or nothing: a block that `owner` does not hold, or that is named twice, is a double free.
+        """
+        if not blocks:
+            return
+        named = set(blocks)
+        held = self._held.get(owner)
+        if held is None or len(named) != len(blocks) or not named <= held:
+            raise self._double_free(blocks, owner)
+        held -= named
+        if not held:
+            del self._held[owner]
+        cached = self._held.get(PREFIX_TREE, _NOTHING)
+        for block in blocks:
+            refs = self._ref_counts[block] - 1
+            self._ref_counts[block] = refs
+            if refs == 0:
+                self._idle.pop(block, None)
+                self._free.append(block)
+            elif refs == 1 and block in cached:
+                self._idle[block] = None
+
+    def oldest_idle(self) -> int | None:
+        """The block that only the prefix tree has held for longest, or None."""
+        return next(iter(self._idle), None)
+
+    def requeue_idle(self, block: int) -> None:
+        """Send an idle block to the end of the queue."""
+        self._idle.move_to_end(block)
+
+    def audit_blocks(self, live_owners: Collection[Owner]) -> list[Leak]:
+        """Name every block that is held by an owner outside `live_owners`; empty when the books are right."""
+        return [
+            Leak(place=self.place, block=block, owner=owner, ref_count=self._ref_counts[block])
+            for owner, held in self._held.items()
+            if owner not in live_owners
+            for block in sorted(held)
+        ]
+
+    def reclaim(self, leaks: Iterable[Leak]) -> int:
+        """Take leaked references back; returns how many blocks became free or idle by it."""
+        num_before = self.num_free + self.num_idle
+        for leak in leaks:
+            self.drop([leak.block], leak.owner)
+        return self.num_free + self.num_idle - num_before
+
+    def check(self) -> None:
+        """Raise EngineError unless the invariant of this module holds; walks over everything."""
+        counted = [0] * self.num_blocks
+        for held in self._held.values():
+            for block in held:
+                counted[block] += 1
+        free = set(self._free)
+        num_held = sum(1 for refs in self._ref_counts if refs)
+        cached = self._held.get(PREFIX_TREE, _NOTHING)
+        claims = {
+            "the holdings of all owners add up to the reference counts": counted == self._ref_counts,
+            "no block is free twice": len(free) == len(self._free),
+            "a free block has no owner": not any(counted[block] for block in free),
+            "free + held == num_blocks": len(free) + num_held == self.num_blocks,
+            "an owner without blocks is forgotten": all(self._held.values()),
+            "idle means that only the prefix tree holds it": set(self._idle)
+            == {block for block in cached if counted[block] == 1},
+        }
+        for claim, is_true in claims.items():
+            if not is_true:
+                raise EngineError(f"the books of the {self.place} blocks are wrong: not so that {claim}")
+
+    def _pop_free(self) -> int:
+        if self._random is not None:
+            free, chosen = self._free, self._random.randrange(len(self._free))
+            free[chosen], free[-1] = free[-1], free[chosen]
+        return self._free.pop()
+
+    def _double_free(self, blocks: Sequence[int], owner: Owner) -> EngineError:
+        held = self._held.get(owner, _NOTHING)
+        block = next(b for i, b in enumerate(blocks) if b not in held or b in blocks[:i])
+        owners = ", ".join(repr(o) for o in self.owners_of(block)) or "nobody"
+        return EngineError(
+            f"{owner!r} drops {self.place} block {block} more often than it holds it; it is held by {owners}"
+        )

@@ -1,0 +1,215 @@
+"""Which cached blocks hold the start of this prompt?
+
+A radix tree over whole blocks. An edge is labelled with the `block_size` tokens of one block, so two
+prompts share a path for as many blocks as they share tokens (block_size 2 below):
+
+    root ── (the cat)→ block 7 ── (sat on)→ block 3 ── (the mat)→ block 5
+                               └─ (ran to)→ block 9
+
+Edges are found through a dict whose keys are the token ids themselves: a hash decides where to look,
+the ids decide what matches, so no collision can hand one prompt the cache of another. A request's
+`salt` is part of the label of its first edge: different salts never share a node.
+
+The tree is one more owner of its blocks: it holds one reference on each, a sequence that uses them
+adds its own, and a block nobody but the tree holds (*idle*) may be evicted. There is no lock and no pin.
+One rule keeps eviction simple: **a sequence holds every node from the root down to its cursor**, the
+deepest node it has matched or inserted. So below an idle node everything is idle, and since a sequence
+lets go of its deepest block first, the block that has been idle for longest is a leaf.
+
+Two sequences may compute the same tokens side by side. The first to finish a block puts it into the
+tree; the other finds a node there already. It keeps its own block in its table and also holds the
+cached one, its *twin*, because its path leads through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from infer.cache.block_allocator import PREFIX_TREE, BlockAllocator, Owner
+from infer.errors import EngineError
+
+Label = tuple[int | str | None, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    block: int
+    label: Label  # the tokens of the edge that leads here
+    parent: _Node | None  # None: the root
+    depth: int  # blocks from the root to here
+    children: dict[Label, _Node] = field(default_factory=dict)
+
+
+class Insertion(NamedTuple):
+    """What became of the blocks given to `PrefixTree.insert`."""
+
+    cursor: int | None  # the deepest cached block of the path; None: the root
+    twins: list[tuple[int, int]]  # (a duplicate, the cached block the owner holds from here on as well)
+
+
+class PrefixTree:
+    """Prefix to blocks, least recently used out first; one engine thread uses it."""
+
+    def __init__(self, allocator: BlockAllocator, block_size: int) -> None:
+        self.block_size = block_size
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
+        self.num_evicted_blocks = 0
+        self._allocator = allocator
+        self._root = _Node(block=-1, label=(), parent=None, depth=0)
+        self._nodes: dict[int, _Node] = {}  # by block
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """How many blocks the tree holds, alone or with sequences."""
+        return len(self._nodes)
+
+    @property
+    def num_evictable(self) -> int:
+        """How many blocks `evict` could free at this moment."""
+        return self._allocator.num_idle
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._nodes
+
+    def match(self, tokens: Sequence[int], salt: str | None = None) -> list[int]:
+        """The blocks of the longest cached prefix, in order; changes nothing and holds nothing."""
+        size = self.block_size
+        blocks: list[int] = []
+        node = self._root.children.get((salt, *tokens[:size]))
+        start = size
+        while node is not None:
+            blocks.append(node.block)
+            node = node.children.get(tuple(tokens[start : start + size]))
+            start += size
+        return blocks
+
+    def parent(self, block: int) -> int | None:
+        """The cached block before this one; None for the first of a prefix."""
+        parent = self._nodes[block].parent
+        return None if parent is None or parent is self._root else parent.block
+
+    def insert(
+        self,
+        tokens: Sequence[int],
+        blocks: Sequence[int],
+        owner: Owner,
+        *,
+        salt: str | None = None,
+        after: int | None = None,
+    ) -> Insertion:
+        """Cache full blocks of `owner`, which hold the tokens that follow the cached block `after`.
+
+        `tokens` is the whole sequence; it is read only where `blocks` lie. Where the tree has a block
+        for these tokens already, that one stays, and `owner` gets a reference to it.
+        """
+        node = self._root if after is None else self._nodes[after]
+        self._check_insertion(node, tokens, blocks, owner)
+        twins: list[tuple[int, int]] = []
+        num_known = 0
+        for block in blocks:
+            child = node.children.get(self._label(tokens, node.depth, salt))
+            if child is None:
+                break
+            if child.block != block:
+                twins.append((block, child.block))
+            node = child
+            num_known += 1
+
+        # References first: if one is refused, the tree has not changed.
+        new_blocks = blocks[num_known:]
+        self._allocator.share(new_blocks, PREFIX_TREE)
+        self._allocator.share([cached for _, cached in twins], owner)
+        for block in new_blocks:
+            label = self._label(tokens, node.depth, salt)
+            child = _Node(block=block, label=label, parent=node, depth=node.depth + 1)
+            node.children[label] = self._nodes[block] = child
+            node = child
+        return Insertion(None if node is self._root else node.block, twins)
+
+    def exchange(self, cached: int, duplicate: int) -> None:
+        """Let a duplicate stand in for a cached block; the tree's reference moves to it."""
+        node = self._nodes[cached]
+        self._allocator.share([duplicate], PREFIX_TREE)
+        self._allocator.drop([cached], PREFIX_TREE)
+        del self._nodes[cached]
+        node.block = duplicate
+        self._nodes[duplicate] = node
+
+    def evict(self, count: int) -> int:
+        """Free up to `count` blocks that only the tree holds, least recently used first; returns how many."""
+        allocator = self._allocator
+        num_evicted = num_skipped = 0
+        while num_evicted < count and (block := allocator.oldest_idle()) is not None:
+            if self._nodes[block].children:
+                # Its last owner let go of it before its children: they queue behind it, so it steps back.
+                allocator.requeue_idle(block)
+                num_skipped += 1
+                if num_skipped > allocator.num_idle:
+                    raise EngineError(f"no idle block of {allocator.num_idle} is a leaf of the prefix tree")
+                continue
+            self.forget(block)
+            num_evicted += 1
+            num_skipped = 0
+        self.num_evicted_blocks += num_evicted
+        return num_evicted
+
+    def forget(self, block: int) -> None:
+        """Take a leaf out of the tree, whoever else holds its block."""
+        node = self._nodes[block]
+        assert node.parent is not None and not node.children, f"cached block {block} is not a leaf"
+        del node.parent.children[node.label]
+        del self._nodes[block]
+        self._allocator.drop([block], PREFIX_TREE)
+
+    def reset(self) -> int:
+        """Forget everything; blocks that sequences hold stay theirs. Returns how many were forgotten."""
+        blocks = list(self._nodes)
+        self._root.children.clear()
+        self._nodes.clear()
+        self._allocator.drop(blocks, PREFIX_TREE)
+        return len(blocks)
+
+    def record(self, num_queried: int, num_hit: int) -> None:
+        """Count the tokens of one prompt, and how many of them the cache spared."""
+        self.num_queried_tokens += num_queried
+        self.num_hit_tokens += num_hit
+
+    def check(self) -> None:
+        """Raise EngineError unless nodes, references and the idle rule agree; walks over everything."""
+        reached: dict[int, _Node] = {}
+        stack = [self._root]
+        while stack:
+            node = stack.pop()
+            for label, child in node.children.items():
+                size = self.block_size + (child.depth == 1)  # the first label carries the salt
+                if child.label != label or child.parent is not node or child.depth != node.depth + 1:
+                    raise EngineError(f"cached block {child.block} is linked wrongly in the prefix tree")
+                if len(label) != size:
+                    raise EngineError(f"cached block {child.block} has a label of {len(label)}, not {size}")
+                is_idle = self._allocator.ref_count(child.block) == 1
+                if node is not self._root and self._allocator.ref_count(node.block) == 1 and not is_idle:
+                    raise EngineError(f"idle block {node.block} has a child, {child.block}, that is in use")
+                reached[child.block] = child
+                stack.append(child)
+        if reached != self._nodes or frozenset(reached) != self._allocator.blocks_of(PREFIX_TREE):
+            raise EngineError("the prefix tree's nodes are not the blocks it holds")
+
+    def _label(self, tokens: Sequence[int], depth: int, salt: str | None) -> Label:
+        size = self.block_size
+        if depth == 0:
+            return (salt, *tokens[:size])
+        return tuple(tokens[depth * size : (depth + 1) * size])
+
+    def _check_insertion(
+        self, node: _Node, tokens: Sequence[int], blocks: Sequence[int], owner: Owner
+    ) -> None:
+        num_needed = (node.depth + len(blocks)) * self.block_size
+        if len(tokens) < num_needed:
+            raise EngineError(f"{owner!r} caches blocks of {num_needed} tokens but has only {len(tokens)}")
+        path = blocks if node is self._root else (node.block, *blocks)
+        for block in path:
+            if not self._allocator.holds(owner, block):
+                raise EngineError(f"{owner!r} caches a path through block {block}, which it does not hold")
