@@ -7,7 +7,7 @@ nothing else. All that is said here goes to standard error:
     stderr   log lines (warnings only, unless --log-level says more), progress bars, notices
 
 A library must not configure its host's logging: `import infer` touches nothing, the command line
-calls `setup_logging` once. Modules log with `logging.getLogger(__name__)` as everywhere in Python.
+calls `setup_logging` once. A module logs with `logger = get_logger(__name__)`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 LEVELS = ("debug", "info", "warning", "error")
+
+
+def get_logger(name: str) -> logging.Logger:
+    """The logger of one module; pass `__name__`."""
+    assert name.partition(".")[0] in ("infer", "__main__"), f"not a module of this package: {name!r}"
+    return logging.getLogger(name)
 
 
 def setup_logging(level: str) -> None:
@@ -47,7 +53,9 @@ def progress(
     from rich.console import Console
 
     done: list[bars.ProgressColumn]
-    done = [bars.DownloadColumn(), bars.TransferSpeedColumn()] if counts_bytes else [bars.MofNCompleteColumn()]
+    done = (
+        [bars.DownloadColumn(), bars.TransferSpeedColumn()] if counts_bytes else [bars.MofNCompleteColumn()]
+    )
     columns = [bars.TextColumn("{task.description}"), bars.BarColumn(), *done, bars.TimeRemainingColumn()]
     with bars.Progress(*columns, console=Console(stderr=True), transient=True) as display:
         task = display.add_task(label, total=total)
