@@ -1,0 +1,87 @@
+"""Read the JSON files beside the weights: config.json and generation_config.json.
+
+    config.json              what the network looks like; each family reads it (models/registry.py)
+    generation_config.json   how its authors sample from it, and which tokens end an answer
+
+A model often has more ends than one (end of text, end of turn), and the two files need not name the
+same: all of them count.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from infer.errors import CheckpointError
+
+MAX_CONFIG_BYTES = 16 << 20
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationDefaults:
+    """What a checkpoint says about generating from it."""
+
+    eos_ids: tuple[int, ...] = ()
+    sampling: Mapping[str, float] = field(default_factory=dict)  # the keys of SAMPLING_KEYS it sets
+
+
+def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
+    """Read a file that must hold one JSON object of at most `max_bytes`."""
+    try:
+        with open(path, "rb") as handle:
+            text = handle.read(max_bytes + 1)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    if len(text) > max_bytes:
+        raise CheckpointError(f"{path} is larger than the {max_bytes} bytes allowed for it")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError: bad UTF-8, bad JSON, endless integers
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def read_hf_config(directory: Path) -> dict[str, Any]:
+    """The keys of config.json, as they are."""
+    return read_json(directory / "config.json", MAX_CONFIG_BYTES)
+
+
+def read_generation_defaults(directory: Path) -> GenerationDefaults:
+    """What generation_config.json says; nothing if there is none.
+
+    Its sampling parameters count only where it also says `do_sample`: without that, its authors
+    decode greedily and the numbers beside it are leftovers.
+    """
+    path = directory / "generation_config.json"
+    if not path.exists():
+        return GenerationDefaults()
+    raw = read_json(path, MAX_CONFIG_BYTES)
+    sampling: dict[str, float] = {}
+    for key in SAMPLING_KEYS if raw.get("do_sample") is True else ():
+        value = raw.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise CheckpointError(f"{key!r} in {path} must be a finite number, got {value!r}")
+        sampling[key] = value
+    return GenerationDefaults(eos_ids=_read_eos(raw, path), sampling=sampling)
+
+
+def _read_eos(raw: Mapping[str, Any], path: Path) -> tuple[int, ...]:
+    value = raw.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+        raise CheckpointError(f"'eos_token_id' in {path} must be a token id or a list of them, got {value!r}")
+    return tuple(ids)
+
+
+def merge_eos_ids(*sources: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+    """Every id that ends an answer, once, in order; ids outside the vocabulary can never come up."""
+    return tuple(dict.fromkeys(i for ids in sources for i in ids if 0 <= i < vocab_size))
