@@ -1,0 +1,97 @@
+"""Write the parts of the docs that the code knows better: the knobs and the help texts.
+
+    python scripts/docs.py            write docs/knobs.md and docs/cli.md
+    python scripts/docs.py --check    write nothing; fail if either is not what would be written
+
+Both files are whole outputs of this script, so there is nothing in them to edit by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+from infer.cli.flags import LIBRARY_ONLY, SAMPLING_HELP
+from infer.cli.main import build_parser
+from infer.config import EngineConfig, KnobRow, knob_table
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+KNOBS_INTRO = """\
+# Knobs
+
+*Written by `scripts/docs.py` from `src/infer/config.py`; do not edit.*
+
+A knob has one name everywhere: `LLM("dir", max_seq_len=512)`, `--max-seq-len 512`, or
+`max_seq_len: 512` in a YAML file given to `--config`. Flags win over the file, the file over the
+defaults. No environment variable changes behaviour.
+"""
+
+CLI_INTRO = """\
+# The command line
+
+*Written by `scripts/docs.py` from the parsers of `src/infer/cli/`; do not edit.*
+
+Standard output holds the answer and nothing else; progress, log lines and notices go to standard
+error. Exit codes: 0 done, 2 an impossible request (one line says what to do), 130 Ctrl-C, 141 the
+reader of a pipe has gone.
+"""
+
+
+def knobs_page() -> str:
+    """One table per section of EngineConfig."""
+    parts = [KNOBS_INTRO]
+    rows = knob_table().values()
+    for section in dataclasses.fields(EngineConfig):
+        section_type = section.default_factory
+        parts.append(f"## {section.name}\n\n{(section_type.__doc__ or '').strip()}\n")
+        table = ["| knob | type | default | what it does |", "|---|---|---|---|"]
+        table += [_knob_row(row) for row in rows if row.section == section.name]
+        parts.append("\n".join(table) + "\n")
+    names = ", ".join(f"`{name}`" for name in SAMPLING_HELP)
+    others = ", ".join(f"`{name}`" for name in sorted(LIBRARY_ONLY))
+    parts.append(
+        f"How a request chooses its tokens is no knob but its `SamplingParams`: {names}; from the library "
+        f"also {others}. See [sampling](features/sampling.md) and [the command line](cli.md).\n"
+    )
+    return "\n".join(parts)
+
+
+def _knob_row(row: KnobRow) -> str:
+    kind = " \\| ".join(f"`{choice}`" for choice in row.choices) if row.choices else row.kind.__name__
+    default = "" if row.default is None else f"`{row.default}`"
+    aliases = "".join(f"; also `--{alias}`" for alias in row.aliases)
+    return f"| `{row.name}` | {kind} | {default} | {row.help.replace('|', chr(92) + '|')}{aliases} |"
+
+
+def cli_page() -> str:
+    """The help of `infer` and of each of its subcommands."""
+    parser = build_parser()
+    texts = {"infer": parser.format_help()}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            texts |= {f"infer {name}": command.format_help() for name, command in action.choices.items()}
+    sections = [f"## {name}\n\n```text\n{text.rstrip()}\n```\n" for name, text in texts.items()]
+    return "\n".join([CLI_INTRO, *sections])
+
+
+def main() -> int:
+    """Write the pages, or compare them."""
+    parser = argparse.ArgumentParser(description="Write the generated pages of docs/.")
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    args = parser.parse_args()
+    pages = {DOCS / "knobs.md": knobs_page(), DOCS / "cli.md": cli_page()}
+    if not args.check:
+        for path, text in pages.items():
+            path.write_text(text, encoding="utf-8")
+        return 0
+    stale = [p.name for p, text in pages.items() if not p.exists() or p.read_text(encoding="utf-8") != text]
+    if stale:
+        print(f"stale: {', '.join(stale)}; run 'make format'", file=sys.stderr)
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
