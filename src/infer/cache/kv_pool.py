@@ -387,6 +387,9 @@ class PagedKVCachePool:
         books.cursor = entered.cursor
         books.twins += entered.twins
         books.next_commit = (stop + 1) * size
+        if entered.num_entered < len(filled):  # a fork shares a block that neither had entered
+            books.enters_tree = False
+            books.next_commit = NEVER
 
     def _make_room(self, count: int) -> bool:
         """See to it that `count` blocks are free, at nobody's cost but the cache's."""
@@ -418,7 +421,8 @@ class PagedKVCachePool:
                 if cached == books.cursor:  # nothing of ours hangs below it: step back to its parent
                     books.cursor = self._tree.parent(cached)
                     books.next_commit -= self.block_size
-                elif self._device.ref_count(cached) == 2:  # the tree and us: ours takes its place
+                elif self._device.ref_count(cached) == 2 and self._device.ref_count(block) == 1:
+                    # Only the tree and we hold the cached one, only we hold ours: it takes its place.
                     self._tree.exchange(cached, block)
                 else:
                     kept.append((block, cached))

@@ -14,7 +14,8 @@ The tree is one more owner of its blocks: it holds one reference on each, a sequ
 adds its own, and a block nobody but the tree holds (*idle*) may be evicted. There is no lock and no pin.
 One rule keeps eviction simple: **a sequence holds every node from the root down to its cursor**, the
 deepest node it has matched or inserted. So below an idle node everything is idle, and since a sequence
-lets go of its deepest block first, the block that has been idle for longest is a leaf.
+lets go of its deepest block first, the block that has been idle for longest is a leaf. To keep the rule
+true, only a block that its sequence holds alone is inserted: another holder might not hold the path.
 
 Two sequences may compute the same tokens side by side. The first to finish a block puts it into the
 tree; the other finds a node there already. It keeps its own block in its table and also holds the
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 from infer.cache.block_allocator import PREFIX_TREE, BlockAllocator, Owner
@@ -46,6 +48,7 @@ class Insertion(NamedTuple):
     """What became of the blocks given to `PrefixTree.insert`."""
 
     cursor: int | None  # the deepest cached block of the path; None: the root
+    num_entered: int  # of the blocks given: fewer than all when one was shared with another sequence
     twins: list[tuple[int, int]]  # (a duplicate, the cached block the owner holds from here on as well)
 
 
@@ -103,7 +106,8 @@ class PrefixTree:
         """Cache full blocks of `owner`, which hold the tokens that follow the cached block `after`.
 
         `tokens` is the whole sequence; it is read only where `blocks` lie. Where the tree has a block
-        for these tokens already, that one stays, and `owner` gets a reference to it.
+        for these tokens already, that one stays, and `owner` gets a reference to it. The insertion ends
+        early at a block that `owner` does not hold alone.
         """
         node = self._root if after is None else self._nodes[after]
         self._check_insertion(node, tokens, blocks, owner)
@@ -118,16 +122,18 @@ class PrefixTree:
             node = child
             num_known += 1
 
+        allocator = self._allocator
+        new_blocks = list(takewhile(lambda block: allocator.ref_count(block) == 1, blocks[num_known:]))
         # References first: if one is refused, the tree has not changed.
-        new_blocks = blocks[num_known:]
-        self._allocator.share(new_blocks, PREFIX_TREE)
-        self._allocator.share([cached for _, cached in twins], owner)
+        allocator.share(new_blocks, PREFIX_TREE)
+        allocator.share([cached for _, cached in twins], owner)
         for block in new_blocks:
             label = self._label(tokens, node.depth, salt)
             child = _Node(block=block, label=label, parent=node, depth=node.depth + 1)
             node.children[label] = self._nodes[block] = child
             node = child
-        return Insertion(None if node is self._root else node.block, twins)
+        cursor = None if node is self._root else node.block
+        return Insertion(cursor, num_known + len(new_blocks), twins)
 
     def exchange(self, cached: int, duplicate: int) -> None:
         """Let a duplicate stand in for a cached block; the tree's reference moves to it."""
