@@ -59,6 +59,12 @@ class Keys:
         """A word."""
         return str(self.file.metadata.get(self._key(name), default))
 
+    def flags(self, name: str) -> list[bool] | None:
+        """A list of booleans, or None where the key is absent or something else."""
+        value = self.file.metadata.get(self._key(name))
+        is_list = isinstance(value, list) and all(isinstance(item, bool) for item in value)
+        return value if is_list else None
+
     def _key(self, name: str) -> str:
         return f"{self.architecture}.{name}"
 
@@ -124,10 +130,19 @@ def _family_config(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
             "hidden_activation": "gelu_pytorch_tanh",
             "query_pre_attn_scalar": head_share if is_27b else config["head_dim"],
             "sliding_window": keys.size("attention.sliding_window"),
-            "sliding_window_pattern": keys.size("attention.sliding_window_pattern", 6),
+            "layer_types": _layer_types(keys, config["num_hidden_layers"]),
             "rope_local_base_freq": keys.number("rope.freq_base_swa", 10_000.0),
         }
     return {"architectures": [f"{keys.architecture.capitalize()}ForCausalLM"]}
+
+
+def _layer_types(keys: Keys, num_layers: int) -> list[str]:
+    """Which layers see a window: told layer by layer, or one full layer after every so many."""
+    pattern = keys.flags("attention.sliding_window_pattern")
+    if pattern is None:
+        every = keys.size("attention.sliding_window_pattern", 6)
+        pattern = [(layer + 1) % every != 0 for layer in range(num_layers)]
+    return ["sliding_attention" if is_local else "full_attention" for is_local in pattern]
 
 
 def _gpt2_config(keys: Keys) -> dict[str, Any]:

@@ -1,0 +1,76 @@
+"""Which number format to compute in, on this device.
+
+    device                          checkpoint     auto chooses
+    GPU                             any            the checkpoint's; bfloat16 for GGUF
+    GPU without bfloat16            bfloat16       float16
+    CPU with AMX                    bfloat16       bfloat16
+    CPU                             any other      float32
+
+On a CPU a 16-bit format halves the memory but pays only where the CPU multiplies it natively.
+Measured with F.linear on one core of a Sapphire Rapids (times relative to float32, above 1 is faster;
+narrower instruction sets by ONEDNN_MAX_CPU_ISA), for matrices of 576x1536 .. 2048x8192:
+
+                              1 row (decode)     32 rows (prefill)
+    bfloat16, AMX             0.9 .. 1.1         2.2 .. 2.7
+    bfloat16, AVX512_BF16     1.0 .. 1.2         0.8 .. 0.9
+    bfloat16, AVX512          1.0 .. 2.0         0.3
+
+So only AMX earns bfloat16 by itself. float16 is never chosen on a CPU; whoever forces a slow format
+gets it, with a warning. The choice depends on the machine alone, never on a timing made at start: the
+same command must give the same numbers twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from infer.errors import ConfigError
+from infer.loader.checkpoint import FLOATS, StoredTensor
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+log = logging.getLogger(__name__)
+
+
+def choose_dtype(name: str, device: torch.device, stored: torch.dtype | None) -> torch.dtype:
+    """The dtype to compute in; `stored` is the checkpoint's, None if it is packed in blocks."""
+    if name == "auto":
+        return _auto(device, stored)
+    if name not in DTYPES:
+        raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {name!r}")
+    dtype = DTYPES[name]
+    if device.type == "cpu" and (dtype is torch.float16 or dtype is torch.bfloat16 and not cpu_has_amx()):
+        log.warning("%s is slow on this CPU: it has no instructions for it; float32 would be faster", name)
+    return dtype
+
+
+def _auto(device: torch.device, stored: torch.dtype | None) -> torch.dtype:
+    if device.type == "cpu":
+        return torch.bfloat16 if stored is torch.bfloat16 and cpu_has_amx() else torch.float32
+    dtype = stored if stored in DTYPES.values() and stored is not None else torch.bfloat16
+    if dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.float16
+    return dtype
+
+
+def stored_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype | None:
+    """The dtype that most of the weights are stored in, by bytes; None for block formats."""
+    num_bytes: dict[str, int] = {}
+    for tensor in tensors:
+        num_bytes[tensor.type_name] = num_bytes.get(tensor.type_name, 0) + tensor.num_bytes
+    most = max(num_bytes, key=lambda name: num_bytes[name], default="")
+    return FLOATS.get(most)
+
+
+def cpu_has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this CPU multiplies bfloat16 matrices in hardware (Intel AMX)."""
+    try:
+        with open(cpuinfo) as lines:
+            flags = next((line for line in lines if line.startswith("flags")), "")
+    except OSError:  # not Linux
+        return False
+    return "amx_bf16" in flags.split()

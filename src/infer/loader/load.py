@@ -1,0 +1,184 @@
+"""Build a model and fill it: every tensor goes from disk straight to its final place.
+
+    1. read the config                 from config.json, or from the header of a GGUF file
+    2. read the headers of the weights names, types, shapes; no weights yet
+    3. build without memory, match     what is missing, unexpected or misshapen is said now
+    4. build on the device             in the dtype chosen for it, uninitialised
+    5. fill                            one tensor after the other, in the order of the disk
+
+Parts of a fused matrix are slices of it, so fusing costs nothing; conversion and unpacking happen on
+the way. Apart from the model itself, loading needs memory for one tensor, and for a GGUF file only
+for a few of its rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infer.errors import ConfigError
+from infer.loader.checkpoint import StoredTensor, open_checkpoint
+from infer.loader.dtype import choose_dtype, stored_dtype
+from infer.loader.gguf import read_gguf
+from infer.loader.gguf_config import hf_config_from_gguf
+from infer.loader.gguf_tensors import gguf_checkpoint
+from infer.loader.hf_config import (
+    GenerationDefaults,
+    merge_eos_ids,
+    read_generation_defaults,
+    read_hf_config,
+)
+from infer.loader.placement import Move, plan_moves
+from infer.loader.source import ModelSource
+from infer.log import progress
+from infer.models.config import ModelConfig
+from infer.models.model import Model
+from infer.models.registry import Family, find_family
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model that is ready to run, and what its files say about running it."""
+
+    model: Model
+    config: ModelConfig
+    family: Family
+    name: str
+    dtype: torch.dtype
+    device: torch.device
+    max_seq_len: int  # prompt + output, in tokens: the model's context, or less if asked for
+    eos_ids: tuple[int, ...]  # any of these ends an answer
+    sampling_defaults: Mapping[str, float]  # what the authors recommend; empty if they do not say
+    gguf_metadata: Mapping[str, Any] | None  # of a GGUF file: the tokenizer is in there
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """What step 1 and 2 have found."""
+
+    raw_config: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+    defaults: GenerationDefaults
+    gguf_metadata: Mapping[str, Any] | None
+
+
+def load_model(
+    source: ModelSource,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    max_seq_len: int | None = None,
+    show_progress: bool = False,
+) -> LoadedModel:
+    """Load the model of `source` onto `device`; `dtype` as explained in dtype.py."""
+    chosen_device = choose_device(device)
+    files = _open(source)
+    family = find_family(files.raw_config)
+    config = family.read_config(files.raw_config)
+    context_len = _check_length(max_seq_len, config)
+    with torch.device("meta"):
+        skeleton = family.build(config)
+    moves = plan_moves(skeleton, files.tensors, family.weight_map, name=source.name)
+    chosen_dtype = choose_dtype(dtype, chosen_device, stored_dtype(move.source for move in moves))
+
+    model = _build(family, config, chosen_device, chosen_dtype, source.name)
+    _fill(model, moves, label=f"loading {source.name}", show_progress=show_progress)
+    _check_tied_head(model, files.tensors, family)
+    return LoadedModel(
+        model=model.eval(),
+        config=config,
+        family=family,
+        name=source.name,
+        dtype=chosen_dtype,
+        device=chosen_device,
+        max_seq_len=context_len,
+        eos_ids=merge_eos_ids(config.eos_ids, files.defaults.eos_ids, vocab_size=config.vocab_size),
+        sampling_defaults=files.defaults.sampling,
+        gguf_metadata=files.gguf_metadata,
+    )
+
+
+def choose_device(device: str) -> torch.device:
+    """The device that `auto`, `cpu`, `cuda` or `cuda:N` means here."""
+    num_gpus = torch.cuda.device_count() if device != "cpu" else 0
+    if device == "auto":
+        return torch.device("cuda", 0) if num_gpus else torch.device("cpu")
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
+    if kind == "cuda" and int(index or 0) >= num_gpus:
+        have = f"{num_gpus} GPUs, numbered from 0" if num_gpus else "no GPU that PyTorch can use"
+        raise ConfigError(f"device is {device!r}, but this machine has {have}; use cpu or auto")
+    return torch.device("cpu") if kind == "cpu" else torch.device("cuda", int(index or 0))
+
+
+def _open(source: ModelSource) -> _Files:
+    if source.is_gguf:
+        file = read_gguf(source.path)
+        return _Files(hf_config_from_gguf(file), gguf_checkpoint(file), GenerationDefaults(), file.metadata)
+    raw = read_hf_config(source.path)
+    return _Files(raw, open_checkpoint(source.path), read_generation_defaults(source.path), None)
+
+
+def _check_length(max_seq_len: int | None, config: ModelConfig) -> int:
+    if max_seq_len is None:
+        return config.context_len
+    if not 1 <= max_seq_len <= config.context_len:
+        raise ConfigError(
+            f"max_seq_len is {max_seq_len}, but this model's context is 1..{config.context_len}"
+        )
+    return max_seq_len
+
+
+def _build(family: Family, config: ModelConfig, device: torch.device, dtype: torch.dtype, name: str) -> Model:
+    try:
+        with device, _default_dtype(dtype):
+            return family.build(config)
+    except RuntimeError as error:  # PyTorch has no narrower one: out of memory on a CPU is a plain one
+        if isinstance(error, torch.OutOfMemoryError) or "allocate" in str(error):
+            raise ConfigError(
+                f"{name} in {dtype} does not fit into the memory of {device}: {error}"
+            ) from None
+        raise
+
+
+def _fill(model: Model, moves: list[Move], *, label: str, show_progress: bool) -> None:
+    parameters = dict(model.named_parameters())
+    total = sum(move.source.num_bytes for move in moves)
+    with progress(label, total, is_shown=show_progress, counts_bytes=True) as advance, torch.no_grad():
+        for move in moves:
+            move.source.copy_to(move.destination(parameters))
+            advance(move.source.num_bytes)
+
+
+def _check_tied_head(model: Model, tensors: Mapping[str, StoredTensor], family: Family) -> None:
+    """A tied head that is stored as well should be a copy of the embedding; say so if it is not."""
+    head = next((key for key, target in family.weight_map.items() if target.module == "head"), None)
+    stored = tensors.get(f"{head}.weight")
+    if not model.config.tie_embeddings or stored is None or not stored.is_readable:
+        return
+    embedding = model.embedding.weight
+    is_same = stored.shape == tuple(embedding.shape)
+    if is_same:
+        copy = torch.empty_like(embedding)
+        stored.copy_to(copy)
+        is_same = torch.equal(copy, embedding)
+    if not is_same:
+        log.warning("%s.weight differs from the embedding, but the config ties the two: it is not used", head)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
