@@ -75,8 +75,10 @@ class RawConfig:
 
     def activation(self, *names: str, default: str) -> str:
         """An activation in our spelling."""
-        value = self.get(*names) or default
-        if value not in ACTIVATIONS:
+        value = self.get(*names)
+        if value is None:
+            value = default
+        if not isinstance(value, str) or value not in ACTIVATIONS:
             raise ConfigError(
                 f"{self._key(names)} is {value!r}, which is not supported; known: {', '.join(ACTIVATIONS)}"
             )
@@ -152,7 +154,9 @@ def read_rope(raw: RawConfig, context_len: int) -> tuple[float, RopeScaling | No
 
 def read_rope_scaling(section: RawConfig, context_len: int) -> RopeScaling | None:
     """The scaling that one rope section describes, or None for plain rotary positions."""
-    kind = section.get("rope_type", "type") or "default"
+    kind = section.get("rope_type", "type")
+    if kind is None:
+        kind = "default"
     if kind not in SUPPORTED_ROPE_TYPES:
         raise ConfigError(
             f"rope type {kind!r} in {section.where} is not supported; supported: "

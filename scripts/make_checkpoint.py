@@ -1,0 +1,359 @@
+"""Write a tiny random checkpoint of any family: what a hub would give, in a hundred kilobytes.
+
+    python scripts/make_checkpoint.py qwen3 /tmp/tiny-qwen3
+    python scripts/make_checkpoint.py llama /tmp/tiny-llama --layers 4 --shards 3 --dtype bfloat16
+
+    OUT_DIR/
+      config.json               the keys a published checkpoint of the family has
+      generation_config.json    bos and eos ids
+      model.safetensors         or model-0000i-of-0000N.safetensors and model.safetensors.index.json
+      tokenizer.json            a byte-level BPE trained on the text below, with the family's special tokens
+      tokenizer_config.json
+
+No other library's model code is needed: names and shapes come from the family's own weight map. The
+weights keep activations near one, and norm weights and biases are random too, so that every tensor
+shows in the logits. The same arguments always write the same files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import nn
+
+from infer.errors import ConfigError, InferError
+from infer.layers.norm import AddNorm, RMSNorm
+from infer.models.model import Model
+from infer.models.registry import find_family
+from infer.models.weight_map import Target, WeightMap
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+CORPUS = """\
+Once there was a small engine that learned to read. Every morning it took the words apart, letter by
+letter, and every evening it put them together again. "Why do you do that?" asked the old clock on the
+wall. "Because a word is only a path through smaller words," said the engine, "and I want to know all
+the paths." The clock thought about this for an hour, which is a short time for a clock, and then it
+said: "Then count the steps, and you will never be lost." So the engine counted: 1, 2, 3, 4, 5, 6, 7,
+8, 9, 10, 20, 30, 100, 1000. It counted the stars in the sky and the stones in the river; it counted
+the questions that people asked, and the answers that it gave. The sky is blue because the air bends
+blue light more than red light. The capital of France is Paris. Water boils at one hundred degrees.
+def add(a, b): return a + b
+{"name": "engine", "tokens": [1, 2, 3], "done": true, "error": null}
+Where is the river? The river is behind the house. What is the time? The time is now. Who are you? I am
+the engine, and this is my song: the wheel turns, the river runs, the letters wait, the word becomes.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyTokens:
+    """The special tokens of a family; the first `eos` ends a turn."""
+
+    special: tuple[str, ...]
+    eos: tuple[str, ...]
+    bos: str | None = None
+    adds_bos: bool = False  # when encoding plain text
+    plain: tuple[str, ...] = field(default=())  # one token each, but shown to people
+
+
+TOKENS = {
+    "llama": FamilyTokens(
+        ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        eos=("<|eot_id|>", "<|end_of_text|>"),
+        bos="<|begin_of_text|>",
+        adds_bos=True,
+    ),
+    "mistral": FamilyTokens(
+        ("<unk>", "<s>", "</s>", "[INST]", "[/INST]"), eos=("</s>",), bos="<s>", adds_bos=True
+    ),
+    "qwen2": FamilyTokens(
+        ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), eos=("<|im_end|>", "<|endoftext|>")
+    ),
+    "qwen3": FamilyTokens(
+        ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+        eos=("<|im_end|>", "<|endoftext|>"),
+        plain=("<think>", "</think>"),
+    ),
+    "gemma3": FamilyTokens(
+        ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"),
+        eos=("<end_of_turn>", "<eos>"),
+        bos="<bos>",
+        adds_bos=True,
+    ),
+    "gpt2": FamilyTokens(("<|endoftext|>",), eos=("<|endoftext|>",), bos="<|endoftext|>"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How large the network is."""
+
+    num_layers: int = 2
+    hidden_size: int = 64
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    vocab_size: int = 512
+    context_len: int = 256
+    window: int = 16  # of the families that have one
+
+
+def make_checkpoint(
+    family: str,
+    out_dir: Path,
+    *,
+    sizes: Sizes | None = None,
+    seed: int = 0,
+    num_shards: int = 1,
+    dtype: str = "float32",
+    tie_embeddings: bool | None = None,
+    **changes: Any,
+) -> None:
+    """Write the files; `tie_embeddings` None is the family's habit, `changes` are further config keys."""
+    sizes = sizes or Sizes()
+    tokenizer = train_tokenizer(family, sizes.vocab_size)
+    raw = raw_config(family, sizes) | _token_ids(family, tokenizer) | {"dtype": dtype} | changes
+    if tie_embeddings is not None:
+        raw["tie_word_embeddings"] = tie_embeddings
+    found = find_family(raw)
+    with torch.device("meta"):  # only names and shapes are wanted
+        model = found.build(found.read_config(raw))
+    tensors = dict(random_tensors(model, found.weight_map, seed, DTYPES[dtype]))
+
+    out_dir.mkdir(parents=True, exist_ok=True)
+    _write_json(out_dir / "config.json", raw)
+    _write_json(out_dir / "generation_config.json", _token_ids(family, tokenizer))
+    _write_tensors(out_dir, tensors, num_shards)
+    tokenizer.save(str(out_dir / "tokenizer.json"))
+    tokens = TOKENS[family]
+    _write_json(
+        out_dir / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": tokens.bos,
+            "eos_token": tokens.eos[0],
+            "add_bos_token": tokens.adds_bos,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": sizes.context_len,
+        },
+    )
+
+
+def raw_config(family: str, sizes: Sizes) -> dict[str, Any]:
+    """The config.json of a published checkpoint of this family, at these sizes."""
+    if family == "gpt2":
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "activation_function": "gelu_new",
+            "n_embd": sizes.hidden_size,
+            "n_head": sizes.num_heads,
+            "n_layer": sizes.num_layers,
+            "n_positions": sizes.context_len,
+            "layer_norm_epsilon": 1e-5,
+            "vocab_size": sizes.vocab_size,
+        }
+    common = {
+        "hidden_act": "silu",
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": 2 * sizes.hidden_size,
+        "max_position_embeddings": sizes.context_len,
+        "num_attention_heads": sizes.num_heads,
+        "num_hidden_layers": sizes.num_layers,
+        "num_key_value_heads": sizes.num_kv_heads,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": sizes.vocab_size,
+    }
+    head_dim = sizes.hidden_size // sizes.num_heads
+    of_family: dict[str, dict[str, Any]] = {
+        "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": head_dim},
+        "mistral": {
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+            "sliding_window": sizes.window,
+        },
+        "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False},
+        "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": head_dim},
+        "gemma3": {
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": "gemma3_text",
+            "head_dim": head_dim,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": head_dim,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+            "sliding_window": sizes.window,
+            "sliding_window_pattern": 2,
+            "tie_word_embeddings": True,
+        },
+    }
+    if family not in of_family:
+        raise ConfigError(f"unknown family {family!r}; known: {', '.join(TOKENS)}")
+    return common | of_family[family]
+
+
+def random_tensors(
+    model: Model, weight_map: WeightMap, seed: int, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a checkpoint under the name and in the layout that checkpoints use."""
+    generator = torch.Generator().manual_seed(seed)
+    filled: set[tuple[str, str | None]] = set()
+    for key, target in weight_map.items():
+        is_spare_name = (target.module, target.part) in filled  # a second spelling of the same module
+        is_tied = target.module == "head" and model.config.tie_embeddings
+        if target.ignored or is_spare_name or is_tied:
+            continue
+        filled.add((target.module, target.part))
+        for layer in range(model.config.num_layers if "{}" in key else 1):
+            module = model.get_submodule(target.module.format(layer))
+            for leaf, parameter in module.named_parameters(recurse=False):
+                tensor = _random_tensor(module, leaf, _shape(module, parameter, target), generator)
+                yield f"{key.format(layer)}.{leaf}", tensor.to(dtype)
+
+
+def _shape(module: Any, parameter: nn.Parameter, target: Target) -> tuple[int, ...]:
+    shape = list(parameter.shape)
+    if target.part is not None:
+        rows = module.part_rows(target.part)
+        shape[0] = rows.stop - rows.start
+    return tuple(reversed(shape) if target.transposed else shape)
+
+
+def _random_tensor(
+    module: Any, leaf: str, shape: tuple[int, ...], generator: torch.Generator
+) -> torch.Tensor:
+    noise = torch.randn(shape, generator=generator)
+    if leaf == "bias":
+        return 0.1 * noise
+    if len(shape) == 1:  # a norm: around 1, or around 0 where the norm itself adds the 1
+        centre = 1.0 - module.offset if isinstance(module, RMSNorm | AddNorm) else 1.0
+        return 0.1 * noise + centre
+    in_features: int = module.weight.shape[1]  # our weights are [out, in], whatever the file's layout
+    return noise / math.sqrt(in_features)
+
+
+def train_tokenizer(family: str, vocab_size: int) -> Tokenizer:
+    """A byte-level BPE with the family's special tokens first; at most `vocab_size` tokens."""
+    if family not in TOKENS:
+        raise ConfigError(f"unknown family {family!r}; known: {', '.join(TOKENS)}")
+    tokens = TOKENS[family]
+    smallest = 256 + len(tokens.special) + len(tokens.plain)
+    if vocab_size < smallest:
+        raise ConfigError(f"vocab_size {vocab_size} is too small: bytes and special tokens need {smallest}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(tokens.plain),
+        special_tokens=list(tokens.special),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS.splitlines(), trainer)
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in tokens.plain])
+    if tokens.adds_bos and tokens.bos is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{tokens.bos} $A",
+            pair=f"{tokens.bos} $A {tokens.bos} $B",
+            special_tokens=[(tokens.bos, tokenizer.token_to_id(tokens.bos))],
+        )
+    return tokenizer
+
+
+def _token_ids(family: str, tokenizer: Tokenizer) -> dict[str, Any]:
+    tokens = TOKENS[family]
+    eos_ids = [tokenizer.token_to_id(text) for text in tokens.eos]
+    bos = tokens.bos or tokens.eos[-1]  # Qwen writes its <|endoftext|> there, though it never uses it
+    return {
+        "bos_token_id": tokenizer.token_to_id(bos),
+        "eos_token_id": eos_ids if len(eos_ids) > 1 else eos_ids[0],
+    }
+
+
+def _write_tensors(out_dir: Path, tensors: dict[str, torch.Tensor], num_shards: int) -> None:
+    names = list(tensors)
+    if not 1 <= num_shards <= len(names):
+        raise ConfigError(f"shards must be in 1..{len(names)}, the number of tensors, got {num_shards}")
+    if num_shards == 1:
+        save_file(tensors, out_dir / "model.safetensors", metadata={"format": "pt"})
+        return
+    shard_of: dict[str, str] = {}
+    for shard in range(num_shards):
+        chosen = names[shard * len(names) // num_shards : (shard + 1) * len(names) // num_shards]
+        file_name = f"model-{shard + 1:05d}-of-{num_shards:05d}.safetensors"
+        save_file({name: tensors[name] for name in chosen}, out_dir / file_name, metadata={"format": "pt"})
+        shard_of |= dict.fromkeys(chosen, file_name)
+    total_size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    _write_json(
+        out_dir / "model.safetensors.index.json",
+        {"metadata": {"total_size": total_size}, "weight_map": shard_of},
+    )
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write a checkpoint from a shell."""
+    summary, _, details = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("family", choices=list(TOKENS))
+    parser.add_argument("out_dir", type=Path)
+    parser.add_argument("--layers", type=int, default=Sizes().num_layers)
+    parser.add_argument("--hidden", type=int, default=Sizes().hidden_size)
+    parser.add_argument("--heads", type=int, default=Sizes().num_heads)
+    parser.add_argument("--kv-heads", type=int, default=Sizes().num_kv_heads)
+    parser.add_argument("--vocab", type=int, default=Sizes().vocab_size)
+    parser.add_argument("--context", type=int, default=Sizes().context_len)
+    parser.add_argument("--window", type=int, default=Sizes().window)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shards", type=int, default=1)
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument(
+        "--tied",
+        action=argparse.BooleanOptionalAction,
+        help="share embedding and head; default: the family's way",
+    )
+    args = parser.parse_args(argv)
+    sizes = Sizes(
+        num_layers=args.layers,
+        hidden_size=args.hidden,
+        num_heads=args.heads,
+        num_kv_heads=args.kv_heads,
+        vocab_size=args.vocab,
+        context_len=args.context,
+        window=args.window,
+    )
+    try:
+        make_checkpoint(
+            args.family,
+            args.out_dir,
+            sizes=sizes,
+            seed=args.seed,
+            num_shards=args.shards,
+            dtype=args.dtype,
+            tie_embeddings=args.tied,
+        )
+    except InferError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote a {args.family} checkpoint to {args.out_dir}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

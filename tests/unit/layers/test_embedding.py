@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import torch
+
+from infer.layers.embedding import Embedding, round_to
+
+
+def test_rows_are_looked_up_by_id() -> None:
+    embedding = Embedding(5, 3)
+    embedding.weight.data = torch.arange(15.0).reshape(5, 3)
+
+    assert embedding(torch.tensor([4, 0, 4])).tolist() == [[12, 13, 14], [0, 1, 2], [12, 13, 14]]
+
+
+def test_the_scale_is_rounded_to_the_dtype_of_the_weights() -> None:
+    embedding = Embedding(1, 1152, scale=1152**0.5)
+    embedding.weight.data = torch.full((1, 1152), 2.0, dtype=torch.bfloat16)
+
+    assert set(embedding(torch.tensor([0]))[0].tolist()) == {68.0}  # 33.94 becomes 34 in bfloat16
+
+    assert round_to(1152**0.5, torch.bfloat16) == 34.0
+    assert abs(round_to(1152**0.5, torch.float32) - 1152**0.5) < 1e-5

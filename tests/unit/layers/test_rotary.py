@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from infer.layers.rotary import Rotary, frequencies, stretch_llama3
+
+
+def test_frequencies_fall_geometrically_from_one() -> None:
+    expected = [10_000.0 ** (-2 * i / 8) for i in range(4)]
+
+    torch.testing.assert_close(frequencies(8, 10_000.0), torch.tensor(expected))
+
+
+def test_scores_depend_only_on_the_distance() -> None:
+    rotary = Rotary(frequencies(8, 100.0), 64)
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 1, 8, generator=generator), torch.randn(1, 1, 8, generator=generator)
+
+    def score(query_position: int, key_position: int) -> float:
+        turned_q, _ = rotary(torch.tensor([query_position]), q, k)
+        _, turned_k = rotary(torch.tensor([key_position]), q, k)
+        return float((turned_q * turned_k).sum())
+
+    assert score(10, 3) == pytest.approx(score(47, 40), abs=1e-5)
+    assert score(10, 3) != pytest.approx(score(10, 4), abs=1e-3)
+
+
+def test_pairs_are_the_two_halves_of_a_head() -> None:
+    rotary = Rotary(torch.tensor([math.pi / 2, 0.0]), 2)  # pair 0 turns by 90 degrees a step, pair 1 never
+    q = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
+
+    turned, _ = rotary(torch.tensor([1]), q, q)
+
+    torch.testing.assert_close(turned, torch.tensor([[[-3.0, 2.0, 1.0, 4.0]]]))
+
+
+def test_tables_are_float32_whatever_the_model_is() -> None:
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        rotary = Rotary(frequencies(16, 500_000.0), 300)
+    finally:
+        torch.set_default_dtype(previous)
+    exact = 299 * 500_000.0 ** (-2 / 16)
+
+    assert rotary.cos_PR.dtype == rotary.sin_PR.dtype == torch.float32
+    assert float(rotary.cos_PR[299, 1]) == pytest.approx(math.cos(exact), abs=1e-4)
+
+
+def test_tables_are_not_part_of_a_checkpoint() -> None:
+    assert not Rotary(frequencies(8, 10_000.0), 4).state_dict()
+
+
+def stretch(frequency: float) -> float:
+    """One frequency through the definition, case by case: wavelengths against the two bounds."""
+    wavelength = 2 * math.pi / frequency
+    if wavelength < 8192 / 4.0:
+        return frequency
+    if wavelength > 8192 / 1.0:
+        return frequency / 8.0
+    smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
+    return (1 - smooth) * frequency / 8.0 + smooth * frequency
+
+
+def test_llama3_scaling_keeps_fast_pairs_and_slows_slow_ones() -> None:
+    plain = frequencies(128, 500_000.0)
+    stretched = stretch_llama3(
+        plain, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_len=8192
+    )
+
+    torch.testing.assert_close(stretched, torch.tensor([stretch(f) for f in plain.tolist()]))
+    assert stretched[0] == plain[0]
+    assert float(stretched[-1] / plain[-1]) == pytest.approx(1 / 8)
+    assert any(0.2 < ratio < 0.9 for ratio in (stretched / plain).tolist())  # some are blended

@@ -1,0 +1,394 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infer.errors import CheckpointError, ConfigError, InferError
+from infer.models.config import ModelConfig, RopeScaling
+from infer.models.registry import find_family
+
+# Facts of published configs; keys that no reader looks at are left out.
+LLAMA_3_2_1B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 128256,
+}
+MISTRAL_7B: dict[str, Any] = {
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+QWEN_2_5_3B: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 70,
+    "model_type": "qwen2",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN_3_0_6B: dict[str, Any] = QWEN_2_5_3B | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_size": 1024,
+    "model_type": "qwen3",
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rope_scaling": None,
+    "sliding_window": None,
+}
+GEMMA_3_1B: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "bos_token_id": 2,
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}
+GEMMA_3_4B: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"hidden_size": 1152},
+}
+GPT2: dict[str, Any] = {
+    "activation_function": "gelu_new",
+    "architectures": ["GPT2LMHeadModel"],
+    "bos_token_id": 50256,
+    "eos_token_id": 50256,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2",
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+}
+PUBLISHED = [LLAMA_3_2_1B, MISTRAL_7B, QWEN_2_5_3B, QWEN_3_0_6B, GEMMA_3_1B, GEMMA_3_4B, GPT2]
+ids = [f"{raw['model_type']}-{i}" for i, raw in enumerate(PUBLISHED)]
+
+
+def read(raw: dict[str, Any], **changes: Any) -> ModelConfig:
+    raw = raw | changes
+    return find_family(raw).read_config(raw)
+
+
+def without(raw: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in raw.items() if key not in keys}
+
+
+def test_llama_3_2_is_read() -> None:
+    assert read(LLAMA_3_2_1B) == ModelConfig(
+        family="llama",
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=64,
+        context_len=131072,
+        norm_eps=1e-5,
+        activation="silu",
+        tie_embeddings=True,
+        rope_theta=500000.0,
+        rope_scaling=RopeScaling(
+            kind="llama3",
+            factor=32.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_context_len=8192,
+        ),
+        bos_id=128000,
+        eos_ids=(128001, 128008, 128009),
+    )
+
+
+def test_qwen_has_its_switches() -> None:
+    qwen2, qwen3 = read(QWEN_2_5_3B), read(QWEN_3_0_6B)
+
+    assert (qwen2.qkv_bias, qwen2.qk_norm, qwen2.attention_out_bias, qwen2.head_dim) == (
+        True,
+        False,
+        False,
+        128,
+    )
+    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.attention_out_bias, qwen3.head_dim) == (
+        False,
+        True,
+        False,
+        128,
+    )
+    assert qwen2.layer_windows == qwen3.layer_windows == ()
+    assert qwen2.eos_ids == (151645,)
+
+
+def test_qwen_windows_begin_at_max_window_layers() -> None:
+    on = {"use_sliding_window": True, "sliding_window": 100}
+
+    assert read(QWEN_2_5_3B, **on, max_window_layers=34).layer_windows == (None,) * 34 + (100, 100)
+    assert read(QWEN_2_5_3B, **on, max_window_layers=0).layer_windows == (100,) * 36
+    assert read(QWEN_2_5_3B, **on, max_window_layers=70).layer_windows == ()
+    assert (
+        read(QWEN_2_5_3B, use_sliding_window=True, sliding_window=None, max_window_layers=1).layer_windows
+        == ()
+    )
+
+
+def test_layer_types_decide_where_they_are_given() -> None:
+    types = ["full_attention", "sliding_attention"] * 18
+    config = read(QWEN_2_5_3B, use_sliding_window=True, sliding_window=100, layer_types=types)
+
+    assert config.layer_windows == (None, 100) * 18
+
+
+def test_mistral_windows_are_a_number_null_or_the_default() -> None:
+    assert read(MISTRAL_7B, sliding_window=512).layer_windows == (512,) * 32
+    assert read(MISTRAL_7B, sliding_window=None).layer_windows == ()
+    assert read(without(MISTRAL_7B, "sliding_window")).layer_windows == (4096,) * 32
+
+
+def test_gemma_layers_alternate_as_in_the_reference() -> None:
+    from transformers import Gemma3TextConfig
+
+    config = read(GEMMA_3_1B)
+    reference = Gemma3TextConfig(**without(GEMMA_3_1B, "architectures", "model_type"))
+
+    assert reference.layer_types is not None
+    windows = [512 if kind == "sliding_attention" else None for kind in reference.layer_types]
+    assert config.layer_windows == tuple(windows)
+    assert config.layer_windows[:6] == (512,) * 5 + (None,)
+    assert (config.rope_theta, config.local_rope_theta) == (1e6, 1e4)
+    assert config.query_scale == pytest.approx(1 / 16)
+    assert (config.activation, config.tie_embeddings, config.eos_ids) == ("gelu_tanh", True, (1, 106))
+
+
+def test_the_text_part_of_a_multimodal_gemma_falls_back_on_the_references_defaults() -> None:
+    from transformers import Gemma3TextConfig
+
+    config = read(GEMMA_3_4B)
+    reference = Gemma3TextConfig(**without(GEMMA_3_4B["text_config"], "model_type"))
+
+    assert (config.vocab_size, config.head_dim) == (reference.vocab_size, reference.head_dim)
+    assert (config.num_heads, config.num_kv_heads) == (
+        reference.num_attention_heads,
+        reference.num_key_value_heads,
+    )
+    assert config.context_len == reference.max_position_embeddings
+    assert config.rope_scaling == RopeScaling(kind="linear", factor=8.0)
+    assert config.eos_ids == (1, 106)
+
+
+def test_gpt2_is_read() -> None:
+    config = read(GPT2)
+
+    assert (config.intermediate_size, config.head_dim, config.num_kv_heads) == (3072, 64, 12)
+    assert (config.activation, config.tie_embeddings, config.context_len) == ("gelu_tanh", True, 1024)
+    assert read(GPT2, scale_attn_weights=False).scale == 1.0
+
+
+def test_both_spellings_of_rope_are_read_alike() -> None:
+    llama = without(LLAMA_3_2_1B, "rope_theta", "rope_scaling")
+    llama["rope_parameters"] = LLAMA_3_2_1B["rope_scaling"] | {"rope_theta": 500000.0}
+    gemma = without(GEMMA_3_1B, "rope_theta", "rope_local_base_freq", "rope_scaling")
+    gemma["rope_parameters"] = {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    old_type = copy.deepcopy(LLAMA_3_2_1B)
+    old_type["rope_scaling"]["type"] = old_type["rope_scaling"].pop("rope_type")
+
+    assert read(llama) == read(old_type) == read(LLAMA_3_2_1B)
+    assert read(gemma) == read(GEMMA_3_1B)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "mrope", 3])
+def test_other_rope_types_are_refused_with_the_supported_ones(kind: object) -> None:
+    with pytest.raises(ConfigError, match="default, linear, llama3"):
+        read(LLAMA_3_2_1B, rope_scaling={"rope_type": kind, "factor": 2.0})
+
+
+def test_a_head_size_is_given_or_derived() -> None:
+    assert read(without(LLAMA_3_2_1B, "head_dim")).head_dim == 64
+    assert read(LLAMA_3_2_1B, head_dim=None).head_dim == 64
+    assert read(LLAMA_3_2_1B, head_dim=128).head_dim == 128
+    with pytest.raises(CheckpointError, match="hidden_size 2048 is not a multiple"):
+        read(LLAMA_3_2_1B, head_dim=None, num_attention_heads=24)
+
+
+def test_kv_heads_default_to_the_query_heads() -> None:
+    assert read(without(LLAMA_3_2_1B, "num_key_value_heads")).num_kv_heads == 32
+
+
+def test_token_ids_outside_the_vocabulary_are_left_out() -> None:
+    config = read(GPT2, vocab_size=33)
+
+    assert (config.bos_id, config.eos_ids) == (None, ())
+
+
+@pytest.mark.parametrize(
+    ("raw", "key"),
+    [
+        *[(LLAMA_3_2_1B, key) for key in ("vocab_size", "hidden_size", "intermediate_size")],
+        *[
+            (MISTRAL_7B, key)
+            for key in ("num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+        ],
+        *[(GEMMA_3_1B, key) for key in ("hidden_size", "intermediate_size", "num_hidden_layers")],
+        *[(GPT2, key) for key in ("vocab_size", "n_embd", "n_layer", "n_head", "n_positions")],
+    ],
+)
+def test_a_missing_key_is_named(raw: dict[str, Any], key: str) -> None:
+    with pytest.raises(CheckpointError, match=f"no '{key}'"):
+        read(without(raw, key))
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, "64", True, [64], 10**9])
+def test_an_impossible_size_is_named(value: object) -> None:
+    with pytest.raises(CheckpointError, match="'hidden_size' in config.json must be an integer"):
+        read(LLAMA_3_2_1B, hidden_size=value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"num_key_value_heads": 5}, CheckpointError, "32 is not a multiple of num_key_value_heads 5"),
+        ({"hidden_act": "relu6"}, ConfigError, "'relu6'.*known: silu"),
+        ({"hidden_act": ["silu"]}, ConfigError, "hidden_act"),
+        ({"head_dim": 63}, CheckpointError, "even"),
+        ({"rms_norm_eps": float("nan")}, CheckpointError, "rms_norm_eps"),
+        ({"rms_norm_eps": 0}, CheckpointError, "rms_norm_eps"),
+        ({"tie_word_embeddings": "yes"}, CheckpointError, "tie_word_embeddings"),
+        ({"rope_scaling": [1]}, CheckpointError, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "linear"}}, CheckpointError, "no 'factor'"),
+        ({"eos_token_id": "2"}, CheckpointError, "eos_token_id"),
+        ({"layer_types": ["full_attention"]}, CheckpointError, "16 layers"),
+        ({"layer_types": ["chunked_attention"] * 16}, ConfigError, "chunked_attention"),
+        ({"layer_types": ["sliding_attention"] * 16}, CheckpointError, "no window"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_reason(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        read(LLAMA_3_2_1B, **changes)
+
+
+@pytest.mark.parametrize(
+    ("raw", "changes", "message"),
+    [
+        (GEMMA_3_1B, {"final_logit_softcapping": 30.0}, "capped logits"),
+        (GEMMA_3_1B, {"attn_logit_softcapping": 50.0}, "capped attention"),
+        (GEMMA_3_1B, {"use_bidirectional_attention": True}, "causal"),
+        (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scaled by layer"),
+        (GPT2, {"add_cross_attention": True}, "decoder-only"),
+    ],
+)
+def test_what_the_network_does_not_do_is_refused(
+    raw: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(raw, **changes)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@pytest.mark.parametrize("published", PUBLISHED, ids=ids)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_a_damaged_config_is_read_or_refused_but_never_crashes(published: dict[str, Any], data: Any) -> None:
+    raw = copy.deepcopy(published)
+    place = data.draw(
+        st.sampled_from([raw, *[raw[key] for key in raw if isinstance(raw[key], dict)]]), label="object"
+    )
+    keys = st.sampled_from([*place, "layer_types", "rope_parameters", "text_config", "quantization_config"])
+    for key in data.draw(st.lists(keys, min_size=1, max_size=3), label="keys"):
+        place[key] = data.draw(JSON, label=key)
+
+    try:
+        config = find_family(raw).read_config(raw)
+    except InferError:
+        return
+    assert isinstance(config, ModelConfig)

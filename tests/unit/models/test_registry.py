@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from infer.errors import CheckpointError, ConfigError
+from infer.models.registry import FAMILIES, find_family, get_family
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_family_is_found_by_each_of_its_names(family: Any) -> None:
+    for architecture in family.architectures:
+        assert find_family({"architectures": [architecture]}) is family
+    for model_type in family.model_types:
+        assert find_family({"model_type": model_type}) is family
+    assert get_family(family.name) is family
+
+
+def test_no_name_belongs_to_two_families() -> None:
+    names = [name for family in FAMILIES for name in (family.name, *family.architectures)]
+
+    assert len(names) == len(set(names))
+
+
+def test_architectures_decide_before_the_model_type() -> None:
+    assert find_family({"architectures": ["Qwen3ForCausalLM"], "model_type": "llama"}).name == "qwen3"
+
+
+def test_a_classifier_is_not_loaded_as_a_language_model() -> None:
+    with pytest.raises(ConfigError, match="LlamaForSequenceClassification"):
+        find_family({"architectures": ["LlamaForSequenceClassification"], "model_type": "llama"})
+
+
+@pytest.mark.parametrize(
+    ("raw", "given"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+        ({"model_type": "mamba"}, "mamba"),
+        ({}, "no named architecture"),
+    ],
+)
+def test_an_unknown_model_is_told_what_is_supported_and_how_to_add_one(raw: Any, given: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_family(raw)
+
+    message = str(caught.value)
+    assert given in message
+    assert "docs/adding-a-model.md" in message
+    assert all(name in message for family in FAMILIES for name in family.architectures)
+
+
+def test_a_quantized_checkpoint_is_refused_by_its_method() -> None:
+    raw = {"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "gptq", "bits": 4}}
+
+    with pytest.raises(ConfigError, match="gptq"):
+        find_family(raw)
+
+
+@pytest.mark.parametrize("raw", [{"architectures": "LlamaForCausalLM"}, {"architectures": {"a": 1}}])
+def test_architectures_of_the_wrong_type_are_a_broken_checkpoint(raw: Any) -> None:
+    with pytest.raises(CheckpointError, match="architectures"):
+        find_family(raw)
