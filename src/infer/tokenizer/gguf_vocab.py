@@ -169,7 +169,9 @@ def _read_list(
     if raw is None or isinstance(raw, str | bytes) or not hasattr(raw, "__len__"):
         raise CheckpointError(f"{key} is missing or not a list; the GGUF file is damaged")
     if like is not None and len(raw) != len(like):
-        raise CheckpointError(f"{key} has {len(raw)} entries for {len(like)} tokens; the GGUF file is damaged")
+        raise CheckpointError(
+            f"{key} has {len(raw)} entries for {len(like)} tokens; the GGUF file is damaged"
+        )
     values: Sequence[Any] = raw.tolist() if hasattr(raw, "tolist") else list(raw)
     if not values and name == "tokens":
         raise CheckpointError(f"{key} is empty; the GGUF file is damaged")

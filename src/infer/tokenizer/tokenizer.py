@@ -52,6 +52,7 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.published_chat_template = vocabulary.chat_template
         self.special_text = SpecialText(token for token in added.values() if token.special)
+        self._special_id = {token.content: i for i, token in added.items() if token.special}
 
         self._prefix, self._suffix = self._find_wrapping(vocabulary)
         core.encode_special_tokens = True  # their text is text
@@ -64,6 +65,7 @@ class Tokenizer:
         self._added = frozenset(added)
         unknown = core.token_to_id(core.model.unk_token) if core.model.unk_token else None
         self._never_from_text = self.special_ids - {unknown}
+        self.gap_after_special = self._find_gap()
 
     @classmethod
     def from_directory(cls, path: Path) -> Tokenizer:
@@ -125,7 +127,9 @@ class Tokenizer:
         if self._never_from_text.isdisjoint(ids):
             return ids
         # a vocabulary whose merges spell a special token: cut the spelling in two, so that no merge can
-        return [i for i in self._encode_raw(self.special_text.guard(text, self._anchor)) if i != self._anchor_id]
+        return [
+            i for i in self._encode_raw(self.special_text.guard(text, self._anchor)) if i != self._anchor_id
+        ]
 
     def _encode_markup(self, text: str, guard: str) -> list[int]:
         parts: list[str] = []
@@ -133,7 +137,7 @@ class Tokenizer:
         end = 0
         for found in self.special_text.find(text):
             parts.append(text[end : found.start])
-            specials.append(self._core.token_to_id(found.content))
+            specials.append(self._special_id[found.content])
             end = found.stop
         parts.append(text[end:])
         if guard:
@@ -163,6 +167,16 @@ class Tokenizer:
             suffix = list(vocabulary.eos_ids[:1]) if vocabulary.add_eos else []
         return prefix, suffix
 
+    def _find_gap(self) -> str:
+        """What to write after a special token so that the next word gets the space in front it always has.
+
+        Sentencepiece words are spelled "▁word". Some vocabularies put the mark in front of every stretch of
+        text by themselves, some only at the beginning of the prompt, where a written space must stand in.
+        """
+        puts_marks = not self._is_byte_level and self.num_stripped > 0
+        after_special = self._encode_raw(self._anchor + "a")[1:]
+        return " " if puts_marks and after_special != self._encode_raw("a") else ""
+
     def _spell(self, token_id: int) -> bytes:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:
             raise RequestError(
@@ -182,7 +196,11 @@ class Tokenizer:
 
 def _printable_bytes() -> dict[str, int]:
     """GPT-2's alphabet: bytes that print stand for themselves, the others for characters from 256 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 

@@ -15,6 +15,7 @@ was trained on. `SPLIT_RULES` holds the rules by the names that GGUF files call 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
@@ -85,7 +86,7 @@ def byte_level_core(
     return core
 
 
-def build_bpe(**parts: object) -> models.BPE:
+def build_bpe(**parts: Any) -> models.BPE:
     """Build the library's BPE, or say why the vocabulary and its merges do not fit together."""
     try:
         return models.BPE(**parts)

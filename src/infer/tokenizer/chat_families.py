@@ -1,0 +1,65 @@
+"""Which chat template belongs to which model: a table.
+
+A model type alone does not say it: SmolLM2, Llama 3 and TinyLlama are all `llama`. The vocabulary does,
+because a chat format is made of special tokens, and a model that was trained on a format has its tokens:
+
+    <|start_header_id|>   Llama 3            <|im_start|>   ChatML: SmolLM2, Qwen
+    <start_of_turn>       Gemma              [INST]         Mistral from tokenizer v3 on
+
+The first row that fits wins. A base model whose vocabulary has no such token fits none, and is told so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+from importlib.resources.abc import Traversable
+
+from infer.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFamily:
+    """A template, the model types it is for, and what tells its models from others of the same type."""
+
+    template: str
+    model_types: frozenset[str]
+    tokens: tuple[str, ...] = ()  # special tokens the vocabulary must have
+    not_tokens: tuple[str, ...] = ()  # and must not have
+    published: str = ""  # text the checkpoint's own template must hold, where no token tells
+
+    def fits(self, model_type: str, tokenizer: Tokenizer) -> bool:
+        """Whether a model of this type, with this vocabulary, was trained on this format."""
+        return (
+            model_type in self.model_types
+            and all(_is_special(tokenizer, token) for token in self.tokens)
+            and not any(_is_special(tokenizer, token) for token in self.not_tokens)
+            and self.published in (tokenizer.published_chat_template or "")
+        )
+
+
+def _is_special(tokenizer: Tokenizer, token: str) -> bool:
+    return tokenizer.token_id(token) in tokenizer.special_ids
+
+
+_LLAMA = frozenset({"llama"})
+_QWEN2 = frozenset({"qwen2", "qwen2_moe"})
+_QWEN3 = frozenset({"qwen3", "qwen3_moe"})
+_GEMMA3 = frozenset({"gemma3", "gemma3_text"})
+_MISTRAL = frozenset({"mistral", "mixtral"})
+
+FAMILIES = (
+    ChatFamily("llama3", _LLAMA, tokens=("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
+    ChatFamily("smollm2", _LLAMA, tokens=("<|im_start|>", "<|im_end|>", "<gh_stars>")),
+    ChatFamily("zephyr", _LLAMA, published="<|user|>"),
+    ChatFamily("qwen2", _QWEN2, tokens=("<|im_start|>", "<|im_end|>")),
+    ChatFamily("qwen3", _QWEN3, tokens=("<|im_start|>", "<|im_end|>")),
+    ChatFamily("gemma3", _GEMMA3, tokens=("<start_of_turn>", "<end_of_turn>")),
+    ChatFamily("mistral", _MISTRAL, tokens=("[INST]", "[/INST]"), not_tokens=("[SYSTEM_PROMPT]",)),
+    ChatFamily("chatml", _LLAMA | _MISTRAL, tokens=("<|im_start|>", "<|im_end|>")),
+)
+
+
+def templates_directory() -> Traversable:
+    """Where our templates are: models/templates of the installed package."""
+    return resources.files("infer") / "models" / "templates"

@@ -1,0 +1,161 @@
+"""Token ids that arrive one by one, turned into text that is safe to show.
+
+A token may end in the middle of a character, and text may turn out to be the beginning of a stop string.
+Both must be held back until they are settled, and nothing else may be:
+
+    ids    ──►  bytes  ──►  whole characters  ──►  text before the first stop string
+            Tokenizer    incremental UTF-8        `_StopSearch`
+
+Because a text *is* the UTF-8 of its tokens' bytes, the promise is simple, and tested for random ids,
+random splits and random stop strings:
+
+    "".join(pushes) + finish()  ==  tokenizer.decode(all ids), cut at the first stop string
+
+Which stop string is the first? The one that begins earliest; of several that begin there, the longest.
+So with stops "abcd" and "bc" the text "abc" is not decided yet: a "d" may follow.
+
+Each pushed byte and each character is looked at once per stop string, however long the text gets.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+
+from infer.errors import RequestError
+from infer.tokenizer.tokenizer import Tokenizer
+
+_LONGEST_CHARACTER = 4  # bytes of UTF-8
+
+
+class Detokenizer:
+    """The text of one sequence. Not thread-safe: whoever streams the sequence owns it."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: Sequence[str] = (),
+        skip_special: bool = True,
+        prompt_ids: Sequence[int] = (),
+    ) -> None:
+        """Start a text of its own, or one that continues `prompt_ids`.
+
+        Sentencepiece vocabularies drop the first space of a text. A continuation keeps it, unless the
+        prompt ends in a special token: then, as after BOS, the space is the vocabulary's and not the text's.
+        """
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._search = _StopSearch(stop) if stop else None
+        is_continuation = bool(prompt_ids) and prompt_ids[-1] not in tokenizer.special_ids
+        self._num_to_strip = 0 if is_continuation else tokenizer.num_stripped
+        self._utf8.decode(self._tail_of(prompt_ids))  # a prompt may end in the middle of a character
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that ended the text, once that is certain."""
+        return self._search.hit if self._search else None
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Add tokens; return the text that can be shown because of them. After a stop: nothing."""
+        if self.stopped is not None:
+            return ""
+        data = b"".join(self._tokenizer.visible_bytes(i, skip_special=self._skip_special) for i in ids)
+        while self._num_to_strip and data:
+            self._num_to_strip = self._num_to_strip - 1 if data[:1] == b" " else 0
+            data = data[1:] if data[:1] == b" " else data
+        return self._show(self._utf8.decode(data))
+
+    def finish(self) -> str:
+        """Return what was held back: the sequence has ended."""
+        if self.stopped is not None:
+            return ""
+        text = self._show(self._utf8.decode(b"", final=True))
+        return text + self._search.finish() if self._search else text
+
+    def _show(self, text: str) -> str:
+        return self._search.push(text) if self._search else text
+
+    def _tail_of(self, prompt_ids: Sequence[int]) -> bytes:
+        """The last bytes of the prompt, enough to hold any unfinished character."""
+        tail = b""
+        for token_id in reversed(prompt_ids):
+            if len(tail) >= _LONGEST_CHARACTER:
+                break
+            tail = self._tokenizer.visible_bytes(token_id, skip_special=self._skip_special) + tail
+        return tail
+
+
+class _StopSearch:
+    """Finds the first stop string in a text that arrives in pieces, and holds back what may be one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        for stop in stops:
+            if not isinstance(stop, str) or not stop:
+                raise RequestError(f"stop must hold non-empty strings, got {stop!r}", param="stop")
+        self.hit: str | None = None
+        self._trackers = [_Tracker(stop) for stop in dict.fromkeys(stops)]
+        self._held = ""  # not shown yet
+        self._num_shown = 0
+        self._num_seen = 0
+        self._found: tuple[int, int, str] | None = None  # (start, -length, stop): the smallest is the best
+
+    def push(self, text: str) -> str:
+        self._held += text
+        for char in text:
+            self._num_seen += 1
+            for tracker in self._trackers:
+                if tracker.advance(char):
+                    length = len(tracker.stop)
+                    found = (self._num_seen - length, -length, tracker.stop)
+                    self._found = min(found, self._found) if self._found else found
+            if self._found and self._first_open() > self._found[0]:
+                return self._end()
+        safe = self._first_open()
+        return self._show(min(safe, self._found[0]) if self._found else safe)
+
+    def finish(self) -> str:
+        return self._end() if self._found else self._show(self._num_seen)
+
+    def _first_open(self) -> int:
+        """Where the earliest stop string begins that the text may still complete."""
+        return self._num_seen - max(tracker.num_matched for tracker in self._trackers)
+
+    def _end(self) -> str:
+        assert self._found is not None
+        start, _, self.hit = self._found
+        return self._show(start)
+
+    def _show(self, end: int) -> str:
+        count = end - self._num_shown
+        shown, self._held = self._held[:count], self._held[count:]
+        self._num_shown = end
+        return shown
+
+
+class _Tracker:
+    """How much of one stop string the text ends with: Knuth, Morris and Pratt's automaton."""
+
+    __slots__ = ("_fallback", "num_matched", "stop")
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.num_matched = 0  # the text ends with stop[:num_matched], and with no longer proper start of it
+        self._fallback = [0]  # _fallback[i]: the longest proper start of stop that also ends stop[:i+1]
+        matched = 0
+        for char in stop[1:]:
+            while matched and stop[matched] != char:
+                matched = self._fallback[matched - 1]
+            matched += stop[matched] == char
+            self._fallback.append(matched)
+
+    def advance(self, char: str) -> bool:
+        """Take one more character; return whether the stop string is complete here."""
+        matched = self.num_matched
+        while matched and self.stop[matched] != char:
+            matched = self._fallback[matched - 1]
+        matched += self.stop[matched] == char
+        is_complete = matched == len(self.stop)
+        self.num_matched = self._fallback[-1] if is_complete else matched
+        return is_complete
