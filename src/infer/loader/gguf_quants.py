@@ -66,10 +66,13 @@ def _bf16(blocks: torch.Tensor) -> torch.Tensor:
     return blocks.contiguous().view(torch.bfloat16).float()
 
 
-def _nibbles(packed_B: torch.Tensor, group: int) -> torch.Tensor:
+def _nibbles(packed_B: torch.Tensor, group: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Split bytes into 4-bit numbers: of every `group` bytes, all low halves, then all high halves."""
     grouped = packed_B.reshape(packed_B.shape[0], -1, group)
-    return torch.stack((grouped & 15, grouped >> 4), dim=2).flatten(1)
+    q = torch.empty(*grouped.shape[:2], 2, group, dtype=dtype, device=packed_B.device)
+    q[:, :, 0] = grouped & 15
+    q[:, :, 1] = grouped >> 4
+    return q.flatten(1)
 
 
 def _high_bits(packed_B4: torch.Tensor) -> torch.Tensor:
@@ -79,20 +82,20 @@ def _high_bits(packed_B4: torch.Tensor) -> torch.Tensor:
 
 
 def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    return (_nibbles(blocks[:, 2:], 16).float().sub_(8)).mul_(_f16(blocks[:, :2]))
+    return _nibbles(blocks[:, 2:], 16).sub_(8).mul_(_f16(blocks[:, :2]))
 
 
 def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
-    return _nibbles(blocks[:, 4:], 16).float().mul_(_f16(blocks[:, :2])).add_(_f16(blocks[:, 2:4]))
+    return _nibbles(blocks[:, 4:], 16).mul_(_f16(blocks[:, :2])).add_(_f16(blocks[:, 2:4]))
 
 
 def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
-    q_B32 = _nibbles(blocks[:, 6:], 16) | _high_bits(blocks[:, 2:6])
+    q_B32 = _nibbles(blocks[:, 6:], 16, torch.uint8) | _high_bits(blocks[:, 2:6])
     return q_B32.float().sub_(16).mul_(_f16(blocks[:, :2]))
 
 
 def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
-    q_B32 = _nibbles(blocks[:, 8:], 16) | _high_bits(blocks[:, 4:8])
+    q_B32 = _nibbles(blocks[:, 8:], 16, torch.uint8) | _high_bits(blocks[:, 4:8])
     return q_B32.float().mul_(_f16(blocks[:, :2])).add_(_f16(blocks[:, 2:4]))
 
 
@@ -130,12 +133,12 @@ def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
     # 32 bytes of high bits: bit g of byte i belongs to weight i of group g
     high_B32 = blocks[:, 16:48]
     high_B256 = torch.stack([(high_B32 >> group) & 1 for group in range(8)], dim=1).flatten(1) << 4
-    return _eight_groups(blocks, _nibbles(blocks[:, 48:], 32) | high_B256)
+    return _eight_groups(blocks, _nibbles(blocks[:, 48:], 32, torch.uint8) | high_B256)
 
 
 def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
     # 2 halves of 128 weights, each: 64 bytes of low halves, 32 bytes of 2 high bits for 4 runs of 32
-    low_B256 = _nibbles(blocks[:, :128], 64)
+    low_B256 = _nibbles(blocks[:, :128], 64, torch.uint8)
     high_B2x32 = blocks[:, 128:192].reshape(-1, 2, 32)
     high_B256 = torch.stack([(high_B2x32 >> shift) & 3 for shift in (0, 2, 4, 6)], dim=2).flatten(1) << 4
     scales_B16 = blocks[:, 192:208].view(torch.int8).float() * _f16(blocks[:, 208:])

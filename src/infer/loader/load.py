@@ -2,8 +2,8 @@
 
     1. read the config                 from config.json, or from the header of a GGUF file
     2. read the headers of the weights names, types, shapes; no weights yet
-    3. build without memory, match     what is missing, unexpected or misshapen is said now
-    4. build on the device             in the dtype chosen for it, uninitialised
+    3. build on the device             in the dtype chosen for it, uninitialised: memory is only reserved
+    4. match names and shapes          what is missing, unexpected or misshapen is said now
     5. fill                            one tensor after the other, in the order of the disk
 
 Parts of a fused matrix are slices of it, so fusing costs nothing; conversion and unpacking happen on
@@ -83,12 +83,10 @@ def load_model(
     family = find_family(files.raw_config)
     config = family.read_config(files.raw_config)
     context_len = _check_length(max_seq_len, config)
-    with torch.device("meta"):
-        skeleton = family.build(config)
-    moves = plan_moves(skeleton, files.tensors, family.weight_map, name=source.name)
-    chosen_dtype = choose_dtype(dtype, chosen_device, stored_dtype(move.source for move in moves))
+    chosen_dtype = choose_dtype(dtype, chosen_device, stored_dtype(files.tensors.values()))
 
     model = _build(family, config, chosen_device, chosen_dtype, source.name)
+    moves = plan_moves(model, files.tensors, family.weight_map, name=source.name)
     _fill(model, moves, label=f"loading {source.name}", show_progress=show_progress)
     _check_tied_head(model, files.tensors, family)
     return LoadedModel(

@@ -1,7 +1,7 @@
 """Where each tensor of a checkpoint goes, decided and checked before anything is read.
 
-The weight map says which of our modules a tensor belongs to; the model, built without memory (on
-PyTorch's `meta` device), says which places there are and what shape they have:
+The weight map says which of our modules a tensor belongs to; the model, built but not yet filled, says
+which places there are and what shape they have:
 
     checkpoint tensor                    weight map                  place
     ...layers.7.mlp.up_proj.weight  ──►  layers.7.mlp.gate_up "up" ──►  rows 1536..3071 of gate_up.weight
@@ -77,13 +77,13 @@ def _some(names: list[str]) -> str:
 
 
 def plan_moves(
-    skeleton: Model, tensors: Mapping[str, StoredTensor], weight_map: WeightMap, *, name: str
+    model: Model, tensors: Mapping[str, StoredTensor], weight_map: WeightMap, *, name: str
 ) -> list[Move]:
     """Match tensors with places, in the order of the tensors, or say everything that does not match.
 
     A tied head is the embedding's own parameter: a copy of it in the checkpoint has no place.
     """
-    parameters = dict(skeleton.named_parameters())  # a shared parameter appears once, under its first name
+    parameters = dict(model.named_parameters())  # a shared parameter appears once, under its first name
     complaints = _Complaints()
     moves: list[Move] = []
     taken: dict[Place, str] = {}
@@ -93,7 +93,7 @@ def plan_moves(
         except CheckpointError:
             complaints.unexpected.append(tensor_name)
             continue
-        if target.ignored or _is_tied_copy(skeleton, target, leaf):
+        if target.ignored or _is_tied_copy(model, target, leaf):
             continue
         place = Place(f"{target.module}.{leaf}", target.part)
         if place.parameter not in parameters:
@@ -102,32 +102,32 @@ def plan_moves(
         if place in taken:
             raise CheckpointError(f"{name}: tensors {taken[place]!r} and {tensor_name!r} fill the same place")
         taken[place] = tensor_name
-        move = Move(tensor, place, _rows(skeleton, target), target.transposed)
+        move = Move(tensor, place, _rows(model, target), target.transposed)
         moves.append(move)
         if not tensor.is_readable:
             complaints.unreadable.append(f"{tensor_name} ({tensor.type_name})")
         elif (shape := tuple(move.destination(parameters).shape)) != tensor.shape:
             complaints.misshapen.append(f"{tensor_name} is {list(tensor.shape)}, not {list(shape)}")
-    complaints.missing = _missing(skeleton, parameters, set(taken), weight_map)
+    complaints.missing = _missing(model, parameters, set(taken), weight_map)
     if text := complaints.text():
         raise CheckpointError(f"the weights of {name} do not fit its config: {text}")
     return moves
 
 
-def _is_tied_copy(skeleton: Model, target: Target, leaf: str) -> bool:
-    return skeleton.config.tie_embeddings and (target.module, leaf) == ("head", "weight")
+def _is_tied_copy(model: Model, target: Target, leaf: str) -> bool:
+    return model.config.tie_embeddings and (target.module, leaf) == ("head", "weight")
 
 
-def _rows(skeleton: Model, target: Target) -> slice | None:
+def _rows(model: Model, target: Target) -> slice | None:
     if target.part is None:
         return None
-    module = skeleton.get_submodule(target.module)
+    module = model.get_submodule(target.module)
     assert isinstance(module, Linear), f"{target.module} has no parts"
     return module.part_rows(target.part)
 
 
 def _missing(
-    skeleton: Model, parameters: Mapping[str, torch.Tensor], taken: set[Place], weight_map: WeightMap
+    model: Model, parameters: Mapping[str, torch.Tensor], taken: set[Place], weight_map: WeightMap
 ) -> list[str]:
     """The checkpoint's names of all places that no tensor fills."""
     spelling: dict[tuple[str, str | None], str] = {}
@@ -142,7 +142,7 @@ def _missing(
             re.sub(r"\.\d+(?=\.)", ".{}", module_name),
             re.findall(r"\.(\d+)(?=\.)", module_name),
         )
-        module = skeleton.get_submodule(module_name)
+        module = model.get_submodule(module_name)
         parts: list[str | None] = [None]
         if isinstance(module, Linear) and (generic, None) not in spelling:
             parts = list(module.parts)
