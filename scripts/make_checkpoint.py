@@ -119,6 +119,8 @@ def make_checkpoint(
     **changes: Any,
 ) -> None:
     """Write the files; `tie_embeddings` None is the family's habit, `changes` are further config keys."""
+    if any(out_dir.glob("*.safetensors")):
+        raise ConfigError(f"{out_dir} already holds a checkpoint; delete it or choose another directory")
     sizes = sizes or Sizes()
     tokenizer = train_tokenizer(family, sizes.vocab_size)
     raw = raw_config(family, sizes) | _token_ids(family, tokenizer) | {"dtype": dtype} | changes
