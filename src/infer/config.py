@@ -24,6 +24,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from infer.errors import ConfigError, closest
 
+DEFAULT_BATCHED_TOKENS = 2048
+
 
 def knob(
     default: Any,
@@ -124,7 +126,11 @@ class SchedulerConfig:
         aliases=("scheduling-policy",),
     )
     max_batch_size: int = knob(64, "sequences that may run at once", aliases=("max-num-seqs",))
-    max_num_batched_tokens: int = knob(2048, "tokens one step may compute, all sequences together")
+    max_num_batched_tokens: int | None = knob(
+        None,
+        f"tokens one step may compute, all sequences together; default: {DEFAULT_BATCHED_TOKENS}, "
+        "or max_seq_len if that is more and prompts are not chunked",
+    )
     use_chunked_prefill: bool = knob(
         True,
         "split long prompts into chunks, so that others go on decoding",
@@ -149,10 +155,11 @@ class SchedulerConfig:
             _check_choice(self, name)
         _check_positive(self, "max_batch_size", "max_num_batched_tokens", "prefill_chunk_size")
         _check_positive(self, "max_wait_steps", "max_decode_gap", "max_waiting")
-        if self.max_batch_size > self.max_num_batched_tokens:
+        budget = self.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
+        if self.max_batch_size > budget:
             raise ConfigError(
                 f"max_batch_size is {self.max_batch_size} but a step computes at most "
-                f"max_num_batched_tokens={self.max_num_batched_tokens} tokens, so not every running sequence "
+                f"max_num_batched_tokens={budget} tokens, so not every running sequence "
                 "could decode; lower max_batch_size or raise max_num_batched_tokens"
             )
 

@@ -9,6 +9,7 @@ InferError
 │   └── TemplateError       the chat template refuses these messages
 └── EngineError             our fault                                        -> HTTP 500
     ├── OutOfBlocks         the cache is full and nothing can be evicted
+    ├── QueueFull           too many requests are waiting                    -> HTTP 503, try later
     └── EngineStopped       the engine loop has ended; every waiter gets this
 
 A message says what was given, what is allowed and what to do.
@@ -68,6 +69,10 @@ class EngineError(InferError):
 
 class OutOfBlocks(EngineError):
     """The cache is full and nothing can be evicted."""
+
+
+class QueueFull(EngineError):
+    """Too many requests are waiting; the same one may be accepted later."""
 
 
 class EngineStopped(EngineError):

@@ -1,9 +1,8 @@
 """What the scheduler decided for one step: integers only.
 
+    transfers   blocks to move first, in this order: a shared block about to be written is copied, a
+                preempted sequence leaves for host memory, a swapped one comes back
     chunks      tokens[start:stop] of one sequence each, to be computed together
-    copies      (source, destination) block pairs to copy first: somebody shared a block about to be written
-    swap_out    (device, host) block pairs: a preempted sequence leaves
-    swap_in     (host, device) block pairs: a swapped sequence returns; never in one plan with swap_out
 
 A plan is data: it can be recorded, compared, replayed and sent to other ranks.
 """
@@ -12,7 +11,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-BlockPairs = tuple[tuple[int, int], ...]
+COPY, SWAP_OUT, SWAP_IN = "copy", "swap_out", "swap_in"
+
+
+class Transfer(NamedTuple):
+    """Move one block; the books have moved it already."""
+
+    kind: str  # COPY: device to device; SWAP_OUT: device to host; SWAP_IN: host to device
+    source: int
+    destination: int
 
 
 class Chunk(NamedTuple):
@@ -33,9 +40,7 @@ class StepPlan(NamedTuple):
     step: int
     chunks: tuple[Chunk, ...]
     preempted: tuple[int, ...] = ()
-    copies: BlockPairs = ()
-    swap_out: BlockPairs = ()
-    swap_in: BlockPairs = ()
+    transfers: tuple[Transfer, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -25,41 +25,34 @@ from bisect import bisect_left, insort
 from collections import deque
 
 from infer.cache.kv_pool import KVCachePool
-from infer.config import SchedulerConfig
-from infer.engine.plan import Chunk, StepPlan
+from infer.config import DEFAULT_BATCHED_TOKENS, SchedulerConfig
+from infer.engine.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, StepPlan, Transfer
 from infer.engine.policies import make_policy
 from infer.engine.preemption import PreemptionCost
 from infer.engine.sequence import Sequence
 
 
 class _Draft:
-    """A plan in the making: chunks and copies can still be taken back when their sequence is preempted."""
+    """A plan in the making: a chunk can still be taken back when its sequence is preempted."""
 
-    __slots__ = ("budget", "chunks", "copies", "preempted", "swap_in", "swap_out")
+    __slots__ = ("budget", "chunks", "preempted", "transfers")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.chunks: dict[int, Chunk] = {}
-        self.copies: dict[int, list[tuple[int, int]]] = {}
         self.preempted: list[int] = []
-        self.swap_out: list[tuple[int, int]] = []
-        self.swap_in: list[tuple[int, int]] = []
+        self.transfers: list[Transfer] = []  # never taken back: a later one may rely on an earlier one
+
+    def transfer(self, kind: str, pairs: list[tuple[int, int]]) -> None:
+        self.transfers.extend([Transfer(kind, source, destination) for source, destination in pairs])
 
     def drop(self, seq_id: int) -> None:
         chunk = self.chunks.pop(seq_id, None)
         if chunk is not None:
             self.budget += chunk.stop - chunk.start
-        self.copies.pop(seq_id, None)
 
     def to_plan(self, step: int) -> StepPlan:
-        return StepPlan(
-            step,
-            tuple(self.chunks.values()),
-            tuple(self.preempted),
-            tuple(pair for pairs in self.copies.values() for pair in pairs) if self.copies else (),
-            tuple(self.swap_out),
-            tuple(self.swap_in),
-        )
+        return StepPlan(step, tuple(self.chunks.values()), tuple(self.preempted), tuple(self.transfers))
 
 
 class Scheduler:
@@ -76,6 +69,7 @@ class Scheduler:
         self.pool = pool
         self.config = config
         self.policy = make_policy(config.scheduler_policy)
+        self._max_num_batched_tokens = config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
         self.cost = cost or PreemptionCost()
         self.keeps_cache = keeps_cache  # False: every step starts from an empty cache (the naive baseline)
         self.step = 0
@@ -83,8 +77,10 @@ class Scheduler:
         self.num_waiting = 0
         self.num_preemptions = 0
         self._by_id: dict[int, Sequence] = {}
-        self._waiting: list[tuple[tuple[float, int], Sequence]] = []  # a heap; may hold stale entries
-        self._by_age: deque[tuple[int, Sequence]] = deque()  # (waiting_since, seq); may hold stale entries
+        # A sequence that waits holds a ticket; queue entries with another ticket are stale and skipped.
+        self._waiting: list[tuple[tuple[float, int], int, Sequence]] = []  # a heap of (key, ticket, seq)
+        self._by_age: deque[tuple[int, Sequence]] = deque()  # (ticket, seq)
+        self._last_ticket = 0
         self._slots_used = 0  # running sequences, counting those a running one will fork into
         self._decode_gap = 0  # steps in a row in which somebody one behind was left out
         self._rotation = 0
@@ -102,6 +98,8 @@ class Scheduler:
         """Let a child run beside its parent on shared blocks; whoever writes first gets a copy."""
         if self.keeps_cache:
             self.pool.fork(parent.seq_id, child.seq_id)
+        else:
+            self.pool.match_prefix(child.seq_id, ())
         child.num_computed = parent.num_computed
         parent.num_reserved = child.num_reserved = 0
         if parent.num_slots > 1:  # the child moves into one of the places its parent was admitted with
@@ -117,7 +115,7 @@ class Scheduler:
         if seq.is_running:
             self._stop_running(seq)
         else:
-            self.num_waiting -= 1  # its queue entries are recognised as stale when they come up
+            self._stop_waiting(seq)
         self.pool.release(seq.seq_id)
 
     def get(self, seq_id: int) -> Sequence:
@@ -138,7 +136,7 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Choose the work of one step and reserve the blocks it needs."""
         self.step += 1
-        draft = _Draft(self.config.max_num_batched_tokens)
+        draft = _Draft(self._max_num_batched_tokens)
         one_behind: list[Sequence] = []
         further_behind: list[Sequence] = []
         for seq in self.running:
@@ -169,23 +167,27 @@ class Scheduler:
             self._batch_is_closed = not draft.chunks
         if self._batch_is_closed:
             self._decode(one_behind, draft)
+            if not draft.chunks:  # beams of this batch that wait for one of them to come back
+                self._admit(draft)
 
     def commit(self, plan: StepPlan) -> None:
         """The step ran: counts advance, sampled tokens get their place, full blocks enter the prefix tree."""
-        block_size = self.pool.block_size
-        for seq_id, start, stop, num_samples in plan.chunks:
+        commit, keeps_cache = self.pool.commit, self.keeps_cache
+        for seq_id, _, stop, num_samples in plan.chunks:
             seq = self._by_id[seq_id]
             seq.num_computed = stop
             if num_samples:
                 seq.num_tokens += 1
-            if not self.keeps_cache:
+            if keeps_cache:
+                commit(seq_id, seq.tokens, stop)
+            else:
                 self._forget_cache(seq)
-            elif stop // block_size > start // block_size:
-                self.pool.commit(seq_id, seq.tokens, stop)
 
     def _forget_cache(self, seq: Sequence) -> None:
         self.pool.release(seq.seq_id)
         seq.num_computed = seq.num_reserved = 0
+        if seq.is_running:  # the naive baseline: it stays, and starts over in the next step
+            self.pool.match_prefix(seq.seq_id, ())
 
     def _decode(self, one_behind: list[Sequence], draft: _Draft) -> None:
         """Serve those that are one token behind."""
@@ -234,46 +236,52 @@ class Scheduler:
         # A preemption means memory is short: admitting newcomers now would only preempt again.
         while self.num_waiting and draft.budget and not draft.preempted:
             seq = self._next_waiting()
-            if self._slots_used + seq.num_slots > self.config.max_batch_size:
+            group = (
+                [seq] if not seq.is_beam else [beam for beam in seq.group.sequences if not beam.is_finished]
+            )
+            if self._slots_used + sum(member.num_slots for member in group) > self.config.max_batch_size:
                 break
-            if not self._admit_one(seq, draft):
+            # Beams that came back one by one could wait for each other for ever, each holding blocks.
+            if len(group) > 1 and sum(map(self._num_blocks, group)) > self.pool.num_free_blocks:
+                break
+            if not all(self._admit_one(member, draft) for member in group):
                 break
 
     def _admit_one(self, seq: Sequence, draft: _Draft) -> bool:
         """Give a waiting sequence its blocks and its first chunk, or leave everything as it was."""
         pool, seq_id = self.pool, seq.seq_id
         if seq.is_swapped:
-            # num_free_blocks counts what can be evicted, so with enough of them neither call can fail
-            pairs = pool.swap_in(seq_id) if pool.can_reserve(seq_id, seq.num_tokens) else None
+            # What can be evicted counts as free, so with enough of it neither swap_in nor reserve can fail.
+            can_start = seq.is_beam or self._chunk_len(seq, draft.budget) > 0
+            has_room = self._num_blocks(seq) <= pool.num_free_blocks
+            pairs = pool.swap_in(seq_id) if can_start and has_room else None
             if pairs is None:
                 return False
-            draft.swap_in.extend(pairs)
+            draft.transfer(SWAP_IN, pairs)
             seq.is_swapped = False
-            copies: list[tuple[int, int]] = []
         else:
-            copies = self._match_prefix(seq)
+            self._match_prefix(seq)
         length = self._chunk_len(seq, draft.budget)
-        more_copies = pool.reserve(seq_id, seq.num_tokens) if length or seq.num_pending == 1 else None
-        if more_copies is None:
+        # A beam comes in with the others of its group, even if its chunk has to wait.
+        copies = pool.reserve(seq_id, seq.num_tokens) if length or seq.is_beam else None
+        if copies is None:
             self._forget_cache(seq)
             return False
+        draft.transfer(COPY, copies)
         seq.num_reserved = seq.num_tokens
-        if copies or more_copies:
-            draft.copies[seq_id] = copies + more_copies
-        self._start(seq)
+        self._stop_waiting(seq)
+        self._run(seq)
         if length:
             self._add_chunk(seq, seq.num_computed + length, draft)
         return True
 
-    def _match_prefix(self, seq: Sequence) -> list[tuple[int, int]]:
-        """Begin further ahead where the prefix tree knows the start; returns block copies to make."""
+    def _match_prefix(self, seq: Sequence) -> None:
+        """Enter a sequence into the cache, further ahead where the prefix tree knows its start."""
         request = seq.group.request
-        if not self.keeps_cache or request.params.prompt_logprobs is not None:
-            return []  # prompt logprobs need every position's logits
-        num_cached, copies = self.pool.match_prefix(seq.seq_id, seq.tokens, request.cache_salt)
-        seq.num_computed = num_cached
-        seq.num_cached = max(seq.num_cached, min(num_cached, seq.num_prompt))
-        return copies
+        # prompt logprobs need the logits of every position
+        known = () if request.params.prompt_logprobs is not None else seq.tokens
+        seq.num_computed = self.pool.match_prefix(seq.seq_id, known, request.cache_salt)
+        seq.num_cached = max(seq.num_cached, min(seq.num_computed, seq.num_prompt))
 
     # -- small parts ------------------------------------------------------------------------------
 
@@ -290,6 +298,9 @@ class Scheduler:
             return min(pending, budget, self.config.prefill_chunk_size)
         return pending if pending <= budget else 0
 
+    def _num_blocks(self, seq: Sequence) -> int:
+        return -(-seq.num_tokens // self.pool.block_size)
+
     def _add_chunk(self, seq: Sequence, stop: int, draft: _Draft) -> None:
         num_samples = seq.num_samples if stop == seq.num_tokens else 0
         draft.chunks[seq.seq_id] = Chunk(seq.seq_id, seq.num_computed, stop, num_samples)
@@ -302,8 +313,7 @@ class Scheduler:
             if copies is not None:
                 block_size = self.pool.block_size
                 seq.num_reserved = -(-num_tokens // block_size) * block_size
-                if copies:
-                    draft.copies.setdefault(seq.seq_id, []).extend(copies)
+                draft.transfer(COPY, copies)
                 return True
             self._preempt(self.running[-1], draft)
         return False
@@ -313,16 +323,14 @@ class Scheduler:
         group = [victim] if not victim.is_beam else [s for s in victim.group.sequences if s.is_running]
         for seq in group:
             self._stop_running(seq)
-            # Blocks that wait for a copy or for a swap-in do not hold their tokens yet.
-            can_swap = seq.seq_id not in draft.copies and not draft.swap_in
             draft.drop(seq.seq_id)
             pairs = None
-            if can_swap and self.cost.prefers_swap(self.config.preemption, seq.num_computed):
+            if self.cost.prefers_swap(self.config.preemption, seq.num_computed):
                 pairs = self.pool.swap_out(seq.seq_id)
             if pairs is None:
                 self._forget_cache(seq)
             else:
-                draft.swap_out.extend(pairs)
+                draft.transfer(SWAP_OUT, pairs)
                 seq.is_swapped = True
                 seq.num_reserved = 0
             draft.preempted.append(seq.seq_id)
@@ -330,33 +338,30 @@ class Scheduler:
             self._wait(seq)
 
     def _wait(self, seq: Sequence) -> None:
+        self._last_ticket += 1
+        seq.ticket = self._last_ticket
         seq.waiting_since = self.step
-        heapq.heappush(self._waiting, (seq.sort_key, seq))
-        self._by_age.append((self.step, seq))
+        heapq.heappush(self._waiting, (seq.sort_key, seq.ticket, seq))
+        self._by_age.append((seq.ticket, seq))
         self.num_waiting += 1
+
+    def _stop_waiting(self, seq: Sequence) -> None:
+        seq.ticket = 0
+        self.num_waiting -= 1
 
     def _next_waiting(self) -> Sequence:
         """The waiting sequence whose turn it is; promotes the oldest if it has waited too long."""
-        while self._is_stale(*(by_age := self._by_age[0])):
+        while self._by_age[0][0] != self._by_age[0][1].ticket:
             self._by_age.popleft()
-        since, oldest = by_age
-        if self.step - since >= self.config.max_wait_steps and oldest.sort_key[0] != -math.inf:
+        oldest = self._by_age[0][1]
+        if self.step - oldest.waiting_since >= self.config.max_wait_steps and oldest.sort_key[0] != -math.inf:
             oldest.sort_key = (-math.inf, oldest.arrival)
-            heapq.heappush(self._waiting, (oldest.sort_key, oldest))
+            heapq.heappush(self._waiting, (oldest.sort_key, oldest.ticket, oldest))
         while True:
-            key, seq = self._waiting[0]
-            if seq.sort_key == key and not self._is_stale(seq.waiting_since, seq):
+            key, ticket, seq = self._waiting[0]
+            if ticket == seq.ticket and key == seq.sort_key:
                 return seq
             heapq.heappop(self._waiting)
-
-    def _is_stale(self, since: int, seq: Sequence) -> bool:
-        return seq.is_running or seq.waiting_since != since or seq.seq_id not in self._by_id
-
-    def _start(self, seq: Sequence) -> None:
-        """Move a sequence from the front of the waiting queue to the running list."""
-        heapq.heappop(self._waiting)
-        self.num_waiting -= 1
-        self._run(seq)
 
     def _run(self, seq: Sequence) -> None:
         seq.is_running = True

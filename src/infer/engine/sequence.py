@@ -15,6 +15,8 @@ the CPU yet already has its place, so the next step can be planned before it is 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from infer.engine.request import Request
 from infer.sampling.params import RowLogprobs
 
@@ -40,21 +42,20 @@ class Sequence:
         "num_slots",
         "num_tokens",
         "priority",
-        "seed",
         "seq_id",
         "sort_key",
         "stop_reason",
+        "ticket",
         "tokens",
         "waiting_since",
     )
 
-    def __init__(self, seq_id: int, group: SequenceGroup, index: int, tokens: list[int], seed: int) -> None:
+    def __init__(self, seq_id: int, group: SequenceGroup, index: int, tokens: list[int]) -> None:
         request = group.request
         self.seq_id = seq_id
         self.group = group
         self.index = index
         self.tokens = tokens
-        self.seed = seed
         self.num_prompt = len(request.prompt)
         self.num_tokens = len(tokens)
         self.num_computed = 0
@@ -69,6 +70,7 @@ class Sequence:
         self.priority = request.priority
         self.deadline = request.deadline
         self.sort_key: tuple[float, int] = (0.0, 0)
+        self.ticket = 0  # its number in the waiting queue; 0: it does not wait
         self.waiting_since = 0  # the step in which it began to wait
         self.finish_reason: str | None = None
         self.stop_reason: int | None = None
@@ -108,12 +110,24 @@ class Sequence:
 class SequenceGroup:
     """The sequences of one request: one, or n that share their prompt, or the beams of a beam search."""
 
-    __slots__ = ("finished_beams", "max_total", "prompt_logprobs", "request", "sequences")
+    __slots__ = (
+        "finished_beams",
+        "max_total",
+        "num_made",
+        "prompt_logprobs",
+        "request",
+        "seed",
+        "sequences",
+        "stop_ids",
+    )
 
-    def __init__(self, request: Request, max_total: int) -> None:
+    def __init__(self, request: Request, *, max_total: int, stop_ids: tuple[int, ...], seed: int) -> None:
         self.request = request
         self.max_total = max_total  # prompt + output tokens of each sequence, at most
+        self.stop_ids = stop_ids  # tokens that end a sequence: the model's EOS set and the request's own
+        self.seed = seed
         self.sequences: list[Sequence] = []
+        self.num_made = 0  # sequences ever made for it, dropped beams included
         self.prompt_logprobs: list[RowLogprobs | None] = []
         self.finished_beams: list[FinishedBeam] = []
 
@@ -128,13 +142,12 @@ class SequenceGroup:
         return all(seq.is_finished for seq in self.sequences)
 
 
+@dataclass(frozen=True, slots=True)
 class FinishedBeam:
     """A hypothesis of a beam search that has met its stop."""
 
-    __slots__ = ("finish_reason", "score", "stop_reason", "tokens")
-
-    def __init__(self, tokens: list[int], score: float, finish_reason: str, stop_reason: int | None) -> None:
-        self.tokens = tokens  # the output alone
-        self.score = score
-        self.finish_reason = finish_reason
-        self.stop_reason = stop_reason
+    output: list[int]
+    score: float  # mean logprob per token: what hypotheses are ranked by
+    cumulative_logprob: float
+    finish_reason: str
+    stop_reason: int | None

@@ -1,0 +1,62 @@
+"""The tensors behind the books: where keys and values really are.
+
+One allocation for all layers, [L, 2, num_blocks, block_size, G, H]; a *slot* is one token's place in it,
+`block * block_size + offset`, so seen flat a layer's keys are [num_slots, G, H]. The books
+(`kv_pool.py`) say who owns which block; this file only moves bytes where it is told to.
+
+Blocks are handed out uninitialised. Nothing may read a slot before the step that writes it: tests
+fill the store with NaN and expect no trace of it.
+
+Shapes:  L layers, G kv heads, H head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class KVStore:
+    """Keys and values of every block on the device, and of the swapped blocks in host memory."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_host_blocks: int = 0,
+    ) -> None:
+        self.device = device
+        shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
+        self._data = torch.empty(shape, dtype=dtype, device=device)
+        host_shape = (num_layers, 2, num_host_blocks, *shape[3:])
+        self._host = torch.empty(
+            host_shape, dtype=dtype, pin_memory=device.type == "cuda" and num_host_blocks > 0
+        )
+        flat = self._data.view(num_layers, 2, num_blocks * block_size, num_kv_heads, head_dim)
+        self.keys = [flat[layer, 0] for layer in range(num_layers)]  # [num_slots, G, H] each
+        self.values = [flat[layer, 1] for layer in range(num_layers)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory taken."""
+        return self._data.numel() * self._data.element_size()
+
+    def transfer(self, transfers: Sequence[tuple[str, int, int]]) -> None:
+        """Carry out (kind, source, destination) moves in order: a destination may be a later source."""
+        device, host = self._data, self._host
+        sides = {"copy": (device, device), "swap_out": (device, host), "swap_in": (host, device)}
+        for kind, source, destination in transfers:
+            source_side, destination_side = sides[kind]
+            destination_side[:, :, destination].copy_(source_side[:, :, source], non_blocking=True)
+
+    def fill(self, value: float) -> None:
+        """Overwrite everything; for tests that look for reads of what nobody wrote."""
+        self._data.fill_(value)
+        self._host.fill_(value)

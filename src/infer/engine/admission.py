@@ -1,0 +1,65 @@
+"""May this request come in? What can never be served is refused at once, with the reason.
+
+Three limits, from the client's to ours: the ids must exist, prompt + output must fit the model's
+context, and the sequence must fit the cache when it has it to itself. Whatever passes can always
+be finished: at worst alone, after everybody else was preempted.
+"""
+
+from __future__ import annotations
+
+from infer.cache.kv_pool import KVCachePool
+from infer.engine.request import Request
+from infer.errors import ContextOverflow, RequestError
+
+
+def check_token_ids(request: Request, vocab_size: int) -> None:
+    """Refuse ids that this model does not have."""
+    if not request.prompt:
+        raise RequestError("the prompt has no tokens; give at least one", param="prompt")
+    named = {
+        "prompt": request.prompt,
+        "logit_bias": tuple(request.params.logit_bias),
+        "stop_token_ids": request.params.stop_token_ids,
+    }
+    for param, ids in named.items():
+        for token_id in (min(ids), max(ids)) if ids else ():
+            if not 0 <= token_id < vocab_size:
+                raise RequestError(
+                    f"{param} holds token id {token_id}, but this model has ids 0 to {vocab_size - 1}",
+                    param=param,
+                )
+
+
+def check_width(request: Request, max_batch_size: int) -> None:
+    """Refuse more sequences than may ever run side by side."""
+    params = request.params
+    if params.num_sequences > max_batch_size:
+        raise RequestError(
+            f"the request asks for {params.num_sequences} sequences, but max_batch_size is {max_batch_size}; "
+            "lower n or best_of",
+            param="n" if params.best_of is None else "best_of",
+        )
+
+
+def longest_total(request: Request, context_len: int, pool: KVCachePool) -> int:
+    """How many tokens each sequence may reach, prompt included; without max_tokens, all that fit.
+
+    The last token of an output is never computed, so it needs no place in the cache. Beams advance
+    together, so they must fit together.
+    """
+    params, num_prompt = request.params, len(request.prompt)
+    max_total = context_len if params.max_tokens is None else num_prompt + params.max_tokens
+    if num_prompt >= context_len or max_total > context_len:
+        raise ContextOverflow(num_prompt, params.max_tokens or 1, context_len)
+    width = params.num_sequences if params.use_beam_search else 1
+    capacity = pool.num_blocks // width * pool.block_size + 1
+    if params.max_tokens is None and num_prompt < capacity:
+        max_total = min(max_total, capacity)
+    if max_total <= capacity and pool.can_ever_fit(max_total - 1):
+        return max_total
+    beams = f" in each of {width} beams" if width > 1 else ""
+    raise RequestError(
+        f"prompt and max_tokens need {max_total - 1} tokens of cache{beams}, but the whole cache holds "
+        f"{pool.num_blocks * pool.block_size}; shorten the prompt, lower max_tokens or enlarge the cache",
+        param="max_tokens",
+    )

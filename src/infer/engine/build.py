@@ -1,0 +1,152 @@
+"""From an `EngineConfig` and a loaded model to a running engine: the only place that knows every part.
+
+EngineConfig ──┬─► pool (books) ──► scheduler ──┐
+LoadedModel  ──┴─► store (tensors) ─► runner ───┴─► Engine
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import torch
+
+from infer.cache.kv_pool import KVCachePool, PagedKVCachePool, SlottedKVCachePool
+from infer.cache.kv_store import KVStore
+from infer.cache.memory import (
+    CPU_SHARE,
+    GPU_SHARE,
+    CacheSize,
+    free_host_bytes,
+    kv_bytes_per_token,
+    size_cache,
+)
+from infer.config import DEFAULT_BATCHED_TOKENS, EngineConfig, SchedulerConfig
+from infer.engine.engine import Engine, EngineObserver
+from infer.engine.preemption import PreemptionCost
+from infer.engine.runner import ModelRunner
+from infer.engine.scheduler import Scheduler
+from infer.errors import ConfigError
+from infer.loader.load import LoadedModel
+from infer.models.model import Model
+
+PROBE_TOKENS = 64  # of the prefill that measures what recomputing costs
+
+
+def build_engine(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    *,
+    observer: EngineObserver | None = None,
+    cost: PreemptionCost | None = None,
+) -> Engine:
+    """Put the parts together; `cost` replaces the measured one, so that a recorded run can be repeated."""
+    model_config = loaded.config
+    scheduler_config = resolve_scheduler(config, model_config.context_len)
+    size = size_cache(
+        config.cache,
+        scheduler_config,
+        max_seq_len=model_config.context_len,
+        bytes_per_token=kv_bytes_per_token(
+            model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, loaded.dtype.itemsize
+        ),
+        free_bytes=_free_bytes(loaded.device),
+    )
+    pool = make_pool(config, size)
+    store = KVStore(
+        num_layers=model_config.num_layers,
+        num_blocks=size.num_blocks,
+        block_size=size.block_size,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        dtype=loaded.dtype,
+        device=loaded.device,
+        num_host_blocks=config.cache.num_host_blocks,
+    )
+    if cost is None and scheduler_config.preemption == "auto" and config.cache.num_host_blocks:
+        cost = measure_cost(loaded.model, store, size, loaded.device)
+    runner = ModelRunner(
+        loaded.model,
+        store,
+        pool,
+        max_batch_size=scheduler_config.max_batch_size,
+        attention_backend=config.cache.attention_backend,
+    )
+    keeps_cache = config.cache.kv_cache_backend != "naive"
+    scheduler = Scheduler(pool, scheduler_config, cost=cost, keeps_cache=keeps_cache)
+    return Engine(
+        scheduler,
+        runner,
+        context_len=model_config.context_len,
+        vocab_size=model_config.vocab_size,
+        eos_ids=loaded.eos_ids,
+        observer=observer,
+    )
+
+
+def resolve_scheduler(config: EngineConfig, max_seq_len: int) -> SchedulerConfig:
+    """Fill in the step's token budget; without chunking it must hold the longest prompt whole."""
+    scheduler = config.scheduler
+    is_chunked = scheduler.use_chunked_prefill and config.cache.kv_cache_backend != "naive"
+    budget = scheduler.max_num_batched_tokens
+    if budget is None:
+        budget = DEFAULT_BATCHED_TOKENS if is_chunked else max(DEFAULT_BATCHED_TOKENS, max_seq_len)
+    if not is_chunked and budget < max_seq_len:
+        raise ConfigError(
+            f"without chunked prefill a step must hold a whole sequence of up to {max_seq_len} tokens, but "
+            f"max_num_batched_tokens is {budget}; raise it, lower max_seq_len, or turn use_chunked_prefill on"
+        )
+    return replace(scheduler, max_num_batched_tokens=budget)
+
+
+def make_pool(config: EngineConfig, size: CacheSize, *, placement_seed: int | None = None) -> KVCachePool:
+    """The books for a cache of this size."""
+    cache = config.cache
+    if cache.kv_cache_backend == "contiguous":
+        return SlottedKVCachePool(
+            size.num_blocks,
+            size.block_size,
+            num_host_sequences=cache.num_host_blocks,
+            placement_seed=placement_seed,
+        )
+    return PagedKVCachePool(
+        size.num_blocks,
+        size.block_size,
+        use_prefix_caching=cache.use_prefix_caching and cache.kv_cache_backend == "paged",
+        num_host_blocks=cache.num_host_blocks,
+        placement_seed=placement_seed,
+    )
+
+
+@torch.inference_mode()
+def measure_cost(model: Model, store: KVStore, size: CacheSize, device: torch.device) -> PreemptionCost:
+    """Time one block's way to host memory and a short prefill: what the two kinds of preemption cost."""
+    from infer.engine.probe import BatchOnlyStep  # only needed where swapping is possible
+
+    def seconds(work: object) -> float:
+        assert callable(work)
+        work()  # the first time pays for allocations
+        _synchronize(device)
+        start = time.perf_counter()
+        work()
+        _synchronize(device)
+        return time.perf_counter() - start
+
+    num_tokens = min(PROBE_TOKENS, model.config.context_len)
+    tokens_T = torch.arange(num_tokens, device=device) % model.config.vocab_size
+    swap = seconds(lambda: store.transfer([("swap_out", 0, 0)])) / size.block_size
+    recompute = seconds(lambda: model(tokens_T, BatchOnlyStep(num_tokens, device))) / num_tokens
+    return PreemptionCost(swap_seconds=swap, recompute_seconds=recompute)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Memory the KV cache may take where the operator did not say."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * GPU_SHARE)
+    return int(free_host_bytes() * CPU_SHARE)

@@ -1,0 +1,314 @@
+"""The loop: every `step()` makes the same four moves.
+
+    plan     the scheduler picks chunks and reserves blocks            (integers)
+    run      the runner moves blocks, runs the model, samples          (tensors)
+    commit   counts advance, full blocks enter the prefix tree         (integers)
+    report   stop conditions are checked, the finished let go          (integers)
+
+A step is atomic: nothing is counted as computed until the run has succeeded. If the run raises, the
+requests of that plan end with an error, everybody else goes on, and the books balance.
+
+The engine speaks token ids. Stop *strings* are found by whoever turns ids into text; it then calls
+`abort` for the sequence it has seen enough of.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Seq
+
+from infer.engine.admission import check_token_ids, check_width, longest_total
+from infer.engine.beam import next_beams
+from infer.engine.plan import StepPlan
+from infer.engine.request import Request, StepOutput
+from infer.engine.runner import Runner, StepResult
+from infer.engine.scheduler import Scheduler
+from infer.engine.sequence import Sequence, SequenceGroup
+from infer.errors import EngineError, QueueFull, RequestError
+from infer.sampling.params import RowLogprobs
+
+logger = logging.getLogger(__name__)
+
+ARRIVALS_PER_GROUP = 1 << 20  # arrival numbers leave room for the forks of a group beside each other
+MAX_EMPTY_STEPS = 3
+
+
+class EngineObserver:
+    """Sees everything that happens, in order; the recorder is one. The default looks away."""
+
+    def on_add(self, step: int, request: Request) -> None:
+        """A request was accepted after this step."""
+
+    def on_abort(self, step: int, request_id: str, index: int | None) -> None:
+        """A request, or one sequence of it, was aborted after this step."""
+
+    def on_step(self, plan: StepPlan, ids: Seq[tuple[int, ...]]) -> None:
+        """A plan ran and these ids were sampled, chunk by chunk."""
+
+
+class Engine:
+    """Requests in, `StepOutput`s out, one step at a time. Not thread-safe: one thread owns it."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        context_len: int,
+        vocab_size: int,
+        eos_ids: tuple[int, ...] = (),
+        observer: EngineObserver | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.context_len = context_len
+        self._runner = runner
+        self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
+        self._observer = observer or EngineObserver()
+        self._groups: dict[str, SequenceGroup] = {}
+        self._num_requests = 0
+        self._next_seq_id = 0
+        self._empty_steps = 0
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Accept a request, or raise a `RequestError` that says why it can never be served."""
+        group = self._make_group(request)
+        self._observer.on_add(self.scheduler.step, request)
+        self._groups[request.request_id] = group
+        leader = self._new_sequence(group, 0, list(request.prompt))
+        leader.arrival = self._num_requests * ARRIVALS_PER_GROUP
+        leader.num_slots = request.params.num_sequences
+        leader.num_samples = 1 if group.is_beam else request.params.num_sequences
+        self._num_requests += 1
+        self.scheduler.add(leader)
+
+    def abort(self, request_id: str, index: int | None = None) -> bool:
+        """End a request, or one sequence of it, at any stage; False if it is not (or no longer) here."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return False
+        if index is not None and (group.is_beam or group.sequences[0].num_samples > 1):
+            raise EngineError(f"request {request_id!r} has no sequence {index} (yet); abort the whole of it")
+        self._observer.on_abort(self.scheduler.step, request_id, index)
+        for seq in group.sequences:
+            if not seq.is_finished and index in (None, seq.index):
+                self._finish(seq, "abort")
+        self._forget_if_done(group)
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is waiting or running."""
+        return self.scheduler.has_work
+
+    @property
+    def num_requests(self) -> int:
+        """Requests waiting or running."""
+        return len(self._groups)
+
+    # -- the loop ---------------------------------------------------------------------------------
+
+    def step(self) -> list[StepOutput]:
+        """Plan, run, commit, report; returns what the step made, in the order of the plan."""
+        plan = self.scheduler.plan()
+        sequences = [self.scheduler.get(chunk.seq_id) for chunk in plan.chunks]
+        if not plan.chunks and not plan.transfers:
+            return self._step_without_work()
+        self._empty_steps = 0
+        try:
+            result = self._runner.run(plan, sequences)
+        except Exception as error:  # whatever the model raised, its requests end and the engine lives on
+            logger.exception("step %d failed", plan.step)
+            return self._fail(sequences, f"{type(error).__name__} in step {plan.step}")
+        self.scheduler.commit(plan)
+        self._observer.on_step(plan, result.ids)
+        return self._report(plan, sequences, result)
+
+    def _step_without_work(self) -> list[StepOutput]:
+        """An empty plan is normal when idle; several in a row with work waiting are a bug, not a wait."""
+        if not self.has_work:
+            return []
+        self._empty_steps += 1
+        if self._empty_steps < MAX_EMPTY_STEPS:
+            return []
+        self._empty_steps = 0
+        stuck = self.scheduler.sequences()
+        logger.error("no progress: %s; usage %s", stuck[:8], self.scheduler.pool.usage())
+        return self._fail(stuck, "the scheduler could not find room for it")
+
+    def _fail(self, sequences: Seq[Sequence], reason: str) -> list[StepOutput]:
+        """End the requests of these sequences with an error."""
+        outputs = []
+        for group in {id(seq.group): seq.group for seq in sequences}.values():
+            for seq in group.sequences:
+                if not seq.is_finished:
+                    self._finish(seq, "error")
+                    outputs.append(self._output(seq, (), (), error=reason))
+            self._forget_if_done(group)
+        return outputs
+
+    def _report(self, plan: StepPlan, sequences: Seq[Sequence], result: StepResult) -> list[StepOutput]:
+        outputs: list[StepOutput] = []
+        offers: dict[int, tuple[SequenceGroup, list[tuple[Sequence, RowLogprobs]]]] = {}
+        for seq_id, rows in result.prompt_logprobs.items():
+            self.scheduler.get(seq_id).group.prompt_logprobs.extend(rows)
+        for seq, ids, logprobs in zip(sequences, result.ids, result.logprobs, strict=True):
+            if not ids:
+                continue
+            if seq.is_beam:
+                row = logprobs[0]
+                assert row is not None, "beams always ask for logprobs"
+                offers.setdefault(id(seq.group), (seq.group, []))[1].append((seq, row))
+                continue
+            members = [seq, *self._fork(seq, len(ids) - 1)] if len(ids) > 1 else [seq]
+            for member, token_id, row in zip(members, ids, logprobs, strict=True):
+                outputs.append(self._advance(member, token_id, row))
+            if any(member.is_finished for member in members):
+                self._forget_if_done(seq.group)
+        for group, beams in offers.values():
+            outputs.extend(self._advance_beams(group, beams))
+        return outputs
+
+    # -- one sequence -----------------------------------------------------------------------------
+
+    def _advance(self, seq: Sequence, token_id: int, row: RowLogprobs | None) -> StepOutput:
+        """Append a sampled token and see whether it was the last."""
+        group = seq.group
+        is_first = seq.num_output == 1
+        seq.tokens.append(token_id)
+        if row is not None:
+            seq.cumulative_logprob += row.logprob
+        if token_id in group.stop_ids:
+            seq.stop_reason = token_id if token_id in group.request.params.stop_token_ids else None
+            self._finish(seq, "stop")
+        elif seq.num_tokens >= group.max_total:
+            self._finish(seq, "length")
+        asks = group.request.params.logprobs is not None
+        return self._output(seq, (token_id,), (row,) if asks and row is not None else (), is_first=is_first)
+
+    def _output(
+        self,
+        seq: Sequence,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[RowLogprobs, ...],
+        *,
+        is_first: bool = False,
+        error: str | None = None,
+    ) -> StepOutput:
+        group = seq.group
+        wants_prompt = is_first and group.request.params.prompt_logprobs is not None
+        return StepOutput(
+            request_id=group.request.request_id,
+            index=seq.index,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason=seq.finish_reason,
+            stop_reason=seq.stop_reason,
+            cumulative_logprob=seq.cumulative_logprob,
+            num_cached=seq.num_cached,
+            prompt_logprobs=(None, *group.prompt_logprobs) if wants_prompt else None,
+            error=error,
+        )
+
+    def _fork(self, leader: Sequence, count: int) -> list[Sequence]:
+        """Make the other sequences of a request, once its prompt is computed."""
+        leader.num_samples = 1
+        children = []
+        for index in range(1, count + 1):
+            child = self._new_sequence(leader.group, index, list(leader.tokens))
+            self._join(leader, child)
+            children.append(child)
+        return children
+
+    def _join(self, parent: Sequence, child: Sequence) -> None:
+        """Let a child continue beside its parent; its next token already has its place."""
+        child.num_tokens = parent.num_tokens
+        child.num_cached = parent.num_cached
+        child.arrival = parent.arrival - parent.arrival % ARRIVALS_PER_GROUP + parent.group.num_made
+        self.scheduler.fork(parent, child)
+
+    def _advance_beams(
+        self, group: SequenceGroup, offers: list[tuple[Sequence, RowLogprobs]]
+    ) -> list[StepOutput]:
+        """Replace the beams of a search by the next ones, or end it."""
+        chosen = next_beams(group, offers)
+        if not chosen:
+            return self._finish_beams(group)
+        taken: set[int] = set()
+        forks = []
+        for pick in chosen:
+            if pick.parent.seq_id in taken:
+                child = self._new_sequence(group, pick.parent.index, list(pick.parent.tokens))
+                self._join(pick.parent, child)
+                forks.append((child, pick))
+            taken.add(pick.parent.seq_id)
+        for beam, _ in offers:
+            if beam.seq_id not in taken:
+                self._finish(beam, "dropped")
+        for child, pick in forks:
+            child.tokens.append(pick.token_id)
+            child.cumulative_logprob = pick.score
+        for pick in chosen:
+            if pick.parent.seq_id in taken:  # the first pick of a parent goes on in its place
+                taken.remove(pick.parent.seq_id)
+                pick.parent.tokens.append(pick.token_id)
+                pick.parent.cumulative_logprob = pick.score
+        group.sequences = [seq for seq in group.sequences if not seq.is_finished]
+        return []
+
+    def _finish_beams(self, group: SequenceGroup) -> list[StepOutput]:
+        """Report the n best hypotheses of a search that has ended."""
+        for seq in group.sequences:
+            self._finish(seq, "stop")
+        self._forget_if_done(group)
+        return [
+            StepOutput(
+                request_id=group.request.request_id,
+                index=index,
+                token_ids=tuple(beam.output),
+                finish_reason=beam.finish_reason,
+                stop_reason=beam.stop_reason,
+                cumulative_logprob=beam.cumulative_logprob,
+                num_cached=group.sequences[0].num_cached,
+            )
+            for index, beam in enumerate(group.finished_beams[: group.request.params.n])
+        ]
+
+    def _finish(self, seq: Sequence, reason: str) -> None:
+        seq.finish_reason = reason
+        self.scheduler.remove(seq)
+        self._runner.forget(seq.seq_id)
+
+    def _forget_if_done(self, group: SequenceGroup) -> None:
+        if group.is_finished:
+            self._groups.pop(group.request.request_id, None)
+
+    def _new_sequence(self, group: SequenceGroup, index: int, tokens: list[int]) -> Sequence:
+        seq = Sequence(self._next_seq_id, group, index, tokens)
+        self._next_seq_id += 1
+        group.sequences.append(seq)
+        group.num_made += 1
+        return seq
+
+    def _make_group(self, request: Request) -> SequenceGroup:
+        """Check a request against this model, this cache and this queue."""
+        params, scheduler = request.params, self.scheduler
+        if request.request_id in self._groups:
+            raise RequestError(
+                f"request id {request.request_id!r} is already being served", param="request_id"
+            )
+        limit = scheduler.config.max_waiting
+        if limit is not None and scheduler.num_waiting >= limit:
+            raise QueueFull(f"{scheduler.num_waiting} sequences are waiting and max_waiting is {limit}")
+        if params.use_beam_search and not scheduler.keeps_cache:
+            raise RequestError("beam search needs a KV cache, and kv_cache_backend=naive keeps none")
+        check_token_ids(request, self._vocab_size)
+        check_width(request, scheduler.config.max_batch_size)
+        max_total = longest_total(request, self.context_len, scheduler.pool)
+        stop_ids = params.stop_token_ids if params.ignore_eos else (*self._eos_ids, *params.stop_token_ids)
+        seed = params.seed
+        if seed is None:
+            seed = scheduler.config.seed * 0x9E3779B97F4A7C15 + self._num_requests
+        return SequenceGroup(request, max_total=max_total, stop_ids=tuple(dict.fromkeys(stop_ids)), seed=seed)

@@ -1,0 +1,149 @@
+"""Run a `StepPlan` on one device: copy blocks, run the model, sample.
+
+    transfers ── the store moves blocks the books have already moved
+    batch     ── the plan's integers become tensors                          (engine/batch.py)
+    model     ── hidden states of all T tokens
+    logits    ── only of the rows that sample, or whose logprobs were asked for
+    sample    ── one token per sampling row, several for a chunk about to fork
+
+The runner owns tensors and no decisions; the engine can hand it any plan twice and get the same ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from infer.cache.kv_pool import KVCachePool
+from infer.cache.kv_store import KVStore
+from infer.engine.batch import BlockRows, PagedStep, StepBatch
+from infer.engine.plan import StepPlan
+from infer.engine.sequence import Sequence as TokenSequence
+from infer.models.model import Model
+from infer.sampling.logprobs import top_logprobs
+from infer.sampling.params import RowLogprobs
+from infer.sampling.sampler import SampleRow, sample
+
+LOGPROB_ROWS = 64  # rows of logits held at once for prompt logprobs: 64 * 150k * 4 bytes = 38 MB
+
+
+class StepResult(NamedTuple):
+    """What a step produced, chunk by chunk of its plan."""
+
+    ids: list[tuple[int, ...]]  # the sampled ids; empty where the chunk samples nothing
+    logprobs: list[tuple[RowLogprobs | None, ...]]
+    prompt_logprobs: dict[int, list[RowLogprobs]]  # by seq_id: of the prompt tokens after this chunk's own
+
+
+class Runner(Protocol):
+    """Whoever can execute plans: a model on a device, or a stand-in for tests and simulations."""
+
+    def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
+        """Execute a plan whose chunks belong to `sequences`, in the same order."""
+        ...
+
+    def forget(self, seq_id: int) -> None:
+        """Drop whatever is kept for a sequence that has left."""
+        ...
+
+
+class ModelRunner:
+    """The real one: a model, a store, and one device."""
+
+    def __init__(
+        self, model: Model, store: KVStore, pool: KVCachePool, *, max_batch_size: int, attention_backend: str
+    ) -> None:
+        self._model = model
+        self._store = store
+        self._pool = pool
+        self._use_reference = attention_backend == "naive"
+        max_blocks = -(-model.config.context_len // pool.block_size)
+        # twice: a sequence may be preempted and another admitted within one plan
+        self._rows = BlockRows(2 * max_batch_size, max_blocks)
+
+    def forget(self, seq_id: int) -> None:
+        """Free the row of a sequence that has left."""
+        self._rows.forget(seq_id)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
+        """Execute the plan; see the module's docstring for the order."""
+        for seq_id in plan.preempted:
+            self._rows.forget(seq_id)
+        self._store.transfer(plan.transfers)
+        batch = StepBatch(plan, sequences, self._rows, self._pool, self._store.device)
+        step = PagedStep(batch, self._store, use_reference=self._use_reference)
+        hidden_TD = self._model(batch.tokens_T, step)
+        ids, logprobs = self._sample(plan, sequences, batch, hidden_TD)
+        return StepResult(ids, logprobs, self._prompt_logprobs(plan, sequences, batch, hidden_TD))
+
+    def _sample(
+        self, plan: StepPlan, sequences: Sequence[TokenSequence], batch: StepBatch, hidden_TD: torch.Tensor
+    ) -> tuple[list[tuple[int, ...]], list[tuple[RowLogprobs | None, ...]]]:
+        places: list[int] = []
+        rows: list[SampleRow] = []
+        for chunk, seq, last_row in zip(plan.chunks, sequences, batch.last_rows, strict=True):
+            for index in range(chunk.num_samples):
+                places.append(last_row)
+                rows.append(sample_row(seq, seq.index + index))
+        ids: list[tuple[int, ...]] = [()] * len(plan.chunks)
+        logprobs: list[tuple[RowLogprobs | None, ...]] = [()] * len(plan.chunks)
+        if not rows:
+            return ids, logprobs
+        all_sample = len(places) == hidden_TD.shape[0]  # then every token is its chunk's last
+        samples = sample(self._model.logits(hidden_TD if all_sample else hidden_TD[places]), rows)
+        first = 0
+        for number, chunk in enumerate(plan.chunks):
+            last = first + chunk.num_samples
+            ids[number] = tuple(samples.ids[first:last])
+            logprobs[number] = tuple(samples.logprobs[first:last])
+            first = last
+        return ids, logprobs
+
+    def _prompt_logprobs(
+        self, plan: StepPlan, sequences: Sequence[TokenSequence], batch: StepBatch, hidden_TD: torch.Tensor
+    ) -> dict[int, list[RowLogprobs]]:
+        """Logprobs of the prompt tokens that follow this step's tokens, a few rows of logits at a time."""
+        found: dict[int, list[RowLogprobs]] = {}
+        for chunk, seq, last_row in zip(plan.chunks, sequences, batch.last_rows, strict=True):
+            count = seq.group.request.params.prompt_logprobs
+            stop = min(chunk.stop, seq.num_prompt - 1)  # the last prompt token predicts the output
+            if count is None or chunk.start >= stop:
+                continue
+            place = last_row + 1 - (chunk.stop - chunk.start) - chunk.start  # of position 0, were it here
+            rows: list[RowLogprobs] = []
+            for first in range(chunk.start, stop, LOGPROB_ROWS):
+                last = min(first + LOGPROB_ROWS, stop)
+                logits = self._model.logits(hidden_TD[place + first : place + last])
+                chosen = seq.tokens[first + 1 : last + 1]
+                rows += [
+                    row for row in top_logprobs(logits, chosen, [count] * len(chosen)) if row is not None
+                ]
+            found[seq.seq_id] = rows
+        return found
+
+
+def sample_row(seq: TokenSequence, index: int) -> SampleRow:
+    """How to sample the next token of a sequence, or of the `index`-th sequence it is about to become."""
+    params = seq.group.request.params
+    num_logprobs = params.logprobs
+    if params.use_beam_search:
+        num_logprobs = 2 * params.num_sequences  # enough candidates even if every beam's best one is a stop
+    elif num_logprobs is None and params.num_sequences > params.n:
+        num_logprobs = 0  # ranking needs the chosen token's logprob
+    return SampleRow(
+        params=params,
+        seed=sequence_seed(seq.group.seed, index),
+        position=seq.num_tokens,
+        num_prompt=seq.num_prompt,
+        tokens=seq.tokens,
+        banned=seq.group.stop_ids if seq.num_output < params.min_tokens else (),
+        num_logprobs=num_logprobs,
+    )
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """The seed of a request's `index`-th sequence; the first one has the request's own."""
+    return seed + index * 0x5851F42D4C957F2D
