@@ -30,11 +30,11 @@ def rope_reference(
     positions_T: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The specification: what the kernel must equal, and what runs on the CPU."""
-    cos_T1R = cos_PR[positions_T].unsqueeze(1)
-    sin_T1R = sin_PR[positions_T].unsqueeze(1)
-    heads = torch.cat((q_TNH, k_TGH), dim=1)  # queries and keys turn alike: one pass over both
+    cos = cos_PR[positions_T].unsqueeze(1)
+    sin = sin_PR[positions_T].unsqueeze(1)
+    heads = torch.cat((q_TNH, k_TGH), dim=1)  # both turn alike; at decode one pass is quicker than two
     first, second = heads.float().chunk(2, dim=-1)
-    rotated = torch.cat((first * cos_T1R - second * sin_T1R, second * cos_T1R + first * sin_T1R), dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     q, k = rotated.to(heads.dtype).split((q_TNH.shape[1], k_TGH.shape[1]), dim=1)
     return q, k
 

@@ -153,7 +153,7 @@ class KernelContract:
 
     def test_rope_reads_q_and_k_out_of_a_fused_qkv(self) -> None:
         qkv = self.framed(3, 4 + 2 + 2, 16, dtype=torch.float32)
-        q, k, _ = torch.split(qkv.view, (4, 2, 2), dim=1)
+        q, k, _ = torch.split(qkv.view, [4, 2, 2], dim=1)
         tables, positions = self.rope_tables(8, 16), torch.tensor([7, 0, 3], device=self.device)
         rotated_q, rotated_k = rope(q, k, *tables, positions)
         expected_q, expected_k = rope_reference(q, k, *tables, positions)

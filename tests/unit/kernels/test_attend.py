@@ -111,7 +111,7 @@ def test_the_naive_form_lets_no_query_see_a_nan_of_the_future() -> None:
 @pytest.mark.parametrize("num_queries", [1, 5])
 def test_strided_views_are_accepted(attend: Callable[..., torch.Tensor], num_queries: int) -> None:
     torch.manual_seed(0)
-    q, k, v = torch.split(torch.randn(5, 8, HEAD_DIM), (4, 2, 2), dim=1)  # views of a fused qkv
+    q, k, v = torch.split(torch.randn(5, 8, HEAD_DIM), [4, 2, 2], dim=1)  # views of a fused qkv
     out = attend(q[-num_queries:], k, v, scale=0.3, window=None)
     copies = q[-num_queries:].contiguous(), k.contiguous(), v.contiguous()
     torch.testing.assert_close(out, attend(*copies, scale=0.3, window=None))

@@ -57,7 +57,7 @@ def test_views_of_a_fused_qkv_are_rotated_and_the_original_is_kept() -> None:
     torch.manual_seed(0)
     qkv = torch.randn(3, 8, HEAD_DIM)
     before = qkv.clone()
-    q, k, _ = torch.split(qkv, (4, 2, 2), dim=1)
+    q, k, _ = torch.split(qkv, [4, 2, 2], dim=1)
     positions = torch.tensor([3, 4, 5])
     rotated_q, rotated_k = rotate(q, k, positions)
     assert torch.equal(qkv, before)
