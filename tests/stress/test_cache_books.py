@@ -1,0 +1,37 @@
+"""Random life in caches far too small: every operation at any moment, every book verified after each."""
+
+from __future__ import annotations
+
+import pytest
+
+from infer.cache.kv_pool import PagedKVCachePool, SlottedKVCachePool
+from tests.unit.cache.traffic import RandomTraffic
+
+
+def make_pool(kind: str, seed: int) -> PagedKVCachePool:
+    if kind == "slotted":
+        return SlottedKVCachePool(4, 12, num_host_sequences=2, placement_seed=seed)
+    if kind == "uncached":
+        return PagedKVCachePool(9, 4, use_prefix_caching=False, num_host_blocks=6)
+    if kind == "blocks of one":
+        return PagedKVCachePool(14, 1, num_host_blocks=8)
+    if kind == "no host":
+        return PagedKVCachePool(9, 2, placement_seed=seed)
+    return PagedKVCachePool(8, 4, num_host_blocks=10, placement_seed=seed)
+
+
+@pytest.mark.parametrize("kind", ["paged", "blocks of one", "no host", "uncached", "slotted"])
+@pytest.mark.parametrize("seed", range(4))
+def test_nobody_reads_a_wrong_token_and_no_block_leaks(kind: str, seed: int) -> None:
+    pool = make_pool(kind, seed)
+    life = RandomTraffic(pool, f"{kind} {seed}")
+
+    life.run(num_ops=600)
+
+    assert min(life.counts[op] for op in ("admit", "decode", "step", "fork", "release")) > 10, life.counts
+    assert life.traffic.num_refused > 10, "the cache was not too small"
+    life.finish()
+    assert pool.num_free_blocks == pool.num_blocks
+    pool.reset_prefix_cache()
+    usage = pool.usage()
+    assert (usage.num_free, usage.num_cached, usage.num_used) == (pool.num_blocks, 0, 0)
