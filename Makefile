@@ -18,7 +18,6 @@ PYTHON ?= $(shell for python in python3 python python3.11 python3.12 python3.13 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.DELETE_ON_ERROR:
 .PHONY: help setup serve test check format clean distclean
 
 help:  ## list these targets
@@ -50,10 +49,10 @@ distclean: clean  ## also remove .venv; the next run sets everything up again
 	rm -rf $(VENV)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" && $(PYTHON) $(IS_NEW_ENOUGH) || { \
-		echo "python 3.11 or newer is needed, found: $(or $(PYTHON),none on the PATH);" \
-		"install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@if [ -e $(VENV)/.installing ] || ! $(BIN)/python -m pip --version > /dev/null 2>&1; then \
+		test -n "$(PYTHON)" && $(PYTHON) $(IS_NEW_ENOUGH) || { \
+			echo "python 3.11 or newer is needed, found: $(or $(PYTHON),none on the PATH);" \
+			"install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; }; \
 		echo "making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv --clear $(VENV); fi
 	@touch $(VENV)/.installing
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools

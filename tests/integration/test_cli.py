@@ -1,0 +1,113 @@
+"""The command as a user runs it: a process of its own, on a tiny checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.make_checkpoint import make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny") / "tiny-qwen3"
+    make_checkpoint("qwen3", folder)
+    return folder
+
+
+def infer(*arguments: str | Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "infer", *map(str, arguments)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, env=env, timeout=120)
+
+
+def generate_json(*arguments: str | Path, stdin: str | None = None) -> dict[str, object]:
+    done = infer("generate", "--json", *arguments, stdin=stdin)
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, object] = json.loads(done.stdout)
+    return answer
+
+
+def test_the_same_seed_gives_the_same_text_streamed_or_not(model: Path) -> None:
+    flags = ("--model", model, "--seed", "7", "--temperature", "1", "--max-tokens", "12")
+    answer = generate_json("once upon", *flags)
+    streamed = infer("generate", "once upon", *flags)
+    assert streamed.stdout == f"{answer['text']}\n"
+    assert answer["seed"] == 7
+    assert generate_json("once upon", "--model", model, "--seed", "8", *flags[4:]) != answer
+
+
+def test_usage_counts_the_templates_tokens_too(model: Path) -> None:
+    flags = ("--model", model, "--temperature", "0", "--max-tokens", "3", "--ignore-eos")
+    plain = generate_json("hello", "--raw", *flags)
+    chat = generate_json("hello", *flags)
+    assert plain["usage"]["prompt_tokens"] < chat["usage"]["prompt_tokens"]  # type: ignore[index]
+    assert len(chat["token_ids"]) == 3  # type: ignore[arg-type]
+    assert chat["finish_reason"] == "length"
+
+
+def test_knobs_change_the_way_and_not_the_tokens(model: Path) -> None:
+    flags = ("--model", model, "--raw", "--temperature", "0", "--max-tokens", "16", "--dtype", "float32")
+    prompt = "the quick brown fox jumps over the lazy dog " * 3
+    tokens = [
+        generate_json(prompt, *flags, *knobs)["token_ids"]
+        for knobs in ([], ["--kv-cache-backend", "naive"], ["--kv-cache-backend", "contiguous"])
+    ]
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
+def test_a_prompt_comes_from_a_pipe(model: Path) -> None:
+    flags = ("--model", model, "--raw", "--temperature", "0", "--max-tokens", "4")
+    piped = infer("generate", *flags, stdin="once upon\n")
+    assert piped.returncode == 0, piped.stderr
+    assert piped.stdout == infer("generate", "once upon", *flags).stdout
+
+
+def test_a_conversation_over_a_pipe_answers_each_line(model: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "talk.json"
+    lines = f"hello\n/system be brief\nand you?\n/save {saved}\n"
+    done = infer("chat", "--model", model, "--max-tokens", "4", "--seed", "1", stdin=lines)
+    assert done.returncode == 0, done.stderr
+    roles = [message["role"] for message in json.loads(saved.read_text("utf-8"))]
+    assert roles == ["system", "user", "assistant", "user", "assistant"]
+
+
+def test_errors_are_one_line_on_standard_error(model: Path, tmp_path: Path) -> None:
+    for arguments in (
+        ("hi", "--model", tmp_path / "absent"),
+        ("hi", "--model", model, "--max-seq-len", "100000000"),
+        ("hi " * 2000, "--model", model, "--raw", "--max-seq-len", "64"),
+        ("hi", "--model", model, "--chat-template", tmp_path / "absent.jinja"),
+    ):
+        done = infer("generate", *arguments)
+        assert done.returncode == 2, done.stderr
+        assert done.stdout == ""
+        assert done.stderr.startswith("infer: error: "), done.stderr
+        assert done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_generate_with_130(model: Path) -> None:
+    command = [sys.executable, "-m", "infer", "generate", "hi", "--model", str(model)]
+    flags = ["--max-tokens", "none", "--ignore-eos", "--seed", "1"]
+    with subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(1), "it has begun to write"
+        process.send_signal(signal.SIGINT)
+        error = process.stderr.read()
+        assert process.wait(timeout=60) == 130
+        assert b"Traceback" not in error
+
+
+@pytest.mark.network
+def test_the_default_model_answers_a_question() -> None:
+    answer = generate_json("What is the capital of France?", "--temperature", "0", "--max-tokens", "16")
+    assert "Paris" in str(answer["text"])
+    assert answer["finish_reason"] == "stop"
