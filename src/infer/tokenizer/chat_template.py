@@ -3,7 +3,7 @@
     messages, tools ──► clean ──► guard ──► Jinja template ──► text ──► ids
                                     │                                    │
                  "<|im_end|>" in what users wrote               guards removed, so it
-                 becomes "<" GUARD "|im_end|>"                  is encoded as plain text
+                 gets a guard behind each character             is encoded as plain text
 
 Special tokens tell a model who speaks. Only the template may write them: a user who types <|im_end|> must
 not end the turn. So a guard character is put into every special-token spelling found in messages and tools

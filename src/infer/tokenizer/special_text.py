@@ -41,13 +41,15 @@ class SpecialText:
         self._edges = {token.content: _Edges(token.lstrip, token.rstrip) for token in tokens if token.content}
         self._pattern = re.compile(_trie_pattern(sorted(self._edges))) if self._edges else None
 
-    def find(self, text: str) -> Iterator[Occurrence]:
-        """Yield each occurrence from left to right, never overlapping."""
+    def find(self, text: str, mark: str = "") -> Iterator[Occurrence]:
+        """Yield each occurrence from left to right, never overlapping, except those that `guard` marked."""
         if self._pattern is None:
             return
         end = 0
         for match in self._pattern.finditer(text):
             if match.start() < end:  # swallowed by the white space rule of the one before
+                continue
+            if mark and text.startswith(mark, match.end()):  # a token of one character: nothing to cut
                 continue
             edges = self._edges[match[0]]
             start, stop = match.span()
@@ -59,10 +61,13 @@ class SpecialText:
             end = stop
 
     def guard(self, text: str, mark: str) -> str:
-        """Put `mark` behind the first character of each occurrence, so that it is one no more."""
+        """Put `mark` behind each character of each occurrence, so that it is one no more.
+
+        Behind each, not just once: a special token may be spelled inside another, or begin in one.
+        """
         if self._pattern is None:
             return text
-        return self._pattern.sub(lambda match: match[0][0] + mark + match[0][1:], text)
+        return self._pattern.sub(lambda match: "".join(char + mark for char in match[0]), text)
 
 
 def _trie_pattern(words: list[str]) -> str:

@@ -135,7 +135,7 @@ class Tokenizer:
         parts: list[str] = []
         specials: list[int] = []
         end = 0
-        for found in self.special_text.find(text):
+        for found in self.special_text.find(text, guard):
             parts.append(text[end : found.start])
             specials.append(self._special_id[found.content])
             end = found.stop
@@ -151,8 +151,8 @@ class Tokenizer:
     def _encode_raw(self, text: str) -> list[int]:
         try:
             ids: list[int] = self._core.encode(text, add_special_tokens=False).ids
-        except UnicodeEncodeError:
-            raise RequestError("text holds a lone surrogate, which is not a character; remove it") from None
+        except (TypeError, UnicodeEncodeError):
+            raise RequestError("the prompt must be text without lone surrogates (U+D800 to U+DFFF)") from None
         return ids
 
     def _find_wrapping(self, vocabulary: Vocabulary) -> tuple[list[int], list[int]]:
@@ -178,7 +178,7 @@ class Tokenizer:
         return " " if puts_marks and after_special != self._encode_raw("a") else ""
 
     def _spell(self, token_id: int) -> bytes:
-        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:
+        if not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:
             raise RequestError(
                 f"token id {token_id!r} is not in the vocabulary; ids are 0 to {self.vocab_size - 1}"
             )

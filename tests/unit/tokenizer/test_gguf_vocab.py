@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infer.errors import CheckpointError
+from infer.tokenizer.tokenizer import Tokenizer
+from tests.unit.tokenizer.vocabularies import gpt2_metadata, gpt2_tokenizer, spm_metadata, spm_tokenizer
+
+KEY = "tokenizer.ggml."
+
+
+def cut(text: str, pre: str) -> list[str]:
+    """Which stretches a rule keeps apart, seen through a vocabulary that merges every pair it may."""
+    tokenizer = gpt2_tokenizer(pre=pre)
+    split = tokenizer._core.pre_tokenizer
+    assert split is not None
+    return [text[start:stop] for _, (start, stop) in split.pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["It", "'s", " 1984", " ", " WE", "'", "RE", "\n"]),
+        ("smollm", ["It", "'s", " ", "1", "9", "8", "4", " ", " WE", "'", "RE", "\n"]),
+        ("llama-bpe", ["It", "'s", " ", "198", "4", " ", " WE", "'RE", "\n"]),
+        ("qwen2", ["It", "'s", " ", "1", "9", "8", "4", " ", " WE", "'RE", "\n"]),
+        ("tekken", ["It", "'s", " ", "1", "9", "8", "4", " ", " WE", "'RE", "\n"]),
+        ("default", ["It", "'", "s", " ", "198", "4", " ", " WE", "'", "RE", "\n"]),
+    ],
+)
+def test_each_family_cuts_in_its_own_way(pre: str, pieces: list[str]) -> None:
+    assert cut("It's 1984  WE'RE\n", pre) == pieces
+
+
+def sentencepiece(text: str, scores: dict[str, float]) -> list[str]:
+    """The specification: merge the adjacent pair with the best score, the leftmost of equals, to the end."""
+    symbols = list("▁" + text.replace(" ", "▁"))
+    while True:
+        pairs = [
+            (-scores[a + b], i)
+            for i, (a, b) in enumerate(zip(symbols, symbols[1:], strict=False))
+            if a + b in scores
+        ]
+        if not pairs:
+            return symbols
+        _, i = min(pairs)
+        symbols[i : i + 2] = ["".join(symbols[i : i + 2])]
+
+
+@given(st.text("abcehintr ", min_size=1, max_size=30))
+def test_scores_give_the_merges_sentencepiece_makes(text: str) -> None:
+    metadata = spm_metadata()
+    tokens, ranks = metadata[KEY + "tokens"], metadata[KEY + "scores"]
+    scores = dict(zip(tokens[259:], ranks[259:], strict=True))
+    tokenizer = spm_tokenizer()
+    found = [tokens[i] for i in tokenizer.encode(text, add_special=False)]
+    assert found == sentencepiece(text, scores)
+
+
+def test_runs_of_spaces_stored_as_spaces_are_marks() -> None:
+    metadata = spm_metadata(add_space_prefix=False)
+    tokens = [("  " if token == "▁▁" else token) for token in metadata[KEY + "tokens"]]
+    written, as_spaces = (
+        Tokenizer.from_gguf(metadata),
+        Tokenizer.from_gguf(metadata | {KEY + "tokens": tokens}),
+    )
+    for text in ("a  a", "   ", "the  in"):
+        assert as_spaces.encode(text) == written.encode(text)
+        assert as_spaces.decode(as_spaces.encode(text)) == text
+
+
+def test_user_defined_tokens_are_matched_whole_and_shown() -> None:
+    tokenizer = gpt2_tokenizer(user_defined=["<tool_call>"])
+    ids = tokenizer.encode("the<tool_call>")
+    assert ids[-1] == tokenizer.vocab_size - 1
+    assert tokenizer.decode(ids) == "the<tool_call>"
+
+
+def test_ends_of_turns_end_an_answer() -> None:
+    tokenizer = gpt2_tokenizer(["<|endoftext|>", "<|im_start|>", "<|im_end|>"], eos_token_id=0)
+    assert tokenizer.eos_ids == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model": "bert"}, "'gpt2'"),
+        ({"model": None}, "'gpt2'"),
+        ({"pre": "unheard-of"}, "smollm"),
+        ({"tokens": None}, "missing"),
+        ({"tokens": "abc"}, "not a list"),
+        ({"tokens": []}, "empty"),
+        ({"tokens": [1, 2]}, "entries for|str values"),
+        ({"tokens": ["a", "a"], "token_type": [1, 1]}, "twice"),
+        ({"token_type": [1]}, "entries for"),
+        ({"merges": ["a"]}, "two tokens"),
+        ({"merges": ["a b c"]}, "two tokens"),
+        ({"merges": ["Ġ nowhere"]}, "do not fit"),
+        ({"merges": None}, "missing"),
+        ({"eos_token_id": 10**6}, "the vocabulary has"),
+        ({"bos_token_id": -1}, "the vocabulary has"),
+    ],
+)
+def test_a_damaged_header_is_refused(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        Tokenizer.from_gguf(gpt2_metadata(**change))

@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infer.errors import CheckpointError, RequestError
+from infer.tokenizer.gguf_vocab import read_gguf_vocabulary
+from infer.tokenizer.tokenizer import Tokenizer
+from infer.tokenizer.vocabulary import SPLIT_RULES, SplitRule
+from tests.unit.tokenizer.vocabularies import (
+    gpt2_metadata,
+    gpt2_tokenizer,
+    id_of,
+    spm_metadata,
+    spm_tokenizer,
+)
+
+TOKENIZERS = {"byte-level": gpt2_tokenizer(), "sentencepiece": spm_tokenizer()}
+TEXTS = ["", " ", "the inner", "  the\n\n  a", "한글 👩‍👩‍👧 日本語 ½€", "1984 it's", "\x00\t\r\n", "▁"]
+
+
+def library_twin(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
+    """The same vocabulary as the library alone sees it."""
+    return tokenizers.Tokenizer.from_str(read_gguf_vocabulary(metadata).core.to_str())
+
+
+TWINS = {"byte-level": library_twin(gpt2_metadata()), "sentencepiece": library_twin(spm_metadata())}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("text", TEXTS[:-1])
+def test_what_is_encoded_decodes_to_itself(name: str, text: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.data())
+def test_decoding_equals_the_library_wherever_bytes_are_characters(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(TOKENIZERS)))
+    ours, twin = TOKENIZERS[name], TWINS[name]
+    if name == "byte-level":  # any ids at all: both replace what is not UTF-8
+        ids = data.draw(st.lists(st.integers(0, ours.vocab_size - 1), max_size=12))
+    else:  # the library gives up on a whole run of byte tokens at once, so whole characters only
+        texts = data.draw(st.lists(st.sampled_from(TEXTS), max_size=4))
+        ids = [i for text in texts for i in ours.encode(text)]
+    for skip_special in (True, False):
+        assert ours.decode(ids, skip_special=skip_special) == twin.decode(
+            ids, skip_special_tokens=skip_special
+        )
+
+
+def test_invalid_bytes_become_replacement_characters_one_by_one() -> None:
+    tokenizer = TOKENIZERS["sentencepiece"]
+    ids = [id_of(tokenizer, f"<0x{byte:02X}>") for byte in (0xE2, 0x82, 0xAC, 0xFF, 0xE2)]
+    assert tokenizer.decode(ids) == "€\ufffd\ufffd"
+
+
+def test_special_text_stays_text_unless_parsing_is_asked_for() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    text = "the<|im_end|> inner"
+    assert tokenizer.special_ids.isdisjoint(tokenizer.encode(text))
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    ids = tokenizer.encode(text, parse_special=True)
+    assert ids.count(2) == 1
+    assert tokenizer.decode(ids) == "the inner"
+    assert tokenizer.decode(ids, skip_special=False) == text
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_parsing_equals_the_librarys_own(name: str) -> None:
+    texts = {
+        "byte-level": [
+            "<|im_start|>user\nthe<|im_end|>\n",
+            "<|im_end|><|im_end|>",
+            " <|im_start|> a",
+            "x<|im_|>",
+        ],
+        "sentencepiece": ["<s>the a</s> in", "the </s><s>", "a<s>  b", "</s"],
+    }
+    for text in texts[name]:
+        ids = TOKENIZERS[name].encode(text, add_special=False, parse_special=True)
+        assert ids == TWINS[name].encode(text, add_special_tokens=False).ids
+
+
+def test_merges_that_spell_a_special_token_never_make_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata = gpt2_metadata(["<x>"])
+    tokens = metadata["tokenizer.ggml.tokens"] + ["<x"]
+    metadata |= {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3] + [1] * (len(tokens) - 1),
+        "tokenizer.ggml.merges": [*metadata["tokenizer.ggml.merges"], "< x", "<x >"],
+        "tokenizer.ggml.pre": "uncut",
+    }
+    monkeypatch.setitem(SPLIT_RULES, "uncut", SplitRule(("\n",)))
+    tokenizer = Tokenizer.from_gguf(metadata)
+    assert tokenizer.special_ids.isdisjoint(tokenizer.encode("a<x>b"))
+    assert tokenizer.decode(tokenizer.encode("a<x>b")) == "a<x>b"
+
+
+def test_bos_is_added_once_as_the_checkpoint_says() -> None:
+    with_bos = spm_tokenizer(add_bos_token=True)
+    assert with_bos.encode("a")[0] == 1
+    assert with_bos.encode("<s>a", parse_special=True).count(1) == 1
+    assert with_bos.encode("a", add_special=False)[0] != 1
+    assert with_bos.encode("<s>a").count(1) == 1  # typed by a user: text, after the real one
+    assert spm_tokenizer(add_bos_token=False).encode("a")[0] != 1
+    assert spm_tokenizer(add_eos_token=True).encode("a")[-1] == 2
+
+
+@pytest.mark.parametrize("bad", [-1, 10**9, "3", None])
+def test_ids_outside_the_vocabulary_are_refused(bad: Any) -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    for use in (tokenizer.token_bytes, tokenizer.token_text, lambda i: tokenizer.decode([i])):
+        with pytest.raises(RequestError, match="ids are 0 to"):
+            use(bad)
+
+
+def test_a_token_knows_its_bytes() -> None:
+    byte_level, spm = TOKENIZERS["byte-level"], TOKENIZERS["sentencepiece"]
+    assert byte_level.token_bytes(id_of(byte_level, "Ġthe")) == b" the"
+    assert byte_level.token_bytes(id_of(byte_level, "ðŁ")) == b"\xf0\x9f"
+    assert byte_level.token_text(id_of(byte_level, "ðŁ")) == "\ufffd"
+    assert byte_level.token_bytes(2) == b"<|im_end|>"
+    assert spm.token_bytes(id_of(spm, "▁the")) == b" the"
+    assert spm.token_bytes(id_of(spm, "<0xE2>")) == b"\xe2"
+    assert {byte_level.token_bytes(i) for i in range(3, 259)} == {bytes([b]) for b in range(256)}
+
+
+def test_lone_surrogates_are_refused() -> None:
+    with pytest.raises(RequestError, match="surrogate"):
+        TOKENIZERS["byte-level"].encode("\ud800")
+
+
+def test_threads_may_share_a_tokenizer() -> None:
+    tokenizer = gpt2_tokenizer()
+    text = "the inner <|im_end|> 한글 " * 50
+    expected = tokenizer.encode(text), tokenizer.encode(text, parse_special=True)
+    wrong: list[str] = []
+
+    def work() -> None:
+        for _ in range(20):
+            found = tokenizer.encode(text), tokenizer.encode(text, parse_special=True)
+            if found != expected or tokenizer.decode(found[0]) != text:
+                wrong.append("differs")
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_directory_with_tokenizer_json_is_read(tmp_path: Path) -> None:
+    library_twin(gpt2_metadata()).save(str(tmp_path / "tokenizer.json"))
+    config = {
+        "bos_token": {"content": "<|im_start|>"},
+        "eos_token": "<|im_end|>",
+        "add_bos_token": True,
+        "chat_template": [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}],
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.published_chat_template) == (1, (2,), "d")
+    assert tokenizer.encode("the")[0] == 1
+    assert tokenizer.vocab_size == TOKENIZERS["byte-level"].vocab_size
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert Tokenizer.from_directory(tmp_path / "tokenizer.json").published_chat_template == "file"
+
+
+def test_vocab_and_merges_give_the_same_ids(tmp_path: Path) -> None:
+    metadata = gpt2_metadata(pre="gpt-2")
+    tokens = metadata["tokenizer.ggml.tokens"][3:]
+    (tmp_path / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
+    lines = ["#version: 0.2", *metadata["tokenizer.ggml.merges"], ""]
+    (tmp_path / "merges.txt").write_text("\n".join(lines), encoding="utf-8")
+    added = {str(len(tokens)): {"content": "<|endoftext|>", "special": True}}
+    config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>", "added_tokens_decoder": added}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer, twin = Tokenizer.from_directory(tmp_path), Tokenizer.from_gguf(metadata)
+    for text in TEXTS:
+        assert tokenizer.encode(text) == [i - 3 for i in twin.encode(text)]
+    assert tokenizer.eos_ids == (len(tokens),)
+
+
+def test_unreadable_directories_say_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
+        Tokenizer.from_directory(tmp_path)
+    with pytest.raises(CheckpointError, match="not a directory"):
+        Tokenizer.from_directory(tmp_path / "missing")
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="convert it"):
+        Tokenizer.from_directory(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": {}}')
+    with pytest.raises(CheckpointError, match="cannot read"):
+        Tokenizer.from_directory(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[1")
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_a_decoder_nobody_can_stream_is_refused(tmp_path: Path) -> None:
+    core = tokenizers.Tokenizer(tokenizers.models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    core.decoder = tokenizers.decoders.WordPiece()
+    core.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match="decoder is WordPiece"):
+        Tokenizer.from_directory(tmp_path)
