@@ -76,9 +76,9 @@ class BlockAllocator:
         """How many owners hold this block."""
         return self._ref_counts[block]
 
-    def holds(self, owner: Owner, block: int) -> bool:
-        """Whether this owner holds this block."""
-        return block in self._held.get(owner, _NOTHING)
+    def holds(self, owner: Owner, blocks: Iterable[int]) -> bool:
+        """Whether this owner holds all of these blocks."""
+        return self._held.get(owner, _NOTHING).issuperset(blocks)
 
     def blocks_of(self, owner: Owner) -> frozenset[int]:
         """Every block this owner holds; a copy, for audits and pictures."""
@@ -99,7 +99,10 @@ class BlockAllocator:
             )
         if not count:
             return []
-        blocks = [self._pop_free() for _ in range(count)]
+        if self._random is not None:
+            _move_random_to_end(free, count, self._random)
+        blocks = free[: -count - 1 : -1]
+        del free[-count:]
         for block in blocks:
             self._ref_counts[block] = 1
         held = self._held.get(owner)
@@ -114,10 +117,10 @@ class BlockAllocator:
         if not blocks:
             return
         named = set(blocks)
-        held = self._held.get(owner, _NOTHING)
+        held = self._held.get(owner)
         counts = self._ref_counts
-        if len(named) != len(blocks) or not named.isdisjoint(held):
-            block = next(b for i, b in enumerate(blocks) if b in held or b in blocks[:i])
+        if len(named) != len(blocks) or (held and not named.isdisjoint(held)):
+            block = next(b for i, b in enumerate(blocks) if (held and b in held) or b in blocks[:i])
             raise EngineError(f"{owner!r} already holds {self.place} block {block}; it may hold it only once")
         for block in blocks:
             if not 0 <= block < self.num_blocks or not counts[block]:
@@ -126,7 +129,10 @@ class BlockAllocator:
             if counts[block] == 1:
                 self._idle.pop(block, None)
             counts[block] += 1
-        self._held.setdefault(owner, set()).update(named)
+        if held is None:
+            self._held[owner] = named
+        else:
+            held |= named
 
     def drop(self, blocks: Sequence[int], owner: Owner) -> None:
         """Give back one reference of `owner` on each block; the last reference frees the block.
@@ -198,12 +204,6 @@ class BlockAllocator:
             if not is_true:
                 raise EngineError(f"the books of the {self.place} blocks are wrong: not so that {claim}")
 
-    def _pop_free(self) -> int:
-        if self._random is not None:
-            free, chosen = self._free, self._random.randrange(len(self._free))
-            free[chosen], free[-1] = free[-1], free[chosen]
-        return self._free.pop()
-
     def _double_free(self, blocks: Sequence[int], owner: Owner) -> EngineError:
         held = self._held.get(owner, _NOTHING)
         block = next(b for i, b in enumerate(blocks) if b not in held or b in blocks[:i])
@@ -211,3 +211,10 @@ class BlockAllocator:
         return EngineError(
             f"{owner!r} drops {self.place} block {block} more often than it holds it; it is held by {owners}"
         )
+
+
+def _move_random_to_end(blocks: list[int], count: int, rng: random.Random) -> None:
+    """Choose `count` of the blocks at random and put them last: a shuffle that stops early."""
+    for last in range(len(blocks) - 1, len(blocks) - 1 - count, -1):
+        chosen = rng.randrange(last + 1)
+        blocks[chosen], blocks[last] = blocks[last], blocks[chosen]

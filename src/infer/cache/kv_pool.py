@@ -213,8 +213,9 @@ class PagedKVCachePool:
 
     def commit(self, seq_id: int, tokens: Sequence[int], num_computed: int) -> None:
         """Enter the blocks filled since the last commit into the tree, and only those."""
-        books = self._books(seq_id)
-        if num_computed >= books.next_commit:
+        books = self._sequences.get(seq_id)
+        if books is None or num_computed >= books.next_commit:
+            books = self._resident(seq_id)
             self._commit_blocks(books, tokens, num_computed)
         books.num_computed = num_computed
 
@@ -352,9 +353,10 @@ class PagedKVCachePool:
         num_needed = blocks_for(num_tokens, self.block_size)
         if num_needed > self._max_blocks:
             return None
-        num_new = max(0, num_needed - table.num_blocks)
+        num_held = len(table.blocks)
+        num_new = max(0, num_needed - num_held)
         first = books.num_computed // self.block_size  # no block after this one is ever shared
-        must_copy = first < table.num_blocks and device.ref_count(table.blocks[first]) > 1
+        must_copy = first < num_held and device.ref_count(table.blocks[first]) > 1
         if not self._make_room(num_new + must_copy):
             if not (must_copy and self._take_back(table.blocks[first], num_new)):
                 return None
@@ -375,7 +377,6 @@ class PagedKVCachePool:
 
     def _commit_blocks(self, books: SequenceBooks, tokens: Sequence[int], num_computed: int) -> None:
         size, num_slots = self.block_size, books.table.num_slots
-        self._resident(books.seq_id)
         if num_computed > num_slots:
             raise EngineError(
                 f"sequence {books.seq_id} commits {num_computed} tokens but has room for {num_slots}; "
@@ -394,12 +395,13 @@ class PagedKVCachePool:
     def _make_room(self, count: int) -> bool:
         """See to it that `count` blocks are free, at nobody's cost but the cache's."""
         device = self._device
+        if count <= device.num_free:
+            return True
         if count > device.num_free + device.num_idle:
             self._shed_twins()
             if count > device.num_free + device.num_idle:
                 return False
-        if count > device.num_free:
-            self._tree.evict(count - device.num_free)
+        self._tree.evict(count - device.num_free)
         return True
 
     def _take_back(self, block: int, num_new: int) -> bool:

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import NamedTuple
 
 from infer.cache.block_allocator import PREFIX_TREE, BlockAllocator, Owner
@@ -61,7 +60,7 @@ class PrefixTree:
         self.num_hit_tokens = 0
         self.num_evicted_blocks = 0
         self._allocator = allocator
-        self._root = _Node(block=-1, label=(), parent=None, depth=0)
+        self._root = _Node(-1, (), None, 0)
         self._nodes: dict[int, _Node] = {}  # by block
 
     @property
@@ -109,31 +108,33 @@ class PrefixTree:
         for these tokens already, that one stays, and `owner` gets a reference to it. The insertion ends
         early at a block that `owner` does not hold alone.
         """
+        allocator, size = self._allocator, self.block_size
         node = self._root if after is None else self._nodes[after]
         self._check_insertion(node, tokens, blocks, owner)
         twins: list[tuple[int, int]] = []
-        num_known = 0
+        new: list[_Node] = []
+        num_entered = 0
         for block in blocks:
-            child = node.children.get(self._label(tokens, node.depth, salt))
+            start = node.depth * size
+            label = tuple(tokens[start : start + size]) if start else (salt, *tokens[:size])
+            child = node.children.get(label)
             if child is None:
-                break
-            if child.block != block:
+                if allocator.ref_count(block) > 1:
+                    break
+                child = _Node(block, label, node, node.depth + 1)
+                new.append(child)
+            elif child.block != block:
                 twins.append((block, child.block))
             node = child
-            num_known += 1
+            num_entered += 1
 
-        allocator = self._allocator
-        new_blocks = list(takewhile(lambda block: allocator.ref_count(block) == 1, blocks[num_known:]))
-        # References first: if one is refused, the tree has not changed.
-        allocator.share(new_blocks, PREFIX_TREE)
+        # References before links: if one is refused, the tree has not changed.
+        allocator.share([child.block for child in new], PREFIX_TREE)
         allocator.share([cached for _, cached in twins], owner)
-        for block in new_blocks:
-            label = self._label(tokens, node.depth, salt)
-            child = _Node(block=block, label=label, parent=node, depth=node.depth + 1)
-            node.children[label] = self._nodes[block] = child
-            node = child
-        cursor = None if node is self._root else node.block
-        return Insertion(cursor, num_known + len(new_blocks), twins)
+        for child in new:
+            assert child.parent is not None
+            child.parent.children[child.label] = self._nodes[child.block] = child
+        return Insertion(None if node is self._root else node.block, num_entered, twins)
 
     def exchange(self, cached: int, duplicate: int) -> None:
         """Let a duplicate stand in for a cached block; the tree's reference moves to it."""
@@ -203,12 +204,6 @@ class PrefixTree:
         if reached != self._nodes or frozenset(reached) != self._allocator.blocks_of(PREFIX_TREE):
             raise EngineError("the prefix tree's nodes are not the blocks it holds")
 
-    def _label(self, tokens: Sequence[int], depth: int, salt: str | None) -> Label:
-        size = self.block_size
-        if depth == 0:
-            return (salt, *tokens[:size])
-        return tuple(tokens[depth * size : (depth + 1) * size])
-
     def _check_insertion(
         self, node: _Node, tokens: Sequence[int], blocks: Sequence[int], owner: Owner
     ) -> None:
@@ -216,6 +211,7 @@ class PrefixTree:
         if len(tokens) < num_needed:
             raise EngineError(f"{owner!r} caches blocks of {num_needed} tokens but has only {len(tokens)}")
         path = blocks if node is self._root else (node.block, *blocks)
-        for block in path:
-            if not self._allocator.holds(owner, block):
-                raise EngineError(f"{owner!r} caches a path through block {block}, which it does not hold")
+        if not self._allocator.holds(owner, path):
+            held = self._allocator.blocks_of(owner)
+            block = next(block for block in path if block not in held)
+            raise EngineError(f"{owner!r} caches a path through block {block}, which it does not hold")
