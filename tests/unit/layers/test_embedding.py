@@ -14,9 +14,10 @@ def test_rows_are_looked_up_by_id() -> None:
 
 def test_the_scale_is_rounded_to_the_dtype_of_the_weights() -> None:
     embedding = Embedding(1, 1152, scale=1152**0.5)
-    embedding.weight.data = torch.full((1, 1152), 2.0, dtype=torch.bfloat16)
+    embedding.weight.data = torch.full((1, 1152), 1.0703125, dtype=torch.bfloat16)
 
-    assert set(embedding(torch.tensor([0]))[0].tolist()) == {68.0}  # 33.94 becomes 34 in bfloat16
+    # 1.0703125 * 34 = 36.39 rounds to 36.5 in bfloat16; with the exact 33.94 it would be 36.25
+    assert set(embedding(torch.tensor([0]))[0].tolist()) == {36.5}
 
     assert round_to(1152**0.5, torch.bfloat16) == 34.0
     assert abs(round_to(1152**0.5, torch.float32) - 1152**0.5) < 1e-5
