@@ -2,7 +2,7 @@
 
 Drawing token i with probability softmax(logits)_i is the same as
 
-    argmax_i ( logits_i + g_i ),    g_i = -log(-log(u_i)),    u_i uniform in (0, 1)
+    argmax_i ( logits_i + g_i ),    g_i = -log(-log(1 - w_i)),    w_i uniform in (0, 1)
 
 (Gumbel 1954; Maddison et al. 2014). The noise here is a *hash* of (seed, position, token id), not a
 stream: nothing is consumed, so a request's draw at a position does not depend on its neighbours in
@@ -11,16 +11,22 @@ keys made from (seed, position) enter an integer mixer together with the token i
 
     x = id * odd + key0;  x ^= x >> 16;  x *= a;  x ^= x >> 15;  x += key1;  x *= b;  x ^= x >> 16
 
-and the top 24 bits become u. tests/unit/kernels/test_sample.py checks the law by counting.
+and 31 bits of it become w. Large noise comes from small w, where floats are dense: among 10^5 equally
+likely tokens the best two practically never tie. g lies between -2.9 and 22.2, always finite.
+tests/unit/kernels/test_sample.py checks the law by counting.
 
 Shapes:  S sampled rows, V vocabulary, K candidates of a row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 _MASK_64 = (1 << 64) - 1
+_BLOCK_COLUMNS = 512  # of the blocks in which argmax_rows looks
+_BLOCK_ELEMENTS = 1 << 19  # of the temporaries of one block of rows: 2 MiB each, about a core's cache
 
 
 def _to_int32(value: int) -> int:
@@ -31,6 +37,8 @@ def _to_int32(value: int) -> int:
 _ODD = _to_int32(0x9E3779B1)
 _A = _to_int32(0x7FEB352D)
 _B = _to_int32(0x846CA68B)
+# 2^-31, less one bit: the largest 31-bit number rounds up to 2^31 in float32, and w must stay below 1
+_TO_UNIFORM = 2.0**-31 * (1 - 2.0**-24)
 
 
 def noise_keys(seed: int, position: int) -> tuple[int, int]:
@@ -48,15 +56,51 @@ def gumbel_noise(keys_S2: torch.Tensor, ids_SK: torch.Tensor) -> torch.Tensor:
     """Gumbel noise for the token ids of each row (ids may be [1, V] and broadcast); float32 [S, K]."""
     key0, key1 = keys_S2[:, 0:1], keys_S2[:, 1:2]
     x = ids_SK.to(torch.int32) * _ODD + key0  # int32 wraps around, which is what a mixer wants
-    x = x ^ ((x >> 16) & 0xFFFF)  # torch shifts arithmetically: mask the sign bits away
-    x = x * _A
-    x = x ^ ((x >> 15) & 0x1FFFF)
-    x = (x + key1) * _B
-    x = x ^ ((x >> 16) & 0xFFFF)
-    uniform = (((x >> 8) & 0xFFFFFF).to(torch.float32) + 0.5) * 2.0**-24
-    return -torch.log(-torch.log(uniform))
+    x ^= (x >> 16).bitwise_and_(0xFFFF)  # torch shifts arithmetically: mask the sign bits away
+    x *= _A
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x += key1
+    x *= _B
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    w = x.bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(_TO_UNIFORM)
+    return w.neg_().log1p_().neg_().log_().neg_()
 
 
 def draw(logits_SK: torch.Tensor, keys_S2: torch.Tensor, ids_SK: torch.Tensor) -> torch.Tensor:
-    """The column drawn in each row with probability softmax(logits); -inf is never drawn. int64 [S]."""
-    return torch.argmax(logits_SK + gumbel_noise(keys_S2, ids_SK), dim=-1)
+    """The column drawn in each row with probability softmax(logits); -inf is never drawn. int64 [S].
+
+    `ids_SK` are the token ids of the columns, or [1, K] if every row has the same.
+    """
+    columns_S = torch.empty(logits_SK.shape[0], dtype=torch.int64, device=logits_SK.device)
+    for rows in row_blocks(*logits_SK.shape):
+        ids = ids_SK if ids_SK.shape[0] == 1 else ids_SK[rows]
+        columns_S[rows] = argmax_rows(gumbel_noise(keys_S2[rows], ids).add_(logits_SK[rows]))
+    return columns_S
+
+
+def argmax_rows(x_SK: torch.Tensor) -> torch.Tensor:
+    """The column of each row's largest value, the first of several; NaN counts as the largest. int64 [S].
+
+    `torch.argmax` compares one element at a time on the CPU, `amax` a vector of them. So the maximum
+    of each block of columns is taken first, and only the first best block is searched.
+    """
+    num_columns = x_SK.shape[1]
+    num_blocks = num_columns // _BLOCK_COLUMNS
+    if num_blocks < 2:
+        return torch.argmax(x_SK, dim=-1)
+    whole, rest = x_SK.split((num_blocks * _BLOCK_COLUMNS, num_columns % _BLOCK_COLUMNS), dim=1)
+    peaks = whole.unflatten(1, (num_blocks, _BLOCK_COLUMNS)).amax(dim=-1)
+    if rest.shape[1]:
+        peaks = torch.cat((peaks, rest.amax(dim=-1, keepdim=True)), dim=1)
+    start_S1 = torch.argmax(peaks, dim=-1, keepdim=True) * _BLOCK_COLUMNS
+    columns = start_S1 + torch.arange(_BLOCK_COLUMNS, device=x_SK.device)
+    columns.clamp_(max=num_columns - 1)  # beyond the end, the last column again: never the first of equals
+    best = torch.argmax(x_SK.gather(1, columns), dim=-1, keepdim=True)
+    return columns.gather(1, best).squeeze(1)
+
+
+def row_blocks(num_rows: int, row_len: int) -> Iterator[slice]:
+    """Slices of rows so small that what one pass computed still lies in the cache for the next."""
+    height = max(1, _BLOCK_ELEMENTS // max(1, row_len))
+    for start in range(0, num_rows, height):
+        yield slice(start, min(start + height, num_rows))

@@ -5,21 +5,26 @@ The order is fixed and documented in docs/features/sampling.md:
     logit_bias -> bans (min_tokens) -> repetition, presence, frequency penalty
                -> temperature -> top_k -> top_p -> min_p -> draw
 
-Each filter sees the distribution the previous one left, renormalised. `temperature=0` skips
-everything after the penalties and takes the largest logit.
+Each filter sees the distribution the previous one left, renormalised. `temperature=0` and `top_k=1`
+skip everything after the penalties and take the largest logit.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
+from typing import TypeVar
 
 from infer.errors import RequestError, closest
 
+T = TypeVar("T")
+
 MAX_STOP_STRINGS = 16
+MAX_STOP_LEN = 1024  # characters of one stop string
+MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
-MAX_SEED = 2**63 - 1
+MAX_INT = 2**63 - 1  # of any parameter: what a tensor and every wire format can hold
+MAX_SEED = MAX_INT
 MAX_LOGPROBS = 20
 MAX_SEQUENCES = 128  # n, best_of or beams of one request
 
@@ -49,14 +54,11 @@ class SamplingParams:
     use_beam_search: bool = False  # keep the best_of (or n) likeliest continuations instead of drawing
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        self._own_collections()
         _check_range("temperature", self.temperature, 0.0, 100.0)
         _check_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _check_range("min_p", self.min_p, 0.0, 1.0)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)  # 1/0 would be infinite
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_int("top_k", self.top_k, -1)
@@ -70,9 +72,23 @@ class SamplingParams:
                     param="min_tokens",
                 )
         if self.seed is not None:
-            _check_int("seed", self.seed, -MAX_SEED)
+            _check_int("seed", self.seed, -MAX_SEED, MAX_SEED)
+        _check_bool("ignore_eos", self.ignore_eos)
+        _check_bool("use_beam_search", self.use_beam_search)
         self._check_sequences()
         self._check_collections()
+
+    def _own_collections(self) -> None:
+        """Replace what the caller may still change by copies of our own."""
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _own_tuple("stop", stop, "a string or a list of strings"))
+        ids = _own_tuple("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        object.__setattr__(self, "stop_token_ids", ids)
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(
+                f"logit_bias must map token ids to numbers, got {_shown(self.logit_bias)}", param="logit_bias"
+            )
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
     def _check_sequences(self) -> None:
         for name in ("logprobs", "prompt_logprobs"):
@@ -99,8 +115,16 @@ class SamplingParams:
                 f"stop has {len(self.stop)} strings, at most {MAX_STOP_STRINGS} are allowed", param="stop"
             )
         for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise RequestError(f"stop must hold non-empty strings, got {text!r}", param="stop")
+            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LEN:
+                raise RequestError(
+                    f"stop must hold strings of 1 to {MAX_STOP_LEN} characters, got {_shown(text)}",
+                    param="stop",
+                )
+        if (num_ids := len(self.stop_token_ids)) > MAX_STOP_TOKEN_IDS:
+            raise RequestError(
+                f"stop_token_ids has {num_ids} ids, at most {MAX_STOP_TOKEN_IDS} are allowed",
+                param="stop_token_ids",
+            )
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, 0)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
@@ -120,7 +144,7 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether the largest logit is taken, with no draw."""
-        return self.temperature == 0.0
+        return self.temperature == 0.0 or self.top_k == 1
 
     @property
     def has_filters(self) -> bool:
@@ -157,21 +181,36 @@ class RowLogprobs:
 
 def _check_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # isfinite first: NaN passes every < and > comparison
-    if (
-        not is_number
-        or not math.isfinite(value)
-        or value < low
-        or value > high
-        or (low_open and value == low)
-    ):
+    # The comparison must hold, not fail to: NaN fails all of them.
+    if not (is_number and low <= value <= high) or (low_open and value == low):
         bracket = "(" if low_open else "["
         raise RequestError(
-            f"{name} must be a number in {bracket}{low:g}, {high:g}], got {value!r}", param=name
+            f"{name} must be a number in {bracket}{low:g}, {high:g}], got {_shown(value)}", param=name
         )
 
 
-def _check_int(name: str, value: int, low: int, high: int = MAX_SEED) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low or value > high:
-        allowed = f"in [{low}, {high}]" if high < MAX_SEED else f">= {low}"
-        raise RequestError(f"{name} must be an integer {allowed}, got {value!r}", param=name)
+def _check_int(name: str, value: int, low: int, high: int = MAX_INT) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        spelled = {MAX_INT: "2^63 - 1", -MAX_INT: "-2^63 + 1"}
+        allowed = f"[{spelled.get(low, low)}, {spelled.get(high, high)}]"
+        raise RequestError(f"{name} must be an integer in {allowed}, got {_shown(value)}", param=name)
+
+
+def _check_bool(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} must be true or false, got {_shown(value)}", param=name)
+
+
+def _own_tuple(name: str, value: Collection[T], wanted: str) -> tuple[T, ...]:
+    if not isinstance(value, Collection) or isinstance(value, str | bytes | Mapping):
+        raise RequestError(f"{name} must be {wanted}, got {_shown(value)}", param=name)
+    return tuple(value)
+
+
+def _shown(value: object) -> str:
+    """The value as an error message can bear it."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to print integers of thousands of digits
+        return f"a value of type {type(value).__name__} too long to print"
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"

@@ -1,31 +1,34 @@
 """From logits to the next token of every row of a batch.
 
-Rows are independent: parameters are columns of a `SamplingBatch`, and a row's draw depends only on its
-own logits, parameters, seed and position (kernels/sample.py says how). The order of operations is
-the one documented in sampling/params.py.
+Rows are independent: a row's token depends only on its own logits, parameters, seed and position, to
+the last bit, whoever its neighbours are. Noise is a hash (kernels/sample.py), and whatever decides
+what a filter keeps is a maximum or a sum of integers, which no order of summation can change.
+The order of operations is the one documented in sampling/params.py.
 
-    logits_SV ── bias, bans ── penalties ──┬── temperature 0 ──────────────────────► argmax
+    logits_SV ── bias, bans ── penalties ──┬── greedy ───────────────────────────────► argmax
                                            └── / temperature ── top-k, top-p, min-p ─► Gumbel-max
 
-Filters never need the whole row sorted unless the distribution is flat: the largest candidates are
-taken first, and only rows whose kept probability reaches beyond them are sorted in full.
+A row whose largest logit is not a number, or infinite, has no next token: a broken model, or a request
+that forbade everything. Its id is NO_TOKEN and its request must fail; its neighbours do not notice.
 
 Shapes:  S sampled rows, V vocabulary, K candidates of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from infer.kernels.sample import draw, noise_keys
+from infer.kernels.sample import argmax_rows, draw, gumbel_noise, noise_keys
+from infer.sampling.filters import filter_candidates
 from infer.sampling.logprobs import top_logprobs
 from infer.sampling.params import RowLogprobs, SamplingParams
 from infer.sampling.penalties import apply_penalties
 
-FIRST_CANDIDATES = 256  # top-p of a trained model's distribution rarely reaches further
+NO_TOKEN = -1  # no vocabulary has it: an engine that forgets to look fails loudly
+_SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny  # below, float32 would divide by zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class SampleRow:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What came out: one id per row, and the logprobs of the rows that asked."""
+    """What came out: one id per row (or NO_TOKEN), and the logprobs of the rows that asked."""
 
     ids: list[int]
     logprobs: list[RowLogprobs | None]
@@ -54,17 +57,29 @@ def sample(logits_SV: torch.Tensor, rows: Sequence[SampleRow]) -> Samples:
     assert logits_SV.shape[0] == len(rows), f"{logits_SV.shape[0]} rows of logits for {len(rows)} rows"
     raw = logits_SV.float()
     adjusted = _adjust(raw, rows)
+    peak_S1 = adjusted.amax(dim=-1, keepdim=True)  # NaN if any logit of the row is
     greedy = [i for i, row in enumerate(rows) if row.params.is_greedy]
     if len(greedy) == len(rows):
-        ids_S = torch.argmax(adjusted, dim=-1)
+        ids_S = argmax_rows(adjusted)
     else:
         ids_S = torch.empty(len(rows), dtype=torch.int64, device=raw.device)
         if greedy:
-            ids_S[greedy] = torch.argmax(adjusted[greedy], dim=-1)
-        random_rows = [i for i, row in enumerate(rows) if not row.params.is_greedy]
-        ids_S[random_rows] = _draw_rows(adjusted[random_rows], [rows[i] for i in random_rows])
-    ids = ids_S.tolist()  # the step's one device-to-host copy
-    return Samples(ids, top_logprobs(raw, ids, [row.num_logprobs for row in rows]))
+            ids_S[greedy] = argmax_rows(adjusted[greedy])
+        drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+        ids_S[drawn] = _draw_rows(
+            _rows_of(adjusted, drawn), _rows_of(peak_S1, drawn), [rows[i] for i in drawn]
+        )
+    # One device-to-host copy brings the ids and the verdict on their rows.
+    ids = torch.where(peak_S1.squeeze(1).isfinite(), ids_S, NO_TOKEN).tolist()
+    asked = [
+        row.num_logprobs if token_id != NO_TOKEN else None for row, token_id in zip(rows, ids, strict=True)
+    ]
+    return Samples(ids, top_logprobs(raw, ids, asked))
+
+
+def _rows_of(x: torch.Tensor, indices: list[int]) -> torch.Tensor:
+    """The rows at `indices`, in order; all of them are no reason for a copy."""
+    return x if len(indices) == x.shape[0] else x[indices]
 
 
 def _adjust(raw_SV: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
@@ -72,13 +87,15 @@ def _adjust(raw_SV: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     touched = [i for i, row in enumerate(rows) if _needs_adjusting(row)]
     if not touched:
         return raw_SV
-    adjusted = raw_SV.clone()
+    adjusted, vocab_size = raw_SV.clone(), raw_SV.shape[1]
     for i in touched:
         row, logits_V = rows[i], adjusted[i]
         if row.params.logit_bias:
+            _check_ids("logit_bias", row.params.logit_bias, vocab_size)
             biased = torch.tensor(list(row.params.logit_bias), device=raw_SV.device)
             logits_V[biased] += torch.tensor(list(row.params.logit_bias.values()), device=raw_SV.device)
         if row.banned:
+            _check_ids("banned", row.banned, vocab_size)
             logits_V[list(row.banned)] = float("-inf")
         apply_penalties(logits_V, row.params, row.tokens, row.num_prompt)
     return adjusted
@@ -89,60 +106,52 @@ def _needs_adjusting(row: SampleRow) -> bool:
     return bool(params.logit_bias or row.banned) or params.has_penalties
 
 
-def _draw_rows(logits_SV: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    """Requests are checked at admission; here a wrong id would wrap around or kill the device."""
+    wrong = [token_id for token_id in ids if not 0 <= token_id < vocab_size]
+    assert not wrong, f"{name} has token ids {wrong} but the vocabulary has {vocab_size}"
+
+
+def _draw_rows(logits_SV: torch.Tensor, peak_S1: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     device = logits_SV.device
-    temperature_S1 = torch.tensor([[row.params.temperature] for row in rows], device=device)
+    temperature_S1 = torch.tensor(
+        [[max(row.params.temperature, _SMALLEST_TEMPERATURE)] for row in rows], device=device
+    )
+    scaled = (logits_SV - peak_S1).div_(temperature_S1)  # the largest is 0: no temperature can overflow it
     keys_S2 = torch.tensor(
         [noise_keys(row.seed, row.position) for row in rows], dtype=torch.int32, device=device
     )
-    scaled = logits_SV / temperature_S1
     filtered = [i for i, row in enumerate(rows) if row.params.has_filters]
+    plain = [i for i, row in enumerate(rows) if not row.params.has_filters]
     ids_S = torch.empty(len(rows), dtype=torch.int64, device=device)
-    if len(filtered) < len(rows):
-        plain = [i for i, row in enumerate(rows) if not row.params.has_filters]
-        every_id = torch.arange(scaled.shape[1], device=device).unsqueeze(0)
-        ids_S[plain] = draw(scaled[plain], keys_S2[plain], every_id)
+    if plain:
+        every_id = torch.arange(scaled.shape[1], dtype=torch.int32, device=device).unsqueeze(0)
+        ids_S[plain] = draw(_rows_of(scaled, plain), _rows_of(keys_S2, plain), every_id)
     if filtered:
-        candidates, candidate_ids = filter_candidates(scaled[filtered], [rows[i].params for i in filtered])
-        columns = draw(candidates, keys_S2[filtered], candidate_ids)
-        ids_S[filtered] = candidate_ids.gather(1, columns.unsqueeze(1)).squeeze(1)
+        params = [rows[i].params for i in filtered]
+        ids_S[filtered] = _draw_filtered(_rows_of(scaled, filtered), params, _rows_of(keys_S2, filtered))
     return ids_S
 
 
-def filter_candidates(
-    scaled_SV: torch.Tensor, params: Sequence[SamplingParams]
+def _draw_filtered(
+    scaled_SV: torch.Tensor, params: Sequence[SamplingParams], keys_S2: torch.Tensor
+) -> torch.Tensor:
+    """Draw from the candidates; only the rows that need more than the first are put in order whole."""
+    ids_S, is_complete_S = _draw_candidates(scaled_SV, params, keys_S2, width=None)
+    if not bool(is_complete_S.all()):
+        wide = torch.nonzero(~is_complete_S).squeeze(1).tolist()
+        ids_S[wide], _ = _draw_candidates(
+            scaled_SV[wide], [params[i] for i in wide], keys_S2[wide], width=scaled_SV.shape[1]
+        )
+    return ids_S
+
+
+def _draw_candidates(
+    scaled_SV: torch.Tensor, params: Sequence[SamplingParams], keys_S2: torch.Tensor, *, width: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Top-k, then top-p of what is left, then min-p; the removed candidates are -inf.
-
-    Returns logits and token ids, largest first. Of equal logits at the edge of top-k only k are kept.
-    """
-    vocab_size, device = scaled_SV.shape[1], scaled_SV.device
-    top_k = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
-    width = min(vocab_size, max(FIRST_CANDIDATES, *(k for k in top_k if k < vocab_size), 0))
-    candidates, kept = _filter_within(scaled_SV, params, top_k, width)
-    # The last candidate was kept and more might follow it: this row needs all of its logits in order.
-    if width < vocab_size and bool((kept[:, -1] & (torch.tensor(top_k, device=device) > width)).any()):
-        candidates, kept = _filter_within(scaled_SV, params, top_k, vocab_size)
-    values, ids = candidates
-    return values.masked_fill(~kept, float("-inf")), ids
-
-
-def _filter_within(
-    scaled_SV: torch.Tensor, params: Sequence[SamplingParams], top_k: list[int], width: int
-) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Judge the `width` largest logits of each row; a row without top-k is normalised over all of it."""
-    device, vocab_size = scaled_SV.device, scaled_SV.shape[1]
-    values_SK, ids_SK = torch.topk(scaled_SV, width, dim=-1, sorted=True)
-    top_k_S1 = torch.tensor(top_k, device=device).unsqueeze(1)
-    kept = torch.arange(width, device=device).unsqueeze(0) < top_k_S1
-    masked = values_SK.masked_fill(~kept, float("-inf"))
-    whole = torch.logsumexp(scaled_SV, dim=-1, keepdim=True)
-    total_S1 = torch.where(top_k_S1 < vocab_size, torch.logsumexp(masked, dim=-1, keepdim=True), whole)
-    probs_SK = torch.exp(masked - total_S1)
-    top_p_S1 = torch.tensor([[p.top_p] for p in params], device=device)
-    mass_before = torch.cumsum(probs_SK, dim=-1) - probs_SK
-    kept &= (mass_before < top_p_S1) | (top_p_S1 >= 1.0)
-    min_p_S1 = torch.tensor([[p.min_p] for p in params], device=device)
-    kept &= probs_SK >= min_p_S1 * probs_SK[:, 0:1]
-    kept[:, 0] = True  # the likeliest token always stays
-    return (values_SK, ids_SK), kept
+    """The drawn ids, and which of them are final."""
+    values_SK, ids_SK, is_complete_S = filter_candidates(scaled_SV, params, width=width)
+    values_SK += gumbel_noise(keys_S2, ids_SK)
+    # Equal logits come in no particular order, so of equal sums the lowest id wins, as in a whole row.
+    is_best = values_SK == values_SK.amax(dim=-1, keepdim=True)
+    return torch.where(is_best, ids_SK, scaled_SV.shape[1]).amin(dim=-1), is_complete_S
