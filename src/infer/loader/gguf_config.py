@@ -178,12 +178,13 @@ def _llama3_scaling(keys: Keys, head_dim: int) -> dict[str, Any] | None:
     factor = max(divisors)  # the slowest pairs are divided by all of it
     low, high, original = _LLAMA3
     theta = keys.number("rope.freq_base", 10_000.0)
-    for pair, divisor in enumerate(divisors):
+    is_llama3 = math.isfinite(factor) and factor > 1
+    for pair, divisor in enumerate(divisors if is_llama3 else []):
         turns = original * theta ** (-2 * pair / head_dim) / (2 * math.pi)
         keep = min(max((turns - low) / (high - low), 0.0), 1.0)
-        # written as a product: a damaged factor of zero must fail the test, not divide by it
-        if not math.isclose(divisor * (keep * factor + 1 - keep), factor, rel_tol=1e-3):
-            raise ConfigError(f"{path} stretches rotary positions in a way that is not Llama 3's")
+        is_llama3 &= math.isclose(divisor, 1 / (keep + (1 - keep) / factor), rel_tol=1e-3)
+    if not is_llama3:
+        raise ConfigError(f"{path} stretches rotary positions in a way that is not Llama 3's")
     return {
         "rope_type": "llama3",
         "factor": round(factor, 4),

@@ -129,9 +129,7 @@ def _check_length(max_seq_len: int | None, config: ModelConfig) -> int:
     if max_seq_len is None:
         return config.context_len
     if not 1 <= max_seq_len <= config.context_len:
-        raise ConfigError(
-            f"max_seq_len is {max_seq_len}, but this model's context is 1..{config.context_len}"
-        )
+        raise ConfigError(f"max_seq_len must be in 1..{config.context_len} (the context), got {max_seq_len}")
     return max_seq_len
 
 

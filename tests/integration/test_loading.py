@@ -1,0 +1,245 @@
+"""From files to a model that computes what the reference computes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from infer.errors import CheckpointError, ConfigError
+from infer.loader import default_model
+from infer.loader.gguf import read_gguf
+from infer.loader.load import LoadedModel, choose_device, load_model
+from infer.loader.source import resolve_model
+from infer.models.model import Model
+from tests.support.checkpoints import FAMILIES, build_like, reference_model
+from tests.unit.loader.tiny_files import state, write_directory, write_gguf, write_weights
+
+
+def load(path: Path, **knobs: Any) -> LoadedModel:
+    return load_model(resolve_model(str(path), show_progress=False), **{"device": "cpu", **knobs})
+
+
+def assert_same_parameters(ours: Model, expected: Model) -> None:
+    theirs = dict(expected.named_parameters())
+    assert dict(ours.named_parameters()).keys() == theirs.keys()
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter, theirs[name].to(parameter.dtype)), name
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_model_loads_bit_for_bit(tmp_path: Path, family: str, num_shards: int) -> None:
+    reference = reference_model(family)
+    loaded = load(write_directory(tmp_path, reference, num_shards=num_shards))
+    assert_same_parameters(loaded.model, build_like(reference))
+    assert loaded.config.family == loaded.family.name == family
+    assert loaded.eos_ids == (2,)
+    assert loaded.gguf_metadata is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gguf_file_loads_bit_for_bit(tmp_path: Path, family: str) -> None:
+    """The converter's reordered rows, added ones and transposed matrices are all undone."""
+    changes = {"query_pre_attn_scalar": 16, "sliding_window_pattern": 6, "layer_types": None}
+    reference = reference_model(family, **(changes if family == "gemma3" else {}))
+    loaded = load(write_gguf(tmp_path / "model.gguf", reference))
+    expected = build_like(reference)
+    if family == "gemma3":  # w + 1 - 1 is not w in float32
+        for ours, theirs in zip(loaded.model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-7)
+    else:
+        assert_same_parameters(loaded.model, expected)
+    assert loaded.config.family == family
+    assert loaded.gguf_metadata is not None and len(loaded.gguf_metadata["tokenizer.ggml.tokens"]) == 199
+    ignored = {"norm_eps"}  # stored as float32
+    for field in set(type(loaded.config).__slots__) - ignored:
+        assert getattr(loaded.config, field) == getattr(expected.config, field), field
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_gguf_head_is_tied_when_the_file_has_none(tmp_path: Path, tied: bool) -> None:
+    loaded = load(write_gguf(tmp_path / "m.gguf", reference_model("llama", tie_word_embeddings=tied)))
+    assert loaded.config.tie_embeddings is tied
+    assert (loaded.model.head.weight is loaded.model.embedding.weight) is tied
+
+
+def test_packed_rows_are_reordered_like_plain_ones(tmp_path: Path) -> None:
+    """Q and k are put back in order before they are unpacked; the numbers must be the unpacked ones."""
+    reference = reference_model("llama", hidden_size=64, intermediate_size=96)
+    packed = load(write_gguf(tmp_path / "packed.gguf", reference, kind="Q8_0"))
+    q8_0 = gguf.GGMLQuantizationType.Q8_0
+    for tensor in reference.state_dict().values():
+        if tensor.dim() == 2:
+            stored = gguf.quants.quantize(tensor.numpy(), q8_0)
+            tensor.copy_(torch.from_numpy(gguf.quants.dequantize(stored, q8_0)))
+    assert_same_parameters(packed.model, build_like(reference))
+
+
+def test_llama3_rope_scaling_is_recovered_from_its_table(tmp_path: Path) -> None:
+    scaling = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 32.0}
+    scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    reference = reference_model("llama", head_dim=64, rope_parameters=scaling)
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    stretched, _ = ROPE_INIT_FUNCTIONS["llama3"](reference.config, torch.device("cpu"))
+    plain = 500_000.0 ** -(torch.arange(0, 64, 2) / 64)
+    factors = (plain / stretched).numpy().astype(np.float32)
+    path = write_gguf(tmp_path / "m.gguf", reference, extra={"rope_freqs.weight": factors})
+    assert load(path).config.rope_scaling == build_like(reference).config.rope_scaling
+
+
+def test_a_rope_table_that_is_not_llama3s_is_refused(tmp_path: Path) -> None:
+    for factors in (np.arange(6), np.zeros(6), np.full(6, np.nan), np.full(6, np.inf), -np.ones(6)):
+        path = tmp_path / "m.gguf"
+        write_gguf(path, reference_model("llama"), extra={"rope_freqs.weight": factors.astype(np.float32)})
+        with pytest.raises(ConfigError, match="not Llama 3's"):
+            load(path)
+
+
+def test_eos_and_sampling_defaults_come_from_both_configs(tmp_path: Path) -> None:
+    write_directory(tmp_path, reference_model("llama"))
+    defaults = {"eos_token_id": [7, 2, 100_000], "do_sample": True, "temperature": 0.6, "top_k": 20}
+    (tmp_path / "generation_config.json").write_text(json.dumps(defaults))
+    loaded = load(tmp_path)
+    assert loaded.eos_ids == (2, 7)  # 100 000 is not in the vocabulary
+    assert loaded.sampling_defaults == {"temperature": 0.6, "top_k": 20}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_are_converted_on_the_way(tmp_path: Path, dtype: str) -> None:
+    reference = reference_model("llama", dtype=torch.bfloat16)
+    loaded = load(write_directory(tmp_path, reference), dtype=dtype)
+    assert loaded.dtype is getattr(torch, dtype)
+    assert {parameter.dtype for parameter in loaded.model.parameters()} == {loaded.dtype}
+    assert_same_parameters(loaded.model, build_like(reference))
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_a_tied_head_that_is_stored_too_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    reference = reference_model("llama", tie_word_embeddings=True)
+    write_directory(tmp_path, reference)
+    same = reference.model.embed_tokens.weight.detach()
+    write_weights(tmp_path, state(reference) | {"lm_head.weight": same.clone()})
+    with caplog.at_level(logging.WARNING, "infer"):
+        assert_same_parameters(load(tmp_path).model, build_like(reference))
+        assert not caplog.records
+        write_weights(tmp_path, state(reference) | {"lm_head.weight": same + 1})
+        assert_same_parameters(load(tmp_path).model, build_like(reference))
+    assert "lm_head.weight differs from the embedding" in caplog.text
+
+
+def test_everything_that_does_not_fit_is_named_at_once(tmp_path: Path) -> None:
+    reference = reference_model("llama")
+    write_directory(tmp_path, reference)
+    tensors = state(reference)
+    del tensors["model.layers.1.self_attn.k_proj.weight"]  # one part of a fused matrix
+    del tensors["model.norm.weight"]
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(80, 47)
+    tensors["model.layers.9.mlp.up_proj.weight"] = torch.zeros(80, 48)
+    tensors["model.extra.weight"] = torch.zeros(3)
+    tensors["model.layers.2.mlp.down_proj.weight"] = torch.zeros(48, 80, dtype=torch.int8)
+    write_weights(tmp_path, tensors)
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path)
+    message = str(caught.value)
+    assert "2 missing" in message
+    assert "model.layers.1.self_attn.k_proj.weight" in message and "model.norm.weight" in message
+    assert "2 not part of this model" in message
+    assert "model.layers.9.mlp.up_proj.weight" in message and "model.extra.weight" in message
+    assert "model.layers.0.mlp.up_proj.weight is [80, 47], not [80, 48]" in message
+    assert "model.layers.2.mlp.down_proj.weight (I8)" in message
+
+
+def test_of_many_missing_tensors_five_are_named_and_the_rest_counted(tmp_path: Path) -> None:
+    reference = reference_model("gpt2")
+    write_directory(tmp_path, reference)
+    write_weights(tmp_path, {"transformer.wte.weight": reference.transformer.wte.weight.detach()})
+    with pytest.raises(CheckpointError, match=r"39 missing: transformer.wpe.weight.* and 34 more$"):
+        load(tmp_path)
+
+
+def test_two_names_for_one_place_are_refused(tmp_path: Path) -> None:
+    reference = reference_model("gpt2")
+    write_directory(tmp_path, reference)
+    write_weights(tmp_path, state(reference) | {"wpe.weight": reference.transformer.wpe.weight.detach() + 0})
+    with pytest.raises(CheckpointError, match="fill the same place"):
+        load(tmp_path)
+
+
+def test_a_sequence_may_be_shorter_than_the_context_but_not_longer(tmp_path: Path) -> None:
+    write_directory(tmp_path, reference_model("llama"))
+    assert load(tmp_path).max_seq_len == 128
+    assert load(tmp_path, max_seq_len=17).max_seq_len == 17
+    with pytest.raises(ConfigError, match=r"1..128 \(the context\), got 129"):
+        load(tmp_path, max_seq_len=129)
+
+
+def test_an_unpackable_block_format_is_named_with_the_supported_ones(tmp_path: Path) -> None:
+    reference = reference_model("llama", hidden_size=256, intermediate_size=256)
+    path = write_gguf(tmp_path / "m.gguf", reference, kind="TQ2_0")
+    with pytest.raises(CheckpointError, match=r"TQ2_0"):
+        load(path)
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    assert choose_device("cpu") == torch.device("cpu")
+    with pytest.raises(ConfigError, match="this machine has"):
+        choose_device(f"cuda:{torch.cuda.device_count()}")
+    with pytest.raises(ConfigError, match="must be auto, cpu, cuda or cuda:N"):
+        choose_device("tpu")
+
+
+def default_file() -> Path:
+    """The default model, if it is cached already: fetching it is the `network` test below."""
+    path = default_model.models_dir() / default_model.FILE
+    if not path.exists():
+        pytest.skip("the default model is not cached; `infer fetch` brings it")
+    return path
+
+
+def test_the_default_model_unpacks_to_what_the_format_library_says() -> None:
+    path = default_file()
+    loaded = load(path)
+    file = read_gguf(path)
+    qkv = loaded.model.get_submodule("layers.17.attention.qkv")
+    expected = {"blk.17.attn_v.weight": qkv.weight[768:], "blk.17.ffn_down.weight": None}
+    expected["blk.17.ffn_down.weight"] = loaded.model.get_parameter("layers.17.mlp.down.weight")
+    expected["token_embd.weight"] = loaded.model.embedding.weight
+    expected["blk.3.attn_norm.weight"] = loaded.model.get_parameter("layers.3.attention_norm.weight")
+    for name, ours in expected.items():
+        kind = gguf.GGMLQuantizationType(file.tensors[name].kind)
+        theirs = gguf.quants.dequantize(file.packed_rows(name), kind)
+        assert np.array_equal(ours.detach().numpy(), theirs.reshape(ours.shape)), name
+    assert loaded.dtype is torch.float32 and loaded.eos_ids == (2,) and loaded.max_seq_len == 8192
+
+
+def test_loading_takes_little_more_memory_than_the_model(tmp_path: Path) -> None:
+    path = default_file()
+    loaded = load(path)  # warms up everything that is not weights
+    size = sum(parameter.numel() * 4 for parameter in loaded.model.parameters())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    again = load(path)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert again.model is not loaded.model
+    assert peak - before < 1.3 * size + path.stat().st_size  # the file's own pages are counted too
+
+
+@pytest.mark.network
+@pytest.mark.slow
+def test_the_default_model_is_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = resolve_model(None, show_progress=False)
+    assert source.is_gguf and source.name == "SmolLM2-135M-Instruct"
+    assert source.path.is_relative_to(tmp_path)
+    left = sorted(entry.name for entry in source.path.parent.iterdir())
+    assert left == [".lock", default_model.FILE]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # the second time needs no network
+    assert resolve_model(None, show_progress=False) == source

@@ -1,0 +1,66 @@
+"""Which number format is chosen, and when a forced one is warned about."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from infer.errors import ConfigError
+from infer.loader import dtype as dtype_module
+from infer.loader.dtype import choose_dtype, cpu_has_amx
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture
+def amx(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> bool:
+    has_amx: bool = request.param
+    monkeypatch.setattr(dtype_module, "cpu_has_amx", lambda: has_amx)
+    return has_amx
+
+
+@pytest.mark.parametrize("amx", [True, False], indirect=True)
+def test_on_a_cpu_only_bfloat16_with_amx_is_kept(amx: bool) -> None:
+    assert choose_dtype("auto", CPU, torch.bfloat16) is (torch.bfloat16 if amx else torch.float32)
+    for stored in (torch.float32, torch.float16, torch.float64, None):
+        assert choose_dtype("auto", CPU, stored) is torch.float32
+
+
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_on_a_gpu_the_checkpoint_decides(monkeypatch: pytest.MonkeyPatch, has_bf16: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    half = torch.bfloat16 if has_bf16 else torch.float16
+    assert choose_dtype("auto", GPU, torch.bfloat16) is half
+    assert choose_dtype("auto", GPU, None) is half  # a GGUF file
+    assert choose_dtype("auto", GPU, torch.float16) is torch.float16
+    assert choose_dtype("auto", GPU, torch.float32) is torch.float32
+
+
+@pytest.mark.parametrize("amx", [True, False], indirect=True)
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
+def test_a_forced_format_is_kept_and_a_slow_one_warned_about(
+    amx: bool, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "infer"):
+        assert choose_dtype(name, CPU, torch.float32) is getattr(torch, name)
+    is_slow = name == "float16" or (name == "bfloat16" and not amx)
+    assert bool(caplog.records) is is_slow
+
+
+def test_an_unknown_format_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="dtype must be one of auto, float32, bfloat16, float16, got 'int8'"
+    ):
+        choose_dtype("int8", CPU, None)
+
+
+def test_amx_is_found_in_the_flags_and_nowhere_else(tmp_path: Path) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text("model name : amx_bf16 fan\nflags : fpu avx512_bf16 amx_bf16 amx_tile\n")
+    assert cpu_has_amx(info)
+    info.write_text("model name : amx_bf16 fan\nflags : fpu avx512_bf16\n")
+    assert not cpu_has_amx(info)
+    assert not cpu_has_amx(tmp_path / "no such file")

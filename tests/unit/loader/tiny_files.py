@@ -1,0 +1,125 @@
+"""Tiny checkpoints on disk, written by the formats' own libraries from a reference model.
+
+`write_gguf` does to the tensors what the format's converter does to them: names from the `gguf`
+package's own table, rows of q and k reordered for llama, 1 added to Gemma's norms, GPT-2 transposed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from tests.support.checkpoints import raw_config
+
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURES |= {"gemma3": "gemma3", "gpt2": "gpt2"}
+
+
+def state(reference: Any) -> dict[str, torch.Tensor]:
+    """The tensors a checkpoint of this model holds: a tied head is not stored."""
+    tensors = {name: tensor.contiguous() for name, tensor in reference.state_dict().items()}
+    if reference.config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    return tensors
+
+
+def write_directory(directory: Path, reference: Any, *, num_shards: int = 1, **config: Any) -> Path:
+    """Write config.json and the weights, in one file or in several with an index."""
+    directory.mkdir(parents=True, exist_ok=True)
+    raw = json.loads(reference.config.to_json_string(use_diff=False))
+    raw |= {"architectures": raw_config(reference)["architectures"], **config}
+    (directory / "config.json").write_text(json.dumps(raw))
+    write_weights(directory, state(reference), num_shards=num_shards)
+    return directory
+
+
+def write_weights(directory: Path, tensors: dict[str, torch.Tensor], *, num_shards: int = 1) -> None:
+    """Write safetensors files; the tensors are dealt out to the shards in turn."""
+    if num_shards == 1:
+        save_file(tensors, directory / "model.safetensors")
+        return
+    names = [f"model-{i + 1:05}-of-{num_shards:05}.safetensors" for i in range(num_shards)]
+    weight_map = {name: names[i % num_shards] for i, name in enumerate(tensors)}
+    for shard in names:
+        save_file({n: t for n, t in tensors.items() if weight_map[n] == shard}, directory / shard)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def write_gguf(
+    path: Path, reference: Any, *, kind: str = "F32", extra: dict[str, np.ndarray[Any, Any]] | None = None
+) -> Path:
+    """Write a GGUF file; matrices whose rows fit are stored as `kind`, the rest as F32."""
+    family = {"gemma3_text": "gemma3"}.get(reference.config.model_type, reference.config.model_type)
+    architecture = ARCHITECTURES[family]
+    writer = gguf.GGUFWriter(path, architecture)
+    add_metadata(writer, reference.config, family)
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(arch, reference.config.num_hidden_layers)
+    for name, tensor in state(reference).items():
+        stored_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored_name is not None, name
+        add_tensor(writer, stored_name, convert(architecture, name, tensor, reference.config), kind)
+    for name, values in (extra or {}).items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add_metadata(writer: gguf.GGUFWriter, config: Any, family: str) -> None:
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"token{i}" for i in range(config.vocab_size)])
+    if family == "gpt2":
+        writer.add_feed_forward_length(config.n_inner or 4 * config.n_embd)
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+        return
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if family in ("mistral", "gemma3"):
+        writer.add_sliding_window(config.sliding_window)
+
+
+def convert(architecture: str, name: str, tensor: torch.Tensor, config: Any) -> np.ndarray[Any, Any]:
+    """What the converter does to a tensor before it is stored."""
+    if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+        heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+        rest = tensor.shape[1:]
+        tensor = (
+            tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *rest)
+            .swapaxes(1, 2)
+            .reshape(tensor.shape)
+        )
+    if architecture == "gemma3" and name.endswith("norm.weight"):
+        tensor = tensor + 1
+    if architecture == "gpt2" and ".c_" in name and tensor.dim() == 2:
+        tensor = tensor.T
+    return tensor.float().contiguous().numpy()
+
+
+def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray[Any, Any], kind: str) -> None:
+    quantization = gguf.GGMLQuantizationType[kind]
+    if kind == "F32" or values.ndim == 1 or values.shape[-1] % gguf.GGML_QUANT_SIZES[quantization][0]:
+        writer.add_tensor(name, values)
+        return
+    packed = gguf.quants.quantize(values, quantization)
+    writer.add_tensor(name, packed, raw_dtype=quantization)
