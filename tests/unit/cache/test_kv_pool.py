@@ -134,6 +134,17 @@ def test_reserving_evicts_cached_blocks_that_nobody_uses_oldest_first() -> None:
     assert pool.match_prefix(3, PROMPT) == 4, "the first block outlives the second"
 
 
+def test_a_prompt_used_long_ago_goes_entirely_before_one_used_later() -> None:
+    pool = make_pool(num_blocks=4)
+    compute(pool, 1, PROMPT)
+    compute(pool, 2, [1, 2, 3, 4])
+    pool.release(1)
+    pool.release(2)
+    compute(pool, 3, [9] * 12)
+    assert pool.match_prefix(4, PROMPT) == 0
+    assert pool.match_prefix(5, [1, 2, 3, 4, 5]) == 4
+
+
 def test_without_room_nothing_changes() -> None:
     pool = make_pool(num_blocks=3)
     compute(pool, 1, PROMPT[:8])
@@ -222,6 +233,27 @@ def test_duplicates_give_way_when_memory_is_short() -> None:
     pool.check()
     pool.commit(2, [*PROMPT, 1, 2, 3, 4, 5, 6, 7, 8], 20)
     assert pool.usage().num_cached == 5
+
+
+def test_a_duplicate_that_a_fork_shares_does_not_enter_the_tree() -> None:
+    """The fork may have given up its path to that block, and whoever holds a cached block holds its path."""
+    pool = make_pool(num_blocks=9)
+    for seq_id in (1, 2):
+        pool.match_prefix(seq_id, PROMPT)
+        pool.reserve(seq_id, 12)
+    for seq_id in (1, 2):
+        pool.commit(seq_id, PROMPT, 12)
+    pool.fork(2, 3)
+    pool.reserve(3, 16)
+    pool.commit(3, [*PROMPT, 1, 2, 3, 4], 16)
+    assert pool.match_prefix(4, [*PROMPT[:8], 0]) == 8
+    pool.match_prefix(9, [0] * 36)
+    assert pool.reserve(9, 36) is None, "sequence 2 gives up its twins, 3 cannot"
+    pool.release(1)
+    assert pool.reserve(9, 36) is None, "now nobody but 3 needs the third cached block"
+    pool.release(4)
+    pool.release(3)
+    pool.check()
 
 
 def test_a_swapped_sequence_comes_back_in_other_blocks_and_is_cached_again() -> None:
