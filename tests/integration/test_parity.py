@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.checkpoints import FAMILIES, VOCAB_SIZE, build_like, raw_config, reference_model
-from tests.support.step import ListCache, ListStep, generate_greedy, run_step
 
 from infer.models.model import Model
+from tests.support.checkpoints import FAMILIES, VOCAB_SIZE, build_like, raw_config, reference_model
+from tests.support.step import ListCache, ListStep, generate_greedy, run_step
 
 FLOAT32_BOUND = 1e-5
 
