@@ -1,0 +1,115 @@
+"""What the hub library raises becomes one sentence, and only safe files are asked for."""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import importlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled
+
+from infer.errors import ModelSourceError
+from infer.loader import hub
+from infer.loader.hub import UNWANTED, WANTED, fetch_file, fetch_repository
+
+# The HTTP client of the installed hub library, whichever it is.
+http = importlib.import_module(errors.HfHubHTTPError.__mro__[1].__module__.partition(".")[0])
+RESPONSE = http.Response(404, request=http.Request("GET", "https://hub.test/x"))
+
+
+def is_wanted(name: str) -> bool:
+    return any(fnmatch.fnmatch(name, p) for p in WANTED) and not any(
+        fnmatch.fnmatch(name, p) for p in UNWANTED
+    )
+
+
+def test_weights_config_and_tokenizer_are_wanted_and_nothing_that_can_run() -> None:
+    for name in ("config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"):
+        assert is_wanted(name)
+    for name in ("tokenizer.json", "tokenizer.model", "generation_config.json", "chat_template.jinja"):
+        assert is_wanted(name)
+    for name in (
+        "pytorch_model.bin",
+        "model.pt",
+        "modeling_custom.py",
+        "m.gguf",
+        "onnx/config.json",
+        "a.msgpack",
+    ):
+        assert not is_wanted(name)
+    assert not is_wanted("consolidated.safetensors")  # the same weights twice
+
+
+@pytest.mark.parametrize(
+    ("error", "complaint"),
+    [
+        (errors.GatedRepoError("gated", response=RESPONSE), "org/name is gated: accept its licence"),
+        (errors.RepositoryNotFoundError("404", response=RESPONSE), "knows no public model 'org/name'"),
+        (errors.RevisionNotFoundError("404", response=RESPONSE), "has no revision 'v9'"),
+        (errors.RemoteEntryNotFoundError("404", response=RESPONSE), "at revision v9 has no file"),
+        (errors.LocalEntryNotFoundError("not cached"), "the hub cannot be reached"),
+        (errors.HFValidationError("bad id"), "is not a hub id"),
+        (
+            errors.HfHubHTTPError("500 broken\nmore", response=RESPONSE),
+            "refused to give .*: 500 broken; try again",
+        ),
+        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full .*HF_HOME"),
+        (PermissionError(errno.EACCES, "Permission denied"), "Permission denied.*HF_HOME"),
+        (http.ConnectError("no route"), "no route; check the network"),
+    ],
+)
+def test_a_failed_fetch_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, complaint: str
+) -> None:
+    def fail(*args: Any, **knobs: Any) -> str:
+        raise error
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    level = logging.getLogger("huggingface_hub").level
+    with pytest.raises(ModelSourceError, match=complaint):
+        fetch_file("org/name", "m.gguf", revision="v9", show_progress=False)
+    assert logging.getLogger("huggingface_hub").level == level
+
+
+def test_offline_is_blamed_when_the_user_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **knobs: Any) -> str:
+        raise errors.OfflineModeIsEnabled("offline")
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ModelSourceError, match="not in the local hub cache and HF_HUB_OFFLINE is set"):
+        fetch_repository("org/name", revision=None, show_progress=False)
+
+
+def test_a_bug_is_not_dressed_up_as_a_network_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **knobs: Any) -> str:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ZeroDivisionError):
+        fetch_repository("org/name", revision=None, show_progress=False)
+
+
+@pytest.mark.parametrize("show", [True, False])
+def test_progress_bars_are_switched_for_the_time_of_the_download(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, show: bool
+) -> None:
+    seen: list[bool] = []
+
+    def download(repo: str, **knobs: Any) -> str:
+        seen.append(not are_progress_bars_disabled())
+        assert knobs == {"revision": "v1", "allow_patterns": WANTED, "ignore_patterns": UNWANTED}
+        return str(tmp_path)
+
+    before = are_progress_bars_disabled()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert hub.fetch_repository("org/name", revision="v1", show_progress=show) == tmp_path
+    assert seen == [show and not before]
+    assert are_progress_bars_disabled() == before
