@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 
 from infer.errors import CheckpointError, RequestError
 from infer.tokenizer.gguf_vocab import read_gguf_vocabulary
@@ -132,6 +133,19 @@ def test_a_token_knows_its_bytes() -> None:
     assert spm.token_bytes(id_of(spm, "▁the")) == b" the"
     assert spm.token_bytes(id_of(spm, "<0xE2>")) == b"\xe2"
     assert {byte_level.token_bytes(i) for i in range(3, 259)} == {bytes([b]) for b in range(256)}
+
+
+def test_a_word_after_a_special_token_has_one_space_in_front_either_way() -> None:
+    """Some vocabularies mark every stretch of text, some only the first: templates write the gap or not."""
+    every = TOKENIZERS["sentencepiece"]
+    vocabulary = read_gguf_vocabulary(spm_metadata())
+    vocabulary.core.normalizer = None
+    vocabulary.core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    only_first = Tokenizer(vocabulary)
+    assert (every.gap_after_special, only_first.gap_after_special) == ("", " ")
+    assert gpt2_tokenizer().gap_after_special == ""
+    ids = [t.encode(f"<s>{t.gap_after_special}the</s>", parse_special=True) for t in (every, only_first)]
+    assert ids[0] == ids[1] == [1, id_of(every, "▁the"), 2]
 
 
 def test_lone_surrogates_are_refused() -> None:
