@@ -66,8 +66,9 @@ def size_cache(
         num_blocks = min(num_blocks, scheduler.max_batch_size)
     if num_blocks < 1:
         needed = block_size * bytes_per_token
+        unit = "sequence" if is_contiguous else "block"
         raise ConfigError(
-            f"the KV cache would hold {num_tokens} tokens, but one {'sequence' if is_contiguous else 'block'} "
+            f"the KV cache would hold {num_tokens} tokens, but one {unit} "
             f"needs {block_size} ({format_bytes(needed)}); give it more with kv_cache_memory or num_blocks"
             + (", or lower max_seq_len" if is_contiguous else "")
         )

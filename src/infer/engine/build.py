@@ -42,11 +42,11 @@ def build_engine(
 ) -> Engine:
     """Put the parts together; `cost` replaces the measured one, so that a recorded run can be repeated."""
     model_config = loaded.config
-    scheduler_config = resolve_scheduler(config, model_config.context_len)
+    scheduler_config = resolve_scheduler(config, loaded.max_seq_len)
     size = size_cache(
         config.cache,
         scheduler_config,
-        max_seq_len=model_config.context_len,
+        max_seq_len=loaded.max_seq_len,
         bytes_per_token=kv_bytes_per_token(
             model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, loaded.dtype.itemsize
         ),
@@ -77,7 +77,7 @@ def build_engine(
     return Engine(
         scheduler,
         runner,
-        context_len=model_config.context_len,
+        context_len=loaded.max_seq_len,
         vocab_size=model_config.vocab_size,
         eos_ids=loaded.eos_ids,
         observer=observer,

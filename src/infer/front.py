@@ -1,0 +1,97 @@
+"""The text side of a model: its tokenizer, its chat template, and requests made from what people write.
+
+The engine knows token ids only. Everything before it (text to ids, messages to a prompt) is here, shared
+by the offline `LLM`, the `AsyncLLM` and whoever serves either over a wire.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from infer.config import LoadConfig
+from infer.engine.request import Request
+from infer.errors import ConfigError, RequestError
+from infer.loader.load import LoadedModel
+from infer.loader.source import ModelSource
+from infer.sampling.params import SamplingParams
+from infer.tokenizer.chat_template import ChatTemplate, find_template
+from infer.tokenizer.tokenizer import Tokenizer
+
+Message: TypeAlias = Mapping[str, Any]
+Prompt: TypeAlias = str | Sequence[int]
+
+
+class TextFront:
+    """Turns text and messages into requests for one model. Safe to share between threads."""
+
+    def __init__(self, config: LoadConfig, source: ModelSource, loaded: LoadedModel) -> None:
+        self.name = loaded.name
+        self.tokenizer = _load_tokenizer(config, source, loaded)
+        self._template = _find_template(config, loaded, self.tokenizer)
+        self._numbers = itertools.count()
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be turned into prompts."""
+        return isinstance(self._template, ChatTemplate)
+
+    def encode(self, text: str) -> list[int]:
+        """A plain prompt's ids, BOS included where the model wants it; special-token text stays text."""
+        if not isinstance(text, str):
+            raise RequestError(
+                f"a prompt must be text or token ids, got {type(text).__name__}", param="prompt"
+            )
+        return self.tokenizer.encode(text)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """A conversation's ids, ready for the assistant's answer."""
+        if not isinstance(self._template, ChatTemplate):
+            raise self._template
+        return self._template.encode_chat(messages, tools=tools, **(template_options or {}))
+
+    def make_request(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, **fields: Any
+    ) -> Request:
+        """A request for text or token ids; without an id it gets the next number."""
+        ids = self.encode(prompt) if isinstance(prompt, str) else prompt
+        for token_id in ids:
+            if not isinstance(token_id, int) or isinstance(token_id, bool):
+                raise RequestError(
+                    f"a prompt of token ids must hold integers, got {token_id!r}", param="prompt"
+                )
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params must be SamplingParams, got {type(params).__name__}", param="params")
+        request_id = request_id if request_id is not None else f"request-{next(self._numbers)}"
+        return Request(request_id=request_id, prompt=tuple(ids), params=params, **fields)
+
+
+def _load_tokenizer(config: LoadConfig, source: ModelSource, loaded: LoadedModel) -> Tokenizer:
+    if config.tokenizer is not None:
+        path = Path(config.tokenizer).expanduser()
+        if not path.exists():
+            raise ConfigError(f"tokenizer is {config.tokenizer!r}, but there is no such file or directory")
+        return Tokenizer.from_directory(path)
+    if loaded.gguf_metadata is not None:
+        return Tokenizer.from_gguf(loaded.gguf_metadata)
+    return Tokenizer.from_directory(source.path)
+
+
+def _find_template(
+    config: LoadConfig, loaded: LoadedModel, tokenizer: Tokenizer
+) -> ChatTemplate | ConfigError:
+    """The template, or the reason there is none, to be raised when somebody wants to chat."""
+    try:
+        return find_template(loaded.config.family, tokenizer, config.chat_template)
+    except ConfigError as error:
+        if config.chat_template is not None:
+            raise
+        return error

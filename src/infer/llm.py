@@ -1,0 +1,239 @@
+"""Offline generation: a model, an engine and this thread.
+
+    llm = LLM("path/or/org/name", dtype="float32")
+    for answer in llm.generate(["Once upon a time", "The sky is"], SamplingParams(temperature=0)):
+        print(answer.text)
+
+All prompts of a call are in the engine together; it batches them as it sees fit, and each answer is
+what it would have been alone. Not thread-safe: for many callers at once use `AsyncLLM`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from infer.config import EngineConfig
+from infer.engine.build import build_engine
+from infer.engine.engine import EngineObserver
+from infer.errors import EngineError, RequestError
+from infer.front import Message, Prompt, TextFront
+from infer.loader.load import load_model
+from infer.loader.source import resolve_model
+from infer.log import progress
+from infer.outputs import CompletionOutput, OutputBuilder, RequestOutput, TextDelta
+from infer.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from infer.engine.request import Request
+    from infer.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "TextDelta"]
+
+
+class LLM:
+    """A model that answers prompts; keywords are the knobs of docs/knobs.md."""
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        show_progress: bool = False,
+        observer: EngineObserver | None = None,
+        **knobs: Any,
+    ) -> None:
+        self.config = EngineConfig.from_knobs(model=model, **knobs)
+        load = self.config.load
+        source = resolve_model(load.model, revision=load.revision, show_progress=show_progress)
+        set_num_threads(load.num_threads)
+        loaded = load_model(
+            source,
+            dtype=load.dtype,
+            device=load.device,
+            max_seq_len=load.max_seq_len,
+            show_progress=show_progress,
+        )
+        self.front = TextFront(load, source, loaded)
+        self.engine = build_engine(self.config, loaded, observer=observer)
+        self.model_config = loaded.config
+        self._streams: dict[str, _Stream] = {}
+
+    @property
+    def name(self) -> str:
+        """What people call the model."""
+        return self.front.name
+
+    @property
+    def context_len(self) -> int:
+        """The longest prompt + output in tokens."""
+        return self.engine.context_len
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.front.tokenizer
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat` works with this model."""
+        return self.front.has_chat_template
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a plain prompt."""
+        return self.front.encode(text)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, object] | None = None,
+    ) -> list[int]:
+        """The ids of a conversation, ready for the assistant's answer."""
+        return self.front.encode_chat(messages, tools=tools, template_options=template_options)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        show_progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Continue one prompt or many; text or token ids, one `SamplingParams` for all or one for each."""
+        batch = _as_batch(prompts)
+        if isinstance(params, SamplingParams) or params is None:
+            each = [params or SamplingParams()] * len(batch)
+        else:
+            each = list(params)
+        if len(each) != len(batch):
+            raise RequestError(
+                f"{len(batch)} prompts but {len(each)} sampling parameters; give one for all or one each",
+                param="params",
+            )
+        streams: list[_Stream] = []
+        try:
+            for prompt, prompt_params in zip(batch, each, strict=True):
+                streams.append(self._open(prompt, prompt_params))
+            with progress("generating", total=len(streams), is_shown=show_progress) as advance:
+                num_done = 0
+                while num_done < len(streams):
+                    self._step()
+                    now_done = sum(stream.builder.is_finished for stream in streams)
+                    advance(now_done - num_done)
+                    num_done = now_done
+        finally:
+            for stream in streams:
+                self._close(stream)
+        return [stream.result() for stream in streams]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, object] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several."""
+        if messages and isinstance(messages[0], Mapping):
+            conversations = [cast("Sequence[Message]", messages)]
+        else:
+            conversations = list(cast("Sequence[Sequence[Message]]", messages))
+        prompts: list[Prompt] = [
+            self.encode_chat(conversation, tools=tools, template_options=template_options)
+            for conversation in conversations
+        ]
+        return self.generate(prompts, params)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TextDelta]:
+        """Continue one prompt, piece by piece; closing the iterator ends the request."""
+        params = params or SamplingParams()
+        if params.num_sequences != params.n or params.use_beam_search:
+            raise RequestError(
+                "best_of and beam search choose at the end, so they cannot stream; use generate"
+            )
+        stream = self._open(prompt, params)
+        return self._pieces(stream)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, object] | None = None,
+    ) -> Iterator[TextDelta]:
+        """Answer one conversation, piece by piece."""
+        return self.stream(self.encode_chat(messages, tools=tools, template_options=template_options), params)
+
+    def _pieces(self, stream: _Stream) -> Iterator[TextDelta]:
+        try:
+            while stream.deltas or not stream.builder.is_finished:
+                if stream.deltas:
+                    delta = stream.deltas.popleft()
+                    if delta.error is not None:
+                        raise EngineError(delta.error)
+                    yield delta
+                else:
+                    self._step()
+        finally:
+            self._close(stream)
+
+    def _open(self, prompt: Prompt, params: SamplingParams) -> _Stream:
+        request = self.front.make_request(prompt, params)
+        self.engine.add(request)
+        text = prompt if isinstance(prompt, str) else None
+        stream = _Stream(request, OutputBuilder(request, self.tokenizer, text))
+        self._streams[request.request_id] = stream
+        return stream
+
+    def _close(self, stream: _Stream) -> None:
+        self._streams.pop(stream.request.request_id, None)
+        self.engine.abort(stream.request.request_id)
+
+    def _step(self) -> None:
+        """One step of the engine; its outputs go to the streams they belong to."""
+        for output in self.engine.step():
+            stream = self._streams.get(output.request_id)
+            if stream is None:
+                continue
+            delta, can_stop = stream.builder.take(output)
+            if delta is not None:
+                stream.deltas.append(delta)
+            if can_stop:
+                self.engine.abort(output.request_id, output.index)
+
+
+class _Stream:
+    """One request on its way: its builder, and the pieces nobody has read yet."""
+
+    __slots__ = ("builder", "deltas", "request")
+
+    def __init__(self, request: Request, builder: OutputBuilder) -> None:
+        self.request = request
+        self.builder = builder
+        self.deltas: deque[TextDelta] = deque()
+
+    def result(self) -> RequestOutput:
+        for delta in self.deltas:
+            if delta.error is not None:
+                raise EngineError(f"request {self.request.request_id} failed: {delta.error}")
+        return self.builder.build()
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many? A string and a list of integers are one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [cast("Sequence[int]", prompts)]
+    return list(cast("Sequence[Prompt]", prompts))
+
+
+def set_num_threads(num_threads: int | None) -> None:
+    """Let PyTorch use this many CPU threads; None leaves its own choice, one per physical core."""
+    if num_threads is not None:
+        import torch
+
+        torch.set_num_threads(num_threads)
