@@ -30,7 +30,9 @@ ALLOWED: dict[str, set[str]] = {
     "sampling": {"kernels"},
     "cache": {"kernels"},
     "engine": {"cache", "kernels", "layers", "loader", "models", "sampling"},
-    "llm": {"engine", "loader", "sampling", "tokenizer"},
+    "front": {"engine", "loader", "sampling", "tokenizer"},
+    "outputs": {"engine", "sampling", "tokenizer"},
+    "llm": {"engine", "front", "loader", "outputs", "sampling", "tokenizer"},
     "cli": {"llm", "loader", "sampling", "engine", "tokenizer"},
     "debug": {"models", "layers", "loader", "kernels"},
     "__init__": {"llm", "sampling"},  # the names of `from infer import ...`, imported when first used
