@@ -55,7 +55,8 @@ FAMILIES = (
     ChatFamily("qwen2", _QWEN2, tokens=("<|im_start|>", "<|im_end|>")),
     ChatFamily("qwen3", _QWEN3, tokens=("<|im_start|>", "<|im_end|>")),
     ChatFamily("gemma3", _GEMMA3, tokens=("<start_of_turn>", "<end_of_turn>")),
-    ChatFamily("mistral", _MISTRAL, tokens=("[INST]", "[/INST]"), not_tokens=("[SYSTEM_PROMPT]",)),
+    # GGUF files call Mistral's architecture llama
+    ChatFamily("mistral", _LLAMA | _MISTRAL, tokens=("[INST]", "[/INST]"), not_tokens=("[SYSTEM_PROMPT]",)),
     ChatFamily("chatml", _LLAMA | _MISTRAL, tokens=("<|im_start|>", "<|im_end|>")),
 )
 

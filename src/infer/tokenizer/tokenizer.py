@@ -63,7 +63,8 @@ class Tokenizer:
         self._is_byte_level, self.num_stripped = _read_decoder(core.decoder)
         self._bytes: dict[int, bytes] = {}  # filled as ids are met; two threads may write the same value
         self._added = frozenset(added)
-        unknown = core.token_to_id(core.model.unk_token) if core.model.unk_token else None
+        unknown_text = getattr(core.model, "unk_token", None)  # not every kind of model has one
+        unknown = core.token_to_id(unknown_text) if unknown_text else None
         self._never_from_text = self.special_ids - {unknown}
         self.gap_after_special = self._find_gap()
 

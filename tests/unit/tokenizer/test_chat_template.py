@@ -144,6 +144,10 @@ def test_the_vocabulary_tells_families_of_one_model_type_apart(name: str) -> Non
     assert find_template(MODEL_TYPES[name], family_tokenizer(name)).name == name
 
 
+def test_a_mistral_that_calls_itself_llama_is_found() -> None:
+    assert find_template("llama", family_tokenizer("mistral")).name == "mistral"
+
+
 def test_zephyr_is_found_by_the_template_that_was_shipped() -> None:
     metadata_key = {"tokenizer.chat_template": "... <|user|> ..."}
     tokenizer = Tokenizer.from_gguf(spm_metadata() | metadata_key)

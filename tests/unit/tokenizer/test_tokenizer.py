@@ -42,6 +42,14 @@ def test_what_is_encoded_decodes_to_itself(name: str, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@settings(deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_any_text_survives_a_byte_level_vocabulary(text: str) -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
+
+
 @settings(deadline=None, max_examples=200)
 @given(data=st.data())
 def test_decoding_equals_the_library_wherever_bytes_are_characters(data: st.DataObject) -> None:
