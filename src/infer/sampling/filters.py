@@ -3,17 +3,19 @@
 Each filter is a *floor*: the smallest logit that stays. Tokens with equal logits stay or go together.
 
     top-k    the k-th largest logit
-    top-p    the largest logit such that what lies above it has less than p of the mass top-k left
+    top-p    the smallest logit with less than p of the mass that top-k left above it
     min-p    the largest logit + log(min_p)
 
 and the highest floor decides, because min-p compares with the likeliest token, which no filter removes.
 
-A trained model rarely keeps more than a few dozen tokens, so only the largest logits, the *candidates*,
-are put in order. If the floor lies above the last candidate, nothing beyond them can matter and the row
-is complete; otherwise it is filtered again with every token as a candidate.
+A trained model rarely keeps more than a few dozen tokens, so `filter_candidates` looks at the largest
+logits only, the *candidates*. If the floor lies above the last of them, nothing beyond can matter and
+the row is complete; otherwise `filter_rows` looks at every token. Neither sorts the vocabulary.
 
 Mass is counted in integers, exp(logit) * 2^44 rounded down: integers add up to the same sum in any
 order, on any device and beside any neighbours, so the edge of top-p cannot wander.
+
+Both functions want tempered rows whose largest logit is 0. A row of NaN counts as complete.
 
 Shapes:  S sampled rows, V vocabulary, K candidates of a row.
 """
@@ -30,58 +32,82 @@ from infer.sampling.params import SamplingParams
 
 FIRST_CANDIDATES = 256
 _MASS_OF_LARGEST = 2.0**44  # 2^19 tokens as likely as the largest still fit into 63 bits
+_NUM_BUCKETS = 1 << 15  # what the upper half of a float without its sign can be
 
 
 def filter_candidates(
-    scaled_SV: torch.Tensor, params: Sequence[SamplingParams], *, width: int | None = None
+    scaled_SV: torch.Tensor, params: Sequence[SamplingParams]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The candidates of each row: logits (-inf if removed), ids, and whether the row is complete.
-
-    The rows are tempered already and their largest logit is 0. `width` is the number of candidates;
-    the default suits trained models.
-    """
-    vocab_size = scaled_SV.shape[1]
+    """The largest tokens of each row: logits (-inf if removed), ids, and whether the row is complete."""
+    vocab_size, device = scaled_SV.shape[1], scaled_SV.device
     top_k = [p.top_k if 0 < p.top_k < vocab_size else 0 for p in params]
-    if width is None:
-        width = min(vocab_size, max(FIRST_CANDIDATES, max(top_k) + 1))
+    # One more than the largest k, so that the end of a tie at its edge can be seen.
+    width = min(vocab_size, max(FIRST_CANDIDATES, max(top_k) + 1))
     values_SK, ids_SK = torch.topk(scaled_SV, width, dim=-1)
-    by_k_S1 = _top_k_floor(values_SK, top_k)
-    by_p_S1 = _top_p_floor(scaled_SV, values_SK, by_k_S1, top_k, params)
-    min_p = [[math.log(p.min_p) if p.min_p else -math.inf] for p in params]
-    floor_S1 = torch.maximum(torch.maximum(by_k_S1, by_p_S1), torch.tensor(min_p, device=by_k_S1.device))
+
+    k_S1 = torch.tensor(top_k, device=device).unsqueeze(1)
+    by_k_S1 = values_SK.gather(1, (k_S1 - 1).clamp(min=0)).masked_fill_(k_S1 == 0, -math.inf)
+    floor_S1 = torch.maximum(by_k_S1, _min_p_floor(params, device))
+    if any(p.top_p < 1.0 for p in params):
+        mass_SK = _mass(values_SK).masked_fill_(values_SK < by_k_S1, 0)
+        total_S1 = mass_SK.sum(dim=-1, keepdim=True)
+        unlimited = [i for i, p in enumerate(params) if p.top_p < 1.0 and not top_k[i]]
+        if unlimited and width < vocab_size:
+            total_S1[unlimited] = _whole_mass(scaled_SV, unlimited)
+        top_p_S1 = torch.tensor([[p.top_p] for p in params], dtype=torch.float64, device=device)
+        above_SK = torch.cumsum(mass_SK, dim=-1) - mass_SK
+        by_p_S1 = _top_p_floor(values_SK, above_SK, top_p_S1 * total_S1.double())
+        floor_S1 = torch.maximum(floor_S1, by_p_S1.masked_fill_(top_p_S1 >= 1.0, -math.inf))
+
     last_S1 = values_SK[:, -1:]
     # Top-p of a top-k needs the whole top-k, ties included, to know its mass.
-    needed_S1 = torch.where(by_k_S1 == -math.inf, floor_S1, by_k_S1)
-    is_complete_S = ((last_S1 < needed_S1) | (last_S1 == -math.inf)).squeeze(1) | (width == vocab_size)
-    return values_SK.masked_fill(values_SK < floor_S1, -math.inf), ids_SK, is_complete_S
+    needed_S1 = torch.where(k_S1 > 0, by_k_S1, floor_S1)
+    is_open_S1 = (last_S1 >= needed_S1) & (last_S1 > -math.inf) & (width < vocab_size)
+    return values_SK.masked_fill(values_SK < floor_S1, -math.inf), ids_SK, ~is_open_S1.squeeze(1)
 
 
-def _top_k_floor(values_SK: torch.Tensor, top_k: Sequence[int]) -> torch.Tensor:
-    """The k-th largest logit of each row, -inf where top-k is off (0)."""
-    k_S1 = torch.tensor(top_k, device=values_SK.device).unsqueeze(1)
-    return values_SK.gather(1, (k_S1 - 1).clamp(min=0)).masked_fill(k_S1 == 0, -math.inf)
+def filter_rows(scaled_SV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """All logits of each row, -inf where removed, one filter after the other."""
+    return torch.stack([_filter_row(row_V, p) for row_V, p in zip(scaled_SV, params, strict=True)])
 
 
-def _top_p_floor(
-    scaled_SV: torch.Tensor,
-    values_SK: torch.Tensor,
-    by_k_S1: torch.Tensor,
-    top_k: Sequence[int],
-    params: Sequence[SamplingParams],
-) -> torch.Tensor:
-    """The smallest logit with less than p of the mass above it, -inf where top-p is off (1)."""
-    if all(p.top_p >= 1.0 for p in params):
-        return torch.full_like(by_k_S1, -math.inf)
-    top_p_S1 = torch.tensor([[p.top_p] for p in params], dtype=torch.float64, device=values_SK.device)
-    mass_SK = _mass(values_SK).masked_fill_(values_SK < by_k_S1, 0)
-    total_S1 = mass_SK.sum(dim=-1, keepdim=True)
-    unlimited = [i for i, p in enumerate(params) if p.top_p < 1.0 and not top_k[i]]
-    if unlimited and values_SK.shape[1] < scaled_SV.shape[1]:
-        total_S1[unlimited] = _whole_mass(scaled_SV, unlimited)
-    above_SK = torch.cumsum(mass_SK, dim=-1) - mass_SK
-    is_below = above_SK.double() >= top_p_S1 * total_S1.double()
-    floor_S1 = values_SK.masked_fill(is_below, math.inf).amin(dim=-1, keepdim=True)
-    return floor_S1.masked_fill_(top_p_S1 >= 1.0, -math.inf)
+def _filter_row(row_V: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    if 0 < params.top_k < row_V.shape[0]:
+        row_V = _at_least(row_V, torch.topk(row_V, params.top_k).values[-1])
+    if params.top_p < 1.0:
+        row_V = _at_least(row_V, _top_p_floor_of_row(row_V, params.top_p))
+    return _at_least(row_V, _min_p_floor([params], row_V.device).squeeze())
+
+
+def _at_least(row_V: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
+    """The row with everything below the floor at -inf: log(1) = 0 is added, or log(0) = -inf."""
+    return row_V + (row_V >= floor).to(torch.float32).log_()  # several times faster than torch.where
+
+
+def _min_p_floor(params: Sequence[SamplingParams], device: torch.device) -> torch.Tensor:
+    return torch.tensor([[math.log(p.min_p) if p.min_p else -math.inf] for p in params], device=device)
+
+
+def _top_p_floor(values_SK: torch.Tensor, above_SK: torch.Tensor, limit_S1: torch.Tensor) -> torch.Tensor:
+    """The smallest logit with less than `limit` mass above it."""
+    return values_SK.masked_fill(above_SK.double() >= limit_S1, math.inf).amin(dim=-1, keepdim=True)
+
+
+def _top_p_floor_of_row(row_V: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Weigh buckets of similar logits, and put only the one with the edge in order.
+
+    The bits of a positive float grow with it, so the upper half of -logit names a bucket, likeliest first.
+    """
+    bucket_V = (row_V.abs().view(torch.int32) >> 16).to(torch.int64)
+    mass_B = torch.zeros(_NUM_BUCKETS, dtype=torch.int64, device=row_V.device)
+    mass_B.scatter_add_(0, bucket_V, _mass(row_V))
+    reach_B = torch.cumsum(mass_B, dim=0)
+    limit = top_p * reach_B[-1].double()
+    edge = (reach_B.double() < limit).sum()  # the first bucket that reaches the limit
+    values_K = torch.sort(row_V[bucket_V == edge], descending=True).values
+    mass_K = _mass(values_K)
+    above_K = reach_B[edge] - mass_B[edge] + torch.cumsum(mass_K, dim=0) - mass_K
+    return _top_p_floor(values_K, above_K, limit).squeeze()
 
 
 def _mass(scaled: torch.Tensor) -> torch.Tensor:

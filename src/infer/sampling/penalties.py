@@ -20,10 +20,9 @@ def apply_penalties(
     logits_V: torch.Tensor, params: SamplingParams, tokens: Sequence[int], num_prompt: int
 ) -> None:
     """Change one row of logits in place; `tokens` are the prompt followed by the output so far."""
-    vocab_size = logits_V.shape[0]
     if params.repetition_penalty != 1.0 and tokens:
-        seen = torch.tensor(sorted(set(tokens)), device=logits_V.device)
-        seen = seen[seen < vocab_size]
+        seen = torch.tensor(tokens, device=logits_V.device)  # a token seen twice gets the same value twice
+        seen = seen[seen < logits_V.shape[0]]  # an id may have an embedding and no logit
         values = logits_V[seen]
         factor = params.repetition_penalty
         logits_V[seen] = torch.where(values > 0, values / factor, values * factor)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from infer.kernels.sample import argmax_rows, draw, gumbel_noise, noise_keys
-from infer.sampling.filters import filter_candidates
+from infer.sampling.filters import filter_candidates, filter_rows
 from infer.sampling.logprobs import top_logprobs
 from infer.sampling.params import RowLogprobs, SamplingParams
 from infer.sampling.penalties import apply_penalties
@@ -125,33 +125,29 @@ def _draw_rows(logits_SV: torch.Tensor, peak_S1: torch.Tensor, rows: Sequence[Sa
     plain = [i for i, row in enumerate(rows) if not row.params.has_filters]
     ids_S = torch.empty(len(rows), dtype=torch.int64, device=device)
     if plain:
-        every_id = torch.arange(scaled.shape[1], dtype=torch.int32, device=device).unsqueeze(0)
-        ids_S[plain] = draw(_rows_of(scaled, plain), _rows_of(keys_S2, plain), every_id)
+        ids_S[plain] = _draw_whole(_rows_of(scaled, plain), _rows_of(keys_S2, plain))
     if filtered:
         params = [rows[i].params for i in filtered]
         ids_S[filtered] = _draw_filtered(_rows_of(scaled, filtered), params, _rows_of(keys_S2, filtered))
     return ids_S
 
 
+def _draw_whole(scaled_SV: torch.Tensor, keys_S2: torch.Tensor) -> torch.Tensor:
+    every_id = torch.arange(scaled_SV.shape[1], dtype=torch.int32, device=scaled_SV.device)
+    return draw(scaled_SV, keys_S2, every_id.unsqueeze(0))
+
+
 def _draw_filtered(
     scaled_SV: torch.Tensor, params: Sequence[SamplingParams], keys_S2: torch.Tensor
 ) -> torch.Tensor:
-    """Draw from the candidates; only the rows that need more than the first are put in order whole."""
-    ids_S, is_complete_S = _draw_candidates(scaled_SV, params, keys_S2, width=None)
-    if not bool(is_complete_S.all()):
-        wide = torch.nonzero(~is_complete_S).squeeze(1).tolist()
-        ids_S[wide], _ = _draw_candidates(
-            scaled_SV[wide], [params[i] for i in wide], keys_S2[wide], width=scaled_SV.shape[1]
-        )
-    return ids_S
-
-
-def _draw_candidates(
-    scaled_SV: torch.Tensor, params: Sequence[SamplingParams], keys_S2: torch.Tensor, *, width: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The drawn ids, and which of them are final."""
-    values_SK, ids_SK, is_complete_S = filter_candidates(scaled_SV, params, width=width)
+    """Draw from the candidates of each row; the rows that need more than those are drawn whole."""
+    values_SK, ids_SK, is_complete_S = filter_candidates(scaled_SV, params)
     values_SK += gumbel_noise(keys_S2, ids_SK)
     # Equal logits come in no particular order, so of equal sums the lowest id wins, as in a whole row.
     is_best = values_SK == values_SK.amax(dim=-1, keepdim=True)
-    return torch.where(is_best, ids_SK, scaled_SV.shape[1]).amin(dim=-1), is_complete_S
+    ids_S = torch.where(is_best, ids_SK, scaled_SV.shape[1]).amin(dim=-1)
+    wide = [i for i, is_complete in enumerate(is_complete_S.tolist()) if not is_complete]
+    if wide:
+        rows_SV = filter_rows(_rows_of(scaled_SV, wide), [params[i] for i in wide])
+        ids_S[wide] = _draw_whole(rows_SV, _rows_of(keys_S2, wide))
+    return ids_S
