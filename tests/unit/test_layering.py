@@ -33,9 +33,10 @@ ALLOWED: dict[str, set[str]] = {
     "front": {"engine", "loader", "sampling", "tokenizer"},
     "outputs": {"engine", "sampling", "tokenizer"},
     "llm": {"engine", "front", "loader", "outputs", "sampling", "tokenizer"},
-    "cli": {"llm", "loader", "sampling", "engine", "tokenizer"},
+    "async_llm": {"engine", "front", "llm", "loader", "outputs", "sampling", "tokenizer"},
+    "cli": {"async_llm", "llm", "loader", "sampling", "engine", "tokenizer"},
     "debug": {"models", "layers", "loader", "kernels"},
-    "__init__": {"llm", "sampling"},  # the names of `from infer import ...`, imported when first used
+    "__init__": {"async_llm", "llm", "sampling"},  # the names of `from infer import ...`, imported when first used
     "__main__": {"cli"},
 }
 

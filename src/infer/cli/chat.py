@@ -146,7 +146,10 @@ def _answer_line(conversation: Conversation, text: str, *, shows_stats: bool) ->
     if answer.finish_reason is None:
         notice("[stopped]")
     if answer.finish_reason == "length":
-        notice(f"[cut after {len(answer.token_ids)} tokens; --max-tokens allows more]")
+        num_tokens = len(answer.token_ids)
+        is_asked = num_tokens == conversation.params.max_tokens
+        reason = "--max-tokens allows more" if is_asked else "the context is full, /reset empties it"
+        notice(f"[cut after {num_tokens} tokens; {reason}]")
     if shows_stats:
         notice(f"[{answer.stats()}]")
 

@@ -33,7 +33,7 @@ class FakeLLM:
         self.params: list[SamplingParams] = []
         self.chats: list[list[dict[str, str]]] = []
         self.options: list[Mapping[str, object] | None] = []
-        self.was_closed = False
+        self.num_closed = 0
         self.before_token: Callable[[int], None] = lambda index: None
 
     def encode(self, prompt: str) -> list[int]:
@@ -66,7 +66,7 @@ class FakeLLM:
                 yield FakeDelta(letter, (ord(letter),), None)
             yield FakeDelta("", (), "stop" if len(answer) <= limit else "length")
         finally:
-            self.was_closed = True
+            self.num_closed += 1
 
     def stream_chat(
         self,

@@ -101,6 +101,12 @@ def test_a_cut_answer_is_said_to_be_cut(infer: Infer) -> None:
     assert "[cut after 2 tokens; --max-tokens allows more]" in outcome.err
 
 
+def test_an_answer_cut_by_the_context_says_so(infer: Infer) -> None:
+    outcome = infer("chat", "--max-tokens", "none", stdin="hello\n", context_len=14)
+    assert outcome.out == "HEL\n"
+    assert "[cut after 3 tokens; the context is full, /reset empties it]" in outcome.err
+
+
 def test_ctrl_c_stops_the_answer_and_not_the_program(infer: Infer) -> None:
     llm = FakeLLM()
 
@@ -114,6 +120,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(infer: Infer) -> None:
     assert outcome.code == 0
     assert outcome.out == "HEL\nBYE\n"
     assert "[stopped]" in outcome.err
+    assert llm.num_closed == 2
     assert llm.chats[-1] == [user("hello"), assistant("HEL"), user("bye")]
     assert signal.getsignal(signal.SIGINT) is handler
 
