@@ -26,6 +26,7 @@ import torch
 
 _MASK_64 = (1 << 64) - 1
 _BLOCK_COLUMNS = 512  # of the blocks in which argmax_rows looks
+_GROUP_LEN = 16  # columns of the groups in which topk_rows looks
 _BLOCK_ELEMENTS = 1 << 19  # of the temporaries of one block of rows: 2 MiB each, about a core's cache
 
 
@@ -97,6 +98,29 @@ def argmax_rows(x_SK: torch.Tensor) -> torch.Tensor:
     columns.clamp_(max=num_columns - 1)  # beyond the end, the last column again: never the first of equals
     best = torch.argmax(x_SK.gather(1, columns), dim=-1, keepdim=True)
     return columns.gather(1, best).squeeze(1)
+
+
+def topk_rows(x_SK: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest values of each row in order, and their columns; of equal values, any.
+
+    `torch.topk` walks the whole row one element at a time on the CPU. Here columns are dealt into groups,
+    a vectorised pass finds each group's maximum, and only the k groups with the largest maxima are
+    searched: each of the k largest values is in one of them, or has k others at least as large there.
+    """
+    num_columns = x_SK.shape[1]
+    num_groups = num_columns // _GROUP_LEN
+    if k * 4 > num_groups:
+        return torch.topk(x_SK, k, dim=-1)
+    dealt, rest = x_SK.split((num_groups * _GROUP_LEN, num_columns % _GROUP_LEN), dim=1)
+    peaks = dealt.unflatten(1, (_GROUP_LEN, num_groups)).amax(dim=1)
+    groups = torch.topk(peaks, k, dim=-1, sorted=False).indices
+    offsets = torch.arange(0, num_groups * _GROUP_LEN, num_groups, device=x_SK.device)
+    columns = (groups.unsqueeze(1) + offsets.unsqueeze(1)).flatten(1)
+    if rest.shape[1]:
+        tail = torch.arange(num_groups * _GROUP_LEN, num_columns, device=x_SK.device)
+        columns = torch.cat((columns, tail.expand(x_SK.shape[0], -1)), dim=1)
+    values, places = torch.topk(x_SK.gather(1, columns), k, dim=-1)
+    return values, columns.gather(1, places)
 
 
 def row_blocks(num_rows: int, row_len: int) -> Iterator[slice]:

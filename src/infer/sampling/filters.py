@@ -27,7 +27,7 @@ from collections.abc import Sequence
 
 import torch
 
-from infer.kernels.sample import row_blocks
+from infer.kernels.sample import row_blocks, topk_rows
 from infer.sampling.params import SamplingParams
 
 FIRST_CANDIDATES = 256
@@ -43,7 +43,7 @@ def filter_candidates(
     top_k = [p.top_k if 0 < p.top_k < vocab_size else 0 for p in params]
     # One more than the largest k, so that the end of a tie at its edge can be seen.
     width = min(vocab_size, max(FIRST_CANDIDATES, max(top_k) + 1))
-    values_SK, ids_SK = torch.topk(scaled_SV, width, dim=-1)
+    values_SK, ids_SK = topk_rows(scaled_SV, width)
 
     k_S1 = torch.tensor(top_k, device=device).unsqueeze(1)
     by_k_S1 = values_SK.gather(1, (k_S1 - 1).clamp(min=0)).masked_fill_(k_S1 == 0, -math.inf)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.kernels.sample import argmax_rows, draw, gumbel_noise, noise_keys, row_blocks
+from infer.kernels.sample import argmax_rows, draw, gumbel_noise, noise_keys, row_blocks, topk_rows
 
 NUM_DRAWS = 40_000
 
@@ -170,6 +170,28 @@ def test_a_nan_counts_as_the_largest() -> None:
     x = torch.randn(2, 2000)
     x[1, 1234] = float("nan")
     assert argmax_rows(x).tolist() == [int(torch.argmax(x[0])), 1234]
+
+
+@pytest.mark.parametrize(("vocab_size", "k"), [(1, 1), (300, 256), (1000, 3), (20_001, 256), (50_257, 40)])
+@pytest.mark.parametrize("decimals", [0, 6])
+def test_the_k_largest_of_a_row_are_found(vocab_size: int, k: int, decimals: int) -> None:
+    x = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(6)).round(decimals=decimals)
+    x[1, vocab_size // 3 :] = float("-inf")
+    x[2, -1] = 50.0
+    x[3] = torch.linspace(0, 9, vocab_size)  # the k largest side by side
+    values, columns = topk_rows(x, k)
+    assert torch.equal(values, torch.topk(x, k, dim=-1).values)
+    assert torch.equal(x.gather(1, columns), values)
+    assert all(len(set(row)) == k for row in columns.tolist())
+
+
+def test_a_row_of_nan_does_not_disturb_the_k_largest_of_another() -> None:
+    x = torch.randn(2, 20_000, generator=torch.Generator().manual_seed(7))
+    expected = torch.topk(x[1], 50).values
+    x[0] = float("nan")
+    values, columns = topk_rows(x, 50)
+    assert torch.equal(values[1], expected)
+    assert int(columns.min()) >= 0 and int(columns.max()) < 20_000
 
 
 @pytest.mark.parametrize(("num_rows", "row_len"), [(1, 10), (64, 151_936), (3, 10**8), (0, 5)])

@@ -194,3 +194,16 @@ def test_draws_of_a_flat_wide_row_are_as_frequent_as_the_law_says() -> None:
     law = reference_law(logits, params)[0]
     assert int((law > 0).sum()) > FIRST_CANDIDATES
     assert chi_square_p_value(counts, law) > 1e-4
+
+
+def test_the_worked_example_of_the_documentation_is_true() -> None:
+    """docs/features/sampling.md follows these five tokens through the filters."""
+    logits = torch.tensor([[2.0, 1.0, 0.5, 0.0, -2.0]])
+    stages = [
+        (SamplingParams(temperature=0.5), [0.8307, 0.1124, 0.0414, 0.0152, 0.0003]),
+        (SamplingParams(temperature=0.5, top_k=4), [0.8310, 0.1125, 0.0414, 0.0152, 0.0]),
+        (SamplingParams(temperature=0.5, top_k=4, top_p=0.95), [0.8438, 0.1142, 0.0420, 0.0, 0.0]),
+        (SamplingParams(temperature=0.5, top_k=4, top_p=0.95, min_p=0.1), [0.8808, 0.1192, 0.0, 0.0, 0.0]),
+    ]
+    for params, law in stages:
+        assert our_law(logits, [params])[0].tolist() == pytest.approx(law, abs=5e-5)
