@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from infer.async_llm import AsyncLLM as AsyncLLM
     from infer.llm import LLM as LLM
     from infer.llm import CompletionOutput as CompletionOutput
     from infer.llm import RequestOutput as RequestOutput
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "AsyncLLM": "infer.async_llm",
     "LLM": "infer.llm",
     "RequestOutput": "infer.llm",
     "CompletionOutput": "infer.llm",
     "SamplingParams": "infer.sampling.params",
 }
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
+
 from infer.config import LoadConfig
 from infer.engine.request import Request
 from infer.errors import ConfigError, RequestError
-from infer.loader.load import LoadedModel
-from infer.loader.source import ModelSource
+from infer.loader.load import LoadedModel, load_model
+from infer.loader.source import ModelSource, resolve_model
 from infer.sampling.params import SamplingParams
 from infer.tokenizer.chat_template import ChatTemplate, find_template
 from infer.tokenizer.tokenizer import Tokenizer
@@ -72,6 +74,21 @@ class TextFront:
             raise RequestError(f"params must be SamplingParams, got {type(params).__name__}", param="params")
         request_id = request_id if request_id is not None else f"request-{next(self._numbers)}"
         return Request(request_id=request_id, prompt=tuple(ids), params=params, **fields)
+
+
+def open_model(config: LoadConfig, *, show_progress: bool) -> tuple[TextFront, LoadedModel]:
+    """Find, load and understand a model: everything that comes before an engine."""
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    source = resolve_model(config.model, revision=config.revision, show_progress=show_progress)
+    loaded = load_model(
+        source,
+        dtype=config.dtype,
+        device=config.device,
+        max_seq_len=config.max_seq_len,
+        show_progress=show_progress,
+    )
+    return TextFront(config, source, loaded), loaded
 
 
 def _load_tokenizer(config: LoadConfig, source: ModelSource, loaded: LoadedModel) -> Tokenizer:

@@ -18,9 +18,7 @@ from infer.config import EngineConfig
 from infer.engine.build import build_engine
 from infer.engine.engine import EngineObserver
 from infer.errors import EngineError, RequestError
-from infer.front import Message, Prompt, TextFront
-from infer.loader.load import load_model
-from infer.loader.source import resolve_model
+from infer.front import Message, Prompt, open_model
 from infer.log import progress
 from infer.outputs import CompletionOutput, OutputBuilder, RequestOutput, TextDelta
 from infer.sampling.params import SamplingParams
@@ -44,17 +42,7 @@ class LLM:
         **knobs: Any,
     ) -> None:
         self.config = EngineConfig.from_knobs(model=model, **knobs)
-        load = self.config.load
-        source = resolve_model(load.model, revision=load.revision, show_progress=show_progress)
-        set_num_threads(load.num_threads)
-        loaded = load_model(
-            source,
-            dtype=load.dtype,
-            device=load.device,
-            max_seq_len=load.max_seq_len,
-            show_progress=show_progress,
-        )
-        self.front = TextFront(load, source, loaded)
+        self.front, loaded = open_model(self.config.load, show_progress=show_progress)
         self.engine = build_engine(self.config, loaded, observer=observer)
         self.model_config = loaded.config
         self._streams: dict[str, _Stream] = {}
@@ -229,11 +217,3 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if prompts and isinstance(prompts[0], int):
         return [cast("Sequence[int]", prompts)]
     return list(cast("Sequence[Prompt]", prompts))
-
-
-def set_num_threads(num_threads: int | None) -> None:
-    """Let PyTorch use this many CPU threads; None leaves its own choice, one per physical core."""
-    if num_threads is not None:
-        import torch
-
-        torch.set_num_threads(num_threads)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from infer import __version__
 from infer.cache.kv_pool import KVCachePool, PagedKVCachePool, SlottedKVCachePool
 from infer.cache.kv_store import KVStore
 from infer.cache.memory import (
@@ -23,6 +24,7 @@ from infer.cache.memory import (
 )
 from infer.config import DEFAULT_BATCHED_TOKENS, EngineConfig, SchedulerConfig
 from infer.engine.engine import Engine, EngineObserver
+from infer.engine.facts import RunFacts, fingerprint, shareable_knobs
 from infer.engine.preemption import PreemptionCost
 from infer.engine.runner import ModelRunner
 from infer.engine.scheduler import Scheduler
@@ -74,6 +76,8 @@ def build_engine(
     )
     keeps_cache = config.cache.kv_cache_backend != "naive"
     scheduler = Scheduler(pool, scheduler_config, cost=cost, keeps_cache=keeps_cache)
+    if observer is not None:
+        observer.on_start(_facts(config, loaded, size, scheduler.cost))
     return Engine(
         scheduler,
         runner,
@@ -81,6 +85,21 @@ def build_engine(
         vocab_size=model_config.vocab_size,
         eos_ids=loaded.eos_ids,
         observer=observer,
+    )
+
+
+def _facts(config: EngineConfig, loaded: LoadedModel, size: CacheSize, cost: PreemptionCost) -> RunFacts:
+    return RunFacts(
+        version=__version__,
+        model=loaded.name,
+        fingerprint=fingerprint(loaded.config, loaded.eos_ids),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=loaded.device.type,
+        num_threads=torch.get_num_threads(),
+        context_len=loaded.max_seq_len,
+        knobs=shareable_knobs(config),
+        cache=size,
+        cost=cost,
     )
 
 

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 from infer.engine.admission import check_token_ids, check_width, longest_total
 from infer.engine.beam import next_beams
+from infer.engine.facts import RunFacts
 from infer.engine.plan import StepPlan
 from infer.engine.request import Request, StepOutput
 from infer.engine.runner import Runner, StepResult
@@ -36,6 +38,9 @@ MAX_EMPTY_STEPS = 3
 class EngineObserver:
     """Sees everything that happens, in order; the recorder is one. The default looks away."""
 
+    def on_start(self, facts: RunFacts) -> None:
+        """The engine was built; together with the requests this decides all that follows."""
+
     def on_add(self, step: int, request: Request) -> None:
         """A request was accepted after this step."""
 
@@ -44,6 +49,9 @@ class EngineObserver:
 
     def on_step(self, plan: StepPlan, ids: Seq[tuple[int, ...]]) -> None:
         """A plan ran and these ids were sampled, chunk by chunk."""
+
+    def on_failure(self, step: int, reason: str) -> None:
+        """The plan of this step could not run, and its requests ended with an error."""
 
 
 class Engine:
@@ -84,19 +92,31 @@ class Engine:
         self._num_requests += 1
         self.scheduler.add(leader)
 
-    def abort(self, request_id: str, index: int | None = None) -> bool:
-        """End a request, or one sequence of it, at any stage; False if it is not (or no longer) here."""
+    def abort(self, request_id: str, index: int | None = None) -> list[StepOutput]:
+        """End a request, or one sequence of it, at any stage; returns the last output of each it ended."""
         group = self._groups.get(request_id)
         if group is None:
-            return False
+            return []
         if index is not None and (group.is_beam or group.sequences[0].num_samples > 1):
             raise EngineError(f"request {request_id!r} has no sequence {index} (yet); abort the whole of it")
         self._observer.on_abort(self.scheduler.step, request_id, index)
-        for seq in group.sequences:
-            if not seq.is_finished and index in (None, seq.index):
-                self._finish(seq, "abort")
+        ended = [seq for seq in group.sequences if not seq.is_finished and index in (None, seq.index)]
+        has_forked = group.is_beam or group.sequences[0].num_samples == 1
+        for seq in ended:
+            self._finish(seq, "abort")
         self._forget_if_done(group)
-        return True
+        outputs = [self._output(seq, (), ()) for seq in ended]
+        if has_forked and not group.is_beam:
+            return outputs
+        # one sequence stood for all that the client waits for
+        params = group.request.params
+        return [
+            replace(outputs[0], index=i) for i in range(params.n if group.is_beam else params.num_sequences)
+        ]
+
+    def is_serving(self, request_id: str) -> bool:
+        """Whether a request is waiting or running."""
+        return request_id in self._groups
 
     @property
     def has_work(self) -> bool:
@@ -140,6 +160,7 @@ class Engine:
 
     def _fail(self, sequences: Seq[Sequence], reason: str) -> list[StepOutput]:
         """End the requests of these sequences with an error."""
+        self._observer.on_failure(self.scheduler.step, reason)
         outputs = []
         for group in {id(seq.group): seq.group for seq in sequences}.values():
             for seq in group.sequences:

@@ -61,7 +61,9 @@ class Detokenizer:
         """Add tokens; return the text that can be shown because of them. After a stop: nothing."""
         if self.stopped is not None:
             return ""
-        data = b"".join(self._tokenizer.visible_bytes(i, skip_special=self._skip_special) for i in ids)
+        # A model may have more rows than its tokenizer has tokens (padding); such an id has no text.
+        known = [i for i in ids if i < self._tokenizer.vocab_size]
+        data = b"".join(self._tokenizer.visible_bytes(i, skip_special=self._skip_special) for i in known)
         while self._num_to_strip and data:
             self._num_to_strip = self._num_to_strip - 1 if data[:1] == b" " else 0
             data = data[1:] if data[:1] == b" " else data

@@ -1,0 +1,146 @@
+"""Generation for many callers at once: the same engine behind an event loop.
+
+    async with AsyncLLM() as llm:
+        async for piece in llm.stream("Once upon a time"):
+            print(piece.text, end="", flush=True)
+
+Every call is a request of its own; the engine batches whatever is there at each step. Leaving an
+iterator, cancelling its task, or `abort(request_id)` ends the request before the next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from infer.config import EngineConfig
+from infer.engine.build import build_engine
+from infer.engine.client import EngineClient, InProcessClient
+from infer.engine.engine import EngineObserver
+from infer.engine.request import Request
+from infer.errors import EngineError, RequestError
+from infer.front import Message, Prompt, open_model
+from infer.outputs import OutputBuilder, RequestOutput, TextDelta
+from infer.sampling.params import SamplingParams
+
+
+class AsyncLLM:
+    """A model for one event loop; keywords are the knobs of docs/knobs.md."""
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        show_progress: bool = False,
+        observer: EngineObserver | None = None,
+        **knobs: Any,
+    ) -> None:
+        self.config = EngineConfig.from_knobs(model=model, **knobs)
+        self.front, loaded = open_model(self.config.load, show_progress=show_progress)
+        engine = build_engine(self.config, loaded, observer=observer)
+        self.context_len = engine.context_len
+        self.client: EngineClient = InProcessClient(engine)
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Stop the engine; requests still running end with `EngineStopped`."""
+        await self.client.close()
+
+    def abort(self, request_id: str) -> None:
+        """End a request; whoever iterates over it gets its last piece, with finish_reason "abort"."""
+        self.client.abort(request_id)
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> RequestOutput:
+        """Continue a prompt and return the whole answer; cancelling the call ends the request."""
+        request, builder = await self._open(prompt, params, request_id)
+        async with contextlib.aclosing(self._deltas(request, builder)) as deltas:
+            async for _ in deltas:
+                pass
+        return builder.build()
+
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> AsyncGenerator[TextDelta, None]:
+        """Continue a prompt piece by piece; leaving the loop ends the request."""
+        request, builder = await self._open(prompt, params, request_id)
+        if not builder.streams:
+            raise RequestError(
+                "best_of and beam search choose at the end, so they cannot stream; use generate"
+            )
+        async with contextlib.aclosing(self._deltas(request, builder)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+    ) -> RequestOutput:
+        """Answer a conversation and return the whole answer."""
+        prompt = await self._encode_chat(messages, tools, template_options)
+        return await self.generate(prompt, params, request_id=request_id)
+
+    async def stream_chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[TextDelta, None]:
+        """Answer a conversation piece by piece."""
+        prompt = await self._encode_chat(messages, tools, template_options)
+        async with contextlib.aclosing(self.stream(prompt, params, request_id=request_id)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def _encode_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_options: Mapping[str, Any] | None,
+    ) -> list[int]:
+        """Render and tokenize off the event loop: a long conversation takes milliseconds."""
+        return await asyncio.to_thread(
+            self.front.encode_chat, messages, tools=tools, template_options=template_options
+        )
+
+    async def _open(
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None
+    ) -> tuple[Request, OutputBuilder]:
+        request = await asyncio.to_thread(
+            self.front.make_request, prompt, params or SamplingParams(), request_id
+        )
+        text = prompt if isinstance(prompt, str) else None
+        return request, OutputBuilder(request, self.front.tokenizer, text)
+
+    async def _deltas(self, request: Request, builder: OutputBuilder) -> AsyncGenerator[TextDelta, None]:
+        """The pieces of a request as they come; sequences that met a stop string are aborted."""
+        async with contextlib.aclosing(self.client.generate(request)) as outputs:
+            async for output in outputs:
+                delta, can_stop = builder.take(output)
+                if can_stop:
+                    self.client.abort(request.request_id, output.index)
+                if delta is not None:
+                    if delta.error is not None:
+                        raise EngineError(delta.error)
+                    yield delta
+                if builder.is_finished:
+                    return

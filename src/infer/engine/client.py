@@ -1,0 +1,187 @@
+"""Many callers, one engine: requests go in from an event loop, outputs come back to it.
+
+The engine's loop runs in a thread of its own and sleeps when there is nothing to do. Everything crosses
+in batches: commands through an inbox that is emptied before each step, outputs with one wake-up of the
+event loop per step, whoever they are for.
+
+    event loop                                engine thread
+    generate() ──► inbox: add ──────────────► Engine.add
+               ◄── queue per request ◄─────── Engine.step    (one message per step)
+    close      ──► inbox: abort ────────────► Engine.abort, before the next step
+
+A caller that stops iterating aborts its request, wherever it is: waiting, running or finished. If the
+loop dies, every waiter gets `EngineStopped`, and so does everybody who comes later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Protocol
+
+from infer.engine.engine import Engine
+from infer.engine.request import Request, StepOutput
+from infer.errors import EngineStopped
+
+logger = logging.getLogger(__name__)
+
+_Message = StepOutput | BaseException
+
+
+class EngineClient(Protocol):
+    """What a server or an `AsyncLLM` needs of an engine, wherever it runs."""
+
+    def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
+        """Submit a request and iterate over its outputs; stop iterating to abort it."""
+        ...
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one sequence of it, before the next step."""
+        ...
+
+    async def close(self) -> None:
+        """Stop the engine; whoever still waits gets `EngineStopped`."""
+        ...
+
+
+class InProcessClient:
+    """An engine in a thread of this process, for one event loop."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._inbox: list[Callable[[], None]] = []
+        self._wake = threading.Condition()
+        self._is_closing = False
+        self._stopped: EngineStopped | None = None
+        self._queues: dict[str, asyncio.Queue[_Message]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="infer-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
+        """Submit a request and iterate over its outputs; closing the iterator aborts it."""
+        self._loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[_Message] = asyncio.Queue()
+        params = request.params
+        num_left = params.n if params.use_beam_search else params.num_sequences
+        request_id = request.request_id
+        self._post(lambda: self._add(request, queue))
+        has_ended = False
+        try:
+            while num_left:
+                message = await queue.get()
+                if isinstance(message, BaseException):
+                    has_ended = True
+                    raise message
+                num_left -= message.finish_reason is not None
+                has_ended = num_left == 0
+                yield message
+        finally:
+            if not has_ended:
+                self._leave(request_id, queue)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one sequence of it, before the next step; its iterator sees "abort"."""
+        self._post(lambda: self._abort(request_id, index))
+
+    async def close(self) -> None:
+        """Stop the thread after the step in flight; whoever still waits gets `EngineStopped`."""
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    # -- the event loop's side --------------------------------------------------------------------
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            if self._stopped is not None:
+                raise self._stopped
+            self._inbox.append(command)
+            self._wake.notify()
+
+    def _leave(self, request_id: str, queue: asyncio.Queue[_Message]) -> None:
+        with self._wake:
+            if self._stopped is None:
+                self._inbox.append(lambda: self._forget(request_id, queue))
+                self._wake.notify()
+
+    # -- the engine thread's side -----------------------------------------------------------------
+
+    def _run(self) -> None:
+        reason = "the engine was closed"
+        try:
+            while self._take_commands():
+                if self._engine.has_work:
+                    self._deliver(self._engine.step())
+        except BaseException as error:
+            logger.exception("the engine loop died")
+            reason = f"the engine loop died: {type(error).__name__}"
+        with self._wake:
+            self._stopped = EngineStopped(reason)
+            commands, self._inbox = self._inbox, []
+        for command in commands:  # so that those just submitted are told as well
+            command()
+        stopped = self._stopped
+        self._send([(queue, stopped) for queue in self._queues.values()])
+
+    def _take_commands(self) -> bool:
+        """Carry out what was posted; sleep until something is, if there is no work. False: time to end."""
+        with self._wake:
+            while not (self._inbox or self._engine.has_work or self._is_closing):
+                self._wake.wait()
+            if self._is_closing:
+                return False
+            commands, self._inbox = self._inbox, []
+        for command in commands:
+            command()
+        return True
+
+    def _add(self, request: Request, queue: asyncio.Queue[_Message]) -> None:
+        if self._stopped is not None:
+            self._send([(queue, self._stopped)])
+            return
+        try:
+            self._engine.add(request)
+        except Exception as error:  # a RequestError or QueueFull belongs to this caller alone
+            self._send([(queue, error)])
+        else:
+            self._queues[request.request_id] = queue
+
+    def _abort(self, request_id: str, index: int | None) -> None:
+        queue = self._queues.get(request_id)
+        if queue is None or self._stopped is not None:
+            return
+        ended = self._engine.abort(request_id, index)
+        self._send([(queue, output) for output in ended])
+        if not self._engine.is_serving(request_id):
+            del self._queues[request_id]
+
+    def _forget(self, request_id: str, queue: asyncio.Queue[_Message]) -> None:
+        """The caller has left; another request may have come under the same id since."""
+        if self._queues.get(request_id) is queue:
+            del self._queues[request_id]
+            if self._stopped is None:
+                self._engine.abort(request_id)
+
+    def _deliver(self, outputs: list[StepOutput]) -> None:
+        known = [
+            (self._queues[output.request_id], output)
+            for output in outputs
+            if output.request_id in self._queues
+        ]
+        self._send(known)
+        for _, output in known:  # after all are sent: several sequences of a request may end in one step
+            if output.finish_reason is not None and not self._engine.is_serving(output.request_id):
+                self._queues.pop(output.request_id, None)
+
+    def _send(self, messages: Sequence[tuple[asyncio.Queue[_Message], _Message]]) -> None:
+        if messages and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_put_all, messages)
+
+
+def _put_all(messages: Sequence[tuple[asyncio.Queue[_Message], _Message]]) -> None:
+    for queue, message in messages:
+        queue.put_nowait(message)

@@ -1,0 +1,235 @@
+"""Run a record again, and say where the two runs part.
+
+The engine has no clock and no randomness of its own: with the facts of a run and its requests, each
+added or aborted after the same step, every plan and every sampled id must come out again, bit for bit.
+
+    record   add a   step 1   step 2   abort a   ...
+               │        │        │        │
+    engine     add      step()   step()   abort        each plan and its ids are compared with the line
+
+The first difference ends the comparison: whatever follows it would only follow from it. A step in
+which nothing could run leaves no line; the engine makes such steps again by itself, so that the step
+numbers agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from infer.config import EngineConfig, knob_table, parse_knob
+from infer.engine.engine import Engine, EngineObserver
+from infer.engine.facts import PLACES, RunFacts, fingerprint
+from infer.engine.plan import StepPlan
+from infer.engine.record_reader import Aborted, Added, Event, Ran, Record
+from infer.engine.sequence import Sequence
+from infer.errors import ConfigError, InferError
+
+MAX_SHOWN_BLOCKS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayReport:
+    """How far a replay came, and the first difference if there was one."""
+
+    step: int  # the last one made
+    num_steps: int  # plans that ran
+    num_tokens: int  # sampled
+    difference: str | None  # "step 12: ..." or None
+
+
+class _Witness(EngineObserver):
+    """Remembers what the engine did last."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.plan: StepPlan | None = None
+        self.ids: tuple[tuple[int, ...], ...] = ()
+        self.error: str | None = None
+
+    def on_step(self, plan: StepPlan, ids: Seq[tuple[int, ...]]) -> None:
+        self.plan = plan
+        self.ids = tuple(ids)
+
+    def on_failure(self, step: int, reason: str) -> None:
+        self.error = reason
+
+    @property
+    def is_quiet(self) -> bool:
+        return self.plan is None and self.error is None
+
+
+class Replay:
+    """A record and an engine that lives it again; `build` makes the engine with the observer it is given."""
+
+    def __init__(self, record: Record, build: Callable[[EngineObserver], Engine]) -> None:
+        self._record = record
+        self._witness = _Witness()
+        self.engine = build(self._witness)
+        self._num_steps = 0
+        self._num_tokens = 0
+
+    def run(self, *, until: int | None = None, check: bool = True) -> ReplayReport:
+        """Follow the record to its end, or through step `until`; without `check` nothing is compared."""
+        for event in self._record.events():
+            if until is not None and event.step + (not isinstance(event, Ran)) > until:
+                break
+            difference = self._follow(event)
+            if difference is not None and check:
+                return self._report(f"step {event.step}: {difference}")
+        if until is not None:
+            self._step_to(until)
+        return self._report(None)
+
+    def _report(self, difference: str | None) -> ReplayReport:
+        return ReplayReport(
+            step=self.engine.scheduler.step,
+            num_steps=self._num_steps,
+            num_tokens=self._num_tokens,
+            difference=difference,
+        )
+
+    def _follow(self, event: Event) -> str | None:
+        """Do what the record says was done; returns what came out differently."""
+        if isinstance(event, Added | Aborted):
+            difference = self._step_to(event.step)
+            try:
+                if isinstance(event, Added):
+                    self.engine.add(event.request)
+                else:
+                    self.engine.abort(event.request_id, event.index)
+            except InferError as error:
+                difference = difference or f"the record has it accepted, now it is refused: {error}"
+            return difference
+        difference = self._step_to(event.step - 1)
+        self._step()
+        if difference is not None:
+            return difference
+        if isinstance(event, Ran):
+            return self._compare(event)
+        if self._witness.error is None:
+            return f"in the record it failed ({event.error}), now it did not"
+        return None
+
+    def _step_to(self, step: int) -> str | None:
+        """Make the steps that left no line in the record."""
+        difference = None
+        while self.engine.scheduler.step < step:
+            self._step()
+            if not self._witness.is_quiet and difference is None:
+                number = self.engine.scheduler.step
+                difference = f"in the record nothing ran in step {number}, now something did"
+        return difference
+
+    def _step(self) -> None:
+        self._witness.clear()
+        self.engine.step()
+        self._num_steps += self._witness.plan is not None
+        self._num_tokens += sum(map(len, self._witness.ids))
+
+    def _compare(self, event: Ran) -> str | None:
+        plan = self._witness.plan
+        if plan is None:
+            now = self._witness.error or "nothing ran"
+            return f"in the record it computed {len(event.plan.chunks)} chunks, now: {now}"
+        for name in ("chunks", "preempted", "transfers"):
+            before, after = getattr(event.plan, name), getattr(plan, name)
+            if before != after:
+                return _first_difference(name, before, after)
+        if event.ids != self._witness.ids:
+            return _first_difference("sampled ids", event.ids, self._witness.ids)
+        return None
+
+
+def _first_difference(what: str, before: Seq[Any], after: Seq[Any]) -> str:
+    place = next(
+        (i for i, (old, new) in enumerate(zip(before, after, strict=False)) if old != new),
+        min(len(before), len(after)),
+    )
+
+    def shown(items: Seq[Any]) -> str:
+        item = items[place] if place < len(items) else None
+        return "none" if item is None else str(list(item) if isinstance(item, tuple) else item)
+
+    return f"{what}, number {place}: in the record {shown(before)}, now {shown(after)}"
+
+
+def replay_model(record: Record, model: str | None, *, device: str | None, show_progress: bool) -> Replay:
+    """Load the model of a record and build its engine, or say why this is another model."""
+    import torch
+
+    from infer.engine.build import build_engine
+    from infer.loader.load import load_model
+    from infer.loader.source import resolve_model
+
+    facts = record.facts
+    config = replay_config(facts, model, device=device)
+    torch.set_num_threads(facts.num_threads)
+    source = resolve_model(model, show_progress=show_progress)
+    loaded = load_model(
+        source,
+        dtype=facts.dtype,
+        device=config.load.device,
+        max_seq_len=facts.context_len,
+        show_progress=show_progress,
+    )
+    if (found := fingerprint(loaded.config, loaded.eos_ids)) != facts.fingerprint:
+        raise ConfigError(
+            f"the record was made with {facts.model} (fingerprint {facts.fingerprint}), but {loaded.name} "
+            f"has fingerprint {found}; give the recorded model with --model"
+        )
+    return Replay(record, lambda witness: build_engine(config, loaded, observer=witness, cost=facts.cost))
+
+
+def replay_config(facts: RunFacts, model: str | None, *, device: str | None = None) -> EngineConfig:
+    """The config of the recorded engine: its knobs, with all that was chosen at start now given."""
+    table = knob_table()
+    unknown = set(facts.knobs) - set(table)
+    if unknown:
+        raise ConfigError(f"the record has knobs that this release does not: {', '.join(sorted(unknown))}")
+    knobs = {name: parse_knob(table[name], value) for name, value in facts.knobs.items()}
+    knobs = {name: value for name, value in knobs.items() if name not in PLACES}
+    config = EngineConfig.from_knobs(**knobs)
+    # The number of blocks is given in blocks of block_size tokens whatever the layout: one token each
+    # says the size of a contiguous cache exactly.
+    is_contiguous = config.cache.kv_cache_backend == "contiguous"
+    cache = replace(
+        config.cache,
+        kv_cache_memory=None,
+        num_blocks=facts.cache.num_tokens if is_contiguous else facts.cache.num_blocks,
+        block_size=1 if is_contiguous else facts.cache.block_size,
+    )
+    load = replace(
+        config.load,
+        model=model,
+        dtype=facts.dtype,
+        device=device or facts.device,
+        max_seq_len=facts.context_len,
+        num_threads=facts.num_threads,
+    )
+    return replace(config, cache=cache, load=load)
+
+
+def describe_state(engine: Engine) -> str:
+    """The queues, every sequence's counts and blocks, and the cache, for people."""
+    scheduler = engine.scheduler
+    waiting = sorted((s for s in scheduler.sequences() if not s.is_running), key=lambda seq: seq.sort_key)
+    lines = [f"after step {scheduler.step}: {len(scheduler.running)} running, {len(waiting)} waiting"]
+    lines += [_describe(seq, scheduler.pool.block_table(seq.seq_id)) for seq in scheduler.running]
+    lines += [_describe(seq, []) for seq in waiting]
+    lines.append("cache: " + ", ".join(f"{k} {v:g}" for k, v in asdict(scheduler.pool.usage()).items()))
+    return "\n".join(lines)
+
+
+def _describe(seq: Sequence, blocks: list[int]) -> str:
+    shown = " ".join(map(str, blocks[:MAX_SHOWN_BLOCKS])) + (" ..." if len(blocks) > MAX_SHOWN_BLOCKS else "")
+    where = f"blocks {shown}" if blocks else "in host memory" if seq.is_swapped else "no blocks"
+    return (
+        f"  {seq.state:8} sequence {seq.seq_id} of {seq.group.request.request_id!r}[{seq.index}]: "
+        f"prompt {seq.num_prompt}, output {seq.num_output}, computed {seq.num_computed} of {seq.num_tokens}, "
+        f"cached {seq.num_cached}, {where}"
+    )

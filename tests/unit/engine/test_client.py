@@ -1,0 +1,175 @@
+"""Many callers, one engine thread: every caller gets its own tokens, and leaving frees what it held."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+
+import pytest
+
+from infer.cache.kv_pool import PagedKVCachePool
+from infer.config import SchedulerConfig
+from infer.engine.client import InProcessClient
+from infer.engine.engine import Engine
+from infer.engine.request import Request
+from infer.engine.scheduler import Scheduler
+from infer.errors import EngineStopped, RequestError
+from infer.sampling.params import SamplingParams
+from tests.support.oracle import VOCAB_SIZE, OracleRunner, expected_output
+
+
+def make_client(num_blocks: int = 64) -> tuple[InProcessClient, Engine]:
+    pool = PagedKVCachePool(num_blocks, 4)
+    scheduler = Scheduler(pool, SchedulerConfig(max_batch_size=16))
+    engine = Engine(scheduler, OracleRunner(pool), context_len=200, vocab_size=VOCAB_SIZE)
+    return InProcessClient(engine), engine
+
+
+def make_request(number: int, *, max_tokens: int = 12, n: int = 1) -> Request:
+    prompt = tuple((number * 31 + i) % VOCAB_SIZE for i in range(1 + number % 9))
+    params = SamplingParams(max_tokens=max_tokens, seed=number, n=n)
+    return Request(request_id=f"r{number}", prompt=prompt, params=params)
+
+
+async def collect(client: InProcessClient, request: Request) -> dict[int, list[int]]:
+    tokens: dict[int, list[int]] = {}
+    async for output in client.generate(request):
+        tokens.setdefault(output.index, []).extend(output.token_ids)
+    return tokens
+
+
+async def until_idle(engine: Engine) -> None:
+    for _ in range(500):
+        if not engine.has_work:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"still at work: {engine.scheduler.sequences()}")
+
+
+def test_every_caller_gets_its_own_tokens() -> None:
+    async def main() -> None:
+        client, engine = make_client()
+        requests = [make_request(i, n=1 + i % 3) for i in range(60)]
+        answers = await asyncio.gather(*(collect(client, request) for request in requests))
+        for number, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+            for index in range(request.params.n):
+                assert answer[index] == expected_output(request.prompt, 12, seed=number, index=index)
+        await client.close()
+        assert engine.scheduler.pool.audit_blocks() == []
+
+    asyncio.run(main())
+
+
+def test_leaving_an_iterator_frees_its_blocks() -> None:
+    async def main() -> None:
+        client, engine = make_client()
+        outputs = client.generate(make_request(1, max_tokens=150))
+        await anext(outputs)
+        await outputs.aclose()
+        await until_idle(engine)
+        assert engine.scheduler.pool.usage().num_used == 0
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_cancelled_callers_disturb_nobody() -> None:
+    async def main() -> None:
+        client, engine = make_client(num_blocks=48)
+        rng = random.Random(0)
+        requests = [make_request(i, max_tokens=40) for i in range(80)]
+        tasks = [asyncio.create_task(collect(client, request)) for request in requests]
+        for number in range(0, 80, 3):
+            await asyncio.sleep(rng.random() * 0.003)
+            tasks[number].cancel()
+        for number, task in enumerate(tasks):
+            with contextlib.suppress(asyncio.CancelledError):
+                assert (await task)[0] == expected_output(requests[number].prompt, 40, seed=number)
+        await until_idle(engine)
+        assert engine.scheduler.pool.usage().num_used == 0
+        assert engine.scheduler.pool.audit_blocks() == []
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_an_abort_reaches_the_one_who_iterates() -> None:
+    async def main() -> None:
+        client, _ = make_client()
+        request = make_request(3, max_tokens=150)
+        reasons = []
+        async for output in client.generate(request):
+            client.abort(request.request_id)
+            reasons.append(output.finish_reason)
+        assert reasons[-1] == "abort"
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_an_abort_before_the_fork_ends_all_n_iterations() -> None:
+    async def main() -> None:
+        client, _ = make_client(num_blocks=4)
+        blocker = asyncio.create_task(collect(client, make_request(8, max_tokens=7)))
+        waiting = make_request(7, max_tokens=7, n=3)
+        task = asyncio.create_task(collect(client, waiting))
+        await asyncio.sleep(0)
+        client.abort(waiting.request_id)
+        await asyncio.wait_for(asyncio.gather(task, blocker), timeout=10)
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_an_impossible_request_is_told_so_and_the_others_go_on() -> None:
+    async def main() -> None:
+        client, _ = make_client()
+        good = asyncio.create_task(collect(client, make_request(1)))
+        with pytest.raises(RequestError, match="no tokens"):
+            await collect(client, Request(request_id="bad", prompt=()))
+        assert await good
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_closing_tells_everybody_who_waits() -> None:
+    async def main() -> None:
+        client, _ = make_client()
+        task = asyncio.create_task(collect(client, make_request(1, max_tokens=190)))
+        await asyncio.sleep(0.001)
+        await client.close()
+        with pytest.raises(EngineStopped):
+            await task
+        with pytest.raises(EngineStopped):
+            await collect(client, make_request(2))
+
+    asyncio.run(main())
+
+
+def test_a_loop_that_dies_tells_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        client, engine = make_client()
+
+        def die() -> None:
+            raise MemoryError("no more")
+
+        monkeypatch.setattr(engine, "step", die)
+        with pytest.raises(EngineStopped, match="MemoryError"):
+            await collect(client, make_request(1))
+
+    asyncio.run(main())
+
+
+def test_an_idle_engine_costs_no_cpu() -> None:
+    async def main() -> None:
+        client, _ = make_client()
+        await collect(client, make_request(1))
+        before = time.process_time()
+        await asyncio.sleep(0.3)
+        assert time.process_time() - before < 0.05
+        await client.close()
+
+    asyncio.run(main())
