@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infer.errors import RequestError
 from infer.tokenizer.detokenizer import Detokenizer
 from infer.tokenizer.tokenizer import Tokenizer
 from tests.unit.tokenizer.vocabularies import gpt2_tokenizer, spm_tokenizer
@@ -154,3 +155,8 @@ def test_a_long_stop_string_costs_no_more_per_token() -> None:
     token = tokenizer.encode("a")
     shown = "".join(detokenizer.push(token) for _ in range(20_000)) + detokenizer.finish()
     assert shown == "a" * 20_000
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(RequestError, match="non-empty"):
+        Detokenizer(TOKENIZERS["byte-level"], stop=[""])
