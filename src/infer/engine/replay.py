@@ -76,7 +76,7 @@ class Replay:
     def run(self, *, until: int | None = None, check: bool = True) -> ReplayReport:
         """Follow the record to its end, or through step `until`; without `check` nothing is compared."""
         for event in self._record.events():
-            if until is not None and event.step + (not isinstance(event, Ran)) > until:
+            if until is not None and event.step + isinstance(event, Added | Aborted) > until:
                 break
             difference = self._follow(event)
             if difference is not None and check:
