@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from unittest.mock import create_autospec
 import pytest
 
 import infer
+from infer.cli.main import build_parser
 from infer.sampling.params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -97,10 +99,6 @@ def test_python_in_the_readme_runs(
 
 
 def test_commands_in_the_readme_are_understood_by_the_parser() -> None:
-    import shlex
-
-    from infer.cli.main import build_parser
-
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     commands = re.findall(r"^\.venv/bin/infer (.*)$", text, re.MULTILINE)
     assert len(commands) >= 3

@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "async_llm": {"engine", "front", "llm", "loader", "outputs", "sampling", "tokenizer"},
     "cli": {"async_llm", "llm", "loader", "sampling", "engine", "tokenizer"},
     "debug": {"models", "layers", "loader", "kernels"},
-    "__init__": {"async_llm", "llm", "sampling"},  # the names of `from infer import ...`, imported when first used
+    "__init__": {"async_llm", "llm", "sampling"},  # imported when a name is first used
     "__main__": {"cli"},
 }
 
