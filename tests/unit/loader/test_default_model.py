@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import importlib.util
 import io
 import os
 import shutil
@@ -197,7 +198,7 @@ def fake_pip(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
         assert {"download", "tiny==1.0", "--no-deps", "--only-binary=:all:"} <= set(command)
         return real([sys.executable, "-S", "-c", program, *command[3:]], **knobs)
 
-    monkeypatch.setattr(wheel.subprocess, "Popen", popen)
+    monkeypatch.setattr(subprocess, "Popen", popen)
 
 
 def test_pip_puts_the_wheel_in_scratch_and_progress_adds_up(
@@ -245,7 +246,7 @@ def without_pip(monkeypatch: pytest.MonkeyPatch, pages: dict[str, bytes]) -> Non
             raise URLError("no route to host")
         return io.BytesIO(pages[url])
 
-    monkeypatch.setattr(wheel.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(urllib.request, "urlopen", urlopen)
 
 

@@ -105,7 +105,7 @@ def test_metadata_and_tensors_equal_what_the_format_library_reads(library_file: 
     for info in theirs.tensors:
         mine = ours.tensors[info.name]
         assert mine.shape == tuple(int(size) for size in reversed(info.shape))
-        assert mine.kind == info.tensor_type and mine.offset == info.data_offset
+        assert mine.kind == int(info.tensor_type) and mine.offset == info.data_offset
         assert np.array_equal(ours.packed_rows(info.name).ravel(), info.data.view(np.uint8).ravel())
 
 
