@@ -73,7 +73,7 @@ def draw(logits_SK: torch.Tensor, keys_S2: torch.Tensor, ids_SK: torch.Tensor) -
     `ids_SK` are the token ids of the columns, or [1, K] if every row has the same.
     """
     columns_S = torch.empty(logits_SK.shape[0], dtype=torch.int64, device=logits_SK.device)
-    for rows in row_blocks(*logits_SK.shape):
+    for rows in row_blocks(logits_SK):
         ids = ids_SK if ids_SK.shape[0] == 1 else ids_SK[rows]
         columns_S[rows] = argmax_rows(gumbel_noise(keys_S2[rows], ids).add_(logits_SK[rows]))
     return columns_S
@@ -123,8 +123,12 @@ def topk_rows(x_SK: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return values, columns.gather(1, places)
 
 
-def row_blocks(num_rows: int, row_len: int) -> Iterator[slice]:
-    """Slices of rows so small that what one pass computed still lies in the cache for the next."""
-    height = max(1, _BLOCK_ELEMENTS // max(1, row_len))
+def row_blocks(x_SK: torch.Tensor) -> Iterator[slice]:
+    """Slices of rows so small that what one pass computed still lies in the CPU's cache for the next.
+
+    Elsewhere all rows are one slice: a GPU would rather have few large passes.
+    """
+    num_rows, row_len = x_SK.shape
+    height = max(1, _BLOCK_ELEMENTS // max(1, row_len)) if x_SK.device.type == "cpu" else max(1, num_rows)
     for start in range(0, num_rows, height):
         yield slice(start, min(start + height, num_rows))

@@ -118,4 +118,4 @@ def _mass(scaled: torch.Tensor) -> torch.Tensor:
 def _whole_mass(scaled_SV: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """The mass of all tokens of some rows, taken a few rows at a time to stay in the cache."""
     chosen = scaled_SV if len(rows) == scaled_SV.shape[0] else scaled_SV[rows]
-    return torch.cat([_mass(chosen[b]).sum(dim=-1, keepdim=True) for b in row_blocks(*chosen.shape)])
+    return torch.cat([_mass(chosen[b]).sum(dim=-1, keepdim=True) for b in row_blocks(chosen)])

@@ -1,8 +1,8 @@
 """How likely the model thought a token was, and what it thought of the alternatives.
 
 Logprobs are taken from the model's own logits, before bias, penalties, temperature and filters: they
-describe the model, not the request. The chosen token is always listed, so k alternatives give k or
-k + 1 entries.
+describe the model, not the request. The chosen token is reported beside the k likeliest, so a client sees
+k or k + 1 different tokens.
 """
 
 from __future__ import annotations

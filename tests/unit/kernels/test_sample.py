@@ -194,7 +194,10 @@ def test_a_row_of_nan_does_not_disturb_the_k_largest_of_another() -> None:
     assert int(columns.min()) >= 0 and int(columns.max()) < 20_000
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(("num_rows", "row_len"), [(1, 10), (64, 151_936), (3, 10**8), (0, 5)])
-def test_blocks_of_rows_cover_each_row_once(num_rows: int, row_len: int) -> None:
-    covered = [i for block in row_blocks(num_rows, row_len) for i in range(num_rows)[block]]
-    assert covered == list(range(num_rows))
+def test_blocks_of_rows_cover_each_row_once(num_rows: int, row_len: int, device: str) -> None:
+    x = torch.empty(1, 1, device=device).expand(num_rows, row_len)
+    blocks = list(row_blocks(x))
+    assert [i for block in blocks for i in range(num_rows)[block]] == list(range(num_rows))
+    assert device == "cpu" or len(blocks) <= 1
