@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from infer.cli.flags import knobs_from
 
 if TYPE_CHECKING:
+    from infer.engine.engine import EngineObserver
     from infer.llm import LLM, TextDelta
 
 
@@ -46,12 +47,12 @@ class Answer:
         )
 
 
-def open_llm(args: argparse.Namespace) -> LLM:
+def open_llm(args: argparse.Namespace, observer: EngineObserver | None = None) -> LLM:
     """Load the model the flags ask for; torch is imported here and not before."""
     knobs = knobs_from(args)
     from infer.llm import LLM
 
-    return LLM(**knobs, show_progress=True)
+    return LLM(**knobs, show_progress=True, observer=observer)
 
 
 def show_answer(

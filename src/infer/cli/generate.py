@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from infer.cli.answer import Answer, notice, open_llm, show_answer, write_out
 from infer.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
+    from infer.engine.engine import EngineObserver
     from infer.llm import LLM
     from infer.sampling.params import SamplingParams
 
@@ -60,6 +62,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--json", action="store_true", help="print one JSON object per prompt, when it is done"
     )
     prompt.add_argument("--stats", action="store_true", help="print times and speed to standard error")
+    prompt.add_argument(
+        "--record",
+        metavar="FILE",
+        type=Path,
+        help="write down the run, for 'infer replay'; holds the prompts",
+    )
     flags.add_sampling_flags(parser)
     flags.add_knob_flags(parser, without=flags.SAMPLING_HELP)
     flags.add_common_flags(parser)
@@ -71,8 +79,17 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--system needs the chat template that --raw turns off; give one of the two")
     params = flags.sampling_from(args)
     prompts = read_prompts(args)
+    with recording(args.record) as observer:
+        answer_all(prompts, params, args, observer)
+    return 0
+
+
+def answer_all(
+    prompts: list[str], params: SamplingParams, args: argparse.Namespace, observer: EngineObserver | None
+) -> None:
+    """Load the model and answer one prompt after the other."""
     started = perf_counter()
-    llm = open_llm(args)
+    llm = open_llm(args, observer)
     load_s = perf_counter() - started
     params = flags.fit_max_tokens(params, args, llm.context_len)
     for index, prompt in enumerate(prompts):
@@ -86,7 +103,15 @@ def run(args: argparse.Namespace) -> int:
             )
         if args.stats:
             notice(f"load {load_s:.2f} s, {answer.stats()}")
-    return 0
+
+
+def recording(path: Path | None) -> AbstractContextManager[EngineObserver | None]:
+    """Whoever writes the run down to `path`, and closes the file at the end; nobody without a path."""
+    if path is None:
+        return nullcontext()
+    from infer.engine.record import Recorder
+
+    return Recorder(path)
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:

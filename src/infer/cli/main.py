@@ -1,6 +1,7 @@
 """The command `infer`: find the subcommand, run it, turn how it ends into an exit code.
 
     0     done
+    1     `infer replay`: the runs differ
     2     the user asked for something impossible: one line on standard error says what to do
     130   interrupted with Ctrl-C
     141   whoever read our output has gone (`infer generate ... | head -1`); not worth a message
@@ -19,7 +20,7 @@ import traceback
 from collections.abc import Sequence
 
 from infer import __version__
-from infer.cli import chat, fetch, flags, generate
+from infer.cli import chat, fetch, flags, generate, replay
 from infer.errors import InferError
 from infer.log import setup_logging
 
@@ -43,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in (generate, chat, fetch):
+    for command in (generate, chat, fetch, replay):
         command.add_parser(commands)
     return parser
 

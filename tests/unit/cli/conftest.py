@@ -36,7 +36,7 @@ def infer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     def run(*arguments: str, stdin: str = "", is_typed: bool = False, **fake: Any) -> Outcome:
         llm = fake.pop("llm", None) or FakeLLM(**fake)
 
-        def open_fake(args: Any) -> FakeLLM:
+        def open_fake(args: Any, observer: Any = None) -> FakeLLM:
             llm.knobs = knobs_from(args)
             return llm
 

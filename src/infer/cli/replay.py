@@ -1,0 +1,80 @@
+"""`infer replay`: run a record again and say where the two runs part.
+
+0    identical, or nothing was compared
+1    the runs differ: standard output says at which step, and in what
+2    this is no record, or not of this model
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from infer.cli import flags
+from infer.cli.answer import write_out
+from infer.errors import ConfigError
+
+EXAMPLES = """\
+examples:
+  infer generate --record run.jsonl "Why is the sky blue?"
+  infer replay run.jsonl
+  infer replay run.jsonl --until 20
+  infer replay run.jsonl --model path/to/model --device cpu --no-check
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the subcommand."""
+    parser = commands.add_parser(
+        "replay",
+        help="run a record again, bit for bit",
+        description=(
+            "Run a record again with its own knobs, and compare every plan and every sampled id.\n"
+            "Exit code 1 if the runs differ."
+        ),
+        usage="infer replay RECORD [options]",
+        epilog=EXAMPLES,
+        formatter_class=flags.HelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument(
+        "record", metavar="RECORD", type=Path, help="file written by 'infer generate --record'"
+    )
+    parser.add_argument(
+        "--model", metavar="TEXT", help="the model that was recorded, if it is not the default one"
+    )
+    parser.add_argument("--device", metavar="TEXT", help="cpu or cuda; default: as recorded")
+    parser.add_argument(
+        "--until", metavar="STEP", type=int, help="stop after this step and print the engine's state"
+    )
+    parser.add_argument(
+        "--check",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compare with the record (default); without it, the requests are only run again",
+    )
+    flags.add_common_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check the record, load the model, follow the record."""
+    if args.until is not None and args.until < 1:
+        raise ConfigError(f"--until must be a step, 1 or more, got {args.until}")
+    from infer.engine.record_reader import Record
+    from infer.engine.replay import describe_state, replay_model
+
+    record = Record(args.record)
+    if args.until is not None and args.until > record.last_step:
+        raise ConfigError(f"--until is {args.until}, but the record ends with step {record.last_step}")
+    replay = replay_model(record, args.model, device=args.device, show_progress=True)
+    report = replay.run(until=args.until, check=args.check)
+    if report.difference is not None:
+        write_out(f"the runs differ at {report.difference}\n")
+        write_out(f"identical up to there: {report.num_steps - 1} steps\n")
+    else:
+        verdict = "identical" if args.check else "not compared"
+        write_out(f"{report.num_steps} steps, {report.num_tokens} tokens, {verdict}\n")
+    if args.until is not None:
+        write_out(describe_state(replay.engine) + "\n")
+    return 0 if report.difference is None else 1

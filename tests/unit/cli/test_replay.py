@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.cli.main import main
+from scripts.make_checkpoint import make_checkpoint
+
+Infer = Callable[..., Any]
+FLAGS = ["--raw", "--dtype", "float32", "--max-tokens", "12", "--seed", "5", "--num-blocks", "40"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny") / "tiny-qwen3"
+    make_checkpoint("qwen3", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def record(model: Path) -> Path:
+    path = model.parent / "run.jsonl"
+    assert main(["generate", "the river", "--model", str(model), "--record", str(path), *FLAGS]) == 0
+    return path
+
+
+def test_a_recorded_answer_is_replayed_identically(infer: Infer, model: Path, record: Path) -> None:
+    lines = [json.loads(line) for line in record.read_text("utf-8").splitlines()]
+    num_steps = sum(line["kind"] == "step" for line in lines)
+    num_tokens = sum(len(ids) for line in lines if line["kind"] == "step" for ids in line["ids"])
+    outcome = infer("replay", str(record), "--model", str(model))
+    assert (outcome.code, outcome.out) == (0, f"{num_steps} steps, {num_tokens} tokens, identical\n")
+
+
+def test_runs_that_differ_are_exit_code_1(infer: Infer, model: Path, record: Path, tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in record.read_text("utf-8").splitlines()]
+    third = [line for line in lines if line["kind"] == "step"][2]
+    third["ids"][0][0] ^= 1
+    changed = tmp_path / "changed.jsonl"
+    changed.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    outcome = infer("replay", str(changed), "--model", str(model))
+    assert outcome.code == 1
+    assert outcome.out.startswith("the runs differ at step 3: sampled ids, number 0: in the record [")
+    assert outcome.out.endswith("identical up to there: 2 steps\n")
+    outcome = infer("replay", str(changed), "--model", str(model), "--no-check")
+    assert outcome.code == 0
+    assert outcome.out.endswith("not compared\n")
+
+
+def test_until_prints_the_state_after_that_step(infer: Infer, model: Path, record: Path) -> None:
+    outcome = infer("replay", str(record), "--model", str(model), "--until", "4")
+    assert outcome.code == 0
+    first, second, third, last = outcome.out.splitlines()
+    assert first == "4 steps, 4 tokens, identical"
+    assert second == "after step 4: 1 running, 0 waiting"
+    assert "output 4, computed" in third
+    assert last.startswith("cache: num_blocks 40, ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["absent.jsonl"], "cannot read absent.jsonl: No such file"),
+        (["RECORD", "--until", "0"], "--until must be a step, 1 or more, got 0"),
+        (["RECORD", "--until", "999"], "--until is 999, but the record ends with step"),
+    ],
+)
+def test_an_impossible_replay_is_refused_in_one_line(
+    infer: Infer, record: Path, arguments: list[str], message: str
+) -> None:
+    outcome = infer("replay", *[str(record) if word == "RECORD" else word for word in arguments])
+    assert outcome.code == 2
+    assert outcome.err.startswith(f"infer: error: {message}")
+    assert outcome.err.count("\n") == 1
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_model_is_loaded(
+    infer: Infer, tmp_path: Path
+) -> None:
+    outcome = infer("generate", "hi", "--record", str(tmp_path / "absent" / "r.jsonl"))
+    assert outcome.code == 2
+    assert "cannot record to" in outcome.err
+    assert outcome.llm.params == []
