@@ -4,19 +4,30 @@
 to their slots, then reads the whole sequence back through the block table and hashes what it finds.
 A block mixed up, a copy forgotten, a position off by one, a stale swap: each shows as a wrong token.
 What nobody wrote holds POISON, and reading it raises.
+
+`OracleWorld` is a real engine around it. Its `step` looks into every book after each step, and it
+knows, without any cache, what each request must get.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
 
-from infer.cache.kv_pool import KVCachePool
+from infer.cache.kv_pool import KVCachePool, PagedKVCachePool, SlottedKVCachePool
+from infer.config import SchedulerConfig
+from infer.engine.engine import Engine, EngineObserver
 from infer.engine.plan import COPY, SWAP_IN, SWAP_OUT, StepPlan
+from infer.engine.preemption import PreemptionCost
+from infer.engine.request import Request, StepOutput
 from infer.engine.runner import StepResult, sample_row, sequence_seed
+from infer.engine.scheduler import Scheduler
 from infer.engine.sequence import Sequence
-from infer.sampling.params import RowLogprobs
+from infer.sampling.params import RowLogprobs, SamplingParams
+from tests.support.simple_loop import Hypothesis, beam_search
 
 POISON = -1
 VOCAB_SIZE = 997
@@ -24,26 +35,56 @@ VOCAB_SIZE = 997
 
 def next_token(tokens: Seq[int], seed: int) -> int:
     """The oracle: what follows these tokens in a sequence seeded like this."""
-    state = (seed * 31 + 7) & 0xFFFFFFFF
-    for token in tokens:
-        state = (state * 1_000_003 ^ (int(token) + 1)) & 0xFFFFFFFF
-    return (state >> 7) % VOCAB_SIZE
+    return (_hash(tokens, seed) >> 7) % VOCAB_SIZE
 
 
 def offers(tokens: Seq[int], count: int) -> tuple[tuple[int, float], ...]:
-    """The oracle for beams: the likeliest next tokens with their logprobs."""
-    first = next_token(tokens, 0)
-    picks = [(first * 7 + rank * 13) % VOCAB_SIZE for rank in range(count)]
-    spread = 0.1 + (first % 17) / 10
-    return tuple((pick, -0.05 - spread * rank) for rank, pick in enumerate(picks))
+    """The oracle for beams: the likeliest next tokens with their logprobs, no two sums of them alike."""
+    state = _hash(tokens, 0)
+    found = []
+    logprob = -0.05
+    for rank in range(count):
+        found.append(((state * 7 + rank * 13) % VOCAB_SIZE, logprob))
+        state_of_rank = (state * 0x9E3779B1 + rank * 0x85EBCA6B) & 0xFFFFFFFF
+        logprob -= 0.01 + (state_of_rank >> 8) / 2**24
+    return tuple(found)
 
 
-def expected_output(prompt: Seq[int], num_tokens: int, *, seed: int = 0, index: int = 0) -> list[int]:
+def expected_output(
+    prompt: Seq[int], num_tokens: int, *, seed: int = 0, index: int = 0, stop_ids: Iterable[int] = ()
+) -> list[int]:
     """What a request must get, made without any cache."""
-    tokens = list(prompt)
-    for _ in range(num_tokens):
-        tokens.append(next_token(tokens, sequence_seed(seed, index)))
-    return tokens[len(prompt) :]
+    stops, own_seed = frozenset(stop_ids), sequence_seed(seed, index)
+    state, output = _hash(prompt, own_seed), list[int]()
+    while len(output) < num_tokens and not (output and output[-1] in stops):
+        output.append((state >> 7) % VOCAB_SIZE)
+        state = _extend(state, output[-1])
+    return output
+
+
+def expected_beams(
+    prompt: Seq[int], params: SamplingParams, stop_ids: Iterable[int] = ()
+) -> list[Hypothesis]:
+    """What a beam search must get, made without any cache."""
+    assert params.max_tokens is not None
+    return beam_search(
+        lambda tokens: offers(tokens, 4 * params.num_sequences),
+        prompt,
+        width=params.num_sequences,
+        max_tokens=params.max_tokens,
+        stop_ids=frozenset(stop_ids),
+    )[: params.n]
+
+
+def _hash(tokens: Seq[int], seed: int) -> int:
+    state = (seed * 31 + 7) & 0xFFFFFFFF
+    for token in tokens:
+        state = _extend(state, token)
+    return state
+
+
+def _extend(state: int, token: int) -> int:
+    return (state * 1_000_003 ^ (int(token) + 1)) & 0xFFFFFFFF
 
 
 class OracleRunner:
@@ -55,18 +96,22 @@ class OracleRunner:
         self.host = np.full((num_host_blocks, pool.block_size), POISON, dtype=np.int64)
         self.num_steps = 0
         self.num_tokens = 0
+        self.num_transfers = {COPY: 0, SWAP_OUT: 0, SWAP_IN: 0}
         self.fail_at: int | None = None  # raise at this step, once
+        self.fails_early = False  # raise before any block was moved
 
     def forget(self, seq_id: int) -> None:
-        pass
+        """Keep nothing."""
 
     def run(self, plan: StepPlan, sequences: Seq[Sequence]) -> StepResult:
+        """Move, write, read back, hash."""
         self.num_steps += 1
         self.num_tokens += plan.num_tokens
-        sides = {COPY: (self.device, self.device), SWAP_OUT: (self.device, self.host), SWAP_IN: (self.host, self.device)}
-        for kind, source, destination in plan.transfers:
-            sides[kind][1][destination] = sides[kind][0][source]
-        if self.num_steps == self.fail_at:
+        is_failing = self.num_steps == self.fail_at
+        if is_failing and self.fails_early:
+            raise RuntimeError("the oracle was told to fail")
+        self._transfer(plan)
+        if is_failing:
             raise RuntimeError("the oracle was told to fail")
         size = self.pool.block_size
         for chunk, seq in zip(plan.chunks, sequences, strict=True):
@@ -85,8 +130,194 @@ class OracleRunner:
                 tuple(
                     None
                     if row.num_logprobs is None
-                    else RowLogprobs(token, -1.0, 1, offers(seen, row.num_logprobs))
+                    else RowLogprobs(token, -1.0 - token / VOCAB_SIZE, 1, offers(seen, row.num_logprobs))
                     for row, token in zip(rows, drawn, strict=True)
                 )
             )
         return StepResult(ids, logprobs, {})
+
+    def _transfer(self, plan: StepPlan) -> None:
+        device, host = self.device, self.host
+        sides = {COPY: (device, device), SWAP_OUT: (device, host), SWAP_IN: (host, device)}
+        for kind, source, destination in plan.transfers:
+            sides[kind][1][destination] = sides[kind][0][source]
+            self.num_transfers[kind] += 1
+
+
+class PlanList(EngineObserver):
+    """Remembers every plan that ran."""
+
+    def __init__(self) -> None:
+        self.plans: list[StepPlan] = []
+
+    def on_step(self, plan: StepPlan, ids: Seq[tuple[int, ...]]) -> None:
+        """Keep it."""
+        self.plans.append(plan)
+
+
+class OracleWorld:
+    """A real engine with an oracle for a model; after every step every book is checked."""
+
+    def __init__(
+        self,
+        *,
+        kv_cache_backend: str = "paged",
+        block_size: int = 4,
+        num_blocks: int = 24,
+        num_host_blocks: int = 0,
+        use_prefix_caching: bool = True,
+        context_len: int = 60,
+        eos_ids: tuple[int, ...] = (),
+        placement_seed: int | None = None,
+        cost: PreemptionCost | None = None,
+        **scheduler_knobs: Any,
+    ) -> None:
+        self.pool: KVCachePool
+        if kv_cache_backend == "contiguous":
+            self.pool = SlottedKVCachePool(
+                max(1, num_blocks * block_size // context_len),
+                context_len,
+                num_host_sequences=num_host_blocks,
+                placement_seed=placement_seed,
+            )
+        else:
+            self.pool = PagedKVCachePool(
+                num_blocks,
+                block_size,
+                use_prefix_caching=use_prefix_caching and kv_cache_backend == "paged",
+                num_host_blocks=num_host_blocks,
+                placement_seed=placement_seed,
+            )
+        config = SchedulerConfig(**({"max_batch_size": 8, "max_num_batched_tokens": 64} | scheduler_knobs))
+        keeps_cache = kv_cache_backend != "naive"
+        self.scheduler = Scheduler(self.pool, config, cost=cost, keeps_cache=keeps_cache)
+        self.runner = OracleRunner(self.pool, num_host_blocks)
+        self.observer = PlanList()
+        self.eos_ids = eos_ids
+        self.engine = Engine(
+            self.scheduler,
+            self.runner,
+            context_len=context_len,
+            vocab_size=VOCAB_SIZE,
+            eos_ids=eos_ids,
+            observer=self.observer,
+        )
+        self.requests: dict[str, Request] = {}
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.finished: dict[tuple[str, int], StepOutput] = {}
+        self.aborted: set[str] = set()
+
+    @property
+    def plans(self) -> list[StepPlan]:
+        """Every plan that has run."""
+        return self.observer.plans
+
+    def add(
+        self, request_id: str, prompt: Seq[int], *, request: dict[str, Any] | None = None, **params: Any
+    ) -> None:
+        """Send a request; `request` holds fields of the Request, `params` those of its SamplingParams."""
+        made = Request(
+            request_id=request_id,
+            prompt=tuple(prompt),
+            params=SamplingParams(**({"seed": 0, "max_tokens": 8} | params)),
+            **(request or {}),
+        )
+        self.engine.add(made)
+        self.requests[request_id] = made
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request from outside."""
+        self.engine.abort(request_id, index)
+        self.aborted.add(request_id)
+        self.check_books()
+
+    def step(self) -> list[StepOutput]:
+        """One step of the engine, then all the books."""
+        outputs = self.engine.step()
+        for output in outputs:
+            key = output.request_id, output.index
+            assert key not in self.finished, f"{key} goes on after its end"
+            self.tokens.setdefault(key, []).extend(output.token_ids)
+            if output.finish_reason is not None:
+                self.finished[key] = output
+        self.check_books()
+        return outputs
+
+    def run(self, max_steps: int = 3000) -> None:
+        """Step until nothing is left to do."""
+        for _ in range(max_steps):
+            if not self.engine.has_work:
+                return
+            self.step()
+        raise AssertionError(f"not done after {max_steps} steps: {self.scheduler.sequences()}")
+
+    def seqs(self, request_id: str) -> list[Sequence]:
+        """The live sequences of a request, oldest first."""
+        return [s for s in self.scheduler.sequences() if s.group.request.request_id == request_id]
+
+    def seq(self, request_id: str) -> Sequence:
+        """The only live sequence of a request."""
+        (only,) = self.seqs(request_id)
+        return only
+
+    def check_books(self) -> None:
+        """Raise unless pool, scheduler and engine agree on who lives, runs, waits and holds what."""
+        self.pool.check()
+        assert self.pool.audit_blocks() == []
+        scheduler, live = self.scheduler, self.scheduler.sequences()
+        assert scheduler.running == sorted((s for s in live if s.is_running), key=lambda s: s.sort_key)
+        assert scheduler.num_waiting == sum(not s.is_running for s in live)
+        num_slots = sum(seq.num_slots for seq in scheduler.running)
+        assert scheduler._slots_used == num_slots <= scheduler.config.max_batch_size
+        for seq in live:
+            assert seq.finish_reason is None
+            assert seq.num_tokens == len(seq.tokens), "every token has reached the CPU"
+            assert 0 <= seq.num_computed < seq.num_tokens
+            assert not (seq.is_running and seq.is_swapped)
+        assert self.engine.num_requests == len({seq.group.request.request_id for seq in live})
+        if not live:
+            self.check_idle()
+
+    def check_idle(self) -> None:
+        """Raise unless nothing is held by anybody but the prefix tree."""
+        usage = self.pool.usage()
+        assert usage.num_used == 0
+        assert usage.num_free_host_blocks == len(self.runner.host)
+        assert self.pool.num_free_blocks == self.pool.num_blocks
+
+    def verify(self) -> int:
+        """Raise unless every request that was not aborted got what it must; returns how many were checked."""
+        num_checked = 0
+        for request_id, request in self.requests.items():
+            params = request.params
+            if request_id in self.aborted:
+                continue
+            num_checked += 1
+            stop_ids = params.stop_token_ids if params.ignore_eos else (*self.eos_ids, *params.stop_token_ids)
+            if params.use_beam_search:
+                self._verify_beams(request, expected_beams(request.prompt, params, stop_ids))
+                continue
+            assert params.seed is not None
+            assert params.max_tokens is not None
+            for index in range(params.num_sequences):
+                key, limit = (request_id, index), params.max_tokens
+                wanted = expected_output(
+                    request.prompt, limit, seed=params.seed, index=index, stop_ids=stop_ids
+                )
+                assert self.tokens[key] == wanted, key
+                reason = "stop" if wanted[-1] in stop_ids else "length"
+                assert self.finished[key].finish_reason == reason, key
+        return num_checked
+
+    def _verify_beams(self, request: Request, wanted: list[Hypothesis]) -> None:
+        assert len(wanted) == request.params.n
+        for index, beam in enumerate(wanted):
+            key = request.request_id, index
+            assert tuple(self.tokens[key]) == beam.output, key
+            assert self.finished[key].finish_reason == beam.finish_reason, key
+            assert abs(self.finished[key].cumulative_logprob - beam.total) < 1e-9, key
+
+
+def prompt_of(length: int, start: int = 1) -> list[int]:
+    """A prompt that shares nothing with one that starts elsewhere."""
+    return [(start * 101 + i * 7) % VOCAB_SIZE for i in range(length)]

@@ -1,11 +1,12 @@
 """Beam search: keep the W likeliest continuations instead of drawing one.
 
-After each step every live beam offers its 2W likeliest next tokens. Sorted by the logprob of the whole
-output, the best of these become the next W beams; one whose token is a stop becomes a *finished*
-hypothesis instead, if it is among the first W. Finished hypotheses are ranked by their mean logprob
-per token, and the search ends when W of them are finished and no live beam can still do better.
+After each step every live beam offers its likeliest next tokens, W of them besides the stops. Sorted by
+the logprob of the whole output, the best of these become the next W beams; one whose token is a stop
+becomes a *finished* hypothesis instead, if it is among the first W. Finished hypotheses are ranked by
+their mean logprob per token, and the search ends when W of them are finished and no live beam can
+still do better.
 
-    beams        A -1.2   B -1.9           2W offers, best first     next beams (W = 2)
+    beams        A -1.2   B -1.9           offers, best first        next beams (W = 2)
     A offers     x -0.3   y -1.0    ->     Ax -1.5   By -2.1   ...   Ax, By:  A goes on, B goes on
     B offers     y -0.2   x -4.0           Ay -2.2   Bx -5.9         had both come from A, A would fork
 
@@ -30,24 +31,35 @@ class Continuation:
     score: float
 
 
+def num_offers(group: SequenceGroup) -> int:
+    """How many next tokens each beam must offer, so that stops never take a continuation's place."""
+    return group.request.params.num_sequences + len(group.stop_ids)
+
+
 def next_beams(group: SequenceGroup, offers: Seq[tuple[Sequence, RowLogprobs]]) -> list[Continuation]:
     """Choose the next beams; hypotheses that meet their stop are added to `group.finished_beams`."""
-    width = group.request.params.num_sequences
+    params = group.request.params
+    width = params.num_sequences
+    # beams are equally long; until min_tokens are there, nobody may stop
+    banned = group.stop_ids if offers[0][0].num_output <= params.min_tokens else ()
     ranked = sorted(
         (
             Continuation(beam, token_id, beam.cumulative_logprob + logprob)
             for beam, row in offers
             for token_id, logprob in row.top
+            if token_id not in banned
         ),
         key=lambda offer: -offer.score,
     )
     chosen: list[Continuation] = []
-    for rank, offer in enumerate(ranked[: 2 * width]):
+    for rank, offer in enumerate(ranked):
         if offer.token_id in group.stop_ids:
             if rank < width:
                 _finish(group, offer, "stop")
         elif len(chosen) < width:
             chosen.append(offer)
+        elif rank >= width:
+            break
     if chosen and chosen[0].parent.num_tokens >= group.max_total:  # its token is the last that fits
         for offer in chosen:
             _finish(group, offer, "length")

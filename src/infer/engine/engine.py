@@ -28,6 +28,7 @@ from infer.engine.scheduler import Scheduler
 from infer.engine.sequence import Sequence, SequenceGroup
 from infer.errors import EngineError, QueueFull, RequestError
 from infer.sampling.params import RowLogprobs
+from infer.sampling.sampler import NO_TOKEN
 
 logger = logging.getLogger(__name__)
 
@@ -101,18 +102,7 @@ class Engine:
             raise EngineError(f"request {request_id!r} has no sequence {index} (yet); abort the whole of it")
         self._observer.on_abort(self.scheduler.step, request_id, index)
         ended = [seq for seq in group.sequences if not seq.is_finished and index in (None, seq.index)]
-        has_forked = group.is_beam or group.sequences[0].num_samples == 1
-        for seq in ended:
-            self._finish(seq, "abort")
-        self._forget_if_done(group)
-        outputs = [self._output(seq, (), ()) for seq in ended]
-        if has_forked and not group.is_beam:
-            return outputs
-        # one sequence stood for all that the client waits for
-        params = group.request.params
-        return [
-            replace(outputs[0], index=i) for i in range(params.n if group.is_beam else params.num_sequences)
-        ]
+        return self._end(group, ended, "abort")
 
     def is_serving(self, request_id: str) -> bool:
         """Whether a request is waiting or running."""
@@ -141,7 +131,9 @@ class Engine:
             result = self._runner.run(plan, sequences)
         except Exception as error:  # whatever the model raised, its requests end and the engine lives on
             logger.exception("step %d failed", plan.step)
-            return self._fail(sequences, f"{type(error).__name__} in step {plan.step}")
+            outputs = self._fail(sequences, f"{type(error).__name__} in step {plan.step}")
+            self.scheduler.abandon(plan)
+            return outputs
         self.scheduler.commit(plan)
         self._observer.on_step(plan, result.ids)
         return self._report(plan, sequences, result)
@@ -163,20 +155,40 @@ class Engine:
         self._observer.on_failure(self.scheduler.step, reason)
         outputs = []
         for group in {id(seq.group): seq.group for seq in sequences}.values():
-            for seq in group.sequences:
-                if not seq.is_finished:
-                    self._finish(seq, "error")
-                    outputs.append(self._output(seq, (), (), error=reason))
-            self._forget_if_done(group)
+            unfinished = [seq for seq in group.sequences if not seq.is_finished]
+            outputs += self._end(group, unfinished, "error", error=reason)
         return outputs
+
+    def _end(
+        self, group: SequenceGroup, ended: Seq[Sequence], reason: str, *, error: str | None = None
+    ) -> list[StepOutput]:
+        """Finish sequences of a request before their time; one last output for each the client waits for."""
+        for seq in ended:
+            self._finish(seq, reason)
+        self._forget_if_done(group)
+        outputs = [self._output(seq, (), (), error=error) for seq in ended]
+        if not group.is_beam and group.sequences[0].num_samples == 1:
+            return outputs
+        # one sequence stood for all that the client waits for
+        params = group.request.params
+        return [
+            replace(outputs[0], index=i) for i in range(params.n if group.is_beam else params.num_sequences)
+        ]
 
     def _report(self, plan: StepPlan, sequences: Seq[Sequence], result: StepResult) -> list[StepOutput]:
         outputs: list[StepOutput] = []
         offers: dict[int, tuple[SequenceGroup, list[tuple[Sequence, RowLogprobs]]]] = {}
-        for seq_id, rows in result.prompt_logprobs.items():
-            self.scheduler.get(seq_id).group.prompt_logprobs.extend(rows)
+        if result.prompt_logprobs:
+            for chunk, seq in zip(plan.chunks, sequences, strict=True):
+                # from its own position on: a prompt that was preempted half way is computed again
+                seq.group.prompt_logprobs[chunk.start :] = result.prompt_logprobs.get(seq.seq_id, ())
+        broken = [seq for seq, ids in zip(sequences, result.ids, strict=True) if NO_TOKEN in ids]
+        if broken:
+            outputs += self._fail(
+                broken, "the model's logits for it are not finite, or every token is forbidden"
+            )
         for seq, ids, logprobs in zip(sequences, result.ids, result.logprobs, strict=True):
-            if not ids:
+            if not ids or seq.is_finished:
                 continue
             if seq.is_beam:
                 row = logprobs[0]
@@ -189,7 +201,8 @@ class Engine:
             if any(member.is_finished for member in members):
                 self._forget_if_done(seq.group)
         for group, beams in offers.values():
-            outputs.extend(self._advance_beams(group, beams))
+            if not group.is_finished:
+                outputs.extend(self._advance_beams(group, beams))
         return outputs
 
     # -- one sequence -----------------------------------------------------------------------------
@@ -281,9 +294,14 @@ class Engine:
 
     def _finish_beams(self, group: SequenceGroup) -> list[StepOutput]:
         """Report the n best hypotheses of a search that has ended."""
+        num_found, params = len(group.finished_beams), group.request.params
+        if num_found < params.n:
+            reason = f"beam search found {num_found} outputs, {params.n} were asked for"
+            return self._end(group, group.sequences, "error", error=reason)
         for seq in group.sequences:
             self._finish(seq, "stop")
         self._forget_if_done(group)
+        wants_prompt = params.prompt_logprobs is not None
         return [
             StepOutput(
                 request_id=group.request.request_id,
@@ -293,8 +311,9 @@ class Engine:
                 stop_reason=beam.stop_reason,
                 cumulative_logprob=beam.cumulative_logprob,
                 num_cached=group.sequences[0].num_cached,
+                prompt_logprobs=(None, *group.prompt_logprobs) if wants_prompt else None,
             )
-            for index, beam in enumerate(group.finished_beams[: group.request.params.n])
+            for index, beam in enumerate(group.finished_beams[: params.n])
         ]
 
     def _finish(self, seq: Sequence, reason: str) -> None:

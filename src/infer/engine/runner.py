@@ -19,6 +19,7 @@ import torch
 from infer.cache.kv_pool import KVCachePool
 from infer.cache.kv_store import KVStore
 from infer.engine.batch import BlockRows, PagedStep, StepBatch
+from infer.engine.beam import num_offers
 from infer.engine.plan import StepPlan
 from infer.engine.sequence import Sequence as TokenSequence
 from infer.models.model import Model
@@ -73,6 +74,8 @@ class ModelRunner:
         for seq_id in plan.preempted:
             self._rows.forget(seq_id)
         self._store.transfer(plan.transfers)
+        if not plan.chunks:  # beams coming back compute their next tokens together, once all are here
+            return StepResult([], [], {})
         batch = StepBatch(plan, sequences, self._rows, self._pool, self._store.device)
         step = PagedStep(batch, self._store, use_reference=self._use_reference)
         hidden_TD = self._model(batch.tokens_T, step)
@@ -130,7 +133,7 @@ def sample_row(seq: TokenSequence, index: int) -> SampleRow:
     params = seq.group.request.params
     num_logprobs = params.logprobs
     if params.use_beam_search:
-        num_logprobs = 2 * params.num_sequences  # enough candidates even if every beam's best one is a stop
+        num_logprobs = num_offers(seq.group)
     elif num_logprobs is None and params.num_sequences > params.n:
         num_logprobs = 0  # ranking needs the chosen token's logprob
     return SampleRow(

@@ -183,6 +183,18 @@ class Scheduler:
             else:
                 self._forget_cache(seq)
 
+    def abandon(self, plan: StepPlan) -> None:
+        """The step did not run, its own requests are gone: whoever else it moved blocks for starts over."""
+        for seq in map(self._by_id.get, plan.preempted):
+            if seq is not None and seq.is_swapped:  # on its way out
+                seq.is_swapped = False
+                self._forget_cache(seq)
+        moved = {transfer.destination for transfer in plan.transfers if transfer.kind != SWAP_OUT}
+        for seq in [s for s in self.running if not moved.isdisjoint(self.pool.block_table(s.seq_id))]:
+            self._stop_running(seq)  # beams that came in without a chunk of their own
+            self._forget_cache(seq)
+            self._wait(seq)
+
     def _forget_cache(self, seq: Sequence) -> None:
         self.pool.release(seq.seq_id)
         seq.num_computed = seq.num_reserved = 0

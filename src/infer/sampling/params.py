@@ -102,11 +102,18 @@ class SamplingParams:
                     f"best_of is {self.best_of} but n is {self.n}; best_of must be at least n",
                     param="best_of",
                 )
-        if self.use_beam_search and (not self.is_greedy or self.has_filters or self.has_penalties):
+        if not self.use_beam_search:
+            return
+        if not self.is_greedy or self.has_filters or self.has_penalties or self.logit_bias:
             raise RequestError(
-                "beam search ranks continuations by the model's own logprobs; "
-                "set temperature=0 and leave top_k, top_p, min_p and the penalties at their defaults",
+                "beam search ranks continuations by the model's own logprobs; set temperature=0 "
+                "and leave top_k, top_p, min_p, logit_bias and the penalties at their defaults",
                 param="use_beam_search",
+            )
+        if self.logprobs is not None:
+            raise RequestError(
+                "beam search reports the logprob of a whole output, not of its tokens; leave logprobs unset",
+                param="logprobs",
             )
 
     def _check_collections(self) -> None:

@@ -1,0 +1,186 @@
+"""Random life in caches far too small, over every pair of toggles; every token is checked.
+
+Rows with one sequence at a time, or with room for all, never preempt anybody; so every row also runs
+squeezed: paged, eight sequences, and a cache that holds two.
+
+Requests come at random, some alike, some forking, some searching with beams; some are aborted at a random
+moment; once in a while everything cached is forgotten. The model is the token oracle, so whatever goes
+wrong with a block, a copy or a position becomes a wrong token.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from infer.engine.preemption import PreemptionCost
+from infer.errors import RequestError
+from tests.support.oracle import VOCAB_SIZE, OracleWorld
+from tests.support.toggles import CONTEXT_LEN, engine_knobs, pairwise_rows
+
+EOS_IDS = tuple(range(0, VOCAB_SIZE, 40))  # one token in forty ends a sequence
+SWAPPING_IS_CHEAP = PreemptionCost(swap_seconds=0.1, recompute_seconds=1.0)
+SQUEEZED = {"kv_cache_backend": "paged", "cache_tokens": 64, "max_batch_size": 8}
+
+rows = pytest.mark.parametrize("number", range(len(pairwise_rows())), ids=lambda number: f"row {number + 1}")
+squeezed_or_not = pytest.mark.parametrize("squeeze", [{}, SQUEEZED], ids=["as it is", "squeezed"])
+
+
+def make_world(row: dict[str, Any], **changes: Any) -> OracleWorld:
+    knobs = engine_knobs(row) | {"context_len": CONTEXT_LEN, "cost": SWAPPING_IS_CHEAP} | changes
+    del knobs["attention_backend"]  # an oracle does not attend
+    return OracleWorld(eos_ids=EOS_IDS, **knobs)
+
+
+class Traffic:
+    """A random stream of requests and aborts for one world; the same seed sends the same."""
+
+    def __init__(self, world: OracleWorld, seed: object, num_requests: int) -> None:
+        self.world = world
+        self.num_requests = num_requests
+        self.num_sent = self.num_refused = 0
+        self._rng = random.Random(str(seed))
+        self._starts = [[self._token() for _ in range(30)] for _ in range(3)]
+
+    def run(self) -> None:
+        """Send, abort and step until everything is answered."""
+        rng, world = self._rng, self.world
+        for _ in range(20_000):
+            while self.num_sent < self.num_requests and rng.random() < 0.4:
+                self._send()
+            if rng.random() < 0.03 and (live := world.scheduler.sequences()):
+                self._abort(rng.choice(live).group.request.request_id)
+            if rng.random() < 0.01:
+                world.pool.reset_prefix_cache()
+            world.step()
+            if self.num_sent == self.num_requests and not world.engine.has_work:
+                return
+        raise AssertionError(f"still {world.engine.num_requests} requests after 20,000 steps")
+
+    def _send(self) -> None:
+        rng, world = self._rng, self.world
+        prompt = rng.choice(self._starts)[: rng.randrange(25)] + [
+            self._token() for _ in range(rng.randrange(1, 12))
+        ]
+        params: dict[str, Any] = {
+            "n": rng.choice((1, 1, 1, 2, 3)),
+            "seed": self.num_sent,
+            "max_tokens": rng.randrange(1, 20),
+            "ignore_eos": rng.random() < 0.5,
+        }
+        if rng.random() < 0.2:
+            params["best_of"] = params["n"] + 1
+        if rng.random() < 0.2 and world.scheduler.keeps_cache:
+            params |= {"use_beam_search": True, "temperature": 0.0}
+        fields = {
+            "priority": rng.randrange(3),
+            "deadline": rng.choice((None, rng.random())),
+            "cache_salt": rng.choice(("", "", "a")),
+        }
+        self.num_sent += 1
+        try:
+            world.add(str(self.num_sent), prompt, request=fields, **params)
+        except RequestError:  # too wide or too long for this world, said at once
+            self.num_refused += 1
+
+    def _abort(self, request_id: str) -> None:
+        """The whole request, or one of its sequences once there are several."""
+        seqs = self.world.seqs(request_id)
+        has_forked = len(seqs) > 1 and not seqs[0].is_beam
+        self.world.abort(request_id, self._rng.choice(seqs).index if has_forked else None)
+
+    def _token(self) -> int:
+        return self._rng.randrange(VOCAB_SIZE)
+
+
+@rows
+@squeezed_or_not
+def test_every_request_gets_its_own_tokens(number: int, squeeze: dict[str, Any]) -> None:
+    world = make_world(pairwise_rows()[number] | squeeze)
+    traffic = Traffic(world, f"row {number}", num_requests=100)
+
+    traffic.run()
+
+    assert world.verify() > 20
+    assert traffic.num_refused < traffic.num_requests * 2 // 3  # max_batch_size=1 takes no n > 1
+    world.check_idle()
+
+
+def test_the_squeezed_rows_meet_every_event() -> None:
+    """What the test above claims is worth something only if the rare things do happen in it."""
+    events: Counter[str] = Counter()
+    for number in range(0, len(pairwise_rows()), 3):
+        world = make_world(pairwise_rows()[number] | SQUEEZED)
+        Traffic(world, f"events {number}", num_requests=50).run()
+        usage = world.pool.usage()
+        events["preempted"] += world.scheduler.num_preemptions
+        events["hit tokens"] += usage.num_hit_tokens
+        events["evicted"] += usage.num_evicted_blocks
+        events["beam searches"] += sum(r.params.use_beam_search for r in world.requests.values())
+        events.update(world.runner.num_transfers)
+    assert len(events) == 7
+    assert min(events.values()) > 20, events
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_where_blocks_lie_makes_no_difference(seed: int) -> None:
+    """Blocks handed out in random order: the same traffic, the same plans, the same tokens."""
+    row: dict[str, Any] = {"block_size": 2, "num_blocks": 40, "num_host_blocks": 20, "preemption": "swap"}
+    worlds = [OracleWorld(eos_ids=EOS_IDS, placement_seed=placement, **row) for placement in (None, 1, 2)]
+    for world in worlds:
+        Traffic(world, f"placement {seed}", num_requests=60).run()
+        world.verify()
+
+    first, *others = worlds
+    assert first.scheduler.num_preemptions > 0
+    for other in others:
+        assert other.tokens == first.tokens
+        assert [plan.chunks for plan in other.plans] == [plan.chunks for plan in first.plans]
+    assert others[0].plans != first.plans, "the transfers name other blocks"
+
+
+@rows
+def test_the_same_queue_gives_the_same_plans_twice(number: int) -> None:
+    once, again = (make_world(pairwise_rows()[number] | SQUEEZED) for _ in range(2))
+    for world in (once, again):
+        Traffic(world, f"twice {number}", num_requests=25).run()
+    assert once.plans == again.plans
+    assert once.tokens == again.tokens
+
+
+@pytest.mark.parametrize("fails_early", [False, True], ids=["after the transfers", "before the transfers"])
+@pytest.mark.parametrize("number", range(0, len(pairwise_rows()), 3))
+def test_a_step_that_raises_ends_its_own_requests_only(number: int, fails_early: bool) -> None:
+    world = make_world(pairwise_rows()[number] | SQUEEZED)
+    world.runner.fails_early = fails_early
+    traffic = Traffic(world, f"faults {number}", num_requests=60)
+    failed: set[str] = set()
+    step = world.engine.step
+
+    def step_and_note_failures() -> list[Any]:
+        if world.runner.num_steps % 17 == 5:
+            world.runner.fail_at = world.runner.num_steps + 1
+        outputs = step()
+        failed.update(output.request_id for output in outputs if output.finish_reason == "error")
+        return outputs
+
+    world.engine.step = step_and_note_failures  # type: ignore[method-assign]
+    traffic.run()
+
+    assert failed
+    world.aborted |= failed  # they have no tokens to check
+    assert world.verify() > 5
+    world.check_idle()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_thousands_of_requests_get_their_own_tokens(seed: int) -> None:
+    for number, row in enumerate(pairwise_rows()):
+        world = make_world(row | (SQUEEZED if seed % 2 else {}), placement_seed=seed)
+        Traffic(world, f"long {number} {seed}", num_requests=300).run()
+        world.verify()
+        world.check_idle()
