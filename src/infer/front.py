@@ -16,8 +16,8 @@ import torch
 from infer.config import LoadConfig
 from infer.engine.request import Request
 from infer.errors import ConfigError, RequestError
-from infer.loader.load import LoadedModel, load_model
-from infer.loader.source import ModelSource, resolve_model
+from infer.loader.load import LoadedModel, ModelHeaders, check_length, load_model, read_headers
+from infer.loader.source import resolve_model
 from infer.sampling.params import SamplingParams
 from infer.tokenizer.chat_template import ChatTemplate, find_template
 from infer.tokenizer.tokenizer import Tokenizer
@@ -29,10 +29,12 @@ Prompt: TypeAlias = str | Sequence[int]
 class TextFront:
     """Turns text and messages into requests for one model. Safe to share between threads."""
 
-    def __init__(self, config: LoadConfig, source: ModelSource, loaded: LoadedModel) -> None:
-        self.name = loaded.name
-        self.tokenizer = _load_tokenizer(config, source, loaded)
-        self._template = _find_template(config, loaded, self.tokenizer)
+    def __init__(self, config: LoadConfig, headers: ModelHeaders) -> None:
+        self.name = headers.source.name
+        self.context_len = check_length(config.max_seq_len, headers.config)
+        self.sampling_defaults = headers.defaults.sampling  # what the model's authors recommend
+        self.tokenizer = _load_tokenizer(config, headers)
+        self._template = _find_template(config, headers.config.family, self.tokenizer)
         self._numbers = itertools.count()
 
     @property
@@ -80,34 +82,40 @@ def open_model(config: LoadConfig, *, show_progress: bool) -> tuple[TextFront, L
     """Find, load and understand a model: everything that comes before an engine."""
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    source = resolve_model(config.model, revision=config.revision, show_progress=show_progress)
+    headers = find_headers(config, show_progress=show_progress)
+    front = TextFront(config, headers)
     loaded = load_model(
-        source,
+        headers.source,
         dtype=config.dtype,
         device=config.device,
         max_seq_len=config.max_seq_len,
         show_progress=show_progress,
+        headers=headers,
     )
-    return TextFront(config, source, loaded), loaded
+    return front, loaded
 
 
-def _load_tokenizer(config: LoadConfig, source: ModelSource, loaded: LoadedModel) -> Tokenizer:
+def find_headers(config: LoadConfig, *, show_progress: bool) -> ModelHeaders:
+    """Find a model, fetching it if need be, and read everything but its weights."""
+    source = resolve_model(config.model, revision=config.revision, show_progress=show_progress)
+    return read_headers(source)
+
+
+def _load_tokenizer(config: LoadConfig, headers: ModelHeaders) -> Tokenizer:
     if config.tokenizer is not None:
         path = Path(config.tokenizer).expanduser()
         if not path.exists():
             raise ConfigError(f"tokenizer is {config.tokenizer!r}, but there is no such file or directory")
         return Tokenizer.from_directory(path)
-    if loaded.gguf_metadata is not None:
-        return Tokenizer.from_gguf(loaded.gguf_metadata)
-    return Tokenizer.from_directory(source.path)
+    if headers.gguf_metadata is not None:
+        return Tokenizer.from_gguf(headers.gguf_metadata)
+    return Tokenizer.from_directory(headers.source.path)
 
 
-def _find_template(
-    config: LoadConfig, loaded: LoadedModel, tokenizer: Tokenizer
-) -> ChatTemplate | ConfigError:
+def _find_template(config: LoadConfig, family: str, tokenizer: Tokenizer) -> ChatTemplate | ConfigError:
     """The template, or the reason there is none, to be raised when somebody wants to chat."""
     try:
-        return find_template(loaded.config.family, tokenizer, config.chat_template)
+        return find_template(family, tokenizer, config.chat_template)
     except ConfigError as error:
         if config.chat_template is not None:
             raise

@@ -59,14 +59,41 @@ class LoadedModel:
     gguf_metadata: Mapping[str, Any] | None  # of a GGUF file: the tokenizer is in there
 
 
-@dataclass(frozen=True, slots=True)
-class _Files:
-    """What step 1 and 2 have found."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelHeaders:
+    """What a model's files say before any weight is read: enough to plan with, and to tokenize for it."""
 
-    raw_config: Mapping[str, Any]
+    source: ModelSource
+    family: Family
+    config: ModelConfig
     tensors: Mapping[str, StoredTensor]
     defaults: GenerationDefaults
     gguf_metadata: Mapping[str, Any] | None
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Every token that ends an answer, whichever file names it."""
+        return merge_eos_ids(self.config.eos_ids, self.defaults.eos_ids, vocab_size=self.config.vocab_size)
+
+
+def read_headers(source: ModelSource) -> ModelHeaders:
+    """Read the config and the headers of the weights; steps 1 and 2 above."""
+    if source.is_gguf:
+        file = read_gguf(source.path)
+        raw, tensors, defaults = hf_config_from_gguf(file), gguf_checkpoint(file), GenerationDefaults()
+    else:
+        file = None
+        raw, tensors = read_hf_config(source.path), open_checkpoint(source.path)
+        defaults = read_generation_defaults(source.path)
+    family = find_family(raw)
+    return ModelHeaders(
+        source=source,
+        family=family,
+        config=family.read_config(raw),
+        tensors=tensors,
+        defaults=defaults,
+        gguf_metadata=file.metadata if file is not None else None,
+    )
 
 
 def load_model(
@@ -76,19 +103,19 @@ def load_model(
     device: str = "auto",
     max_seq_len: int | None = None,
     show_progress: bool = False,
+    headers: ModelHeaders | None = None,
 ) -> LoadedModel:
-    """Load the model of `source` onto `device`; `dtype` as explained in dtype.py."""
+    """Load the model of `source` onto `device`; `dtype` as in dtype.py, `headers` if already read."""
     chosen_device = choose_device(device)
-    files = _open(source)
-    family = find_family(files.raw_config)
-    config = family.read_config(files.raw_config)
-    context_len = _check_length(max_seq_len, config)
-    chosen_dtype = choose_dtype(dtype, chosen_device, stored_dtype(files.tensors.values()))
+    headers = headers or read_headers(source)
+    family, config = headers.family, headers.config
+    context_len = check_length(max_seq_len, config)
+    chosen_dtype = choose_dtype(dtype, chosen_device, stored_dtype(headers.tensors.values()))
 
     model = _build(family, config, chosen_device, chosen_dtype, source.name)
-    moves = plan_moves(model, files.tensors, family.weight_map, name=source.name)
+    moves = plan_moves(model, headers.tensors, family.weight_map, name=source.name)
     _fill(model, moves, label=f"loading {source.name}", show_progress=show_progress)
-    _check_tied_head(model, files.tensors, family)
+    _check_tied_head(model, headers.tensors, family)
     return LoadedModel(
         model=model.eval(),
         config=config,
@@ -97,9 +124,9 @@ def load_model(
         dtype=chosen_dtype,
         device=chosen_device,
         max_seq_len=context_len,
-        eos_ids=merge_eos_ids(config.eos_ids, files.defaults.eos_ids, vocab_size=config.vocab_size),
-        sampling_defaults=files.defaults.sampling,
-        gguf_metadata=files.gguf_metadata,
+        eos_ids=headers.eos_ids,
+        sampling_defaults=headers.defaults.sampling,
+        gguf_metadata=headers.gguf_metadata,
     )
 
 
@@ -117,15 +144,8 @@ def choose_device(device: str) -> torch.device:
     return torch.device("cpu") if kind == "cpu" else torch.device("cuda", int(index or 0))
 
 
-def _open(source: ModelSource) -> _Files:
-    if source.is_gguf:
-        file = read_gguf(source.path)
-        return _Files(hf_config_from_gguf(file), gguf_checkpoint(file), GenerationDefaults(), file.metadata)
-    raw = read_hf_config(source.path)
-    return _Files(raw, open_checkpoint(source.path), read_generation_defaults(source.path), None)
-
-
-def _check_length(max_seq_len: int | None, config: ModelConfig) -> int:
+def check_length(max_seq_len: int | None, config: ModelConfig) -> int:
+    """The longest sequence that will be served: the model's context, or less if asked for."""
     if max_seq_len is None:
         return config.context_len
     if not 1 <= max_seq_len <= config.context_len:

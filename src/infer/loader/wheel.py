@@ -16,6 +16,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -90,11 +91,11 @@ def _with_pip(wheel: Wheel, scratch: Path, report: Report) -> Path:
 
 def _bytes_so_far(scratch: Path) -> int:
     sizes = [0]
-    for path in scratch.rglob("*.whl"):
-        try:
-            sizes.append(path.stat().st_size)
-        except FileNotFoundError:  # pip has just moved it
-            continue
+    for directory, _, names in os.walk(scratch):  # unlike rglob it does not mind what pip has just removed
+        for name in names:
+            if name.endswith(".whl"):
+                with suppress(FileNotFoundError):
+                    sizes.append(os.stat(os.path.join(directory, name)).st_size)
     return max(sizes)
 
 
