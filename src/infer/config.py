@@ -8,6 +8,7 @@ no environment variables that change behaviour.
     ├── load      LoadConfig      which model, from where, in which number format
     ├── cache     CacheConfig     how keys and values are kept
     └── scheduler SchedulerConfig who runs when
+    ServerConfig                  how the server listens, whom it lets in, and how much it takes
 
 Knob names are unique across the sections, so people write them flat: `LLM("dir", dtype="float32")`,
 `--dtype float32`, or `dtype: float32` in a file given to `--config`.
@@ -15,6 +16,7 @@ Knob names are unique across the sections, so people write them flat: `LLM("dir"
 
 from __future__ import annotations
 
+import math
 import re
 import types
 from collections.abc import Mapping
@@ -205,6 +207,51 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """How the server listens, whom it lets in, and how much it takes."""
+
+    host: str = knob("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
+    port: int = knob(8000, "TCP port; 0: any free one")
+    uds: str | None = knob(None, "listen on this unix socket instead of a TCP port")
+    served_model_name: str | None = knob(None, "what clients call the model; default: its own name")
+    api_key: tuple[str, ...] = knob((), "clients must send one of these as a bearer token; may be repeated")
+    admin_key: str | None = knob(None, "key of the admin routes; without one they are off")
+    cors_origin: tuple[str, ...] = knob(
+        (), "web page origin that browsers may call from; may be repeated", aliases=("allowed-origins",)
+    )
+    tls_cert: str | None = knob(None, "PEM certificate: serve HTTPS", aliases=("ssl-certfile",))
+    tls_key: str | None = knob(None, "PEM key of tls_cert", aliases=("ssl-keyfile",))
+    max_body_size: str = knob("8MiB", "largest request body")
+    max_prompts: int = knob(256, "prompts in one completion request")
+    max_n: int = knob(16, "outputs (n, best_of or beams) of one prompt")
+    request_timeout: float = knob(600.0, "seconds after which a request ends with an error")
+    drain_timeout: float = knob(
+        30.0, "seconds that running requests get when the server stops", aliases=("shutdown-timeout",)
+    )
+    replicas: int = knob(1, "engines that serve the model side by side", aliases=("data-parallel-size",))
+    in_process: bool = knob(False, "run the engine in the server's own process, for debugging")
+    restart_engine: bool = knob(True, "start an engine that died again")
+    stuck_timeout: float = knob(120.0, "seconds without progress after which an engine counts as stuck")
+    metrics_prefix: str = knob("infer", "prefix of metric names; vllm: as in dashboards made for vLLM")
+    access_log: bool = knob(True, "log one line per request")
+    ui: bool = knob(True, "serve the page for people at / and /ui")
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "max_prompts", "max_n", "replicas")
+        parse_bytes(self.max_body_size)
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be in 0..65535, got {self.port}")
+        for name in ("request_timeout", "drain_timeout", "stuck_timeout"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name} must be a number of seconds >= 0, got {value!r}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("tls_cert and tls_key belong together; give both or neither")
+        if any(not key for key in self.api_key) or self.admin_key == "":
+            raise ConfigError("an empty key would let everybody in; give a key or none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KnobRow:
     """What the flag, the YAML reader and the docs need to know about one knob."""
 
@@ -216,30 +263,42 @@ class KnobRow:
     help: str
     choices: tuple[str, ...]
     aliases: tuple[str, ...]
+    is_many: bool = False  # a tuple: the flag may be given several times
 
 
-def knob_table() -> dict[str, KnobRow]:
-    """Every knob by name, in the order of the sections above."""
-    table: dict[str, KnobRow] = {}
+def engine_sections() -> dict[str, type]:
+    """The sections of `EngineConfig` by name."""
+    sections: dict[str, type] = {}
     for section in fields(EngineConfig):
-        section_type = section.default_factory
-        assert isinstance(section_type, type)
+        assert isinstance(section.default_factory, type)
+        sections[section.name] = section.default_factory
+    return sections
+
+
+def knob_table(*, with_server: bool = False) -> dict[str, KnobRow]:
+    """Every knob by name, in the order of the sections above; those of the server only on request."""
+    table: dict[str, KnobRow] = {}
+    for section, section_type in (
+        engine_sections() | ({"server": ServerConfig} if with_server else {})
+    ).items():
         hints = get_type_hints(section_type)
         for knob_field in fields(section_type):
             assert knob_field.name not in table, f"knob {knob_field.name} exists twice"
-            table[knob_field.name] = _row(section.name, knob_field, hints[knob_field.name])
+            table[knob_field.name] = _row(section, knob_field, hints[knob_field.name])
     return table
 
 
 def _row(section: str, knob_field: Field[Any], hint: Any) -> KnobRow:
     is_union = get_origin(hint) in (Union, types.UnionType)
-    members = [t for t in get_args(hint) if t is not type(None)] if is_union else [hint]
+    is_many = get_origin(hint) is tuple
+    members = [t for t in get_args(hint) if t not in (type(None), ...)] if is_union or is_many else [hint]
     assert len(members) == 1, f"knob {knob_field.name} must have one type, optionally None; got {hint}"
     return KnobRow(
         name=knob_field.name,
         section=section,
         kind=members[0],
         is_optional=is_union,
+        is_many=is_many,
         default=knob_field.default,
         **knob_field.metadata,
     )
@@ -251,6 +310,11 @@ def parse_knob(row: KnobRow, value: Any) -> Any:
         return None
     if row.kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if row.is_many:
+        values = value if isinstance(value, list | tuple) else [value]
+        if not all(isinstance(each, row.kind) for each in values):
+            raise ConfigError(f"{row.name} must be {row.kind.__name__} values, got {value!r}")
+        return tuple(values)
     if not isinstance(value, row.kind) or (row.kind is int and isinstance(value, bool)):
         raise ConfigError(f"{row.name} must be {row.kind.__name__}, got {value!r}")
     return value

@@ -6,7 +6,8 @@ InferError
 │   └── ModelSourceError    the model could not be found or fetched          -> exit code 2
 ├── RequestError            the client asked for something impossible        -> HTTP 400 or 422
 │   ├── ContextOverflow     prompt + max_tokens does not fit the model
-│   └── TemplateError       the chat template refuses these messages
+│   ├── TemplateError       the chat template refuses these messages
+│   └── UnknownModel        no model of that name is served
 └── EngineError             our fault                                        -> HTTP 500
     ├── OutOfBlocks         the cache is full and nothing can be evicted
     ├── QueueFull           too many requests are waiting                    -> HTTP 503, try later
@@ -61,6 +62,10 @@ class ContextOverflow(RequestError):
 
 class TemplateError(RequestError):
     """The chat template refuses these messages."""
+
+
+class UnknownModel(RequestError):
+    """No model of that name is served."""
 
 
 class EngineError(InferError):

@@ -20,7 +20,14 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from infer.config import EngineConfig, KnobRow, knob_table, read_config_file
+from infer.config import (
+    KnobRow,
+    ServerConfig,
+    engine_sections,
+    knob_table,
+    parse_knob,
+    read_config_file,
+)
 from infer.log import LEVELS
 from infer.sampling.params import SamplingParams
 
@@ -71,17 +78,19 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return f"{', '.join(action.option_strings)} {value}".rstrip()
 
 
-def add_knob_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+def add_knob_flags(
+    parser: argparse.ArgumentParser, without: Collection[str] = (), *, with_server: bool = False
+) -> None:
     """Give `parser` one flag per knob, grouped by section, and `--config FILE`.
 
     Knobs named in `without` have none: the subcommand has a flag of its own of that name.
     """
     groups = {}
-    for section in dataclasses.fields(EngineConfig):
-        section_type = section.default_factory
+    sections = engine_sections() | ({"server": ServerConfig} if with_server else {})
+    for section, section_type in sections.items():
         title = (section_type.__doc__ or "").rstrip(".").lower()
-        groups[section.name] = parser.add_argument_group(f"{section.name}: {title}")
-    for row in knob_table().values():
+        groups[section] = parser.add_argument_group(f"{section}: {title}")
+    for row in knob_table(with_server=with_server).values():
         if row.name not in without:
             _add_knob(groups[row.section], row)
     groups["load"].add_argument(
@@ -91,7 +100,7 @@ def add_knob_flags(parser: argparse.ArgumentParser, without: Collection[str] = (
 
 def _add_knob(group: argparse._ArgumentGroup, row: KnobRow) -> None:
     names = [_flag(name) for name in (row.name, *row.aliases)]
-    shown = "" if row.default is None else f" (default: {row.default})"
+    shown = "" if row.default in (None, ()) else f" (default: {row.default})"
     help_text = (row.help + shown).replace("%", "%%")
     if row.kind is bool:
         group.add_argument(
@@ -106,6 +115,7 @@ def _add_knob(group: argparse._ArgumentGroup, row: KnobRow) -> None:
         *names,
         dest=KNOB + row.name,
         type=row.kind,
+        action="append" if row.is_many else "store",
         choices=row.choices or None,
         metavar=None if row.choices else METAVARS[row.kind],
         default=argparse.SUPPRESS,
@@ -113,10 +123,12 @@ def _add_knob(group: argparse._ArgumentGroup, row: KnobRow) -> None:
     )
 
 
-def knobs_from(args: argparse.Namespace) -> dict[str, Any]:
+def knobs_from(args: argparse.Namespace, *, with_server: bool = False) -> dict[str, Any]:
     """The knobs a user set: those of the config file, then the flags over them."""
-    from_file = read_config_file(args.config, knob_table()) if args.config else {}
-    return from_file | _given(args, KNOB)
+    table = knob_table(with_server=with_server)
+    from_file = read_config_file(args.config, table) if args.config else {}
+    given = _given(args, KNOB)
+    return from_file | {name: parse_knob(table[name], value) for name, value in given.items()}
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:

@@ -85,6 +85,7 @@ def build_engine(
         vocab_size=model_config.vocab_size,
         eos_ids=loaded.eos_ids,
         observer=observer,
+        embedder=runner.embed,
     )
 
 

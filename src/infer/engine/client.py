@@ -18,14 +18,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from infer.engine.engine import Engine
 from infer.engine.request import Request, StepOutput
-from infer.errors import EngineStopped
+from infer.engine.stats import EngineStats
+from infer.errors import EngineError, EngineStopped
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _Message = StepOutput | BaseException
 
@@ -41,6 +45,22 @@ class EngineClient(Protocol):
         """End a request, or one sequence of it, before the next step."""
         ...
 
+    def stats(self) -> EngineStats:
+        """The engine's last snapshot of itself; costs nothing."""
+        ...
+
+    def check_health(self) -> None:
+        """Raise `EngineStopped` if the engine is dead, or `EngineError` if it is stuck; else return."""
+        ...
+
+    async def embed(self, prompt: tuple[int, ...], pooling: str) -> list[float]:
+        """The hidden state of a prompt: of its last token ("last") or the mean of all ("mean")."""
+        ...
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; returns how many blocks were forgotten."""
+        ...
+
     async def close(self) -> None:
         """Stop the engine; whoever still waits gets `EngineStopped`."""
         ...
@@ -49,8 +69,11 @@ class EngineClient(Protocol):
 class InProcessClient:
     """An engine in a thread of this process, for one event loop."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, stuck_timeout: float = 120.0) -> None:
         self._engine = engine
+        self._stuck_timeout = stuck_timeout
+        self._stats = engine.stats()
+        self._progress_at = time.monotonic()
         self._inbox: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._is_closing = False
@@ -86,6 +109,26 @@ class InProcessClient:
         """End a request, or one sequence of it, before the next step; its iterator sees "abort"."""
         self._post(lambda: self._abort(request_id, index))
 
+    def stats(self) -> EngineStats:
+        """The snapshot taken after the last step."""
+        return self._stats
+
+    def check_health(self) -> None:
+        """Raise `EngineStopped` if the thread is dead, or `EngineError` if it makes no progress."""
+        if self._stopped is not None:
+            raise self._stopped
+        busy_s = time.monotonic() - self._progress_at if self._engine.has_work else 0.0
+        if busy_s > self._stuck_timeout:
+            raise EngineError(f"the engine has made no progress for {busy_s:.0f} s")
+
+    async def embed(self, prompt: tuple[int, ...], pooling: str) -> list[float]:
+        """Run a prompt for its hidden state, between two steps."""
+        return await self._call(lambda: self._engine.embed(prompt, pooling))
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; returns how many blocks were forgotten."""
+        return await self._call(self._engine.scheduler.pool.reset_prefix_cache)
+
     async def close(self) -> None:
         """Stop the thread after the step in flight; whoever still waits gets `EngineStopped`."""
         with self._wake:
@@ -94,6 +137,24 @@ class InProcessClient:
         await asyncio.to_thread(self._thread.join)
 
     # -- the event loop's side --------------------------------------------------------------------
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        """Let the engine thread do something between two steps, and wait for the result."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+
+        def run() -> None:
+            try:
+                if self._stopped is not None:
+                    raise self._stopped
+                result = work()
+            except BaseException as error:
+                loop.call_soon_threadsafe(_settle, done, None, error)
+            else:
+                loop.call_soon_threadsafe(_settle, done, result, None)
+
+        self._post(run)
+        return await done
 
     def _post(self, command: Callable[[], None]) -> None:
         with self._wake:
@@ -114,8 +175,10 @@ class InProcessClient:
         reason = "the engine was closed"
         try:
             while self._take_commands():
+                self._progress_at = time.monotonic()
                 if self._engine.has_work:
                     self._deliver(self._engine.step())
+                    self._stats = self._engine.stats()
         except BaseException as error:
             logger.exception("the engine loop died")
             reason = f"the engine loop died: {type(error).__name__}"
@@ -185,3 +248,12 @@ class InProcessClient:
 def _put_all(messages: Sequence[tuple[asyncio.Queue[_Message], _Message]]) -> None:
     for queue, message in messages:
         queue.put_nowait(message)
+
+
+def _settle(done: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
+    if done.done():  # the caller was cancelled meanwhile
+        return
+    if error is not None:
+        done.set_exception(error)
+    else:
+        done.set_result(result)

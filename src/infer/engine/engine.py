@@ -15,6 +15,7 @@ The engine speaks token ids. Stop *strings* are found by whoever turns ids into 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -23,14 +24,17 @@ from infer.engine.beam import next_beams
 from infer.engine.facts import RunFacts
 from infer.engine.plan import StepPlan
 from infer.engine.request import Request, StepOutput
-from infer.engine.runner import Runner, StepResult
+from infer.engine.runner import POOLINGS, Runner, StepResult
 from infer.engine.scheduler import Scheduler
 from infer.engine.sequence import Sequence, SequenceGroup
-from infer.errors import EngineError, QueueFull, RequestError
+from infer.engine.stats import EngineStats
+from infer.errors import ContextOverflow, EngineError, QueueFull, RequestError
 from infer.sampling.params import RowLogprobs
 from infer.sampling.sampler import NO_TOKEN
 
 logger = logging.getLogger(__name__)
+
+Embedder = Callable[[Seq[int], str], list[float]]  # (prompt, pooling) -> embedding
 
 ARRIVALS_PER_GROUP = 1 << 20  # arrival numbers leave room for the forks of a group beside each other
 MAX_EMPTY_STEPS = 3
@@ -67,10 +71,12 @@ class Engine:
         vocab_size: int,
         eos_ids: tuple[int, ...] = (),
         observer: EngineObserver | None = None,
+        embedder: Embedder | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.context_len = context_len
         self._runner = runner
+        self._embedder = embedder
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._observer = observer or EngineObserver()
@@ -78,6 +84,8 @@ class Engine:
         self._num_requests = 0
         self._next_seq_id = 0
         self._empty_steps = 0
+        self._num_prompt_tokens = 0
+        self._num_output_tokens = 0
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -117,6 +125,36 @@ class Engine:
     def num_requests(self) -> int:
         """Requests waiting or running."""
         return len(self._groups)
+
+    def stats(self) -> EngineStats:
+        """Counts for metrics, health and the router, as of now."""
+        usage = self.scheduler.pool.usage()
+        return EngineStats(
+            num_steps=self.scheduler.step,
+            num_running=len(self.scheduler.running),
+            num_waiting=self.scheduler.num_waiting,
+            num_preemptions=self.scheduler.num_preemptions,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_queried_tokens=usage.num_queried_tokens,
+            num_hit_tokens=usage.num_hit_tokens,
+            num_blocks=usage.num_blocks,
+            num_used_blocks=usage.num_used,
+            num_cached_blocks=usage.num_cached,
+        )
+
+    def embed(self, prompt: tuple[int, ...], pooling: str) -> list[float]:
+        """The final hidden state of a prompt's last token, or the mean over its tokens; nothing is cached."""
+        check_token_ids(Request(request_id="", prompt=prompt), self._vocab_size)
+        if len(prompt) > self.context_len:
+            raise ContextOverflow(len(prompt), 0, self.context_len)
+        if pooling not in POOLINGS:
+            raise RequestError(
+                f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}", param="pooling"
+            )
+        if self._embedder is None:
+            raise RequestError("this engine has no model to embed with")
+        return self._embedder(prompt, pooling)
 
     # -- the loop ---------------------------------------------------------------------------------
 
@@ -212,6 +250,9 @@ class Engine:
         group = seq.group
         is_first = seq.num_output == 1
         seq.tokens.append(token_id)
+        self._num_output_tokens += 1
+        if is_first and seq.index == 0:
+            self._num_prompt_tokens += seq.num_prompt
         if row is not None:
             seq.cumulative_logprob += row.logprob
         if token_id in group.stop_ids:

@@ -21,12 +21,14 @@ from infer.cache.kv_store import KVStore
 from infer.engine.batch import BlockRows, PagedStep, StepBatch
 from infer.engine.beam import num_offers
 from infer.engine.plan import StepPlan
+from infer.engine.probe import BatchOnlyStep
 from infer.engine.sequence import Sequence as TokenSequence
 from infer.models.model import Model
 from infer.sampling.logprobs import top_logprobs
 from infer.sampling.params import RowLogprobs
 from infer.sampling.sampler import SampleRow, sample
 
+POOLINGS = ("last", "mean")
 LOGPROB_ROWS = 64  # rows of logits held at once for prompt logprobs: 64 * 150k * 4 bytes = 38 MB
 
 
@@ -81,6 +83,15 @@ class ModelRunner:
         hidden_TD = self._model(batch.tokens_T, step)
         ids, logprobs = self._sample(plan, sequences, batch, hidden_TD)
         return StepResult(ids, logprobs, self._prompt_logprobs(plan, sequences, batch, hidden_TD))
+
+    @torch.inference_mode()
+    def embed(self, prompt: Sequence[int], pooling: str) -> list[float]:
+        """Run a prompt without the cache and pool its final hidden states."""
+        tokens_T = torch.tensor(prompt, device=self._store.device)
+        hidden_TD = self._model(tokens_T, BatchOnlyStep(len(prompt), self._store.device)).float()
+        pooled_D = hidden_TD[-1] if pooling == "last" else hidden_TD.mean(dim=0)
+        embedding: list[float] = pooled_D.tolist()
+        return embedding
 
     def _sample(
         self, plan: StepPlan, sequences: Sequence[TokenSequence], batch: StepBatch, hidden_TD: torch.Tensor

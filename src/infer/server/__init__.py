@@ -1,0 +1,1 @@
+"""HTTP in front of the engine: OpenAI's routes, exact on the wire."""

@@ -1,0 +1,53 @@
+"""What every route needs: the models that are served, and the limits they are served under.
+
+A *served model* is a text side (tokenizer, template) and one or more engines behind it. Routes ask for
+a model by the name a client used, turn the body into requests with its text side, and send each request
+to the engine the router picks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from infer.config import ServerConfig
+from infer.engine.client import EngineClient
+from infer.engine.request import Request
+from infer.errors import UnknownModel, closest
+from infer.front import TextFront
+
+
+@dataclass(slots=True, eq=False)
+class ServedModel:
+    """One model under the name clients use, with the engines that run it."""
+
+    name: str
+    front: TextFront
+    clients: list[EngineClient]
+    created: int  # seconds since 1970, for /v1/models
+
+    def pick(self, request: Request) -> EngineClient:
+        """The engine for this request: the one with the least to do."""
+        return min(self.clients, key=lambda client: client.stats().num_running + client.stats().num_waiting)
+
+
+@dataclass(slots=True, eq=False)
+class ServerState:
+    """Everything the routes share; `app.state.server` holds it."""
+
+    config: ServerConfig
+    models: dict[str, ServedModel] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    default_model: str | None = None
+    is_draining: bool = False
+
+    def get_model(self, name: str | None) -> ServedModel:
+        """The model a client named; without a name, the default one."""
+        wanted = name if name is not None else self.default_model
+        found = self.models.get(self.aliases.get(wanted, wanted)) if wanted is not None else None
+        if found is None:
+            known = [*self.models, *self.aliases]
+            raise UnknownModel(
+                f"model {name!r} is not served here{closest(name or '', known)}; served: {', '.join(known)}",
+                param="model",
+            )
+        return found
