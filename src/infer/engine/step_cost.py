@@ -29,10 +29,10 @@ MIN_STEPS = 20  # of a record, to fit four numbers
 class StepCost:
     """Seconds."""
 
-    base: float = 0.024
-    per_token: float = 0.0026
-    per_kv_token: float = 0.0000018
-    per_block: float = 0.00035
+    base: float = 0.036
+    per_token: float = 0.0016
+    per_kv_token: float = 0.000022
+    per_block: float = 0.00013
 
     def __post_init__(self) -> None:
         for field in fields(self):

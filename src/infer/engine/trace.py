@@ -10,7 +10,7 @@ A trace is JSON lines, one request each, lengths instead of words:
 `prefix_len` tokens of their prompts (those with the shorter one share that much); all other tokens are
 unlike any other request's. Built-in workloads make such requests from a seed:
 
-    mixed           short chats and longer documents, at a steady pace
+    mixed           short chats and, less urgent, longer documents, at a steady pace
     shared_prefix   a few long system prompts, each in front of many short questions
     long_prompts    prompts of thousands of tokens among short chats
     bursty          silence, then many at once; priorities and deadlines
@@ -151,9 +151,10 @@ def _length(rng: random.Random, typical: int, *, least: int = 4, most: int) -> i
 def _mixed(rng: random.Random, number: int, now: float) -> TraceRequest:
     is_document = rng.random() < 0.2
     return TraceRequest(
-        arrival=now + rng.expovariate(1.2),
+        arrival=now + rng.expovariate(0.6),
         prompt_len=_length(rng, 600 if is_document else 60, most=2000),
         output_len=_length(rng, 40 if is_document else 80, most=400),
+        priority=1 if is_document else 0,
     )
 
 
@@ -161,7 +162,7 @@ def _shared_prefix(rng: random.Random, number: int, now: float) -> TraceRequest:
     which = rng.randrange(4)
     prefix_len = 300 + 150 * which
     return TraceRequest(
-        arrival=now + rng.expovariate(1.2),
+        arrival=now + rng.expovariate(0.6),
         prompt_len=prefix_len + _length(rng, 30, most=200),
         output_len=_length(rng, 60, most=300),
         prefix_id=f"system-{which}",
@@ -172,7 +173,7 @@ def _shared_prefix(rng: random.Random, number: int, now: float) -> TraceRequest:
 def _long_prompts(rng: random.Random, number: int, now: float) -> TraceRequest:
     is_long = rng.random() < 0.15
     return TraceRequest(
-        arrival=now + rng.expovariate(0.8),
+        arrival=now + rng.expovariate(0.5),
         prompt_len=_length(rng, 2200, most=4000) if is_long else _length(rng, 50, most=400),
         output_len=_length(rng, 60, most=300),
     )

@@ -1,0 +1,225 @@
+"""`infer simulate`: compare policies and cache sizes under a load, without a model.
+
+The real scheduler and the real cache books run on a virtual clock (engine/simulate.py), so what this
+prints follows from the trace, the knobs and the cost alone, and not from this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infer.cli import flags
+from infer.cli.answer import write_out
+from infer.config import EngineConfig, knob_table
+from infer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from infer.engine.simulate import SimulationResult
+    from infer.engine.step_cost import StepCost
+    from infer.engine.trace import TraceRequest
+
+EXAMPLES = """\
+a trace has one request per line; only the first three keys are needed:
+  {"arrival": 0.5, "prompt_len": 900, "output_len": 40, "prefix_id": "tools", "prefix_len": 800,
+   "priority": 0, "deadline": 12.0}
+
+examples:
+  infer simulate --workload mixed
+  infer simulate --workload bursty --policy fcfs,priority,deadline --num-blocks 256,1024
+  infer simulate --trace day.jsonl --policy all --max-batch-size 32 --json
+  infer simulate --workload shared_prefix --no-use-prefix-caching --cost run.jsonl
+"""
+
+# A simulation has no weights, no attention and no sampling; and policy and blocks are lists here.
+OWN_FLAGS = {"num_blocks", "kv_cache_memory", "attention_backend", "scheduler_policy", "seed"}
+DEFAULT_BLOCKS = "256,1024"
+
+COLUMNS = [
+    "policy",
+    "blocks",
+    "tokens/s",
+    "TTFT\np50",
+    "TTFT\np99",
+    "ITL\np50",
+    "ITL\np99",
+    "longest\ngap",
+    "longest\nwait",
+    "preempt",
+    "hits",
+    "KV use\nmean",
+    "KV use\npeak",
+    "refused",
+    "late",
+    "steps/s",
+]
+WIDTH = 140  # at most: a row that does not fit the terminal is better than figures cut short
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the subcommand."""
+    parser = commands.add_parser(
+        "simulate",
+        help="compare scheduling policies and cache sizes under a load, without a model",
+        description=(
+            "Run the real scheduler and cache books under a load, on a virtual clock, for every policy and\n"
+            "every number of blocks, and compare: throughput, times to first token (TTFT) and between\n"
+            "tokens (ITL), the longest wait and the longest gap, preemptions, cache hits and cache use."
+        ),
+        usage="infer simulate (--trace FILE | --workload NAME) [options]",
+        epilog=EXAMPLES,
+        formatter_class=flags.HelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    load = parser.add_argument_group("load and output")
+    load.add_argument("--trace", metavar="FILE", type=Path, help="requests to simulate, as JSON lines")
+    load.add_argument(
+        "--workload", metavar="NAME", help="built-in load: mixed, shared_prefix, long_prompts or bursty"
+    )
+    load.add_argument(
+        "--num-requests", metavar="N", type=int, help="requests of a built-in load (default: 300)"
+    )
+    load.add_argument("--seed", metavar="N", type=int, help="seed of a built-in load (default: 0)")
+    load.add_argument(
+        "--policy",
+        metavar="NAMES",
+        help="policies to compare, with commas, or 'all'; default: all, or the one in --config",
+    )
+    load.add_argument(
+        "--num-blocks",
+        metavar="NUMBERS",
+        help=f"cache sizes to compare, with commas; default: {DEFAULT_BLOCKS}, or the one in --config",
+    )
+    load.add_argument(
+        "--cost",
+        metavar="COST",
+        help="seconds of a step: JSON with any of base, per_token, per_kv_token, per_block; a file of it; or "
+        "a record, to fit them to; default: SmolLM2-135M on two CPU cores",
+    )
+    load.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    without = {row.name for row in knob_table().values() if row.section == "load"} - {"max_seq_len"}
+    flags.add_knob_flags(parser, without=without | OWN_FLAGS)
+    flags.add_common_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read the load, simulate every combination, print the comparison."""
+    if (args.trace is None) == (args.workload is None):
+        raise ConfigError("give a load: --trace FILE or --workload NAME, one of the two")
+    from infer.engine.simulate import compare
+    from infer.engine.step_cost import StepCost, read_cost
+
+    trace = read_load(args)
+    cost = StepCost() if args.cost is None else read_cost(args.cost)
+    knobs = flags.knobs_from(args)
+    policies = read_policies(args.policy or knobs.get("scheduler_policy") or "all")
+    num_blocks = read_counts(args.num_blocks or str(knobs.pop("num_blocks", None) or DEFAULT_BLOCKS))
+    knobs.pop("kv_cache_memory", None)  # of a config file: the cache is sized in blocks here
+    results = compare(trace, EngineConfig.from_knobs(**knobs), cost, policies=policies, num_blocks=num_blocks)
+    if args.json:
+        write_out(json.dumps(to_json(args, trace, cost, results), indent=2) + "\n")
+    else:
+        print_table(args, trace, results)
+    return 0
+
+
+def read_load(args: argparse.Namespace) -> list[TraceRequest]:
+    """The requests of the trace, or of the built-in workload."""
+    from infer.engine.trace import make_workload, read_trace
+
+    if args.trace is not None:
+        for name in ("num_requests", "seed"):
+            if getattr(args, name) is not None:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is for --workload; a trace has its own requests"
+                )
+        return read_trace(args.trace)
+    num_requests = 300 if args.num_requests is None else args.num_requests
+    if num_requests < 1:
+        raise ConfigError(f"--num-requests must be 1 or more, got {num_requests}")
+    return make_workload(args.workload, num_requests=num_requests, seed=args.seed or 0)
+
+
+def read_policies(text: str) -> list[str]:
+    """The policies of a list with commas."""
+    known = knob_table()["scheduler_policy"].choices
+    policies = list(known) if text == "all" else text.split(",")
+    for policy in policies:
+        if policy not in known:
+            raise ConfigError(f"--policy must be all, or some of {', '.join(known)}, got {policy!r}")
+    return policies
+
+
+def read_counts(text: str) -> list[int]:
+    """The cache sizes of a list with commas."""
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = [0]
+    if min(counts) < 1:
+        raise ConfigError(f"--num-blocks must be numbers of 1 or more with commas between, got {text!r}")
+    return counts
+
+
+def to_json(
+    args: argparse.Namespace, trace: list[TraceRequest], cost: StepCost, results: list[SimulationResult]
+) -> dict[str, Any]:
+    """The object `--json` prints."""
+    return {
+        "load": args.workload or args.trace.name,
+        "num_requests": len(trace),
+        "cost": dataclasses.asdict(cost),
+        "results": [dataclasses.asdict(result) for result in results],
+    }
+
+
+def print_table(args: argparse.Namespace, trace: list[TraceRequest], results: list[SimulationResult]) -> None:
+    """One row per policy and cache size."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    has_deadlines = any(item.deadline is not None for item in trace)
+    num_out = sum(item.output_len for item in trace)
+    table = Table(
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+        title=f"{args.workload or args.trace.name}: {len(trace)} requests, {num_out} output tokens\n",
+        title_justify="left",
+        caption="times in seconds of the simulated machine; the last column is this machine's",
+        caption_justify="left",
+    )
+    columns = COLUMNS if has_deadlines else [name for name in COLUMNS if name != "late"]
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="left" if number == 0 else "right", no_wrap=True)
+    for result in results:
+        table.add_row(*_cells(result, has_deadlines))
+    console = Console(width=WIDTH, color_system=None)
+    with console.capture() as captured:
+        console.print(table)
+    write_out("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
+
+
+def _cells(result: SimulationResult, has_deadlines: bool) -> list[str]:
+    times = (result.ttft_p50, result.ttft_p99, result.itl_p50, result.itl_p99)
+    return [
+        result.policy,
+        str(result.num_blocks),
+        f"{result.output_tokens_per_second:.1f}",
+        *(f"{seconds:.3f}" for seconds in times),
+        f"{result.longest_gap:.2f}",
+        f"{result.longest_queue_wait:.2f}",
+        str(result.num_preemptions),
+        f"{result.cache_hit_rate:.0%}",
+        f"{result.kv_use_mean:.0%}",
+        f"{result.kv_use_peak:.0%}",
+        str(result.num_refused),
+        *([str(result.num_late)] if has_deadlines else []),
+        f"{result.steps_per_real_second:.0f}",
+    ]

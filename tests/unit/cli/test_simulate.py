@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Infer = Callable[..., Any]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "day.jsonl"
+    lines = [{"arrival": i / 10, "prompt_len": 20, "output_len": 5, "priority": i % 2} for i in range(8)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_the_table_has_a_row_for_every_policy_and_size(infer: Infer, trace: Path) -> None:
+    outcome = infer("simulate", "--trace", str(trace), "--policy", "fcfs,priority", "--num-blocks", "8,32")
+    assert outcome.code == 0, outcome.err
+    lines = outcome.out.splitlines()
+    assert lines[0] == "day.jsonl: 8 requests, 40 output tokens"
+    assert [line.split()[:2] for line in lines if line.startswith(("fcfs", "priority"))] == [
+        ["fcfs", "8"],
+        ["priority", "8"],
+        ["fcfs", "32"],
+        ["priority", "32"],
+    ]
+    assert " late " not in outcome.out  # no request has a deadline
+    assert "…" not in outcome.out
+
+
+def test_json_holds_every_figure(infer: Infer, trace: Path) -> None:
+    arguments = ["--trace", str(trace), "--policy", "all", "--num-blocks", "32", "--json"]
+    outcome = infer("simulate", *arguments, "--cost", '{"base": 1, "per_token": 0, "per_kv_token": 0}')
+    told = json.loads(outcome.out)
+    assert told["load"] == "day.jsonl"
+    assert told["num_requests"] == 8
+    assert told["cost"]["base"] == 1
+    policies = [row["policy"] for row in told["results"]]
+    assert policies == ["fcfs", "prefill_first", "decode_round_robin", "priority", "deadline"]
+    assert {row["num_finished"] for row in told["results"]} == {8}
+
+
+def test_a_built_in_workload_is_the_same_every_time(infer: Infer) -> None:
+    arguments = ["--workload", "bursty", "--num-requests", "20", "--policy", "fcfs", "--json"]
+
+    def results(*more: str) -> list[dict[str, Any]]:
+        rows = json.loads(infer("simulate", *arguments, *more).out)["results"]
+        return [row | {"steps_per_real_second": 0} for row in rows]
+
+    assert results() == results("--seed", "0") != results("--seed", "1")
+    assert " late " in infer("simulate", *arguments[:-1]).out
+
+
+def test_knobs_and_a_config_file_reach_the_scheduler(infer: Infer, trace: Path, tmp_path: Path) -> None:
+    config = tmp_path / "server.yaml"
+    config.write_text("model: org/name\nmax_batch_size: 1\nnum_blocks: 40\nscheduler_policy: priority\n")
+    [row] = json.loads(infer("simulate", "--trace", str(trace), "--config", str(config), "--json").out)[
+        "results"
+    ]
+    assert (row["policy"], row["num_blocks"]) == ("priority", 40)
+    assert row["num_steps"] == 40  # one at a time
+    arguments = ["--config", str(config), "--max-batch-size", "8", "--policy", "fcfs", "--json"]
+    [row] = json.loads(infer("simulate", "--trace", str(trace), *arguments).out)["results"]
+    assert row["policy"] == "fcfs"
+    assert row["num_steps"] < 40
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give a load: --trace FILE or --workload NAME, one of the two"),
+        (["--workload", "weather"], "workload must be one of mixed, shared_prefix, long_prompts, bursty"),
+        (["--workload", "mixed", "--policy", "best"], "--policy must be all, or some of fcfs"),
+        (["--workload", "mixed", "--num-blocks", "12,many"], "--num-blocks must be numbers of 1 or more"),
+        (["--workload", "mixed", "--num-blocks", "0"], "--num-blocks must be numbers of 1 or more"),
+        (["--workload", "mixed", "--num-requests", "0"], "--num-requests must be 1 or more, got 0"),
+        (["--trace", "absent.jsonl"], "cannot read absent.jsonl"),
+        (["--trace", "absent.jsonl", "--seed", "1"], "--seed is for --workload"),
+        (["--workload", "mixed", "--cost", "{"], "the cost is not JSON"),
+    ],
+)
+def test_an_impossible_simulation_is_refused_in_one_line(
+    infer: Infer, arguments: list[str], message: str
+) -> None:
+    outcome = infer("simulate", *arguments)
+    assert outcome.code == 2
+    assert outcome.err.startswith(f"infer: error: {message}")
+    assert outcome.err.count("\n") == 1
+
+
+def test_flags_that_would_do_nothing_do_not_exist(infer: Infer) -> None:
+    for flag in ("--model", "--dtype", "--attention-backend", "--kv-cache-memory"):
+        assert infer("simulate", "--workload", "mixed", flag, "auto").code == 2
