@@ -1,0 +1,69 @@
+/*
+ * The wire: OpenAI's routes, read as they arrive.
+ *
+ *   POST /v1/chat/completions      data: {"choices":[{"delta":{"content":"Hel"}}]}
+ *   POST /v1/completions           data: {"choices":[{"text":"Hel"}]}
+ *                                  data: {"choices":[],"usage":{...}}
+ *                                  data: [DONE]
+ *
+ * Whatever goes wrong becomes an ApiError whose message is a sentence for people. Only an abort stays what
+ * it is: the caller asked for it.
+ */
+
+export class ApiError extends Error {
+  constructor(message, { status = 0, retryAfter = 0 } = {}) {
+    super(message);
+    this.status = status; // of the answer; 0: there was none
+    this.retryAfter = retryAfter; // seconds
+  }
+}
+
+/** The models a server has, as /v1/models lists them. */
+export async function listModels(key) {
+  const response = await request("/v1/models", key, {});
+  return (await response.json()).data;
+}
+
+/** Ask for a streamed answer and yield `{text, finish, usage}` per event, each of them possibly empty. */
+export async function* streamAnswer(path, body, key, signal) {
+  const asked = { ...body, stream: true, stream_options: { include_usage: true } };
+  const response = await request(path, key, { method: "POST", body: JSON.stringify(asked), signal });
+  for await (const data of readEvents(response.body)) {
+    if (data === "[DONE]") return;
+    const event = JSON.parse(data);
+    if (event.error) throw new ApiError(event.error.message);
+    const choice = event.choices[0] ?? {};
+    yield { text: choice.delta?.content ?? choice.text ?? "", finish: choice.finish_reason, usage: event.usage };
+  }
+  throw new ApiError("the connection ended before the answer did");
+}
+
+async function request(path, key, options) {
+  const headers = { "content-type": "application/json" };
+  if (key) headers.authorization = `Bearer ${key}`;
+  const response = await fetch(path, { ...options, headers }).catch(explainFailure);
+  if (response.ok) return response;
+  const said = await response.json().catch(() => null); // a proxy's error page is not JSON
+  throw new ApiError(said?.error?.message ?? `the server answered ${response.status} ${response.statusText}`, {
+    status: response.status,
+    retryAfter: Number(response.headers.get("retry-after")),
+  });
+}
+
+/** The payload of each server-sent event; lines of any other kind (comments, names) are passed over. */
+async function* readEvents(stream) {
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read().catch(explainFailure);
+    if (done) return;
+    const lines = (rest + value).split("\n");
+    rest = lines.pop(); // the line that is still arriving
+    for (const line of lines) if (line.startsWith("data: ")) yield line.slice(6).trimEnd();
+  }
+}
+
+function explainFailure(error) {
+  if (error.name === "AbortError") throw error;
+  throw new ApiError("the server cannot be reached; is it still running?");
+}
