@@ -22,6 +22,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+from infer.engine.callers import Callers, Leave, OutputQueue, read_outputs
 from infer.engine.engine import Engine
 from infer.engine.request import Request, StepOutput
 from infer.engine.stats import EngineStats
@@ -30,8 +31,6 @@ from infer.errors import EngineError, EngineStopped
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_Message = StepOutput | BaseException
 
 
 class EngineClient(Protocol):
@@ -71,6 +70,7 @@ class InProcessClient:
 
     def __init__(self, engine: Engine, *, stuck_timeout: float = 120.0) -> None:
         self._engine = engine
+        self._callers: Callers[OutputQueue] = Callers(engine)
         self._stuck_timeout = stuck_timeout
         self._stats = engine.stats()
         self._progress_at = time.monotonic()
@@ -78,32 +78,13 @@ class InProcessClient:
         self._wake = threading.Condition()
         self._is_closing = False
         self._stopped: EngineStopped | None = None
-        self._queues: dict[str, asyncio.Queue[_Message]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="infer-engine", daemon=True)
         self._thread.start()
 
-    async def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
+    def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
         """Submit a request and iterate over its outputs; closing the iterator aborts it."""
-        self._loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[_Message] = asyncio.Queue()
-        params = request.params
-        num_left = params.n if params.use_beam_search else params.num_sequences
-        request_id = request.request_id
-        self._post(lambda: self._add(request, queue))
-        has_ended = False
-        try:
-            while num_left:
-                message = await queue.get()
-                if isinstance(message, BaseException):
-                    has_ended = True
-                    raise message
-                num_left -= message.finish_reason is not None
-                has_ended = num_left == 0
-                yield message
-        finally:
-            if not has_ended:
-                self._leave(request_id, queue)
+        return read_outputs(request, lambda queue: self._submit(request, queue))
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one sequence of it, before the next step; its iterator sees "abort"."""
@@ -118,7 +99,7 @@ class InProcessClient:
         if self._stopped is not None:
             raise self._stopped
         busy_s = time.monotonic() - self._progress_at if self._engine.has_work else 0.0
-        if busy_s > self._stuck_timeout:
+        if 0 < self._stuck_timeout < busy_s:
             raise EngineError(f"the engine has made no progress for {busy_s:.0f} s")
 
     async def embed(self, prompt: tuple[int, ...], pooling: str) -> list[float]:
@@ -163,11 +144,17 @@ class InProcessClient:
             self._inbox.append(command)
             self._wake.notify()
 
-    def _leave(self, request_id: str, queue: asyncio.Queue[_Message]) -> None:
-        with self._wake:
-            if self._stopped is None:
-                self._inbox.append(lambda: self._forget(request_id, queue))
-                self._wake.notify()
+    def _submit(self, request: Request, queue: OutputQueue) -> Leave:
+        self._loop = asyncio.get_running_loop()
+        self._post(lambda: self._add(request, queue))
+
+        def leave(has_ended: bool) -> None:
+            with self._wake:
+                if not has_ended and self._stopped is None:
+                    self._inbox.append(lambda: self._forget(request.request_id, queue))
+                    self._wake.notify()
+
+        return leave
 
     # -- the engine thread's side -----------------------------------------------------------------
 
@@ -177,8 +164,8 @@ class InProcessClient:
             while self._take_commands():
                 self._progress_at = time.monotonic()
                 if self._engine.has_work:
-                    self._deliver(self._engine.step())
-                    self._stats = self._engine.stats()
+                    self._send(self._callers.step())
+                self._stats = self._engine.stats()
         except BaseException as error:
             logger.exception("the engine loop died")
             reason = f"the engine loop died: {type(error).__name__}"
@@ -188,7 +175,7 @@ class InProcessClient:
         for command in commands:  # so that those just submitted are told as well
             command()
         stopped = self._stopped
-        self._send([(queue, stopped) for queue in self._queues.values()])
+        self._send([(queue, stopped) for queue in self._callers.everyone()])
 
     def _take_commands(self) -> bool:
         """Carry out what was posted; sleep until something is, if there is no work. False: time to end."""
@@ -202,50 +189,25 @@ class InProcessClient:
             command()
         return True
 
-    def _add(self, request: Request, queue: asyncio.Queue[_Message]) -> None:
-        if self._stopped is not None:
-            self._send([(queue, self._stopped)])
-            return
-        try:
-            self._engine.add(request)
-        except Exception as error:  # a RequestError or QueueFull belongs to this caller alone
+    def _add(self, request: Request, queue: OutputQueue) -> None:
+        error = self._stopped or self._callers.add(request, queue)
+        if error is not None:
             self._send([(queue, error)])
-        else:
-            self._queues[request.request_id] = queue
 
     def _abort(self, request_id: str, index: int | None) -> None:
-        queue = self._queues.get(request_id)
-        if queue is None or self._stopped is not None:
-            return
-        ended = self._engine.abort(request_id, index)
-        self._send([(queue, output) for output in ended])
-        if not self._engine.is_serving(request_id):
-            del self._queues[request_id]
+        if self._stopped is None:
+            self._send(self._callers.abort(request_id, index))
 
-    def _forget(self, request_id: str, queue: asyncio.Queue[_Message]) -> None:
-        """The caller has left; another request may have come under the same id since."""
-        if self._queues.get(request_id) is queue:
-            del self._queues[request_id]
-            if self._stopped is None:
-                self._engine.abort(request_id)
+    def _forget(self, request_id: str, queue: OutputQueue) -> None:
+        if self._stopped is None:
+            self._callers.leave(request_id, queue)
 
-    def _deliver(self, outputs: list[StepOutput]) -> None:
-        known = [
-            (self._queues[output.request_id], output)
-            for output in outputs
-            if output.request_id in self._queues
-        ]
-        self._send(known)
-        for _, output in known:  # after all are sent: several sequences of a request may end in one step
-            if output.finish_reason is not None and not self._engine.is_serving(output.request_id):
-                self._queues.pop(output.request_id, None)
-
-    def _send(self, messages: Sequence[tuple[asyncio.Queue[_Message], _Message]]) -> None:
+    def _send(self, messages: Sequence[tuple[OutputQueue, StepOutput | BaseException]]) -> None:
         if messages and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(_put_all, messages)
 
 
-def _put_all(messages: Sequence[tuple[asyncio.Queue[_Message], _Message]]) -> None:
+def _put_all(messages: Sequence[tuple[OutputQueue, StepOutput | BaseException]]) -> None:
     for queue, message in messages:
         queue.put_nowait(message)
 
