@@ -24,6 +24,7 @@ def run_benchmark(description: str, benchmarks: Iterable[MakeCases], argv: list[
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, help="write the report to this JSON file")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: the GPU if there is one")
+    parser.add_argument("--commit", help="what to report where git is not there to ask")
     arguments = parser.parse_args(argv)
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
@@ -36,6 +37,8 @@ def run_benchmark(description: str, benchmarks: Iterable[MakeCases], argv: list[
                 results += measure(case, device, bandwidth)
 
     facts = environment(device) | {"copy_gb_per_s": bandwidth}
+    if arguments.commit:
+        facts["commit"] = arguments.commit
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
     print(table(results))
     if arguments.out:

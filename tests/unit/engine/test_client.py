@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -13,17 +15,34 @@ from infer.cache.kv_pool import PagedKVCachePool
 from infer.config import SchedulerConfig
 from infer.engine.client import InProcessClient
 from infer.engine.engine import Engine
+from infer.engine.plan import StepPlan
 from infer.engine.request import Request
+from infer.engine.runner import StepResult
 from infer.engine.scheduler import Scheduler
+from infer.engine.sequence import Sequence as TokenSequence
 from infer.errors import EngineStopped, RequestError
 from infer.sampling.params import SamplingParams
 from tests.support.oracle import VOCAB_SIZE, OracleRunner, expected_output
 
 
-def make_client(num_blocks: int = 64) -> tuple[InProcessClient, Engine]:
+class GatedRunner(OracleRunner):
+    """Runs a step only when the test lets it."""
+
+    def __init__(self, pool: PagedKVCachePool) -> None:
+        super().__init__(pool)
+        self.gate = threading.Semaphore(0)
+
+    def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
+        assert self.gate.acquire(timeout=30), "the test never opened the gate"
+        return super().run(plan, sequences)
+
+
+def make_client(
+    num_blocks: int = 64, runner_type: type[OracleRunner] = OracleRunner
+) -> tuple[InProcessClient, Engine]:
     pool = PagedKVCachePool(num_blocks, 4)
     scheduler = Scheduler(pool, SchedulerConfig(max_batch_size=16))
-    engine = Engine(scheduler, OracleRunner(pool), context_len=200, vocab_size=VOCAB_SIZE)
+    engine = Engine(scheduler, runner_type(pool), context_len=200, vocab_size=VOCAB_SIZE)
     return InProcessClient(engine), engine
 
 
@@ -97,13 +116,17 @@ def test_cancelled_callers_disturb_nobody() -> None:
 
 def test_an_abort_reaches_the_one_who_iterates() -> None:
     async def main() -> None:
-        client, _ = make_client()
+        client, engine = make_client(runner_type=GatedRunner)
+        gate = engine._runner.gate  # type: ignore[attr-defined]
         request = make_request(3, max_tokens=150)
-        reasons = []
-        async for output in client.generate(request):
-            client.abort(request.request_id)
-            reasons.append(output.finish_reason)
+        outputs = client.generate(request)
+        gate.release()
+        assert (await anext(outputs)).finish_reason is None
+        client.abort(request.request_id)  # before the second step: its gate is still closed
+        gate.release(200)
+        reasons = [output.finish_reason async for output in outputs]
         assert reasons[-1] == "abort"
+        assert len(reasons) <= 2  # the step that was waiting at the gate may still deliver
         await client.close()
 
     asyncio.run(main())
@@ -111,13 +134,16 @@ def test_an_abort_reaches_the_one_who_iterates() -> None:
 
 def test_an_abort_before_the_fork_ends_all_n_iterations() -> None:
     async def main() -> None:
-        client, _ = make_client(num_blocks=4)
-        blocker = asyncio.create_task(collect(client, make_request(8, max_tokens=7)))
+        client, engine = make_client(runner_type=GatedRunner)
+        gate = engine._runner.gate  # type: ignore[attr-defined]
+        blocker = asyncio.create_task(collect(client, make_request(8, max_tokens=5)))
         waiting = make_request(7, max_tokens=7, n=3)
         task = asyncio.create_task(collect(client, waiting))
         await asyncio.sleep(0)
-        client.abort(waiting.request_id)
-        await asyncio.wait_for(asyncio.gather(task, blocker), timeout=10)
+        client.abort(waiting.request_id)  # nothing has run yet, so nothing has forked
+        gate.release(200)
+        answers, _ = await asyncio.wait_for(asyncio.gather(task, blocker), timeout=10)
+        assert answers == {0: [], 1: [], 2: []} or all(len(tokens) == 1 for tokens in answers.values())
         await client.close()
 
     asyncio.run(main())
