@@ -108,12 +108,12 @@ function readParameters() {
   const parameters = {};
   for (const { name, type, value } of $("parameters").elements) {
     if (!name || value === "") continue;
-    parameters[name] = type === "number" ? Number(value) : value.split("\n").filter(Boolean).map(unescape);
+    parameters[name] = type === "number" ? Number(value) : value.split("\n").filter(Boolean).map(writeBreaks);
   }
   return parameters;
 }
 
-const unescape = (stop) => stop.replaceAll("\\n", "\n").replaceAll("\\t", "\t");
+const writeBreaks = (stop) => stop.replaceAll("\\n", "\n").replaceAll("\\t", "\t");
 
 /** Whether a request may start; a field that cannot be sent is pointed out where it is. */
 function canSend() {

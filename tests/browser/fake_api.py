@@ -1,0 +1,148 @@
+"""The routes the page calls, answered by a script instead of a model, so that a test holds the clock.
+
+What the last message (or the prompt) begins with decides what happens:
+
+    say TEXT     streams TEXT word by word
+    pause TEXT   streams the first word, then waits for `gate`, then the others
+    refuse       answers 422 with a message, before the stream
+    break        streams one word, then an error event
+    cut          streams one word, then closes the connection without [DONE]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+import infer
+
+UI = Path(infer.__file__).parent / "server" / "ui"
+POLICY = "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+
+
+class FakeApi:
+    """The scripted routes, and what they were asked."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.wanted_key: str | None = None
+        self.gate = asyncio.Event()
+        self.hung_up = threading.Event()  # a stream was left before its end
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.app = Starlette(
+            routes=[
+                Route("/", self.index),
+                Route("/v1/models", self.models),
+                Route("/v1/chat/completions", self.answer, methods=["POST"]),
+                Route("/v1/completions", self.answer, methods=["POST"]),
+                Mount("/ui", StaticFiles(directory=UI, html=True)),
+            ]
+        )
+
+    def reset(self) -> None:
+        """Forget everything, and close the gate."""
+        self.bodies.clear()
+        self.keys.clear()
+        self.wanted_key = None
+        self.gate.clear()
+        self.hung_up.clear()
+
+    def open_gate(self) -> None:
+        """Let paused streams go on; called from the test's thread."""
+        assert self.loop is not None
+        self.loop.call_soon_threadsafe(self.gate.set)
+
+    async def index(self, request: Request) -> Response:
+        """The page, under the policy the server uses."""
+        self.loop = asyncio.get_running_loop()
+        return FileResponse(UI / "index.html", headers={"content-security-policy": POLICY})
+
+    async def models(self, request: Request) -> Response:
+        """Two models; a key if one is wanted."""
+        self.keys.append(request.headers.get("authorization"))
+        if self.wanted_key and self.keys[-1] != f"Bearer {self.wanted_key}":
+            return error(401, "this server wants an API key; send it as a bearer token")
+        cards = [{"id": name, "object": "model"} for name in ("tiny-llama", "tiny-qwen3")]
+        return JSONResponse({"object": "list", "data": cards})
+
+    async def answer(self, request: Request) -> Response:
+        """What the script says."""
+        body = await request.json()
+        self.bodies.append(body)
+        text = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
+        verb, _, rest = text.partition(" ")
+        if verb == "refuse":
+            return error(422, "temperature must be in 0..2, got 7")
+        stream = self.events("messages" in body, verb, rest)
+        return StreamingResponse(stream, media_type="text/event-stream")
+
+    async def events(self, is_chat: bool, verb: str, rest: str) -> AsyncIterator[str]:
+        """Chunks as OpenAI's API shapes them."""
+        words = [word + " " for word in rest.split(" ")]
+        has_ended = False
+        try:
+            for number, word in enumerate(words):
+                if verb == "pause" and number == 1:
+                    await self.gate.wait()
+                yield event({"choices": [choice(is_chat, word, None)]})
+                if verb == "break":
+                    yield event({"error": {"message": "the engine stopped", "type": "engine_error"}})
+                if verb in ("break", "cut"):
+                    return
+            yield event({"choices": [choice(is_chat, "", "stop")]})
+            usage = {
+                "prompt_tokens": 5,
+                "completion_tokens": len(words),
+                "prompt_tokens_details": {"cached_tokens": 3},
+            }
+            yield event({"choices": [], "usage": usage})
+            yield "data: [DONE]\n\n"
+            has_ended = True
+        finally:
+            if not has_ended:
+                self.hung_up.set()
+
+
+def choice(is_chat: bool, text: str, finish_reason: str | None) -> dict[str, object]:
+    """One choice of a streamed chunk."""
+    content = {"delta": {"content": text}} if is_chat else {"text": text}
+    return {"index": 0, **content, "finish_reason": finish_reason}
+
+
+def event(payload: dict[str, object]) -> str:
+    """A server-sent event."""
+    return f"data: {json.dumps(payload)}\n\n"
+
+
+def error(status: int, message: str) -> Response:
+    """An error in OpenAI's shape."""
+    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
+    return JSONResponse(body, status_code=status)
+
+
+@contextmanager
+def serve(app: Any) -> Iterator[str]:
+    """Run an ASGI application on a free port of the loopback interface, in a thread."""
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    sockets = [config.bind_socket()]
+    thread = threading.Thread(target=server.run, kwargs={"sockets": sockets})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
