@@ -134,7 +134,7 @@ class OracleRunner:
                     for row, token in zip(rows, drawn, strict=True)
                 )
             )
-        return StepResult(ids, logprobs, {})
+        return StepResult(ids, logprobs, _prompt_logprobs(plan, sequences))
 
     def _transfer(self, plan: StepPlan) -> None:
         device, host = self.device, self.host
@@ -142,6 +142,16 @@ class OracleRunner:
         for kind, source, destination in plan.transfers:
             sides[kind][1][destination] = sides[kind][0][source]
             self.num_transfers[kind] += 1
+
+
+def _prompt_logprobs(plan: StepPlan, sequences: Seq[Sequence]) -> dict[int, list[RowLogprobs]]:
+    """For each prompt token that follows one of this step: minus its position."""
+    found: dict[int, list[RowLogprobs]] = {}
+    for chunk, seq in zip(plan.chunks, sequences, strict=True):
+        followers = range(chunk.start + 1, min(chunk.stop + 1, seq.num_prompt))
+        if seq.group.request.params.prompt_logprobs is not None and followers:
+            found[seq.seq_id] = [RowLogprobs(seq.tokens[p], float(-p), 1, ()) for p in followers]
+    return found
 
 
 class PlanList(EngineObserver):
