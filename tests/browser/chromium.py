@@ -182,7 +182,7 @@ class Page:
 def is_loaded(event: dict[str, Any], loader: str) -> bool:
     """Whether an event says that this load of a page, and not an earlier one, is complete."""
     params = event.get("params", {})
-    return params.get("name") == "load" and params.get("loaderId") == loader
+    return bool(params.get("name") == "load" and params.get("loaderId") == loader)
 
 
 @contextmanager
