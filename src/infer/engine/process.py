@@ -1,0 +1,189 @@
+"""The engine as a process of its own: `python -m infer.engine.process`, started by `supervisor.py`.
+
+HTTP, JSON and detokenizing must not share an interpreter with the loop that feeds the device, so the
+scheduler and the model live here and speak through one unix socket (see messages.py).
+
+    start    one line of JSON on standard input (`Launch`), load the model, send `Ready`
+    turn     take every command that is there, make one step, send one `Report`
+    idle     sleep in the socket until a command comes: no timer, no polling, no CPU
+    end      `Stop`, or standard input closes because the server is gone
+
+The server holds the other end of standard input open for as long as it lives. Ctrl-C and SIGTERM are
+its business alone: a signal sent to the whole group must not end the engine before requests have drained.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from infer.config import EngineConfig
+from infer.engine.callers import Callers
+from infer.engine.engine import Engine
+from infer.engine.messages import (
+    Abort,
+    Add,
+    Answer,
+    Command,
+    Embed,
+    Launch,
+    Leave,
+    Ready,
+    Report,
+    ResetPrefixCache,
+    Stop,
+    decode_command,
+    encode,
+    to_failure,
+)
+from infer.engine.request import StepOutput
+from infer.errors import InferError
+from infer.log import setup_logging
+
+logger = logging.getLogger(__name__)
+
+STDIN = 0
+LINGER_MS = 2000  # for the last words to reach the server
+EXIT_FAILED = 1
+EXIT_ORPHANED = 3
+
+
+class EngineServer:
+    """The loop around an engine that serves one socket."""
+
+    def __init__(self, engine: Engine, link: zmq.Socket[bytes]) -> None:
+        self._engine = engine
+        self._callers: Callers[int] = Callers(engine)
+        self._link = link
+        self._num_commands = 0
+        self._made: list[tuple[int, StepOutput]] = []
+        self._answers: list[Answer] = []
+
+    def run(self) -> None:
+        """Serve until told to stop."""
+        while True:
+            for command in self._receive():
+                if isinstance(command, Stop):
+                    return
+                self._num_commands += 1
+                self._carry_out(command)
+            if self._engine.has_work:
+                self._made += self._callers.step()
+            self._report()
+
+    def _receive(self) -> list[Command]:
+        """Every command that is there; without work to do, wait for the first."""
+        frames = [] if self._engine.has_work else [self._link.recv()]
+        while True:
+            try:
+                frames.append(self._link.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return [decode_command(frame) for frame in frames]
+
+    def _carry_out(self, command: Command) -> None:
+        if isinstance(command, Add):
+            error = self._callers.add(command.request, command.ticket)
+            if error is not None:
+                self._answer_error(command.ticket, error)
+        elif isinstance(command, Leave):
+            self._callers.leave(command.request_id, command.ticket)
+        elif isinstance(command, Abort):
+            self._made += self._callers.abort(command.request_id, command.index)
+        elif isinstance(command, Embed):
+            prompt, pooling = command.prompt, command.pooling
+            self._answer(command.ticket, lambda: self._engine.embed(prompt, pooling))
+        elif isinstance(command, ResetPrefixCache):
+            self._answer(command.ticket, self._engine.scheduler.pool.reset_prefix_cache)
+
+    def _answer(self, ticket: int, work: Callable[[], int | list[float]]) -> None:
+        try:
+            self._answers.append(Answer(ticket, work(), None))
+        except Exception as error:  # it belongs to this caller alone
+            self._answer_error(ticket, error)
+
+    def _answer_error(self, ticket: int, error: Exception) -> None:
+        if not isinstance(error, InferError):
+            logger.error("a call failed", exc_info=error)
+        self._answers.append(Answer(ticket, None, to_failure(error)))
+
+    def _report(self) -> None:
+        report = Report(
+            num_commands=self._num_commands,
+            stats=self._engine.stats(),
+            tickets=[ticket for ticket, _ in self._made],
+            outputs=[output for _, output in self._made],
+            answers=self._answers,
+        )
+        self._made, self._answers = [], []
+        self._link.send(encode(report))
+
+
+def load_engine(config: EngineConfig) -> Engine:
+    """Find the model, load it and build its engine; no tokenizer: text stays with the server."""
+    import torch
+
+    from infer.engine.build import build_engine
+    from infer.loader.load import load_model
+    from infer.loader.source import resolve_model
+
+    load = config.load
+    if load.num_threads is not None:
+        torch.set_num_threads(load.num_threads)
+    source = resolve_model(load.model, revision=load.revision, show_progress=False)
+    loaded = load_model(source, dtype=load.dtype, device=load.device, max_seq_len=load.max_seq_len)
+    return build_engine(config, loaded)
+
+
+def main(make_engine: Callable[[EngineConfig], Engine] = load_engine) -> int:
+    """Be the engine process from its first line to its last; returns the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    launch = msgspec.json.decode(_read_line(), type=Launch)
+    threading.Thread(target=_exit_with_the_server, name="infer-lifeline", daemon=True).start()
+    setup_logging(launch.log_level)
+    with zmq.Context() as context, context.socket(zmq.PAIR) as link:
+        link.set_hwm(0)  # what is on its way is bounded by max_tokens of the requests being served
+        link.linger = LINGER_MS
+        link.connect(launch.endpoint)
+        try:
+            engine = make_engine(EngineConfig.from_knobs(**launch.knobs))
+            gc.collect()
+            gc.freeze()  # the model and its parts live as long as the process: never look at them again
+            link.send(encode(Ready(engine.stats())))
+            EngineServer(engine, link).run()
+        except BaseException as error:
+            if not isinstance(error, InferError):
+                logger.exception("the engine process died")
+            link.send(encode(to_failure(error)))
+            return EXIT_FAILED
+    return 0
+
+
+def _read_line() -> bytes:
+    """The first line of standard input, unbuffered: a daemon thread reads on from there."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        piece = os.read(STDIN, 1)
+        if not piece:
+            os._exit(EXIT_ORPHANED)
+        line += piece
+    return bytes(line)
+
+
+def _exit_with_the_server() -> None:
+    """Wait for the end of standard input, which comes however the server ends."""
+    while os.read(STDIN, 4096):
+        pass
+    os._exit(EXIT_ORPHANED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

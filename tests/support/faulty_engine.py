@@ -1,0 +1,69 @@
+"""An engine process around the oracle that fails on demand: run it in place of `infer.engine.process`.
+
+The first token of a prompt may be an order. Only tests can start this module; the real engine process has
+no such thing.
+
+    CRASH    the process is killed in the middle of a step
+    STUCK    the step never ends
+    RAISE    the loop itself dies of an exception
+    FORKED   leaves a child process behind that holds the pipes, then crashes
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence as Seq
+
+from infer.cache.memory import CacheSize
+from infer.config import EngineConfig
+from infer.engine.build import make_pool
+from infer.engine.engine import Engine
+from infer.engine.plan import StepPlan
+from infer.engine.process import main
+from infer.engine.runner import StepResult
+from infer.engine.scheduler import Scheduler
+from infer.engine.sequence import Sequence
+from infer.errors import CheckpointError
+from tests.support.oracle import VOCAB_SIZE, OracleRunner
+
+CRASH, STUCK, RAISE, FORKED = range(VOCAB_SIZE - 4, VOCAB_SIZE)
+CONTEXT_LEN = 400
+
+
+class FaultyRunner(OracleRunner):
+    """The oracle, with orders."""
+
+    def run(self, plan: StepPlan, sequences: Seq[Sequence]) -> StepResult:
+        """Obey, or answer."""
+        orders = {seq.tokens[0] for seq in sequences}
+        if FORKED in orders:
+            subprocess.Popen(["sleep", "600"])
+        if CRASH in orders or FORKED in orders:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if STUCK in orders:
+            time.sleep(600)
+        if RAISE in orders:
+            raise KeyboardInterrupt
+        return super().run(plan, sequences)
+
+
+def make_engine(config: EngineConfig) -> Engine:
+    """A small engine; the model's name may be an order too."""
+    if config.load.model == "broken":
+        raise CheckpointError("the weights are broken")
+    if config.load.model == "unexpected":
+        print("something on standard output")
+        raise ZeroDivisionError("a bug")
+    if config.load.model is not None and os.path.exists(config.load.model):  # a switch for later starts
+        raise CheckpointError("the weights are gone")
+    pool = make_pool(config, CacheSize(config.cache.num_blocks or 256, 4, bytes_per_token=1))
+    scheduler = Scheduler(pool, config.scheduler)
+    return Engine(scheduler, FaultyRunner(pool), context_len=CONTEXT_LEN, vocab_size=VOCAB_SIZE)
+
+
+if __name__ == "__main__":
+    sys.exit(main(make_engine))
