@@ -67,12 +67,14 @@ def expected_beams(
 ) -> list[Hypothesis]:
     """What a beam search must get, made without any cache."""
     assert params.max_tokens is not None
+    stop_ids = frozenset(stop_ids)
+    num_offers = 2 * params.num_sequences + len(stop_ids)  # more than enough
     return beam_search(
-        lambda tokens: offers(tokens, 4 * params.num_sequences),
+        lambda tokens: offers(tokens, num_offers),
         prompt,
         width=params.num_sequences,
         max_tokens=params.max_tokens,
-        stop_ids=frozenset(stop_ids),
+        stop_ids=stop_ids,
     )[: params.n]
 
 

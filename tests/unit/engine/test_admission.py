@@ -1,0 +1,129 @@
+"""What can never be served is refused at once; whatever is let in can be finished."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from infer.cache.kv_pool import KVCachePool, PagedKVCachePool, SlottedKVCachePool
+from infer.engine.admission import check_token_ids, check_width, longest_total
+from infer.engine.request import Request
+from infer.errors import ContextOverflow, RequestError
+from infer.sampling.params import SamplingParams
+from tests.support.oracle import OracleWorld, prompt_of
+
+
+def make_request(num_prompt: int, **params: Any) -> Request:
+    return Request(
+        request_id="r",
+        prompt=tuple(range(num_prompt)),
+        params=SamplingParams(**({"temperature": 0.0} | params)),
+    )
+
+
+def paged(num_tokens: int, block_size: int = 4) -> KVCachePool:
+    return PagedKVCachePool(num_tokens // block_size, block_size)
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(RequestError, match="the prompt has no tokens; give at least one") as caught:
+        check_token_ids(make_request(0), 10)
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("params", "num_prompt", "param"),
+    [
+        ({}, 11, "prompt"),
+        ({"logit_bias": {10: 1.0}}, 3, "logit_bias"),
+        ({"stop_token_ids": (3, 99)}, 3, "stop_token_ids"),
+    ],
+)
+def test_ids_the_model_does_not_have_are_refused(params: dict[str, Any], num_prompt: int, param: str) -> None:
+    with pytest.raises(
+        RequestError, match=f"{param} holds token id .*, but this model has ids 0 to 9"
+    ) as caught:
+        check_token_ids(make_request(num_prompt, **params), 10)
+    assert caught.value.param == param
+
+
+def test_negative_ids_are_refused() -> None:
+    request = Request(request_id="r", prompt=(3, -1, 4))
+    with pytest.raises(RequestError, match="token id -1"):
+        check_token_ids(request, 10)
+
+
+def test_the_first_and_the_last_id_are_fine() -> None:
+    check_token_ids(make_request(10, stop_token_ids=(0, 9)), 10)
+
+
+def test_more_sequences_than_may_run_at_once_are_refused() -> None:
+    check_width(make_request(3, n=4), 4)
+    with pytest.raises(RequestError, match="asks for 5 sequences, but max_batch_size is 4") as caught:
+        check_width(make_request(3, n=5), 4)
+    assert caught.value.param == "n"
+    with pytest.raises(RequestError) as caught:
+        check_width(make_request(3, n=2, best_of=5), 4)
+    assert caught.value.param == "best_of"
+
+
+def test_the_context_holds_the_prompt_and_the_whole_output() -> None:
+    assert longest_total(make_request(6, max_tokens=4), 10, paged(64)) == 10
+    with pytest.raises(ContextOverflow, match="set max_tokens <= 4"):
+        longest_total(make_request(6, max_tokens=5), 10, paged(64))
+
+
+def test_a_prompt_that_leaves_no_room_for_a_token_is_refused() -> None:
+    assert longest_total(make_request(9, max_tokens=None), 10, paged(64)) == 10
+    with pytest.raises(ContextOverflow, match="shorten the prompt") as caught:
+        longest_total(make_request(10, max_tokens=None), 10, paged(64))
+    assert caught.value.param == "prompt"
+
+
+def test_without_max_tokens_the_output_may_fill_context_or_cache_whichever_is_less() -> None:
+    assert longest_total(make_request(6, max_tokens=None), 40, paged(64)) == 40
+    # 16 tokens of cache: the 17th is sampled and never computed
+    assert longest_total(make_request(6, max_tokens=None), 40, paged(16)) == 17
+
+
+def test_a_request_larger_than_the_whole_cache_is_refused() -> None:
+    assert longest_total(make_request(6, max_tokens=11), 40, paged(16)) == 17
+    with pytest.raises(RequestError, match="need 17 tokens of cache, but the whole cache holds 16"):
+        longest_total(make_request(6, max_tokens=12), 40, paged(16))
+    with pytest.raises(RequestError, match="the whole cache holds 16"):
+        longest_total(make_request(20, max_tokens=None), 40, paged(16))
+
+
+def test_beams_must_fit_side_by_side_and_other_sequences_need_not() -> None:
+    beams = {"n": 3, "use_beam_search": True}
+    assert longest_total(make_request(6, max_tokens=11, n=3), 40, paged(16)) == 17
+    with pytest.raises(RequestError, match="in each of 3 beams"):
+        longest_total(make_request(6, max_tokens=11, **beams), 40, paged(16))
+    assert longest_total(make_request(6, max_tokens=11, **beams), 40, paged(48)) == 17
+
+
+def test_a_contiguous_cache_gives_each_sequence_one_slot() -> None:
+    pool = SlottedKVCachePool(3, 20)
+    assert longest_total(make_request(6, max_tokens=14), 20, pool) == 20
+    assert longest_total(make_request(6, max_tokens=None), 20, pool) == 20
+    with pytest.raises(RequestError, match="in each of 4 beams"):
+        longest_total(make_request(6, max_tokens=4, n=4, use_beam_search=True), 20, pool)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 8])
+@pytest.mark.parametrize("params", [{}, {"n": 3}, {"n": 3, "use_beam_search": True, "temperature": 0.0}])
+def test_whatever_is_let_in_finishes_in_a_cache_it_only_just_fits(
+    params: dict[str, Any], block_size: int
+) -> None:
+    """The largest output that is not refused, in the smallest cache."""
+    num_blocks = 24 // block_size
+    width = 3 if "use_beam_search" in params else 1
+    max_tokens = num_blocks // width * block_size + 1 - 5
+    world = OracleWorld(num_blocks=num_blocks, block_size=block_size, context_len=200)
+    with pytest.raises(RequestError):
+        world.add("too long", prompt_of(5), max_tokens=max_tokens + 1, **params)
+    world.add("largest", prompt_of(5), max_tokens=max_tokens, **params)
+    world.add("other", prompt_of(5, start=3), max_tokens=3)
+    world.run()
+    assert world.verify() == 2
