@@ -64,24 +64,13 @@ class AsyncLLM:
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> RequestOutput:
         """Continue a prompt and return the whole answer; cancelling the call ends the request."""
-        request, builder = await self._open(prompt, params, request_id)
-        async with contextlib.aclosing(self._deltas(request, builder)) as deltas:
-            async for _ in deltas:
-                pass
-        return builder.build()
+        return await self._generate(prompt, params, request_id, is_chat=False)
 
-    async def stream(
+    def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> AsyncGenerator[TextDelta, None]:
         """Continue a prompt piece by piece; leaving the loop ends the request."""
-        request, builder = await self._open(prompt, params, request_id)
-        if not builder.streams:
-            raise RequestError(
-                "best_of and beam search choose at the end, so they cannot stream; use generate"
-            )
-        async with contextlib.aclosing(self._deltas(request, builder)) as deltas:
-            async for delta in deltas:
-                yield delta
+        return self._stream(prompt, params, request_id, is_chat=False)
 
     async def chat(
         self,
@@ -94,7 +83,7 @@ class AsyncLLM:
     ) -> RequestOutput:
         """Answer a conversation and return the whole answer."""
         prompt = await self._encode_chat(messages, tools, template_options)
-        return await self.generate(prompt, params, request_id=request_id)
+        return await self._generate(prompt, params, request_id, is_chat=True)
 
     async def stream_chat(
         self,
@@ -107,7 +96,28 @@ class AsyncLLM:
     ) -> AsyncGenerator[TextDelta, None]:
         """Answer a conversation piece by piece."""
         prompt = await self._encode_chat(messages, tools, template_options)
-        async with contextlib.aclosing(self.stream(prompt, params, request_id=request_id)) as deltas:
+        async with contextlib.aclosing(self._stream(prompt, params, request_id, is_chat=True)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def _generate(
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, *, is_chat: bool
+    ) -> RequestOutput:
+        request, builder = await self._open(prompt, params, request_id, is_chat)
+        async with contextlib.aclosing(self._deltas(request, builder)) as deltas:
+            async for _ in deltas:
+                pass
+        return builder.build()
+
+    async def _stream(
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, *, is_chat: bool
+    ) -> AsyncGenerator[TextDelta, None]:
+        request, builder = await self._open(prompt, params, request_id, is_chat)
+        if not builder.streams:
+            raise RequestError(
+                "best_of and beam search choose at the end, so they cannot stream; use generate"
+            )
+        async with contextlib.aclosing(self._deltas(request, builder)) as deltas:
             async for delta in deltas:
                 yield delta
 
@@ -123,13 +133,13 @@ class AsyncLLM:
         )
 
     async def _open(
-        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, is_chat: bool
     ) -> tuple[Request, OutputBuilder]:
         request = await asyncio.to_thread(
             self.front.make_request, prompt, params or SamplingParams(), request_id
         )
         text = prompt if isinstance(prompt, str) else None
-        return request, OutputBuilder(request, self.front.tokenizer, text)
+        return request, OutputBuilder(request, self.front.tokenizer, text, is_chat=is_chat)
 
     async def _deltas(self, request: Request, builder: OutputBuilder) -> AsyncGenerator[TextDelta, None]:
         """The pieces of a request as they come; sequences that met a stop string are aborted."""

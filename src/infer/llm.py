@@ -89,7 +89,16 @@ class LLM:
         show_progress: bool = False,
     ) -> list[RequestOutput]:
         """Continue one prompt or many; text or token ids, one `SamplingParams` for all or one for each."""
-        batch = _as_batch(prompts)
+        return self._generate(_as_batch(prompts), params, show_progress=show_progress)
+
+    def _generate(
+        self,
+        batch: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        is_chat: bool = False,
+        show_progress: bool = False,
+    ) -> list[RequestOutput]:
         if isinstance(params, SamplingParams) or params is None:
             each = [params or SamplingParams()] * len(batch)
         else:
@@ -102,7 +111,7 @@ class LLM:
         streams: list[_Stream] = []
         try:
             for prompt, prompt_params in zip(batch, each, strict=True):
-                streams.append(self._open(prompt, prompt_params))
+                streams.append(self._open(prompt, prompt_params, is_chat=is_chat))
             with progress("generating", total=len(streams), is_shown=show_progress) as advance:
                 num_done = 0
                 while num_done < len(streams):
@@ -132,17 +141,19 @@ class LLM:
             self.encode_chat(conversation, tools=tools, template_options=template_options)
             for conversation in conversations
         ]
-        return self.generate(prompts, params)
+        return self._generate(prompts, params, is_chat=True)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TextDelta]:
         """Continue one prompt, piece by piece; closing the iterator ends the request."""
+        return self._stream(prompt, params, is_chat=False)
+
+    def _stream(self, prompt: Prompt, params: SamplingParams | None, *, is_chat: bool) -> Iterator[TextDelta]:
         params = params or SamplingParams()
         if params.num_sequences != params.n or params.use_beam_search:
             raise RequestError(
                 "best_of and beam search choose at the end, so they cannot stream; use generate"
             )
-        stream = self._open(prompt, params)
-        return self._pieces(stream)
+        return self._pieces(self._open(prompt, params, is_chat=is_chat))
 
     def stream_chat(
         self,
@@ -153,7 +164,8 @@ class LLM:
         template_options: Mapping[str, object] | None = None,
     ) -> Iterator[TextDelta]:
         """Answer one conversation, piece by piece."""
-        return self.stream(self.encode_chat(messages, tools=tools, template_options=template_options), params)
+        prompt = self.encode_chat(messages, tools=tools, template_options=template_options)
+        return self._stream(prompt, params, is_chat=True)
 
     def _pieces(self, stream: _Stream) -> Iterator[TextDelta]:
         try:
@@ -168,11 +180,11 @@ class LLM:
         finally:
             self._close(stream)
 
-    def _open(self, prompt: Prompt, params: SamplingParams) -> _Stream:
+    def _open(self, prompt: Prompt, params: SamplingParams, *, is_chat: bool = False) -> _Stream:
         request = self.front.make_request(prompt, params)
         self.engine.add(request)
         text = prompt if isinstance(prompt, str) else None
-        stream = _Stream(request, OutputBuilder(request, self.tokenizer, text))
+        stream = _Stream(request, OutputBuilder(request, self.tokenizer, text, is_chat=is_chat))
         self._streams[request.request_id] = stream
         return stream
 

@@ -29,6 +29,7 @@ class TextDelta:
     index: int = 0  # which of the request's n outputs
     logprobs: tuple[RowLogprobs, ...] = ()
     error: str | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token that ended it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +90,12 @@ class RequestOutput:
 class _Line:
     """The text of one sequence in the making."""
 
-    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
+    def __init__(self, tokenizer: Tokenizer, request: Request, prompt_ids: tuple[int, ...]) -> None:
         self._tokenizer = tokenizer
         self._request = request
         # A stop string counts only once min_tokens are there; until then nobody looks for one.
         stop = request.params.stop if request.params.min_tokens == 0 else ()
-        self._detokenizer = Detokenizer(tokenizer, stop=stop, prompt_ids=request.prompt)
+        self._detokenizer = Detokenizer(tokenizer, stop=stop, prompt_ids=prompt_ids)
         self._pieces: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[RowLogprobs] = []
@@ -134,6 +135,7 @@ class _Line:
             index=output.index,
             logprobs=output.logprobs[:num_taken],
             error=output.error,
+            stop_reason=self.stop_reason,
         )
 
     def _start_looking_for_stops(self) -> None:
@@ -146,10 +148,14 @@ class _Line:
 class OutputBuilder:
     """Collects the outputs of one request; whoever reads them owns it."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, prompt: str | None) -> None:
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer, prompt: str | None, *, is_chat: bool = False
+    ) -> None:
+        """Collect for `request`; the answer in a chat is a text of its own and continues no prompt."""
         self.request = request
         self._prompt = prompt
-        self._lines = [_Line(tokenizer, request) for _ in range(self._num_lines)]
+        continued = () if is_chat else request.prompt
+        self._lines = [_Line(tokenizer, request, continued) for _ in range(self._num_lines)]
         self._num_cached = 0
         self._prompt_logprobs: list[RowLogprobs | None] | None = None
 
