@@ -6,11 +6,13 @@ InferError
 │   └── ModelSourceError    the model could not be found or fetched          -> exit code 2
 ├── RequestError            the client asked for something impossible        -> HTTP 400 or 422
 │   ├── ContextOverflow     prompt + max_tokens does not fit the model
+│   ├── MalformedRequest    the body is not what the route reads              -> HTTP 400
 │   ├── TemplateError       the chat template refuses these messages
 │   └── UnknownModel        no model of that name is served
 └── EngineError             our fault                                        -> HTTP 500
     ├── OutOfBlocks         the cache is full and nothing can be evicted
     ├── QueueFull           too many requests are waiting                    -> HTTP 503, try later
+    ├── RequestTimeout      the answer was not ready in time                 -> HTTP 504
     └── EngineStopped       the engine loop has ended; every waiter gets this
 
 A message says what was given, what is allowed and what to do.
@@ -60,6 +62,10 @@ class ContextOverflow(RequestError):
         )
 
 
+class MalformedRequest(RequestError):
+    """A request is not JSON, or a field is missing or of the wrong JSON type."""
+
+
 class TemplateError(RequestError):
     """The chat template refuses these messages."""
 
@@ -78,6 +84,10 @@ class OutOfBlocks(EngineError):
 
 class QueueFull(EngineError):
     """Too many requests are waiting; the same one may be accepted later."""
+
+
+class RequestTimeout(EngineError):
+    """A request took longer than its client or the operator allows."""
 
 
 class EngineStopped(EngineError):

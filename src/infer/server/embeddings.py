@@ -1,0 +1,81 @@
+"""`POST /v1/embeddings`: a text as a vector, the model's final hidden state.
+
+Which one, `pooling` says: that of the last token (the default, what decoder models are trained for) or the
+mean over all tokens. OpenAI's client asks for base64: the bytes of little-endian 32-bit floats.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import base64
+import sys
+import uuid
+
+from fastapi import Request as HttpRequest
+from fastapi import Response
+
+from infer.engine.request import Request
+from infer.errors import RequestError, RequestTimeout
+from infer.server.routing import json_response, make_router, server_state, unless_disconnected
+from infer.server.schemas import EmbeddingRequest
+from infer.server.state import ServedModel
+from infer.server.translate import encode_prompts, split_prompts
+
+router = make_router()
+
+DEFAULT_POOLING = "last"
+FORMATS = ("float", "base64")
+
+
+@router.post("/v1/embeddings", response_model=None)
+async def create_embeddings(body: EmbeddingRequest, http: HttpRequest) -> Response:
+    """One vector per input."""
+    state = server_state(http)
+    model = state.get_model(body.model)
+    encoding = body.encoding_format or FORMATS[0]
+    if encoding not in FORMATS:
+        raise RequestError(
+            f"encoding_format must be one of {', '.join(FORMATS)}, got {encoding[:40]!r}",
+            param="encoding_format",
+        )
+    inputs = split_prompts(body.input, state.config.max_prompts, "input")
+    ids = await encode_prompts(model.front, inputs, add_special=body.add_special_tokens is not False)
+    limit = min((each for each in (body.timeout, state.config.request_timeout) if each), default=None)
+    try:
+        async with asyncio.timeout(limit):
+            vectors = await unless_disconnected(http, _embed(model, ids, body.pooling or DEFAULT_POOLING))
+    except TimeoutError:
+        raise RequestTimeout(f"the embeddings were not ready after {limit:g} s; send fewer inputs") from None
+    num_tokens = sum(len(each) for each in ids)
+    return json_response(
+        {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": i, "embedding": encode_vector(vector, encoding)}
+                for i, vector in enumerate(vectors)
+            ],
+            "model": body.model if body.model is not None else model.name,
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        },
+        body,
+    )
+
+
+async def _embed(model: ServedModel, prompts: list[list[int]], pooling: str) -> list[list[float]]:
+    """One after the other: each occupies the whole engine, and generation must go on between them."""
+    vectors = []
+    for prompt in prompts:
+        request = Request(request_id=f"embd-{uuid.uuid4().hex}", prompt=tuple(prompt))
+        vectors.append(await model.pick(request).embed(request.prompt, pooling))
+    return vectors
+
+
+def encode_vector(vector: list[float], encoding: str) -> list[float] | str:
+    """A vector as JSON numbers, or as base64 of its bytes."""
+    if encoding == "float":
+        return vector
+    numbers = array.array("f", vector)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return base64.b64encode(numbers.tobytes()).decode("ascii")

@@ -1,0 +1,162 @@
+"""What goes wrong, in the form OpenAI's clients understand.
+
+    exception                              status   the client's next move
+    MalformedRequest, wrong JSON type       400     mend the program
+    RequestError                            422     mend the values
+    QueueFull, EngineStopped                503     try again, after Retry-After seconds
+    RequestTimeout                          504     ask for less, or for more time
+    EngineError, anything else              500     tell the operator
+
+Every body is `{"error": {"message", "type", "param", "code"}}`, also for unknown routes. A message that
+is not ours may hold addresses and paths of this machine, so all of them are scrubbed; of an exception that
+nobody foresaw the client learns nothing but that it happened.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from infer.errors import (
+    EngineError,
+    EngineStopped,
+    InferError,
+    MalformedRequest,
+    QueueFull,
+    RequestError,
+    RequestTimeout,
+)
+
+logger = logging.getLogger(__name__)
+
+RETRY_SOON_S = 1  # a full queue moves within a second or so
+CLIENT_GONE = 499  # what proxies log for it; nobody is there to read it
+MAX_MESSAGE_LEN = 1000
+
+ERROR_TYPES = {  # as vLLM calls them; openai's client maps by status
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "PayloadTooLargeError",
+    422: "UnprocessableEntityError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
+}
+
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,16}\b")
+_PATH = re.compile(r"(?<![\w/.:])/(?:[\w.@+~-]{1,255}/)+[\w.@+~-]{1,255}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiError:
+    """An error as the client sees it."""
+
+    status: int
+    message: str
+    param: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON body, also sent as the last event of a stream that fails."""
+        kind = ERROR_TYPES.get(
+            self.status, "InternalServerError" if self.status >= 500 else "BadRequestError"
+        )
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+
+    def response(self) -> Response:
+        """The error as a whole answer."""
+        content = orjson.dumps(self.body)
+        return Response(content, self.status, headers=dict(self.headers), media_type="application/json")
+
+
+def scrub(message: str) -> str:
+    """A message without memory addresses and file paths, and of bearable length."""
+    short = message if len(message) <= MAX_MESSAGE_LEN else message[: MAX_MESSAGE_LEN - 3] + "..."
+    return _PATH.sub("[path]", _ADDRESS.sub("[address]", short))
+
+
+def to_api_error(error: BaseException) -> ApiError:
+    """The status and message for an exception; one nobody foresaw is logged and kept from the client."""
+    if isinstance(error, RequestError):
+        status = 400 if isinstance(error, MalformedRequest) else 422
+        return ApiError(status=status, message=scrub(str(error)), param=error.param)
+    if isinstance(error, QueueFull | EngineStopped):
+        headers = {"Retry-After": str(RETRY_SOON_S)}
+        return ApiError(status=503, message=scrub(str(error)), headers=headers)
+    if isinstance(error, RequestTimeout):
+        return ApiError(status=504, message=scrub(str(error)))
+    if isinstance(error, EngineError):
+        return ApiError(status=500, message=scrub(str(error)))
+    logger.error("a request failed", exc_info=error)
+    return ApiError(status=500, message="the server failed to answer this request; its log says why")
+
+
+def validation_error(errors: list[dict[str, Any]]) -> RequestError:
+    """The first complaint about a body: the wrong shape is malformed, the wrong value is invalid."""
+    first = errors[0]
+    kind, where = str(first["type"]), _spell_location(first["loc"])
+    if kind == "json_invalid":
+        return MalformedRequest(f"the body is not valid JSON: {first['ctx']['error']}")
+    if kind == "missing":
+        return MalformedRequest(f"the required field {where!r} is missing", param=where)
+    if where is None:
+        return MalformedRequest("the body must be a JSON object sent as content-type application/json")
+    said = str(first["msg"])
+    message = f"{where}: {said[:1].lower()}{said[1:]}"
+    if kind.endswith("_type") or kind.startswith("union"):
+        return MalformedRequest(message, param=where)
+    return RequestError(message, param=where)
+
+
+def _spell_location(location: tuple[str | int, ...]) -> str | None:
+    """("body", "messages", 0) -> messages[0]; names of a union's members are left out."""
+    spelled = ""
+    for part in location[1:]:
+        if isinstance(part, int):
+            spelled += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int", "float", "bool", "dict", "list"):
+            spelled += f".{part}" if spelled else part
+    return spelled or None
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Make every failure of an application answer in OpenAI's form."""
+
+    async def on_infer_error(_: Request, error: Exception) -> Response:
+        return to_api_error(error).response()
+
+    async def on_validation_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return to_api_error(validation_error(list(error.errors()))).response()
+
+    async def on_http_error(http: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = str(error.detail)
+        if error.status_code == 404:
+            message = f"there is no route {http.method} {http.scope['path'][:100]}"
+        elif error.status_code == 405:
+            message = f"{http.scope['path'][:100]} does not take {http.method}"
+        return ApiError(status=error.status_code, message=message, headers=error.headers or {}).response()
+
+    async def on_client_gone(_: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
+    app.add_exception_handler(InferError, on_infer_error)
+    app.add_exception_handler(RequestValidationError, on_validation_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(ClientDisconnect, on_client_gone)
+    app.add_exception_handler(Exception, on_infer_error)

@@ -1,0 +1,174 @@
+r"""Server-sent events: one frame per token, cheap to build, and an end that every client recognises.
+
+    data: {"id":...,"object":...,"created":...,"model":...,"choices":[{"index":0,"text":" sky",...}]}\n\n
+          └──────── the same in every frame: bytes made once ────────┘
+
+A stream begins when its first token is there, so a refused or failed request is still an HTTP error with a
+status. After that a failure is a frame: `data: {"error": ...}`, then the end.
+
+The generator of frames is closed when the client leaves, and closing it aborts the engine's requests. A
+client that stops reading stops this generator, not the engine: what it has not read waits as token ids,
+at most max_tokens of them, until the connection's time is up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any
+
+import orjson
+from fastapi import Request
+from starlette.responses import StreamingResponse
+from starlette.types import Send
+
+from infer.server.errors import to_api_error
+from infer.server.routing import unless_disconnected
+
+logger = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+LAST_READ_S = 30.0  # beyond a job's own time limit, for a client to read what is left
+
+Frames = AsyncGenerator[bytes, None]
+
+
+class ChunkWriter:
+    """Writes the frames of one stream in OpenAI's form."""
+
+    def __init__(
+        self,
+        *,
+        job_id: str,
+        kind: str,
+        created: int,
+        model: str,
+        num_choices: int,
+        opening: bytes,
+        closing: bytes,
+    ) -> None:
+        """`opening` and `closing` are what stands around a piece of text inside a choice."""
+        constant = orjson.dumps({"id": job_id, "object": kind, "created": created, "model": model})
+        self._before = b"data: " + constant[:-1] + b',"choices":['
+        self._heads = [self._before + b'{"index":%d,' % index for index in range(num_choices)]
+        self._opening = opening
+        self._closing = closing
+        self._openings = [head + opening for head in self._heads]
+        self._plain = closing + b',"logprobs":null,"finish_reason":null}]}\n\n'
+
+    def token(self, index: int, text: str) -> bytes:
+        """The common frame: a token in the middle of a choice, and nothing but its text."""
+        return self._openings[index] + orjson.dumps(text) + self._plain
+
+    def chunk(
+        self,
+        index: int,
+        text: str,
+        *,
+        logprobs: Mapping[str, Any] | None = None,
+        finish_reason: str | None = None,
+        stop_reason: str | int | None = None,
+        usage: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        """Any other frame that holds text."""
+        end = b""
+        if finish_reason is not None:
+            end = b',"stop_reason":' + orjson.dumps(stop_reason)
+        return b"".join(
+            (
+                self._openings[index],
+                orjson.dumps(text),
+                self._closing,
+                b',"logprobs":',
+                orjson.dumps(logprobs),
+                b',"finish_reason":',
+                orjson.dumps(finish_reason),
+                end,
+                b"}]",
+                _usage_field(usage),
+                b"}\n\n",
+            )
+        )
+
+    def role(self, index: int, usage: Mapping[str, Any] | None = None) -> bytes:
+        """The first frame of a chat choice: who speaks."""
+        delta = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
+        return self._heads[index] + delta + _usage_field(usage) + b"}\n\n"
+
+    def usage(self, usage: Mapping[str, Any]) -> bytes:
+        """The frame before the end, for clients that asked for it."""
+        return self._before + b"]" + _usage_field(usage) + b"}\n\n"
+
+
+def _usage_field(usage: Mapping[str, Any] | None) -> bytes:
+    return b"" if usage is None else b',"usage":' + orjson.dumps(usage)
+
+
+def data_error(error: BaseException) -> bytes:
+    """How a stream of data frames fails."""
+    return b"data: " + orjson.dumps(to_api_error(error).body) + b"\n\n" + DONE
+
+
+def named_event(name: str, data: Mapping[str, Any]) -> bytes:
+    """A frame with an event name."""
+    return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(data) + b"\n\n"
+
+
+def named_error(error: BaseException) -> bytes:
+    """How a stream of named events fails."""
+    return named_event("error", to_api_error(error).body)
+
+
+class EventStream(StreamingResponse):
+    """A response of frames that always closes their generator, and does not wait for ever to be read."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, frames: Frames, *, headers: Mapping[str, str], time_limit_s: float | None) -> None:
+        super().__init__(frames, headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        self._frames = frames
+        self._time_limit_s = None if time_limit_s is None else time_limit_s + LAST_READ_S
+
+    async def stream_response(self, send: Send) -> None:
+        """Send every frame; on the way out, whatever the way, end the work behind them."""
+        try:
+            async with asyncio.timeout(self._time_limit_s):
+                await super().stream_response(send)
+        except TimeoutError:
+            logger.warning("a client did not read its stream in time; the connection is closed")
+        finally:
+            await self._frames.aclose()
+
+
+async def start_stream(
+    http: Request,
+    frames: Frames,
+    *,
+    on_error: Callable[[BaseException], bytes],
+    headers: Mapping[str, str],
+    time_limit_s: float | None,
+) -> EventStream:
+    """Wait for the first frame, so that an error before it is an HTTP error; then stream."""
+
+    async def get_first() -> bytes:
+        return await anext(frames)
+
+    try:
+        first = await unless_disconnected(http, get_first())
+    except BaseException:
+        await frames.aclose()
+        raise
+    return EventStream(_guard(first, frames, on_error), headers=headers, time_limit_s=time_limit_s)
+
+
+async def _guard(first: bytes, frames: Frames, on_error: Callable[[BaseException], bytes]) -> Frames:
+    """All frames, and the error's where they break off."""
+    try:
+        yield first
+        async for frame in frames:
+            yield frame
+    except Exception as error:  # the status is sent: whatever happened can only be said in the stream
+        yield on_error(error)
+    finally:
+        await frames.aclose()

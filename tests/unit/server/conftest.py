@@ -1,0 +1,45 @@
+"""One tiny model for all tests of the routes: served in process, with an offline `LLM` as its oracle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from infer.config import EngineConfig
+from infer.engine.build import build_engine
+from infer.engine.client import InProcessClient
+from infer.front import open_model
+from infer.llm import LLM
+from scripts.make_checkpoint import make_checkpoint
+from tests.support.wire import Wire, make_state
+
+KNOBS = {"dtype": "float32", "num_threads": 1, "num_blocks": 256, "block_size": 4}
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory: Path = tmp_path_factory.mktemp("served") / "llama"
+    make_checkpoint("llama", directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="session")
+def oracle(checkpoint: str) -> LLM:
+    return LLM(checkpoint, **KNOBS)
+
+
+@pytest.fixture(scope="session")
+def client(checkpoint: str) -> Iterator[InProcessClient]:
+    config = EngineConfig.from_knobs(model=checkpoint, **KNOBS)
+    _, loaded = open_model(config.load, show_progress=False)
+    made = InProcessClient(build_engine(config, loaded))
+    yield made
+    asyncio.run(made.close())
+
+
+@pytest.fixture
+def wire(oracle: LLM, client: InProcessClient) -> Wire:
+    return Wire(make_state(oracle.front, client, max_prompts=8, max_n=4))
