@@ -192,10 +192,10 @@ def template_options(args: argparse.Namespace) -> dict[str, object]:
     return {} if args.thinking is None else {"enable_thinking": args.thinking}
 
 
-def add_common_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags every subcommand has."""
+def add_common_flags(parser: argparse.ArgumentParser, *, log_level: str = "warning") -> None:
+    """The flags every subcommand has; `log_level` is the default of --log-level."""
     group = parser.add_argument_group("messages, on standard error")
-    group.add_argument("--log-level", choices=LEVELS, default="warning", help="(default: warning)")
+    group.add_argument("--log-level", choices=LEVELS, default=log_level, help=f"(default: {log_level})")
     group.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 

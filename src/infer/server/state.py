@@ -14,6 +14,7 @@ from infer.engine.client import EngineClient
 from infer.engine.request import Request
 from infer.errors import UnknownModel, closest
 from infer.front import TextFront
+from infer.server.router import Router
 
 
 @dataclass(slots=True, eq=False)
@@ -24,10 +25,11 @@ class ServedModel:
     front: TextFront
     clients: list[EngineClient]
     created: int  # seconds since 1970, for /v1/models
+    router: Router = field(default_factory=Router)
 
     def pick(self, request: Request) -> EngineClient:
-        """The engine for this request: the one with the least to do."""
-        return min(self.clients, key=lambda client: client.stats().num_running + client.stats().num_waiting)
+        """The engine for this request."""
+        return self.router.pick(request, self.clients)
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +40,9 @@ class ServerState:
     models: dict[str, ServedModel] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     default_model: str | None = None
-    is_draining: bool = False
+    is_starting: bool = False  # the first models are being loaded
+    is_draining: bool = False  # no new requests
+    num_active: int = 0  # requests inside, streams not read to their end included
 
     def get_model(self, name: str | None) -> ServedModel:
         """The model a client named; without a name, the default one."""

@@ -1,0 +1,98 @@
+"""`infer serve`: answer over HTTP until Ctrl-C.
+
+    infer serve                                   the default model
+    infer serve path/to/model --port 9000         one model, under its own name
+    infer serve --model small=DIR --model big=org/name      several; the first is the default
+
+Standard output gets one line, the URL, once requests are welcome; the log goes to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from infer.cli import flags
+from infer.config import EngineConfig, ServerConfig, knob_table
+from infer.errors import ConfigError
+
+EXAMPLES = """\
+examples:
+  infer serve
+  infer serve path/to/model --served-model-name my-model --port 9000
+  infer serve --model small=path/to/model --model big=org/name --api-key secret
+  curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "Once upon a time", "max_tokens": 32}'
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the subcommand."""
+    parser = commands.add_parser(
+        "serve",
+        help="answer over HTTP, as OpenAI's API does",
+        description="Serve one or more models over HTTP, for every client of OpenAI's API and for browsers.",
+        usage="infer serve [MODEL] [options]",
+        epilog=EXAMPLES,
+        formatter_class=flags.HelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    models = parser.add_argument_group("models")
+    models.add_argument(
+        "positional_model", nargs="?", metavar="MODEL", help="model directory, GGUF file or hub id"
+    )
+    models.add_argument(
+        "--model",
+        dest="models",
+        action="append",
+        default=[],
+        metavar="[NAME=]MODEL",
+        help="the same, and the name clients use for it; may be given several times",
+    )
+    flags.add_knob_flags(parser, without=("model",), with_server=True)
+    flags.add_common_flags(parser, log_level="info")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal comes."""
+    knobs = flags.knobs_from(args, with_server=True)
+    models, config = read_models(args, knobs)
+    from infer.server.serve import serve
+
+    serve(models, config, announce=lambda url: print(f"ready: {url}", flush=True))
+    return 0
+
+
+def read_models(
+    args: argparse.Namespace, knobs: dict[str, Any]
+) -> tuple[dict[str, EngineConfig], ServerConfig]:
+    """The engine of each model by the name it is served under ("": its own), and the server."""
+    table = knob_table(with_server=True)
+    server = {name: value for name, value in knobs.items() if table[name].section == "server"}
+    engine = {name: value for name, value in knobs.items() if table[name].section != "server"}
+    config = ServerConfig(**server)
+    given = [] if args.positional_model is None else [args.positional_model]
+    named: list[tuple[str, str | None]] = [split_name(text) for text in (*given, *args.models)]
+    named = named or [("", engine.get("model"))]
+    if config.served_model_name is not None:
+        if named[0][0]:
+            raise ConfigError(
+                f"the first model has two names, {named[0][0]!r} and --served-model-name; give one"
+            )
+        named[0] = (config.served_model_name, named[0][1])
+    models: dict[str, EngineConfig] = {}
+    for name, model in named:
+        if name in models:
+            raise ConfigError("every model needs a name of its own: --model NAME=MODEL for each")
+        models[name] = EngineConfig.from_knobs(**(engine | {"model": model}))
+    return models, config
+
+
+def split_name(text: str) -> tuple[str, str | None]:
+    """`name=path` in two; a path that itself holds an equals sign has a slash before it."""
+    name, equals, model = text.partition("=")
+    if not equals or "/" in name:
+        return "", text
+    if not name or not model:
+        raise ConfigError(f"--model takes MODEL or NAME=MODEL, got {text!r}")
+    return name, model

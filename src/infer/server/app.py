@@ -1,0 +1,91 @@
+"""The application: routes inside, and around them, from the outside in,
+
+    AccessLog     an id, a log line and counts for everybody, also for those who are sent away
+    CORS          only if an origin is configured; outside of Auth, because a browser asks first, keyless
+    Auth          closed unless listed open
+    BodyLimit     reads bodies, up to a size and for a time
+    Gate          503 while starting or draining
+    routes        completions, chat, models, tokens, embeddings; health, metrics; admin; the page
+
+All layers are plain ASGI: a streamed chunk passes through function calls, not through queues and tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from infer import __version__
+from infer.config import EngineConfig, ServerConfig
+from infer.server import admin, chat, completions, embeddings, health, models, pages, tokens
+from infer.server.access_log import AccessLog
+from infer.server.auth import Auth
+from infer.server.errors import install_error_handlers
+from infer.server.fleet import Fleet
+from infer.server.limits import BodyLimit, Gate
+from infer.server.metrics import ServerMetrics
+from infer.server.observed import ObservedClient
+from infer.server.state import ServerState
+
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
+
+def create_app(config: EngineConfig | None = None, server: ServerConfig | None = None) -> FastAPI:
+    """An application that starts its engine when its host starts it, and stops it at the end.
+
+    For hosts such as `uvicorn --factory`; `infer serve` does more: it answers while the model loads,
+    drains, and guards its connections.
+    """
+    engine_config, server_config = config or EngineConfig(), server or ServerConfig()
+    state = ServerState(config=server_config)
+    fleet = Fleet(state, ServerMetrics(server_config.metrics_prefix))
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        try:
+            await fleet.start({server_config.served_model_name or "": engine_config})
+            yield
+        finally:
+            await fleet.close()
+
+    return build_app(state, fleet, lifespan=lifespan)
+
+
+def build_app(state: ServerState, fleet: Fleet | None = None, *, lifespan: Lifespan | None = None) -> FastAPI:
+    """The application around a state whose engines somebody else starts and stops."""
+    config = state.config
+    fleet = fleet or Fleet(state, ServerMetrics(config.metrics_prefix))
+    for model in state.models.values():
+        model.clients = [
+            client
+            if isinstance(client, ObservedClient)
+            else ObservedClient(client, model.name, fleet.metrics)
+            for client in model.clients
+        ]
+    # The interactive docs of the framework load scripts from elsewhere: the schema alone is served.
+    app = FastAPI(title="infer", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.state.server, app.state.fleet, app.state.metrics = state, fleet, fleet.metrics
+    for part in (completions, chat, models, tokens, embeddings, health):
+        app.include_router(part.router)
+    if config.admin_key is not None:
+        app.include_router(admin.router)
+    if config.ui:
+        app.include_router(pages.make_router())
+    install_error_handlers(app)
+    # the last added is the outermost
+    app.add_middleware(Gate, state=state)
+    app.add_middleware(BodyLimit, max_body_size=config.max_body_size)
+    app.add_middleware(Auth, config=config)
+    if config.cors_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.cors_origin),
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+            expose_headers=["x-request-id", "x-infer-ignored", "retry-after"],
+        )
+    app.add_middleware(AccessLog, metrics=fleet.metrics, is_logged=config.access_log)
+    return app

@@ -1,0 +1,213 @@
+"""What dashboards read: counts and times, in Prometheus' text format.
+
+Everything here is touched by one event loop only, so observing a token is an addition to a plain list:
+no lock, no label lookup. prometheus-client is asked at a scrape, to write what `collect` yields.
+
+    requests ──► EngineMeter, one per engine     (what its requests took, seen from this side of the wire)
+    engine   ──► EngineStats, its last snapshot  (running, waiting, cache; read at the scrape)
+    HTTP     ──► ServerMetrics.count_http
+
+The names are those of vLLM's dashboards with the prefix `infer_`; `--metrics-prefix vllm` writes `vllm:`
+instead, and such a dashboard works as it is.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.registry import Collector
+
+from infer.engine.client import EngineClient
+from infer.errors import EngineError
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+
+FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+TOKEN_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
+
+
+class Histogram:
+    """Counts of values by bucket: `observe` is a search among a few numbers and two additions."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)  # the last is beyond all bounds
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value in the first bucket whose bound is not below it."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """Prometheus' buckets: how many values are not above each bound."""
+        rows, running = [], 0
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
+            running += count
+            rows.append((bound, float(running)))
+        return rows
+
+
+class EngineMeter:
+    """What the requests of one engine took."""
+
+    def __init__(self, model: str, engine: str, client: EngineClient) -> None:
+        self.labels = (model, engine)
+        self.client = client
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_output_tokens = 0
+        self.finished: Counter[str] = Counter()  # by reason
+        self.is_down = False  # when last looked at
+        self.num_restarts = 0
+        self.first_token_s = Histogram(FIRST_TOKEN_S)
+        self.inter_token_s = Histogram(TOKEN_S)
+        self.per_token_s = Histogram(TOKEN_S)
+        self.request_s = Histogram(REQUEST_S)
+        self.prompt_tokens = Histogram(TOKENS)
+        self.output_tokens = Histogram(TOKENS)
+        self.choices = Histogram(CHOICES)
+
+
+def _is_up(client: EngineClient) -> float:
+    try:
+        client.check_health()
+    except EngineError:
+        return 0.0
+    return 1.0
+
+
+def _cache_use(client: EngineClient) -> float:
+    stats = client.stats()
+    return stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
+
+
+Reading = Callable[[EngineMeter], float]
+
+GAUGES: tuple[tuple[str, str, Reading], ...] = (
+    ("num_requests_running", "sequences being computed", lambda m: m.client.stats().num_running),
+    ("num_requests_waiting", "sequences waiting for room", lambda m: m.client.stats().num_waiting),
+    ("kv_cache_usage_perc", "share of KV-cache blocks in use, 0 to 1", lambda m: _cache_use(m.client)),
+    ("engine_up", "1 if the engine is alive and makes progress", lambda m: _is_up(m.client)),
+)
+COUNTERS: tuple[tuple[str, str, Reading], ...] = (
+    ("prefix_cache_queries", "prompt tokens looked up", lambda m: m.client.stats().num_queried_tokens),
+    ("prefix_cache_hits", "of these, found", lambda m: m.client.stats().num_hit_tokens),
+    ("num_preemptions", "sequences that gave back blocks", lambda m: m.client.stats().num_preemptions),
+    ("prompt_tokens", "prompt tokens of requests that began to answer", lambda m: m.num_prompt_tokens),
+    ("prompt_tokens_cached", "of these, found in the prefix cache", lambda m: m.num_cached_tokens),
+    ("generation_tokens", "tokens made", lambda m: m.num_output_tokens),
+    ("engine_restarts", "times the engine came back after it was down", lambda m: m.num_restarts),
+)
+HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMeter], Histogram]], ...] = (
+    ("time_to_first_token_seconds", "from arrival to the first token", lambda m: m.first_token_s),
+    ("inter_token_latency_seconds", "from one token to the next", lambda m: m.inter_token_s),
+    ("request_time_per_output_token_seconds", "mean of a request, after its first", lambda m: m.per_token_s),
+    ("e2e_request_latency_seconds", "from arrival to the last token", lambda m: m.request_s),
+    ("request_prompt_tokens", "prompt length", lambda m: m.prompt_tokens),
+    ("request_generation_tokens", "output length, all choices together", lambda m: m.output_tokens),
+    ("request_params_n", "outputs asked for", lambda m: m.choices),
+)
+LABELS = ("model_name", "engine")
+
+
+class ServerMetrics(Collector):
+    """Every meter of a server, and how they are written down."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = f"{prefix}:" if prefix == "vllm" else f"{prefix}_"
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        self.meters: list[EngineMeter] = []
+        self.num_active = 0  # HTTP requests in progress
+        self.startup_s = 0.0
+        self._http: Counter[tuple[str, str, str]] = Counter()
+        self._num_gone = 0
+
+    def add(self, model: str, client: EngineClient) -> EngineMeter:
+        """A meter for one more engine of a model."""
+        number = sum(meter.labels[0] == model for meter in self.meters)
+        meter = EngineMeter(model, str(number), client)
+        self.meters.append(meter)
+        return meter
+
+    def remove(self, client: EngineClient) -> None:
+        """Stop reporting an engine that is no longer there."""
+        self.meters = [meter for meter in self.meters if meter.client is not client]
+
+    def count_http(self, method: str, route: str, status: int, *, is_gone: bool) -> None:
+        """Count an HTTP request that has ended."""
+        self._http[method, route, str(status)] += 1
+        self._num_gone += is_gone
+
+    def text(self) -> bytes:
+        """The page at /metrics."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything, as prometheus-client wants it."""
+        for name, help_text, reading in GAUGES:
+            gauge = GaugeMetricFamily(self._prefix + name, help_text, labels=LABELS)
+            for meter in self.meters:
+                gauge.add_metric(meter.labels, reading(meter))
+            yield gauge
+        for name, help_text, reading in COUNTERS:
+            counter = CounterMetricFamily(self._prefix + name, help_text, labels=LABELS)
+            for meter in self.meters:
+                counter.add_metric(meter.labels, reading(meter))
+            yield counter
+        for name, help_text, find in HISTOGRAMS:
+            family = HistogramMetricFamily(self._prefix + name, help_text, labels=LABELS)
+            for meter in self.meters:
+                histogram = find(meter)
+                family.add_metric(meter.labels, histogram.cumulative(), histogram.total)
+            yield family
+        yield from self._collect_requests()
+
+    def _collect_requests(self) -> Iterator[Metric]:
+        finished = CounterMetricFamily(
+            self._prefix + "request_success", "requests that ended", labels=(*LABELS, "finished_reason")
+        )
+        for meter in self.meters:
+            for reason, count in meter.finished.items():
+                finished.add_metric((*meter.labels, reason), count)
+        yield finished
+        http = CounterMetricFamily(
+            self._prefix + "http_requests", "HTTP requests", labels=("method", "route", "status")
+        )
+        for labels, count in self._http.items():
+            http.add_metric(labels, count)
+        yield http
+        yield _single(CounterMetricFamily, self._prefix + "http_clients_gone", "left early", self._num_gone)
+        yield _single(
+            GaugeMetricFamily, self._prefix + "http_requests_active", "being served", self.num_active
+        )
+        yield _single(GaugeMetricFamily, self._prefix + "startup_time_seconds", "until ready", self.startup_s)
+
+
+def _single(
+    family: type[CounterMetricFamily] | type[GaugeMetricFamily], name: str, help_text: str, value: float
+) -> Metric:
+    metric = family(name, help_text, labels=())
+    labels: Sequence[str] = ()
+    metric.add_metric(labels, value)
+    return metric

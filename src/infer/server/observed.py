@@ -1,0 +1,124 @@
+"""An engine client that keeps the times of what passes through it.
+
+Routes iterate over a request's outputs through this client, so that every request is measured, whatever
+route it came by, and no route has to think of it. Times run from the arrival of the HTTP request, where
+there is one: what a client waits for includes the reading of its body and the tokenizing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from time import perf_counter
+
+from infer.engine.client import EngineClient
+from infer.engine.request import Request, StepOutput
+from infer.engine.stats import EngineStats
+from infer.server.access_log import RequestRecord, current_record
+from infer.server.metrics import EngineMeter, ServerMetrics
+
+
+class ObservedClient:
+    """An `EngineClient` whose requests are metered."""
+
+    def __init__(self, client: EngineClient, model: str, metrics: ServerMetrics) -> None:
+        self._client = client
+        self.meter = metrics.add(model, self)
+
+    async def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
+        """Pass a request on and its outputs back; the end is counted however it comes."""
+        record = current_record() or RequestRecord(request_id="", arrived_at=perf_counter())
+        times = _Times(request, record, self.meter)
+        try:
+            async with aclosing(self._client.generate(request)) as outputs:
+                async for output in outputs:
+                    times.take(output)
+                    yield output
+        except Exception:
+            times.reason = "error"
+            raise
+        finally:
+            times.finish()
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one sequence of it, before the next step."""
+        self._client.abort(request_id, index)
+
+    def stats(self) -> EngineStats:
+        """The engine's last snapshot of itself."""
+        return self._client.stats()
+
+    def check_health(self) -> None:
+        """Raise `EngineStopped` if the engine is dead, or `EngineError` if it is stuck; else return."""
+        self._client.check_health()
+
+    async def embed(self, prompt: tuple[int, ...], pooling: str) -> list[float]:
+        """The hidden state of a prompt."""
+        embedding = await self._client.embed(prompt, pooling)
+        self.meter.num_prompt_tokens += len(prompt)
+        record = current_record()
+        if record is not None:
+            record.num_prompt_tokens += len(prompt)
+        return embedding
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; returns how many blocks were forgotten."""
+        return await self._client.reset_prefix_cache()
+
+    async def close(self) -> None:
+        """Stop the engine; whoever still waits gets `EngineStopped`."""
+        await self._client.close()
+
+
+class _Times:
+    """The times of one request, written to the meter token by token and at the end."""
+
+    def __init__(self, request: Request, record: RequestRecord, meter: EngineMeter) -> None:
+        self._request = request
+        self._record = record
+        self._meter = meter
+        self._last_at: dict[int, float] = {}  # by sequence
+        self._first_at: float | None = None
+        self._num_tokens = 0
+        self.reason: str | None = None
+
+    def take(self, output: StepOutput) -> None:
+        now = perf_counter()
+        count = len(output.token_ids)
+        if count:
+            if self._first_at is None:
+                self._begin(now, output.num_cached)
+            before = self._last_at.get(output.index)
+            if before is not None:
+                self._meter.inter_token_s.observe(now - before)
+            self._last_at[output.index] = now
+            self._num_tokens += count
+            self._meter.num_output_tokens += count
+        if output.finish_reason is not None:
+            self.reason = output.finish_reason
+
+    def _begin(self, now: float, num_cached: int) -> None:
+        self._first_at = now
+        self._meter.first_token_s.observe(now - self._record.arrived_at)
+        self._meter.num_prompt_tokens += len(self._request.prompt)
+        self._meter.num_cached_tokens += num_cached
+
+    def finish(self) -> None:
+        meter, record = self._meter, self._record
+        if record.is_gone:
+            self.reason = "abort"
+        elif self.reason in (None, "abort"):
+            self.reason = "stop"  # the reader found a stop string in the text and needed no more
+        meter.finished[self.reason or "stop"] += 1
+        record.num_prompt_tokens += len(self._request.prompt)
+        record.num_output_tokens += self._num_tokens
+        if self._first_at is None:
+            return
+        last_at = max(self._last_at.values())
+        meter.request_s.observe(last_at - record.arrived_at)
+        per_sequence = self._num_tokens / len(self._last_at)
+        if per_sequence > 1:
+            meter.per_token_s.observe((last_at - self._first_at) / (per_sequence - 1))
+        meter.prompt_tokens.observe(len(self._request.prompt))
+        meter.output_tokens.observe(self._num_tokens)
+        meter.choices.observe(self._request.params.n)

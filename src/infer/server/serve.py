@@ -1,0 +1,203 @@
+"""The life of a server process.
+
+    bind ──► answer 503 "starting" ──► models load ──► ready ──► signal ──► drain ──► close ──► exit 0
+
+The port is taken first, so that a second server on it fails at once and not after a minute of loading,
+and whoever watches sees "starting" instead of a refused connection. After SIGTERM or Ctrl-C new requests
+get 503, running ones have `drain_timeout` seconds to end and are then cut off with an error; a second
+signal exits at once. If a model cannot be loaded the server ends with that error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import ssl
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import uvicorn
+
+from infer.config import EngineConfig, ServerConfig
+from infer.errors import ConfigError
+from infer.server.app import build_app
+from infer.server.connection import GuardedConnection
+from infer.server.fleet import Fleet
+from infer.server.metrics import ServerMetrics
+from infer.server.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+BACKLOG = 2048
+LAST_WRITES_S = 5  # for answers that are finished but not yet read
+KEEP_ALIVE_S = 30  # longer than a client's pause between two requests of a conversation
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: it is told when to stop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to `run`."""
+        yield
+
+
+def serve(
+    models: Mapping[str, EngineConfig], config: ServerConfig, *, announce: Callable[[str], None]
+) -> None:
+    """Serve these models until a signal comes; `announce` is told the URL once requests are welcome."""
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(run(models, config, announce=announce))
+
+
+async def run(
+    models: Mapping[str, EngineConfig], config: ServerConfig, *, announce: Callable[[str], None]
+) -> None:
+    """The same, for an event loop that runs already."""
+    listener = bind(config)
+    state = ServerState(config=config, is_starting=True)
+    fleet = Fleet(state, ServerMetrics(config.metrics_prefix))
+    server = _Server(_uvicorn_config(state, fleet))
+    stopping = _stop_on_signals()
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    starting = asyncio.create_task(fleet.start(models))
+    url = url_of(config, listener)
+    logger.info("listening on %s; loading %d model(s)", url, len(models))
+    try:
+        await asyncio.wait({starting, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()  # raises what went wrong
+            announce(url)
+            await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+            await drain(state, config.drain_timeout)
+    finally:
+        state.is_draining = True
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await fleet.close()  # whoever still waits is told now
+        server.should_exit = True
+        await serving
+        stopping.cancel()
+        if config.uds is not None:
+            Path(config.uds).unlink(missing_ok=True)
+
+
+async def drain(state: ServerState, timeout_s: float) -> None:
+    """Take no new requests and wait until those inside have left, but not for ever."""
+    state.is_draining = True
+    logger.info("draining: %d request(s) inside, at most %g s", state.num_active, timeout_s)
+    give_up_at = time.monotonic() + timeout_s
+    while state.num_active and time.monotonic() < give_up_at:
+        await asyncio.sleep(0.02)
+    if state.num_active:
+        logger.warning("%d request(s) did not end in time and are cut off", state.num_active)
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """The listening socket, or an error that says what is in the way."""
+    where = config.uds if config.uds is not None else f"{config.host}:{config.port}"
+    try:
+        return _bind_unix(config.uds) if config.uds is not None else _bind_tcp(config.host, config.port)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"cannot listen on {where}: {reason}; choose another --port or --host") from None
+
+
+def _bind_tcp(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
+
+
+def _bind_unix(path: str) -> socket.socket:
+    """A socket that only this user may connect to; a file that a dead server left behind is replaced."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISSOCK(os.stat(path).st_mode) and not _is_answered(path):
+                os.unlink(path)
+        listener.bind(path)
+        os.chmod(path, 0o600)
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
+
+
+def _is_answered(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(path) == 0
+
+
+def url_of(config: ServerConfig, listener: socket.socket) -> str:
+    """What to type into a client."""
+    if config.uds is not None:
+        return f"unix:{config.uds}"
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return f"{'https' if config.tls_cert else 'http'}://{shown}:{port}"
+
+
+def _uvicorn_config(state: ServerState, fleet: Fleet) -> uvicorn.Config:
+    config = state.config
+    made = uvicorn.Config(
+        build_app(state, fleet),
+        http=GuardedConnection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=LAST_WRITES_S,
+        backlog=BACKLOG,
+        ssl_certfile=config.tls_cert,
+        ssl_keyfile=config.tls_key,
+    )
+    try:
+        made.load()
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(f"cannot use tls_cert and tls_key: {error.strerror or error}") from None
+    return made
+
+
+def _stop_on_signals() -> asyncio.Future[None]:
+    """Done at the first SIGINT or SIGTERM; the second ends the process on the spot."""
+    loop = asyncio.get_running_loop()
+    stopping: asyncio.Future[None] = loop.create_future()
+
+    def on_signal() -> None:
+        if stopping.done():
+            os._exit(130)  # engine processes notice that we are gone and follow
+        stopping.set_result(None)
+
+    for number in SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+    return stopping
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # it has no build for every platform
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
