@@ -1,10 +1,13 @@
 """How much memory goes where, computed from a model's facts alone, before anything is loaded.
 
-    weights        every parameter once, in the chosen number format
-    KV cache       2 * layers * kv heads * head size * bytes, for every token of every block
+    weights        every parameter once, in the chosen number format, and the tables computed from them
     activations    the largest step: its hidden states, its widest layer, its logits
+    KV cache       2 * layers * kv heads * head size * bytes, for every token of every block
+    workspace      attention gathers the keys and values of one layer at a time: a share of the KV cache
 
 `infer plan` prints this; start-up uses the same figures to size the cache and to say what does not fit.
+Nothing here is measured: it is arithmetic on sizes, so a plan for another machine is as good as one
+for this.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from infer.errors import ConfigError
 
 CPU_SHARE = 0.25  # of the memory that is free, for the KV cache of a model on the CPU
 GPU_SHARE = 0.9  # of a GPU's free memory once the weights are there
+ALLOCATOR_FACTOR = 2  # what a layer really takes: matrix libraries and allocators need room of their own
+FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,39 @@ def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, bytes_
     return 2 * num_layers * num_kv_heads * head_dim * bytes_per_element
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSizes:
+    """The sizes of a network that decide how much a step needs, in elements."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+
+
+def activation_bytes(sizes: LayerSizes, *, num_tokens: int, num_rows: int, bytes_per_element: int) -> int:
+    """Bytes of a step of `num_tokens` of which `num_rows` sample; layers come one after the other.
+
+    Live at the same time, per token: four vectors of the hidden size (a block's input and output, the
+    residual stream before and after) and either the MLP's gate, up, activated gate and product, or
+    attention's q, k, v, the turned q and k and the result. After the last layer, per row that samples:
+    its logits in the model's format, and in float32 the scaled logits, their noise and the sum.
+    """
+    q_size, kv_size = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    widest = max(4 * sizes.intermediate_size, 3 * q_size + 3 * kv_size)
+    layer = num_tokens * (4 * sizes.hidden_size + widest) * bytes_per_element
+    logits = num_rows * sizes.vocab_size * (bytes_per_element + 3 * FLOAT32_BYTES)
+    return max(ALLOCATOR_FACTOR * layer, logits)
+
+
+def workspace_share(num_layers: int) -> float:
+    """How much of the KV cache's size attention needs once more: one layer of it, padded to at most twice."""
+    return 2 / num_layers
+
+
 def size_cache(
     cache: CacheConfig,
     scheduler: SchedulerConfig,
@@ -65,12 +103,12 @@ def size_cache(
     if is_contiguous:
         num_blocks = min(num_blocks, scheduler.max_batch_size)
     if num_blocks < 1:
-        needed = block_size * bytes_per_token
-        unit = "sequence" if is_contiguous else "block"
+        unit = f"sequence of max_seq_len {max_seq_len}" if is_contiguous else f"block of {block_size} tokens"
         raise ConfigError(
-            f"the KV cache would hold {num_tokens} tokens, but one {unit} "
-            f"needs {block_size} ({format_bytes(needed)}); give it more with kv_cache_memory or num_blocks"
+            f"the KV cache gets {format_bytes(num_tokens * bytes_per_token)}, but one {unit} takes "
+            f"{format_bytes(block_size * bytes_per_token)}; give it more with kv_cache_memory or num_blocks"
             + (", or lower max_seq_len" if is_contiguous else "")
+            + "; 'infer plan' shows what fits"
         )
     return CacheSize(num_blocks, block_size, bytes_per_token)
 

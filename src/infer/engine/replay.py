@@ -163,25 +163,26 @@ def replay_model(record: Record, model: str | None, *, device: str | None, show_
     import torch
 
     from infer.engine.build import build_engine
-    from infer.loader.load import load_model
+    from infer.loader.load import load_model, read_headers
     from infer.loader.source import resolve_model
 
     facts = record.facts
     config = replay_config(facts, model, device=device)
     torch.set_num_threads(facts.num_threads)
-    source = resolve_model(model, show_progress=show_progress)
+    headers = read_headers(resolve_model(model, show_progress=show_progress))
+    if (found := fingerprint(headers.config, headers.eos_ids)) != facts.fingerprint:
+        raise ConfigError(
+            f"the record was made with {facts.model} (fingerprint {facts.fingerprint}), but "
+            f"{headers.source.name} has fingerprint {found}; give the recorded model with --model"
+        )
     loaded = load_model(
-        source,
+        headers.source,
         dtype=facts.dtype,
         device=config.load.device,
         max_seq_len=facts.context_len,
         show_progress=show_progress,
+        headers=headers,
     )
-    if (found := fingerprint(loaded.config, loaded.eos_ids)) != facts.fingerprint:
-        raise ConfigError(
-            f"the record was made with {facts.model} (fingerprint {facts.fingerprint}), but {loaded.name} "
-            f"has fingerprint {found}; give the recorded model with --model"
-        )
     return Replay(record, lambda witness: build_engine(config, loaded, observer=witness, cost=facts.cost))
 
 

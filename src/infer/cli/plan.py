@@ -1,0 +1,172 @@
+"""`infer plan`: where a model's memory goes, before anything is loaded.
+
+Reads the config and the headers of the weights, never the weights, so it answers in seconds for any
+size; for a shape that is not on this disk yet, its config.json is enough.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infer.cli import flags
+from infer.cli.answer import write_out
+from infer.config import EngineConfig
+from infer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from infer.engine.memory_plan import MemoryPlan
+
+EXAMPLES = """\
+examples:
+  infer plan
+  infer plan path/to/model --gpu-memory 16GiB
+  infer plan path/to/config.json --gpu-memory 24GiB --max-seq-len 32768 --dtype bfloat16
+  infer plan model.gguf --max-batch-size 8 --json
+"""
+
+# Knobs that change no memory; whoever sets them in a --config file may plan with it all the same.
+NO_MEMORY = {
+    "model",
+    "tokenizer",
+    "chat_template",
+    "num_threads",
+    "attention_backend",
+    "use_prefix_caching",
+    "batching_mode",
+    "scheduler_policy",
+    "prefill_chunk_size",
+    "preemption",
+    "max_wait_steps",
+    "max_decode_gap",
+    "max_waiting",
+    "seed",
+}
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the subcommand."""
+    parser = commands.add_parser(
+        "plan",
+        help="show where a model's memory would go, without loading it",
+        description=(
+            "Show the memory of weights, activations and KV cache, how many sequences of which length fit\n"
+            "at once, and the flags to start with. Exit code 2 if it does not fit."
+        ),
+        usage="infer plan [MODEL] [options]",
+        epilog=EXAMPLES,
+        formatter_class=flags.HelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="directory, GGUF file, config.json or hub id; nothing: the default model",
+    )
+    parser.add_argument(
+        "--gpu-memory",
+        metavar="SIZE",
+        help="plan for a GPU with this memory, such as 16GiB; default: this machine, with what is free now",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, sizes in bytes")
+    flags.add_knob_flags(parser, without=NO_MEMORY)
+    flags.add_common_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read the headers, divide the memory, print the plan."""
+    knobs = flags.knobs_from(args)
+    if args.gpu_memory is not None and "device" in knobs:
+        raise ConfigError("--gpu-memory plans for a GPU that need not be here; leave out --device")
+    config = EngineConfig.from_knobs(**knobs | ({"model": args.model} if args.model is not None else {}))
+    from infer.engine.memory_plan import find_headers, find_machine, plan_dtype, plan_memory
+
+    load = config.load
+    headers = find_headers(load.model, revision=load.revision, show_progress=True)
+    machine = find_machine(load.device, args.gpu_memory)
+    plan = plan_memory(config, headers, machine, dtype=plan_dtype(config, headers, machine))
+    write_out(json.dumps(to_json(plan), indent=2) + "\n" if args.json else to_text(plan, load.model))
+    return 0
+
+
+def to_json(plan: MemoryPlan) -> dict[str, Any]:
+    """The object `--json` prints."""
+    return {
+        "model": plan.model,
+        "num_parameters": plan.num_parameters,
+        "stored_bytes": plan.stored_bytes,
+        "dtype": plan.dtype,
+        "machine": plan.machine.kind,
+        "memory": plan.machine.memory,
+        "runtime": plan.machine.runtime,
+        "weights": plan.weights,
+        "activations": plan.activations,
+        "workspace": plan.workspace,
+        "kv_cache": plan.cache.num_bytes,
+        "kv_bytes_per_token": plan.cache.bytes_per_token,
+        "num_blocks": plan.cache.num_blocks,
+        "block_size": plan.cache.block_size,
+        "num_cache_tokens": plan.cache.num_tokens,
+        "host_cache": plan.host_cache,
+        "total": plan.total,
+        "max_seq_len": plan.longest_sequence,
+        "max_batch_size": plan.max_batch_size,
+        "contexts": {str(context): plan.at_once(context) for context in plan.contexts()},
+        "flags": plan.flags(),
+    }
+
+
+def to_text(plan: MemoryPlan, model: str | None) -> str:
+    """The plan for people."""
+    from infer.engine.memory_plan import format_bytes
+
+    cache = plan.cache
+    where = "a GPU" if plan.machine.kind == "gpu" else "this machine's CPU"
+    rows = [
+        ("weights", plan.weights, f"{plan.num_parameters / 1e6:,.0f} M parameters in {plan.dtype}"),
+        ("activations", plan.activations, "of the largest step"),
+        (
+            "KV cache",
+            cache.num_bytes,
+            f"{cache.num_blocks} blocks of {cache.block_size} tokens: {cache.num_tokens:,} tokens, "
+            f"{format_bytes(cache.bytes_per_token)} each",
+        ),
+        ("workspace", plan.workspace, "of attention"),
+    ]
+    if plan.machine.runtime:
+        rows.append(("runtime", plan.machine.runtime, "of the GPU"))
+    rows.append(("in all", plan.total, f"of {format_bytes(plan.machine.memory)}"))
+    lines = [f"{plan.model} on {where} with {format_bytes(plan.machine.memory)} free", ""]
+    lines += [f"  {name:12}{format_bytes(size):>11}   {note}" for name, size, note in rows]
+    if plan.host_cache:
+        lines.append(f"  {'host memory':12}{format_bytes(plan.host_cache):>11}   for swapped sequences")
+    lines += ["", *_context_table(plan), ""]
+    if plan.longest_sequence < plan.max_seq_len:
+        lines.append(
+            f"The model's context is {plan.max_seq_len} tokens; this cache serves sequences of up to "
+            f"{plan.longest_sequence}."
+        )
+    is_shape_only = model is not None and plan.stored_bytes == 0 and Path(model).expanduser().exists()
+    named = "" if model is None else "--model MODEL " if is_shape_only else f"--model {shlex.quote(model)} "
+    lines.append(f"Start with: infer generate {named}{shlex.join(plan.flags())}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def _context_table(plan: MemoryPlan) -> list[str]:
+    """Which contexts fit at which concurrency."""
+    from infer.engine.memory_plan import CONCURRENCIES, format_bytes
+
+    columns = [count for count in CONCURRENCIES if count <= plan.max_batch_size]
+    head = f"  {'context':>9}{'KV each':>12}{'at once':>10}   " + "".join(f"{f'x{n}':>6}" for n in columns)
+    lines = [head]
+    for context in plan.contexts():
+        at_once = plan.at_once(context)
+        fits = "".join(f"{'yes' if at_once >= count else '-':>6}" for count in columns)
+        each = format_bytes(context * plan.cache.bytes_per_token)
+        lines.append(f"  {context:>9}{each:>12}{at_once:>10}   {fits}")
+    return lines

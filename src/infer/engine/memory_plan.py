@@ -1,0 +1,312 @@
+"""Will it fit? The memory of a model on a machine, from its config and headers alone.
+
+    memory = weights + activations of the largest step + KV cache (+ workspace) + what the runtime takes
+
+Weights, activations and bytes per token are arithmetic (cache/memory.py); what is left is the cache,
+and the cache divided by a context is how many sequences of that length run at once. The plan ends in
+flags: started with them, the engine has exactly the cache that was planned.
+
+The number of parameters is counted on a model built without memory (PyTorch's `meta` device), so it is
+the number that would be loaded, fused matrices and tied heads included; where there are headers, every
+tensor in them is matched with its place first, as loading does.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from infer.cache.memory import (
+    CPU_SHARE,
+    GPU_SHARE,
+    CacheSize,
+    LayerSizes,
+    activation_bytes,
+    free_host_bytes,
+    kv_bytes_per_token,
+    size_cache,
+    workspace_share,
+)
+from infer.cache.memory import format_bytes as format_bytes
+from infer.config import EngineConfig, SchedulerConfig, parse_bytes
+from infer.engine.build import resolve_scheduler
+from infer.errors import ConfigError
+from infer.loader.dtype import DTYPES, choose_dtype, stored_dtype
+from infer.loader.hf_config import MAX_CONFIG_BYTES, GenerationDefaults, read_json
+from infer.loader.load import ModelHeaders, check_length, choose_device, read_headers
+from infer.loader.placement import plan_moves
+from infer.loader.source import ModelSource, resolve_model
+from infer.models.config import ModelConfig
+from infer.models.registry import find_family
+
+GPU_RUNTIME_BYTES = 600 << 20  # CUDA's context and the matrix library's own memory
+SMALL_STEP, SMALL_BATCH = 256, 8  # tokens and sequences of a step, tried when a larger one does not fit
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/\w[\w.-]*", re.ASCII)
+CONTEXTS = tuple(2**power for power in range(9, 21))
+CONCURRENCIES = (1, 4, 16, 64, 256)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """How much memory there is, and what part of it a cache takes if nobody says."""
+
+    kind: str  # "gpu" or "cpu"
+    memory: int
+    cache_share: float  # of what is left once the weights are there
+    runtime: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Where the memory goes; all sizes in bytes."""
+
+    model: str
+    num_parameters: int
+    stored_bytes: int  # of the weights on disk; 0: there are none yet
+    dtype: str
+    machine: Machine
+    weights: int
+    activations: int
+    workspace: int
+    host_cache: int  # for sequences preempted by swapping
+    cache: CacheSize
+    max_seq_len: int
+    max_batch_size: int
+    config: EngineConfig
+
+    @property
+    def total(self) -> int:
+        """All of it, on the device."""
+        return self.weights + self.activations + self.cache.num_bytes + self.workspace + self.machine.runtime
+
+    @property
+    def longest_sequence(self) -> int:
+        """The longest sequence that can be served with this cache: the last token is never cached."""
+        return min(self.max_seq_len, self.cache.num_tokens + 1)
+
+    def at_once(self, context: int) -> int:
+        """How many sequences of this length can run together."""
+        blocks_each = -(-context // self.cache.block_size)
+        return min(self.cache.num_blocks // blocks_each, self.max_batch_size)
+
+    def contexts(self) -> list[int]:
+        """The lengths worth a row of a table."""
+        shorter = [context for context in CONTEXTS if context < self.max_seq_len]
+        return [*shorter[-7:], self.max_seq_len]
+
+    def flags(self) -> list[str]:
+        """What to start with, to get exactly this cache."""
+        chosen: dict[str, object] = {"dtype": self.dtype, "max_seq_len": self.longest_sequence}
+        chosen["max_batch_size"] = self.max_batch_size
+        chosen["max_num_batched_tokens"] = self.config.scheduler.max_num_batched_tokens
+        chosen["kv_cache_backend"] = self.config.cache.kv_cache_backend
+        chosen["block_size"] = self.config.cache.block_size
+        # in blocks of block_size tokens, whatever the layout
+        chosen["num_blocks"] = -(-self.cache.num_tokens // self.config.cache.block_size)
+        defaults = EngineConfig().knobs()
+        given = {name: value for name, value in chosen.items() if value not in (None, defaults[name])}
+        return [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def plan_memory(config: EngineConfig, headers: ModelHeaders, machine: Machine, *, dtype: str) -> MemoryPlan:
+    """Divide the memory of a machine, or say what would fit instead."""
+    max_seq_len = check_length(config.load.max_seq_len, headers.config)
+    scheduler = resolve_scheduler(config, max_seq_len)
+    model_config, bytes_each = headers.config, DTYPES[dtype].itemsize
+    num_parameters, num_table_bytes = count_parameters(headers)
+    weights = num_parameters * bytes_each + num_table_bytes
+    activations = _activations(scheduler, model_config, max_seq_len, bytes_each)
+    bytes_per_token = kv_bytes_per_token(
+        model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, bytes_each
+    )
+    share = workspace_share(model_config.num_layers)
+    left = machine.memory - weights - machine.runtime
+    room = int((left - activations) / (1 + share))
+    parts = f"{format_bytes(weights)} of weights and {format_bytes(activations)} of activations"
+    if room < config.cache.block_size * bytes_per_token:
+        raise ConfigError(_too_small(config, headers, machine, dtype, parts))
+    cache = size_cache(
+        config.cache,
+        scheduler,
+        max_seq_len=max_seq_len,
+        bytes_per_token=bytes_per_token,
+        free_bytes=min(int(left * machine.cache_share), room),
+    )
+    if cache.num_bytes > room:
+        raise ConfigError(
+            f"a KV cache of {format_bytes(cache.num_bytes)} was asked for, but beside {parts} "
+            f"{format_bytes(room)} of {format_bytes(machine.memory)} are left; that is "
+            f"num_blocks={room // (config.cache.block_size * bytes_per_token)}"
+        )
+    plan = MemoryPlan(
+        model=headers.source.name,
+        num_parameters=num_parameters,
+        stored_bytes=sum(tensor.num_bytes for tensor in headers.tensors.values()),
+        dtype=dtype,
+        machine=machine,
+        weights=weights,
+        activations=activations,
+        workspace=int(cache.num_bytes * share),
+        host_cache=config.cache.num_host_blocks * cache.block_size * bytes_per_token,
+        cache=cache,
+        max_seq_len=max_seq_len,
+        max_batch_size=config.scheduler.max_batch_size,
+        config=config,
+    )
+    if config.load.max_seq_len is not None and plan.longest_sequence < max_seq_len:
+        raise ConfigError(
+            f"one sequence of max_seq_len {max_seq_len} needs {format_bytes(max_seq_len * bytes_per_token)} "
+            f"of KV cache, but beside {parts} the cache gets {format_bytes(cache.num_bytes)} of "
+            f"{format_bytes(machine.memory)}; what would fit: max_seq_len={plan.longest_sequence}"
+        )
+    return plan
+
+
+def _activations(scheduler: SchedulerConfig, model: ModelConfig, max_seq_len: int, bytes_each: int) -> int:
+    assert scheduler.max_num_batched_tokens is not None
+    return activation_bytes(
+        layer_sizes(model),
+        num_tokens=min(scheduler.max_num_batched_tokens, scheduler.max_batch_size * max_seq_len),
+        num_rows=scheduler.max_batch_size,
+        bytes_per_element=bytes_each,
+    )
+
+
+def _too_small(config: EngineConfig, headers: ModelHeaders, machine: Machine, dtype: str, parts: str) -> str:
+    """What does not fit, and the first change that would make it fit, or how far the last one is from it."""
+    model, runtime = headers.config, machine.runtime
+    max_seq_len = check_length(config.load.max_seq_len, model)
+    num_parameters, num_table_bytes = count_parameters(headers)
+    advice = "give more memory"
+    for name, settings, changed in _smaller(config, dtype):
+        bytes_each = DTYPES[name].itemsize
+        scheduler = resolve_scheduler(settings, max_seq_len)
+        step = _activations(scheduler, model, max_seq_len, bytes_each)
+        token = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, bytes_each)
+        weights = num_parameters * bytes_each + num_table_bytes
+        needed = weights + step + 2 * config.cache.block_size * token + runtime
+        if needed <= machine.memory:
+            advice = f"what would fit: {changed}"
+            break
+        advice = f"with {changed} it needs {format_bytes(needed)}"
+    return (
+        f"{headers.source.name} in {dtype} needs {parts}"
+        + (f", and the GPU's runtime {format_bytes(runtime)}" if runtime else "")
+        + f", but there are {format_bytes(machine.memory)}; {advice}"
+    )
+
+
+def _smaller(config: EngineConfig, dtype: str) -> list[tuple[str, EngineConfig, str]]:
+    """Number formats and steps that need less, dearest first, each with its knobs in words."""
+    scheduler = config.scheduler
+    width = min(SMALL_BATCH, scheduler.max_batch_size)
+    found = []
+    # without chunks a step must hold a whole prompt, so it cannot be made smaller
+    can_shrink = scheduler.use_chunked_prefill and config.cache.kv_cache_backend != "naive"
+    small = replace(
+        config, scheduler=replace(scheduler, max_num_batched_tokens=SMALL_STEP, max_batch_size=width)
+    )
+    words = f"max_num_batched_tokens={SMALL_STEP}, max_batch_size={width}"
+    if can_shrink:
+        found.append((dtype, small, words))
+    if DTYPES[dtype].itemsize > 2:
+        found.append(("bfloat16", config, "dtype=bfloat16"))
+        if can_shrink:
+            found.append(("bfloat16", small, f"dtype=bfloat16, {words}"))
+    return found
+
+
+def count_parameters(headers: ModelHeaders) -> tuple[int, int]:
+    """The parameters of the model, shared ones once, and the bytes of the tables it computes for itself."""
+    with torch.device("meta"):
+        model = headers.family.build(headers.config)
+    if headers.tensors:
+        plan_moves(model, headers.tensors, headers.family.weight_map, name=headers.source.name)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return num_parameters, sum(table.numel() * table.element_size() for table in model.buffers())
+
+
+def layer_sizes(config: ModelConfig) -> LayerSizes:
+    """The sizes that decide how much a step needs."""
+    return LayerSizes(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+    )
+
+
+# -- what is planned, and for what --------------------------------------------------------------------
+
+
+def find_headers(model: str | None, *, revision: str | None, show_progress: bool) -> ModelHeaders:
+    """The headers of a model, or of a config.json alone: a shape may be planned before it is fetched.
+
+    Of a hub repository only the config is fetched: it says as much as the headers would.
+    """
+    path = None if model is None else Path(model).expanduser()
+    if path is not None and path.is_file() and path.suffix == ".json":
+        return _headers_of_config(
+            path, path.resolve().parent.name if path.name == "config.json" else path.stem
+        )
+    if path is not None and (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
+        return _headers_of_config(path / "config.json", path.resolve().name)
+    if model is not None and path is not None and _HUB_ID.fullmatch(model) and not path.exists():
+        from infer.loader import hub
+
+        file = hub.fetch_file(model, "config.json", revision=revision, show_progress=show_progress)
+        return _headers_of_config(file, model)
+    return read_headers(resolve_model(model, revision=revision, show_progress=show_progress))
+
+
+def _headers_of_config(path: Path, name: str) -> ModelHeaders:
+    raw = read_json(path, MAX_CONFIG_BYTES)
+    family = find_family(raw)
+    return ModelHeaders(
+        source=ModelSource(path=path, name=name, is_gguf=False),
+        family=family,
+        config=family.read_config(raw),
+        tensors={},
+        defaults=GenerationDefaults(),
+        gguf_metadata=None,
+    )
+
+
+def find_machine(device: str, gpu_memory: str | None) -> Machine:
+    """A GPU of the given memory, or the device that would be used here with what is free on it."""
+    if gpu_memory is not None:
+        memory = parse_bytes(gpu_memory)
+        return Machine(kind="gpu", memory=memory, cache_share=GPU_SHARE, runtime=GPU_RUNTIME_BYTES)
+    chosen = choose_device(device)
+    if chosen.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(chosen)  # the runtime has taken its part already
+        return Machine(kind="gpu", memory=free, cache_share=GPU_SHARE)
+    return Machine(kind="cpu", memory=free_host_bytes(), cache_share=CPU_SHARE)
+
+
+def plan_dtype(config: EngineConfig, headers: ModelHeaders, machine: Machine) -> str:
+    """The number format that would be chosen there; a GPU planned for is taken to know bfloat16."""
+    stored = _stored(headers)
+    asked = config.load.dtype
+    if machine.kind == "gpu" and asked == "auto":
+        chosen = stored if stored in DTYPES.values() and stored is not None else torch.bfloat16
+    elif machine.kind == "gpu":
+        chosen = DTYPES[asked]
+    else:
+        chosen = choose_dtype(asked, torch.device("cpu"), stored)
+    return str(chosen).removeprefix("torch.")
+
+
+def _stored(headers: ModelHeaders) -> torch.dtype | None:
+    """The dtype of the weights: of the tensors, or what a lone config.json says of them."""
+    if headers.tensors:
+        return stored_dtype(headers.tensors.values())
+    raw = read_json(headers.source.path, MAX_CONFIG_BYTES)
+    name = raw.get("dtype") or raw.get("torch_dtype")
+    return DTYPES.get(str(name).removeprefix("torch."))

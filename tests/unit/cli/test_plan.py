@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.cache.memory import size_cache
+from infer.cli.flags import knobs_from
+from infer.cli.main import build_parser
+from infer.config import EngineConfig
+from infer.engine import memory_plan
+from infer.engine.build import resolve_scheduler
+from infer.loader.load import load_model
+from infer.loader.source import resolve_model
+from scripts.make_checkpoint import make_checkpoint
+
+Infer = Callable[..., Any]
+
+# The published config of Llama 3.1 8B: 8.03 billion parameters, 128 KiB of cache per token in 16 bits.
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "dtype": "bfloat16",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny") / "tiny-llama"
+    make_checkpoint("llama", folder, dtype="bfloat16")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shapes") / "llama-8b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _small_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_plan, "GPU_RUNTIME_BYTES", 0)  # so that tiny models fit tiny memories
+
+
+def planned(infer: Infer, *arguments: str | Path) -> dict[str, Any]:
+    outcome = infer("plan", *map(str, arguments), "--json")
+    assert outcome.code == 0, outcome.err
+    plan: dict[str, Any] = json.loads(outcome.out)
+    return plan
+
+
+def test_the_weights_are_those_that_loading_makes(infer: Infer, model: Path) -> None:
+    for dtype in ("float32", "bfloat16"):
+        loaded = load_model(resolve_model(str(model)), dtype=dtype, device="cpu").model
+        tensors = [*loaded.parameters(), *loaded.buffers()]
+        plan = planned(infer, model, "--dtype", dtype, "--gpu-memory", "100MiB")
+        assert plan["weights"] == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        assert plan["num_parameters"] == sum(parameter.numel() for parameter in loaded.parameters())
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2"])
+def test_every_family_can_be_planned(infer: Infer, family: str, tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path / family)
+    loaded = load_model(resolve_model(str(tmp_path / family)), dtype="float32", device="cpu").model
+    plan = planned(infer, tmp_path / family, "--gpu-memory", "100MiB")
+    assert plan["dtype"] == "float32"
+    assert plan["num_parameters"] == sum(parameter.numel() for parameter in loaded.parameters())
+
+
+def test_a_config_alone_is_enough(infer: Infer, shape: Path) -> None:
+    for given in (shape, shape / "config.json"):
+        plan = planned(infer, given, "--gpu-memory", "24GiB")
+        assert plan["model"] == "llama-8b"
+        assert plan["num_parameters"] == 8_030_261_248
+        assert plan["dtype"] == "bfloat16"
+        assert plan["kv_bytes_per_token"] == 128 << 10
+        assert plan["total"] <= 24 << 30
+        assert plan["num_cache_tokens"] > 40_000
+        assert plan["stored_bytes"] == 0
+    text = infer("plan", str(shape), "--gpu-memory", "24GiB").out
+    assert "8,030 M parameters in bfloat16" in text
+    assert "The model's context is 131072 tokens; this cache serves sequences of up to" in text
+    assert "infer generate --model MODEL --dtype bfloat16 --max-seq-len" in text
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        ["--gpu-memory", "8MiB"],
+        ["--gpu-memory", "16MiB", "--block-size", "8", "--max-batch-size", "4", "--dtype", "float32"],
+        ["--gpu-memory", "8MiB", "--kv-cache-backend", "contiguous", "--max-seq-len", "50"],
+        ["--gpu-memory", "8MiB", "--num-blocks", "11"],
+        ["--gpu-memory", "8MiB", "--kv-cache-memory", "200KiB"],
+    ],
+)
+def test_the_printed_flags_give_the_planned_cache(infer: Infer, model: Path, knobs: list[str]) -> None:
+    plan = planned(infer, model, *knobs)
+    text = infer("plan", str(model), *knobs).out
+    command = text.splitlines()[-1].removeprefix("Start with: infer ")
+    config = EngineConfig.from_knobs(**knobs_from(build_parser().parse_args(shlex.split(command))))
+    assert config.load.model == str(model)
+    max_seq_len = config.load.max_seq_len or 256
+    assert max_seq_len == plan["max_seq_len"]
+    scheduler = resolve_scheduler(config, max_seq_len)
+    made = size_cache(
+        config.cache,
+        scheduler,
+        max_seq_len=max_seq_len,
+        bytes_per_token=plan["kv_bytes_per_token"],
+        free_bytes=0,
+    )
+    assert (made.num_blocks, made.block_size) == (plan["num_blocks"], plan["block_size"])
+
+
+def test_contexts_and_concurrency_follow_from_the_blocks(infer: Infer, model: Path) -> None:
+    plan = planned(infer, model, "--gpu-memory", "100MiB", "--num-blocks", "40", "--max-batch-size", "20")
+    assert plan["contexts"] == {"256": 2}  # 16 blocks each
+    outcome = infer("plan", str(model), "--gpu-memory", "100MiB", "--num-blocks", "80")
+    [row] = [line.split() for line in outcome.out.splitlines() if line.split()[:1] == ["256"]]
+    assert row[3:] == ["5", "yes", "yes", "-", "-"]  # five at once: 1 and 4 fit, 16 and 64 do not
+
+
+def test_swapping_is_counted_as_host_memory(infer: Infer, model: Path) -> None:
+    plan = planned(infer, model, "--gpu-memory", "100MiB", "--num-host-blocks", "10")
+    assert plan["host_cache"] == 10 * 16 * plan["kv_bytes_per_token"]
+    assert "host memory" in infer("plan", str(model), "--num-host-blocks", "10").out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu-memory", "8GiB"], "with max_num_batched_tokens=256, max_batch_size=8 it needs 15."),
+        (["--gpu-memory", "15.4GiB"], "what would fit: max_num_batched_tokens=256, max_batch_size=8"),
+        (["--gpu-memory", "24GiB", "--dtype", "float32"], "what would fit: dtype=bfloat16"),
+        (["--gpu-memory", "24GiB", "--max-seq-len", "100000"], "what would fit: max_seq_len="),
+        (["--gpu-memory", "24GiB", "--num-blocks", "90000"], "a KV cache of 175.8 GiB was asked for, but"),
+        (["--gpu-memory", "much"], "a size looks like 512MiB or 4GiB, got 'much'"),
+        (["--gpu-memory", "8GiB", "--device", "cpu"], "leave out --device"),
+        (["--max-seq-len", "900000"], "max_seq_len must be in 1..131072"),
+    ],
+)
+def test_what_does_not_fit_says_what_would(
+    infer: Infer, shape: Path, arguments: list[str], message: str
+) -> None:
+    outcome = infer("plan", str(shape), *arguments)
+    assert outcome.code == 2
+    assert outcome.out == ""
+    assert message in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+def test_what_would_fit_does_fit(infer: Infer, shape: Path) -> None:
+    small = ["--max-num-batched-tokens", "256", "--max-batch-size", "8"]
+    assert infer("plan", str(shape), "--gpu-memory", "15.4GiB", *small).code == 0
+    outcome = infer("plan", str(shape), "--gpu-memory", "24GiB", "--max-seq-len", "100000")
+    longest = outcome.err.strip().rpartition("max_seq_len=")[2]
+    assert infer("plan", str(shape), "--gpu-memory", "24GiB", "--max-seq-len", longest).code == 0
+
+
+def test_the_default_is_this_machine(infer: Infer, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_plan, "free_host_bytes", lambda: 64 << 20)
+    plan = planned(infer, model, "--device", "cpu", "--dtype", "float32")
+    assert (plan["machine"], plan["memory"]) == ("cpu", 64 << 20)
+    assert plan["kv_cache"] <= 0.25 * (64 << 20)
+
+
+def test_a_checkpoint_that_does_not_fit_its_config_is_refused(infer: Infer, tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path / "odd")
+    raw = json.loads((tmp_path / "odd" / "config.json").read_text())
+    (tmp_path / "odd" / "config.json").write_text(json.dumps(raw | {"intermediate_size": 64}))
+    outcome = infer("plan", str(tmp_path / "odd"), "--gpu-memory", "1GiB")
+    assert outcome.code == 2
+    assert "the weights of odd do not fit its config" in outcome.err
