@@ -14,12 +14,10 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
@@ -131,18 +129,3 @@ def error(status: int, message: str) -> Response:
     """An error in OpenAI's shape."""
     body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
     return JSONResponse(body, status_code=status)
-
-
-@contextmanager
-def serve(app: Any) -> Iterator[str]:
-    """Run an ASGI application on a free port of the loopback interface, in a thread."""
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    sockets = [config.bind_socket()]
-    thread = threading.Thread(target=server.run, kwargs={"sockets": sockets})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(20)

@@ -14,7 +14,8 @@ pytest.importorskip("websockets")
 pytest.importorskip("uvicorn")
 
 from tests.browser.chromium import Page, find_chromium, open_page  # noqa: E402
-from tests.browser.fake_api import FakeApi, serve  # noqa: E402
+from tests.browser.fake_api import FakeApi  # noqa: E402
+from tests.support.live_server import serve  # noqa: E402
 
 PROGRAM = find_chromium()
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium; on Debian: apt-get install chromium")
