@@ -1,0 +1,64 @@
+"""An engine client without an engine: it answers with numbers, at a pace and with troubles of choice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from infer.engine.request import Request, StepOutput
+from infer.engine.stats import EngineStats
+from infer.errors import EngineError
+
+
+class FakeClient:
+    """Says `max_tokens` tokens per request; the i-th token of an answer is `first_token + i`."""
+
+    def __init__(self, *, delay_s: float = 0.0, first_token: int = 65) -> None:
+        self.delay_s = delay_s
+        self.first_token = first_token
+        self.failure: EngineError | None = None  # what check_health raises
+        self.snapshot = EngineStats(num_blocks=8)
+        self.requests: list[Request] = []
+        self.num_open = 0
+        self.num_resets = 0
+        self.is_closed = False
+
+    async def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
+        self.requests.append(request)
+        self.num_open += 1
+        try:
+            if self.failure is not None:
+                raise self.failure
+            num_tokens = request.params.max_tokens or 1
+            for i in range(num_tokens):
+                await asyncio.sleep(self.delay_s)
+                for index in range(request.params.n):
+                    yield StepOutput(
+                        request_id=request.request_id,
+                        index=index,
+                        token_ids=(self.first_token + i,),
+                        finish_reason="length" if i == num_tokens - 1 else None,
+                        num_cached=min(4, len(request.prompt)),
+                    )
+        finally:
+            self.num_open -= 1
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        raise AssertionError(f"nobody should abort {request_id} {index} here")
+
+    def stats(self) -> EngineStats:
+        return self.snapshot
+
+    def check_health(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    async def embed(self, prompt: tuple[int, ...], pooling: str) -> list[float]:
+        return [float(len(prompt))]
+
+    async def reset_prefix_cache(self) -> int:
+        self.num_resets += 1
+        return 3
+
+    async def close(self) -> None:
+        self.is_closed = True

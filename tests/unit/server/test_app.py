@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+
+import pytest
+from fastapi import FastAPI
+
+from tests.support.app import Site
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name == "infer.server.access_log"]
+
+
+@pytest.mark.parametrize("given", ["abc-1", "a" * 128, "A.b:c_9"])
+def test_a_plain_request_id_is_sent_back(given: str) -> None:
+    response = Site().request("GET", "/health", headers={"x-request-id": given})
+    assert response.headers["x-request-id"] == given
+
+
+@pytest.mark.parametrize("given", ["", "a b", "a" * 129, "x\ty", "a;b", "<script>"])
+def test_any_other_request_id_is_replaced_by_a_fresh_one(given: str) -> None:
+    site = Site()
+    answers = {
+        site.request("GET", "/health", headers={"x-request-id": given}).headers["x-request-id"] for _ in "12"
+    }
+    assert given not in answers and len(answers) == 2
+    assert all(re.fullmatch(r"req-[0-9a-f]{24}", answer) for answer in answers)
+
+
+def test_errors_carry_the_request_id_too() -> None:
+    site = Site(api_key=("k",))
+    for path in ("/v1/models", "/nowhere"):
+        assert site.request("GET", path, headers={"x-request-id": "mine"}).headers["x-request-id"] == "mine"
+
+
+def test_a_request_is_one_line_in_the_log_without_keys(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="infer.server.access_log"):
+        Site(api_key=("secret-key",)).request(
+            "GET",
+            "/version?token=hidden",
+            headers={"authorization": "Bearer secret-key", "x-request-id": "r1"},
+        )
+    (line,) = logged(caplog)
+    pattern = r'method=GET path="/version" status=200 ms=[\d.]+ prompt_tokens=0 output_tokens=0 request_id=r1'
+    assert re.fullmatch(pattern, line)
+
+
+def test_a_path_cannot_forge_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="infer.server.access_log"):
+        Site().request("GET", "/x%0astatus=200%20request_id=fake" + "y" * 1000)
+    (line,) = logged(caplog)
+    assert "\n" not in line and len(line) < 400
+
+
+def test_the_access_log_can_be_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="infer.server.access_log"):
+        Site(access_log=False).request("GET", "/health")
+    assert not logged(caplog)
+
+
+def test_a_failure_nobody_foresaw_is_a_500_that_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    site = Site()
+    app: FastAPI = site.app
+
+    @app.get("/broken")
+    async def broken() -> None:
+        raise RuntimeError("secret at /home/somebody/file.py 0x7f0011223344")
+
+    response = site.request("GET", "/broken", headers={"x-request-id": "r7"})
+    assert response.status_code == 500
+    assert response.headers["x-request-id"] == "r7"
+    assert "secret" not in response.text and "Traceback" not in response.text
+    assert response.json()["error"]["code"] == 500
+    assert any(record.exc_info for record in caplog.records), "the operator sees the traceback"
+    assert site.metrics()['infer_http_requests_total{method="GET",route="/broken",status="500"}'] == 1
+
+
+def test_a_body_over_the_limit_is_a_413() -> None:
+    response = Site(max_body_size="1KiB").request("POST", "/v1/completions", content=b"x" * 2000)
+    assert response.status_code == 413
+    assert response.json()["error"]["message"].startswith("the request body is larger than 1KiB")
+
+
+@pytest.mark.parametrize("path", ["/", "/ui"])
+def test_the_page_comes_with_a_policy_that_forbids_foreign_code(path: str) -> None:
+    response = Site().request("GET", path)
+    assert response.status_code == 200 and "<html" in response.text
+    policy = response.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert response.headers["x-content-type-options"] == "nosniff"
+
+
+def test_every_file_the_page_names_is_served() -> None:
+    site = Site()
+    named = re.findall(r'(?:href|src)="(/ui/[^"]+)"', site.request("GET", "/").text)
+    assert len(named) >= 2
+    for path in named:
+        assert site.request("GET", path).status_code == 200
+
+
+def test_the_page_can_be_switched_off() -> None:
+    assert Site(ui=False).request("GET", "/").status_code == 404
+
+
+def test_browsers_elsewhere_are_refused_unless_their_origin_is_configured() -> None:
+    ask = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    closed = Site(api_key=("k",)).request("OPTIONS", "/v1/models", headers=ask)
+    assert "access-control-allow-origin" not in closed.headers
+    site = Site(api_key=("k",), cors_origin=("https://a.example",))
+    allowed = site.request("OPTIONS", "/v1/models", headers=ask)
+    assert allowed.status_code == 200
+    assert allowed.headers["access-control-allow-origin"] == "https://a.example"
+    other = site.request("OPTIONS", "/v1/models", headers=ask | {"origin": "https://b.example"})
+    assert "access-control-allow-origin" not in other.headers
+    refused = site.request("GET", "/v1/models", headers={"origin": "https://a.example"})
+    assert refused.status_code == 401 and "access-control-allow-origin" in refused.headers
+
+
+def test_no_page_of_the_framework_that_loads_foreign_scripts_is_served() -> None:
+    site = Site()
+    assert [site.request("GET", path).status_code for path in ("/docs", "/redoc")] == [404, 404]
+    assert site.request("GET", "/openapi.json").status_code == 200
+
+
+def test_the_server_package_is_imported_when_first_used() -> None:
+    script = "import sys, infer.server; assert 'fastapi' not in sys.modules; infer.server.create_app"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

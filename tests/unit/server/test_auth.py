@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from infer.config import ServerConfig
+from infer.server.app import build_app
+from infer.server.auth import Auth, KeyRing, is_admin, is_open
+from infer.server.state import ServerState
+
+KEYS = {"api_key": ("first-key", "second-key"), "admin_key": "admin-key"}
+
+
+def call(
+    method: str, path: str, *, key: str | None = None, headers: dict[str, str] | None = None, **config: Any
+) -> httpx.Response:
+    app = build_app(ServerState(config=ServerConfig(**(KEYS | config))))
+    sent = dict(headers or {}) | ({} if key is None else {"authorization": f"Bearer {key}"})
+
+    async def go() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:
+            return await client.request(method, path, headers=sent)
+
+    return asyncio.run(go())
+
+
+def all_routes() -> list[tuple[str, str]]:
+    """Everything the application says it has, and what it does not say."""
+    app = build_app(ServerState(config=ServerConfig(**KEYS)))
+    documented = [
+        (method.upper(), path.replace("{model_id}", "x").replace("{model_id:path}", "x"))
+        for path, operations in app.openapi()["paths"].items()
+        for method in operations
+    ]
+    assert len(documented) > 10
+    return [*documented, ("GET", "/openapi.json"), ("GET", "/docs"), ("POST", "/nowhere"), ("GET", "/v1")]
+
+
+@pytest.mark.parametrize(("method", "path"), all_routes())
+def test_every_route_but_health_refuses_whoever_has_no_key(method: str, path: str) -> None:
+    response = call(method, path)
+    if path == "/health":
+        assert response.status_code == 200
+        return
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"] == "Bearer"
+    assert response.json()["error"]["code"] == 401
+    wrong = "second-key" if path.startswith("/admin") else "admin-key"
+    assert call(method, path, key=wrong).status_code == 401, "one kind of key does not open the other door"
+    right = "admin-key" if path.startswith("/admin") else "second-key"
+    assert call(method, path, key=right).status_code != 401
+
+
+@pytest.mark.parametrize("path", ["/", "/ui", "/ui/app.js"])
+def test_the_page_is_open_only_while_there_is_one(path: str) -> None:
+    assert call("GET", path).status_code == 200
+    assert call("GET", path, ui=False).status_code == 401
+
+
+@pytest.mark.parametrize("path", ["/health/", "/health/x", "//health", "/v1/../health", "/HEALTH", "/uix"])
+def test_a_path_that_only_resembles_an_open_one_is_closed(path: str) -> None:
+    async def inner(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError(f"{scope['path']} was let in")
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        raise AssertionError("nothing needs to be read")
+
+    layer = Auth(inner, ServerConfig(**KEYS))
+    asyncio.run(layer({"type": "http", "path": path, "headers": []}, receive, send))
+    assert sent[0]["status"] == 401
+
+
+def test_what_looks_like_a_file_of_the_page_and_is_none_is_not_found() -> None:
+    for path in ("/ui/../metrics", "/ui/%2e%2e/metrics", "/ui/..%2fmetrics", "/ui/nothing.js"):
+        assert is_open("/ui/../metrics", has_page=True)
+        response = call("GET", path)
+        assert response.status_code in (401, 404) and "infer_" not in response.text
+
+
+def test_the_host_header_opens_nothing() -> None:
+    for host in ("x/health", "host/health?", "health"):
+        assert call("GET", "/metrics", headers={"host": host}).status_code == 401
+
+
+@pytest.mark.parametrize(
+    "value", ["", "first-key", "Basic first-key", "Bearer", "Bearer first-ke", "Bearer x y"]
+)
+def test_other_spellings_of_the_header_are_refused(value: str) -> None:
+    assert call("GET", "/version", headers={"authorization": value}).status_code == 401
+
+
+def test_the_scheme_may_be_written_in_any_case() -> None:
+    assert call("GET", "/version", headers={"authorization": "bearer first-key"}).status_code == 200
+
+
+def test_without_keys_the_server_is_open_but_admin_routes_are_off() -> None:
+    assert call("GET", "/version", api_key=(), admin_key=None).status_code == 200
+    response = call("POST", "/admin/drain", api_key=(), admin_key=None)
+    assert response.status_code == 404
+    assert "admin key" in response.json()["error"]["message"]
+
+
+def test_an_admin_path_is_everything_under_admin_and_nothing_else() -> None:
+    assert is_admin("/admin") and is_admin("/admin/x/y") and not is_admin("/administrator")
+
+
+def test_a_websocket_is_closed() -> None:
+    sent: list[Any] = []
+
+    async def inner(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("let in")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "websocket.connect"}
+
+    asyncio.run(Auth(inner, ServerConfig())({"type": "websocket", "path": "/", "headers": []}, receive, send))
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+def test_a_key_ring_compares_every_key() -> None:
+    ring = KeyRing(["a", "b", "\u00e9"])
+    assert ring.opens(b"a") and ring.opens(b"b") and ring.opens("\u00e9".encode())
+    assert not ring.opens(b"") and not ring.opens(b"c")
+    assert not KeyRing([])

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pytest
+
+from infer import __version__
+from infer.errors import EngineError, EngineStopped
+from tests.support.app import Site
+from tests.support.fake_client import FakeClient
+
+
+def test_a_server_whose_engines_are_well_is_well() -> None:
+    response = Site(FakeClient(), FakeClient()).request("GET", "/health")
+    assert response.status_code == 200
+    assert response.json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize("failure", [EngineStopped("it died"), EngineError("no progress for 130 s")])
+def test_one_engine_that_is_dead_or_stuck_makes_the_server_unwell(failure: EngineError) -> None:
+    site = Site(FakeClient(), FakeClient())
+    site.clients[1].failure = failure
+    response = site.request("GET", "/health")
+    assert response.status_code == 503
+    assert response.json()["error"]["message"] == f"engine 1 of fake: {failure}"
+    site.clients[1].failure = None
+    assert site.request("GET", "/health").status_code == 200
+
+
+def test_starting_and_draining_are_told_apart_and_ask_to_come_back() -> None:
+    site = Site()
+    site.state.is_starting = True
+    starting = site.request("GET", "/health")
+    site.state.is_starting, site.state.is_draining = False, True
+    draining = site.request("GET", "/health")
+    assert starting.status_code == draining.status_code == 503
+    assert "starting" in starting.text and "draining" in draining.text
+    assert int(starting.headers["retry-after"]) > 0
+
+
+def test_the_version_is_the_package_s() -> None:
+    assert Site().request("GET", "/version").json() == {"version": __version__}
