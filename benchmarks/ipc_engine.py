@@ -1,0 +1,56 @@
+"""An engine process whose model costs nothing, for benchmarks of everything around the model.
+
+Started in place of `infer.engine.process`: `ProcessClient.start(config, module="benchmarks.ipc_engine")`.
+Scheduler, cache books, loop and messages are the real ones; a step "samples" token 1 for everybody, at
+once, or at the pace that the `seed` knob gives in steps per second.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence as Seq
+
+from infer.cache.memory import CacheSize
+from infer.config import EngineConfig
+from infer.engine.build import make_pool
+from infer.engine.engine import Engine
+from infer.engine.plan import StepPlan
+from infer.engine.process import main
+from infer.engine.runner import StepResult
+from infer.engine.scheduler import Scheduler
+from infer.engine.sequence import Sequence
+
+
+class NullRunner:
+    """Token 1 for everybody; no more than `pace` steps per second, where that is not 0."""
+
+    def __init__(self, pace: float) -> None:
+        self._interval = 1 / pace if pace else 0.0
+        self._next = 0.0
+
+    def forget(self, seq_id: int) -> None:
+        """Keep nothing."""
+
+    def run(self, plan: StepPlan, sequences: Seq[Sequence]) -> StepResult:
+        """Wait for the next tick and draw."""
+        now = time.monotonic()
+        if self._next > now:
+            time.sleep(self._next - now)
+        self._next = max(self._next, now) + self._interval
+        return StepResult(
+            [(1,) * chunk.num_samples for chunk in plan.chunks],
+            [(None,) * chunk.num_samples for chunk in plan.chunks],
+            {},
+        )
+
+
+def make_engine(config: EngineConfig) -> Engine:
+    """An engine for 4096 tokens per sequence; the seed knob holds the pace."""
+    pool = make_pool(config, CacheSize(65536, 16, bytes_per_token=1))
+    runner = NullRunner(config.scheduler.seed)
+    return Engine(Scheduler(pool, config.scheduler), runner, context_len=4096, vocab_size=1000)
+
+
+if __name__ == "__main__":
+    sys.exit(main(make_engine))
