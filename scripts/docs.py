@@ -9,13 +9,12 @@ Both files are whole outputs of this script, so there is nothing in them to edit
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from pathlib import Path
 
 from infer.cli.flags import LIBRARY_ONLY, SAMPLING_HELP
 from infer.cli.main import build_parser
-from infer.config import EngineConfig, KnobRow, knob_table
+from infer.config import KnobRow, ServerConfig, engine_sections, knob_table
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -35,20 +34,19 @@ CLI_INTRO = """\
 *Written by `scripts/docs.py` from the parsers of `src/infer/cli/`; do not edit.*
 
 Standard output holds the answer and nothing else; progress, log lines and notices go to standard
-error. Exit codes: 0 done, 2 an impossible request (one line says what to do), 130 Ctrl-C, 141 the
-reader of a pipe has gone.
+error. Exit codes: 0 done, 1 `infer replay` found a difference, 2 an impossible request (one line says
+what to do), 130 Ctrl-C, 141 the reader of a pipe has gone.
 """
 
 
 def knobs_page() -> str:
-    """One table per section of EngineConfig."""
+    """One table per section of EngineConfig, and one for the server."""
     parts = [KNOBS_INTRO]
-    rows = knob_table().values()
-    for section in dataclasses.fields(EngineConfig):
-        section_type = section.default_factory
-        parts.append(f"## {section.name}\n\n{(section_type.__doc__ or '').strip()}\n")
+    rows = knob_table(with_server=True).values()
+    for section, section_type in (engine_sections() | {"server": ServerConfig}).items():
+        parts.append(f"## {section}\n\n{(section_type.__doc__ or '').strip()}\n")
         table = ["| knob | type | default | what it does |", "|---|---|---|---|"]
-        table += [_knob_row(row) for row in rows if row.section == section.name]
+        table += [_knob_row(row) for row in rows if row.section == section]
         parts.append("\n".join(table) + "\n")
     names = ", ".join(f"`{name}`" for name in SAMPLING_HELP)
     others = ", ".join(f"`{name}`" for name in sorted(LIBRARY_ONLY))
@@ -61,7 +59,7 @@ def knobs_page() -> str:
 
 def _knob_row(row: KnobRow) -> str:
     kind = " \\| ".join(f"`{choice}`" for choice in row.choices) if row.choices else row.kind.__name__
-    default = "" if row.default is None else f"`{row.default}`"
+    default = "" if row.default in (None, ()) else f"`{row.default}`"
     aliases = "".join(f"; also `--{alias}`" for alias in row.aliases)
     return f"| `{row.name}` | {kind} | {default} | {row.help.replace('|', chr(92) + '|')}{aliases} |"
 
