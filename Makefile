@@ -26,8 +26,8 @@ help:  ## list these targets
 setup: $(VENV)/.model  ## make .venv, install the pinned dependencies, fetch the default model
 	@echo "ready: $(BIN)/infer --help"
 
-serve: $(VENV)/.model  ## chat with the default model in the terminal; ARGS="--model DIR" for another
-	@$(BIN)/infer chat $(ARGS)
+serve: $(VENV)/.model  ## serve the default model on 127.0.0.1:8000; ARGS="MODEL --port 9000" for another
+	@$(BIN)/infer serve $(ARGS)
 
 test: $(VENV)/.installed  ## run every test that this machine can run
 	@$(BIN)/infer fetch > /dev/null || echo "the default model is not here: tests that need it are skipped" >&2

@@ -11,7 +11,7 @@ from infer.server.app import build_app
 from infer.server.auth import Auth, KeyRing, is_admin, is_open
 from infer.server.state import ServerState
 
-KEYS = {"api_key": ("first-key", "second-key"), "admin_key": "admin-key"}
+KEYS: dict[str, Any] = {"api_key": ("first-key", "second-key"), "admin_key": "admin-key"}
 
 
 def call(

@@ -123,7 +123,25 @@ def test_gauges_are_the_engine_s_last_snapshot() -> None:
     assert found['infer_num_requests_running{engine="0",model_name="fake"}'] == 0
 
 
-VLLM_NAMES = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens", "request_success", "prompt_tokens_cached", "time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_prompt_tokens", "request_generation_tokens", "request_params_n"]
+VLLM_NAMES = [
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "num_preemptions",
+    "prompt_tokens",
+    "generation_tokens",
+    "request_success",
+    "prompt_tokens_cached",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "request_params_n",
+]
 
 
 def test_the_vllm_prefix_gives_the_names_of_its_dashboards() -> None:
