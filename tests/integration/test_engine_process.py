@@ -182,6 +182,9 @@ def test_refusals_keep_their_class_their_words_and_their_field() -> None:
                 await collect(client, too_long)
             with pytest.raises(RequestError, match="64 bits"):
                 await collect(client, Request(request_id="huge", prompt=(2**64,)))
+            odd: Any = 1.5
+            with pytest.raises(RequestError, match="wrong type.*priority"):
+                await collect(client, Request(request_id="odd", prompt=(1,), priority=odd))
             with pytest.raises(RequestError, match="pooling must be one of"):
                 await client.embed((1,), "median")
 
@@ -291,6 +294,21 @@ def test_killed_between_requests_it_comes_back() -> None:
     run(main())
 
 
+def test_a_death_that_is_not_yet_known_raises_the_same() -> None:
+    async def main() -> None:
+        async with running() as client:
+            leaving = client.generate(make_request(1, max_tokens=380))
+            await anext(leaving)
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGKILL)
+            time.sleep(0.2)  # the event loop hears of nothing meanwhile
+            await leaving.aclose()
+            with pytest.raises(EngineStopped):
+                await collect(client, make_request(2))
+
+    run(main())
+
+
 def test_without_restart_it_stays_down() -> None:
     async def main() -> None:
         async with running(restart=False) as client:
@@ -360,9 +378,8 @@ def test_what_stops_the_start_is_raised_as_what_it_is(checkpoint: str) -> None:
             async with running(knobs={"model": "broken"}):
                 pass
         with pytest.raises(ConfigError, match="device"):
-            async with running(
-                module="infer.engine.process", knobs={"model": str(ROOT), "device": "cuda:99"}
-            ):
+            knobs = {"model": checkpoint, "device": "cuda:99"}
+            async with running(module="infer.engine.process", knobs=knobs):
                 pass
         lines: list[str] = []
         with pytest.raises(EngineError, match="ZeroDivisionError: a bug"):

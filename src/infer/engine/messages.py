@@ -122,9 +122,9 @@ def encode(message: Command | Message) -> bytes:
     """The message as bytes; a request that no wire format could hold is the client's mistake."""
     try:
         return _encoder.encode(message)
-    except (OverflowError, UnicodeEncodeError) as error:  # 2^64 and beyond, or half a surrogate pair
+    except (OverflowError, UnicodeEncodeError, TypeError) as error:  # 2^64, half a surrogate pair, an object
         raise RequestError(
-            "a request must hold integers of at most 64 bits and text that is valid unicode"
+            "a request must hold plain numbers of at most 64 bits and text that is valid unicode"
         ) from error
 
 
@@ -132,6 +132,16 @@ def decode_command(data: bytes) -> Command:
     """What the server sent."""
     command: Command = _command_decoder.decode(data)
     return command
+
+
+def refusal(data: bytes, error: InferError | msgspec.DecodeError) -> Answer | None:
+    """The answer to a command that could not be decoded, if somebody waits for one."""
+    raw = msgspec.msgpack.decode(data)
+    if raw[0] not in (Add.__name__, Embed.__name__):
+        return None
+    if isinstance(error, msgspec.DecodeError):
+        error = RequestError(f"the request has a field of the wrong type: {error}")
+    return Answer(raw[1], None, to_failure(error))
 
 
 def decode_message(data: bytes) -> Message:

@@ -42,6 +42,7 @@ from infer.engine.messages import (
     Stop,
     decode_command,
     encode,
+    refusal,
     to_failure,
 )
 from infer.engine.request import StepOutput
@@ -70,23 +71,29 @@ class EngineServer:
     def run(self) -> None:
         """Serve until told to stop."""
         while True:
-            for command in self._receive():
+            for frame in self._receive():
+                self._num_commands += 1
+                try:
+                    command = decode_command(frame)
+                except (InferError, msgspec.DecodeError) as error:  # a mistake of one must not stop all
+                    logger.warning("a command was refused: %s", error)
+                    self._answers += [answer for answer in (refusal(frame, error),) if answer is not None]
+                    continue
                 if isinstance(command, Stop):
                     return
-                self._num_commands += 1
                 self._carry_out(command)
             if self._engine.has_work:
                 self._made += self._callers.step()
             self._report()
 
-    def _receive(self) -> list[Command]:
+    def _receive(self) -> list[bytes]:
         """Every command that is there; without work to do, wait for the first."""
         frames = [] if self._engine.has_work else [self._link.recv()]
         while True:
             try:
                 frames.append(self._link.recv(zmq.NOBLOCK))
             except zmq.Again:
-                return [decode_command(frame) for frame in frames]
+                return frames
 
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, Add):

@@ -166,7 +166,8 @@ class ProcessClient:
         def leave(has_ended: bool) -> None:
             # Not there any more: the engine that served it is gone.
             if self._readers.pop(ticket, None) is not None and not has_ended:
-                self._send(Leave(ticket, request.request_id))
+                with contextlib.suppress(EngineStopped):
+                    self._send(Leave(ticket, request.request_id))
 
         return leave
 

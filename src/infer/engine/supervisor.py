@@ -44,7 +44,7 @@ from infer.engine.messages import (
     to_error,
 )
 from infer.engine.stats import EngineStats
-from infer.errors import EngineError
+from infer.errors import EngineError, EngineStopped
 from infer.log import LEVELS
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,10 @@ class EngineProcess:
 
     def send(self, command: Command) -> None:
         """Queue a command; it never blocks."""
-        self._link.send(encode(command), zmq.NOBLOCK)
+        try:
+            self._link.send(encode(command), zmq.NOBLOCK)
+        except zmq.Again:  # nobody at the other end: its exit is about to be known
+            raise EngineStopped("the engine process has ended") from None
         # The descriptor signals edges, and sending may have used one up that was meant for receive().
         if int(self._link.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self.receive)
@@ -189,8 +192,8 @@ class EngineProcess:
         """Ask it to stop, insist after `timeout` seconds, and leave nothing behind."""
         try:
             if not self.exited.is_set() and timeout > 0:
-                self.send(Stop())
-                with contextlib.suppress(TimeoutError):
+                with contextlib.suppress(TimeoutError, EngineStopped):
+                    self.send(Stop())
                     async with asyncio.timeout(timeout):
                         await self.exited.wait()
         finally:
