@@ -143,17 +143,17 @@ class LLM:
         ]
         return self._generate(prompts, params, is_chat=True)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TextDelta]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> TextStream:
         """Continue one prompt, piece by piece; closing the iterator ends the request."""
         return self._stream(prompt, params, is_chat=False)
 
-    def _stream(self, prompt: Prompt, params: SamplingParams | None, *, is_chat: bool) -> Iterator[TextDelta]:
+    def _stream(self, prompt: Prompt, params: SamplingParams | None, *, is_chat: bool) -> TextStream:
         params = params or SamplingParams()
         if params.num_sequences != params.n or params.use_beam_search:
             raise RequestError(
                 "best_of and beam search choose at the end, so they cannot stream; use generate"
             )
-        return self._pieces(self._open(prompt, params, is_chat=is_chat))
+        return TextStream(self, self._open(prompt, params, is_chat=is_chat))
 
     def stream_chat(
         self,
@@ -162,23 +162,10 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_options: Mapping[str, object] | None = None,
-    ) -> Iterator[TextDelta]:
+    ) -> TextStream:
         """Answer one conversation, piece by piece."""
         prompt = self.encode_chat(messages, tools=tools, template_options=template_options)
         return self._stream(prompt, params, is_chat=True)
-
-    def _pieces(self, stream: _Stream) -> Iterator[TextDelta]:
-        try:
-            while stream.deltas or not stream.builder.is_finished:
-                if stream.deltas:
-                    delta = stream.deltas.popleft()
-                    if delta.error is not None:
-                        raise EngineError(delta.error)
-                    yield delta
-                else:
-                    self._step()
-        finally:
-            self._close(stream)
 
     def _open(self, prompt: Prompt, params: SamplingParams, *, is_chat: bool = False) -> _Stream:
         request = self.front.make_request(prompt, params)
@@ -220,6 +207,40 @@ class _Stream:
             if delta.error is not None:
                 raise EngineError(f"request {self.request.request_id} failed: {delta.error}")
         return self.builder.build()
+
+
+class TextStream(Iterator[TextDelta]):
+    """The pieces of one answer. To close it or to let go of it ends the request, read or unread."""
+
+    def __init__(self, llm: LLM, stream: _Stream) -> None:
+        self._llm = llm
+        self._stream = stream
+        self._is_closed = False
+
+    def __next__(self) -> TextDelta:
+        deltas = self._stream.deltas
+        try:
+            while not deltas:
+                if self._is_closed or self._stream.builder.is_finished:
+                    raise StopIteration
+                self._llm._step()
+            delta = deltas.popleft()
+            if delta.error is not None:
+                raise EngineError(delta.error)
+        except BaseException:
+            self.close()
+            raise
+        return delta
+
+    def close(self) -> None:
+        """End the request, wherever it is; nothing more will come."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._stream.deltas.clear()
+            self._llm._close(self._stream)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

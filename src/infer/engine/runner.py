@@ -106,7 +106,8 @@ class ModelRunner:
         logprobs: list[tuple[RowLogprobs | None, ...]] = [()] * len(plan.chunks)
         if not rows:
             return ids, logprobs
-        all_sample = len(places) == hidden_TD.shape[0]  # then every token is its chunk's last
+        # Decoding: every token is its chunk's last. Equal counts alone could be one chunk about to fork.
+        all_sample = len(places) == hidden_TD.shape[0] and places == list(range(len(places)))
         samples = sample(self._model.logits(hidden_TD if all_sample else hidden_TD[places]), rows)
         first = 0
         for number, chunk in enumerate(plan.chunks):
