@@ -117,7 +117,8 @@ def test_after_the_body_the_application_hears_the_connection() -> None:
 @pytest.mark.parametrize("state", ["starting", "draining"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/nowhere"])
 def test_nobody_new_comes_in_while_starting_or_draining(state: str, path: str) -> None:
-    server = ServerState(config=ServerConfig(), **{f"is_{state}": True})
+    server = ServerState(config=ServerConfig())
+    server.is_starting, server.is_draining = state == "starting", state == "draining"
     connection = Connection(chunks(1))
     asyncio.run(Gate(echo, server)(scope(path=path), connection.receive, connection.send))
     assert connection.status == 503

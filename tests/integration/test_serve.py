@@ -1,0 +1,210 @@
+"""A server's life as its operator sees it: start, answer, lose an engine, drain, stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from infer.llm import LLM
+from infer.sampling.params import SamplingParams
+from scripts.make_checkpoint import make_checkpoint
+from tests.support.server_process import (
+    ServerProcess,
+    command,
+    cpu_seconds,
+    is_alive,
+    start_server,
+    wait_until,
+)
+
+LENGTH = 120
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("serve") / "llama"
+    make_checkpoint("llama", directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint: str) -> LLM:
+    return LLM(checkpoint, dtype="float32", num_threads=1, num_blocks=256)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    arguments = (f"tiny={checkpoint}", "--num-blocks", "256", "--api-key", "k", "--admin-key", "root")
+    with start_server(tmp_path_factory.mktemp("logs"), *arguments) as running:
+        yield running
+
+
+def offline(oracle: LLM, prompt: str, num_tokens: int) -> str:
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    return oracle.generate(prompt, params)[0].text
+
+
+def ask(url: str, prompt: str, num_tokens: int, key: str = "k") -> httpx.Response:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": num_tokens, **GREEDY}
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
+
+
+def text_of(response: httpx.Response) -> str:
+    assert response.status_code == 200, response.text
+    text: str = response.json()["choices"][0]["text"]
+    return text
+
+
+def test_answers_over_the_wire_are_the_offline_answers(server: ServerProcess, oracle: LLM) -> None:
+    assert text_of(ask(server.url, "The river", 16)) == offline(oracle, "The river", 16)
+
+
+def test_the_log_has_a_timeline_and_the_requests_but_no_prompt_and_no_key(server: ServerProcess) -> None:
+    ask(server.url, "an unmistakable prompt", 2)
+    wait_until(lambda: 'path="/v1/completions" status=200' in server.log.read_text())
+    log = server.log.read_text()
+    assert "listening on" in log and "model tiny: 1 engine(s) after" in log and "ready after" in log
+    assert "unmistakable" not in log and "Bearer" not in log
+    assert "output_tokens=2" in log
+
+
+def test_a_second_server_on_the_port_fails_at_once_and_says_so(
+    server: ServerProcess, checkpoint: str
+) -> None:
+    port = server.url.rsplit(":", 1)[1]
+    done = subprocess.run([*command(checkpoint), "--port", port], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "cannot listen on 127.0.0.1" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_idle_server_sleeps(server: ServerProcess) -> None:
+    pids = [server.process.pid, *server.children()]
+    assert len(pids) >= 2, "the engine has a process of its own"
+    before = sum(map(cpu_seconds, pids))
+    time.sleep(3)
+    assert (sum(map(cpu_seconds, pids)) - before) / 3 < 0.02  # ticks are 10 ms: 1 % would be 3 of them
+
+
+def test_an_engine_killed_in_the_middle_is_replaced(server: ServerProcess, oracle: LLM) -> None:
+    """Whoever waits is told, health says so, and later service resumes by itself."""
+    (engine,) = server.children()
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(ask, server.url, f"number {i}", 240) for i in range(4)]
+        wait_until(lambda: server.metrics("k")["infer_num_requests_running"] > 0)
+        os.kill(engine, signal.SIGKILL)
+        responses = [answer.result() for answer in answers]
+    for response in responses:
+        if response.status_code == 200:  # it was done before the kill
+            continue
+        assert response.status_code in (500, 503)
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert any(response.status_code != 200 for response in responses)
+    refused = ask(server.url, "too early", 2)
+    if refused.status_code != 200:
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
+        assert httpx.get(f"{server.url}/health").status_code == 503
+    wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 200, 60)
+    assert text_of(ask(server.url, "The river", 16)) == offline(oracle, "The river", 16)
+    wait_until(lambda: server.metrics("k")["infer_engine_restarts_total"] == 1)
+
+
+def test_sigterm_under_load_finishes_what_runs_and_refuses_what_comes(
+    checkpoint: str, oracle: LLM, tmp_path: Path
+) -> None:
+    arguments = (f"tiny={checkpoint}", "--num-blocks", "256", "--max-batch-size", "2")
+    prompts = [f"question {i}" for i in range(12)]
+    with start_server(tmp_path, *arguments) as server, ThreadPoolExecutor(len(prompts)) as pool:
+        engines = server.children()
+        answers = [pool.submit(ask, server.url, prompt, LENGTH) for prompt in prompts]
+        wait_until(lambda: server.metrics()["infer_num_requests_waiting"] >= 6)
+        server.process.terminate()
+        wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+        late = ask(server.url, "too late", 2)
+        assert late.status_code == 503 and int(late.headers["retry-after"]) > 0
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert text_of(answer.result()) == offline(oracle, prompt, LENGTH)
+        assert server.process.wait(30) == 0
+        assert not any(is_alive(pid) for pid in engines)
+        assert "Traceback" not in server.log.read_text()
+
+
+def test_what_does_not_finish_in_time_is_cut_off_with_an_error(checkpoint: str, tmp_path: Path) -> None:
+    arguments = (
+        f"tiny={checkpoint}",
+        "--num-blocks",
+        "256",
+        "--drain-timeout",
+        "0.1",
+        "--max-batch-size",
+        "1",
+    )
+    body: dict[str, Any] = {"prompt": "a", "max_tokens": 240, "stream": True, "n": 1, **GREEDY}
+    with start_server(tmp_path, *arguments) as server, ThreadPoolExecutor(8) as pool:
+
+        def stream() -> str:
+            return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).text
+
+        streams = [pool.submit(stream) for _ in range(8)]
+        wait_until(lambda: server.metrics()["infer_num_requests_waiting"] >= 4)
+        assert server.stop(signal.SIGINT) == 0
+        texts = [each.result() for each in streams]
+        assert any('"error"' in text for text in texts)
+        assert all(text.endswith("data: [DONE]\n\n") or text.startswith("{") for text in texts)
+
+
+def test_a_second_signal_exits_at_once(checkpoint: str, tmp_path: Path) -> None:
+    arguments = (f"tiny={checkpoint}", "--num-blocks", "256", "--max-batch-size", "1")
+    with start_server(tmp_path, *arguments) as server, ThreadPoolExecutor(16) as pool:
+        engines = server.children()
+        asked = [pool.submit(ask, server.url, f"{i}", 240) for i in range(16)]
+        wait_until(lambda: server.metrics()["infer_num_requests_waiting"] >= 8)
+        server.process.send_signal(signal.SIGINT)
+        wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+        assert server.stop(signal.SIGINT, timeout_s=5) == 130
+        wait_until(lambda: not any(is_alive(pid) for pid in engines))
+        for each in asked:
+            assert each.exception() is not None or each.result().status_code == 200
+
+
+def test_a_unix_socket_is_private_and_removed_at_the_end(checkpoint: str, tmp_path: Path) -> None:
+    path = tmp_path / "infer.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))  # what a server that crashed leaves behind
+    with start_server(tmp_path, checkpoint, "--num-blocks", "64", "--uds", str(path)) as server:
+        assert server.url == f"unix:{path}"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://x") as client:
+            assert client.get("/health").status_code == 200
+        assert server.stop() == 0
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/no/such/model"], "does not exist"),
+        (["--model", "=x"], "NAME=MODEL"),
+        (["a=x", "--model", "a=y"], "name of its own"),
+        (["a=x", "--served-model-name", "b"], "two names"),
+        (["--tls-cert", "missing.pem"], "belong together"),
+        (["--api-key", ""], "empty key"),
+        (["--prot", "1"], "--prot"),
+    ],
+)
+def test_a_mistake_ends_with_one_line_and_code_2(arguments: list[str], message: str) -> None:
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr and "Traceback" not in done.stderr
