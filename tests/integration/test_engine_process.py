@@ -457,7 +457,7 @@ from infer.config import EngineConfig
 from infer.engine.process_client import ProcessClient
 async def main():
     client = await ProcessClient.start(EngineConfig(), module={module!r})
-    print(client.pid, flush=True)
+    print(client.pid, client._process.directory, flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())
 """
@@ -467,13 +467,15 @@ def test_when_the_server_is_killed_the_engine_goes_too() -> None:
     script = ORPHAN.format(path=[str(ROOT), str(ROOT / "src")], module=FAULTY)
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
-        pid = int(server.stdout.readline())
-        assert is_alive(pid)
+        number, directory = server.stdout.readline().split()
+        pid = int(number)
+        assert is_alive(pid) and Path(directory).is_dir()
         server.kill()
         deadline = time.monotonic() + 3
         while is_alive(pid) and time.monotonic() < deadline:
             time.sleep(0.02)
     assert not is_alive(pid)
+    assert not Path(directory).exists()
 
 
 def test_an_idle_engine_costs_no_cpu() -> None:

@@ -14,6 +14,7 @@ its business alone: a signal sent to the whole group must not end the engine bef
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -21,6 +22,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -108,7 +110,7 @@ class EngineServer:
             prompt, pooling = command.prompt, command.pooling
             self._answer(command.ticket, lambda: self._engine.embed(prompt, pooling))
         elif isinstance(command, ResetPrefixCache):
-            self._answer(command.ticket, self._engine.scheduler.pool.reset_prefix_cache)
+            self._answer(command.ticket, self._engine.reset_prefix_cache)
 
     def _answer(self, ticket: int, work: Callable[[], int | list[float]]) -> None:
         try:
@@ -154,7 +156,7 @@ def main(make_engine: Callable[[EngineConfig], Engine] = load_engine) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     launch = msgspec.json.decode(_read_line(), type=Launch)
-    threading.Thread(target=_exit_with_the_server, name="infer-lifeline", daemon=True).start()
+    threading.Thread(target=_exit_with_the_server, args=(launch,), name="infer-lifeline", daemon=True).start()
     setup_logging(launch.log_level)
     with zmq.Context() as context, context.socket(zmq.PAIR) as link:
         link.set_hwm(0)  # what is on its way is bounded by max_tokens of the requests being served
@@ -185,10 +187,14 @@ def _read_line() -> bytes:
     return bytes(line)
 
 
-def _exit_with_the_server() -> None:
-    """Wait for the end of standard input, which comes however the server ends."""
+def _exit_with_the_server(launch: Launch) -> None:
+    """Wait for the end of standard input, which comes however the server ends; clean up in its place."""
     while os.read(STDIN, 4096):
         pass
+    socket = Path(launch.endpoint.removeprefix("ipc://"))
+    with contextlib.suppress(OSError):  # the server may have had the time to do it
+        socket.unlink()
+        socket.parent.rmdir()
     os._exit(EXIT_ORPHANED)
 
 
