@@ -108,7 +108,7 @@ class InProcessClient:
 
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
-        return await self._call(self._engine.scheduler.pool.reset_prefix_cache)
+        return await self._call(self._engine.reset_prefix_cache)
 
     async def close(self) -> None:
         """Stop the thread after the step in flight; whoever still waits gets `EngineStopped`."""

@@ -52,6 +52,9 @@ class EngineObserver:
     def on_abort(self, step: int, request_id: str, index: int | None) -> None:
         """A request, or one sequence of it, was aborted after this step."""
 
+    def on_reset(self, step: int) -> None:
+        """All cached prefixes were forgotten after this step."""
+
     def on_step(self, plan: StepPlan, ids: Seq[tuple[int, ...]]) -> None:
         """A plan ran and these ids were sampled, chunk by chunk."""
 
@@ -142,6 +145,11 @@ class Engine:
             num_used_blocks=usage.num_used,
             num_cached_blocks=usage.num_cached,
         )
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; returns how many blocks were forgotten."""
+        self._observer.on_reset(self.scheduler.step)
+        return self.scheduler.pool.reset_prefix_cache()
 
     def embed(self, prompt: tuple[int, ...], pooling: str) -> list[float]:
         """The final hidden state of a prompt's last token, or the mean over its tokens; nothing is cached."""

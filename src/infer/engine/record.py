@@ -86,6 +86,10 @@ class Recorder(EngineObserver):
         """Write whose sequence ended."""
         self._event("abort", step, request_id=request_id, index=index)
 
+    def on_reset(self, step: int) -> None:
+        """Write that the cached prefixes were forgotten."""
+        self._event("reset", step)
+
     def on_step(self, plan: StepPlan, ids: Seq[tuple[int, ...]]) -> None:
         """Write a plan that ran and what it sampled."""
         self.num_steps += 1

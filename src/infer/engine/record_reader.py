@@ -47,6 +47,14 @@ class Aborted:
 
 
 @dataclass(frozen=True, slots=True)
+class Reset:
+    """All cached prefixes were forgotten after this step."""
+
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Ran:
     """A plan ran and sampled these ids."""
 
@@ -65,7 +73,7 @@ class Failed:
     error: str
 
 
-Event: TypeAlias = Added | Aborted | Ran | Failed
+Event: TypeAlias = Added | Aborted | Reset | Ran | Failed
 
 
 class Record:
@@ -190,10 +198,12 @@ def _read_event(line: _Line) -> Event:
         return Added(step, seconds, _read_request(line.part("request")))
     if kind == "abort":
         return Aborted(step, seconds, line.take("request_id", str), line.take("index", int, type(None)))
+    if kind == "reset":
+        return Reset(step, seconds)
     if kind == "failure":
         return Failed(step, seconds, line.take("error", str))
     if kind != "step":
-        line.fail(f"the kind {kind!r} is not one of add, abort, step, failure")
+        line.fail(f"the kind {kind!r} is not one of add, abort, reset, step, failure")
     chunks = tuple(Chunk(*line.row("chunks", item, 4)) for item in line.take("chunks", list))
     transfers = tuple(_read_transfer(line, item) for item in line.take("transfers", list))
     ids = tuple(line.row("ids", item) for item in line.take("ids", list))

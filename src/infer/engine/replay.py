@@ -23,7 +23,7 @@ from infer.config import EngineConfig, knob_table, parse_knob
 from infer.engine.engine import Engine, EngineObserver
 from infer.engine.facts import PLACES, RunFacts, fingerprint
 from infer.engine.plan import StepPlan
-from infer.engine.record_reader import Aborted, Added, Event, Ran, Record
+from infer.engine.record_reader import Aborted, Added, Event, Ran, Record, Reset
 from infer.engine.sequence import Sequence
 from infer.errors import ConfigError, InferError
 
@@ -76,7 +76,7 @@ class Replay:
     def run(self, *, until: int | None = None, check: bool = True) -> ReplayReport:
         """Follow the record to its end, or through step `until`; without `check` nothing is compared."""
         for event in self._record.events():
-            if until is not None and event.step + isinstance(event, Added | Aborted) > until:
+            if until is not None and event.step + isinstance(event, Added | Aborted | Reset) > until:
                 break
             difference = self._follow(event)
             if difference is not None and check:
@@ -95,11 +95,13 @@ class Replay:
 
     def _follow(self, event: Event) -> str | None:
         """Do what the record says was done; returns what came out differently."""
-        if isinstance(event, Added | Aborted):
+        if isinstance(event, Added | Aborted | Reset):
             difference = self._step_to(event.step)
             try:
                 if isinstance(event, Added):
                     self.engine.add(event.request)
+                elif isinstance(event, Reset):
+                    self.engine.reset_prefix_cache()
                 else:
                     self.engine.abort(event.request_id, event.index)
             except InferError as error:

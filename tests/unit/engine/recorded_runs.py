@@ -85,5 +85,7 @@ def record_run(path: Path, *, seed: int = 0, num_requests: int = 14, fail_at: in
                 number += 1
             if rng.random() < 0.08 and number:
                 engine.abort(f"r{rng.randrange(number)}")
+            if engine.scheduler.step == 9:
+                engine.reset_prefix_cache()
             engine.step()
     return engine

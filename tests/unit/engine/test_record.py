@@ -139,7 +139,7 @@ def test_a_failed_step_is_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixt
         (1, {"version": 2}, "line 1: the record is of version 2, and this release reads version 1"),
         (1, {"kind": "step"}, "line 1: a record begins with a header line"),
         (1, {"cache": 3}, "line 1: 'cache' is 3, not an object"),
-        (2, {"kind": "joke"}, "line 2: the kind 'joke' is not one of add, abort, step, failure"),
+        (2, {"kind": "joke"}, "line 2: the kind 'joke' is not one of add, abort, reset, step, failure"),
         (2, {"step": True}, "line 2: 'step' is true, not an integer"),
         (2, {"step": -1}, "goes from step 0 to -1"),
         (2, {"request": {}}, "line 2: 'params' is missing"),
