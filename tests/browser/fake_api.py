@@ -15,7 +15,6 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -24,10 +23,7 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-import infer
-
-UI = Path(infer.__file__).parent / "server" / "ui"
-POLICY = "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+from infer.server.pages import DIRECTORY, HEADERS
 
 
 class FakeApi:
@@ -46,7 +42,7 @@ class FakeApi:
                 Route("/v1/models", self.models),
                 Route("/v1/chat/completions", self.answer, methods=["POST"]),
                 Route("/v1/completions", self.answer, methods=["POST"]),
-                Mount("/ui", StaticFiles(directory=UI, html=True)),
+                Mount("/ui", StaticFiles(directory=DIRECTORY, html=True)),
             ]
         )
 
@@ -66,7 +62,7 @@ class FakeApi:
     async def index(self, request: Request) -> Response:
         """The page, under the policy the server uses."""
         self.loop = asyncio.get_running_loop()
-        return FileResponse(UI / "index.html", headers={"content-security-policy": POLICY})
+        return FileResponse(DIRECTORY / "index.html", headers=HEADERS)
 
     async def models(self, request: Request) -> Response:
         """Two models; a key if one is wanted."""

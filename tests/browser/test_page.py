@@ -1,34 +1,24 @@
 """The page in a real browser: what a person does, and what they see.
 
-Skipped where there is no Chromium. `fake_api` plays the server, so that a test can stop the stream in
+`fake_api` plays the server, so that a test can stop the stream in
 the middle and look.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-pytest.importorskip("websockets")
-pytest.importorskip("uvicorn")
+from tests.browser.fake_api import FakeApi
+from tests.support.live_server import serve
 
-from tests.browser.chromium import Page, find_chromium, open_page  # noqa: E402
-from tests.browser.fake_api import FakeApi  # noqa: E402
-from tests.support.live_server import serve  # noqa: E402
-
-PROGRAM = find_chromium()
-pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium; on Debian: apt-get install chromium")
+if TYPE_CHECKING:
+    from tests.browser.chromium import Page
 
 LAST_ANSWER = "#messages li:last-child"
 IS_IDLE = "!document.querySelector('[aria-busy=true]')"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    assert PROGRAM is not None
-    with open_page(PROGRAM, tmp_path_factory.mktemp("profile")) as page:
-        yield page
 
 
 @pytest.fixture(scope="module")

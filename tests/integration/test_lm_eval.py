@@ -4,10 +4,14 @@ The harness sends token ids with `echo` and `logprobs`, and reads three things o
 the continuation's logprobs, whether each was the largest (by equality of floats), and the order of the
 choices. The first tests send what it sends and read as it reads; the last ones are the harness itself,
 where it is installed (`pip install 'lm_eval[api]'`).
+
+`python -m tests.integration.test_lm_eval` writes down what transformers says of the default model; it
+needs accelerate, with which transformers reads GGUF files.
 """
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +21,7 @@ import httpx
 import pytest
 import torch
 
+from infer.loader import default_model
 from infer.sampling.params import SamplingParams
 from scripts.make_checkpoint import make_checkpoint
 from tests.support.live_server import LiveServer, serve_model
@@ -24,6 +29,14 @@ from tests.support.live_server import LiveServer, serve_model
 BOUND = 2e-4  # of a sum of up to 12 float32 logprobs
 VOCAB_SIZE = 512
 CONTEXT_LEN = 256
+DATA = Path(__file__).parents[1] / "data" / "smollm2_loglikelihoods.json"
+CHOICES = {
+    "The capital of France is": (" Paris.", " London.", " Berlin."),
+    "Question: What is the capital of Japan?\nAnswer:": (" Beijing", " Tokyo", " Seoul"),
+    "Question: What do bees make?\nAnswer:": (" milk", " wool", " honey"),
+    "Question: What is two plus two?\nAnswer:": (" four", " five", " nine hundred"),
+    "Question: Wie heißt der Fluß in Köln?\nAnswer:": (" Rhein", " Main", " 河"),
+}
 
 Task = tuple[list[int], list[int]]  # context, continuation
 Score = tuple[float, bool]  # loglikelihood, is it what greedy decoding would say
@@ -140,6 +153,30 @@ def test_a_window_of_the_whole_context_is_scored(live: LiveServer, reference: An
     assert loglikelihood == pytest.approx(expected_score(reference, task)[0], rel=1e-5)
 
 
+@pytest.mark.slow
+def test_the_default_model_scores_as_transformers_does() -> None:
+    path = default_model.models_dir() / default_model.FILE
+    if not path.exists():
+        pytest.skip("the default model is not here; `infer fetch` brings it")
+    recorded = json.loads(DATA.read_text(encoding="utf-8"))
+    expected = [(row["loglikelihood"], row["is_greedy"]) for row in recorded]
+    with serve_model(path) as live:
+        tasks = [encode_task(live, row["context"], row["continuation"]) for row in recorded]
+        scores = [score for start in range(0, len(tasks), 3) for score in ask(live, tasks[start : start + 3])]
+    check(scores, expected)
+
+
+def encode_task(live: LiveServer, context: str, continuation: str) -> Task:
+    """Split the ids of the whole text, as the harness does, with the server's own tokenizer."""
+    whole, start = (
+        httpx.post(f"{live.url}/tokenize", json={"prompt": text, "add_special_tokens": False}).json()[
+            "tokens"
+        ]
+        for text in (context + continuation, context)
+    )
+    return whole[: len(start)], whole[len(start) :]
+
+
 # -- the harness itself -------------------------------------------------------------------------------
 
 
@@ -192,3 +229,31 @@ def test_the_harness_generates_until_a_stop(live: LiveServer, harness: Any) -> N
     stops = ("e", harness.tokenizer.eos_token)
     params = SamplingParams(temperature=0.0, max_tokens=16, stop=stops)
     assert generated == live.oracle.generate([prompt], params)[0].text
+
+
+def record() -> None:
+    """Score the choices with transformers and write the table the test above compares with."""
+    from transformers import AutoModelForCausalLM
+
+    directory = default_model.models_dir()
+    reference = AutoModelForCausalLM.from_pretrained(
+        directory, gguf_file=default_model.FILE, dtype=torch.float32
+    )
+    rows = []
+    with serve_model(directory / default_model.FILE) as live:
+        for context, answers in CHOICES.items():
+            for answer in answers:
+                score = expected_score(reference, encode_task(live, context, answer))
+                rows.append(
+                    {
+                        "context": context,
+                        "continuation": answer,
+                        "loglikelihood": round(score[0], 6),
+                        "is_greedy": score[1],
+                    }
+                )
+    DATA.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    record()

@@ -8,6 +8,7 @@ The oracle is an `LLM` of the same checkpoint: whatever a client receives must b
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Iterator
@@ -26,13 +27,18 @@ KNOBS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 1, 
 START_S = 60
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class LiveServer:
     """Where the server is, what its model is called, and an engine that answers the same offline."""
 
     url: str
     model: str
-    oracle: LLM
+    directory: Path
+
+    @functools.cached_property
+    def oracle(self) -> LLM:
+        """The same checkpoint, offline."""
+        return LLM(str(self.directory), **KNOBS)
 
     @property
     def base_url(self) -> str:
@@ -68,4 +74,4 @@ def serve_model(directory: Path, **server_knobs: Any) -> Iterator[LiveServer]:
     config = EngineConfig.from_knobs(model=str(directory), **KNOBS)
     server = ServerConfig(in_process=True, access_log=False, served_model_name="tiny", **server_knobs)
     with serve(create_app(config, server)) as url:
-        yield LiveServer(url=url, model="tiny", oracle=LLM(str(directory), **KNOBS))
+        yield LiveServer(url=url, model="tiny", directory=directory)

@@ -1,0 +1,94 @@
+"""The page and the server together, with a tiny model in between: what is shown is what the engine said."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from infer.sampling.params import SamplingParams
+from scripts.make_checkpoint import make_checkpoint
+from tests.support.live_server import LiveServer, serve_model
+
+if TYPE_CHECKING:
+    from tests.browser.chromium import Page
+
+KEY = "a-key"
+IS_IDLE = "!document.querySelector('[aria-busy=true]')"
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    directory: Path = tmp_path_factory.mktemp("tiny-llama")
+    make_checkpoint("llama", directory)
+    with serve_model(directory, api_key=(KEY,)) as server:
+        yield server
+
+
+@pytest.fixture
+def page(browser: Page, live: LiveServer) -> Page:
+    browser.open(f"{live.url}/ui")
+    browser.wait_for("!document.querySelector('#error').hidden")
+    assert "key" in browser.text("#error")  # the page needs none, the models do
+    browser.events.clear()
+    browser.type("#key", KEY)
+    browser.press("Enter")
+    browser.wait_for("!document.querySelector('#model').disabled")
+    browser.type("[name=temperature]", "0")
+    return browser
+
+
+def ask(page: Page, question: str) -> None:
+    page.type("#question", question)
+    page.press("Enter")
+
+
+def num_running(live: LiveServer) -> float:
+    answer = httpx.get(f"{live.url}/metrics", headers={"authorization": f"Bearer {KEY}"})
+    values = [line.split()[-1] for line in answer.text.splitlines() if "num_requests_running{" in line]
+    assert values, answer.text[:2000]
+    return sum(map(float, values))
+
+
+def test_a_conversation_is_answered_as_offline(page: Page, live: LiveServer) -> None:
+    page.type("[name=max_tokens]", "10")
+    params = SamplingParams(temperature=0.0, max_tokens=10)
+    conversation: list[dict[str, str]] = []
+    for question in ("Where is the river?", "Who are you?"):
+        conversation.append({"role": "user", "content": question})
+        expected = live.oracle.chat(conversation, params)[0].text
+        conversation.append({"role": "assistant", "content": expected})
+        ask(page, question)
+        page.wait_for(IS_IDLE)
+        shown = page.evaluate("document.querySelector('#messages li:last-child .text').textContent")
+        assert shown == expected
+    assert page.text("#messages li:last-child .stats").startswith("10 tokens · first after ")
+    assert page.complaints() == []
+    assert [url for url in page.requested() if not url.startswith(live.url)] == []
+
+
+def test_stop_frees_the_engine(page: Page, live: LiveServer) -> None:
+    page.type("[name=max_tokens]", "200")
+    page.evaluate("document.querySelector('#completion-tab').click()")
+    page.type("#prompt", "Once there was")
+    page.press("Enter", ctrl=True)
+    page.wait_for("document.querySelector('#continuation .text')?.textContent")
+    page.press("Escape")
+    page.wait_for(IS_IDLE)
+    assert page.text("#continuation .stats").endswith("stopped")
+    give_up_at = time.monotonic() + 10
+    while num_running(live):
+        assert time.monotonic() < give_up_at, "the request still runs"
+        time.sleep(0.02)
+    assert page.complaints() == []
+
+
+def test_what_the_server_refuses_is_shown_in_its_words(page: Page) -> None:
+    page.type("[name=max_tokens]", "100000")
+    ask(page, "Where is the river?")
+    page.wait_for("!document.querySelector('#error').hidden")
+    assert "this model's context is 256" in page.text("#error")
