@@ -21,7 +21,8 @@ examples:
   infer serve
   infer serve path/to/model --served-model-name my-model --port 9000
   infer serve --model small=path/to/model --model big=org/name --api-key secret
-  curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "Once upon a time", "max_tokens": 32}'
+  curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
+       -d '{"prompt": "Once upon a time", "max_tokens": 32}'
 """
 
 

@@ -1,0 +1,278 @@
+"""A bad day on loopback: slow, rude and greedy clients. Afterwards every book must balance."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from infer.config import EngineConfig, ServerConfig
+from infer.engine.build import build_engine
+from infer.engine.client import InProcessClient
+from infer.front import open_model
+from infer.llm import LLM
+from infer.sampling.params import SamplingParams
+from infer.server.app import build_app
+from infer.server.connection import MAX_HEAD_BYTES, GuardedConnection
+from infer.server.state import ServedModel, ServerState
+from scripts.make_checkpoint import make_checkpoint
+from tests.support.server_process import wait_until
+
+JSON = {"content-type": "application/json"}
+KNOBS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "block_size": 4, "num_blocks": 128}
+HEAD_TIMEOUT_S = 0.4
+MAX_WAITING = 6
+
+
+class Impatient(GuardedConnection):
+    """The guarded connection, with less patience than in life."""
+
+    head_timeout_s = HEAD_TIMEOUT_S
+
+
+@dataclass(slots=True)
+class Live:
+    port: int
+    state: ServerState
+    engine: InProcessClient
+    server: uvicorn.Server
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def connect(self) -> socket.socket:
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=10)
+        connection.settimeout(10)
+        return connection
+
+    def is_quiet(self) -> bool:
+        stats = self.engine.stats()
+        busy = stats.num_running + stats.num_waiting + stats.num_used_blocks + self.state.num_active
+        return busy == 0
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory: Path = tmp_path_factory.mktemp("faults") / "llama"
+    make_checkpoint("llama", directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint: str) -> LLM:
+    return LLM(checkpoint, **KNOBS)
+
+
+@pytest.fixture(scope="module")
+def module_live(checkpoint: str) -> Iterator[Live]:
+    config = EngineConfig.from_knobs(model=checkpoint, max_batch_size=2, max_waiting=MAX_WAITING, **KNOBS)
+    front, loaded = open_model(config.load, show_progress=False)
+    engine = InProcessClient(build_engine(config, loaded))
+    model = ServedModel(name="tiny", front=front, clients=[engine], created=0)
+    server_config = ServerConfig(max_body_size="64KiB", access_log=False)
+    state = ServerState(config=server_config, models={"tiny": model}, default_model="tiny")
+    options = uvicorn.Config(
+        build_app(state), port=0, http=Impatient, ws="none", log_config=None, timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(options)
+    listener = options.bind_socket()
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    wait_until(lambda: server.started)
+    yield Live(listener.getsockname()[1], state, engine, server)
+    server.should_exit = True
+    thread.join()
+    asyncio.run(engine.close())
+
+
+@pytest.fixture
+def live(module_live: Live) -> Iterator[Live]:
+    """The server; whatever a test did to it, it must be quiet again soon after."""
+    yield module_live
+    wait_until(module_live.is_quiet)
+    assert httpx.get(f"{module_live.url}/health").status_code == 200
+
+
+def body_of(prompt: str, num_tokens: int, **fields: object) -> bytes:
+    body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+    return json.dumps(body | fields).encode()
+
+
+def head_of(length: int) -> bytes:
+    lines = ("POST /v1/completions HTTP/1.1", "host: x", "content-type: application/json")
+    return "\r\n".join([*lines, f"content-length: {length}", "", ""]).encode()
+
+
+def read_all(connection: socket.socket) -> bytes:
+    parts = []
+    while part := connection.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def offline(oracle: LLM, prompt: str, num_tokens: int) -> str:
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    return oracle.generate(prompt, params)[0].text
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/compl", b"GET /health HTTP/1.1\r\nhost: x\r\n"])
+def test_a_head_that_never_ends_is_cut_off(live: Live, sent: bytes) -> None:
+    with live.connect() as connection:
+        started = time.monotonic()
+        connection.sendall(sent)
+        assert read_all(connection) == b""
+        assert time.monotonic() - started < HEAD_TIMEOUT_S + 5
+
+
+def test_a_head_that_trickles_in_is_cut_off_all_the_same(live: Live) -> None:
+    with live.connect() as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\n")
+        started = time.monotonic()
+        with pytest.raises(OSError):
+            while time.monotonic() - started < 8:
+                connection.sendall(b"x-a: b\r\n")
+                time.sleep(0.05)
+        assert time.monotonic() - started < 8
+
+
+def test_a_second_request_on_a_connection_is_timed_as_well(live: Live) -> None:
+    with live.connect() as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"GET /health HT")
+        assert read_all(connection) == b""
+
+
+def test_a_head_without_measure_is_refused(live: Live) -> None:
+    with live.connect() as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\n")
+        answer = b""
+        try:
+            for _ in range(400):
+                connection.sendall(b"x-a: " + b"b" * 1000 + b"\r\n")
+            answer = read_all(connection)
+        except OSError:  # it was closed while we were still talking
+            pass
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 431")
+    assert MAX_HEAD_BYTES < 400 * 1000
+
+
+def test_many_silent_connections_keep_nobody_out(live: Live) -> None:
+    silent = [live.connect() for _ in range(150)]
+    try:
+        assert httpx.get(f"{live.url}/health").status_code == 200
+        wait_until(lambda: len(live.server.server_state.connections) <= 2)
+    finally:
+        for connection in silent:
+            connection.close()
+
+
+def test_a_body_bomb_in_chunks_is_stopped_at_the_limit(live: Live) -> None:
+    with live.connect() as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        chunk = b"4000\r\n" + b"x" * 0x4000 + b"\r\n"
+        with pytest.raises(OSError):
+            for _ in range(2000):  # 32 MiB
+                connection.sendall(chunk)
+    assert httpx.get(f"{live.url}/health").status_code == 200
+
+
+def test_a_declared_bomb_is_refused_unread(live: Live) -> None:
+    with live.connect() as connection:
+        connection.sendall(head_of(10**12))
+        assert read_all(connection).startswith(b"HTTP/1.1 413")
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    "stage", ["in the head", "in the body", "after the body", "while waiting", "while running"]
+)
+def test_a_client_that_leaves_at_any_stage_leaves_nothing_behind(
+    live: Live, oracle: LLM, stage: str, is_stream: bool
+) -> None:
+    body = body_of("The river", 100, stream=is_stream)
+    whole = head_of(len(body)) + body
+    others = [live.connect() for _ in range(2)] if stage == "while waiting" else []
+    for other in others:  # two run at once: whoever comes next must wait
+        other.sendall(whole)
+    if others:
+        wait_until(lambda: live.engine.stats().num_running == 2 or live.is_quiet())
+    with live.connect() as connection:
+        cut = {"in the head": 20, "in the body": len(whole) - 5}.get(stage, len(whole))
+        connection.sendall(whole[:cut])
+        if stage == "while running":
+            if is_stream:
+                assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+            else:
+                wait_until(lambda: live.engine.stats().num_running > 0)
+    for other in others:
+        other.close()
+    wait_until(live.is_quiet)
+    answer = httpx.post(f"{live.url}/v1/completions", content=body_of("The river", 8), headers=JSON)
+    assert answer.json()["choices"][0]["text"] == offline(oracle, "The river", 8)
+
+
+def test_a_full_queue_refuses_with_a_time_to_come_back(live: Live, oracle: LLM) -> None:
+    num_tokens, prompts = 60, [f"question {i}" for i in range(24)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        contents = [body_of(prompt, num_tokens) for prompt in prompts]
+        url = f"{live.url}/v1/completions"
+        answers = list(
+            pool.map(lambda each: httpx.post(url, content=each, headers=JSON, timeout=60), contents)
+        )
+    refused = [answer for answer in answers if answer.status_code == 503]
+    assert refused and all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        if answer.status_code != 503:
+            assert answer.json()["choices"][0]["text"] == offline(oracle, prompt, num_tokens)
+
+
+def test_a_crowd_of_which_a_third_hangs_up_leaves_the_others_with_their_answers(
+    live: Live, oracle: LLM
+) -> None:
+    """Whoever is refused comes again, as clients do; whoever stays gets the offline answer."""
+    rng = random.Random(0)
+    prompts = [f"number {i % 7}" for i in range(90)]
+    lengths = [rng.randint(4, 20) for _ in prompts]
+    leaves_after = [rng.uniform(0, 0.5) if i % 3 == 0 else None for i in range(len(prompts))]
+
+    async def one(client: httpx.AsyncClient, where: int) -> str | None:
+        content = body_of(prompts[where], lengths[where])
+        for _ in range(400):
+            answer = await client.post(f"{live.url}/v1/completions", content=content)
+            if answer.status_code != 503:
+                text: str = answer.json()["choices"][0]["text"]
+                return text
+            await asyncio.sleep(0.05 + rng.random() / 10)
+        raise AssertionError("refused too often")
+
+    async def crowd() -> list[str | None]:
+        async def maybe_leave(client: httpx.AsyncClient, where: int) -> str | None:
+            try:
+                return await asyncio.wait_for(one(client, where), leaves_after[where])
+            except TimeoutError:
+                return None
+
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(limits=limits, timeout=60, headers=JSON) as client:
+            return await asyncio.gather(*(maybe_leave(client, i) for i in range(len(prompts))))
+
+    answers = asyncio.run(crowd())
+    for where, answer in enumerate(answers):
+        if leaves_after[where] is None:
+            assert answer is not None
+        if answer is not None:
+            assert answer == offline(oracle, prompts[where], lengths[where])
