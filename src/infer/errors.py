@@ -11,6 +11,7 @@ InferError
 │   └── UnknownModel        no model of that name is served
 └── EngineError             our fault                                        -> HTTP 500
     ├── OutOfBlocks         the cache is full and nothing can be evicted
+    ├── DeviceLost          the GPU is in an error state that only a new process can leave
     ├── QueueFull           too many requests are waiting                    -> HTTP 503, try later
     ├── RequestTimeout      the answer was not ready in time                 -> HTTP 504
     └── EngineStopped       the engine loop has ended; every waiter gets this
@@ -80,6 +81,10 @@ class EngineError(InferError):
 
 class OutOfBlocks(EngineError):
     """The cache is full and nothing can be evicted."""
+
+
+class DeviceLost(EngineError):
+    """The GPU is in an error state that only a new process can leave."""
 
 
 class QueueFull(EngineError):

@@ -28,7 +28,7 @@ from infer.engine.runner import POOLINGS, Runner, StepResult
 from infer.engine.scheduler import Scheduler
 from infer.engine.sequence import Sequence, SequenceGroup
 from infer.engine.stats import EngineStats
-from infer.errors import ContextOverflow, EngineError, QueueFull, RequestError
+from infer.errors import ContextOverflow, DeviceLost, EngineError, QueueFull, RequestError
 from infer.sampling.params import RowLogprobs
 from infer.sampling.sampler import NO_TOKEN
 
@@ -175,6 +175,8 @@ class Engine:
         self._empty_steps = 0
         try:
             result = self._runner.run(plan, sequences)
+        except DeviceLost:  # every further step would fail as well: whoever supervises must start anew
+            raise
         except Exception as error:  # whatever the model raised, its requests end and the engine lives on
             logger.exception("step %d failed", plan.step)
             outputs = self._fail(sequences, f"{type(error).__name__} in step {plan.step}")

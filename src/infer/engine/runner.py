@@ -23,6 +23,7 @@ from infer.engine.beam import num_offers
 from infer.engine.plan import StepPlan
 from infer.engine.probe import BatchOnlyStep
 from infer.engine.sequence import Sequence as TokenSequence
+from infer.errors import DeviceLost
 from infer.models.model import Model
 from infer.sampling.logprobs import top_logprobs
 from infer.sampling.params import RowLogprobs
@@ -70,9 +71,15 @@ class ModelRunner:
         """Free the row of a sequence that has left."""
         self._rows.forget(seq_id)
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
         """Execute the plan; see the module's docstring for the order."""
+        try:
+            with torch.inference_mode():
+                return self._run(plan, sequences)
+        except torch.AcceleratorError as error:
+            raise DeviceLost(f"the device failed in step {plan.step}") from error
+
+    def _run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
         for seq_id in plan.preempted:
             self._rows.forget(seq_id)
         self._store.transfer(plan.transfers)

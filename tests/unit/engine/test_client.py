@@ -20,7 +20,7 @@ from infer.engine.request import Request
 from infer.engine.runner import StepResult
 from infer.engine.scheduler import Scheduler
 from infer.engine.sequence import Sequence as TokenSequence
-from infer.errors import EngineStopped, RequestError
+from infer.errors import DeviceLost, EngineStopped, RequestError
 from infer.sampling.params import SamplingParams
 from tests.support.oracle import VOCAB_SIZE, OracleRunner, expected_output
 
@@ -197,5 +197,23 @@ def test_an_idle_engine_costs_no_cpu() -> None:
         await asyncio.sleep(0.3)
         assert time.process_time() - before < 0.05
         await client.close()
+
+    asyncio.run(main())
+
+
+def test_a_lost_device_ends_the_loop_and_tells_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every later step would fail as well: the engine must not pretend to be alive."""
+
+    async def main() -> None:
+        client, engine = make_client()
+
+        def lose(plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
+            raise DeviceLost("the device failed in step 1")
+
+        monkeypatch.setattr(engine._runner, "run", lose)
+        with pytest.raises(EngineStopped, match="DeviceLost"):
+            await collect(client, make_request(1))
+        with pytest.raises(EngineStopped):
+            client.check_health()
 
     asyncio.run(main())
