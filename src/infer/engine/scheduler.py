@@ -172,9 +172,9 @@ class Scheduler:
 
     def commit(self, plan: StepPlan) -> None:
         """The step ran: counts advance, sampled tokens get their place, full blocks enter the prefix tree."""
-        commit, keeps_cache = self.pool.commit, self.keeps_cache
+        commit, by_id, keeps_cache = self.pool.commit, self._by_id, self.keeps_cache
         for seq_id, _, stop, num_samples in plan.chunks:
-            seq = self._by_id[seq_id]
+            seq = by_id[seq_id]
             seq.num_computed = stop
             if num_samples:
                 seq.num_tokens += 1
@@ -202,36 +202,36 @@ class Scheduler:
             self.pool.match_prefix(seq.seq_id, ())
 
     def _decode(self, one_behind: list[Sequence], draft: _Draft) -> None:
-        """Serve those that are one token behind."""
-        chunks = draft.chunks
+        """Serve those that are one token behind. This loop is most of what a step costs on the CPU."""
+        chunks, budget = draft.chunks, draft.budget
         num_served = 0
         for seq in one_behind:
-            if draft.budget == 0:
+            if num_served >= budget:
                 break
             if seq.is_beam:
-                num_served += self._decode_beams(seq, draft)
+                num_served += self._decode_beams(seq, draft, budget - num_served)
                 continue
-            num_tokens = seq.num_tokens
+            num_tokens, seq_id = seq.num_tokens, seq.seq_id
             if num_tokens > seq.num_reserved and not self._reserve(seq, num_tokens, draft):
                 continue
-            chunks[seq.seq_id] = Chunk(seq.seq_id, seq.num_computed, num_tokens, seq.num_samples)
-            draft.budget -= 1
+            # what Chunk(...) does, in half the time
+            chunks[seq_id] = tuple.__new__(Chunk, (seq_id, num_tokens - 1, num_tokens, seq.num_samples))
             num_served += 1
+        draft.budget -= num_served
         self._rotation += num_served
         self._decode_gap = self._decode_gap + 1 if num_served < len(one_behind) else 0
 
-    def _decode_beams(self, seq: Sequence, draft: _Draft) -> int:
+    def _decode_beams(self, seq: Sequence, draft: _Draft, budget: int) -> int:
         """Beams advance together or not at all: each step chooses among the continuations of all of them."""
         beams = [beam for beam in seq.group.sequences if not beam.is_finished]
         is_ready = all(beam.is_running and beam.num_pending == 1 for beam in beams)
-        if seq is not beams[0] or not is_ready or draft.budget < len(beams):
+        if seq is not beams[0] or not is_ready or budget < len(beams):
             return 0
         for beam in beams:
             if not self._reserve(beam, beam.num_tokens, draft):
                 return 0  # one of them was preempted, and with it all
         for beam in beams:
             draft.chunks[beam.seq_id] = Chunk(beam.seq_id, beam.num_computed, beam.num_tokens, 1)
-        draft.budget -= len(beams)
         return len(beams)
 
     def _continue_prompts(self, further_behind: list[Sequence], draft: _Draft) -> None:
