@@ -1,0 +1,99 @@
+"""Bodies nobody would write, made from the server's own description of itself: never a 5xx, never a hang.
+
+The engine is scripted, so that a body that happens to be valid costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("schemathesis")
+import schemathesis  # noqa: E402
+from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
+from schemathesis.checks import not_a_server_error  # noqa: E402
+
+from infer.config import LoadConfig  # noqa: E402
+from infer.front import TextFront, find_headers  # noqa: E402
+from infer.sampling.params import SamplingParams  # noqa: E402
+from scripts.make_checkpoint import make_checkpoint  # noqa: E402
+from tests.support.app import Site  # noqa: E402
+from tests.support.fake_client import FakeClient  # noqa: E402
+
+NUM_EXAMPLES = 40
+
+
+class ShortClient(FakeClient):
+    """Answers in at most three tokens, whatever was asked for; bodies that ask for many choices are fine."""
+
+    async def generate(self, request: Any) -> Any:
+        limit = min(request.params.max_tokens or 1, 3)
+        lines = request.params.n if request.params.use_beam_search else request.params.num_sequences
+        async for output in super().generate(_shortened(request, limit, lines)):
+            yield output
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """A stop string was found: nothing is left to stop."""
+
+
+def _shortened(request: Any, max_tokens: int, num_lines: int) -> Any:
+    return replace(request, params=SamplingParams(max_tokens=max_tokens, n=num_lines))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    directory: Path = tmp_path_factory.mktemp("schema") / "llama"
+    make_checkpoint("llama", directory)
+    config = LoadConfig(model=str(directory))
+    front = TextFront(config, find_headers(config, show_progress=False))
+    yield Site(ShortClient(), front=front, access_log=False)
+
+
+OPERATIONS = [
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/completions/stream"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/embeddings"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/tokenizer_info"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{name}"),
+    ("GET", "/health"),
+    ("GET", "/version"),
+    ("GET", "/metrics"),
+]
+
+
+def test_the_list_above_has_every_route(site: Site) -> None:
+    paths = site.app.openapi()["paths"]
+    described = {(method.upper(), path) for path, methods in paths.items() for method in methods}
+    assert described == set(OPERATIONS)
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATIONS, ids=lambda value: str(value))
+def test_no_body_makes_the_server_fail(site: Site, method: str, path: str) -> None:
+    schema = schemathesis.openapi.from_asgi("/openapi.json", site.app)
+
+    @settings(
+        max_examples=NUM_EXAMPLES,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=schema[path][method].as_strategy())
+    def check(case: Any) -> None:
+        response = case.call()
+        ran_out_of_time = response.status_code == 504 and "timeout" in (case.body or {})  # as it asked for
+        if not ran_out_of_time:
+            case.validate_response(response, checks=[not_a_server_error])
+        if response.status_code >= 400:
+            assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+    check()
