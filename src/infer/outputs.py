@@ -91,7 +91,6 @@ class _Line:
     """The text of one sequence in the making."""
 
     def __init__(self, tokenizer: Tokenizer, request: Request, prompt_ids: tuple[int, ...]) -> None:
-        self._tokenizer = tokenizer
         self._request = request
         # A stop string counts only once min_tokens are there; until then nobody looks for one.
         stop = request.params.stop if request.params.min_tokens == 0 else ()
@@ -117,7 +116,7 @@ class _Line:
             if self._detokenizer.stopped is not None:
                 break
             if self._request.params.stop and len(self.token_ids) == self._request.params.min_tokens:
-                self._start_looking_for_stops()
+                self._detokenizer.look_for(self._request.params.stop)
         self.logprobs.extend(output.logprobs[:num_taken])
         self.cumulative_logprob = output.cumulative_logprob
         if self._detokenizer.stopped is not None:
@@ -137,12 +136,6 @@ class _Line:
             error=output.error,
             stop_reason=self.stop_reason,
         )
-
-    def _start_looking_for_stops(self) -> None:
-        """Go on with a detokenizer that starts in the middle of this text, perhaps of a character."""
-        so_far = (*self._request.prompt, *self.token_ids)
-        stop = self._request.params.stop
-        self._detokenizer = Detokenizer(self._tokenizer, stop=stop, prompt_ids=so_far)
 
 
 class OutputBuilder:

@@ -57,6 +57,10 @@ class Detokenizer:
         """The stop string that ended the text, once that is certain."""
         return self._search.hit if self._search else None
 
+    def look_for(self, stop: Sequence[str]) -> None:
+        """From here on these strings end the text; what has been shown is no part of one."""
+        self._search = _StopSearch(stop)
+
     def push(self, ids: Iterable[int]) -> str:
         """Add tokens; return the text that can be shown because of them. After a stop: nothing."""
         if self.stopped is not None:
