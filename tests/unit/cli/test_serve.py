@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from infer.cli import flags
+from infer.cli.main import build_parser
+from infer.cli.serve import read_models, split_name
+from infer.config import EngineConfig, ServerConfig
+from infer.errors import ConfigError
+
+
+def read(*arguments: str) -> tuple[dict[str, EngineConfig], ServerConfig]:
+    args = build_parser().parse_args(["serve", *arguments])
+    return read_models(args, flags.knobs_from(args, with_server=True))
+
+
+def test_without_a_model_the_default_one_is_served_under_its_own_name() -> None:
+    models, config = read()
+    assert list(models) == [""] and models[""].load.model is None
+    assert config == ServerConfig()
+
+
+def test_several_models_have_names_and_share_the_other_knobs() -> None:
+    models, _ = read("a=one", "--model", "b=org/two", "--dtype", "float32")
+    assert {name: config.load.model for name, config in models.items()} == {"a": "one", "b": "org/two"}
+    assert {config.load.dtype for config in models.values()} == {"float32"}
+
+
+def test_knobs_of_the_server_do_not_reach_the_engine() -> None:
+    models, config = read("one", "--served-model-name", "s", "--api-key", "x", "--api-key", "y", "--no-ui")
+    assert list(models) == ["s"] and config.api_key == ("x", "y") and config.ui is False
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "name"),
+    [
+        ("--shutdown-timeout", "7", "drain_timeout"),
+        ("--allowed-origins", "https://a.example", "cors_origin"),
+        ("--data-parallel-size", "3", "replicas"),
+    ],
+)
+def test_familiar_spellings_are_understood(flag: str, value: str, name: str) -> None:
+    _, config = read("one", flag, value)
+    assert str(getattr(config, name)).strip("(),'") in (value, f"{value}.0")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("m", ("", "m")), ("n=m", ("n", "m")), ("n=a=b", ("n", "a=b")), ("./x=y", ("", "./x=y"))],
+)
+def test_a_name_ends_at_the_first_equals_sign_unless_it_is_a_path(
+    text: str, expected: tuple[str, str]
+) -> None:
+    assert split_name(text) == expected
+
+
+@pytest.mark.parametrize("arguments", [["a", "--model", "b"], ["n=a", "--model", "n=b"], ["=a"], ["n="]])
+def test_models_without_names_of_their_own_are_refused(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        read(*arguments)
+
+
+def test_help_needs_neither_torch_nor_a_web_framework() -> None:
+    script = (
+        "import sys\nfrom infer.cli.main import main\ntry: main(['serve', '--help'])\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'fastapi', 'uvicorn', 'pydantic'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
