@@ -35,7 +35,7 @@ async def create_chat_completion(body: ChatRequest, http: Request) -> Response:
     job = await open_chat(body, server_state(http))
     generation = Generation(job)
     if not body.stream:
-        answers = await unless_disconnected(http, generation.collect())
+        answers = await unless_disconnected(http.receive, generation.collect())
         return json_response(chat_body(generation, answers), body)
     return await start_stream(
         http,

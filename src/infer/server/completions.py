@@ -50,7 +50,7 @@ async def create_completion(body: CompletionRequest, http: Request) -> Response:
     generation = Generation(job)
     view = CompletionView(job, body)
     if not body.stream:
-        answers = await unless_disconnected(http, generation.collect())
+        answers = await unless_disconnected(http.receive, generation.collect())
         return json_response(view.whole(answers, generation), body)
     return await start_stream(
         http,

@@ -40,11 +40,13 @@ async def create_embeddings(body: EmbeddingRequest, http: HttpRequest) -> Respon
             param="encoding_format",
         )
     inputs = split_prompts(body.input, state.config.max_prompts, "input")
-    ids = await encode_prompts(model.front, inputs, add_special=body.add_special_tokens is not False)
+    ids = await encode_prompts(model.front, inputs, "input", add_special=body.add_special_tokens is not False)
     limit = min((each for each in (body.timeout, state.config.request_timeout) if each), default=None)
     try:
         async with asyncio.timeout(limit):
-            vectors = await unless_disconnected(http, _embed(model, ids, body.pooling or DEFAULT_POOLING))
+            vectors = await unless_disconnected(
+                http.receive, _embed(model, ids, body.pooling or DEFAULT_POOLING)
+            )
     except TimeoutError:
         raise RequestTimeout(f"the embeddings were not ready after {limit:g} s; send fewer inputs") from None
     num_tokens = sum(len(each) for each in ids)

@@ -15,6 +15,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive
 
 from infer.server.schemas import Body
 from infer.server.state import ServerState
@@ -87,10 +88,10 @@ def ignored_headers(body: Body) -> dict[str, str]:
     return {IGNORED_HEADER: ", ".join(body.ignored_fields)} if body.ignored_fields else {}
 
 
-async def unless_disconnected(http: Request, work: Coroutine[Any, Any, T]) -> T:
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Await `work`, but cancel it, and so abort the engine request, if the client hangs up first."""
     task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_until_disconnected(http))
+    watcher = asyncio.ensure_future(_until_disconnected(receive))
     try:
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -102,6 +103,6 @@ async def unless_disconnected(http: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-async def _until_disconnected(http: Request) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
+async def _until_disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass

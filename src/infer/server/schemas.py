@@ -48,6 +48,7 @@ ABOUT_THE_CLIENT = frozenset(
     {
         "metadata",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
@@ -101,6 +102,7 @@ CHAT_NEUTRAL: dict[str, Neutral] = {
     "include_reasoning": Neutral((True,), "reasoning is part of the answer's text"),
     "mm_processor_kwargs": _NO_TRANSFER,
     "modalities": Neutral((["text"],), "this server reads and writes text"),
+    "moderation": Neutral((), "this server does not moderate"),
     "prediction": Neutral((), "this server does not use predicted outputs"),
     "reasoning_effort": Neutral(
         (), "use chat_template_kwargs, if the model's template reads enable_thinking"
@@ -176,6 +178,13 @@ def _check_prompts(value: Any) -> Any:
     )
 
 
+def _check_stop(value: Any) -> Any:
+    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value)):
+        return value
+    raise PydanticCustomError("stop_type", "must be a string or a list of strings")
+
+
+StopField = Annotated[str | list[str], PlainValidator(_check_stop, json_schema_input_type=str | list[str])]
 PromptField = Annotated[Prompts, PlainValidator(_check_prompts, json_schema_input_type=Prompts)]
 Name = Annotated[str, Field(max_length=MAX_NAME_LEN)]
 
@@ -204,7 +213,7 @@ class SamplingBody(Body):
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
-    stop: str | list[str] | None = None
+    stop: StopField | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     n: int | None = None

@@ -16,12 +16,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import orjson
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
 from infer.server.errors import to_api_error
 from infer.server.routing import unless_disconnected
@@ -121,7 +123,7 @@ def named_error(error: BaseException) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """A response of frames that always closes their generator, and does not wait for ever to be read."""
+    """A response of frames that ends the work behind them when its client leaves or does not read."""
 
     media_type = "text/event-stream"
 
@@ -130,11 +132,15 @@ class EventStream(StreamingResponse):
         self._frames = frames
         self._time_limit_s = None if time_limit_s is None else time_limit_s + LAST_READ_S
 
-    async def stream_response(self, send: Send) -> None:
-        """Send every frame; on the way out, whatever the way, end the work behind them."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send everything to whoever is there to receive it."""
+        with suppress(ClientDisconnect, OSError):  # OSError: a send found nobody
+            await unless_disconnected(receive, self._send_frames(send))
+
+    async def _send_frames(self, send: Send) -> None:
         try:
             async with asyncio.timeout(self._time_limit_s):
-                await super().stream_response(send)
+                await self.stream_response(send)
         except TimeoutError:
             logger.warning("a client did not read its stream in time; the connection is closed")
         finally:
@@ -155,7 +161,7 @@ async def start_stream(
         return await anext(frames)
 
     try:
-        first = await unless_disconnected(http, get_first())
+        first = await unless_disconnected(http.receive, get_first())
     except BaseException:
         await frames.aclose()
         raise

@@ -27,7 +27,7 @@ async def tokenize(body: TokenizeRequest, http: Request) -> Response:
         raise MalformedRequest("give either prompt or messages", param="prompt")
     if body.prompt is not None:
         add_special = body.add_special_tokens is not False
-        (ids,) = await encode_prompts(front, [body.prompt], add_special=add_special)
+        (ids,) = await encode_prompts(front, [body.prompt], "prompt", add_special=add_special)
     else:
         ids = await asyncio.to_thread(
             encode_conversation, front, body.messages or [], body.tools, body.chat_template_kwargs

@@ -84,7 +84,9 @@ async def open_completion(body: CompletionRequest, state: ServerState) -> Job:
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
-    ids = await encode_prompts(model.front, prompts, add_special=body.add_special_tokens is not False)
+    ids = await encode_prompts(
+        model.front, prompts, "prompt", add_special=body.add_special_tokens is not False
+    )
     texts = tuple(prompt if isinstance(prompt, str) else None for prompt in prompts)
     return make_job("cmpl", body, model, state.config, ids, texts, params)
 
@@ -207,17 +209,26 @@ def split_prompts(given: Prompts, max_prompts: int, param: str) -> list[str | li
 
 
 async def encode_prompts(
-    front: TextFront, prompts: Sequence[str | list[int]], *, add_special: bool = True
+    front: TextFront, prompts: Sequence[str | list[int]], param: str, *, add_special: bool = True
 ) -> list[list[int]]:
-    """The ids of every prompt; texts are tokenized in a thread."""
-    if not any(isinstance(prompt, str) for prompt in prompts):
-        return [prompt for prompt in prompts if not isinstance(prompt, str)]
-    return await asyncio.to_thread(
-        lambda: [
-            front.tokenizer.encode(prompt, add_special=add_special) if isinstance(prompt, str) else prompt
+    """The ids of every prompt: those of texts from the tokenizer, in a thread; those given, checked."""
+    tokenizer = front.tokenizer
+
+    def encode_all() -> list[list[int]]:
+        return [
+            tokenizer.encode(prompt, add_special=add_special) if isinstance(prompt, str) else prompt
             for prompt in prompts
         ]
-    )
+
+    for prompt in prompts:
+        if isinstance(prompt, list) and prompt and not 0 <= min(prompt) <= max(prompt) < tokenizer.vocab_size:
+            raise RequestError(
+                f"{param} holds ids from {min(prompt)} to {max(prompt)}, "
+                f"but this model's tokens are 0 to {tokenizer.vocab_size - 1}",
+                param=param,
+            )
+    has_text = any(isinstance(prompt, str) for prompt in prompts)
+    return await asyncio.to_thread(encode_all) if has_text else encode_all()
 
 
 def encode_conversation(

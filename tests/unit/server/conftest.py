@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from infer.llm import LLM
 from scripts.make_checkpoint import make_checkpoint
 from tests.support.wire import Wire, make_state
 
-KNOBS = {"dtype": "float32", "num_threads": 1, "num_blocks": 256, "block_size": 4}
+KNOBS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "num_blocks": 256, "block_size": 4}
 
 
 @pytest.fixture(scope="session")

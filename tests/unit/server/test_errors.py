@@ -1,0 +1,145 @@
+"""Failures in OpenAI's form: the right status, the field to blame, and nothing of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from infer.engine.request import Request, StepOutput
+from infer.errors import (
+    ConfigError,
+    ContextOverflow,
+    EngineError,
+    EngineStopped,
+    MalformedRequest,
+    QueueFull,
+    RequestError,
+    RequestTimeout,
+    TemplateError,
+    UnknownModel,
+)
+from infer.llm import LLM
+from infer.server.errors import MAX_MESSAGE_LEN, scrub, to_api_error
+from tests.support.wire import ScriptedClient, Wire, make_state
+
+PATHS = ["/v1/completions", "/v1/completions/stream", "/v1/chat/completions", "/v1/embeddings", "/tokenize"]
+
+
+def failing(oracle: LLM, error: Exception) -> Wire:
+    async def script(request: Request) -> AsyncGenerator[StepOutput, None]:
+        raise error
+        yield
+
+    return Wire(make_state(oracle.front, ScriptedClient(script)))
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (MalformedRequest("x"), 400),
+        (RequestError("x"), 422),
+        (ContextOverflow(9, 9, 10), 422),
+        (TemplateError("x"), 422),
+        (UnknownModel("x"), 422),
+        (QueueFull("x"), 503),
+        (EngineStopped("x"), 503),
+        (RequestTimeout("x"), 504),
+        (EngineError("x"), 500),
+        (ConfigError("the secret is /etc/passwd"), 500),
+        (KeyError("a bug"), 500),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_error_has_its_status_also_before_a_stream(
+    oracle: LLM, error: Exception, status: int, stream: bool
+) -> None:
+    wire = failing(oracle, error)
+    refused = wire.refused("/v1/completions", {"prompt": "x", "stream": stream}, status)
+    if status == 500 and not isinstance(error, EngineError):
+        assert refused["message"] == "the server failed to answer this request; its log says why"
+    elif str(error) != "x":
+        assert refused["message"] == str(error)
+
+
+def test_who_may_try_again_is_told_when(oracle: LLM) -> None:
+    response = failing(oracle, QueueFull("full")).post("/v1/completions", {"prompt": "x"})
+    assert int(response.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"not json",
+        b"[]",
+        b'"text"',
+        b"{}",
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": Infinity}',
+        b'{"prompt": "x", "temperature": 1e999}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ],
+    ids=lambda content: content[:40].decode("latin-1"),
+)
+def test_a_malformed_body_is_a_400(wire: Wire, path: str, content: bytes) -> None:
+    response = wire.request("POST", path, content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 400, response.text
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_body_of_another_type_is_refused(wire: Wire) -> None:
+    """A web page may send text/plain anywhere without asking; JSON it may not."""
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        response = wire.request(
+            "POST", "/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": kind}
+        )
+        assert response.status_code == 400
+        assert "content-type application/json" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "status"),
+    [
+        ({}, "prompt", 400),
+        ({"prompt": "x", "max_tokens": "5"}, "max_tokens", 400),
+        ({"prompt": "x", "max_tokens": 10**25}, "max_tokens", 400),
+        ({"prompt": "x", "stop": [1]}, "stop", 400),
+        ({"prompt": "x", "stop_token_ids": [1, "a"]}, "stop_token_ids[1]", 400),
+        ({"prompt": "x", "stream_options": {"include_usage": "yes"}}, "stream_options.include_usage", 400),
+        ({"prompt": "x", "temperature": 200}, "temperature", 422),
+        ({"prompt": "x", "timeout": 0}, "timeout", 422),
+        ({"prompt": "x", "model": "m" * 300}, "model", 422),
+        ({"prompt": "x", "nn": 2}, "nn", 422),
+        ({"prompt": "x", "suffix": "y"}, "suffix", 422),
+        ({"prompt": [9999]}, "prompt", 422),
+        ({"prompt": [-1]}, "prompt", 422),
+        ({"prompt": "x" * 600, "max_tokens": 200}, "prompt", 422),
+        ({"prompt": "x", "max_tokens": 2000}, "max_tokens", 422),
+    ],
+)
+def test_the_field_to_blame_is_named(wire: Wire, body: dict[str, Any], param: str, status: int) -> None:
+    assert wire.refused("/v1/completions", body, status)["param"] == param
+
+
+def test_messages_of_the_wrong_type_are_malformed(wire: Wire) -> None:
+    for messages in ("hi", {"role": "user"}, ["hi"], None):
+        assert wire.refused("/v1/chat/completions", {"messages": messages}, 400)["param"] is not None
+
+
+def test_an_unknown_route_and_method_answer_in_the_same_form(wire: Wire) -> None:
+    missing = wire.post("/v1/nothing", {})
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, 404)
+    wrong = wire.get("/v1/completions")
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, 405)
+
+
+def test_messages_hold_no_addresses_and_no_paths() -> None:
+    said = scrub("<Thing object at 0x7f3a2b1c4d5e> in /home/someone/models/x.py of org/model at 3/4")
+    assert said == "<Thing object at [address]> in [path] of org/model at 3/4"
+    assert len(scrub("x" * 5000)) == MAX_MESSAGE_LEN
+    assert "passwd" not in to_api_error(EngineError("cannot read /etc/security/passwd")).message

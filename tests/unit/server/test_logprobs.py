@@ -1,0 +1,57 @@
+"""Logprobs in OpenAI's two shapes: exact floats, JSON numbers only, offsets that point into the text."""
+
+from __future__ import annotations
+
+import math
+
+from infer.llm import LLM
+from infer.sampling.params import RowLogprobs
+from infer.server.logprobs import LOWEST, CompletionLogprobs, chat_logprobs, join
+
+
+def test_minus_infinity_becomes_a_number(oracle: LLM) -> None:
+    row = RowLogprobs(300, -math.inf, 9, ((301, -0.5), (302, -math.inf)))
+    lists = CompletionLogprobs(oracle.tokenizer).take([300], [row])
+    assert lists["token_logprobs"] == [LOWEST]
+    assert sorted(lists["top_logprobs"][0].values()) == [LOWEST, LOWEST, -0.5]
+    entry = chat_logprobs(oracle.tokenizer, [row])["content"][0]
+    assert [entry["logprob"], entry["top_logprobs"][1]["logprob"]] == [LOWEST, LOWEST]
+
+
+def test_the_chosen_token_is_among_the_alternatives(oracle: LLM) -> None:
+    row = RowLogprobs(300, -3.25, 3, ((301, -0.5), (302, -1.0)))
+    top = CompletionLogprobs(oracle.tokenizer).take([300], [row])["top_logprobs"][0]
+    assert list(top.values()) == [-0.5, -1.0, -3.25]
+    assert list(top) == [oracle.tokenizer.token_text(i) for i in (301, 302, 300)]
+
+
+def test_of_two_tokens_spelled_alike_the_likelier_counts(oracle: LLM) -> None:
+    tokenizer = oracle.tokenizer
+    halves = [i for i in range(tokenizer.vocab_size) if tokenizer.token_text(i) == "\ufffd"][:2]
+    row = RowLogprobs(halves[1], -2.0, 2, ((halves[0], -1.0),))
+    lists = CompletionLogprobs(tokenizer).take([halves[1]], [row])
+    assert lists["top_logprobs"] == [{"\ufffd": -1.0}]
+    assert lists["token_logprobs"] == [-2.0]
+
+
+def test_offsets_follow_characters_that_are_made_of_several_tokens(oracle: LLM) -> None:
+    ids = oracle.tokenizer.encode("a€b", add_special=False)
+    assert len(ids) == 5, "the euro sign must be three tokens for this test"
+    lists = CompletionLogprobs(oracle.tokenizer).take(ids, [None] * 5)
+    assert lists["text_offset"] == [0, 1, 1, 1, 2]
+
+
+def test_taking_pieces_is_taking_the_whole(oracle: LLM) -> None:
+    ids = oracle.tokenizer.encode("the river is wide", add_special=False)
+    rows = [RowLogprobs(i, -1.5, 1, ((i, -1.5),)) for i in ids]
+    whole = CompletionLogprobs(oracle.tokenizer).take(ids, rows)
+    pieces = CompletionLogprobs(oracle.tokenizer)
+    joined = pieces.take(ids[:2], rows[:2])
+    assert join(joined, pieces.take(ids[2:], rows[2:])) == whole
+
+
+def test_a_row_the_tokenizer_does_not_know_has_no_text(oracle: LLM) -> None:
+    beyond = oracle.tokenizer.vocab_size + 3
+    row = RowLogprobs(300, -1.0, 2, ((beyond, -0.5),))
+    assert chat_logprobs(oracle.tokenizer, [row])["content"][0]["top_logprobs"][0]["bytes"] == []
+    assert "" in CompletionLogprobs(oracle.tokenizer).take([300], [row])["top_logprobs"][0]

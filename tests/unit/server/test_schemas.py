@@ -1,0 +1,127 @@
+"""Every field is honoured, neutral, ignored by name, or refused: nothing is dropped in silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from infer.errors import RequestError
+from infer.server.schemas import (
+    ABOUT_THE_CLIENT,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    SamplingBody,
+    TokenizeRequest,
+)
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def complete(**fields: Any) -> CompletionRequest:
+    return CompletionRequest.model_validate({"prompt": "x"} | fields)
+
+
+@pytest.mark.parametrize("prompt", ["text", ["a", "b"], [1, 2, 3], [[1], [2, 3]], "", []])
+def test_a_prompt_is_text_or_ids_or_a_list_of_either(prompt: Any) -> None:
+    assert complete(prompt=prompt).prompt == prompt
+
+
+@pytest.mark.parametrize(
+    "prompt", [1, True, {"a": 1}, [1, "a"], [[1], "a"], [1.5], [True], [[["a"]]], [None]]
+)
+def test_any_other_prompt_has_the_wrong_type(prompt: Any) -> None:
+    with pytest.raises(ValidationError, match="must be a string"):
+        complete(prompt=prompt)
+
+
+@pytest.mark.parametrize("name", sorted(SamplingBody.model_fields))
+def test_a_null_is_a_field_that_was_not_given(name: str) -> None:
+    assert getattr(complete(**{name: None}), name) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", "5"),
+        ("max_tokens", True),
+        ("max_tokens", 5.5),
+        ("temperature", "hot"),
+        ("echo", 1),
+        ("stop", 7),
+        ("logit_bias", [1]),
+        ("stream_options", True),
+    ],
+)
+def test_types_are_strict(name: str, value: Any) -> None:
+    with pytest.raises(ValidationError):
+        complete(**{name: value})
+
+
+def test_an_integer_is_a_number() -> None:
+    assert complete(temperature=1).temperature == 1.0
+
+
+def test_an_unknown_field_is_refused_with_the_closest_name() -> None:
+    with pytest.raises(RequestError, match="unknown field 'max_token'; did you mean 'max_tokens'") as caught:
+        complete(max_token=5)
+    assert caught.value.param == "max_token"
+
+
+def test_an_unknown_field_inside_another_is_refused_too() -> None:
+    with pytest.raises(RequestError, match="include_usage"):
+        complete(stream_options={"include_usag": True})
+
+
+@pytest.mark.parametrize("name", sorted(ABOUT_THE_CLIENT))
+def test_fields_about_the_client_are_named_as_ignored(name: str) -> None:
+    assert complete(**{name: "something"}).ignored_fields == (name,)
+    assert complete().ignored_fields == ()
+
+
+@pytest.mark.parametrize("body", [CompletionRequest, ChatRequest, EmbeddingRequest, TokenizeRequest])
+def test_neutral_fields_pass_at_their_neutral_values_and_are_refused_at_others(body: Any) -> None:
+    needed = {"prompt": "x"} if body is not ChatRequest else CHAT
+    needed = {"input": "x"} if body is EmbeddingRequest else needed
+    for name, neutral in body.neutral.items():
+        for value in (None, *neutral.values):
+            assert body.model_validate(needed | {name: value}).ignored_fields == ()
+        with pytest.raises(RequestError, match=f"{name} is not supported") as caught:
+            body.model_validate(needed | {name: {"some": "value"}})
+        assert caught.value.param == name
+
+
+def test_a_neutral_number_is_not_a_neutral_truth() -> None:
+    assert complete(length_penalty=1) is not None
+    with pytest.raises(RequestError):
+        complete(length_penalty=True)
+
+
+def test_no_field_is_in_two_groups() -> None:
+    for body in (CompletionRequest, ChatRequest, EmbeddingRequest, TokenizeRequest):
+        honoured, neutral = set(body.model_fields), set(body.neutral)
+        assert not honoured & neutral
+        assert not (honoured | neutral) & body.ignored
+
+
+def test_every_field_of_openai_s_client_is_known() -> None:
+    """The names come from the package itself, so that a new one shows up here."""
+    from openai.types import CompletionCreateParams, EmbeddingCreateParams
+    from openai.types.chat import completion_create_params
+
+    def names(params: Any) -> set[str]:
+        union = getattr(params, "__args__", (params,))
+        return {name for each in union for name in each.__annotations__}
+
+    chat = names(completion_create_params.CompletionCreateParams) | set(
+        completion_create_params.CompletionCreateParamsBase.__annotations__
+    )
+    for body, wanted in (
+        (ChatRequest, chat),
+        (CompletionRequest, names(CompletionCreateParams)),
+        (EmbeddingRequest, names(EmbeddingCreateParams)),
+    ):
+        known = {*body.model_fields, *body.neutral, *body.ignored}
+        assert wanted - known == set()

@@ -1,0 +1,110 @@
+"""The routes around generation: models, tokens, embeddings."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from infer.engine.request import Request, StepOutput
+from infer.llm import LLM
+from tests.support.wire import ScriptedClient, Wire, make_state, outputs_of
+
+
+def test_models_are_listed_with_the_length_of_their_context(wire: Wire, oracle: LLM) -> None:
+    wire.state.aliases["nick"] = "tiny"
+    cards = wire.get("/v1/models").json()
+    assert cards["object"] == "list"
+    assert [card["id"] for card in cards["data"]] == ["tiny", "nick"]
+    assert all(card["max_model_len"] == oracle.context_len for card in cards["data"])
+    assert [card["parent"] for card in cards["data"]] == [None, "tiny"]
+    assert wire.get("/v1/models/nick").json() == cards["data"][1]
+    assert wire.get("/v1/models/org/other").status_code == 404
+    assert wire.ok("/v1/completions", {"model": "nick", "prompt": "x", "max_tokens": 1})["model"] == "nick"
+
+
+def test_tokenize_says_what_would_run(wire: Wire, oracle: LLM) -> None:
+    answer = wire.ok("/tokenize", {"model": "tiny", "prompt": "the river", "return_token_strs": True})
+    assert answer["tokens"] == oracle.encode("the river")
+    assert answer["count"] == len(answer["tokens"])
+    assert answer["max_model_len"] == oracle.context_len
+    assert "".join(answer["token_strs"][1:]) == "the river"
+    bare = wire.ok("/tokenize", {"prompt": "the river", "add_special_tokens": False})
+    assert bare["tokens"] == answer["tokens"][1:]
+    assert bare["token_strs"] is None
+    messages = [{"role": "user", "content": "hi"}]
+    body = {"messages": messages, "add_generation_prompt": True}
+    assert wire.ok("/tokenize", body)["tokens"] == oracle.encode_chat(messages)
+
+
+def test_tokenize_takes_a_text_or_a_conversation(wire: Wire) -> None:
+    wire.refused("/tokenize", {}, 400)
+    wire.refused("/tokenize", {"prompt": "x", "messages": []}, 400)
+
+
+def test_detokenize_spells_special_tokens_out(wire: Wire, oracle: LLM) -> None:
+    ids = oracle.encode("the river")
+    assert wire.ok("/detokenize", {"tokens": ids})["prompt"] == "<|begin_of_text|>the river"
+    wire.refused("/detokenize", {"tokens": [10**6]}, 422)
+    wire.refused("/detokenize", {"tokens": ["a"]}, 400)
+
+
+def test_tokenizer_info_names_the_tokens_at_both_ends(wire: Wire) -> None:
+    info = wire.get("/tokenizer_info").json()
+    assert (info["bos_token"], info["eos_token"]) == ("<|begin_of_text|>", "<|eot_id|>")
+
+
+@pytest.mark.parametrize("pooling", [None, "last", "mean"])
+def test_embeddings_are_the_engines_in_either_encoding(wire: Wire, oracle: LLM, pooling: str | None) -> None:
+    texts = ["the river", "a clock"]
+    numbers = wire.ok("/v1/embeddings", {"input": texts, "pooling": pooling})
+    packed = wire.ok("/v1/embeddings", {"input": texts, "pooling": pooling, "encoding_format": "base64"})
+    for i, text in enumerate(texts):
+        wanted = oracle.engine.embed(tuple(oracle.encode(text)), pooling or "last")
+        assert numbers["data"][i]["index"] == i
+        assert numbers["data"][i]["embedding"] == pytest.approx(wanted, abs=1e-5)
+        raw = base64.b64decode(packed["data"][i]["embedding"])
+        assert struct.unpack(f"<{len(wanted)}f", raw) == pytest.approx(wanted, abs=1e-5)
+    num_tokens = sum(len(oracle.encode(text)) for text in texts)
+    assert numbers["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+
+
+def test_embeddings_of_ids_are_those_of_their_text(wire: Wire, oracle: LLM) -> None:
+    ids = oracle.encode("the river")
+    by_text = wire.ok("/v1/embeddings", {"input": "the river"})["data"]
+    assert wire.ok("/v1/embeddings", {"input": ids})["data"] == by_text
+    assert wire.ok("/v1/embeddings", {"input": [ids]})["data"] == by_text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"dimensions": 8}, "dimensions"),
+        ({"encoding_format": "hex"}, "encoding_format"),
+        ({"pooling": "max"}, "pooling"),
+        ({"input": []}, "input"),
+        ({"input": ["x"] * 9}, "input"),
+        ({"input": [10**6]}, "input"),
+        ({"input": list(range(5, 305))}, None),
+    ],
+)
+def test_embeddings_refuse_what_they_cannot_do(
+    wire: Wire, fields: dict[str, object], param: str | None
+) -> None:
+    error = wire.refused("/v1/embeddings", {"input": "x"} | fields, 422)
+    assert param in (None, error["param"])
+
+
+def test_a_model_called_by_no_name_is_the_default(wire: Wire) -> None:
+    assert wire.ok("/v1/completions", {"prompt": "x", "max_tokens": 1})["model"] == "tiny"
+
+
+def test_embeddings_use_the_engine_the_router_picks(oracle: LLM) -> None:
+    async def script(request: Request) -> AsyncGenerator[StepOutput, None]:
+        for output in outputs_of(request, [300]):
+            yield output
+
+    wire = Wire(make_state(oracle.front, ScriptedClient(script)))
+    assert wire.ok("/v1/embeddings", {"input": [7, 8, 9]})["data"][0]["embedding"] == [3.0, 0.5]

@@ -1,0 +1,300 @@
+"""Streams that break, clients that leave, readers that stall: nobody works for nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import pytest
+
+from infer.engine.client import InProcessClient
+from infer.engine.request import Request, StepOutput
+from infer.errors import EngineStopped, QueueFull, RequestError
+from infer.llm import LLM
+from infer.server import stream as stream_module
+from tests.support.wire import ScriptedClient, Wire, make_state, outputs_of, read_events, read_frames
+
+PATH = "/v1/completions"
+CHAT = "/v1/chat/completions"
+BODIES: dict[str, dict[str, Any]] = {
+    PATH: {"prompt": "x", "max_tokens": 50},
+    CHAT: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 50},
+}
+
+
+def scripted(oracle: LLM, script: Any, **knobs: Any) -> tuple[Wire, ScriptedClient]:
+    client = ScriptedClient(script)
+    return Wire(make_state(oracle.front, client, **knobs)), client
+
+
+async def fails_after_two(request: Request) -> AsyncGenerator[StepOutput, None]:
+    for output in outputs_of(request, [300, 301], None):
+        yield output
+    raise EngineStopped("the engine died")
+
+
+async def never(request: Request) -> AsyncGenerator[StepOutput, None]:
+    await asyncio.Event().wait()
+    yield  # type: ignore[misc]
+
+
+async def two_then_silence(request: Request) -> AsyncGenerator[StepOutput, None]:
+    for output in outputs_of(request, [300, 301], None):
+        yield output
+    await asyncio.Event().wait()
+
+
+async def endless(request: Request) -> AsyncGenerator[StepOutput, None]:
+    while True:
+        yield outputs_of(request, [300], None)[0]
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("path", [PATH, CHAT])
+def test_a_failure_in_mid_stream_is_an_error_frame_and_the_end(oracle: LLM, path: str) -> None:
+    wire, client = scripted(oracle, fails_after_two)
+    frames = read_frames(wire.post(path, BODIES[path] | {"stream": True}))
+    error = frames[-1]["error"]
+    assert (error["message"], error["code"]) == ("the engine died", 503)
+    assert len(frames) == 3 + (path == CHAT)
+    assert len(client.closed) == 1
+
+
+def test_a_failure_among_named_events_is_the_last_event(oracle: LLM) -> None:
+    wire, _ = scripted(oracle, fails_after_two)
+    events = read_events(wire.post(PATH + "/stream", BODIES[PATH]))
+    assert [name for name, _ in events] == ["token", "token", "error"]
+    assert events[-1][1]["error"]["code"] == 503
+
+
+def test_an_unforeseen_failure_in_mid_stream_tells_nothing(oracle: LLM) -> None:
+    async def script(request: Request) -> AsyncGenerator[StepOutput, None]:
+        yield outputs_of(request, [300], None)[0]
+        raise KeyError("/secret/place/of/things")
+
+    wire, _ = scripted(oracle, script)
+    frames = read_frames(wire.post(PATH, BODIES[PATH] | {"stream": True}))
+    assert "secret" not in json.dumps(frames)
+    assert frames[-1]["error"]["code"] == 500
+
+
+@pytest.mark.parametrize("finish_reason", ["error", "abort"])
+def test_an_output_that_failed_is_no_answer(oracle: LLM, finish_reason: str) -> None:
+    async def script(request: Request) -> AsyncGenerator[StepOutput, None]:
+        for output in outputs_of(request, [300, 301], finish_reason):
+            yield output
+
+    wire, _ = scripted(oracle, script)
+    wire.refused(PATH, BODIES[PATH], 500 if finish_reason == "error" else 503)
+    frames = read_frames(wire.post(PATH, BODIES[PATH] | {"stream": True}))
+    assert "error" in frames[-1]
+
+
+@pytest.mark.parametrize("path", [PATH, CHAT])
+def test_a_request_out_of_time_gets_a_504(oracle: LLM, path: str) -> None:
+    wire, client = scripted(oracle, never)
+    for stream in (False, True):
+        wire.refused(path, BODIES[path] | {"timeout": 0.02, "stream": stream}, 504)
+    assert len(client.closed) == 2
+
+
+def test_the_operators_time_limit_holds_without_the_clients(oracle: LLM) -> None:
+    wire, _ = scripted(oracle, never, request_timeout=0.02)
+    assert "0.02 s" in wire.refused(PATH, BODIES[PATH], 504)["message"]
+
+
+def test_time_running_out_in_mid_stream_is_an_error_frame(oracle: LLM) -> None:
+    wire, client = scripted(oracle, two_then_silence)
+    body = BODIES[PATH] | {"timeout": 0.05}
+    assert read_frames(wire.post(PATH, body | {"stream": True}))[-1]["error"]["code"] == 504
+    assert read_events(wire.post(PATH + "/stream", body))[-1][0] == "error"
+    assert len(client.closed) == 2
+
+
+def test_several_tokens_of_one_step_are_several_chunks(oracle: LLM) -> None:
+    async def script(request: Request) -> AsyncGenerator[StepOutput, None]:
+        yield StepOutput(request_id=request.request_id, index=0, token_ids=(300, 301, 302))
+        yield StepOutput(
+            request_id=request.request_id,
+            index=0,
+            token_ids=(303, 304),
+            finish_reason="stop",
+            stop_reason=304,
+        )
+
+    wire, _ = scripted(oracle, script)
+    events = read_events(wire.post(PATH + "/stream", BODIES[PATH]))
+    assert [event["id"] for name, event in events if name == "token"] == [300, 301, 302, 303, 304]
+    assert events[-1][1]["choices"][0] == {"index": 0, "finish_reason": "stop", "stop_reason": 304}
+
+
+def test_one_refused_prompt_ends_the_others(oracle: LLM) -> None:
+    async def script(request: Request) -> AsyncGenerator[StepOutput, None]:
+        if request.request_id.endswith("-2"):
+            raise QueueFull("full")
+        await asyncio.Event().wait()
+        yield  # type: ignore[misc]
+
+    wire, client = scripted(oracle, script)
+    for stream in (False, True):
+        wire.refused(PATH, {"prompt": ["a", "b", "c", "d"], "stream": stream}, 503)
+    assert len(client.closed) == 8
+
+
+def test_a_stop_string_tells_the_engine_to_stop(oracle: LLM) -> None:
+    wire, client = scripted(oracle, endless)
+    stop = oracle.tokenizer.token_text(300)
+    answer = wire.ok(PATH, {"prompt": "x", "max_tokens": 50, "stop": stop})
+    assert answer["choices"][0]["text"] == ""
+    assert (answer["choices"][0]["finish_reason"], answer["choices"][0]["stop_reason"]) == ("stop", stop)
+    assert client.aborted == [(client.requests[0].request_id, 0)]
+
+
+# -- clients that leave ---------------------------------------------------------------------------
+
+
+async def leave(wire: Wire, path: str, body: Any, is_time: Callable[[list[Any]], bool]) -> list[Any]:
+    """Send a body, then hang up as soon as `is_time` says so of what was received; returns that."""
+    sent: list[Any] = []
+    gone = asyncio.Event()
+    content = json.dumps(body).encode()
+    bodies = iter([{"type": "http.request", "body": content, "more_body": False}])
+
+    async def receive() -> Any:
+        if (message := next(bodies, None)) is not None:
+            return message
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def hang_up() -> None:
+        while not is_time(sent):
+            await asyncio.sleep(0.001)
+        gone.set()
+
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "scheme": "http",
+        "headers": headers,
+        "client": ("test", 1),
+        "server": ("test", 80),
+    }
+    async with asyncio.timeout(10):
+        await asyncio.gather(wire.app(scope, receive, send), hang_up())
+    return sent
+
+
+@pytest.mark.parametrize("path", [PATH, CHAT])
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_while_waiting_ends_the_request(oracle: LLM, path: str, stream: bool) -> None:
+    wire, client = scripted(oracle, never)
+    body = BODIES[path] | {"stream": stream}
+    asyncio.run(leave(wire, path, body, lambda sent: bool(client.requests)))
+    assert client.closed == [request.request_id for request in client.requests]
+
+
+@pytest.mark.parametrize("path", [PATH, CHAT, PATH + "/stream"])
+def test_leaving_in_mid_stream_ends_the_request(oracle: LLM, path: str) -> None:
+    wire, client = scripted(oracle, endless)
+    body = BODIES[path.removesuffix("/stream")] | {"stream": True}
+    sent = asyncio.run(leave(wire, path, body, lambda sent: len(sent) > 5))
+    assert len(sent) > 5
+    assert client.closed == [client.requests[0].request_id]
+
+
+def test_leaving_a_batch_ends_every_prompt(oracle: LLM) -> None:
+    wire, client = scripted(oracle, endless)
+    body = {"prompt": ["a", "b", "c"], "stream": True}
+    asyncio.run(leave(wire, PATH, body, lambda sent: len(sent) > 5))
+    assert sorted(client.closed) == sorted(request.request_id for request in client.requests)
+    assert len(client.closed) == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_frees_the_blocks_of_a_real_engine(wire: Wire, client: InProcessClient, stream: bool) -> None:
+    body = {
+        "prompt": ["the river", "the engine"],
+        "n": 2,
+        "max_tokens": 200,
+        "ignore_eos": True,
+        "stream": stream,
+    }
+
+    async def main() -> None:
+        engine = client._engine
+        steps = engine.scheduler.step
+        await leave(wire, PATH, body, lambda sent: engine.scheduler.step > steps + 3)
+        async with asyncio.timeout(10):
+            while engine.num_requests:
+                await asyncio.sleep(0.001)
+        assert engine.scheduler.step < steps + 150
+        assert engine.scheduler.pool.usage().num_used == 0
+
+    asyncio.run(main())
+
+
+def test_a_reader_who_stalls_is_cut_off(oracle: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_module, "LAST_READ_S", 0.05)
+    wire, client = scripted(oracle, endless, request_timeout=0.05)
+    num_sent = 0
+
+    async def send(message: Any) -> None:
+        nonlocal num_sent
+        num_sent += 1
+        if num_sent > 3:
+            await asyncio.Event().wait()
+
+    async def receive() -> Any:
+        if num_sent == 0 and not client.requests:
+            return {"type": "http.request", "body": json.dumps(BODIES[PATH] | {"stream": True}).encode()}
+        return await asyncio.Event().wait()
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "method": "POST",
+        "path": PATH,
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }
+
+    async def main() -> None:
+        async with asyncio.timeout(10):
+            await wire.app(scope, receive, send)
+
+    asyncio.run(main())
+    assert num_sent == 4
+    assert len(client.closed) == 1, "the engine works no more for a client that does not read"
+
+
+def test_nothing_is_left_behind_on_the_event_loop(oracle: LLM) -> None:
+    wire, _ = scripted(oracle, endless)
+
+    async def main() -> None:
+        for body in (BODIES[PATH] | {"stream": True}, {"prompt": ["a", "b"], "stream": True}):
+            await leave(wire, PATH, body, lambda sent: len(sent) > 3)
+        await asyncio.sleep(0.01)
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main())
+
+
+def test_a_refusal_by_the_engine_comes_before_the_stream(oracle: LLM) -> None:
+    async def script(request: Request) -> AsyncGenerator[StepOutput, None]:
+        raise RequestError("too long", param="prompt")
+        yield
+
+    wire, _ = scripted(oracle, script)
+    assert wire.refused(PATH, BODIES[PATH] | {"stream": True}, 422)["param"] == "prompt"

@@ -1,0 +1,187 @@
+"""From bodies to requests: what the client gave, over the model's defaults, within the operator's limits."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from infer.config import ServerConfig
+from infer.errors import RequestError, TemplateError, UnknownModel
+from infer.llm import LLM
+from infer.sampling.params import SamplingParams
+from infer.server.schemas import ChatRequest, CompletionRequest
+from infer.server.state import ServerState
+from infer.server.translate import Job, make_params, open_chat, open_completion
+from tests.support.wire import make_state
+
+
+@pytest.fixture
+def state(oracle: LLM) -> ServerState:
+    return make_state(oracle.front, max_prompts=3, max_n=4, request_timeout=60.0)
+
+
+def complete(state: ServerState, **fields: Any) -> Job:
+    body = CompletionRequest.model_validate({"prompt": "the river"} | fields)
+    return asyncio.run(open_completion(body, state))
+
+
+def chat(state: ServerState, **fields: Any) -> Job:
+    messages = [{"role": "user", "content": "Who are you?"}]
+    return asyncio.run(open_chat(ChatRequest.model_validate({"messages": messages} | fields), state))
+
+
+def test_every_sampling_field_arrives(state: ServerState) -> None:
+    given: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": -0.3,
+        "seed": 11,
+        "min_tokens": 2,
+        "stop": ["a", "b"],
+        "stop_token_ids": [5, 6],
+        "ignore_eos": True,
+        "n": 2,
+        "best_of": 3,
+        "logprobs": 4,
+        "max_tokens": 9,
+    }
+    wanted = SamplingParams(**given | {"logit_bias": {17: -1.5}})
+    assert complete(state, **given, logit_bias={"17": -1.5}).params == wanted
+
+
+def test_a_completion_makes_16_tokens_and_a_chat_as_many_as_fit(state: ServerState) -> None:
+    assert complete(state).params == SamplingParams(max_tokens=16)
+    assert chat(state).params == SamplingParams(max_tokens=None)
+
+
+def test_the_models_defaults_stand_where_the_client_says_nothing(oracle: LLM) -> None:
+    defaults = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+
+    class Front:
+        sampling_defaults = defaults
+
+    def made(**fields: Any) -> SamplingParams:
+        body = CompletionRequest.model_validate({"prompt": "x"} | fields)
+        return make_params(body, Front(), ServerConfig(), max_tokens=4, logprobs=None)  # type: ignore[arg-type]
+
+    assert made() == SamplingParams(max_tokens=4, **defaults)  # type: ignore[arg-type]
+    assert made(temperature=0) == SamplingParams(max_tokens=4, **defaults | {"temperature": 0})  # type: ignore[arg-type]
+    assert made(use_beam_search=True) == SamplingParams(max_tokens=4, temperature=0, use_beam_search=True)
+
+
+def test_texts_are_encoded_as_the_model_wants_and_ids_are_taken_as_they_are(
+    state: ServerState, oracle: LLM
+) -> None:
+    job = complete(state, prompt=["the river", "a clock"])
+    assert [list(request.prompt) for request in job.requests] == [
+        oracle.encode("the river"),
+        oracle.encode("a clock"),
+    ]
+    assert job.prompts == ("the river", "a clock")
+    assert complete(state, prompt=[[5, 6], [7]]).requests[0].prompt == (5, 6)
+    assert complete(state, prompt=[5, 6]).prompts == (None,)
+    bare = complete(state, prompt="the river", add_special_tokens=False).requests[0].prompt
+    assert list(bare) == oracle.encode("the river")[1:]
+
+
+def test_a_conversation_is_encoded_by_the_template(state: ServerState, oracle: LLM) -> None:
+    messages = [{"role": "user", "content": "Who are you?"}]
+    assert list(chat(state).requests[0].prompt) == oracle.encode_chat(messages)
+    options = {"date_string": "1 May 2024"}
+    assert list(chat(state, chat_template_kwargs=options).requests[0].prompt) == oracle.encode_chat(
+        messages, template_options=options
+    )
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    for choice in ("none", "auto", None):
+        shown = chat(state, tools=tools, tool_choice=choice, chat_template_kwargs=options)
+        wanted = oracle.encode_chat(messages, tools=tools, template_options=options)
+        assert list(shown.requests[0].prompt) == wanted
+
+
+def test_other_fields_of_a_request_arrive(state: ServerState) -> None:
+    job = complete(state, prompt=["a", "b"], priority=-3, cache_salt="mine", timeout=5)
+    assert [request.priority for request in job.requests] == [-3, -3]
+    assert {request.cache_salt for request in job.requests} == {"mine"}
+    assert all(request.deadline is not None for request in job.requests)
+    assert job.time_limit_s == 5
+    assert complete(state, timeout=600).time_limit_s == 60
+    assert complete(state).time_limit_s == 60
+    assert len({request.request_id for request in (*job.requests, *complete(state).requests)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 5}, "n"),
+        ({"best_of": 5}, "best_of"),
+        ({"prompt": ["a", "b", "c", "d"]}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"temperature": 101}, "temperature"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"stop": [str(i) for i in range(17)]}, "stop"),
+        ({"seed": 2**63}, "seed"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "best_of": 2}, "best_of"),
+        ({"stream": True, "use_beam_search": True}, "use_beam_search"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(
+    state: ServerState, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        complete(state, **fields)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"chat_template_kwargs": {"evil": 1}}, "evil"),
+    ],
+)
+def test_what_a_chat_cannot_honour_is_refused_by_name(
+    state: ServerState, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(state, **fields)
+    assert caught.value.param == param
+
+
+def test_both_spellings_of_max_tokens_may_agree(state: ServerState) -> None:
+    assert chat(state, max_tokens=3, max_completion_tokens=3).params.max_tokens == 3
+    assert chat(state, max_completion_tokens=5).params.max_tokens == 5
+
+
+def test_an_unknown_model_is_refused(state: ServerState) -> None:
+    with pytest.raises(UnknownModel, match="'tinny' is not served here; did you mean 'tiny'"):
+        complete(state, model="tinny")
+
+
+def test_a_model_without_a_template_does_not_chat(state: ServerState, oracle: LLM) -> None:
+    class BaseFront:
+        has_chat_template = False
+        sampling_defaults: dict[str, float] = {}
+
+    state.models["tiny"].front = BaseFront()  # type: ignore[assignment]
+    with pytest.raises(RequestError, match="no chat template; use /v1/completions") as caught:
+        chat(state)
+    assert not isinstance(caught.value, TemplateError)
