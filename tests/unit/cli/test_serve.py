@@ -65,7 +65,8 @@ def test_models_without_names_of_their_own_are_refused(arguments: list[str]) -> 
 
 def test_help_needs_neither_torch_nor_a_web_framework() -> None:
     script = (
-        "import sys\nfrom infer.cli.main import main\ntry: main(['serve', '--help'])\nexcept SystemExit: pass\n"
+        "import sys\nfrom infer.cli.main import main\n"
+        "try: main(['serve', '--help'])\nexcept SystemExit: pass\n"
         "assert not {'torch', 'fastapi', 'uvicorn', 'pydantic'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
