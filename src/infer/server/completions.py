@@ -9,6 +9,7 @@ A body may hold several prompts and ask for n outputs of each; the choices of pr
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
@@ -51,6 +52,8 @@ async def create_completion(body: CompletionRequest, http: Request) -> Response:
     view = CompletionView(job, body)
     if not body.stream:
         answers = await unless_disconnected(http.receive, generation.collect())
+        if body.echo and body.logprobs is not None:  # those of a long prompt take a while to spell
+            return json_response(await asyncio.to_thread(view.whole, answers, generation), body)
         return json_response(view.whole(answers, generation), body)
     return await start_stream(
         http,
@@ -181,7 +184,7 @@ async def completion_frames(generation: Generation, view: CompletionView, body: 
             usage = generation.usage() if counts_always else None
             if view.echoes and choice not in begun:
                 begun.add(choice)
-                yield _echo_frame(writer, view, piece, choice, usage)
+                yield await asyncio.to_thread(_echo_frame, writer, view, piece, choice, usage)
             if not view.shows_output:
                 continue
             if is_plain and delta.finish_reason is None:
