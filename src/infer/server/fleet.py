@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -143,24 +143,26 @@ class Fleet:
     async def _start_processes(self, config: EngineConfig) -> tuple[TextFront, list[EngineClient]]:
         from infer.engine.process_client import ProcessClient
 
-        def open_front() -> TextFront:
+        def open_headers() -> Callable[[], TextFront]:
             from infer.front import TextFront, find_headers
 
-            return TextFront(config.load, find_headers(config.load, show_progress=True))
+            headers = find_headers(config.load, show_progress=True)
+            return lambda: TextFront(config.load, headers)
 
-        front = await asyncio.to_thread(open_front)  # first: it fetches what every engine will read
+        open_front = await asyncio.to_thread(open_headers)  # first: it fetches what every engine will read
         server = self.state.config
         starts = [
             ProcessClient.start(config, stuck_timeout=server.stuck_timeout, restart=server.restart_engine)
             for _ in range(server.replicas)
         ]
-        results = await asyncio.gather(*starts, return_exceptions=True)
+        opening = asyncio.create_task(asyncio.to_thread(open_front))  # beside the engines, not before them
+        results = await asyncio.gather(opening, *starts, return_exceptions=True)
         engines: list[EngineClient] = [result for result in results if isinstance(result, ProcessClient)]
         failures = [result for result in results if isinstance(result, BaseException)]
         if failures:
             await asyncio.gather(*(engine.close() for engine in engines))
             raise failures[0]
-        return front, engines
+        return opening.result(), engines
 
     async def _close(self, model: ServedModel) -> None:
         for client in model.clients:
