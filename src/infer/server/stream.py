@@ -54,7 +54,6 @@ class ChunkWriter:
         constant = orjson.dumps({"id": job_id, "object": kind, "created": created, "model": model})
         self._before = b"data: " + constant[:-1] + b',"choices":['
         self._heads = [self._before + b'{"index":%d,' % index for index in range(num_choices)]
-        self._opening = opening
         self._closing = closing
         self._openings = [head + opening for head in self._heads]
         self._plain = closing + b',"logprobs":null,"finish_reason":null}]}\n\n'
