@@ -231,7 +231,7 @@ class ServerConfig:
     replicas: int = knob(1, "engines that serve the model side by side", aliases=("data-parallel-size",))
     in_process: bool = knob(False, "run the engine in the server's own process, for debugging")
     restart_engine: bool = knob(True, "start an engine that died again")
-    stuck_timeout: float = knob(120.0, "seconds without progress after which an engine counts as stuck; 0: never")
+    stuck_timeout: float = knob(120.0, "seconds without progress until an engine counts as stuck; 0: never")
     metrics_prefix: str = knob("infer", "prefix of metric names; vllm: as in dashboards made for vLLM")
     access_log: bool = knob(True, "log one line per request")
     ui: bool = knob(True, "serve the page for people at / and /ui")

@@ -63,6 +63,11 @@ class LLM:
         return self.front.tokenizer
 
     @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """How the model's authors advise to sample from it; empty if they do not say."""
+        return self.front.sampling_defaults
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether `chat` works with this model."""
         return self.front.has_chat_template

@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
             f"{llm.name} has no chat template, so it cannot hold a conversation; "
             "use 'infer generate --raw', or give a template with --chat-template FILE"
         )
-    params = flags.fit_max_tokens(params, args, llm.context_len)
+    params = flags.fit_to_model(params, args, llm.context_len, llm.sampling_defaults)
     conversation = Conversation(llm, params, args.system, flags.template_options(args))
     is_typed = sys.stdin.isatty()
     if is_typed:

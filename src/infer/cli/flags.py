@@ -28,6 +28,7 @@ from infer.config import (
     parse_knob,
     read_config_file,
 )
+from infer.loader.hf_config import SAMPLING_KEYS
 from infer.log import LEVELS
 from infer.sampling.params import SamplingParams
 
@@ -138,7 +139,8 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(SamplingParams)} | CLI_SAMPLING
     for name, help_text in SAMPLING_HELP.items():
         is_off = defaults[name] in (None, False, (), dataclasses.MISSING)
-        shown = "" if is_off else f" (default: {defaults[name]})"
+        advised = "the model's advice, else " if name in SAMPLING_KEYS else ""
+        shown = "" if is_off else f" (default: {advised}{defaults[name]})"
         options = _sampling_options(hints[name])
         group.add_argument(
             _flag(name), dest=SAMPLING + name, help=help_text + shown, default=argparse.SUPPRESS, **options
@@ -171,11 +173,15 @@ def sampling_from(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams.from_knobs(**(CLI_SAMPLING | {"seed": seed} | given))
 
 
-def fit_max_tokens(params: SamplingParams, args: argparse.Namespace, context_len: int) -> SamplingParams:
-    """Lower the default of --max-tokens, but never a value that was asked for, to half a short context."""
-    if "max_tokens" in _given(args, SAMPLING) or params.max_tokens is None:
-        return params
-    return dataclasses.replace(params, max_tokens=max(1, min(params.max_tokens, context_len // 2)))
+def fit_to_model(
+    params: SamplingParams, args: argparse.Namespace, context_len: int, advice: Mapping[str, Any]
+) -> SamplingParams:
+    """Adjust what the user left open: sample as the model's authors advise, and fit a short context."""
+    given = _given(args, SAMPLING)
+    changes = {name: value for name, value in advice.items() if name not in given}
+    if "max_tokens" not in given and params.max_tokens is not None:
+        changes["max_tokens"] = max(1, min(params.max_tokens, context_len // 2))
+    return dataclasses.replace(params, **changes)
 
 
 def add_thinking_flag(group: argparse._ArgumentGroup) -> None:

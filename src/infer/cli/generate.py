@@ -91,7 +91,7 @@ def answer_all(
     started = perf_counter()
     llm = open_llm(args, observer)
     load_s = perf_counter() - started
-    params = flags.fit_max_tokens(params, args, llm.context_len)
+    params = flags.fit_to_model(params, args, llm.context_len, llm.sampling_defaults)
     for index, prompt in enumerate(prompts):
         if len(prompts) > 1 and not args.json:
             notice(f"[{index + 1}/{len(prompts)}] {prompt}")

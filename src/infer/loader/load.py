@@ -23,6 +23,7 @@ import torch
 
 from infer.errors import ConfigError
 from infer.loader.checkpoint import StoredTensor, open_checkpoint
+from infer.loader.default_model import NAME, SAMPLING
 from infer.loader.dtype import choose_dtype, stored_dtype
 from infer.loader.gguf import read_gguf
 from infer.loader.gguf_config import hf_config_from_gguf
@@ -80,7 +81,8 @@ def read_headers(source: ModelSource) -> ModelHeaders:
     """Read the config and the headers of the weights; steps 1 and 2 above."""
     if source.is_gguf:
         file = read_gguf(source.path)
-        raw, tensors, defaults = hf_config_from_gguf(file), gguf_checkpoint(file), GenerationDefaults()
+        raw, tensors = hf_config_from_gguf(file), gguf_checkpoint(file)
+        defaults = GenerationDefaults(sampling=SAMPLING if source.name == NAME else {})
     else:
         file = None
         raw, tensors = read_hf_config(source.path), open_checkpoint(source.path)

@@ -25,6 +25,7 @@ class FakeLLM:
     """Stands in for infer.llm.LLM and remembers how it was called."""
 
     name = "fake"
+    sampling_defaults: Mapping[str, float] = {}
 
     def __init__(self, *, context_len: int = 1000, has_chat_template: bool = True, **knobs: Any) -> None:
         self.context_len = context_len

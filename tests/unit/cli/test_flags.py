@@ -126,11 +126,20 @@ def test_a_wrong_flag_is_refused_with_its_reason(
 def test_a_default_of_max_tokens_fits_a_short_context_but_a_wish_is_kept() -> None:
     args = parse()
     params = flags.sampling_from(args)
-    assert flags.fit_max_tokens(params, args, 100).max_tokens == 50
-    assert flags.fit_max_tokens(params, args, 1).max_tokens == 1
-    assert flags.fit_max_tokens(params, args, 100_000) == params
+    assert flags.fit_to_model(params, args, 100, {}).max_tokens == 50
+    assert flags.fit_to_model(params, args, 1, {}).max_tokens == 1
+    assert flags.fit_to_model(params, args, 100_000, {}) == params
     args = parse("--max-tokens", "90")
-    assert flags.fit_max_tokens(flags.sampling_from(args), args, 100).max_tokens == 90
+    assert flags.fit_to_model(flags.sampling_from(args), args, 100, {}).max_tokens == 90
+
+
+def test_the_models_advice_beats_our_default_and_a_wish_beats_both() -> None:
+    advice = {"temperature": 0.2, "top_k": 40}
+    args = parse()
+    advised = flags.fit_to_model(flags.sampling_from(args), args, 100, advice)
+    assert (advised.temperature, advised.top_k, advised.top_p) == (0.2, 40, 0.9)
+    args = parse("--temperature", "1.5")
+    assert flags.fit_to_model(flags.sampling_from(args), args, 100, advice).temperature == 1.5
 
 
 def test_help_shows_the_default_of_each_knob_that_has_one() -> None:
@@ -140,7 +149,8 @@ def test_help_shows_the_default_of_each_knob_that_has_one() -> None:
         if row.default is not None:
             assert f"{row.help} (default: {row.default})" in help_text
     for name, value in flags.CLI_SAMPLING.items():
-        assert f"{flags.SAMPLING_HELP[name]} (default: {value})" in help_text
+        advised = "" if name == "max_tokens" else "the model's advice, else "
+        assert f"{flags.SAMPLING_HELP[name]} (default: {advised}{value})" in help_text
 
 
 def build_subcommand_help(name: str) -> str:
