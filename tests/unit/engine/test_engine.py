@@ -185,6 +185,16 @@ def test_a_request_aborted_halfway_leaves_what_it_computed_in_the_cache() -> Non
     assert world.finished["next", 0].num_cached == num_computed == 4
 
 
+def test_only_requests_with_the_same_salt_share_what_is_cached() -> None:
+    world = make_world()
+    num_cached = []
+    for number, salt in enumerate(("", "tenant a", "tenant b", "tenant a", "")):
+        world.add(str(number), prompt_of(10), request={"cache_salt": salt})
+        world.run()
+        num_cached.append(world.finished[str(number), 0].num_cached)
+    assert num_cached == [0, 0, 0, 8, 8]
+
+
 @pytest.mark.parametrize("block_size", [1, 2, 8])
 def test_a_prompt_of_whole_blocks_that_is_fully_cached_computes_one_token(block_size: int) -> None:
     world = make_world(block_size=block_size)
