@@ -219,6 +219,9 @@ class ServerConfig:
     cors_origin: tuple[str, ...] = knob(
         (), "web page origin that browsers may call from; may be repeated", aliases=("allowed-origins",)
     )
+    allowed_host: tuple[str, ...] = knob(
+        (), "host name to answer for, beside this machine's, on loopback without keys; may be repeated"
+    )
     tls_cert: str | None = knob(None, "PEM certificate: serve HTTPS", aliases=("ssl-certfile",))
     tls_key: str | None = knob(None, "PEM key of tls_cert", aliases=("ssl-keyfile",))
     max_body_size: str = knob("8MiB", "largest request body")

@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from time import perf_counter
 
 from infer.engine.admission import check_token_ids, check_width, longest_total
 from infer.engine.beam import next_beams
@@ -97,6 +98,7 @@ class Engine:
         group = self._make_group(request)
         self._observer.on_add(self.scheduler.step, request)
         self._groups[request.request_id] = group
+        group.added_at = perf_counter()
         leader = self._new_sequence(group, 0, list(request.prompt))
         leader.arrival = self._num_requests * ARRIVALS_PER_GROUP
         leader.num_slots = request.params.num_sequences
@@ -173,6 +175,9 @@ class Engine:
         if not plan.chunks and not plan.transfers:
             return self._step_without_work()
         self._empty_steps = 0
+        for seq in sequences:
+            if seq.group.queue_s is None:
+                seq.group.queue_s = perf_counter() - seq.group.added_at
         try:
             result = self._runner.run(plan, sequences)
         except DeviceLost:  # every further step would fail as well: whoever supervises must start anew
@@ -292,6 +297,7 @@ class Engine:
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
             cumulative_logprob=seq.cumulative_logprob,
+            queue_s=group.queue_s or 0.0,
             num_cached=seq.num_cached,
             prompt_logprobs=(None, *group.prompt_logprobs) if wants_prompt else None,
             error=error,
@@ -361,6 +367,7 @@ class Engine:
                 finish_reason=beam.finish_reason,
                 stop_reason=beam.stop_reason,
                 cumulative_logprob=beam.cumulative_logprob,
+                queue_s=group.queue_s or 0.0,
                 num_cached=group.sequences[0].num_cached,
                 prompt_logprobs=(None, *group.prompt_logprobs) if wants_prompt else None,
             )

@@ -34,6 +34,7 @@ class StepOutput:
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"; None: it goes on
     stop_reason: int | None = None  # the stop token that ended it, where it was not the model's own EOS
     cumulative_logprob: float = 0.0  # of the whole output; 0 unless logprobs, best_of or beams ask for it
+    queue_s: float = 0.0  # seconds the request waited before its first step
     num_cached: int = 0  # prompt tokens that came from the prefix cache
     prompt_logprobs: tuple[RowLogprobs | None, ...] | None = None  # once, with the first token
     error: str | None = None  # what went wrong, with finish_reason "error"

@@ -111,10 +111,12 @@ class SequenceGroup:
     """The sequences of one request: one, or n that share their prompt, or the beams of a beam search."""
 
     __slots__ = (
+        "added_at",
         "finished_beams",
         "max_total",
         "num_made",
         "prompt_logprobs",
+        "queue_s",
         "request",
         "seed",
         "sequences",
@@ -127,6 +129,8 @@ class SequenceGroup:
         self.stop_ids = stop_ids  # tokens that end a sequence: the model's EOS set and the request's own
         self.seed = seed
         self.sequences: list[Sequence] = []
+        self.added_at = 0.0  # engine-clock seconds, for metrics only: nothing is decided by them
+        self.queue_s: float | None = None  # None: no step has touched it yet
         self.num_made = 0  # sequences ever made for it, dropped beams included
         self.prompt_logprobs: list[RowLogprobs | None] = []
         self.finished_beams: list[FinishedBeam] = []

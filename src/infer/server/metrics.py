@@ -83,6 +83,7 @@ class EngineMeter:
         self.inter_token_s = Histogram(TOKEN_S)
         self.per_token_s = Histogram(TOKEN_S)
         self.request_s = Histogram(REQUEST_S)
+        self.queue_s = Histogram(REQUEST_S)
         self.prompt_tokens = Histogram(TOKENS)
         self.output_tokens = Histogram(TOKENS)
         self.choices = Histogram(CHOICES)
@@ -123,6 +124,7 @@ HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMeter], Histogram]], ...] = (
     ("inter_token_latency_seconds", "from one token to the next", lambda m: m.inter_token_s),
     ("request_time_per_output_token_seconds", "mean of a request, after its first", lambda m: m.per_token_s),
     ("e2e_request_latency_seconds", "from arrival to the last token", lambda m: m.request_s),
+    ("request_queue_time_seconds", "waiting for the first step", lambda m: m.queue_s),
     ("request_prompt_tokens", "prompt length", lambda m: m.prompt_tokens),
     ("request_generation_tokens", "output length, all choices together", lambda m: m.output_tokens),
     ("request_params_n", "outputs asked for", lambda m: m.choices),

@@ -87,7 +87,7 @@ class _Times:
         count = len(output.token_ids)
         if count:
             if self._first_at is None:
-                self._begin(now, output.num_cached)
+                self._begin(now, output)
             before = self._last_at.get(output.index)
             if before is not None:
                 self._meter.inter_token_s.observe(now - before)
@@ -97,11 +97,12 @@ class _Times:
         if output.finish_reason is not None:
             self.reason = output.finish_reason
 
-    def _begin(self, now: float, num_cached: int) -> None:
+    def _begin(self, now: float, output: StepOutput) -> None:
         self._first_at = now
         self._meter.first_token_s.observe(now - self._record.arrived_at)
         self._meter.num_prompt_tokens += len(self._request.prompt)
-        self._meter.num_cached_tokens += num_cached
+        self._meter.num_cached_tokens += output.num_cached
+        self._meter.queue_s.observe(output.queue_s)
 
     def finish(self) -> None:
         meter, record = self._meter, self._record

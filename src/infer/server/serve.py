@@ -30,6 +30,7 @@ from infer.errors import ConfigError
 from infer.server.app import build_app
 from infer.server.connection import GuardedConnection
 from infer.server.fleet import Fleet
+from infer.server.hosts import HostCheck, needs_host_check
 from infer.server.metrics import ServerMetrics
 from infer.server.state import ServerState
 
@@ -160,8 +161,11 @@ def url_of(config: ServerConfig, listener: socket.socket) -> str:
 
 def _uvicorn_config(state: ServerState, fleet: Fleet) -> uvicorn.Config:
     config = state.config
+    app = build_app(state, fleet)
+    if needs_host_check(config):
+        app.add_middleware(HostCheck, allowed_host=config.allowed_host)
     made = uvicorn.Config(
-        build_app(state, fleet),
+        app,
         http=GuardedConnection,
         ws="none",
         lifespan="off",

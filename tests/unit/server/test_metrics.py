@@ -138,6 +138,7 @@ VLLM_NAMES = [
     "inter_token_latency_seconds",
     "request_time_per_output_token_seconds",
     "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
     "request_prompt_tokens",
     "request_generation_tokens",
     "request_params_n",
