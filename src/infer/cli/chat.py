@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from infer.cli import flags
 from infer.cli.answer import Answer, notice, open_llm, show_answer, write_out
+from infer.cli.remote import RemoteModel
 from infer.errors import ConfigError, ContextOverflow, RequestError, closest
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ COMMANDS = {
 EXAMPLES = """\
 examples:
   infer chat
+  infer chat --url http://127.0.0.1:8000
   infer chat --model path/to/model --system "You are a pirate." --temperature 1
   printf 'My name is Ada.\\nWhat is my name?\\n' | infer chat --seed 1
 """
@@ -58,6 +60,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=run)
     conversation = parser.add_argument_group("conversation")
     conversation.add_argument("--system", metavar="TEXT", help="the system message to begin with")
+    conversation.add_argument("--url", help="talk to a model of the server there; --model picks which")
+    conversation.add_argument("--api-key", metavar="KEY", help="the key that server asks for")
     flags.add_thinking_flag(conversation)
     conversation.add_argument(
         "--stats", action="store_true", help="print times and speed of each answer to standard error"
@@ -71,7 +75,7 @@ class Conversation:
     """What was said so far, and the model that says the rest."""
 
     def __init__(
-        self, llm: LLM, params: SamplingParams, system: str | None, options: dict[str, object]
+        self, llm: LLM | RemoteModel, params: SamplingParams, system: str | None, options: dict[str, object]
     ) -> None:
         self.llm = llm
         self.params = params
@@ -114,7 +118,7 @@ class Conversation:
 def run(args: argparse.Namespace) -> int:
     """Load the model, then answer until the user leaves."""
     params = flags.sampling_from(args)
-    llm = open_llm(args)
+    llm = _open_remote(args) if args.url is not None else open_llm(args)
     if not llm.has_chat_template:
         raise ConfigError(
             f"{llm.name} has no chat template, so it cannot hold a conversation; "
@@ -133,6 +137,15 @@ def run(args: argparse.Namespace) -> int:
         elif text:
             _answer_line(conversation, text, shows_stats=args.stats)
     return 0
+
+
+def _open_remote(args: argparse.Namespace) -> RemoteModel:
+    """The model a server runs; the knobs of an engine are that server's business."""
+    knobs = flags.knobs_from(args)
+    model = knobs.pop("model", None)
+    if knobs:
+        raise ConfigError(f"--url leaves the engine to the server, so {', '.join(knobs)} cannot be set here")
+    return RemoteModel(args.url, model=model, api_key=args.api_key, sampling=flags.sampling_given(args))
 
 
 def _answer_line(conversation: Conversation, text: str, *, shows_stats: bool) -> None:

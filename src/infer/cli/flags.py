@@ -173,6 +173,11 @@ def sampling_from(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams.from_knobs(**(CLI_SAMPLING | {"seed": seed} | given))
 
 
+def sampling_given(args: argparse.Namespace) -> list[str]:
+    """The names of the sampling parameters a user set."""
+    return list(_given(args, SAMPLING))
+
+
 def fit_to_model(
     params: SamplingParams, args: argparse.Namespace, context_len: int, advice: Mapping[str, Any]
 ) -> SamplingParams:
