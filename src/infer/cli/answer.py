@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from infer.cli.flags import knobs_from
 
 if TYPE_CHECKING:
+    from infer.cli.remote import RemoteDelta
     from infer.engine.engine import EngineObserver
     from infer.llm import LLM, TextDelta
 
@@ -56,7 +57,7 @@ def open_llm(args: argparse.Namespace, observer: EngineObserver | None = None) -
 
 
 def show_answer(
-    deltas: Iterator[TextDelta],
+    deltas: Iterator[TextDelta] | Iterator[RemoteDelta],
     show: Callable[[str], None],
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> Answer:
