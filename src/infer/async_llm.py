@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from os import PathLike
 from types import TracebackType
 from typing import Any
 
@@ -32,7 +33,7 @@ class AsyncLLM:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | PathLike[str] | None = None,
         *,
         show_progress: bool = False,
         observer: EngineObserver | None = None,

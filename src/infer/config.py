@@ -17,6 +17,7 @@ Knob names are unique across the sections, so people write them flat: `LLM("dir"
 from __future__ import annotations
 
 import math
+import os
 import re
 import types
 from collections.abc import Mapping
@@ -197,7 +198,9 @@ class EngineConfig:
         for section in fields(cls):
             section_type = section.default_factory
             assert section_type is not MISSING
-            chosen = {k: v for k, v in knobs.items() if table[k].section == section.name}
+            chosen = {
+                k: parse_knob(table[k], v) for k, v in knobs.items() if table[k].section == section.name
+            }
             sections[section.name] = section_type(**chosen)
         return cls(**sections)
 
@@ -318,6 +321,8 @@ def parse_knob(row: KnobRow, value: Any) -> Any:
         if not all(isinstance(each, row.kind) for each in values):
             raise ConfigError(f"{row.name} must be {row.kind.__name__} values, got {value!r}")
         return tuple(values)
+    if row.kind is str and isinstance(value, os.PathLike):
+        value = os.fspath(value)
     if not isinstance(value, row.kind) or (row.kind is int and isinstance(value, bool)):
         raise ConfigError(f"{row.name} must be {row.kind.__name__}, got {value!r}")
     return value

@@ -49,6 +49,11 @@ def test_knobs_is_the_inverse_of_from_knobs() -> None:
     assert EngineConfig.from_knobs(**config.knobs()) == config
 
 
+def test_a_path_is_as_good_as_its_text() -> None:
+    config = EngineConfig.from_knobs(model=Path("a/b"), tokenizer=Path("c"), chat_template=Path("d.jinja"))
+    assert (config.load.model, config.load.tokenizer, config.load.chat_template) == ("a/b", "c", "d.jinja")
+
+
 def test_an_unknown_knob_names_the_closest_one() -> None:
     with pytest.raises(ConfigError, match="unknown knob 'dtyp'; did you mean 'dtype'"):
         EngineConfig.from_knobs(dtyp="float32")
@@ -62,8 +67,13 @@ def test_an_unknown_knob_names_the_closest_one() -> None:
         ({"device": "cpu:1"}, "got 'cpu:1'"),
         ({"device": "cuda:x"}, "got 'cuda:x'"),
         ({"max_seq_len": 0}, "max_seq_len must be a positive integer, got 0"),
-        ({"num_threads": True}, "num_threads must be a positive integer, got True"),
+        ({"num_threads": True}, "num_threads must be int, got True"),
         ({"max_seq_len": 1.5}, "got 1.5"),
+        ({"use_prefix_caching": "no"}, "use_prefix_caching must be bool, got 'no'"),
+        ({"seed": "1"}, "seed must be int, got '1'"),
+        ({"kv_cache_memory": 512}, "kv_cache_memory must be str, got 512"),
+        ({"device": 5}, "device must be str, got 5"),
+        ({"dtype": None}, "dtype must be str, got None"),
     ],
 )
 def test_an_impossible_value_is_refused(knobs: dict[str, object], message: str) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from infer.config import EngineConfig, knob_table, parse_knob
+from infer.config import EngineConfig, knob_table
 from infer.engine.engine import Engine, EngineObserver
 from infer.engine.facts import PLACES, RunFacts, fingerprint
 from infer.engine.plan import StepPlan
@@ -194,8 +194,7 @@ def replay_config(facts: RunFacts, model: str | None, *, device: str | None = No
     unknown = set(facts.knobs) - set(table)
     if unknown:
         raise ConfigError(f"the record has knobs that this release does not: {', '.join(sorted(unknown))}")
-    knobs = {name: parse_knob(table[name], value) for name, value in facts.knobs.items()}
-    knobs = {name: value for name, value in knobs.items() if name not in PLACES}
+    knobs = {name: value for name, value in facts.knobs.items() if name not in PLACES}
     config = EngineConfig.from_knobs(**knobs)
     # The number of blocks is given in blocks of block_size tokens whatever the layout: one token each
     # says the size of a contiguous cache exactly.
