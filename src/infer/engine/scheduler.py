@@ -10,8 +10,9 @@ policy's order; the `prefill_first` policy turns that round. A newcomer gets roo
 has, so prompts never fight each other half way. When the cache is full the running sequence with the
 largest key is preempted: it gives back its blocks and recomputes later, or leaves them in host memory.
 
-Nobody waits for ever: whoever has waited `max_wait_steps` is promoted to the front of every policy and
-is then the last to be preempted; whoever is one behind is served at least every `max_decode_gap` steps.
+Nobody waits for ever: whoever has waited `max_wait_steps` for its next token, preemptions included, is
+promoted to the front of every policy and is then the last to be preempted; whoever is one behind is
+served at least every `max_decode_gap` steps.
 
 The scheduler sees integers only: no tensors, no tokenizer, no clock. That is why its tests need no
 GPU and no sleep(), and why a simulator can run it a thousand times faster than a model.
@@ -22,7 +23,6 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections import deque
 
 from infer.cache.kv_pool import KVCachePool
 from infer.config import DEFAULT_BATCHED_TOKENS, SchedulerConfig
@@ -79,7 +79,7 @@ class Scheduler:
         self._by_id: dict[int, Sequence] = {}
         # A sequence that waits holds a ticket; queue entries with another ticket are stale and skipped.
         self._waiting: list[tuple[tuple[float, int], int, Sequence]] = []  # a heap of (key, ticket, seq)
-        self._by_age: deque[tuple[int, Sequence]] = deque()  # (ticket, seq)
+        self._by_age: list[tuple[int, int, Sequence]] = []  # a heap of (waiting_since, ticket, seq)
         self._last_ticket = 0
         self._slots_used = 0  # running sequences, counting those a running one will fork into
         self._decode_gap = 0  # steps in a row in which somebody one behind was left out
@@ -352,9 +352,10 @@ class Scheduler:
     def _wait(self, seq: Sequence) -> None:
         self._last_ticket += 1
         seq.ticket = self._last_ticket
-        seq.waiting_since = self.step
+        if seq.num_tokens != seq.num_tokens_then:  # else it was let in, and preempted before its next token
+            seq.waiting_since, seq.num_tokens_then = self.step, seq.num_tokens
         heapq.heappush(self._waiting, (seq.sort_key, seq.ticket, seq))
-        self._by_age.append((seq.ticket, seq))
+        heapq.heappush(self._by_age, (seq.waiting_since, seq.ticket, seq))
         self.num_waiting += 1
 
     def _stop_waiting(self, seq: Sequence) -> None:
@@ -363,9 +364,9 @@ class Scheduler:
 
     def _next_waiting(self) -> Sequence:
         """The waiting sequence whose turn it is; promotes the oldest if it has waited too long."""
-        while self._by_age[0][0] != self._by_age[0][1].ticket:
-            self._by_age.popleft()
-        oldest = self._by_age[0][1]
+        while self._by_age[0][1] != self._by_age[0][2].ticket:
+            heapq.heappop(self._by_age)
+        oldest = self._by_age[0][2]
         if self.step - oldest.waiting_since >= self.config.max_wait_steps and oldest.sort_key[0] != -math.inf:
             oldest.sort_key = (-math.inf, oldest.arrival)
             heapq.heappush(self._waiting, (oldest.sort_key, oldest.ticket, oldest))

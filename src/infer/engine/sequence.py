@@ -41,6 +41,7 @@ class Sequence:
         "num_samples",
         "num_slots",
         "num_tokens",
+        "num_tokens_then",
         "priority",
         "seq_id",
         "sort_key",
@@ -71,7 +72,8 @@ class Sequence:
         self.deadline = request.deadline
         self.sort_key: tuple[float, int] = (0.0, 0)
         self.ticket = 0  # its number in the waiting queue; 0: it does not wait
-        self.waiting_since = 0  # the step in which it began to wait
+        self.waiting_since = 0  # the step in which it began to wait for its next token
+        self.num_tokens_then = 0  # how many it had in that step; 0: it has never waited
         self.finish_reason: str | None = None
         self.stop_reason: int | None = None
         self.cumulative_logprob = 0.0

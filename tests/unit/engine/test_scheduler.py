@@ -246,6 +246,33 @@ def test_nobody_starves_under_adversarial_arrivals(policy: str, batching_mode: s
     assert world.verify() == len(world.requests)
 
 
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_who_is_let_in_and_preempted_in_turn_is_promoted_in_the_end(preemption: str) -> None:
+    """Between two urgent requests it begins its prompt, and never comes to its first token."""
+    world = make_world(
+        scheduler_policy="priority",
+        max_wait_steps=40,
+        num_blocks=20,
+        num_host_blocks=1,
+        context_len=80,
+        prefill_chunk_size=2,
+        max_num_batched_tokens=16,
+        use_prefix_caching=False,
+        preemption=preemption,
+    )
+    world.add("meek", prompt_of(56, start=500), request={"priority": 9}, max_tokens=4)
+    for number in range(200):
+        if ("meek", 0) in world.finished:
+            break
+        if not any(seq.priority < 0 for seq in world.scheduler.sequences()):
+            world.add(str(number), prompt_of(8, start=number), request={"priority": -1}, max_tokens=36)
+        world.step()
+    assert world.scheduler.num_preemptions >= 1
+    assert ("meek", 0) in world.finished
+    world.run()
+    assert world.verify() == len(world.requests)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_longest_wait_is_bounded_for_everybody(policy: str) -> None:
     """Arrivals at half of what the engine can do, each more urgent than all before."""
