@@ -6,7 +6,8 @@
     report   stop conditions are checked, the finished let go          (integers)
 
 A step is atomic: nothing is counted as computed until the run has succeeded. If the run raises, the
-requests of that plan end with an error, everybody else goes on, and the books balance.
+requests of that plan end with an error, everybody else goes on, and the books balance. An interrupt
+is raised again after that, and the next step reports who it ended.
 
 The engine speaks token ids. Stop *strings* are found by whoever turns ids into text; it then calls
 `abort` for the sequence it has seen enough of.
@@ -88,6 +89,7 @@ class Engine:
         self._num_requests = 0
         self._next_seq_id = 0
         self._empty_steps = 0
+        self._unreported: list[StepOutput] = []  # of a step that was interrupted; the next one brings them
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
 
@@ -170,6 +172,13 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """Plan, run, commit, report; returns what the step made, in the order of the plan."""
+        outputs = self._step()
+        if self._unreported:
+            outputs = self._unreported + outputs
+            self._unreported = []
+        return outputs
+
+    def _step(self) -> list[StepOutput]:
         plan = self.scheduler.plan()
         sequences = [self.scheduler.get(chunk.seq_id) for chunk in plan.chunks]
         if not plan.chunks and not plan.transfers:
@@ -187,6 +196,10 @@ class Engine:
             outputs = self._fail(sequences, f"{type(error).__name__} in step {plan.step}")
             self.scheduler.abandon(plan)
             return outputs
+        except BaseException as error:  # Ctrl-C: whoever catches it finds the books balanced
+            self._unreported += self._fail(sequences, f"{type(error).__name__} in step {plan.step}")
+            self.scheduler.abandon(plan)
+            raise
         self.scheduler.commit(plan)
         self._observer.on_step(plan, result.ids)
         return self._report(plan, sequences, result)

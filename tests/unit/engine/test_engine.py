@@ -297,6 +297,31 @@ def test_who_was_just_swapped_out_survives_a_failed_step(stage: str) -> None:
     assert world.verify() == 1
 
 
+def test_an_interrupt_ends_the_requests_of_its_step_and_nobody_elses() -> None:
+    """Ctrl-C may come before a block was moved; whoever had none in the plan goes on as if it had not."""
+    world = reach("decoding", preemption="swap", block_size=1)
+    run = world.runner.run
+
+    def interrupted(plan: StepPlan, sequences: list[Sequence]) -> StepResult:
+        if plan.preempted:
+            world.runner.run = run  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+        return run(plan, sequences)
+
+    world.runner.run = interrupted  # type: ignore[method-assign, assignment]
+    with pytest.raises(KeyboardInterrupt):
+        preempt_target(world)
+    world.check_books()
+    assert world.seqs("old") == []
+    assert not world.seq("t").is_swapped
+    assert ("old", 0) not in world.finished
+    world.step()
+    assert world.finished["old", 0].finish_reason == "error", "the next step reports what the last could not"
+    world.run()
+    world.aborted.add("old")
+    assert world.verify() == 1
+
+
 def test_beams_that_were_just_swapped_in_survive_a_failed_step() -> None:
     world = reach("beams midway", preemption="swap", block_size=1)
     preempt_target(world)
