@@ -6,7 +6,8 @@ library an *anchor* in their place, so it still sees the whole text at once and 
 
     <|im_start|>user⏎Hi     ──►   ⚓user⏎Hi   ──►   [⚓, 4093, 198, 23066]   ──►   [1, 4093, 198, 23066]
 
-The anchor is spelled with a random number made at start-up, so nobody can write it.
+The anchor is spelled with a random number made at start-up, so nobody can write it. A second one, the
+*cut*, stands for nothing and keeps merges from spelling a special token out of text.
 
 *Decoding* is ours: each id stands for some bytes, and text is the UTF-8 of the bytes laid end to end,
 with U+FFFD for what is not UTF-8. That one sentence is what makes streaming exact (detokenizer.py).
@@ -56,9 +57,9 @@ class Tokenizer:
 
         self._prefix, self._suffix = self._find_wrapping(vocabulary)
         core.encode_special_tokens = True  # their text is text
-        self._anchor = f"\ufdd0{secrets.token_hex(16)}\ufdd1"
-        core.add_tokens([AddedToken(self._anchor, normalized=False)])
-        self._anchor_id = core.token_to_id(self._anchor)
+        self._anchor, self._cut = (f"\ufdd0{secrets.token_hex(16)}\ufdd1" for _ in range(2))
+        core.add_tokens([AddedToken(text, normalized=False) for text in (self._anchor, self._cut)])
+        self._anchor_id, self._cut_id = core.token_to_id(self._anchor), core.token_to_id(self._cut)
 
         self._is_byte_level, self.num_stripped = _read_decoder(core.decoder)
         self._bytes: dict[int, bytes] = {}  # filled as ids are met; two threads may write the same value
@@ -87,7 +88,7 @@ class Tokenizer:
         already begins with it. `parse_special` turns the text of special tokens into those tokens, except
         where a `guard` character stands inside it; guards are removed.
         """
-        ids = self._encode_markup(text, guard) if parse_special else self._encode_text(text)
+        ids = self._encode_markup(text, guard) if parse_special else self._encode_parts([text], [])
         return self.begin(ids) + self._suffix if add_special else ids
 
     def begin(self, ids: list[int]) -> list[int]:
@@ -121,16 +122,7 @@ class Tokenizer:
     def token_id(self, text: str) -> int | None:
         """The id of the token spelled exactly so in the vocabulary, if there is one."""
         token_id = self._core.token_to_id(text)
-        return None if token_id is None or token_id == self._anchor_id else int(token_id)
-
-    def _encode_text(self, text: str) -> list[int]:
-        ids: list[int] = self._encode_raw(text)
-        if self._never_from_text.isdisjoint(ids):
-            return ids
-        # a vocabulary whose merges spell a special token: cut the spelling in two, so that no merge can
-        return [
-            i for i in self._encode_raw(self.special_text.guard(text, self._anchor)) if i != self._anchor_id
-        ]
+        return None if token_id is None or token_id >= self.vocab_size else int(token_id)
 
     def _encode_markup(self, text: str, guard: str) -> list[int]:
         parts: list[str] = []
@@ -143,11 +135,17 @@ class Tokenizer:
         parts.append(text[end:])
         if guard:
             parts = [part.replace(guard, "") for part in parts]
-        if not specials:
-            return self._encode_text(parts[0])
-        remaining = iter(specials)
+        return self._encode_parts(parts, specials)
+
+    def _encode_parts(self, parts: list[str], specials: list[int]) -> list[int]:
+        """Encode text with a special token between each two parts; no part makes one by itself."""
         ids = self._encode_raw(self._anchor.join(parts))
-        return [next(remaining) if i == self._anchor_id else i for i in ids]
+        if not self._never_from_text.isdisjoint(ids):
+            # a vocabulary whose merges spell a special token: cut the spelling up, so that no merge can
+            cut_up = [self.special_text.guard(part, self._cut) for part in parts]
+            ids = self._encode_raw(self._anchor.join(cut_up))
+        remaining = iter(specials)
+        return [next(remaining) if i == self._anchor_id else i for i in ids if i != self._cut_id]
 
     def _encode_raw(self, text: str) -> list[int]:
         try:

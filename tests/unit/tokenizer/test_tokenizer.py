@@ -112,6 +112,9 @@ def test_merges_that_spell_a_special_token_never_make_one(monkeypatch: pytest.Mo
     tokenizer = Tokenizer.from_gguf(metadata)
     assert tokenizer.special_ids.isdisjoint(tokenizer.encode("a<x>b"))
     assert tokenizer.decode(tokenizer.encode("a<x>b")) == "a<x>b"
+    marked_up = tokenizer.encode("<x>a<\ufdd2x>b<x>", parse_special=True, guard="\ufdd2")  # as in a chat
+    assert [i for i, token in enumerate(marked_up) if token == 0] == [0, len(marked_up) - 1]
+    assert tokenizer.decode(marked_up, skip_special=False) == "<x>a<x>b<x>"
 
 
 def test_bos_is_added_once_as_the_checkpoint_says() -> None:
