@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -181,6 +182,26 @@ def test_a_sequence_may_be_shorter_than_the_context_but_not_longer(tmp_path: Pat
     assert load(tmp_path, max_seq_len=17).max_seq_len == 17
     with pytest.raises(ConfigError, match=r"1..128 \(the context\), got 129"):
         load(tmp_path, max_seq_len=129)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt2", "llama"])
+def test_rotary_tables_are_as_long_as_the_longest_sequence(tmp_path: Path, family: str) -> None:
+    loaded = load(write_directory(tmp_path, reference_model(family)), max_seq_len=17)
+    tables = [table for name, table in loaded.model.named_buffers() if name.endswith(("cos_PR", "sin_PR"))]
+    assert [len(table) for table in tables] == [17] * {"gemma3": 4, "gpt2": 0, "llama": 2}[family]
+    assert loaded.config.context_len == 128
+
+
+def test_a_context_whose_tables_would_take_gigabytes_is_refused_before_they_are_built(tmp_path: Path) -> None:
+    write_directory(tmp_path, reference_model("llama"), head_dim=4096, max_position_embeddings=2**24)
+    before = peak_memory()
+    with pytest.raises(ConfigError, match="set max_seq_len to 32768 or less"):
+        load(tmp_path)
+    assert peak_memory() - before < 2**28
+
+
+def peak_memory() -> int:
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def test_an_unpackable_block_format_is_named_with_the_supported_ones(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ from infer.log import progress
 from infer.models.config import ModelConfig
 from infer.models.model import Model
 from infer.models.registry import Family, find_family
+
+MAX_ROTARY_NUMBERS = 2**27  # positions times head size: tables of half a gigabyte
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +116,9 @@ def load_model(
     context_len = check_length(max_seq_len, config)
     chosen_dtype = choose_dtype(dtype, chosen_device, stored_dtype(headers.tensors.values()))
 
-    model = _build(family, config, chosen_device, chosen_dtype, source.name)
+    # rotary tables need not be longer than what is served; learned positions are as many as are stored
+    built = config if config.learned_positions else replace(config, context_len=context_len)
+    model = _build(family, built, chosen_device, chosen_dtype, source.name)
     moves = plan_moves(model, headers.tensors, family.weight_map, name=source.name)
     _fill(model, moves, label=f"loading {source.name}", show_progress=show_progress)
     _check_tied_head(model, headers.tensors, family)
@@ -148,11 +152,16 @@ def choose_device(device: str) -> torch.device:
 
 def check_length(max_seq_len: int | None, config: ModelConfig) -> int:
     """The longest sequence that will be served: the model's context, or less if asked for."""
-    if max_seq_len is None:
-        return config.context_len
-    if not 1 <= max_seq_len <= config.context_len:
+    length = config.context_len if max_seq_len is None else max_seq_len
+    if not 1 <= length <= config.context_len:
         raise ConfigError(f"max_seq_len must be in 1..{config.context_len} (the context), got {max_seq_len}")
-    return max_seq_len
+    longest = MAX_ROTARY_NUMBERS // config.head_dim
+    if length > longest and not config.learned_positions:
+        raise ConfigError(
+            f"rotary tables for {length} positions and heads of {config.head_dim} would take gigabytes; "
+            f"set max_seq_len to {longest} or less"
+        )
+    return length
 
 
 def _build(family: Family, config: ModelConfig, device: torch.device, dtype: torch.dtype, name: str) -> Model:

@@ -53,6 +53,7 @@ class ModelConfig:
     ] = ()  # per layer: sliding window in tokens, None = full; () = all full
 
     query_scale: float | None = None  # attention scores are multiplied by it; None = head_dim ** -0.5
+    learned_positions: bool = False  # GPT-2: a stored vector per position, instead of rotary tables
     local_rope_theta: float | None = None  # Gemma 3: the RoPE base of its sliding-window layers
 
     bos_id: int | None = None

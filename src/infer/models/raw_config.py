@@ -20,6 +20,7 @@ from infer.models.config import RopeScaling
 
 MAX_SIZE = 2**24  # far above any real model: a larger size is a damaged file, not a network
 MAX_LAYERS = 1024
+MAX_HEAD_DIM = 4096
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 ACTIVATIONS = {
@@ -133,7 +134,8 @@ def check_heads(num_heads: int, num_kv_heads: int) -> None:
 
 def read_head_dim(raw: RawConfig, hidden_size: int, num_heads: int, default: int | None = None) -> int:
     """The size of a head: given, or the family's own, or an equal share of the hidden size."""
-    head_dim = raw.size("head_dim", default=default or max(hidden_size // num_heads, 1))
+    share = max(hidden_size // num_heads, 1)
+    head_dim = raw.size("head_dim", default=default or share, at_most=MAX_HEAD_DIM)
     if raw.get("head_dim") is None and default is None and hidden_size % num_heads:
         raise CheckpointError(
             f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}, "

@@ -333,6 +333,8 @@ def test_an_impossible_size_is_named(value: object) -> None:
         ({"hidden_act": "relu6"}, ConfigError, "'relu6'.*known: silu"),
         ({"hidden_act": ["silu"]}, ConfigError, "hidden_act"),
         ({"head_dim": 63}, CheckpointError, "even"),
+        ({"head_dim": 2**20}, CheckpointError, "head_dim.*1..4096"),
+        ({"head_dim": None, "hidden_size": 2**20}, CheckpointError, "head_dim.*1..4096"),
         ({"rms_norm_eps": float("nan")}, CheckpointError, "rms_norm_eps"),
         ({"rms_norm_eps": 0}, CheckpointError, "rms_norm_eps"),
         ({"tie_word_embeddings": "yes"}, CheckpointError, "tie_word_embeddings"),
