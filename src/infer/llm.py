@@ -47,6 +47,7 @@ class LLM:
         self.engine = build_engine(self.config, loaded, observer=observer)
         self.model_config = loaded.config
         self._streams: dict[str, _Stream] = {}
+        self._dropped: deque[_Stream] = deque()  # nobody reads them any more; to be closed between steps
 
     @property
     def name(self) -> str:
@@ -187,6 +188,8 @@ class LLM:
 
     def _step(self) -> None:
         """One step of the engine; its outputs go to the streams they belong to."""
+        while self._dropped:
+            self._close(self._dropped.popleft())
         for output in self.engine.step():
             stream = self._streams.get(output.request_id)
             if stream is None:
@@ -216,7 +219,7 @@ class _Stream:
 
 
 class TextStream(Iterator[TextDelta]):
-    """The pieces of one answer. To close it or to let go of it ends the request, read or unread."""
+    """The pieces of one answer. To close it ends the request, to let go of it does with the next step."""
 
     def __init__(self, llm: LLM, stream: _Stream) -> None:
         self._llm = llm
@@ -246,7 +249,9 @@ class TextStream(Iterator[TextDelta]):
             self._llm._close(self._stream)
 
     def __del__(self) -> None:
-        self.close()
+        # Garbage may be collected in the middle of a step, when the engine must be left alone.
+        if not self._is_closed:
+            self._llm._dropped.append(self._stream)
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

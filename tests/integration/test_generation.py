@@ -13,7 +13,7 @@ import torch
 from infer.engine.engine import Engine
 from infer.engine.plan import StepPlan
 from infer.engine.request import Request
-from infer.engine.runner import sequence_seed
+from infer.engine.runner import StepResult, sequence_seed
 from infer.errors import ContextOverflow, EngineError, RequestError
 from infer.llm import LLM
 from infer.loader import default_model
@@ -364,9 +364,31 @@ def test_closing_a_stream_gives_its_blocks_back_at_once(llm: LLM, num_read: int)
 
 
 def test_a_stream_that_is_dropped_is_closed(llm: LLM) -> None:
+    """By the next that is done with the engine: the garbage collector may come in the middle of a step."""
     stream = llm.stream(list(range(20)), greedy(30))
     next(stream)
     del stream
+    llm.generate([1, 2, 3], greedy(1))
+    check_idle(llm.engine)
+    assert llm._streams == {}
+
+
+def test_a_stream_may_be_collected_in_the_middle_of_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, dropped = llm.stream([1, 2, 3], greedy(8)), llm.stream([4, 5, 6], greedy(8))
+    got = [*next(kept).token_ids]
+    next(dropped)
+    doomed = [dropped]
+    del dropped
+    run = llm.engine._runner.run
+
+    def run_and_collect(plan: StepPlan, sequences: Any) -> StepResult:
+        result = run(plan, sequences)
+        doomed.clear()
+        return result
+
+    monkeypatch.setattr(llm.engine._runner, "run", run_and_collect)
+    got += [token for delta in kept for token in delta.token_ids]
+    assert got == generate_greedy(tiny_model("llama").model, [1, 2, 3], 8)
     check_idle(llm.engine)
 
 
