@@ -176,9 +176,9 @@ class LLM:
 
     def _open(self, prompt: Prompt, params: SamplingParams, *, is_chat: bool = False) -> _Stream:
         request = self.front.make_request(prompt, params)
-        self.engine.add(request)
         text = prompt if isinstance(prompt, str) else None
         stream = _Stream(request, OutputBuilder(request, self.tokenizer, text, is_chat=is_chat))
+        self.engine.add(request)  # last: whoever is in the engine has somebody to read it
         self._streams[request.request_id] = stream
         return stream
 

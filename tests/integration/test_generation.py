@@ -392,6 +392,30 @@ def test_a_stream_may_be_collected_in_the_middle_of_a_step(llm: LLM, monkeypatch
     check_idle(llm.engine)
 
 
+def test_an_id_that_only_the_model_has_may_stand_in_a_prompt(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model may have more rows than its tokenizer has tokens; such an id has no text."""
+    last = llm.model_config.vocab_size - 1
+    monkeypatch.setattr(llm.tokenizer, "vocab_size", last)
+    (answer,) = llm.generate([[1, 2, last]], greedy(2))
+    assert answer.token_ids == generate_greedy(tiny_model("llama").model, [1, 2, last], 2)
+    with pytest.raises(RequestError, match=f"token id {last + 1}"):
+        llm.generate([[1, 2, last + 1]], greedy(2))
+
+
+def test_a_request_whose_text_cannot_begin_does_not_reach_the_engine(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **fields: object) -> None:
+        raise RequestError("no text")
+
+    monkeypatch.setattr("infer.llm.OutputBuilder", refuse)
+    with pytest.raises(RequestError, match="no text"):
+        llm.stream([1, 2, 3], greedy(2))
+    assert llm.engine.num_requests == 0
+
+
 def test_best_of_and_beams_do_not_stream(llm: LLM) -> None:
     for params in (
         SamplingParams(best_of=2, max_tokens=3),

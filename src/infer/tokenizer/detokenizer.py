@@ -89,7 +89,8 @@ class Detokenizer:
         for token_id in reversed(prompt_ids):
             if len(tail) >= _LONGEST_CHARACTER:
                 break
-            tail = self._tokenizer.visible_bytes(token_id, skip_special=self._skip_special) + tail
+            if 0 <= token_id < self._tokenizer.vocab_size:
+                tail = self._tokenizer.visible_bytes(token_id, skip_special=self._skip_special) + tail
         return tail
 
 

@@ -137,6 +137,8 @@ def test_a_character_that_the_prompt_began_is_finished() -> None:
     tokenizer = TOKENIZERS["byte-level"]
     ids = tokenizer.encode("€")
     assert Detokenizer(tokenizer, prompt_ids=ids[:1]).push(ids[1:]) == "€"
+    padding = tokenizer.vocab_size  # of a model with more rows than tokens: it has no text
+    assert Detokenizer(tokenizer, prompt_ids=[*ids[:1], padding]).push(ids[1:]) == "€"
 
 
 def test_an_id_the_tokenizer_does_not_have_adds_no_text() -> None:
