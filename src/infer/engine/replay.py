@@ -108,13 +108,16 @@ class Replay:
                 difference = difference or f"the record has it accepted, now it is refused: {error}"
             return difference
         difference = self._step_to(event.step - 1)
-        self._step()
+        if isinstance(event, Ran) or self.engine.scheduler.step < event.step:  # else it ran and then failed
+            self._step()
         if difference is not None:
             return difference
         if isinstance(event, Ran):
             return self._compare(event)
         if self._witness.error is None:
             return f"in the record it failed ({event.error}), now it did not"
+        if self._witness.error != event.error:
+            return f"in the record it failed ({event.error}), now: {self._witness.error}"
         return None
 
     def _step_to(self, step: int) -> str | None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,20 @@ from infer.cache.memory import CacheSize, size_cache
 from infer.config import EngineConfig
 from infer.engine.build import build_engine
 from infer.engine.engine import Engine, EngineObserver
+from infer.engine.plan import StepPlan
 from infer.engine.record import Recorder
 from infer.engine.record_reader import Record
 from infer.engine.replay import Replay, describe_state, replay_config, replay_model
 from infer.engine.request import Request
+from infer.engine.runner import StepResult
+from infer.engine.sequence import Sequence
 from infer.errors import ConfigError
 from infer.loader.load import load_model
 from infer.loader.source import resolve_model
 from infer.sampling.params import SamplingParams
+from infer.sampling.sampler import NO_TOKEN
 from scripts.make_checkpoint import Sizes, make_checkpoint
-from tests.unit.engine.recorded_runs import CONFIG, make_engine, make_facts, record_run
+from tests.unit.engine.recorded_runs import CONFIG, make_engine, make_facts, make_request, record_run
 
 
 def rewrite(path: Path, number: int, **change: Any) -> None:
@@ -117,6 +122,43 @@ def test_a_failure_must_happen_again(tmp_path: Path) -> None:
     report = Replay(record, make_engine).run()
     assert report.difference is not None
     assert "in the record it failed (RuntimeError in step" in report.difference
+
+
+def test_a_step_that_ran_and_broke_one_request_comes_out_again(tmp_path: Path) -> None:
+    """A row without a token: the record has the step and, with the same number, the failure."""
+
+    def build(observer: EngineObserver, *, broken_at: int | None = 5) -> Engine:
+        engine = make_engine(observer)
+        run = engine._runner.run
+
+        def run_with_a_broken_row(plan: StepPlan, sequences: list[Sequence]) -> StepResult:
+            result = run(plan, sequences)
+            if plan.step == broken_at:
+                result.ids[-1] = (NO_TOKEN,)
+                result.logprobs[-1] = (None,)
+            return result
+
+        engine._runner.run = run_with_a_broken_row  # type: ignore[method-assign, assignment]
+        return engine
+
+    path, rng = tmp_path / "r.jsonl", random.Random(2)
+    with Recorder(path) as recorder:
+        recorder.on_start(make_facts())
+        engine = build(recorder)
+        for number in range(8):
+            engine.add(make_request(number, rng))
+            engine.step()
+        while engine.has_work:
+            engine.step()
+    place = find(path, "failure", "error")
+    report = Replay(Record(path), build).run()
+    assert report.difference is None
+    assert report.step == engine.scheduler.step
+    assert Replay(Record(path), lambda observer: build(observer, broken_at=None)).run().difference is not None
+    rewrite(path, place, error="something else")
+    report = Replay(Record(path), build).run()
+    assert report.difference is not None
+    assert report.difference.startswith("step 5: in the record it failed (something else), now: the model's")
 
 
 def test_it_stops_after_a_step_and_shows_the_state(tmp_path: Path) -> None:
