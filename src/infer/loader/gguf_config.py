@@ -16,6 +16,7 @@ from typing import Any
 
 from infer.errors import CheckpointError, ConfigError
 from infer.loader.gguf import GGMLType, GGUFFile
+from infer.models.raw_config import MAX_LAYERS, MAX_SIZE
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3", "gpt2")
 ROPE_FACTORS = "rope_freqs.weight"
@@ -38,13 +39,16 @@ class Keys:
         self.file = file
         self.architecture = name
 
-    def size(self, name: str, default: int | None = None) -> int:
+    def size(self, name: str, default: int | None = None, at_most: int = MAX_SIZE) -> int:
         """A positive integer; 0 only where that is the default and means none."""
         value = self._get(name, default)
         if isinstance(value, list) and value and all(item == value[0] for item in value):
             value = value[0]  # one number per layer, all the same
-        if type(value) is not int or value < 0 or (value == 0 and default != 0):
-            raise CheckpointError(f"{self.file.path}: {self._key(name)} must be a size, got {value!r}")
+        least = 0 if default == 0 else 1
+        if type(value) is not int or not least <= value <= at_most:
+            raise CheckpointError(
+                f"{self.file.path}: {self._key(name)} must be an integer in {least}..{at_most}, got {value!r}"
+            )
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -99,7 +103,7 @@ def hf_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     config = shared | {
         "hidden_size": hidden_size,
         "intermediate_size": keys.size("feed_forward_length"),
-        "num_hidden_layers": keys.size("block_count"),
+        "num_hidden_layers": keys.size("block_count", at_most=MAX_LAYERS),
         "num_attention_heads": num_heads,
         "num_key_value_heads": keys.size("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
@@ -149,7 +153,7 @@ def _gpt2_config(keys: Keys) -> dict[str, Any]:
     return {
         "architectures": ["GPT2LMHeadModel"],
         "n_embd": keys.size("embedding_length"),
-        "n_layer": keys.size("block_count"),
+        "n_layer": keys.size("block_count", at_most=MAX_LAYERS),
         "n_head": keys.size("attention.head_count"),
         "n_positions": keys.size("context_length"),
         "n_inner": keys.size("feed_forward_length"),

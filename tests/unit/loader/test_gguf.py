@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,16 @@ def test_flipped_bits_give_an_error_of_ours_or_a_model_of_the_same_size(
             continue
         assert sum(info.num_bytes for info in file.tensors.values()) <= len(whole)
     assert num_refused > 300
+
+
+def test_a_number_of_layers_is_bounded_before_layers_are_listed(library_file: Path) -> None:
+    file = read_gguf(library_file)
+    metadata = {key.replace("llama.", "gemma3."): value for key, value in file.metadata.items()}
+    metadata |= {"general.architecture": "gemma3", "gemma3.attention.sliding_window": 16}
+    assert len(hf_config_from_gguf(replace(file, metadata=metadata))["layer_types"]) == 1
+    for count in (0, 2**28):
+        with pytest.raises(CheckpointError, match=r"gemma3.block_count must be an integer in 1..1024"):
+            hf_config_from_gguf(replace(file, metadata=metadata | {"gemma3.block_count": count}))
 
 
 def test_types_have_the_numbers_of_the_format() -> None:
