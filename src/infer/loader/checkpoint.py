@@ -241,8 +241,8 @@ def _are_sizes(value: Any) -> TypeGuard[list[int]]:
 def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        last = {name: place for place, (name, _) in enumerate(pairs)}
+        twice = next(name for place, (name, _) in enumerate(pairs) if last[name] != place)
         _fail(path, f"{twice!r} occurs twice in its header")
     return entries
 

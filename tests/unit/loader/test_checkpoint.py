@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,15 @@ def test_a_damaged_header_is_refused(tmp_path: Path, header: Any, num_bytes: int
     write_raw(tmp_path, header, bytes(num_bytes))
     with pytest.raises(CheckpointError, match=complaint):
         open_checkpoint(tmp_path)
+
+
+def test_a_name_that_occurs_twice_is_found_in_one_pass(tmp_path: Path) -> None:
+    names = [f'"n{i}": 0' for i in range(40_000)]
+    write_raw(tmp_path, ("{" + ", ".join([*names, names[-1]]) + "}").encode(), b"")
+    start = time.process_time()
+    with pytest.raises(CheckpointError, match="'n39999' occurs twice"):
+        open_checkpoint(tmp_path)
+    assert time.process_time() - start < 2  # comparing all pairs takes ten times that
 
 
 @pytest.mark.parametrize("length", [1, 10**6, 2**63])
