@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from infer.errors import CheckpointError, closest
+from infer.errors import CheckpointError
 
 
 class Shard(Enum):
@@ -56,9 +56,7 @@ def find_target(tensor_name: str, weight_map: WeightMap) -> tuple[Target, str]:
     key = _INDEX.sub(".{}", module)
     target = weight_map.get(key) or _wildcard_target(key, weight_map)
     if target is None:
-        raise CheckpointError(
-            f"tensor {tensor_name!r} is not in this model's weight map" + closest(key, weight_map)
-        )
+        raise CheckpointError(f"tensor {tensor_name!r} is not in this model's weight map")
     return Target(
         target.module.format(*indices), target.shard, target.part, target.transposed, target.ignored
     ), leaf
