@@ -34,6 +34,7 @@ from infer.tokenizer.vocabulary import (
     byte_level_core,
 )
 
+MAX_TOKEN_CHARS = 1024  # above any real token; finding the merges of one takes its square
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 
 # GGUF has room for one end-of-sequence id; chat models also end a turn with one of these
@@ -89,6 +90,11 @@ def _sentencepiece_core(
     tokens: list[str], types: list[int], metadata: Mapping[str, Any]
 ) -> tokenizers.Tokenizer:
     scores = _read_list(metadata, "scores", float, like=tokens, default=0.0)
+    if (longest := max(map(len, tokens))) > MAX_TOKEN_CHARS:
+        raise CheckpointError(
+            f"tokenizer.ggml.tokens holds a token of {longest} characters, at most {MAX_TOKEN_CHARS} are "
+            "read; the GGUF file is damaged"
+        )
     unknown = _read_id(metadata, "unknown_token_id", len(tokens))
     core = tokenizers.Tokenizer(
         build_bpe(

@@ -108,3 +108,10 @@ def test_ends_of_turns_end_an_answer() -> None:
 def test_a_damaged_header_is_refused(change: dict[str, Any], says: str) -> None:
     with pytest.raises(CheckpointError, match=says):
         Tokenizer.from_gguf(gpt2_metadata(**change))
+
+
+def test_a_token_of_many_characters_is_refused_before_it_is_cut_everywhere() -> None:
+    metadata = spm_metadata()
+    metadata["tokenizer.ggml.tokens"][-1] = "▁" * 100_000
+    with pytest.raises(CheckpointError, match="a token of 100000 characters, at most 1024"):
+        Tokenizer.from_gguf(metadata)
