@@ -281,6 +281,8 @@ class Scheduler:
             return False
         draft.transfer(COPY, copies)
         seq.num_reserved = seq.num_tokens
+        if not seq.was_admitted:  # later its own blocks are among those it finds
+            seq.num_cached = seq.num_computed
         self._stop_waiting(seq)
         self._run(seq)
         if length:
@@ -293,7 +295,6 @@ class Scheduler:
         # prompt logprobs need the logits of every position
         known = () if request.params.prompt_logprobs is not None else seq.tokens
         seq.num_computed = self.pool.match_prefix(seq.seq_id, known, request.cache_salt)
-        seq.num_cached = max(seq.num_cached, min(seq.num_computed, seq.num_prompt))
 
     # -- small parts ------------------------------------------------------------------------------
 
@@ -377,7 +378,7 @@ class Scheduler:
             heapq.heappop(self._waiting)
 
     def _run(self, seq: Sequence) -> None:
-        seq.is_running = True
+        seq.is_running = seq.was_admitted = True
         insort(self.running, seq, key=_sort_key)
         self._slots_used += seq.num_slots
 

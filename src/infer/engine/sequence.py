@@ -49,6 +49,7 @@ class Sequence:
         "ticket",
         "tokens",
         "waiting_since",
+        "was_admitted",
     )
 
     def __init__(self, seq_id: int, group: SequenceGroup, index: int, tokens: list[int]) -> None:
@@ -67,6 +68,7 @@ class Sequence:
         self.is_beam = request.params.use_beam_search
         self.is_running = False
         self.is_swapped = False
+        self.was_admitted = False  # whether it has ever run
         self.arrival = 0
         self.priority = request.priority
         self.deadline = request.deadline

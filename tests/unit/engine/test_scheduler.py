@@ -153,6 +153,22 @@ def test_a_recomputed_sequence_starts_over_and_a_swapped_one_goes_on() -> None:
         assert ranges["b"] == (start, 9)
 
 
+def test_only_what_was_cached_when_it_came_counts_as_cached() -> None:
+    """Its own blocks, found again after a preemption or by an attempt that found no room, do not."""
+    world = make_world(num_blocks=5, block_size=4)
+    for name in "ab":
+        world.add(name, prompt_of(8, start=ord(name)), max_tokens=6)
+    step(world)
+    step(world)
+    assert world.seq("b").state == "WAITING"
+    world.run()
+    assert world.scheduler.num_preemptions > 0
+    assert [world.finished[name, 0].num_cached for name in "ab"] == [0, 0]
+    world.add("again", prompt_of(8, start=ord("b")), n=2)
+    world.run()
+    assert [world.finished["again", index].num_cached for index in (0, 1)] == [7, 7]
+
+
 def test_auto_preemption_takes_the_cheaper_way() -> None:
     assert PreemptionCost(swap_seconds=1, recompute_seconds=3).prefers_swap("auto", 5)
     assert not PreemptionCost(swap_seconds=2, recompute_seconds=3).prefers_swap("auto", 5)
