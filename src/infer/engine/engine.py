@@ -337,6 +337,9 @@ class Engine:
         self, group: SequenceGroup, offers: list[tuple[Sequence, RowLogprobs]]
     ) -> list[StepOutput]:
         """Replace the beams of a search by the next ones, or end it."""
+        first = offers[0][0]
+        if first.num_output == 1:
+            self._num_prompt_tokens += first.num_prompt
         chosen = next_beams(group, offers)
         if not chosen:
             return self._finish_beams(group)
@@ -372,6 +375,8 @@ class Engine:
             self._finish(seq, "stop")
         self._forget_if_done(group)
         wants_prompt = params.prompt_logprobs is not None
+        best = group.finished_beams[: params.n]
+        self._num_output_tokens += sum(len(beam.output) for beam in best)
         return [
             StepOutput(
                 request_id=group.request.request_id,
@@ -384,7 +389,7 @@ class Engine:
                 num_cached=group.sequences[0].num_cached,
                 prompt_logprobs=(None, *group.prompt_logprobs) if wants_prompt else None,
             )
-            for index, beam in enumerate(group.finished_beams[: params.n])
+            for index, beam in enumerate(best)
         ]
 
     def _finish(self, seq: Sequence, reason: str) -> None:

@@ -474,6 +474,15 @@ def test_requests_without_a_seed_differ_and_repeat_with_the_engines_seed() -> No
     assert outputs(2) != first
 
 
+def test_a_search_counts_what_it_read_and_what_it_gave() -> None:
+    world = make_world()
+    world.add("b", prompt_of(6), use_beam_search=True, temperature=0.0, n=2, best_of=3, max_tokens=4)
+    world.run()
+    stats = world.engine.stats()
+    assert stats.num_prompt_tokens == 6
+    assert stats.num_output_tokens == sum(map(len, world.tokens.values()))
+
+
 def test_an_idle_engine_steps_in_vain_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     world = make_world()
     with caplog.at_level(logging.DEBUG):
