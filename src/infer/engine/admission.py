@@ -7,9 +7,13 @@ be finished: at worst alone, after everybody else was preempted.
 
 from __future__ import annotations
 
+import math
+
 from infer.cache.kv_pool import KVCachePool
 from infer.engine.request import Request
 from infer.errors import ContextOverflow, RequestError
+
+MAX_PRIORITY = 2**63 - 1
 
 
 def check_token_ids(request: Request, vocab_size: int) -> None:
@@ -28,6 +32,19 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
                     f"{param} holds token id {token_id}, but this model has ids 0 to {vocab_size - 1}",
                     param=param,
                 )
+
+
+def check_order(request: Request) -> None:
+    """Refuse a priority or a deadline that no queue can be sorted by."""
+    if not -MAX_PRIORITY - 1 <= request.priority <= MAX_PRIORITY:
+        shown = f"a number of {request.priority.bit_length()} bits"
+        raise RequestError(
+            f"priority must be from {-MAX_PRIORITY - 1} to {MAX_PRIORITY}, got {shown}", param="priority"
+        )
+    if request.deadline is not None and not math.isfinite(request.deadline):
+        raise RequestError(
+            f"deadline must be a finite number of seconds, got {request.deadline}", param="deadline"
+        )
 
 
 def check_width(request: Request, max_batch_size: int) -> None:

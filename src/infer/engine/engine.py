@@ -21,7 +21,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from time import perf_counter
 
-from infer.engine.admission import check_token_ids, check_width, longest_total
+from infer.engine.admission import check_order, check_token_ids, check_width, longest_total
 from infer.engine.beam import next_beams
 from infer.engine.facts import RunFacts
 from infer.engine.plan import StepPlan
@@ -99,7 +99,6 @@ class Engine:
         """Accept a request, or raise a `RequestError` that says why it can never be served."""
         group = self._make_group(request)
         self._observer.on_add(self.scheduler.step, request)
-        self._groups[request.request_id] = group
         group.added_at = perf_counter()
         leader = self._new_sequence(group, 0, list(request.prompt))
         leader.arrival = self._num_requests * ARRIVALS_PER_GROUP
@@ -107,6 +106,7 @@ class Engine:
         leader.num_samples = 1 if group.is_beam else request.params.num_sequences
         self._num_requests += 1
         self.scheduler.add(leader)
+        self._groups[request.request_id] = group
 
     def abort(self, request_id: str, index: int | None = None) -> list[StepOutput]:
         """End a request, or one sequence of it, at any stage; returns the last output of each it ended."""
@@ -421,6 +421,7 @@ class Engine:
         if params.use_beam_search and not scheduler.keeps_cache:
             raise RequestError("beam search needs a KV cache, and kv_cache_backend=naive keeps none")
         check_token_ids(request, self._vocab_size)
+        check_order(request)
         check_width(request, scheduler.config.max_batch_size)
         max_total = longest_total(request, self.context_len, scheduler.pool)
         stop_ids = params.stop_token_ids if params.ignore_eos else (*self._eos_ids, *params.stop_token_ids)

@@ -430,6 +430,29 @@ def test_a_request_that_can_never_fit_is_refused_and_the_queue_goes_on() -> None
     assert world.verify() == 2
 
 
+@pytest.mark.parametrize("policy", ["priority", "deadline"])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"priority": 10**400}, "priority"),
+        ({"priority": -(2**63) - 1}, "priority"),
+        ({"deadline": float("nan")}, "deadline"),
+        ({"deadline": float("inf")}, "deadline"),
+    ],
+)
+def test_what_no_order_can_hold_is_refused_and_leaves_nothing(
+    policy: str, fields: dict[str, Any], param: str
+) -> None:
+    world = make_world(scheduler_policy=policy)
+    with pytest.raises(RequestError, match=f"{param} must be") as caught:
+        world.add("x", prompt_of(5), request=fields)
+    assert caught.value.param == param
+    assert world.engine.num_requests == 0
+    world.add("x", prompt_of(5), request={"priority": 2**63 - 1, "deadline": 1e300})
+    world.run()
+    assert world.verify() == 1
+
+
 def test_an_id_can_be_used_again_once_its_request_is_done() -> None:
     world = make_world()
     world.add("a", prompt_of(5))
