@@ -13,6 +13,7 @@ for this.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,6 +83,73 @@ def workspace_share(num_layers: int) -> float:
     return 2 / num_layers
 
 
+def step_bytes(
+    scheduler: SchedulerConfig, sizes: LayerSizes, *, max_seq_len: int, bytes_per_element: int
+) -> int:
+    """Bytes of activations of the largest step this scheduler may plan."""
+    assert scheduler.max_num_batched_tokens is not None, "the scheduler's budget is resolved first"
+    return activation_bytes(
+        sizes,
+        num_tokens=min(scheduler.max_num_batched_tokens, scheduler.max_batch_size * max_seq_len),
+        num_rows=scheduler.max_batch_size,
+        bytes_per_element=bytes_per_element,
+    )
+
+
+def fit_cache(
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    sizes: LayerSizes,
+    *,
+    max_seq_len: int,
+    bytes_per_element: int,
+    free_bytes: int,
+    share: float,
+) -> CacheSize:
+    """Size the cache for what is free once the weights are there, beside a step's activations and workspace.
+
+    A cache that nobody sized takes at most `share` of what is free; one that was asked for must fit.
+    """
+    activations = step_bytes(scheduler, sizes, max_seq_len=max_seq_len, bytes_per_element=bytes_per_element)
+    room = int((free_bytes - activations) / (1 + workspace_share(sizes.num_layers)))
+    bytes_per_token = kv_bytes_per_token(
+        sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, bytes_per_element
+    )
+    parts = (
+        f"{format_bytes(free_bytes)} are free once the weights are there, and a step's activations "
+        f"take up to {format_bytes(activations)}"
+    )
+    if room < cache.block_size * bytes_per_token:
+        raise ConfigError(
+            f"there is no room for a KV cache: {parts}; lower max_num_batched_tokens and max_batch_size, "
+            "or without chunked prefill max_seq_len; 'infer plan' shows what fits"
+        )
+    size = size_cache(
+        cache,
+        scheduler,
+        max_seq_len=max_seq_len,
+        bytes_per_token=bytes_per_token,
+        free_bytes=min(int(free_bytes * share), room),
+    )
+    if size.num_bytes > room:
+        raise ConfigError(
+            f"a KV cache of {format_bytes(size.num_bytes)} was asked for, but {parts}: that leaves "
+            f"num_blocks={room // (cache.block_size * bytes_per_token)}"
+        )
+    return size
+
+
+def check_host_blocks(num_host_blocks: int, size: CacheSize, free_bytes: int) -> None:
+    """Refuse more blocks for swapped sequences than the host memory holds."""
+    bytes_each = size.block_size * size.bytes_per_token
+    if num_host_blocks * bytes_each > free_bytes:
+        raise ConfigError(
+            f"num_host_blocks={num_host_blocks} takes {format_bytes(num_host_blocks * bytes_each)} of host "
+            f"memory, but {format_bytes(free_bytes)} are free: that leaves "
+            f"num_host_blocks={max(free_bytes, 0) // bytes_each}"
+        )
+
+
 def size_cache(
     cache: CacheConfig,
     scheduler: SchedulerConfig,
@@ -113,15 +181,55 @@ def size_cache(
     return CacheSize(num_blocks, block_size, bytes_per_token)
 
 
-def free_host_bytes() -> int:
-    """Memory of this machine that can be taken without swapping, as far as the system tells."""
+def free_host_bytes(root: Path = Path("/")) -> int:
+    """Memory that can be taken without swapping: the machine's, or less where a container has a limit."""
+    return max(min([_machine_bytes(root), *_container_bytes(root)]), 0)
+
+
+def _machine_bytes(root: Path) -> int:
     try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     except (OSError, ValueError, IndexError):
         pass
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+# The names of a control group's limit, its use, and the part of its use that is only cached files.
+_CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
+_CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _container_bytes(root: Path) -> Iterator[int]:
+    """What each control group around this process still allows; a group without a limit says nothing."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            top, names = root / "sys/fs/cgroup", _CGROUP_V2
+        elif "memory" in controllers.split(","):
+            top, names = root / "sys/fs/cgroup/memory", _CGROUP_V1
+        else:
+            continue
+        group = top / path.strip("/")
+        for folder in (group, *group.parents):
+            yield from _group_bytes(folder, *names)
+            if folder == top:
+                break
+
+
+def _group_bytes(folder: Path, limit_name: str, use_name: str, cached_name: str) -> Iterator[int]:
+    try:
+        limit, used = (int((folder / name).read_text(encoding="ascii")) for name in (limit_name, use_name))
+        stat = (folder / "memory.stat").read_text(encoding="ascii")
+        cached = dict(line.split() for line in stat.splitlines()).get(cached_name, "0")
+        yield limit - used + int(cached)
+    except (OSError, ValueError):  # no such group here, or its limit is the word "max"
+        return
 
 
 def format_bytes(count: float) -> str:

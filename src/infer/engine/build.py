@@ -18,9 +18,11 @@ from infer.cache.memory import (
     CPU_SHARE,
     GPU_SHARE,
     CacheSize,
+    LayerSizes,
+    check_host_blocks,
+    fit_cache,
+    format_bytes,
     free_host_bytes,
-    kv_bytes_per_token,
-    size_cache,
 )
 from infer.config import DEFAULT_BATCHED_TOKENS, EngineConfig, SchedulerConfig
 from infer.engine.engine import Engine, EngineObserver
@@ -30,6 +32,7 @@ from infer.engine.runner import ModelRunner
 from infer.engine.scheduler import Scheduler
 from infer.errors import ConfigError
 from infer.loader.load import LoadedModel
+from infer.models.config import ModelConfig
 from infer.models.model import Model
 
 PROBE_TOKENS = 64  # of the prefill that measures what recomputing costs
@@ -45,26 +48,9 @@ def build_engine(
     """Put the parts together; `cost` replaces the measured one, so that a recorded run can be repeated."""
     model_config = loaded.config
     scheduler_config = resolve_scheduler(config, loaded.max_seq_len)
-    size = size_cache(
-        config.cache,
-        scheduler_config,
-        max_seq_len=loaded.max_seq_len,
-        bytes_per_token=kv_bytes_per_token(
-            model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, loaded.dtype.itemsize
-        ),
-        free_bytes=_free_bytes(loaded.device),
-    )
+    size = _fit_to_device(config, scheduler_config, loaded)
+    store = _make_store(config, loaded, size)
     pool = make_pool(config, size)
-    store = KVStore(
-        num_layers=model_config.num_layers,
-        num_blocks=size.num_blocks,
-        block_size=size.block_size,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        dtype=loaded.dtype,
-        device=loaded.device,
-        num_host_blocks=config.cache.num_host_blocks,
-    )
     if cost is None and scheduler_config.preemption == "auto" and config.cache.num_host_blocks:
         cost = measure_cost(loaded.model, store, size, loaded.device)
     runner = ModelRunner(
@@ -164,9 +150,51 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _free_bytes(device: torch.device) -> int:
-    """Memory the KV cache may take where the operator did not say."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * GPU_SHARE)
-    return int(free_host_bytes() * CPU_SHARE)
+def _fit_to_device(config: EngineConfig, scheduler: SchedulerConfig, loaded: LoadedModel) -> CacheSize:
+    """The size of the cache here and now, with the formula of `infer plan`; refused if it does not fit."""
+    is_gpu = loaded.device.type == "cuda"
+    free_host = free_host_bytes()
+    size = fit_cache(
+        config.cache,
+        scheduler,
+        layer_sizes(loaded.config),
+        max_seq_len=loaded.max_seq_len,
+        bytes_per_element=loaded.dtype.itemsize,
+        free_bytes=torch.cuda.mem_get_info(loaded.device)[0] if is_gpu else free_host,
+        share=GPU_SHARE if is_gpu else CPU_SHARE,
+    )
+    check_host_blocks(config.cache.num_host_blocks, size, free_host if is_gpu else free_host - size.num_bytes)
+    return size
+
+
+def _make_store(config: EngineConfig, loaded: LoadedModel, size: CacheSize) -> KVStore:
+    try:
+        return KVStore(
+            num_layers=loaded.config.num_layers,
+            num_blocks=size.num_blocks,
+            block_size=size.block_size,
+            num_kv_heads=loaded.config.num_kv_heads,
+            head_dim=loaded.config.head_dim,
+            dtype=loaded.dtype,
+            device=loaded.device,
+            num_host_blocks=config.cache.num_host_blocks,
+        )
+    except RuntimeError as error:  # what was free is taken, or a limit that cannot be asked for is reached
+        raise ConfigError(
+            f"a KV cache of {format_bytes(size.num_bytes)} and {config.cache.num_host_blocks} blocks in host "
+            f"memory could not be allocated ({str(error).splitlines()[0]}); ask for less with "
+            "kv_cache_memory, num_blocks or num_host_blocks"
+        ) from error
+
+
+def layer_sizes(config: ModelConfig) -> LayerSizes:
+    """The sizes that decide how much a step needs."""
+    return LayerSizes(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+    )

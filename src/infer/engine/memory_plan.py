@@ -23,23 +23,22 @@ from infer.cache.memory import (
     CPU_SHARE,
     GPU_SHARE,
     CacheSize,
-    LayerSizes,
-    activation_bytes,
+    check_host_blocks,
+    fit_cache,
     free_host_bytes,
     kv_bytes_per_token,
-    size_cache,
+    step_bytes,
     workspace_share,
 )
 from infer.cache.memory import format_bytes as format_bytes
-from infer.config import EngineConfig, SchedulerConfig, parse_bytes
-from infer.engine.build import resolve_scheduler
+from infer.config import EngineConfig, parse_bytes
+from infer.engine.build import layer_sizes, resolve_scheduler
 from infer.errors import ConfigError
 from infer.loader.dtype import DTYPES, choose_dtype, stored_dtype
 from infer.loader.hf_config import MAX_CONFIG_BYTES, GenerationDefaults, read_json
 from infer.loader.load import ModelHeaders, check_length, choose_device, read_headers
 from infer.loader.placement import plan_moves
 from infer.loader.source import ModelSource, resolve_model
-from infer.models.config import ModelConfig
 from infer.models.registry import find_family
 
 GPU_RUNTIME_BYTES = 700 << 20  # CUDA's context and libraries; 693 MiB measured on an H200 with PyTorch 2.11
@@ -118,29 +117,27 @@ def plan_memory(config: EngineConfig, headers: ModelHeaders, machine: Machine, *
     model_config, bytes_each = headers.config, DTYPES[dtype].itemsize
     num_parameters, num_table_bytes = count_parameters(headers)
     weights = num_parameters * bytes_each + num_table_bytes
-    activations = _activations(scheduler, model_config, max_seq_len, bytes_each)
+    sizes = layer_sizes(model_config)
+    activations = step_bytes(scheduler, sizes, max_seq_len=max_seq_len, bytes_per_element=bytes_each)
     bytes_per_token = kv_bytes_per_token(
         model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, bytes_each
     )
     share = workspace_share(model_config.num_layers)
     left = machine.memory - weights - machine.runtime
-    room = int((left - activations) / (1 + share))
     parts = f"{format_bytes(weights)} of weights and {format_bytes(activations)} of activations"
-    if room < config.cache.block_size * bytes_per_token:
+    if (left - activations) / (1 + share) < config.cache.block_size * bytes_per_token:
         raise ConfigError(_too_small(config, headers, machine, dtype, parts))
-    cache = size_cache(
+    cache = fit_cache(
         config.cache,
         scheduler,
+        sizes,
         max_seq_len=max_seq_len,
-        bytes_per_token=bytes_per_token,
-        free_bytes=min(int(left * machine.cache_share), room),
+        bytes_per_element=bytes_each,
+        free_bytes=left,
+        share=machine.cache_share,
     )
-    if cache.num_bytes > room:
-        raise ConfigError(
-            f"a KV cache of {format_bytes(cache.num_bytes)} was asked for, but beside {parts} "
-            f"{format_bytes(room)} of {format_bytes(machine.memory)} are left; that is "
-            f"num_blocks={room // (config.cache.block_size * bytes_per_token)}"
-        )
+    if machine.kind == "cpu":
+        check_host_blocks(config.cache.num_host_blocks, cache, left - activations - cache.num_bytes)
     plan = MemoryPlan(
         model=headers.source.name,
         num_parameters=num_parameters,
@@ -165,16 +162,6 @@ def plan_memory(config: EngineConfig, headers: ModelHeaders, machine: Machine, *
     return plan
 
 
-def _activations(scheduler: SchedulerConfig, model: ModelConfig, max_seq_len: int, bytes_each: int) -> int:
-    assert scheduler.max_num_batched_tokens is not None
-    return activation_bytes(
-        layer_sizes(model),
-        num_tokens=min(scheduler.max_num_batched_tokens, scheduler.max_batch_size * max_seq_len),
-        num_rows=scheduler.max_batch_size,
-        bytes_per_element=bytes_each,
-    )
-
-
 def _too_small(config: EngineConfig, headers: ModelHeaders, machine: Machine, dtype: str, parts: str) -> str:
     """What does not fit, and the first change that would make it fit, or how far the last one is from it."""
     model, runtime = headers.config, machine.runtime
@@ -184,7 +171,9 @@ def _too_small(config: EngineConfig, headers: ModelHeaders, machine: Machine, dt
     for name, settings, changed in _smaller(config, dtype):
         bytes_each = DTYPES[name].itemsize
         scheduler = resolve_scheduler(settings, max_seq_len)
-        step = _activations(scheduler, model, max_seq_len, bytes_each)
+        step = step_bytes(
+            scheduler, layer_sizes(model), max_seq_len=max_seq_len, bytes_per_element=bytes_each
+        )
         token = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, bytes_each)
         weights = num_parameters * bytes_each + num_table_bytes
         needed = weights + step + 2 * config.cache.block_size * token + runtime
@@ -227,19 +216,6 @@ def count_parameters(headers: ModelHeaders) -> tuple[int, int]:
         plan_moves(model, headers.tensors, headers.family.weight_map, name=headers.source.name)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return num_parameters, sum(table.numel() * table.element_size() for table in model.buffers())
-
-
-def layer_sizes(config: ModelConfig) -> LayerSizes:
-    """The sizes that decide how much a step needs."""
-    return LayerSizes(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-    )
 
 
 # -- what is planned, and for what --------------------------------------------------------------------

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -8,7 +9,10 @@ from infer.cache.memory import (
     CacheSize,
     LayerSizes,
     activation_bytes,
+    check_host_blocks,
+    fit_cache,
     format_bytes,
+    free_host_bytes,
     kv_bytes_per_token,
     size_cache,
     workspace_share,
@@ -91,3 +95,87 @@ def test_sizes_are_written_for_people() -> None:
         "1.5 MiB",
         "5.0 GiB",
     ]
+
+
+def fit(free_bytes: int, **knobs: object) -> CacheSize:
+    return fit_cache(
+        CacheConfig(**knobs),  # type: ignore[arg-type]
+        SchedulerConfig(max_batch_size=8, max_num_batched_tokens=2048),
+        SIZES,
+        max_seq_len=8192,
+        bytes_per_element=4,
+        free_bytes=free_bytes,
+        share=0.9,
+    )
+
+
+def test_the_cache_leaves_room_for_a_step_and_its_workspace() -> None:
+    activations = activation_bytes(SIZES, num_tokens=2048, num_rows=8, bytes_per_element=4)
+    size = fit(1 << 30)
+    assert size.num_bytes * (1 + workspace_share(30)) + activations <= 1 << 30
+    assert size.num_bytes > 0.75 * (1 << 30)
+    assert fit(1 << 30, num_blocks=size.num_blocks) == size
+    assert fit(40 << 30).num_tokens == 8 * 8192  # never more than can be used
+
+
+def test_a_cache_larger_than_its_room_is_refused_with_what_fits() -> None:
+    with pytest.raises(
+        ConfigError, match="a KV cache of 6866455.1 GiB was asked for, but 1.0 GiB are"
+    ) as caught:
+        fit(1 << 30, num_blocks=10**10)
+    largest = int(str(caught.value).rpartition("num_blocks=")[2])
+    assert fit(1 << 30, num_blocks=largest).num_blocks == largest
+    with pytest.raises(ConfigError, match="was asked for"):
+        fit(1 << 30, num_blocks=largest + 1)
+    with pytest.raises(ConfigError, match="no room for a KV cache: 100.0 MiB are free once the weights"):
+        fit(100 << 20)
+
+
+def test_blocks_in_host_memory_must_fit_there() -> None:
+    size = CacheSize(4, 16, 10)
+    check_host_blocks(10, size, 1600)
+    with pytest.raises(
+        ConfigError, match="num_host_blocks=11 takes 1.7 KiB of host memory.*num_host_blocks=10$"
+    ):
+        check_host_blocks(11, size, 1600)
+
+
+def machine(root: Path, groups: str, files: dict[str, str]) -> Path:
+    """A file system as seen by a process in these control groups, on a machine with 1000 KiB free."""
+    files = {"proc/meminfo": "MemTotal: 2000 kB\nMemAvailable: 1000 kB\n", "proc/self/cgroup": groups} | files
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("groups", "folder", "names"),
+    [
+        ("0::/a/b\n", "sys/fs/cgroup/a", ("memory.max", "memory.current", "inactive_file")),
+        ("0::/\n", "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")),
+        (
+            "5:cpu:/x\n4:memory:/a\n",
+            "sys/fs/cgroup/memory/a",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+)
+def test_a_container_has_no_more_memory_than_its_limit(
+    tmp_path: Path, groups: str, folder: str, names: tuple[str, str, str]
+) -> None:
+    limit, used, cached = names
+
+    def free(limit_text: str) -> int:
+        stat = f"anon 7\n{cached} 50\n"
+        files = {limit: limit_text, used: "500\n", "memory.stat": stat}
+        return free_host_bytes(machine(tmp_path, groups, {f"{folder}/{k}": v for k, v in files.items()}))
+
+    assert free("2000\n") == 1550  # cached files make way
+    assert free("100\n") == 0
+    assert free("max\n") == 1000 << 10
+    assert free(f"{1 << 62}\n") == 1000 << 10
+
+
+def test_a_machine_without_control_groups_says_what_is_available(tmp_path: Path) -> None:
+    assert free_host_bytes(machine(tmp_path, "", {})) == 1000 << 10

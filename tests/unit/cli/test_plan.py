@@ -12,8 +12,9 @@ from infer.cache.memory import size_cache
 from infer.cli.flags import knobs_from
 from infer.cli.main import build_parser
 from infer.config import EngineConfig
-from infer.engine import memory_plan
+from infer.engine import build, memory_plan
 from infer.engine.build import resolve_scheduler
+from infer.errors import ConfigError
 from infer.loader.load import load_model
 from infer.loader.source import resolve_model
 from scripts.make_checkpoint import make_checkpoint
@@ -177,6 +178,34 @@ def test_the_default_is_this_machine(infer: Infer, model: Path, monkeypatch: pyt
     plan = planned(infer, model, "--device", "cpu", "--dtype", "float32")
     assert (plan["machine"], plan["memory"]) == ("cpu", 64 << 20)
     assert plan["kv_cache"] <= 0.25 * (64 << 20)
+
+
+def test_the_engine_gets_the_cache_that_was_planned(
+    infer: Infer, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig.from_knobs(model=model, max_batch_size=4)
+    loaded = load_model(resolve_model(str(model)), dtype="float32", device="cpu")
+    free = 25 << 18  # 6.25 MiB, of which a step takes 6
+    plan_weights = planned(infer, model, "--dtype", "float32", "--gpu-memory", "1GiB")["weights"]
+    monkeypatch.setattr(build, "free_host_bytes", lambda: free)
+    monkeypatch.setattr(memory_plan, "free_host_bytes", lambda: free + plan_weights)
+    plan = planned(infer, model, "--device", "cpu", "--dtype", "float32", "--max-batch-size", "4")
+    engine = build.build_engine(config, loaded)
+    assert engine.scheduler.pool.usage().num_blocks == plan["num_blocks"]
+
+
+@pytest.mark.parametrize("knob", ["num_blocks", "num_host_blocks"])
+def test_an_impossible_cache_is_refused_before_anything_is_allocated(model: Path, knob: str) -> None:
+    loaded = load_model(resolve_model(str(model)), dtype="float32", device="cpu")
+    with pytest.raises(ConfigError, match=f"that leaves {knob}="):
+        build.build_engine(EngineConfig.from_knobs(**{knob: 10**10}), loaded)
+
+
+def test_a_cache_that_cannot_be_allocated_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_model(resolve_model(str(model)), dtype="float32", device="cpu")
+    monkeypatch.setattr(build, "free_host_bytes", lambda: 1 << 62)
+    with pytest.raises(ConfigError, match="a KV cache of .* could not be allocated"):
+        build.build_engine(EngineConfig.from_knobs(num_host_blocks=10**12, num_blocks=1), loaded)
 
 
 def test_a_checkpoint_that_does_not_fit_its_config_is_refused(infer: Infer, tmp_path: Path) -> None:
