@@ -31,6 +31,8 @@ from infer.engine.policies import make_policy
 from infer.engine.preemption import PreemptionCost
 from infer.engine.sequence import Sequence
 
+MAX_STALE = 64  # queue entries of sequences that left, beyond one for each that waits
+
 
 class _Draft:
     """A plan in the making: a chunk can still be taken back when its sequence is preempted."""
@@ -362,6 +364,14 @@ class Scheduler:
     def _stop_waiting(self, seq: Sequence) -> None:
         seq.ticket = 0
         self.num_waiting -= 1
+        if not self.num_waiting:
+            self._waiting.clear()
+            self._by_age.clear()
+        elif max(len(self._waiting), len(self._by_age)) > 2 * self.num_waiting + MAX_STALE:
+            self._waiting = [entry for entry in self._waiting if _is_current(*entry)]
+            self._by_age = [entry for entry in self._by_age if entry[1] == entry[2].ticket]
+            heapq.heapify(self._waiting)
+            heapq.heapify(self._by_age)
 
     def _next_waiting(self) -> Sequence:
         """The waiting sequence whose turn it is; promotes the oldest if it has waited too long."""
@@ -371,11 +381,9 @@ class Scheduler:
         if self.step - oldest.waiting_since >= self.config.max_wait_steps and oldest.sort_key[0] != -math.inf:
             oldest.sort_key = (-math.inf, oldest.arrival)
             heapq.heappush(self._waiting, (oldest.sort_key, oldest.ticket, oldest))
-        while True:
-            key, ticket, seq = self._waiting[0]
-            if ticket == seq.ticket and key == seq.sort_key:
-                return seq
+        while not _is_current(*self._waiting[0]):
             heapq.heappop(self._waiting)
+        return self._waiting[0][2]
 
     def _run(self, seq: Sequence) -> None:
         seq.is_running = seq.was_admitted = True
@@ -388,6 +396,10 @@ class Scheduler:
         del self.running[place]
         seq.is_running = False
         self._slots_used -= seq.num_slots
+
+
+def _is_current(key: tuple[float, int], ticket: int, seq: Sequence) -> bool:
+    return ticket == seq.ticket and key == seq.sort_key
 
 
 def _sort_key(seq: Sequence) -> tuple[float, int]:

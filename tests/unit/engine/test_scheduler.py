@@ -227,8 +227,31 @@ def test_aborted_sequences_leave_no_trace_in_the_queue() -> None:
     for number in range(1, 49):
         world.abort(str(number))
     assert world.scheduler.num_waiting == 2
+    assert num_entries(world) <= 2 * 2 + 64
     world.run(max_steps=6)
     assert world.verify() == 2
+    assert num_entries(world) == 0
+
+
+def num_entries(world: OracleWorld) -> int:
+    return max(len(world.scheduler._waiting), len(world.scheduler._by_age))
+
+
+def test_the_queue_forgets_those_who_left_it_waiting() -> None:
+    """Requests that come and go while nobody is let in, beside some that stay."""
+    world = make_world(max_batch_size=1)
+    for number in range(200):
+        world.add(str(number), prompt_of(3, start=number), max_tokens=2)
+        world.abort(str(number))
+        assert num_entries(world) == 0
+    for number in range(400):
+        world.add(f"b{number}", prompt_of(3, start=number), max_tokens=2)
+        if number % 100:
+            world.abort(f"b{number}")
+        assert num_entries(world) <= 2 * world.scheduler.num_waiting + 64
+    world.run()
+    assert list(world.finished) == [(f"b{number}", 0) for number in (0, 100, 200, 300)]
+    assert num_entries(world) == 0
 
 
 # -- nobody waits for ever ------------------------------------------------------------------------
