@@ -62,7 +62,7 @@ def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
 
 
 def _read_vocab_and_merges(directory: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    kind = config.get("tokenizer_class", "GPT2Tokenizer").removesuffix("Fast")
+    kind = str(config.get("tokenizer_class") or "GPT2Tokenizer").removesuffix("Fast")
     if kind not in _SPLIT_RULE_OF_CLASS:
         raise CheckpointError(
             f"{directory} has vocab.json and merges.txt of a {kind}, and these files do not say how it cuts "
@@ -82,9 +82,17 @@ def _read_vocab_and_merges(directory: Path, config: Mapping[str, Any]) -> tokeni
     core = byte_level_core(vocab, merges, SPLIT_RULES[_SPLIT_RULE_OF_CLASS[kind]])
     declared = config.get("added_tokens_decoder")
     if isinstance(declared, dict):
-        added = {int(token_id): _to_added_token(fields) for token_id, fields in declared.items()}
+        added = {_to_id(key): _to_added_token(fields) for key, fields in declared.items()}
         add_tokens(core, added)
     return core
+
+
+def _to_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) < 10):
+        raise CheckpointError(
+            f"tokenizer_config.json: added_tokens_decoder must map ids to tokens, got {key!r}"
+        )
+    return int(key)
 
 
 def _to_added_token(fields: Any) -> AddedToken:

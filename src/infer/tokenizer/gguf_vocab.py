@@ -78,7 +78,7 @@ def read_gguf_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
 
 def _find_split_rule(metadata: Mapping[str, Any]) -> SplitRule:
     pre = metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in SPLIT_RULES:
+    if not isinstance(pre, str) or pre not in SPLIT_RULES:
         raise CheckpointError(
             f"tokenizer.ggml.pre is {pre!r}, this engine knows {', '.join(SPLIT_RULES)}; "
             "give a directory with a tokenizer.json through --tokenizer"
@@ -190,10 +190,9 @@ def _read_id(metadata: Mapping[str, Any], name: str, vocab_size: int) -> int | N
     value = metadata.get(f"tokenizer.ggml.{name}")
     if value is None:
         return None
-    token_id = int(value)
-    if not 0 <= token_id < vocab_size:
-        raise CheckpointError(f"tokenizer.ggml.{name} is {token_id}, the vocabulary has {vocab_size} tokens")
-    return token_id
+    if not isinstance(value, int) or not 0 <= value < vocab_size:
+        raise CheckpointError(f"tokenizer.ggml.{name} is {value!r}, the vocabulary has {vocab_size} tokens")
+    return int(value)
 
 
 def _read_eos_ids(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> tuple[int, ...]:

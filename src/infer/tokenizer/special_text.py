@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 from tokenizers import AddedToken
 
+from infer.errors import CheckpointError
+
 
 class Occurrence(NamedTuple):
     """text[start:stop] is replaced by the token; `content` is its spelling."""
@@ -39,7 +41,12 @@ class SpecialText:
 
     def __init__(self, tokens: Iterable[AddedToken]) -> None:
         self._edges = {token.content: _Edges(token.lstrip, token.rstrip) for token in tokens if token.content}
-        self._pattern = re.compile(_trie_pattern(sorted(self._edges))) if self._edges else None
+        try:
+            self._pattern = re.compile(_trie_pattern(sorted(self._edges))) if self._edges else None
+        except RecursionError:
+            raise CheckpointError(
+                "hundreds of special tokens begin with one another; no real vocabulary has such a chain"
+            ) from None
 
     def find(self, text: str, mark: str = "") -> Iterator[Occurrence]:
         """Yield each occurrence from left to right, never overlapping, except those that `guard` marked."""

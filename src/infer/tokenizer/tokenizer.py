@@ -34,7 +34,7 @@ from infer.errors import CheckpointError, RequestError
 from infer.tokenizer.directory_vocab import read_directory_vocabulary
 from infer.tokenizer.gguf_vocab import read_gguf_vocabulary
 from infer.tokenizer.special_text import SpecialText
-from infer.tokenizer.vocabulary import Vocabulary
+from infer.tokenizer.vocabulary import Vocabulary, library_errors
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -72,12 +72,14 @@ class Tokenizer:
     @classmethod
     def from_directory(cls, path: Path) -> Tokenizer:
         """Read a model directory (or a tokenizer.json itself)."""
-        return cls(read_directory_vocabulary(path))
+        with library_errors(CheckpointError):
+            return cls(read_directory_vocabulary(path))
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
         """Read the `tokenizer.*` keys of a GGUF header."""
-        return cls(read_gguf_vocabulary(metadata))
+        with library_errors(CheckpointError):
+            return cls(read_gguf_vocabulary(metadata))
 
     def encode(
         self, text: str, *, add_special: bool = True, parse_special: bool = False, guard: str = ""
@@ -149,7 +151,8 @@ class Tokenizer:
 
     def _encode_raw(self, text: str) -> list[int]:
         try:
-            ids: list[int] = self._core.encode(text, add_special_tokens=False).ids
+            with library_errors(RequestError):
+                ids: list[int] = self._core.encode(text, add_special_tokens=False).ids
         except (TypeError, UnicodeEncodeError):
             raise RequestError("the prompt must be text without lone surrogates (U+D800 to U+DFFF)") from None
         return ids

@@ -103,6 +103,9 @@ def test_ends_of_turns_end_an_answer() -> None:
         ({"merges": None}, "missing"),
         ({"eos_token_id": 10**6}, "the vocabulary has"),
         ({"bos_token_id": -1}, "the vocabulary has"),
+        ({"bos_token_id": "x"}, "the vocabulary has"),
+        ({"bos_token_id": [1]}, "the vocabulary has"),
+        ({"pre": ["smollm"]}, "smollm"),
     ],
 )
 def test_a_damaged_header_is_refused(change: dict[str, Any], says: str) -> None:

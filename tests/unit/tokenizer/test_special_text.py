@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
+from infer.errors import CheckpointError
 from infer.tokenizer.special_text import SpecialText
 
 WORDS = ["<s>", "<start>", "<stop>", "</s>", "<|im_end|>", "<|im_", "[INST]", "a.c", "<s><s>", "s><", "|"]
@@ -43,6 +45,11 @@ def test_a_guarded_text_holds_no_special_text(text: str) -> None:
 def test_white_space_belongs_to_a_token_that_asks_for_it() -> None:
     special = SpecialText([AddedToken("<m>", lstrip=True, rstrip=True), AddedToken("<n>")])
     assert [found[:2] for found in special.find("a \n<m>  b <n> c")] == [(1, 8), (10, 13)]
+
+
+def test_a_long_chain_of_special_tokens_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="begin with one another"):
+        SpecialText([AddedToken("<" + "x" * length) for length in range(5000)])
 
 
 def test_a_vocabulary_without_special_tokens_finds_nothing() -> None:

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
-from infer.errors import CheckpointError, RequestError
+from infer.errors import CheckpointError, InferError, RequestError
 from infer.tokenizer.gguf_vocab import read_gguf_vocabulary
 from infer.tokenizer.tokenizer import Tokenizer
-from infer.tokenizer.vocabulary import SPLIT_RULES, SplitRule
+from infer.tokenizer.vocabulary import SPLIT_RULES, SplitRule, library_errors
 from tests.unit.tokenizer.vocabularies import (
     gpt2_metadata,
     gpt2_tokenizer,
@@ -238,3 +238,31 @@ def test_a_decoder_nobody_can_stream_is_refused(tmp_path: Path) -> None:
     core.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(CheckpointError, match="decoder is WordPiece"):
         Tokenizer.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"tokenizer_class": 3}, "of a 3"),
+        ({"added_tokens_decoder": {"x": {"content": "<e>"}}}, "map ids to tokens, got 'x'"),
+    ],
+)
+def test_a_damaged_tokenizer_config_is_refused(tmp_path: Path, config: Any, says: str) -> None:
+    (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2}))
+    (tmp_path / "merges.txt").write_text("a b\n")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": None}))
+    assert Tokenizer.from_directory(tmp_path).encode("ab") == [2]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=says):
+        Tokenizer.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [CheckpointError, RequestError])
+def test_what_the_library_panics_about_becomes_an_error_of_ours(kind: type[InferError]) -> None:
+    panic = type("PanicException", (BaseException,), {})
+    for raised in (panic("index out of bounds"), Exception("index out of bounds")):
+        with pytest.raises(kind, match="index out of bounds"), library_errors(kind):
+            raise raised
+    for bug in (KeyError("x"), KeyboardInterrupt()):
+        with pytest.raises(type(bug)), library_errors(kind):
+            raise bug
