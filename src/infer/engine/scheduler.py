@@ -31,6 +31,7 @@ from infer.engine.policies import make_policy
 from infer.engine.preemption import PreemptionCost
 from infer.engine.sequence import Sequence
 
+RETRY_STEPS = 16  # who found no room looks again after so many steps even if no block came free
 MAX_STALE = 64  # queue entries of sequences that left, beyond one for each that waits
 
 
@@ -83,6 +84,7 @@ class Scheduler:
         self._waiting: list[tuple[tuple[float, int], int, Sequence]] = []  # a heap of (key, ticket, seq)
         self._by_age: list[tuple[int, int, Sequence]] = []  # a heap of (waiting_since, ticket, seq)
         self._last_ticket = 0
+        self._no_room = (0, 0, 0)  # of the last refusal for want of blocks: ticket, free blocks, step
         self._slots_used = 0  # running sequences, counting those a running one will fork into
         self._decode_gap = 0  # steps in a row in which somebody one behind was left out
         self._rotation = 0
@@ -273,6 +275,8 @@ class Scheduler:
                 return False
             draft.transfer(SWAP_IN, pairs)
             seq.is_swapped = False
+        elif self._still_no_room(seq):
+            return False
         else:
             self._match_prefix(seq)
         length = self._chunk_len(seq, draft.budget)
@@ -280,6 +284,8 @@ class Scheduler:
         copies = pool.reserve(seq_id, seq.num_tokens) if length or seq.is_beam else None
         if copies is None:
             self._forget_cache(seq)
+            if length:
+                self._no_room = (seq.ticket, pool.num_free_blocks, self.step)
             return False
         draft.transfer(COPY, copies)
         seq.num_reserved = seq.num_tokens
@@ -290,6 +296,15 @@ class Scheduler:
         if length:
             self._add_chunk(seq, seq.num_computed + length, draft)
         return True
+
+    def _still_no_room(self, seq: Sequence) -> bool:
+        """Whether to look up the prefix of a long prompt again would be in vain, as far as one can tell.
+
+        Those that run may have computed a part of it since, so now and then it is looked up all the same.
+        """
+        ticket, num_free, step = self._no_room
+        is_same = seq.ticket == ticket and self.pool.num_free_blocks <= num_free
+        return is_same and bool(self.running) and self.step - step < RETRY_STEPS
 
     def _match_prefix(self, seq: Sequence) -> None:
         """Enter a sequence into the cache, further ahead where the prefix tree knows its start."""

@@ -12,6 +12,7 @@ import pytest
 
 from infer.engine.policies import POLICIES
 from infer.engine.preemption import PreemptionCost
+from infer.engine.scheduler import RETRY_STEPS
 from tests.support.oracle import OracleWorld, prompt_of
 
 Ranges = dict[str, tuple[int, int]]
@@ -252,6 +253,44 @@ def test_the_queue_forgets_those_who_left_it_waiting() -> None:
     world.run()
     assert list(world.finished) == [(f"b{number}", 0) for number in (0, 100, 200, 300)]
     assert num_entries(world) == 0
+
+
+def test_a_head_of_the_queue_without_room_is_not_looked_up_in_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = make_world(num_blocks=17, block_size=4, context_len=80)
+    world.add("running", prompt_of(8), max_tokens=60)
+    step(world)
+    world.add("large", prompt_of(60, start=2), max_tokens=2)
+    lookups: list[int] = []
+    match = world.pool.match_prefix
+
+    def count(seq_id: int, *known: Any) -> int:
+        lookups.append(seq_id)
+        return match(seq_id, *known)
+
+    monkeypatch.setattr(world.pool, "match_prefix", count)
+    for _ in range(40):
+        step(world)
+    assert world.seq("large").state == "WAITING"
+    assert len(lookups) <= 2 + 40 // RETRY_STEPS
+    world.abort("running")
+    assert "large" in step(world), "as soon as blocks come free"
+    world.run()
+    assert world.verify() == 1
+
+
+def test_a_head_of_the_queue_comes_in_when_others_have_computed_its_prompt() -> None:
+    """No block comes free, but it needs fewer of its own."""
+    world = make_world(num_blocks=14, block_size=4, prefill_chunk_size=4)
+    for name in "ab":
+        world.add(name, prompt_of(40), max_tokens=16)
+    while world.seq("b").state == "WAITING":
+        assert world.scheduler.step < 10 + RETRY_STEPS
+        step(world)
+    assert world.seq("a").is_running
+    world.run()
+    assert world.verify() == 2
 
 
 # -- nobody waits for ever ------------------------------------------------------------------------
