@@ -35,6 +35,7 @@ from torch import nn
 from infer.errors import ConfigError, InferError
 from infer.kernels.attention import attend_naive
 from infer.layers.linear import Linear
+from infer.layers.whole_sequence import WholeSequence
 from infer.models.model import Model
 from infer.models.registry import get_family
 from infer.models.weight_map import WeightMap
@@ -83,39 +84,15 @@ class Report:
         return "\n".join([*lines, verdict])
 
 
-class WholeSequence:
-    """A `StepContext` for one sequence computed from its first token, with no cache."""
-
-    def __init__(self, num_tokens: int, device: torch.device) -> None:
-        self._positions = torch.arange(num_tokens, device=device)
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """0 .. T - 1."""
-        return self._positions
-
-    def attend(
-        self,
-        layer: int,
-        q_TNH: torch.Tensor,
-        k_TGH: torch.Tensor,
-        v_TGH: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        """Attend within the batch; every layer alike, since nothing is kept."""
-        del layer
-        return attend_naive(q_TNH, k_TGH, v_TGH, scale=scale, window=window)
-
-
 def run_tokens(model: nn.Module, tokens: Sequence[int]) -> None:
     """Run a model of ours, or one that takes `input_ids` as transformers' do, over one sequence."""
     device = next(model.parameters()).device
     tokens_T = torch.tensor(list(tokens), device=device)
     with torch.no_grad():
         if isinstance(model, Model):
-            model.logits(model(tokens_T, WholeSequence(len(tokens), device)))
+            step = WholeSequence(attend_naive, device)
+            step.advance(len(tokens))
+            model.logits(model(tokens_T, step))
         else:
             model(input_ids=tokens_T[None])
 

@@ -31,6 +31,8 @@ from infer.engine.preemption import PreemptionCost
 from infer.engine.runner import ModelRunner
 from infer.engine.scheduler import Scheduler
 from infer.errors import ConfigError
+from infer.kernels.attention import attend_sdpa
+from infer.layers.whole_sequence import WholeSequence
 from infer.loader.load import LoadedModel
 from infer.models.config import ModelConfig
 from infer.models.model import Model
@@ -127,7 +129,11 @@ def make_pool(config: EngineConfig, size: CacheSize, *, placement_seed: int | No
 @torch.inference_mode()
 def measure_cost(model: Model, store: KVStore, size: CacheSize, device: torch.device) -> PreemptionCost:
     """Time one block's way to host memory and a short prefill: what the two kinds of preemption cost."""
-    from infer.engine.probe import BatchOnlyStep  # only needed where swapping is possible
+
+    def prefill() -> None:
+        step = WholeSequence(attend_sdpa, device)
+        step.advance(num_tokens)
+        model(tokens_T, step)
 
     def seconds(work: object) -> float:
         assert callable(work)
@@ -141,7 +147,7 @@ def measure_cost(model: Model, store: KVStore, size: CacheSize, device: torch.de
     num_tokens = min(PROBE_TOKENS, model.config.context_len)
     tokens_T = torch.arange(num_tokens, device=device) % model.config.vocab_size
     swap = seconds(lambda: store.transfer([("swap_out", 0, 0)])) / size.block_size
-    recompute = seconds(lambda: model(tokens_T, BatchOnlyStep(num_tokens, device))) / num_tokens
+    recompute = seconds(prefill) / num_tokens
     return PreemptionCost(swap_seconds=swap, recompute_seconds=recompute)
 
 

@@ -21,15 +21,17 @@ from infer.cache.kv_store import KVStore
 from infer.engine.batch import BlockRows, PagedStep, StepBatch
 from infer.engine.beam import num_offers
 from infer.engine.plan import StepPlan
-from infer.engine.probe import BatchOnlyStep
 from infer.engine.sequence import Sequence as TokenSequence
 from infer.errors import DeviceLost
+from infer.kernels.attention import attend_sdpa
+from infer.layers.whole_sequence import WholeSequence
 from infer.models.model import Model
 from infer.sampling.logprobs import top_logprobs
 from infer.sampling.params import RowLogprobs
 from infer.sampling.sampler import SampleRow, sample
 
 POOLINGS = ("last", "mean")
+EMBED_CHUNK = 512  # tokens of a prompt to embed that are computed at once
 LOGPROB_ROWS = 64  # rows of logits held at once for prompt logprobs: 64 * 150k * 4 bytes = 38 MB
 
 
@@ -93,10 +95,15 @@ class ModelRunner:
 
     @torch.inference_mode()
     def embed(self, prompt: Sequence[int], pooling: str) -> list[float]:
-        """Run a prompt without the cache and pool its final hidden states."""
-        tokens_T = torch.tensor(prompt, device=self._store.device)
-        hidden_TD = self._model(tokens_T, BatchOnlyStep(len(prompt), self._store.device)).float()
-        pooled_D = hidden_TD[-1] if pooling == "last" else hidden_TD.mean(dim=0)
+        """Run a prompt beside the cache, in chunks and pool its hidden states."""
+        step = WholeSequence(attend_sdpa, self._store.device)
+        sum_D = last_D = torch.zeros(self._model.config.hidden_size, device=self._store.device)
+        for first in range(0, len(prompt), EMBED_CHUNK):
+            tokens_T = torch.tensor(prompt[first : first + EMBED_CHUNK], device=self._store.device)
+            step.advance(len(tokens_T))
+            hidden_TD = self._model(tokens_T, step).float()
+            sum_D, last_D = sum_D + hidden_TD.sum(dim=0), hidden_TD[-1]
+        pooled_D = last_D if pooling == "last" else sum_D / len(prompt)
         embedding: list[float] = pooled_D.tolist()
         return embedding
 

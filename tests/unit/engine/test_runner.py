@@ -7,6 +7,7 @@ import torch
 
 from infer.cache.kv_pool import PagedKVCachePool
 from infer.cache.kv_store import KVStore
+from infer.engine import runner as runner_module
 from infer.engine.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, StepPlan, Transfer
 from infer.engine.request import Request
 from infer.engine.runner import LOGPROB_ROWS, ModelRunner, sample_row, sequence_seed
@@ -14,6 +15,7 @@ from infer.engine.sequence import Sequence, SequenceGroup
 from infer.models.model import Model
 from infer.sampling.params import SamplingParams
 from tests.support.simple_loop import all_logprobs, generate_greedy
+from tests.support.step import ListCache, ListStep
 from tests.support.tiny import is_close, tiny_model
 
 
@@ -140,3 +142,21 @@ def test_what_a_row_asks_of_the_sampler() -> None:
 def test_every_sequence_of_a_request_has_its_own_seed() -> None:
     assert sequence_seed(42, 0) == 42
     assert len({sequence_seed(seed, index) for seed in range(50) for index in range(20)}) == 1000
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_an_embedding_is_computed_in_chunks_and_the_same(
+    pooling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, _, _, model = make_runner()
+    prompt = list(range(30, 41))
+    with torch.no_grad():
+        hidden_TD = model(torch.tensor(prompt), ListStep([ListCache()], [len(prompt)]))
+    sizes: list[int] = []
+    monkeypatch.setattr(runner_module, "EMBED_CHUNK", 4)
+    hook = model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    embedding = torch.tensor(runner.embed(prompt, pooling))
+    hook.remove()
+    assert sizes == [4, 4, 3]
+    expected = hidden_TD[-1] if pooling == "last" else hidden_TD.mean(dim=0)
+    assert torch.allclose(embedding, expected, atol=1e-5)

@@ -1,0 +1,69 @@
+"""A `StepContext` for one sequence by itself: its keys and values are kept in lists and thrown away with it.
+
+    step = WholeSequence(attend_sdpa, device)
+    for chunk in chunks:                     # the whole sequence in one chunk, or in several
+        step.advance(len(chunk))
+        hidden_TD = model(chunk, step)
+
+For whoever runs a model outside the engine's steps: embeddings, measurements, the comparison of two
+models. Nothing of it is shared and nothing is left of it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Attend(Protocol):
+    """One of the functions of kernels/attention.py."""
+
+    def __call__(
+        self,
+        q_QNH: torch.Tensor,
+        k_KGH: torch.Tensor,
+        v_KGH: torch.Tensor,
+        /,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Attention of the last Q of K positions; [Q, N, H]."""
+        ...
+
+
+class WholeSequence:
+    """One sequence from its first token, chunk after chunk."""
+
+    def __init__(self, attend: Attend, device: torch.device) -> None:
+        self._attend = attend
+        self._positions = torch.arange(0, device=device)
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer: [K, G, H] each
+
+    def advance(self, num_tokens: int) -> None:
+        """Say how long the next chunk is."""
+        first = int(self._positions[-1]) + 1 if len(self._positions) else 0
+        self._positions = torch.arange(first, first + num_tokens, device=self._positions.device)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Of the tokens of this chunk."""
+        return self._positions
+
+    def attend(
+        self,
+        layer: int,
+        q_TNH: torch.Tensor,
+        k_TGH: torch.Tensor,
+        v_TGH: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Attend over the chunks before and this one."""
+        if layer in self._kept:
+            k_TGH = torch.cat([self._kept[layer][0], k_TGH])
+            v_TGH = torch.cat([self._kept[layer][1], v_TGH])
+        self._kept[layer] = k_TGH, v_TGH
+        return self._attend(q_TNH, k_TGH, v_TGH, scale=scale, window=window)
