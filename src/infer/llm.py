@@ -118,14 +118,13 @@ class LLM:
         streams: list[_Stream] = []
         try:
             for prompt, prompt_params in zip(batch, each, strict=True):
-                streams.append(self._open(prompt, prompt_params, is_chat=is_chat))
+                streams.append(self._open(prompt, prompt_params, is_chat=is_chat, keeps_deltas=False))
+            unfinished = {stream.request.request_id for stream in streams}
             with progress("generating", total=len(streams), is_shown=show_progress) as advance:
-                num_done = 0
-                while num_done < len(streams):
-                    self._step()
-                    now_done = sum(stream.builder.is_finished for stream in streams)
-                    advance(now_done - num_done)
-                    num_done = now_done
+                while unfinished:
+                    finished = unfinished.intersection(self._step())
+                    unfinished -= finished
+                    advance(len(finished))
         finally:
             for stream in streams:
                 self._close(stream)
@@ -174,10 +173,13 @@ class LLM:
         prompt = self.encode_chat(messages, tools=tools, template_options=template_options)
         return self._stream(prompt, params, is_chat=True)
 
-    def _open(self, prompt: Prompt, params: SamplingParams, *, is_chat: bool = False) -> _Stream:
+    def _open(
+        self, prompt: Prompt, params: SamplingParams, *, is_chat: bool, keeps_deltas: bool = True
+    ) -> _Stream:
         request = self.front.make_request(prompt, params)
         text = prompt if isinstance(prompt, str) else None
-        stream = _Stream(request, OutputBuilder(request, self.tokenizer, text, is_chat=is_chat))
+        builder = OutputBuilder(request, self.tokenizer, text, is_chat=is_chat)
+        stream = _Stream(request, builder, keeps_deltas=keeps_deltas)
         self.engine.add(request)  # last: whoever is in the engine has somebody to read it
         self._streams[request.request_id] = stream
         return stream
@@ -186,35 +188,45 @@ class LLM:
         self._streams.pop(stream.request.request_id, None)
         self.engine.abort(stream.request.request_id)
 
-    def _step(self) -> None:
-        """One step of the engine; its outputs go to the streams they belong to."""
+    def _step(self) -> list[str]:
+        """One step of the engine; its outputs go to their streams. Returns the requests that are done."""
         while self._dropped:
             self._close(self._dropped.popleft())
+        finished = []
         for output in self.engine.step():
             stream = self._streams.get(output.request_id)
             if stream is None:
                 continue
             delta, can_stop = stream.builder.take(output)
             if delta is not None:
-                stream.deltas.append(delta)
+                stream.take(delta)
+                if delta.finish_reason is not None and stream.builder.is_finished:
+                    finished.append(output.request_id)
             if can_stop:
                 self.engine.abort(output.request_id, output.index)
+        return finished
 
 
 class _Stream:
-    """One request on its way: its builder, and the pieces nobody has read yet."""
+    """One request on its way: its builder, and the pieces nobody has read yet, if somebody will."""
 
-    __slots__ = ("builder", "deltas", "request")
+    __slots__ = ("builder", "deltas", "error", "keeps_deltas", "request")
 
-    def __init__(self, request: Request, builder: OutputBuilder) -> None:
+    def __init__(self, request: Request, builder: OutputBuilder, *, keeps_deltas: bool) -> None:
         self.request = request
         self.builder = builder
+        self.keeps_deltas = keeps_deltas
         self.deltas: deque[TextDelta] = deque()
+        self.error: str | None = None
+
+    def take(self, delta: TextDelta) -> None:
+        self.error = self.error or delta.error
+        if self.keeps_deltas:
+            self.deltas.append(delta)
 
     def result(self) -> RequestOutput:
-        for delta in self.deltas:
-            if delta.error is not None:
-                raise EngineError(f"request {self.request.request_id} failed: {delta.error}")
+        if self.error is not None:
+            raise EngineError(f"request {self.request.request_id} failed: {self.error}")
         return self.builder.build()
 
 

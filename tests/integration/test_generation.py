@@ -17,6 +17,7 @@ from infer.engine.runner import StepResult, sequence_seed
 from infer.errors import ContextOverflow, EngineError, RequestError
 from infer.llm import LLM
 from infer.loader import default_model
+from infer.outputs import OutputBuilder
 from infer.sampling.params import SamplingParams
 from scripts.make_checkpoint import make_checkpoint
 from tests.support.checkpoints import FAMILIES, build_like, reference_model
@@ -318,6 +319,23 @@ def test_logprobs_are_those_of_the_reference(family: str, knobs: dict[str, Any])
             assert all(is_close(own, other) for (_, own), other in zip(row.top, values, strict=True))
             assert len(row.top) == (2 if place < len(prompt) - 1 else 3)
             assert row.rank == int((expected[place] > expected[place, token]).sum()) + 1
+
+
+def test_a_batch_costs_each_step_only_what_it_made(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No prompt is asked in every step whether it is done, and no piece is kept that nobody will read."""
+    asked: list[OutputBuilder] = []
+    is_finished = OutputBuilder.is_finished.fget
+    assert is_finished is not None
+
+    def count(builder: OutputBuilder) -> bool:
+        asked.append(builder)
+        assert all(not stream.deltas for stream in llm._streams.values())
+        return bool(is_finished(builder))
+
+    monkeypatch.setattr(OutputBuilder, "is_finished", property(count))
+    answers = llm.generate([[number, 2, 3] for number in range(30)], greedy(9))
+    assert len(answers) == 30
+    assert len(asked) == 30
 
 
 # -- streams --------------------------------------------------------------------------------------
