@@ -24,6 +24,7 @@ import hashlib
 import json
 import os
 import secrets
+import stat
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict
@@ -54,6 +55,8 @@ class Recorder(EngineObserver):
         try:
             # readable by its owner alone: it holds what people asked
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):  # a file that was there keeps its mode otherwise
+                os.fchmod(descriptor, 0o600)
         except OSError as error:
             raise ConfigError(f"cannot record to {path}: {error.strerror}") from None
         self._file: int | None = descriptor

@@ -14,6 +14,7 @@ numbers agree.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, replace
@@ -173,6 +174,7 @@ def replay_model(record: Record, model: str | None, *, device: str | None, show_
 
     facts = record.facts
     config = replay_config(facts, model, device=device)
+    check_threads(facts.num_threads)
     torch.set_num_threads(facts.num_threads)
     headers = read_headers(resolve_model(model, show_progress=show_progress))
     if (found := fingerprint(headers.config, headers.eos_ids)) != facts.fingerprint:
@@ -189,6 +191,16 @@ def replay_model(record: Record, model: str | None, *, device: str | None, show_
         headers=headers,
     )
     return Replay(record, lambda witness: build_engine(config, loaded, observer=witness, cost=facts.cost))
+
+
+def check_threads(num_threads: int) -> None:
+    """Refuse a record that wants more threads than this machine can run: it may come from a stranger."""
+    num_cores = os.cpu_count() or 1
+    if not 1 <= num_threads <= num_cores:
+        raise ConfigError(
+            f"the record was made with {num_threads} CPU threads, but this machine runs 1 to {num_cores}; "
+            "replay it where there are enough, or correct num_threads in its first line"
+        )
 
 
 def replay_config(facts: RunFacts, model: str | None, *, device: str | None = None) -> EngineConfig:

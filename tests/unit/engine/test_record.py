@@ -205,3 +205,11 @@ def test_the_header_tells_the_knobs_and_the_size_of_the_cache(tmp_path: Path) ->
     header = lines_of(tmp_path / "r.jsonl")[0]
     assert header["knobs"]["prefill_chunk_size"] == CONFIG.scheduler.prefill_chunk_size
     assert header["cache"] == {"num_blocks": SIZE.num_blocks, "block_size": 4, "bytes_per_token": 8}
+
+
+def test_a_file_that_was_there_becomes_its_owners_alone(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text("older")
+    path.chmod(0o644)
+    Recorder(path).close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -15,7 +15,7 @@ from infer.engine.engine import Engine, EngineObserver
 from infer.engine.plan import StepPlan
 from infer.engine.record import Recorder
 from infer.engine.record_reader import Record
-from infer.engine.replay import Replay, describe_state, replay_config, replay_model
+from infer.engine.replay import Replay, check_threads, describe_state, replay_config, replay_model
 from infer.engine.request import Request
 from infer.engine.runner import StepResult
 from infer.engine.sequence import Sequence
@@ -244,3 +244,10 @@ def test_other_weights_of_the_same_config_give_a_difference(model: Path, tmp_pat
     report = replay_model(Record(path), str(tmp_path / "tiny-llama"), device=None, show_progress=False).run()
     assert report.difference is not None
     assert "sampled ids" in report.difference
+
+
+@pytest.mark.parametrize("num_threads", [0, -1, 10**9])
+def test_a_record_cannot_ask_for_threads_that_are_not_there(num_threads: int) -> None:
+    check_threads(1)
+    with pytest.raises(ConfigError, match=f"made with {num_threads} CPU threads, but this machine runs 1 to"):
+        check_threads(num_threads)
