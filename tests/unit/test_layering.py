@@ -107,8 +107,9 @@ def test_a_wrong_import_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_scheduling_needs_no_tensors() -> None:
     """Imports the planning files in a fresh interpreter, so that what they import counts as well."""
-    files = [file for file in INTEGERS_ONLY if (PACKAGE / file).exists()]
-    modules = [f"infer.{file.removesuffix('.py').replace('/', '.')}" for file in files]
+    missing = [file for file in INTEGERS_ONLY if not (PACKAGE / file).exists()]
+    assert not missing, f"renamed or removed: {missing}"
+    modules = [f"infer.{file.removesuffix('.py').replace('/', '.')}" for file in INTEGERS_ONLY]
     script = (
         f"import sys, importlib\nfor name in {modules}:\n"
         "    importlib.import_module(name)\n"
