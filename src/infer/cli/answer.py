@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -77,8 +77,9 @@ def show_answer(
             show(delta.text)
         if is_stopped():
             break
-    if isinstance(deltas, Generator):
-        deltas.close()  # ends the request now, not when the generator happens to be collected
+    close = getattr(deltas, "close", None)
+    if close is not None:
+        close()  # ends the request now, not when the stream happens to be collected
     return Answer(
         text="".join(pieces),
         token_ids=tuple(token_ids),
