@@ -41,7 +41,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None  # None: drawn afresh for each request
+    seed: int | None = None  # None: from the engine's seed and the request's number
     max_tokens: int | None = 256  # None: as many as the context allows
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
