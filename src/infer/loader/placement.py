@@ -12,7 +12,6 @@ once: whoever has the wrong file wants to see the whole difference, not its firs
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,8 +25,6 @@ from infer.models.model import Model
 from infer.models.weight_map import Target, WeightMap, find_target
 
 MAX_NAMED = 5  # of each kind of complaint; the rest is counted
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
