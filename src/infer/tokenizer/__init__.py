@@ -13,6 +13,7 @@
     chat_messages.py    what a client may put into a conversation
     chat_families.py    which template belongs to which model
     chat_template.py    a conversation -> the text and ids its model was trained on
+    sandbox.py          what a template may use of time and memory
 
 It receives paths and plain mappings, imports no tensors and never learns about the engine.
 """

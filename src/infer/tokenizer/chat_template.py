@@ -10,36 +10,32 @@ not end the turn. So a guard character is put into every special-token spelling 
 before the template sees them, and taken out after the special tokens of the *template* have been found.
 
 Templates are data, not code: one Jinja file per family in models/templates, chosen by `find_template` from
-the model type and from the special tokens the vocabulary has. They run in Jinja's sandbox, which hides the
-interpreter, with limits on what a conversation can make of them.
+the model type and from the special tokens the vocabulary has. They run in a sandbox
+(sandbox.py), with limits on what a conversation can make of them.
 """
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import jinja2.exceptions
 import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 
 from infer.errors import ConfigError, TemplateError
 from infer.tokenizer.chat_families import FAMILIES, templates_directory
 from infer.tokenizer.chat_messages import MAX_CHARS, clean_messages, clean_tools, map_strings
+from infer.tokenizer.sandbox import Allowance, Sandbox, current
 from infer.tokenizer.tokenizer import Tokenizer
 
 GUARD = "\ufdd2"  # a code point that Unicode reserves for use inside programs; users' own are dropped
 MAX_RENDERED_CHARS = 4 * MAX_CHARS
-MAX_SECONDS = 10.0
-MAX_RANGE = 100_000  # numbers that all range() calls of one rendering may yield together
 
 # what a client may set beside messages and tools, if the template reads it
 KWARGS: dict[str, type] = {"enable_thinking": bool, "date_string": str, "tools_in_user_message": bool}
@@ -55,6 +51,8 @@ class ChatTemplate:
         try:
             names = jinja2.meta.find_undeclared_variables(_ENVIRONMENT.parse(source))
             self._template = _ENVIRONMENT.from_string(source)
+        except RecursionError:
+            raise ConfigError(f"chat template {name} is nested too deeply") from None
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"chat template {name}, line {error.lineno}: {error.message}") from None
         self.kwargs = frozenset(KWARGS) & names  # the keywords this template reads
@@ -111,21 +109,23 @@ class ChatTemplate:
         return self._run(variables | {"add_generation_prompt": add_generation_prompt})
 
     def _run(self, variables: dict[str, Any]) -> str:
-        tokenizer, deadline = self._tokenizer, time.monotonic() + MAX_SECONDS
+        tokenizer, allowance = self._tokenizer, Allowance()
         variables["bos_token"] = _spelling(tokenizer, tokenizer.bos_id)
         variables["eos_token"] = _spelling(tokenizer, next(iter(tokenizer.eos_ids), None))
         variables["gap"] = tokenizer.gap_after_special
-        variables["range"] = _bounded_range()
+        variables["range"] = allowance.range
         parts: list[str] = []
         num_chars = 0
+        token = current.set(allowance)
         try:
             for part in self._template.generate(variables):
                 parts.append(part)
                 num_chars += len(part)
-                if num_chars > MAX_RENDERED_CHARS or time.monotonic() > deadline:
+                allowance.spend(0)
+                if num_chars > MAX_RENDERED_CHARS:
                     raise TemplateError(
                         f"chat template {self.name} made {num_chars} characters of these messages; "
-                        f"the limits are {MAX_RENDERED_CHARS} characters and {MAX_SECONDS:g} seconds"
+                        f"the limit is {MAX_RENDERED_CHARS} characters"
                     )
         except TemplateError:
             raise
@@ -133,6 +133,8 @@ class ChatTemplate:
             raise TemplateError(
                 f"chat template {self.name} cannot render these messages: {error}", param="messages"
             ) from None
+        finally:
+            current.reset(token)
         return "".join(parts)
 
     def _check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
@@ -181,18 +183,6 @@ def _spelling(tokenizer: Tokenizer, token_id: int | None) -> str:
     return "" if token_id is None else tokenizer.token_text(token_id)
 
 
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, less the operators that make much out of little."""
-
-    intercepted_binops = frozenset({"*", "**", "%"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Multiply and take remainders of small numbers; nothing else."""
-        if operator != "**" and all(isinstance(side, int) and abs(side) < 2**32 for side in (left, right)):
-            return super().call_binop(context, operator, left, right)
-        raise jinja2.exceptions.SecurityError(f"templates may use {operator!r} on small integers only")
-
-
 class _GenerationBlock(jinja2.ext.Extension):
     """`{% generation %}...{% endgeneration %}` marks answers for training; here it is just its content."""
 
@@ -201,21 +191,6 @@ class _GenerationBlock(jinja2.ext.Extension):
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node | list[jinja2.nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _bounded_range() -> Callable[..., Iterable[int]]:
-    """`range` for one rendering: nested loops share one allowance."""
-    left = MAX_RANGE
-
-    def bounded(*bounds: int) -> Iterable[int]:
-        nonlocal left
-        numbers = range(*bounds)
-        left -= len(numbers)
-        if left < 0:
-            raise jinja2.exceptions.SecurityError(f"range() may yield {MAX_RANGE} numbers per rendering")
-        return numbers
-
-    return bounded
 
 
 def _raise_exception(message: str) -> None:
@@ -236,12 +211,12 @@ def _to_json(
 
 
 def _build_environment() -> jinja2.Environment:
-    environment = _Sandbox(
+    environment = Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
     )
-    environment.filters["tojson"] = _to_json
+    environment.add_filter("tojson", _to_json)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
     return environment

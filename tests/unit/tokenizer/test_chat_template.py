@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from infer.errors import ConfigError, TemplateError
+from infer.tokenizer import sandbox
 from infer.tokenizer.chat_families import templates_directory
 from infer.tokenizer.chat_template import ChatTemplate, find_template
 from infer.tokenizer.tokenizer import Tokenizer
@@ -176,7 +177,7 @@ def test_the_shipped_template_can_be_asked_for() -> None:
         find_template("gpt2", gpt2_tokenizer(), "checkpoint")
 
 
-@pytest.mark.parametrize("source", ["{% for %}", "{{ x", "{% nope %}"])
+@pytest.mark.parametrize("source", ["{% for %}", "{{ x", "{% nope %}", "{{ x | center(9) }}"])
 def test_a_broken_template_file_is_the_operators_error(source: str) -> None:
     with pytest.raises(ConfigError, match="line 1"):
         ChatTemplate(source, gpt2_tokenizer(), name="broken")
@@ -195,12 +196,46 @@ def test_a_broken_template_file_is_the_operators_error(source: str) -> None:
         "{% for i in range(90000) %}{{ messages[0].content }}{% endfor %}",
         "{{ none + 'x' }}",
         "{{ raise_exception('no') }}",
+        "{{ 'a'.ljust(1500000000) | length }}",
+        "{{ '{:>1500000000}'.format('x') | length }}",
+        "{{ '%1500000000d' | format(1) | length }}",
+        "{{ lipsum(n=20000) | length }}",
+        "{% set ns = namespace(x='a') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='a') %}{% for i in range(40) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% set ns = namespace(x=[1]) %}{% for i in range(40) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% set ns = namespace(x=[]) %}{% for i in range(40) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+        "{% set text = ns.x | tojson %}",
+        "{% set ns = namespace(x='aa') %}{% for i in range(40) %}"
+        "{% set ns.x = ns.x.replace('a', 'aaaaaaaa') %}{% endfor %}",
+        "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% for a in range(99999) %}{% for b in messages[0].content %}{% for c in messages[0].content %}"
+        "{% endfor %}{% endfor %}{% endfor %}",
     ],
 )
-def test_the_sandbox_holds(source: str) -> None:
+def test_the_sandbox_holds(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.5)
     template = ChatTemplate(source, gpt2_tokenizer(), name="hostile")
     with pytest.raises(TemplateError):
         template.render([{"role": "user", "content": "x" * 1000}])
+
+
+def test_a_template_nested_too_deeply_is_the_operators_error() -> None:
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        ChatTemplate("{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}", gpt2_tokenizer(), name="hostile")
+
+
+def test_what_templates_do_with_text_is_within_the_limits() -> None:
+    source = (
+        "{% set ns = namespace(all='', seen=[]) %}{% for m in messages %}"
+        "{% set ns.all = ns.all ~ m.content %}"
+        "{% set ns.seen = ns.seen + [m.role] %}{% endfor %}{{ ns.all.replace('x', 'y') | upper | trim }}"
+        "{{ ns.seen | unique | join(',') }}{{ '{} of {}'.format(1, 2) }}{{ ', '.join(ns.seen[:2]) }}"
+        "{{ messages | map(attribute='role') | list | length }}{{ {'a': [1, none]} | tojson(indent=2) }}"
+    )
+    messages = [{"role": "user", "content": "x" * 100}] * 1000
+    text = ChatTemplate(source, gpt2_tokenizer(), name="plain").render(messages)
+    assert text == "Y" * 100_000 + 'user1 of 2user, user1000{\n  "a": [\n    1,\n    null\n  ]\n}'
 
 
 def test_dates_are_today_unless_given() -> None:
