@@ -136,9 +136,7 @@ class AsyncLLM:
     async def _open(
         self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, is_chat: bool
     ) -> tuple[Request, OutputBuilder]:
-        request = await asyncio.to_thread(
-            self.front.make_request, prompt, params or SamplingParams(), request_id
-        )
+        request = await asyncio.to_thread(self.front.make_request, prompt, params, request_id)
         text = prompt if isinstance(prompt, str) else None
         return request, OutputBuilder(request, self.front.tokenizer, text, is_chat=is_chat)
 

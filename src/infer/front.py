@@ -63,15 +63,22 @@ class TextFront:
         return self._template.encode_chat(messages, tools=tools, **(template_options or {}))
 
     def make_request(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, **fields: Any
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None = None, **fields: Any
     ) -> Request:
-        """A request for text or token ids; without an id it gets the next number."""
+        """A request for text or token ids; without an id it gets the next number.
+
+        Without params it has the defaults, except that a short context ends the output, and no error.
+        """
         ids = self.encode(prompt) if isinstance(prompt, str) else prompt
         for token_id in ids:
             if not isinstance(token_id, int) or isinstance(token_id, bool):
                 raise RequestError(
                     f"a prompt of token ids must hold integers, got {token_id!r}", param="prompt"
                 )
+        if params is None:
+            params = SamplingParams()
+            if params.max_tokens is not None and len(ids) + params.max_tokens > self.context_len:
+                params = SamplingParams(max_tokens=None)
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, got {type(params).__name__}", param="params")
         request_id = request_id if request_id is not None else f"request-{next(self._numbers)}"

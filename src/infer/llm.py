@@ -107,7 +107,7 @@ class LLM:
         show_progress: bool = False,
     ) -> list[RequestOutput]:
         if isinstance(params, SamplingParams) or params is None:
-            each = [params or SamplingParams()] * len(batch)
+            each: list[SamplingParams | None] = [params] * len(batch)
         else:
             each = list(params)
         if len(each) != len(batch):
@@ -154,8 +154,7 @@ class LLM:
         return self._stream(prompt, params, is_chat=False)
 
     def _stream(self, prompt: Prompt, params: SamplingParams | None, *, is_chat: bool) -> TextStream:
-        params = params or SamplingParams()
-        if params.num_sequences != params.n or params.use_beam_search:
+        if params is not None and (params.num_sequences != params.n or params.use_beam_search):
             raise RequestError(
                 "best_of and beam search choose at the end, so they cannot stream; use generate"
             )
@@ -174,7 +173,7 @@ class LLM:
         return self._stream(prompt, params, is_chat=True)
 
     def _open(
-        self, prompt: Prompt, params: SamplingParams, *, is_chat: bool, keeps_deltas: bool = True
+        self, prompt: Prompt, params: SamplingParams | None, *, is_chat: bool, keeps_deltas: bool = True
     ) -> _Stream:
         request = self.front.make_request(prompt, params)
         text = prompt if isinstance(prompt, str) else None

@@ -121,6 +121,18 @@ def test_the_context_may_be_filled_to_the_last_token_and_not_beyond(llm: LLM) ->
         llm.generate(list(range(CONTEXT_LEN)), greedy(1))
 
 
+def test_without_params_a_short_context_ends_the_answer_and_is_no_error(llm: LLM) -> None:
+    prompt = list(range(1, CONTEXT_LEN - 5))
+    [answer] = llm.generate(prompt)
+    streamed = [token for delta in llm.stream(prompt) for token in delta.token_ids]
+    assert 1 <= len(answer.outputs[0].token_ids) <= 6
+    assert 1 <= len(streamed) <= 6
+    with pytest.raises(ContextOverflow):  # who asks for more than there is, is told
+        llm.generate(prompt, SamplingParams())
+    with pytest.raises(ContextOverflow, match="shorten the prompt"):
+        llm.generate([1] * (CONTEXT_LEN + 1))
+
+
 def test_a_prompt_larger_than_the_whole_cache_is_refused_and_the_queue_goes_on(checkpoint: Path) -> None:
     llm = LLM(str(checkpoint), dtype="float32", device="cpu", num_blocks=8, block_size=4)
     stream = llm.stream(list(range(20)), greedy(8))
