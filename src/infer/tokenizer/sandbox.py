@@ -5,7 +5,8 @@ loop, a loop in a loop that writes nothing. So each rendering has an `Allowance`
 and all that can grow asks it first:
 
     {% for %}, {% macro %}     a tick is put in front of their bodies when a template is parsed
-    a ~ b                      becomes a call of `concat`
+    a ~ b                      becomes a call of `concat_parts`
+    {{ a }}                    is paid for, as a block or a macro may collect it
     a + b, a * b, a % b        Jinja lets a sandbox intercept them
     methods and filters        may not be given large numbers; what multiplies sizes is checked before it
                                runs, and what any of them returns is paid for
@@ -106,20 +107,19 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         _check(name, [getattr(bare, "__self__", None), *args, *kwargs.values()])
         return _paid(super().call(context, function, *args, **kwargs))
 
-    def tick(self) -> str:
-        """Run once per turn of a loop and per call of a macro."""
-        current.get().spend(1)
+    def tick(self, num_chars: int) -> str:
+        """Run once per turn of a loop and per call of a macro; `num_chars` are written there as they are."""
+        current.get().spend(1 + num_chars)
         return ""
 
     def concat_parts(self, *parts: Any) -> str:
         """`a ~ b`."""
-        texts = [str(self._finalize(part)) for part in parts]
+        texts = [part if isinstance(part, str) else str(self._finalize(part)) for part in parts]
         current.get().spend(sum(map(len, texts)))
         return "".join(texts)
 
     def _finalize(self, value: Any) -> Any:
-        if not isinstance(value, str):
-            _pay_deeply(value)  # it is about to become text
+        _pay_deeply(value)  # it is about to become text
         return value
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
@@ -146,7 +146,9 @@ class _AddLimits(jinja2.visitor.NodeTransformer):
 
     def _tick(self, node: Any) -> Any:
         self.generic_visit(node)
-        tick = jinja2.nodes.Output([_call("tick", [], node.lineno)], lineno=node.lineno)
+        num_chars = sum(len(text.data) for text in node.find_all(jinja2.nodes.TemplateData))
+        args = [jinja2.nodes.Const(num_chars, lineno=node.lineno)]
+        tick = jinja2.nodes.Output([_call("tick", args, node.lineno)], lineno=node.lineno)
         node.body.insert(0, tick)
         return node
 
@@ -174,7 +176,7 @@ def _check(name: str, args: list[Any]) -> None:
     """Refuse arguments out of which too much would be made."""
     if name in REFUSED_METHODS or ("format" in name and any(map(_has_width, args))):
         raise jinja2.exceptions.SecurityError(f"templates may not call {name}, or not with a width")
-    if name != "range" and any(isinstance(arg, int) and abs(arg) > MAX_NUMBER for arg in args):
+    if name not in ("range", "tick") and any(isinstance(arg, int) and abs(arg) > MAX_NUMBER for arg in args):
         raise jinja2.exceptions.SecurityError(f"{name} may not be given numbers above {MAX_NUMBER}")
     texts = [arg for arg in args if isinstance(arg, str)]
     if name == "replace" and len(texts) >= 3:  # the text, what to replace, by what

@@ -208,6 +208,10 @@ def test_a_broken_template_file_is_the_operators_error(source: str) -> None:
         "{% set ns = namespace(x='aa') %}{% for i in range(40) %}"
         "{% set ns.x = ns.x.replace('a', 'aaaaaaaa') %}{% endfor %}",
         "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+        "{% set x %}{% for i in range(90000) %}"
+        "{{ messages[0].content }}{{ messages[0].content }}{{ messages[0].content }}"
+        "{% endfor %}{% endset %}",
+        "{% set x %}{% for i in range(90000) %}" + "x" * 20_000 + "{% endfor %}{% endset %}",
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
         "{% for a in range(99999) %}{% for b in messages[0].content %}{% for c in messages[0].content %}"
         "{% endfor %}{% endfor %}{% endfor %}",
