@@ -68,11 +68,6 @@ class PrefixTree:
         """How many blocks the tree holds, alone or with sequences."""
         return len(self._nodes)
 
-    @property
-    def num_evictable(self) -> int:
-        """How many blocks `evict` could free at this moment."""
-        return self._allocator.num_idle
-
     def __contains__(self, block: int) -> bool:
         return block in self._nodes
 

@@ -119,7 +119,7 @@ def test_the_least_recently_used_leaf_goes_first() -> None:
     mat = cache(allocator, tree, THE_MAT + SAT_ON, owner=2)
     allocator.drop(mat[::-1], 2)
     allocator.drop(cat[::-1], 1)
-    assert tree.num_evictable == 4
+    assert allocator.num_idle == 4
 
     used_again = tree.match(THE_MAT)
     allocator.share(used_again, 3)
@@ -137,7 +137,7 @@ def test_a_block_that_a_sequence_holds_is_never_evicted() -> None:
     allocator, tree = make_tree()
     blocks = cache(allocator, tree, THE_CAT + SAT_ON + THE_MAT, owner=1)
     allocator.drop(blocks[:0:-1], 1)
-    assert tree.num_evictable == 2
+    assert allocator.num_idle == 2
     assert tree.evict(99) == 2
     assert tree.match(THE_CAT + SAT_ON) == blocks[:1]
 
@@ -169,7 +169,7 @@ def test_a_reset_forgets_all_and_leaves_sequences_their_blocks() -> None:
     gone = cache(allocator, tree, THE_MAT, owner=2)
     allocator.drop(gone, 2)
     assert tree.reset() == 2
-    assert (tree.num_cached_blocks, tree.num_evictable) == (0, 0)
+    assert (tree.num_cached_blocks, allocator.num_idle) == (0, 0)
     assert tree.match(THE_CAT) == []
     assert (allocator.owners_of(kept[0]), allocator.num_free) == ([1], 7)
 
@@ -249,7 +249,7 @@ class TreeAgainstADict(RuleBasedStateMachine):
         self.tree.check()
         held = {block for path in self.paths.values() for block in path} | set(self.cached.values())
         assert self.tree.num_cached_blocks == len(self.cached)
-        assert self.tree.num_evictable == len(self.idle)
+        assert self.allocator.num_idle == len(self.idle)
         assert self.allocator.num_free == 10 - len(held)
         for (salt, tokens), block in self.cached.items():
             assert self.tree.match(tokens, salt)[-1] == block
