@@ -1,7 +1,8 @@
 """A model whose next token is a hash of everything it can see through the cache.
 
 `OracleRunner` keeps token ids where a real runner keeps keys and values. It writes each chunk's tokens
-to their slots, then reads the whole sequence back through the block table and hashes what it finds.
+to their slots, then reads the whole sequence back through the block table, which it keeps as the real
+runner does (`BlockRows`), and hashes what it finds.
 A block mixed up, a copy forgotten, a position off by one, a stale swap: each shows as a wrong token.
 What nobody wrote holds POISON, and reading it raises.
 
@@ -19,8 +20,9 @@ import numpy as np
 
 from infer.cache.kv_pool import KVCachePool, PagedKVCachePool, SlottedKVCachePool
 from infer.config import SchedulerConfig
+from infer.engine.batch import BlockRows
 from infer.engine.engine import Engine, EngineObserver
-from infer.engine.plan import COPY, SWAP_IN, SWAP_OUT, StepPlan
+from infer.engine.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, StepPlan
 from infer.engine.preemption import PreemptionCost
 from infer.engine.request import Request, StepOutput
 from infer.engine.runner import StepResult, sample_row, sequence_seed
@@ -92,8 +94,9 @@ def _extend(state: int, token: int) -> int:
 class OracleRunner:
     """A `Runner` over a fake store of token ids."""
 
-    def __init__(self, pool: KVCachePool, num_host_blocks: int = 0) -> None:
+    def __init__(self, pool: KVCachePool, num_host_blocks: int = 0, *, max_batch_size: int = 64) -> None:
         self.pool = pool
+        self._rows = BlockRows(2 * max_batch_size, pool.num_blocks)  # as the real runner keeps them
         self.device = np.full((pool.num_blocks, pool.block_size), POISON, dtype=np.int64)
         self.host = np.full((num_host_blocks, pool.block_size), POISON, dtype=np.int64)
         self.num_steps = 0
@@ -103,7 +106,8 @@ class OracleRunner:
         self.fails_early = False  # raise before any block was moved
 
     def forget(self, seq_id: int) -> None:
-        """Keep nothing."""
+        """Free the row of a sequence that has left."""
+        self._rows.forget(seq_id)
 
     def run(self, plan: StepPlan, sequences: Seq[Sequence]) -> StepResult:
         """Move, write, read back, hash."""
@@ -112,18 +116,20 @@ class OracleRunner:
         is_failing = self.num_steps == self.fail_at
         if is_failing and self.fails_early:
             raise RuntimeError("the oracle was told to fail")
+        for seq_id in plan.preempted:
+            self._rows.forget(seq_id)
         self._transfer(plan)
         if is_failing:
             raise RuntimeError("the oracle was told to fail")
         size = self.pool.block_size
-        for chunk, seq in zip(plan.chunks, sequences, strict=True):
-            table = self.pool.block_table(chunk.seq_id)
+        tables = [self._table(chunk) for chunk in plan.chunks]
+        for chunk, seq, table in zip(plan.chunks, sequences, tables, strict=True):
             for position in range(chunk.start, chunk.stop):
                 self.device[table[position // size], position % size] = seq.tokens[position]
         ids: list[tuple[int, ...]] = []
         logprobs: list[tuple[RowLogprobs | None, ...]] = []
-        for chunk, seq in zip(plan.chunks, sequences, strict=True):
-            seen = self.device[self.pool.block_table(chunk.seq_id)].reshape(-1)[: chunk.stop].tolist()
+        for chunk, seq, table in zip(plan.chunks, sequences, tables, strict=True):
+            seen = self.device[table].reshape(-1)[: chunk.stop].tolist()
             assert POISON not in seen, f"{seq} reads a slot nobody wrote: {seen}"
             rows = [sample_row(seq, seq.index + i) for i in range(chunk.num_samples)]
             drawn = [next_token(seen, row.seed) for row in rows]
@@ -137,6 +143,12 @@ class OracleRunner:
                 )
             )
         return StepResult(ids, logprobs, _prompt_logprobs(plan, sequences))
+
+    def _table(self, chunk: Chunk) -> np.ndarray:
+        """The blocks of a sequence, of which only those about to be written are read from the pool anew."""
+        blocks = self.pool.block_table(chunk.seq_id)
+        row = self._rows.sync(chunk.seq_id, blocks, chunk.start // self.pool.block_size)
+        return self._rows.table[row, : len(blocks)]
 
     def _transfer(self, plan: StepPlan) -> None:
         device, host = self.device, self.host
@@ -203,7 +215,7 @@ class OracleWorld:
         config = SchedulerConfig(**({"max_batch_size": 8, "max_num_batched_tokens": 64} | scheduler_knobs))
         keeps_cache = kv_cache_backend != "naive"
         self.scheduler = Scheduler(self.pool, config, cost=cost, keeps_cache=keeps_cache)
-        self.runner = OracleRunner(self.pool, num_host_blocks)
+        self.runner = OracleRunner(self.pool, num_host_blocks, max_batch_size=config.max_batch_size)
         self.observer = PlanList()
         self.eos_ids = eos_ids
         self.engine = Engine(

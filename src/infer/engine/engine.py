@@ -193,16 +193,21 @@ class Engine:
             raise
         except Exception as error:  # whatever the model raised, its requests end and the engine lives on
             logger.exception("step %d failed", plan.step)
-            outputs = self._fail(sequences, f"{type(error).__name__} in step {plan.step}")
-            self.scheduler.abandon(plan)
-            return outputs
+            return self._give_up(plan, sequences, error)
         except BaseException as error:  # Ctrl-C: whoever catches it finds the books balanced
-            self._unreported += self._fail(sequences, f"{type(error).__name__} in step {plan.step}")
-            self.scheduler.abandon(plan)
+            self._unreported += self._give_up(plan, sequences, error)
             raise
         self.scheduler.commit(plan)
         self._observer.on_step(plan, result.ids)
         return self._report(plan, sequences, result)
+
+    def _give_up(self, plan: StepPlan, sequences: Seq[Sequence], error: BaseException) -> list[StepOutput]:
+        """End the requests of a plan that did not run; whoever else it touched starts over."""
+        outputs = self._fail(sequences, f"{type(error).__name__} in step {plan.step}")
+        for seq_id in plan.preempted:  # the runner may not have come so far
+            self._runner.forget(seq_id)
+        self.scheduler.abandon(plan)
+        return outputs
 
     def _step_without_work(self) -> list[StepOutput]:
         """An empty plan is normal when idle; several in a row with work waiting are a bug, not a wait."""

@@ -292,6 +292,8 @@ def test_who_was_just_swapped_out_survives_a_failed_step(stage: str) -> None:
     preempt_target(world)
     assert ("old", 0) in world.finished
     assert not any(seq.is_swapped for seq in world.seqs("t"))
+    known_rows = world.runner._rows._rows
+    assert not known_rows, "the runner keeps no block table of those who lost their blocks"
     world.run()
     world.aborted.add("old")
     assert world.verify() == 1
