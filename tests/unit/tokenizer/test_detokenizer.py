@@ -90,7 +90,8 @@ def test_nothing_is_held_back_longer_than_needed(name: str, data: st.DataObject)
         shown += detokenizer.push(ids[end - 1 : end])
         so_far = tokenizer.decode(ids[:end])
         assert so_far.startswith(shown)
-        assert len(so_far) - len(shown) <= 1  # at most one unfinished character
+        held = so_far[len(shown) :]  # at most one unfinished character, or the bytes of a broken one
+        assert len(held) <= 1 or (len(held) <= 3 and set(held) == {"\ufffd"})
         assert shown == so_far or so_far.endswith("\ufffd")
 
 
