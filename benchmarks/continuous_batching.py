@@ -44,16 +44,17 @@ def run(
 ) -> tuple[float, list[float], list[list[int]]]:
     """Seconds for all of them, seconds until each was done, and their tokens."""
     start = time.perf_counter()
-    streams = [llm._open(prompt, params) for prompt, params in requests]
-    done_s: dict[str, float] = {}
-    while len(done_s) < len(streams):
-        llm._step()
-        for stream in streams:
-            if stream.builder.is_finished:
-                done_s.setdefault(stream.request.request_id, time.perf_counter() - start)
-    for stream in streams:
-        llm._close(stream)
-    return time.perf_counter() - start, list(done_s.values()), [s.builder.build().token_ids for s in streams]
+    made = [llm.front.make_request(prompt, params) for prompt, params in requests]
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in made}
+    done_s: list[float] = []
+    for request in made:
+        llm.engine.add(request)
+    while len(done_s) < len(made):
+        for output in llm.engine.step():
+            tokens[output.request_id] += output.token_ids
+            if output.finish_reason is not None:
+                done_s.append(time.perf_counter() - start)
+    return time.perf_counter() - start, done_s, list(tokens.values())
 
 
 def main() -> None:
