@@ -3,6 +3,9 @@
 A test that cannot run is skipped with the reason, and asking costs nothing when no such test was
 collected. The registry is asked through pip, so that a mirror, a proxy or a certificate of the
 user's own configuration counts.
+
+Property tests draw the same examples in every run, so that a failure is of the change and not of the
+day; `pytest --hypothesis-profile=default` draws fresh ones.
 """
 
 from __future__ import annotations
@@ -11,7 +14,11 @@ import functools
 import subprocess
 import sys
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("fixed", derandomize=True)
+hypothesis.settings.load_profile("fixed")
 
 
 @functools.cache
