@@ -93,9 +93,11 @@ def test_errors_are_one_line_on_standard_error(model: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_generate_with_130(model: Path) -> None:
-    command = [sys.executable, "-m", "infer", "generate", "hi", "--model", str(model)]
-    flags = ["--max-tokens", "none", "--ignore-eos", "--seed", "1"]
+def test_ctrl_c_ends_generate_with_130(model: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("hi\n" * 2000)  # enough to be busy until the signal comes, on the slowest machine
+    command = [sys.executable, "-m", "infer", "generate", "--prompts-file", str(prompts)]
+    flags = ["--model", str(model), "--ignore-eos", "--seed", "1"]
     with subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -228,7 +228,7 @@ async def event_frames(generation: Generation, view: CompletionView) -> Frames:
                 logprobs = view.logprobs(choice, delta.token_ids, delta.logprobs)
                 if logprobs is not None:
                     event["logprob"] = logprobs["token_logprobs"][0]
-                    event["top_logprobs"] = logprobs["top_logprobs"][0]
+                    event["top_logprobs"] = logprobs["top_logprobs"][0] if logprobs["top_logprobs"] else {}
                 yield named_event("token", event)
             if delta.finish_reason is not None:
                 ends[choice] = {

@@ -217,6 +217,13 @@ def test_usage_counts_what_the_prefix_cache_saved(wire: Wire) -> None:
     assert salted["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+def test_named_events_carry_the_logprob_even_without_alternatives(wire: Wire) -> None:
+    body = {"prompt": [5, 6, 7], "max_tokens": 2, "logprobs": 0, "ignore_eos": True}
+    events = read_events(wire.post(PATH + "/stream", body))
+    assert [name for name, _ in events] == ["token", "token", "done"]
+    assert all(event["logprob"] <= 0 for _, event in events[:2])
+
+
 def test_fields_without_effect_are_named_in_a_header(wire: Wire) -> None:
     body = {"prompt": "x", "user": "me", "store": True, "max_tokens": 1}
     for stream in (False, True):
