@@ -28,6 +28,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from infer.errors import ConfigError, closest
 
 DEFAULT_BATCHED_TOKENS = 2048
+MAX_THREADS = 1024  # far more makes the thread library crash
 
 
 def knob(
@@ -69,6 +70,8 @@ class LoadConfig:
     def __post_init__(self) -> None:
         _check_choice(self, "dtype")
         _check_positive(self, "max_seq_len", "num_threads")
+        if self.num_threads is not None and self.num_threads > MAX_THREADS:
+            raise ConfigError(f"num_threads must be at most {MAX_THREADS}, got {self.num_threads}")
         device, _, index = self.device.partition(":")
         if device not in ("auto", "cpu", "cuda") or (index and not (device == "cuda" and index.isdigit())):
             raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")

@@ -269,6 +269,8 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many? A string and a list of integers are one."""
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, bytes | bytearray):
+        raise RequestError("a prompt must be text or token ids, got bytes; decode it first", param="prompt")
     if prompts and isinstance(prompts[0], int):
         return [cast("Sequence[int]", prompts)]
     return list(cast("Sequence[Prompt]", prompts))

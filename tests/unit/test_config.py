@@ -117,3 +117,8 @@ def test_none_is_only_for_optional_knobs() -> None:
     assert parse_knob(table["max_seq_len"], None) is None
     with pytest.raises(ConfigError, match="dtype must be str, got None"):
         parse_knob(table["dtype"], None)
+
+
+def test_a_number_of_threads_that_crashes_the_library_is_refused() -> None:
+    with pytest.raises(ConfigError, match="num_threads must be at most 1024"):
+        EngineConfig.from_knobs(num_threads=100_000)

@@ -170,6 +170,8 @@ def sampling_from(args: argparse.Namespace) -> SamplingParams:
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])
     seed = secrets.randbelow(2**31)  # short enough to read off --json and type again
+    if args.config:
+        seed = knobs_from(args).get("seed", seed)
     return SamplingParams.from_knobs(**(CLI_SAMPLING | {"seed": seed} | given))
 
 

@@ -13,6 +13,7 @@ model to load, so that `--help` and a mistyped flag answer at once.
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import sys
@@ -73,6 +74,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         return 130
     except BrokenPipeError:
-        # Python flushes standard output once more at exit; let that go nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence_stdout()
         return 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        _silence_stdout()
+        print(f"infer: error: cannot write the answer: {error.strerror}", file=sys.stderr)
+        return 2
+
+
+def _silence_stdout() -> None:
+    """Python flushes standard output once more at exit; let that go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

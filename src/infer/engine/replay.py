@@ -24,7 +24,7 @@ from infer.config import EngineConfig, knob_table
 from infer.engine.engine import Engine, EngineObserver
 from infer.engine.facts import PLACES, RunFacts, fingerprint
 from infer.engine.plan import StepPlan
-from infer.engine.record_reader import Aborted, Added, Event, Ran, Record, Reset
+from infer.engine.record_reader import Aborted, Added, Event, Failed, Ran, Record, Reset
 from infer.engine.sequence import Sequence
 from infer.errors import ConfigError, InferError
 
@@ -79,6 +79,8 @@ class Replay:
         for event in self._record.events():
             if until is not None and event.step + isinstance(event, Added | Aborted | Reset) > until:
                 break
+            if isinstance(event, Failed) and event.error.startswith(KeyboardInterrupt.__name__):
+                break  # somebody pressed Ctrl-C: the run ends here, and there is nothing to compare
             difference = self._follow(event)
             if difference is not None and check:
                 return self._report(f"step {event.step}: {difference}")

@@ -158,3 +158,11 @@ def build_subcommand_help(name: str) -> str:
     actions = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     help_text: str = actions[0].choices[name].format_help()
     return help_text
+
+
+def test_a_seed_in_the_config_file_counts(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("seed: 17\n")
+    args = parse("--config", str(tmp_path / "c.yaml"))
+    assert flags.sampling_from(args).seed == 17
+    args = parse("--config", str(tmp_path / "c.yaml"), "--seed", "4")
+    assert flags.sampling_from(args).seed == 4

@@ -251,3 +251,23 @@ def test_a_record_cannot_ask_for_threads_that_are_not_there(num_threads: int) ->
     check_threads(1)
     with pytest.raises(ConfigError, match=f"made with {num_threads} CPU threads, but this machine runs 1 to"):
         check_threads(num_threads)
+
+
+def test_a_run_stopped_with_ctrl_c_replays_up_to_there(tmp_path: Path) -> None:
+    """What was interrupted cannot be interrupted again at the same place, and need not be."""
+    path = tmp_path / "r.jsonl"
+    with Recorder(path) as recorder:
+        recorder.on_start(make_facts())
+        engine = make_engine(recorder)
+        engine.add(make_request(1, random.Random(3)))
+        engine.step()
+
+        def interrupt(plan: object, sequences: object) -> None:
+            raise KeyboardInterrupt
+
+        engine._runner.run = interrupt  # type: ignore[method-assign, assignment]
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    report = Replay(Record(path), make_engine).run()
+    assert report.difference is None
+    assert report.num_steps == 1
