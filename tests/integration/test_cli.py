@@ -98,13 +98,22 @@ def test_ctrl_c_ends_generate_with_130(model: Path, tmp_path: Path) -> None:
     prompts.write_text("hi\n" * 2000)  # enough to be busy until the signal comes, on the slowest machine
     command = [sys.executable, "-m", "infer", "generate", "--prompts-file", str(prompts)]
     flags = ["--model", str(model), "--ignore-eos", "--seed", "1"]
-    with subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [*command, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        ),  # a shell may have it off
+    ) as process:
         assert process.stdout is not None
-        assert process.stderr is not None
         assert process.stdout.read(1), "it has begun to write"
         process.send_signal(signal.SIGINT)
-        error = process.stderr.read()
-        assert process.wait(timeout=60) == 130
+        try:
+            _, error = process.communicate(timeout=60)
+        finally:
+            process.kill()
+        assert process.returncode == 130
         assert b"Traceback" not in error
 
 
