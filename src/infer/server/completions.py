@@ -226,7 +226,7 @@ async def event_frames(generation: Generation, view: CompletionView) -> Frames:
             for token_id in delta.token_ids:
                 event: dict[str, Any] = {"text": delta.text, "id": token_id, "index": choice}
                 logprobs = view.logprobs(choice, delta.token_ids, delta.logprobs)
-                if logprobs is not None:
+                if logprobs is not None and logprobs["token_logprobs"]:
                     event["logprob"] = logprobs["token_logprobs"][0]
                     event["top_logprobs"] = logprobs["top_logprobs"][0] if logprobs["top_logprobs"] else {}
                 yield named_event("token", event)

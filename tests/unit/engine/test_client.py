@@ -163,10 +163,14 @@ def test_an_impossible_request_is_told_so_and_the_others_go_on() -> None:
 
 def test_closing_tells_everybody_who_waits() -> None:
     async def main() -> None:
-        client, _ = make_client()
+        client, engine = make_client(runner_type=GatedRunner)
+        gate = engine._runner.gate  # type: ignore[attr-defined]
         task = asyncio.create_task(collect(client, make_request(1, max_tokens=190)))
         await asyncio.sleep(0.001)
-        await client.close()
+        closing = asyncio.create_task(client.close())
+        await asyncio.sleep(0.001)
+        gate.release(2)  # at most the step in flight and one more: far from 190
+        await closing
         with pytest.raises(EngineStopped):
             await task
         with pytest.raises(EngineStopped):
