@@ -82,7 +82,7 @@ async def stream(port: int, num_tokens: int, num_requests: int = 1) -> list[list
     """Ask over one connection, one request after the other; the times of each one's chunks, from asking."""
     body = {"prompt": [5, 6, 7], "max_tokens": num_tokens, "stream": True, "ignore_eos": True}
     payload = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     message = f"{head}content-length: {len(payload)}\r\n\r\n".encode() + payload
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
     answers = []

@@ -4,9 +4,9 @@
     /admin/...                             the admin key; without one configured there are no such routes
     everything else, known or not          one of the API keys, if any is configured
 
-Decided on `scope["path"]`, the string the router matches too, so no second reading of a URL or of a
-Host header can disagree with it. Keys are compared as hashes, all of them, in constant time: how long a
-refusal takes says nothing about how close a guess was.
+Decided on the path the router matches too (`scope["path"]` below its root path), so no second reading
+of a URL or of a Host header can disagree with it. Keys are compared as hashes, all of them, in constant
+time: how long a refusal takes says nothing about how close a guess was.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import hashlib
 import hmac
 from collections.abc import Iterable
 
+from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from infer.config import ServerConfig
@@ -70,7 +71,7 @@ class Auth:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})  # there is nothing to talk to that way
             return
-        path: str = scope["path"]
+        path: str = get_route_path(scope)
         if is_admin(path):
             if not self._admins:
                 message = "admin routes are off; start the server with an admin key to use them"

@@ -134,3 +134,15 @@ def test_a_key_ring_compares_every_key() -> None:
     assert ring.opens(b"a") and ring.opens(b"b") and ring.opens("\u00e9".encode())
     assert not ring.opens(b"") and not ring.opens(b"c")
     assert not KeyRing([])
+
+
+@pytest.mark.parametrize("path", ["/api/admin/drain", "/admin/drain"])
+def test_a_root_path_does_not_open_the_admin_routes(path: str) -> None:
+    app = build_app(ServerState(config=ServerConfig(admin_key="admin-key")))
+
+    async def go() -> int:
+        transport = httpx.ASGITransport(app, root_path="/api")
+        async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:
+            return (await client.post(path)).status_code
+
+    assert asyncio.run(go()) == 401
