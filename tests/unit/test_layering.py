@@ -35,7 +35,8 @@ ALLOWED: dict[str, set[str]] = {
     "llm": {"engine", "front", "loader", "outputs", "sampling", "tokenizer"},
     "async_llm": {"engine", "front", "llm", "loader", "outputs", "sampling", "tokenizer"},
     "server": {"engine", "front", "loader", "outputs", "sampling", "tokenizer"},
-    "cli": {"async_llm", "engine", "llm", "loader", "sampling", "server", "tokenizer"},
+    "bench": {"cache", "engine", "front", "kernels", "loader", "models", "sampling"},
+    "cli": {"async_llm", "bench", "engine", "llm", "loader", "sampling", "server", "tokenizer"},
     "debug": {"models", "layers", "loader", "kernels"},
     "__init__": {"async_llm", "llm", "sampling"},  # imported when a name is first used
     "__main__": {"cli"},

@@ -1,0 +1,114 @@
+"""Two reports side by side, and whether the difference is more than noise.
+
+    change = after / before - 1
+    band   = the larger spread of the two, (high - low) / median / 2, and never less than the least band
+    worse or better only where the change leaves the band; else "same"
+
+One repeat has no spread, so it gets a wider band: a single run can be off by so much on a busy machine.
+Figures that are neither better high nor better low (counts of tokens asked for, sizes chosen by a knob) are
+not judged. What differs in machine, model, config or seed is listed: it may be the whole explanation.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from infer.bench.metrics import MEASURES
+from infer.bench.report import Figure, Report
+
+LEAST_BAND = 0.02
+SINGLE_BAND = 0.08  # where one of the two has only one repeat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """One figure of one row in both reports."""
+
+    row: str
+    figure: str
+    before: float
+    after: float
+    change: float  # relative; +0.1: ten per cent more
+    band: float
+    verdict: str  # "better", "worse" or "same"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Everything two reports share, and what they do not."""
+
+    verdicts: list[Verdict]
+    only_before: list[str]  # rows
+    only_after: list[str]
+    differences: list[str]  # in machine, model, seed: reasons not to trust the rest
+
+    @property
+    def worse(self) -> list[Verdict]:
+        """What got worse."""
+        return [verdict for verdict in self.verdicts if verdict.verdict == "worse"]
+
+
+def compare(before: Report, after: Report, *, least_band: float = LEAST_BAND) -> Comparison:
+    """Judge every figure that both have and that has a direction."""
+    old = {row.name: row for row in before.rows if row.figures}
+    new = {row.name: row for row in after.rows if row.figures}
+    verdicts = []
+    for name, row in old.items():
+        if name not in new:
+            continue
+        for figure, value in row.figures.items():
+            measure, other = MEASURES.get(figure), new[name].figures.get(figure)
+            if measure is not None and measure.better and other is not None:
+                verdicts.append(_judge(name, figure, measure.better, value, other, least_band))
+    return Comparison(
+        verdicts=verdicts,
+        only_before=[name for name in old if name not in new],
+        only_after=[name for name in new if name not in old],
+        differences=_differences(before, after),
+    )
+
+
+def spread(figure: Figure) -> float:
+    """Half the distance between the extremes of the repeats, relative to their median."""
+    return (figure.high - figure.low) / abs(figure.median) / 2 if figure.median else 0.0
+
+
+def _judge(row: str, name: str, better: str, before: Figure, after: Figure, least: float) -> Verdict:
+    is_single = min(len(before.values), len(after.values)) == 1
+    band = max(least, SINGLE_BAND if is_single else 0.0, spread(before), spread(after))
+    change = _change(before.median, after.median)
+    is_better = (change > 0) == (better == "higher")
+    verdict = "same" if abs(change) <= band else "better" if is_better else "worse"
+    return Verdict(
+        row=row,
+        figure=name,
+        before=before.median,
+        after=after.median,
+        change=change,
+        band=band,
+        verdict=verdict,
+    )
+
+
+def _change(before: float, after: float) -> float:
+    if before:
+        return after / before - 1
+    return math.inf if after else 0.0
+
+
+def _differences(before: Report, after: Report) -> list[str]:
+    found = []
+    if before.kind != after.kind:
+        found.append(f"kind: {before.kind} and {after.kind}")
+    for title, old, new in (
+        ("machine", before.machine, after.machine),
+        ("model", before.model, after.model),
+        ("config", before.config, after.config),
+    ):
+        for name in old:
+            if name in new and old[name] != new[name]:
+                found.append(f"{title} {name}: {old[name]} and {new[name]}")
+    if before.seed != after.seed and before.machine and after.machine:
+        found.append(f"seed: {before.seed} and {after.seed}")
+    return found

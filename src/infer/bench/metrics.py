@@ -1,0 +1,226 @@
+"""From the times of requests to the figures of a report.
+
+    asked ──────── first ──── ... ──── last
+    ├──── TTFT ────┤                      |      time to first token
+                   ├─ ITL ─┤              |      between two chunks of a stream
+                   ├─ (last - first) / (tokens - 1) = TPOT, time per output token after the first
+    ├──────────────── E2E ────────────────┤
+
+Percentiles interpolate between the two nearest values, as numpy does by default. Every figure is taken
+of each repeat by itself, then the median of the repeats is reported with the lowest and highest: a pool of
+all repeats would hide that one of them was disturbed.
+
+Goodput counts only the requests that met every limit of the SLO: a server that answers everybody late has
+throughput and no goodput.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from infer.errors import ConfigError
+
+PERCENTS = (50, 95, 99)
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestTrace:
+    """One request as its client saw it; times in seconds on one clock, from the start of the run."""
+
+    session: int
+    turn: int
+    asked: float
+    chunks: list[float] = field(default_factory=list)  # when each piece of the answer came
+    ended: float = 0.0
+    num_prompt: int = 0  # tokens, from the server's count
+    num_output: int = 0
+    num_cached: int = 0  # of the prompt, from the prefix cache
+    is_counted: bool = False  # whether the server said how many tokens there were
+    queue_s: float | None = None  # where it is known
+    error: str | None = None
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether it brought an answer."""
+        return self.error is None and bool(self.chunks)
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first piece."""
+        return self.chunks[0] - self.asked
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds per token after the first; a single token has none."""
+        if self.num_output < 2:
+            return None
+        return (self.chunks[-1] - self.chunks[0]) / (self.num_output - 1)
+
+    @property
+    def e2e(self) -> float:
+        """Seconds to the last piece."""
+        return self.chunks[-1] - self.asked
+
+    def gaps(self) -> list[float]:
+        """Seconds between pieces."""
+        return [after - before for before, after in zip(self.chunks, self.chunks[1:], strict=False)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """The limits a request must keep to count as good, in seconds; None: no limit."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    e2e: float | None = None
+
+    def is_met(self, trace: RequestTrace) -> bool:
+        """Whether a request kept all limits."""
+        if not trace.is_ok:
+            return False
+        seen = {"ttft": trace.ttft, "tpot": trace.tpot or 0.0, "e2e": trace.e2e}
+        return all(
+            limit is None or seen[name] <= limit
+            for name, limit in (("ttft", self.ttft), ("tpot", self.tpot), ("e2e", self.e2e))
+        )
+
+
+def read_slo(text: str) -> Slo:
+    """An SLO such as `ttft=1,tpot=0.1`, in seconds."""
+    limits: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = 0.0
+        if name not in ("ttft", "tpot", "e2e") or not seconds > 0:
+            raise ConfigError(f"an SLO looks like ttft=1,tpot=0.1,e2e=30 in seconds, got {text!r}")
+        limits[name] = seconds
+    return Slo(**limits)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value below which `percent` of all lie, interpolated; `values` need not be sorted."""
+    assert values, "nothing has no percentiles"
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def summarise(traces: Sequence[RequestTrace], *, seconds: float, slo: Slo) -> dict[str, float]:
+    """The figures of one run that took `seconds`; what nothing was seen of is left out."""
+    good = [trace for trace in traces if trace.is_ok]
+    figures: dict[str, float] = {
+        "seconds": seconds,
+        "num_requests": len(traces),
+        "num_errors": len(traces) - len(good),
+        "num_prompt_tokens": sum(trace.num_prompt for trace in good),
+        "num_output_tokens": sum(trace.num_output for trace in good),
+        "num_cached_tokens": sum(trace.num_cached for trace in good),
+    }
+    if seconds > 0:
+        figures |= {
+            "requests_per_s": len(good) / seconds,
+            "input_tokens_per_s": figures["num_prompt_tokens"] / seconds,
+            "output_tokens_per_s": figures["num_output_tokens"] / seconds,
+            "goodput_per_s": sum(map(slo.is_met, traces)) / seconds,
+            "goodput_share": sum(map(slo.is_met, traces)) / max(len(traces), 1),
+        }
+    samples: dict[str, list[float]] = {
+        "ttft": [trace.ttft for trace in good],
+        "itl": [gap for trace in good for gap in trace.gaps()],
+        "tpot": [tpot for trace in good if (tpot := trace.tpot) is not None],
+        "e2e": [trace.e2e for trace in good],
+        "queue": [trace.queue_s for trace in good if trace.queue_s is not None],
+    }
+    for name, values in samples.items():
+        if values:
+            figures |= {f"{name}_p{percent}_s": percentile(values, percent) for percent in PERCENTS}
+    if samples["itl"]:
+        figures["longest_gap_s"] = max(samples["itl"])
+    return figures
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """What a figure is called, how it is shown, and which way is better."""
+
+    title: str
+    unit: str
+    better: str  # "higher", "lower", or "" where neither is
+
+
+def _times(title: str) -> dict[int, Measure]:
+    return {percent: Measure(title=f"{title} p{percent}", unit="ms", better="lower") for percent in PERCENTS}
+
+
+MEASURES: dict[str, Measure] = {
+    "output_tokens_per_s": Measure(title="output", unit="tok/s", better="higher"),
+    "input_tokens_per_s": Measure(title="input", unit="tok/s", better="higher"),
+    "requests_per_s": Measure(title="requests", unit="req/s", better="higher"),
+    "goodput_per_s": Measure(title="goodput", unit="req/s", better="higher"),
+    "goodput_share": Measure(title="in SLO", unit="%", better="higher"),
+    **{
+        f"{name}_p{percent}_s": measure
+        for name in ("ttft", "itl", "tpot", "e2e", "queue")
+        for percent, measure in _times(name if name == "queue" else name.upper()).items()
+    },
+    "queue_mean_s": Measure(title="queue mean", unit="ms", better="lower"),
+    "longest_gap_s": Measure(title="longest gap", unit="ms", better="lower"),
+    "seconds": Measure(title="wall", unit="s", better="lower"),
+    "num_requests": Measure(title="requests", unit="", better=""),
+    "num_errors": Measure(title="errors", unit="", better="lower"),
+    "num_prompt_tokens": Measure(title="prompt tokens", unit="", better=""),
+    "num_output_tokens": Measure(title="output tokens", unit="", better=""),
+    "num_cached_tokens": Measure(title="cached tokens", unit="", better=""),
+    "client_cpu_share": Measure(title="client CPU", unit="%", better=""),
+    "floor_s": Measure(title="floor", unit="s", better=""),
+    "floor_share": Measure(title="of floor", unit="%", better="higher"),
+    "copy_gb_per_s": Measure(title="copy", unit="GB/s", better=""),
+    "matmul_tflops": Measure(title="matmul", unit="TFLOP/s", better=""),
+    "mfu": Measure(title="MFU", unit="%", better="higher"),
+    "step_p50_s": Measure(title="step p50", unit="ms", better="lower"),
+    "num_steps": Measure(title="steps", unit="", better="lower"),
+    "num_preemptions": Measure(title="preemptions", unit="", better="lower"),
+    "num_starved": Measure(title="starved", unit="", better="lower"),
+    "longest_wait_s": Measure(title="longest wait", unit="ms", better="lower"),
+    "tokens_per_step": Measure(title="tokens/step", unit="", better="higher"),
+    "mean_running": Measure(title="running", unit="", better="higher"),
+    "peak_running": Measure(title="peak running", unit="", better="higher"),
+    "kv_use": Measure(title="KV use", unit="%", better="higher"),
+    "fragmentation": Measure(title="fragmentation", unit="%", better="lower"),
+    "cache_hit_share": Measure(title="cache hits", unit="%", better="higher"),
+    "gb_per_s": Measure(title="read", unit="GB/s", better="higher"),
+    "call_p50_s": Measure(title="call p50", unit="ms", better="lower"),
+    "weights_bytes": Measure(title="weights", unit="MiB", better="lower"),
+    "kv_bytes": Measure(title="KV cache", unit="MiB", better=""),
+    "activation_bytes": Measure(title="activations", unit="MiB", better="lower"),
+    "graph_bytes": Measure(title="graphs", unit="MiB", better="lower"),
+    "process_bytes": Measure(title="process", unit="MiB", better="lower"),
+    "speed_up": Measure(title="speed-up", unit="x", better="higher"),
+}
+_SCALES = {"ms": 1000.0, "%": 100.0, "MiB": 2.0**-20}
+
+
+def show(name: str, value: float) -> str:
+    """A figure for people, in the unit of its measure, three digits that matter."""
+    unit = MEASURES[name].unit if name in MEASURES else ""
+    value *= _SCALES.get(unit, 1.0)
+    text = f"{value:,.0f}" if value == int(value) or abs(value) >= 100 else f"{value:.3g}"
+    return f"{text} {unit}".rstrip()
+
+
+def middle(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median, lowest and highest of the repeats."""
+    return statistics.median(values), min(values), max(values)
+
+
+def merge_repeats(runs: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """The values of every figure that all repeats have, repeat by repeat."""
+    assert runs, "a report needs a repeat"
+    return {name: [run[name] for run in runs] for name in runs[0] if all(name in run for run in runs)}

@@ -1,0 +1,263 @@
+"""A report: what was measured, and everything one must know to measure it again.
+
+    Report   schema, version, kind, when, machine, versions, commit, model, config, seed, repeats, warm-up
+    └── Row      one workload, one shape or one setting
+        └── Figure   median, low and high of the repeats, and the repeats themselves
+
+Reports are JSON, checked when they are written and when they are read: a field too many, too few or of
+the wrong type is an error that names it. `version` grows when a field changes its meaning; an older
+reader refuses what it does not know, rather than misread it.
+
+Other engines' results, `{"engine": ..., "model": ..., "WORKLOAD": {"s": ..., "out_tok_s": ...}}`, are read
+as reports too, so that they can be compared with ours.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from infer import __version__
+from infer.bench.metrics import merge_repeats, middle
+from infer.errors import ConfigError
+
+SCHEMA = "infer-bench"
+VERSION = 1
+
+
+class Figure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One number of one row."""
+
+    median: float
+    low: float
+    high: float
+    values: list[float]  # one per repeat, in their order
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What came of one workload, shape or setting."""
+
+    name: str
+    about: str
+    settings: dict[str, Any]  # what this row alone has: its arrival process, its knobs
+    figures: dict[str, Figure]
+    note: str = ""  # a sentence that explains the figures
+    skipped: str = ""  # why there are none
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole file."""
+
+    schema: str
+    version: int
+    kind: str  # serve, offline, latency, prefill, decode, attention, memory, startup, matrix or policies
+    created: str
+    command: str
+    machine: dict[str, str | int]
+    versions: dict[str, str]
+    commit: str
+    model: dict[str, Any]  # name, dtype, device and sizes, as far as they are known
+    config: dict[str, Any]  # every knob; of a server, what it says of itself
+    seed: int
+    repeats: int
+    warmup: int  # requests or calls before the first that counts
+    rows: list[Row]
+    notes: list[str] = []
+
+
+def make_row(
+    name: str,
+    about: str,
+    runs: Sequence[Mapping[str, float]],
+    *,
+    settings: Mapping[str, Any] | None = None,
+    note: str = "",
+) -> Row:
+    """A row of the figures of each repeat."""
+    figures = {}
+    for figure, values in merge_repeats(runs).items():
+        median, low, high = middle(values)
+        figures[figure] = Figure(median=median, low=low, high=high, values=values)
+    return Row(name=name, about=about, settings=dict(settings or {}), figures=figures, note=note)
+
+
+def skip_row(name: str, about: str, reason: str, settings: Mapping[str, Any] | None = None) -> Row:
+    """A row that could not be measured here."""
+    return Row(name=name, about=about, settings=dict(settings or {}), figures={}, skipped=reason)
+
+
+def make_report(
+    kind: str,
+    rows: Sequence[Row],
+    *,
+    model: Mapping[str, Any],
+    config: Mapping[str, Any],
+    seed: int,
+    repeats: int,
+    warmup: int,
+    notes: Sequence[str] = (),
+) -> Report:
+    """A report of rows measured here and now."""
+    return Report(
+        schema=SCHEMA,
+        version=VERSION,
+        kind=kind,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command="infer " + " ".join(map(_without_home, sys.argv[1:])),
+        machine=machine(),
+        versions=versions(),
+        commit=commit(),
+        model=dict(model),
+        config=dict(config),
+        seed=seed,
+        repeats=repeats,
+        warmup=warmup,
+        rows=list(rows),
+        notes=list(notes),
+    )
+
+
+def write_report(report: Report, path: Path) -> None:
+    """Write JSON that `read_report` accepts."""
+    data = msgspec.json.encode(report)
+    check_report(data, str(path))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.format(data, indent=1) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write the report {path}: {error.strerror}") from None
+
+
+def read_report(path: Path) -> Report:
+    """Read and check a report, ours or another engine's."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read the report {path}: {error.strerror}") from None
+    try:
+        raw = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    if isinstance(raw, dict) and "engine" in raw and "schema" not in raw:
+        return _from_engine(raw, str(path))
+    return check_report(data, str(path))
+
+
+def check_report(data: bytes, where: str) -> Report:
+    """The report in this JSON, or an error that says what is wrong with it."""
+    try:
+        report = msgspec.json.decode(data, type=Report)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{where} is not a benchmark report: {error}") from None
+    if report.schema != SCHEMA or report.version != VERSION:
+        raise ConfigError(
+            f"{where} is {report.schema} version {report.version}; this version reads {SCHEMA} {VERSION}"
+        )
+    for row in report.rows:
+        if bool(row.figures) == bool(row.skipped):
+            raise ConfigError(f"{where}: row {row.name!r} must have figures, or say why it was skipped")
+        for name, figure in row.figures.items():
+            if len(figure.values) != report.repeats or not figure.low <= figure.median <= figure.high:
+                raise ConfigError(
+                    f"{where}: {name} of row {row.name!r} has {len(figure.values)} values for "
+                    f"{report.repeats} repeats, or a median outside them"
+                )
+    return report
+
+
+_ENGINE_FIGURES = {"s": "seconds", "out_tok_s": "output_tokens_per_s", "in_tok_s": "input_tokens_per_s"}
+
+
+def _from_engine(raw: Mapping[str, Any], where: str) -> Report:
+    """Another engine's results as a report of one repeat."""
+    rows = []
+    for name, figures in raw.items():
+        if isinstance(figures, dict):
+            known = {
+                _ENGINE_FIGURES[key]: float(value) for key, value in figures.items() if key in _ENGINE_FIGURES
+            }
+            if known:
+                rows.append(make_row(name, "", [known], note=str(figures.get("note", ""))))
+    if not rows:
+        raise ConfigError(f"{where} names an engine, but holds no results that are understood")
+    return Report(
+        schema=SCHEMA,
+        version=VERSION,
+        kind="offline",
+        created="",
+        command="",
+        machine={},
+        versions={"engine": str(raw["engine"])},
+        commit="",
+        model={"name": str(raw.get("model", ""))},
+        config={},
+        seed=0,
+        repeats=1,
+        warmup=0,
+        rows=rows,
+    )
+
+
+# -- where it was measured ----------------------------------------------------------------------------
+
+
+def machine() -> dict[str, str | int]:
+    """The hardware; two reports that differ here compare machines, not programs."""
+    found: dict[str, str | int] = {
+        "cpu": _cpu_name(),
+        "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20,
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    if "torch" in sys.modules:
+        import torch
+
+        if torch.cuda.is_available():
+            properties = torch.cuda.get_device_properties(0)
+            found |= {"gpu": properties.name, "gpu_memory_mib": properties.total_memory >> 20}
+    return found
+
+
+def versions() -> dict[str, str]:
+    """The programs that decide speed; libraries only where they were used."""
+    found = {"infer": __version__, "python": platform.python_version()}
+    for name in ("torch", "triton", "numpy"):
+        if name in sys.modules:
+            found[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
+    return found
+
+
+def commit() -> str:
+    """The commit this code is of, with `-dirty` if files were changed; unknown outside a repository."""
+    root = Path(__file__).resolve().parents[3]
+    try:
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
+
+
+def _without_home(argument: str) -> str:
+    """An argument without the directories of this machine: reports are handed around."""
+    return Path(argument).name if os.sep in argument and "://" not in argument else argument
