@@ -16,6 +16,8 @@ loop dies, every waiter gets `EngineStopped`, and so does everybody who comes la
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -75,6 +77,8 @@ class InProcessClient:
         self._stats = engine.stats()
         self._progress_at = time.monotonic()
         self._inbox: list[Callable[[], None]] = []
+        self._tickets = itertools.count(1)
+        self._embeds: dict[int, asyncio.Future[list[float]]] = {}  # the event loop's
         self._wake = threading.Condition()
         self._is_closing = False
         self._stopped: EngineStopped | None = None
@@ -98,13 +102,23 @@ class InProcessClient:
         """Raise `EngineStopped` if the thread is dead, or `EngineError` if it makes no progress."""
         if self._stopped is not None:
             raise self._stopped
-        busy_s = time.monotonic() - self._progress_at if self._engine.has_work else 0.0
+        busy_s = time.monotonic() - self._progress_at if self._callers.has_work else 0.0
         if 0 < self._stuck_timeout < busy_s:
             raise EngineError(f"the engine has made no progress for {busy_s:.0f} s")
 
     async def embed(self, prompt: tuple[int, ...], pooling: str) -> list[float]:
-        """Run a prompt for its hidden state, between two steps."""
-        return await self._call(lambda: self._engine.embed(prompt, pooling))
+        """Wait in line, then run a prompt for its hidden state, between two steps."""
+        self._loop = asyncio.get_running_loop()
+        ticket = next(self._tickets)
+        done = self._embeds[ticket] = self._loop.create_future()
+        try:
+            self._post(lambda: self._embed(ticket, prompt, pooling))
+            return await done
+        finally:
+            del self._embeds[ticket]
+            if done.cancelled():
+                with contextlib.suppress(EngineStopped):
+                    self._post(lambda: self._callers.withdraw(ticket))
 
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
@@ -163,9 +177,8 @@ class InProcessClient:
         try:
             while self._take_commands():
                 self._progress_at = time.monotonic()
-                if self._engine.has_work:
-                    self._send(self._callers.step())
-                self._stats = self._engine.stats()
+                self._work()
+                self._stats = self._callers.stats()
         except BaseException as error:
             logger.exception("the engine loop died")
             reason = f"the engine loop died: {type(error).__name__}"
@@ -175,12 +188,14 @@ class InProcessClient:
         for command in commands:  # so that those just submitted are told as well
             command()
         stopped = self._stopped
+        for ticket in self._callers.waiting_embeds():
+            self._answer_embed(ticket, stopped)
         self._send([(queue, stopped) for queue in self._callers.everyone()])
 
     def _take_commands(self) -> bool:
         """Carry out what was posted; sleep until something is, if there is no work. False: time to end."""
         with self._wake:
-            while not (self._inbox or self._engine.has_work or self._is_closing):
+            while not (self._inbox or self._callers.has_work or self._is_closing):
                 self._wake.wait()
             if self._is_closing:
                 return False
@@ -188,6 +203,32 @@ class InProcessClient:
         for command in commands:
             command()
         return True
+    def _work(self) -> None:
+        """One step for all requests, then one embedding."""
+        if self._engine.has_work:
+            self._send(self._callers.step())
+        embedded = self._callers.embed_next()
+        if embedded is not None:
+            self._answer_embed(*embedded)
+
+    def _embed(self, ticket: int, prompt: tuple[int, ...], pooling: str) -> None:
+        error = self._stopped or self._callers.embed(ticket, prompt, pooling)
+        if error is not None:
+            self._answer_embed(ticket, error)
+
+    def _answer_embed(self, ticket: int, result: list[float] | BaseException) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._settle_embed, ticket, result)
+
+    def _settle_embed(self, ticket: int, result: list[float] | BaseException) -> None:
+        done = self._embeds.get(ticket)
+        if done is None:  # the caller was cancelled meanwhile
+            return
+        if isinstance(result, BaseException):
+            _settle(done, None, result)
+        else:
+            _settle(done, result, None)
+
 
     def _add(self, request: Request, queue: OutputQueue) -> None:
         error = self._stopped or self._callers.add(request, queue)

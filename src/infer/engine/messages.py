@@ -1,14 +1,16 @@
 """What crosses between a server and an engine in its own process, as msgpack.
 
     server                                         engine
-    Add, Leave, Abort, Embed, ResetPrefixCache ──►
-                                               ◄── Report     one per turn of the loop, for everybody
+    Add, Leave, Abort, ResetPrefixCache        ──►
+    Embed, Withdraw                            ──►
+                                               ◄── Report     one per step, for everybody
                                (once, at first) ◄── Ready  or  Failure
     Stop                                       ──►
 
 Every call of the client has a *ticket*, a number it never uses twice; answers and outputs carry it back.
-A turn of the engine's loop takes all commands that are there, makes at most one step, and sends one
-`Report`: the outputs of all requests, the answers to calls, and the engine's own counts.
+A turn of the engine's loop takes all commands that are there, makes at most one step and at most one
+embedding, and sends a `Report` after each: the outputs of all requests, the answers to calls, and the
+engine's own counts.
 
 Nothing is pickled: both ends know the types below, and bytes that do not fit them are an error.
 """
@@ -64,6 +66,12 @@ class Embed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pooling: str
 
 
+class Withdraw(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Nobody waits for this embedding any more."""
+
+    ticket: int
+
+
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Forget all cached prefixes; answer with how many blocks that were."""
 
@@ -74,7 +82,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """End the process."""
 
 
-Command: TypeAlias = Add | Leave | Abort | Embed | ResetPrefixCache | Stop
+Command: TypeAlias = Add | Leave | Abort | Embed | Withdraw | ResetPrefixCache | Stop
 
 # -- from the engine ------------------------------------------------------------------------------
 

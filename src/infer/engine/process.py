@@ -4,7 +4,7 @@ HTTP, JSON and detokenizing must not share an interpreter with the loop that fee
 scheduler and the model live here and speak through one unix socket (see messages.py).
 
     start    one line of JSON on standard input (`Launch`), load the model, send `Ready`
-    turn     take every command that is there, make one step, send one `Report`
+    turn     take every command that is there; make one step, send a `Report`; one embedding, another
     idle     sleep in the socket until a command comes: no timer, no polling, no CPU
     end      `Stop`, or standard input closes because the server is gone
 
@@ -42,6 +42,7 @@ from infer.engine.messages import (
     Report,
     ResetPrefixCache,
     Stop,
+    Withdraw,
     decode_command,
     encode,
     refusal,
@@ -84,13 +85,25 @@ class EngineServer:
                 if isinstance(command, Stop):
                     return
                 self._carry_out(command)
-            if self._engine.has_work:
-                self._made += self._callers.step()
+            self._work()
+
+    def _work(self) -> None:
+        """One step for all requests, then one embedding; nobody's tokens wait for somebody's embedding."""
+        if self._engine.has_work:
+            self._made += self._callers.step()
+        self._report()
+        embedded = self._callers.embed_next()
+        if embedded is not None:
+            ticket, result = embedded
+            if isinstance(result, Exception):
+                self._answer_error(ticket, result)
+            else:
+                self._answers.append(Answer(ticket, result, None))
             self._report()
 
     def _receive(self) -> list[bytes]:
         """Every command that is there; without work to do, wait for the first."""
-        frames = [] if self._engine.has_work else [self._link.recv()]
+        frames = [] if self._callers.has_work else [self._link.recv()]
         while True:
             try:
                 frames.append(self._link.recv(zmq.NOBLOCK))
@@ -99,24 +112,24 @@ class EngineServer:
 
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, Add):
-            error = self._callers.add(command.request, command.ticket)
-            if error is not None:
-                self._answer_error(command.ticket, error)
+            refused = self._callers.add(command.request, command.ticket)
+            if refused is not None:
+                self._answer_error(command.ticket, refused)
         elif isinstance(command, Leave):
             self._callers.leave(command.request_id, command.ticket)
         elif isinstance(command, Abort):
             self._made += self._callers.abort(command.request_id, command.index)
         elif isinstance(command, Embed):
-            prompt, pooling = command.prompt, command.pooling
-            self._answer(command.ticket, lambda: self._engine.embed(prompt, pooling))
+            refused = self._callers.embed(command.ticket, command.prompt, command.pooling)
+            if refused is not None:
+                self._answer_error(command.ticket, refused)
+        elif isinstance(command, Withdraw):
+            self._callers.withdraw(command.ticket)
         elif isinstance(command, ResetPrefixCache):
-            self._answer(command.ticket, self._engine.reset_prefix_cache)
-
-    def _answer(self, ticket: int, work: Callable[[], int | list[float]]) -> None:
-        try:
-            self._answers.append(Answer(ticket, work(), None))
-        except Exception as error:  # it belongs to this caller alone
-            self._answer_error(ticket, error)
+            try:
+                self._answers.append(Answer(command.ticket, self._engine.reset_prefix_cache(), None))
+            except Exception as error:  # it belongs to this caller alone
+                self._answer_error(command.ticket, error)
 
     def _answer_error(self, ticket: int, error: Exception) -> None:
         if not isinstance(error, InferError):
@@ -126,7 +139,7 @@ class EngineServer:
     def _report(self) -> None:
         report = Report(
             num_commands=self._num_commands,
-            stats=self._engine.stats(),
+            stats=self._callers.stats(),
             tickets=[ticket for ticket, _ in self._made],
             outputs=[output for _, output in self._made],
             answers=self._answers,

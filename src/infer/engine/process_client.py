@@ -35,6 +35,7 @@ from infer.engine.messages import (
     Message,
     Report,
     ResetPrefixCache,
+    Withdraw,
     to_error,
 )
 from infer.engine.request import Request, StepOutput
@@ -136,8 +137,8 @@ class ProcessClient:
             raise EngineError(f"the engine has made no progress for {self._silent_s():.0f} s")
 
     async def embed(self, prompt: tuple[int, ...], pooling: str) -> list[float]:
-        """Run a prompt for its hidden state, between two steps."""
-        result = await self._call(lambda ticket: Embed(ticket, prompt, pooling))
+        """Wait in line, then run a prompt for its hidden state, between two steps."""
+        result = await self._call(lambda ticket: Embed(ticket, prompt, pooling), on_cancel=Withdraw)
         assert isinstance(result, list), result
         return result
 
@@ -171,7 +172,9 @@ class ProcessClient:
 
         return leave
 
-    async def _call(self, command: Callable[[int], Command]) -> int | list[float]:
+    async def _call(
+        self, command: Callable[[int], Command], *, on_cancel: Callable[[int], Command] | None = None
+    ) -> int | list[float]:
         ticket = next(self._tickets)
         self._send(command(ticket))
         done: asyncio.Future[int | list[float]] = asyncio.get_running_loop().create_future()
@@ -179,7 +182,9 @@ class ProcessClient:
         try:
             return await done
         finally:
-            self._calls.pop(ticket, None)
+            if self._calls.pop(ticket, None) is not None and done.cancelled() and on_cancel is not None:
+                with contextlib.suppress(EngineStopped):
+                    self._send(on_cancel(ticket))
 
     def _send(self, command: Command) -> None:
         if self._down is not None:

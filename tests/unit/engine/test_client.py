@@ -7,21 +7,22 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from infer.cache.kv_pool import PagedKVCachePool
 from infer.config import SchedulerConfig
+from infer.engine import callers
 from infer.engine.client import InProcessClient
 from infer.engine.engine import Engine
 from infer.engine.plan import StepPlan
-from infer.engine.request import Request
+from infer.engine.request import Request, StepOutput
 from infer.engine.runner import StepResult
 from infer.engine.scheduler import Scheduler
 from infer.engine.sequence import Sequence as TokenSequence
-from infer.errors import DeviceLost, EngineStopped, RequestError
-from infer.sampling.params import SamplingParams
+from infer.errors import DeviceLost, EngineStopped, QueueFull, RequestError
+from infer.sampling.params import RowLogprobs, SamplingParams
 from tests.support.oracle import VOCAB_SIZE, OracleRunner, expected_output
 
 
@@ -37,12 +38,28 @@ class GatedRunner(OracleRunner):
         return super().run(plan, sequences)
 
 
+class GatedEmbedder:
+    """Embeds only when the test lets it, and remembers whom it embedded."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Semaphore(0)
+        self.prompts: list[tuple[int, ...]] = []
+
+    def __call__(self, prompt: Sequence[int], pooling: str) -> list[float]:
+        self.prompts.append(tuple(prompt))
+        assert self.gate.acquire(timeout=30), "the test never opened the gate"
+        return [float(prompt[0])]
+
+
 def make_client(
-    num_blocks: int = 64, runner_type: type[OracleRunner] = OracleRunner
+    num_blocks: int = 64,
+    runner_type: type[OracleRunner] = OracleRunner,
+    embedder: GatedEmbedder | None = None,
+    max_waiting: int | None = None,
 ) -> tuple[InProcessClient, Engine]:
     pool = PagedKVCachePool(num_blocks, 4)
-    scheduler = Scheduler(pool, SchedulerConfig(max_batch_size=16))
-    engine = Engine(scheduler, runner_type(pool), context_len=200, vocab_size=VOCAB_SIZE)
+    scheduler = Scheduler(pool, SchedulerConfig(max_batch_size=16, max_waiting=max_waiting))
+    engine = Engine(scheduler, runner_type(pool), context_len=200, vocab_size=VOCAB_SIZE, embedder=embedder)
     return InProcessClient(engine), engine
 
 
@@ -219,5 +236,131 @@ def test_a_lost_device_ends_the_loop_and_tells_everybody(monkeypatch: pytest.Mon
             await collect(client, make_request(1))
         with pytest.raises(EngineStopped):
             client.check_health()
+
+    asyncio.run(main())
+
+
+# -- embeddings -----------------------------------------------------------------------------------
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not is_so():
+            await asyncio.sleep(0.001)
+
+
+def test_generation_goes_on_between_embeddings() -> None:
+    async def main() -> None:
+        embedder = GatedEmbedder()
+        client, engine = make_client(embedder=embedder)
+        embeds = [asyncio.create_task(client.embed((i,), "last")) for i in range(3)]
+        await until(lambda: len(embedder.prompts) == 1)
+        outputs = client.generate(make_request(1, max_tokens=150))
+        first = asyncio.ensure_future(anext(outputs))
+        await asyncio.sleep(0)
+        embedder.gate.release()  # one embedding is made, then the request has its step
+        await first
+        assert not all(embed.done() for embed in embeds)
+        embedder.gate.release(2)
+        assert await asyncio.gather(*embeds) == [[0.0], [1.0], [2.0]]
+        await outputs.aclose()
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_an_embedding_whose_caller_left_is_never_made() -> None:
+    async def main() -> None:
+        embedder = GatedEmbedder()
+        client, _ = make_client(embedder=embedder)
+        first = asyncio.create_task(client.embed((0,), "last"))
+        await until(lambda: len(embedder.prompts) == 1)
+        others = [asyncio.create_task(client.embed((i,), "last")) for i in range(1, 6)]
+        await asyncio.sleep(0)
+        for other in others[:-1]:
+            other.cancel()
+        await asyncio.sleep(0)
+        embedder.gate.release(10)
+        assert await first == [0.0]
+        assert await others[-1] == [5.0]
+        assert embedder.prompts == [(0,), (5,)]
+        assert client._embeds == {}
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_embeddings_count_as_waiting() -> None:
+    async def main() -> None:
+        embedder = GatedEmbedder()
+        client, _ = make_client(embedder=embedder, max_waiting=2)
+        first = asyncio.create_task(client.embed((0,), "last"))
+        await until(lambda: len(embedder.prompts) == 1)
+        others = [asyncio.create_task(client.embed((i,), "last")) for i in range(1, 4)]
+        refused = asyncio.create_task(collect(client, make_request(1)))
+        await asyncio.sleep(0)
+        embedder.gate.release()  # the turn ends, and the engine sees who came meanwhile
+        assert await first == [0.0]
+        with pytest.raises(QueueFull, match="max_waiting is 2"):
+            await others[2]
+        with pytest.raises(QueueFull, match="max_waiting is 2"):
+            await refused
+        embedder.gate.release(2)
+        assert await asyncio.gather(*others[:2]) == [[1.0], [2.0]]
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_closing_tells_embeddings_that_wait() -> None:
+    async def main() -> None:
+        embedder = GatedEmbedder()
+        client, _ = make_client(embedder=embedder)
+        embeds = [asyncio.create_task(client.embed((i,), "last")) for i in range(3)]
+        await until(lambda: len(embedder.prompts) == 1)
+        closing = asyncio.create_task(client.close())
+        await until(lambda: client._is_closing)
+        embedder.gate.release(3)
+        await closing
+        results = await asyncio.gather(*embeds, return_exceptions=True)
+        assert results[0] == [0.0]
+        assert all(isinstance(result, EngineStopped) for result in results[1:])
+
+    asyncio.run(main())
+
+
+# -- readers that do not read ---------------------------------------------------------------------
+
+
+def test_an_answer_nobody_reads_ends_and_frees_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callers, "MAX_UNREAD", 20)
+
+    async def main() -> None:
+        client, engine = make_client()
+        outputs = client.generate(make_request(1, max_tokens=150))
+        await anext(outputs)
+        await until(lambda: not engine.has_work)  # without a single read
+        assert engine.scheduler.pool.usage().num_used == 0
+        with pytest.raises(RequestError, match="at most 20 may wait"):
+            await anext(outputs)
+        assert (await collect(client, make_request(2)))[0] == expected_output(
+            make_request(2).prompt, 12, seed=2
+        ), "the others go on"
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_logprobs_count_as_unread_and_one_output_may_be_of_any_size() -> None:
+    async def main() -> None:
+        row = RowLogprobs(1, -1.0, 1, tuple((i, -1.0) for i in range(20)))
+        large = StepOutput(request_id="r", index=0, token_ids=(1,), prompt_logprobs=(row,) * 4000)
+        queue = callers.OutputQueue()
+        queue.put_nowait(large)
+        assert await queue.get() is large
+        small = StepOutput(request_id="r", index=0, token_ids=(1,), logprobs=(row,))
+        for _ in range(callers.MAX_UNREAD // 20):
+            queue.put_nowait(small)
+        assert isinstance(await queue.get(), RequestError)
 
     asyncio.run(main())

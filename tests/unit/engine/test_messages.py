@@ -26,6 +26,7 @@ from infer.engine.messages import (
     Report,
     ResetPrefixCache,
     Stop,
+    Withdraw,
     decode_command,
     decode_message,
     encode,
@@ -108,6 +109,7 @@ COMMANDS = st.one_of(
     st.builds(Leave, ticket=COUNTS, request_id=TEXT),
     st.builds(Abort, request_id=TEXT, index=some(st.integers(0, 127))),
     st.builds(Embed, ticket=COUNTS, prompt=tuples_of(IDS), pooling=TEXT),
+    st.builds(Withdraw, ticket=COUNTS),
     st.builds(ResetPrefixCache, ticket=COUNTS),
     st.builds(Stop),
 )
