@@ -53,11 +53,15 @@ class RequestError(InferError):
 class ContextOverflow(RequestError):
     """Prompt plus requested output exceeds the context window."""
 
-    def __init__(self, num_prompt_tokens: int, max_tokens: int, context_len: int) -> None:
+    def __init__(
+        self, num_prompt_tokens: int, max_tokens: int, context_len: int, *, is_least: bool = False
+    ) -> None:
+        """Refuse a prompt of so many tokens, or of so many at least where nobody has counted."""
         room = context_len - num_prompt_tokens
         advice = f"shorten the prompt or set max_tokens <= {room}" if room > 0 else "shorten the prompt"
         super().__init__(
-            f"prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, "
+            f"prompt has {at_least}{num_prompt_tokens} tokens and max_tokens is {max_tokens}, "
+        at_least = "at least " if is_least else ""
             f"but this model's context is {context_len}; {advice}",
             param="max_tokens" if room > 0 else "prompt",
         )

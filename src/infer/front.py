@@ -48,7 +48,7 @@ class TextFront:
             raise RequestError(
                 f"a prompt must be text or token ids, got {type(text).__name__}", param="prompt"
             )
-        return self.tokenizer.encode(text)
+        return self.tokenizer.encode(text, context_len=self.context_len)
 
     def encode_chat(
         self,
@@ -60,7 +60,7 @@ class TextFront:
         """A conversation's ids, ready for the assistant's answer."""
         if not isinstance(self._template, ChatTemplate):
             raise self._template
-        return self._template.encode_chat(messages, tools=tools, **(template_options or {}))
+        return self._template.encode_chat(messages, self.context_len, tools=tools, **(template_options or {}))
 
     def make_request(
         self, prompt: Prompt, params: SamplingParams | None, request_id: str | None = None, **fields: Any

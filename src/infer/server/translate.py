@@ -216,7 +216,9 @@ async def encode_prompts(
 
     def encode_all() -> list[list[int]]:
         return [
-            tokenizer.encode(prompt, add_special=add_special) if isinstance(prompt, str) else prompt
+            tokenizer.encode(prompt, add_special=add_special, context_len=front.context_len)
+            if isinstance(prompt, str)
+            else prompt
             for prompt in prompts
         ]
 

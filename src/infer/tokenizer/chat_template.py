@@ -72,14 +72,21 @@ class ChatTemplate:
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        context_len: int | None = None,
+        /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> list[int]:
-        """Return the ids of a conversation, beginning with BOS once if the checkpoint wants it."""
+        """Return the ids of a conversation, beginning with BOS once if the checkpoint wants it.
+
+        One that cannot fit `context_len` tokens is refused before it is tokenized.
+        """
         text = self._render(messages, tools, add_generation_prompt, kwargs)
-        ids = self._tokenizer.encode(text, add_special=False, parse_special=True, guard=GUARD)
+        ids = self._tokenizer.encode(
+            text, add_special=False, parse_special=True, guard=GUARD, context_len=context_len
+        )
         return self._tokenizer.begin(ids)
 
     def _render(

@@ -16,7 +16,9 @@ with U+FFFD for what is not UTF-8. That one sentence is what makes streaming exa
     sentencepiece ones         "▁world" -> b" world", "<0xE2>" -> b"\\xe2", and the first space of a text
                                is dropped if encoding puts one there
 
-Nothing changes after construction, so any number of threads may share one `Tokenizer`.
+Nothing changes after construction, so any number of threads may share one `Tokenizer`. The library keeps
+Python's lock while it encodes one text, and lets go of it for a batch: long texts are batches of one, so
+that a thread that encodes megabytes stops nobody else.
 """
 
 from __future__ import annotations
@@ -30,13 +32,15 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from infer.errors import CheckpointError, RequestError
+from infer.errors import CheckpointError, ContextOverflow, RequestError
 from infer.tokenizer.directory_vocab import read_directory_vocabulary
 from infer.tokenizer.gguf_vocab import read_gguf_vocabulary
 from infer.tokenizer.special_text import SpecialText
 from infer.tokenizer.vocabulary import Vocabulary, library_errors
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+LONG_TEXT = 2048  # characters: a millisecond or two of work
 
 
 class Tokenizer:
@@ -47,7 +51,9 @@ class Tokenizer:
         core.no_truncation()
         core.no_padding()
         added = core.get_added_tokens_decoder()
-        self.vocab_size = 1 + max(core.get_vocab(with_added_tokens=True).values(), default=-1)
+        vocab = core.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(vocab.values(), default=-1)
+        self._most_chars = _most_chars(core, vocab)
         self.bos_id = vocabulary.bos_id
         self.eos_ids = vocabulary.eos_ids
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -82,14 +88,25 @@ class Tokenizer:
             return cls(read_gguf_vocabulary(metadata))
 
     def encode(
-        self, text: str, *, add_special: bool = True, parse_special: bool = False, guard: str = ""
+        self,
+        text: str,
+        *,
+        add_special: bool = True,
+        parse_special: bool = False,
+        guard: str = "",
+        context_len: int | None = None,
     ) -> list[int]:
         """Turn text into ids.
 
         `add_special` adds what the checkpoint puts around every prompt, usually BOS, unless the text
         already begins with it. `parse_special` turns the text of special tokens into those tokens, except
-        where a `guard` character stands inside it; guards are removed.
+        where a `guard` character stands inside it; guards are removed. A text that cannot fit `context_len`
+        tokens, even if each were the longest there is, is refused before any work is done.
         """
+        if context_len is not None and self._most_chars is not None:
+            least = (len(text) - text.count(guard) if guard else len(text)) // self._most_chars
+            if least > context_len:
+                raise ContextOverflow(least, 1, context_len, is_least=True)
         ids = self._encode_markup(text, guard) if parse_special else self._encode_parts([text], [])
         return self.begin(ids) + self._suffix if add_special else ids
 
@@ -152,7 +169,10 @@ class Tokenizer:
     def _encode_raw(self, text: str) -> list[int]:
         try:
             with library_errors(RequestError):
-                ids: list[int] = self._core.encode(text, add_special_tokens=False).ids
+                if len(text) < LONG_TEXT:
+                    ids: list[int] = self._core.encode(text, add_special_tokens=False).ids
+                else:
+                    ids = self._core.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except (TypeError, UnicodeEncodeError):
             raise RequestError("the prompt must be text without lone surrogates (U+D800 to U+DFFF)") from None
         return ids
@@ -208,6 +228,29 @@ def _printable_bytes() -> dict[str, int]:
 
 
 BYTE_OF_CHAR = _printable_bytes()
+
+
+def _most_chars(core: Any, vocab: Iterable[str]) -> int | None:
+    """The most characters of a text that one token can stand for, or None where there is no such limit.
+
+    It is the length of the longest spelling, in which a byte is a character or more; where characters are
+    composed first (NFC), up to three become two bytes. Other rewriting may drop text altogether, and an
+    unknown token, where there are no byte tokens, stands for any.
+    """
+    normalizer = json.loads(core.normalizer.__getstate__()) if core.normalizer is not None else {"type": None}
+    steps = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
+    is_byte_level = core.pre_tokenizer is not None and b"ByteLevel" in core.pre_tokenizer.__getstate__()
+    for step in steps:
+        is_to_marks = step["type"] == "Replace" and step["pattern"] == {"String": " "}
+        if not (
+            is_to_marks or step["type"] in (None, "Prepend") or (step["type"] == "NFC" and is_byte_level)
+        ):
+            return None
+    added = [token for token in core.get_added_tokens_decoder().values() if not token.special]
+    takes_spaces = any(token.lstrip or token.rstrip for token in added)
+    if takes_spaces or not (is_byte_level or getattr(core.model, "byte_fallback", False)):
+        return None
+    return 2 * max(map(len, vocab), default=1)
 
 
 def _read_decoder(decoder: Any) -> tuple[bool, int]:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
-from infer.errors import CheckpointError, InferError, RequestError
+from infer.errors import CheckpointError, ContextOverflow, InferError, RequestError
 from infer.tokenizer.gguf_vocab import read_gguf_vocabulary
-from infer.tokenizer.tokenizer import Tokenizer
+from infer.tokenizer.tokenizer import LONG_TEXT, Tokenizer
 from infer.tokenizer.vocabulary import SPLIT_RULES, SplitRule, library_errors
 from tests.unit.tokenizer.vocabularies import (
     gpt2_metadata,
@@ -266,3 +268,56 @@ def test_what_the_library_panics_about_becomes_an_error_of_ours(kind: type[Infer
     for bug in (KeyError("x"), KeyboardInterrupt()):
         with pytest.raises(type(bug)), library_errors(kind):
             raise bug
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_long_text_has_the_ids_the_library_gives_it(name: str) -> None:
+    text = " ".join(TEXTS[:-1]) * (2 * LONG_TEXT // 40)
+    assert len(text) > LONG_TEXT
+    bare = TOKENIZERS[name].encode(text, add_special=False)
+    assert bare == TWINS[name].encode(text, add_special_tokens=False).ids
+
+
+def test_others_run_while_a_long_text_is_encoded() -> None:
+    """Without a forced switch between threads, a thread that keeps the lock lets nobody else run."""
+    tokenizer, text = TOKENIZERS["byte-level"], "the inner on a 日本語 " * 10_000
+    is_encoding, num_ticks = False, 0
+
+    def encode() -> None:
+        nonlocal is_encoding
+        is_encoding = True
+        tokenizer.encode(text)
+        is_encoding = False
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60.0)
+    try:
+        thread = threading.Thread(target=encode)
+        thread.start()
+        while thread.is_alive():
+            num_ticks += is_encoding
+            time.sleep(0.0002)  # lets go of the lock
+    finally:
+        sys.setswitchinterval(interval)
+    assert num_ticks > 0
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_text_that_can_never_fit_is_refused_before_it_is_encoded(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    longest = max(len(tokenizer.token_text(i)) for i in range(tokenizer.vocab_size))
+    text = "\ufffe" * (100 * longest)  # of 3 tokens a character
+    assert len(tokenizer.encode(text, context_len=100)) > 100, "it might fit: only the tokens can tell"
+    for parse_special in (False, True):
+        with pytest.raises(ContextOverflow, match="prompt has at least .* context is 100") as caught:
+            tokenizer.encode("x" * 10**6, parse_special=parse_special, context_len=100)
+    assert caught.value.param == "prompt"
+
+
+@settings(deadline=None)
+@given(st.text(st.sampled_from("aǖ ế각\u0308\u0304\u1161\u11a8\u1100u<|>_"), max_size=60))
+def test_no_text_that_fits_is_refused(text: str) -> None:
+    """The limit holds whatever the vocabulary does to the text first."""
+    for tokenizer in (*TOKENIZERS.values(), gpt2_tokenizer(pre="qwen2")):
+        ids = tokenizer.encode(text, add_special=False)
+        assert tokenizer.encode(text, add_special=False, context_len=len(ids)) == ids
