@@ -1,6 +1,7 @@
 """The application: routes inside, and around them, from the outside in,
 
     AccessLog     an id, a log line and counts for everybody, also for those who are sent away
+    HostCheck     only if the host asks for it: 403 for pages that pretend to be this machine
     CORS          only if an origin is configured; outside of Auth, because a browser asks first, keyless
     Auth          closed unless listed open
     BodyLimit     reads bodies, up to a size and for a time
@@ -25,6 +26,7 @@ from infer.server.access_log import AccessLog
 from infer.server.auth import Auth
 from infer.server.errors import install_error_handlers
 from infer.server.fleet import Fleet
+from infer.server.hosts import HostCheck
 from infer.server.limits import BodyLimit, Gate
 from infer.server.metrics import ServerMetrics
 from infer.server.observed import ObservedClient
@@ -54,8 +56,17 @@ def create_app(config: EngineConfig | None = None, server: ServerConfig | None =
     return build_app(state, fleet, lifespan=lifespan)
 
 
-def build_app(state: ServerState, fleet: Fleet | None = None, *, lifespan: Lifespan | None = None) -> FastAPI:
-    """The application around a state whose engines somebody else starts and stops."""
+def build_app(
+    state: ServerState,
+    fleet: Fleet | None = None,
+    *,
+    lifespan: Lifespan | None = None,
+    checks_host: bool = False,
+) -> FastAPI:
+    """The application around a state whose engines somebody else starts and stops.
+
+    `checks_host` is for whoever listens himself, and so knows whom the address lets in (hosts.py).
+    """
     config = state.config
     fleet = fleet or Fleet(state, ServerMetrics(config.metrics_prefix))
     for model in state.models.values():
@@ -66,7 +77,15 @@ def build_app(state: ServerState, fleet: Fleet | None = None, *, lifespan: Lifes
             for client in model.clients
         ]
     # The interactive docs of the framework load scripts from elsewhere: the schema alone is served.
-    app = FastAPI(title="infer", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
+    # A slash too many is not redirected: the framework would take the address from the Host header.
+    app = FastAPI(
+        title="infer",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
+    )
     app.state.server, app.state.fleet, app.state.metrics = state, fleet, fleet.metrics
     for part in (completions, chat, models, tokens, embeddings, health):
         app.include_router(part.router)
@@ -84,8 +103,10 @@ def build_app(state: ServerState, fleet: Fleet | None = None, *, lifespan: Lifes
             CORSMiddleware,
             allow_origins=list(config.cors_origin),
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
+            allow_headers=["*"],  # OpenAI's client describes itself in a dozen x-stainless-... headers
             expose_headers=["x-request-id", "x-infer-ignored", "retry-after"],
         )
+    if checks_host:
+        app.add_middleware(HostCheck, allowed_host=config.allowed_host)
     app.add_middleware(AccessLog, metrics=fleet.metrics, is_logged=config.access_log)
     return app

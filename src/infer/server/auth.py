@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from infer.config import ServerConfig
 from infer.server.errors import ApiError
-from infer.server.refusal import refuse
+from infer.server.refusal import refuse_unread
 
 HEALTH_PATH = "/health"
 PAGE_PATHS = ("/", "/ui")
@@ -75,7 +75,7 @@ class Auth:
         if is_admin(path):
             if not self._admins:
                 message = "admin routes are off; start the server with an admin key to use them"
-                await refuse(send, ApiError(status=404, message=message))
+                await refuse_unread(scope, send, ApiError(status=404, message=message))
                 return
             ring = self._admins
         elif is_open(path, has_page=self._has_page) or not self._clients:
@@ -87,7 +87,8 @@ class Auth:
             await self._app(scope, receive, send)
             return
         message = "no valid key was given; send it as 'authorization: Bearer KEY'"
-        await refuse(send, ApiError(status=401, message=message, headers={"www-authenticate": "Bearer"}))
+        error = ApiError(status=401, message=message, headers={"www-authenticate": "Bearer"})
+        await refuse_unread(scope, send, error)
 
 
 def _bearer(scope: Scope) -> bytes:

@@ -38,7 +38,7 @@ from infer.server.stream import (
     named_event,
     start_stream,
 )
-from infer.server.translate import Job, check_streams, open_completion
+from infer.server.translate import Job, open_completion
 from infer.tokenizer.detokenizer import Detokenizer
 
 router = make_router()
@@ -71,8 +71,13 @@ async def stream_completion(body: CompletionRequest, http: Request) -> Response:
         raise RequestError("this route always streams; leave stream out", param="stream")
     if body.echo:
         raise RequestError("this route sends the tokens it makes; leave echo out", param="echo")
+    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
+        raise RequestError(
+            "this route sends usage once, with its done event; leave continuous_usage_stats out",
+            param="stream_options.continuous_usage_stats",
+        )
+    body.stream = True
     job = await open_completion(body, server_state(http))
-    check_streams(job.params)
     return await start_stream(
         http,
         event_frames(Generation(job), CompletionView(job, body)),

@@ -6,6 +6,14 @@ line and its headers) must arrive whole within HEAD_TIMEOUT_S and within MAX_HEA
     connected ──► [ head: timed, counted ] ──► body (limits.py) ──► answer ──► idle (keep-alive timeout)
                         ▲                                                        │
                         └────────────── first byte of the next request ◄─────────┘
+
+The counting goes on behind the head: what frames a body in chunks (sizes, extensions, trailers) is not
+seen by whoever counts the body, so it may be MAX_HEAD_BYTES and a few bytes for each byte of the body.
+
+A request that is answered before its body has come (a wrong key, say) ends its connection. Closing it on
+the spot would make the operating system answer the rest of the body with a reset, and a reset can destroy
+the answer before the client has read it. So the connection *lingers*: our side is closed, what still
+comes is thrown away, for LINGER_S and MAX_LINGER_BYTES at most.
 """
 
 from __future__ import annotations
@@ -13,22 +21,32 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import orjson
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from infer.server.errors import ApiError
 
 HEAD_TIMEOUT_S = 15.0
 MAX_HEAD_BYTES = 64 * 1024
-TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+MAX_FRAMING_PER_BYTE = 8  # a body in chunks of one byte needs five: "1\r\n", the byte, "\r\n"
+LINGER_S = 1.0
+MAX_LINGER_BYTES = 1024 * 1024
 
 
 class GuardedConnection(HttpToolsProtocol):
-    """One connection; counts and times each request's head."""
+    """One connection; counts and times what its requests bring beside their bodies."""
 
     head_timeout_s = HEAD_TIMEOUT_S
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._head_timer: asyncio.TimerHandle | None = None
-        self._head_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None  # of a head, or of the lingering
+        self._is_open = False  # a request has begun and is not whole
+        self._is_body_open = False  # its head is whole
+        self._is_lingering = False
+        self._num_begun = 0  # requests begun within the bytes being read now
+        self._num_body_bytes = 0  # of the request being read
+        self._num_other_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Somebody is there: the first head must come."""
@@ -38,37 +56,135 @@ class GuardedConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A head has begun."""
         super().on_message_begin()
-        if self._head_timer is None:
+        self._is_open = True
+        self._num_begun += 1
+        self._num_body_bytes = 0
+        if self._timer is None:
             self._expect_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header is kept; a trailer, which comes behind a body, is not: nobody reads it."""
+        if not self._is_body_open:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """A head is whole."""
-        self._head_is_done()
+        self._stop_timer()
         super().on_headers_complete()
+        self._is_body_open = True
+        self.cycle.transport = _AnswerTransport(self)  # type: ignore[assignment]
+
+    def on_body(self, body: bytes) -> None:
+        """A part of a body came."""
+        self._num_body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """A request is whole."""
+        self._is_open = self._is_body_open = False
+        super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came; if a head is still not whole, they were bytes of it."""
-        super().data_received(data)
-        if self._head_timer is not None:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-                self.transport.write(TOO_LARGE)
+        """Bytes came: those that belong to no body are counted."""
+        if self._is_lingering:
+            self._num_other_bytes += len(data)
+            if self._num_other_bytes > MAX_LINGER_BYTES:
                 self.transport.close()
+            return
+        was_open, num_body_bytes = self._is_open, self._num_body_bytes
+        self._num_begun = 0
+        super().data_received(data)
+        if self.transport.is_closing() or self._is_lingering:
+            return
+        if self._num_begun + was_open > 1:  # where among these bytes the last request begins is not known
+            self._num_other_bytes = 0
+        else:
+            num_before = 0 if self._num_begun else num_body_bytes
+            self._num_other_bytes += len(data) - (self._num_body_bytes - num_before)
+        if self._num_other_bytes > MAX_HEAD_BYTES + MAX_FRAMING_PER_BYTE * self._num_body_bytes:
+            self._refuse(431, f"the first line, headers and trailers are larger than {MAX_HEAD_BYTES} bytes")
+        elif self._timer is None and not self._is_open and self._is_answered():
+            self._expect_head()  # empty lines between requests ended the keep-alive timeout
+
+    def send_400_response(self, msg: str) -> None:
+        """What came is not HTTP."""
+        self._refuse(400, "this is not a valid HTTP request")
+
+    def on_response_complete(self) -> None:
+        """An answer is out; if its request is not whole yet, the rest of it is not wanted."""
+        if self._is_lingering:
+            return
+        super().on_response_complete()
+        if self._is_body_open and self._is_answered():
+            self.close_behind_answer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nobody is there."""
-        self._head_is_done()
+        self._stop_timer()
         super().connection_lost(exc)
 
-    def _expect_head(self) -> None:
-        self._head_bytes = 0
-        self._head_timer = self.loop.call_later(self.head_timeout_s, self._give_up)
+    def close_behind_answer(self) -> None:
+        """Close in a way that lets a client who is still sending read what it was answered."""
+        if self._is_lingering or self.transport.is_closing():
+            return
+        if not self._is_open:  # all that was sent has been read
+            self.transport.close()
+            return
+        self._is_lingering = True
+        self._num_other_bytes = 0
+        self._stop_timer()
+        self._unset_keepalive_if_required()
+        if not self._is_answered():  # by the application, which need not go on
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.transport.can_write_eof():  # TLS cannot
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self._timer = self.loop.call_later(LINGER_S, self.transport.close)
 
-    def _head_is_done(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _is_answered(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _refuse(self, status: int, message: str) -> None:
+        if self.transport.is_closing():
+            return
+        if not self._is_answered() and (
+            self.cycle.response_started or self.pipeline or not self._is_body_open
+        ):
+            self.transport.close()  # another answer comes first: ours would end up in its place
+            return
+        body = orjson.dumps(ApiError(status=status, message=message).body)
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(
+            body
+        )
+        self.transport.write(STATUS_LINE[status] + head + body)
+        self.close_behind_answer()
+
+    def _expect_head(self) -> None:
+        self._num_other_bytes = 0
+        self._timer = self.loop.call_later(self.head_timeout_s, self._give_up)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _give_up(self) -> None:
         if not self.transport.is_closing():
             self.transport.close()
+
+
+class _AnswerTransport:
+    """What an answer is written to: the connection's transport, but closed with care."""
+
+    def __init__(self, connection: GuardedConnection) -> None:
+        self._connection = connection
+
+    def write(self, data: bytes) -> None:
+        self._connection.transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self._connection.transport.is_closing()
+
+    def close(self) -> None:
+        self._connection.close_behind_answer()

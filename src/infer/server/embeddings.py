@@ -41,6 +41,7 @@ async def create_embeddings(body: EmbeddingRequest, http: HttpRequest) -> Respon
         )
     inputs = split_prompts(body.input, state.config.max_prompts, "input")
     ids = await encode_prompts(model.front, inputs, "input", add_special=body.add_special_tokens is not False)
+    check_lengths(ids, model.front.context_len)
     limit = min((each for each in (body.timeout, state.config.request_timeout) if each), default=None)
     try:
         async with asyncio.timeout(limit):
@@ -62,6 +63,18 @@ async def create_embeddings(body: EmbeddingRequest, http: HttpRequest) -> Respon
         },
         body,
     )
+
+
+def check_lengths(inputs: list[list[int]], context_len: int) -> None:
+    """Refuse an input that is empty or does not fit."""
+    for i, ids in enumerate(inputs):
+        if not ids:
+            raise RequestError(f"input {i} has no tokens; give at least one", param="input")
+        if len(ids) > context_len:
+            raise RequestError(
+                f"input {i} has {len(ids)} tokens, but this model's context is {context_len}; shorten it",
+                param="input",
+            )
 
 
 async def _embed(model: ServedModel, prompts: list[list[int]], pooling: str) -> list[list[float]]:

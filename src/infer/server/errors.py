@@ -4,12 +4,13 @@
     MalformedRequest, wrong JSON type       400     mend the program
     RequestError                            422     mend the values
     QueueFull, EngineStopped                503     try again, after Retry-After seconds
-    RequestTimeout                          504     ask for less, or for more time
+    RequestTimeout                          504     ask for less, or for more time; not the same again
     EngineError, anything else              500     tell the operator
 
-Every body is `{"error": {"message", "type", "param", "code"}}`, also for unknown routes. A message that
-is not ours may hold addresses and paths of this machine, so all of them are scrubbed; of an exception that
-nobody foresaw the client learns nothing but that it happened.
+Every body is `{"error": {"message", "type", "param", "code"}}`, also for unknown routes. What we say about
+a request is ours, or the client's own words. What an engine or a template says may quote somebody else's
+exception, with addresses and paths of this machine in it, so these are scrubbed: all paths but the names of
+our routes. Of an exception that nobody foresaw the client learns nothing but that it happened.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ from infer.errors import (
     QueueFull,
     RequestError,
     RequestTimeout,
+    TemplateError,
 )
 
 logger = logging.getLogger(__name__)
 
 RETRY_SOON_S = 1  # a full queue moves within a second or so
+RETRY_LATER_S = 5  # a model is loading, an engine restarts, or this server is about to leave
 CLIENT_GONE = 499  # what proxies log for it; nobody is there to read it
 MAX_MESSAGE_LEN = 1000
 
@@ -57,7 +60,22 @@ ERROR_TYPES = {  # as vLLM calls them; openai's client maps by status
 }
 
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,16}\b")
-_PATH = re.compile(r"(?<![\w/.:])/(?:[\w.@+~-]{1,255}/)+[\w.@+~-]{1,255}")
+_PATH = re.compile(r"(?<![\w/.:<])/(?:[\w.@+~-]{1,255}/)*[\w.@+~-]{1,255}")  # </tag> is none
+ROUTES = frozenset(  # what a hint may send a client to
+    {
+        "/detokenize",
+        "/health",
+        "/metrics",
+        "/tokenize",
+        "/tokenizer_info",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/completions/stream",
+        "/v1/embeddings",
+        "/v1/models",
+        "/version",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,22 +101,32 @@ class ApiError:
         return Response(content, self.status, headers=dict(self.headers), media_type="application/json")
 
 
+def shorten(message: str) -> str:
+    """A message of bearable length."""
+    return message if len(message) <= MAX_MESSAGE_LEN else message[: MAX_MESSAGE_LEN - 3] + "..."
+
+
 def scrub(message: str) -> str:
     """A message without memory addresses and file paths, and of bearable length."""
-    short = message if len(message) <= MAX_MESSAGE_LEN else message[: MAX_MESSAGE_LEN - 3] + "..."
-    return _PATH.sub("[path]", _ADDRESS.sub("[address]", short))
+
+    def hide(found: re.Match[str]) -> str:
+        return found[0] if found[0].rstrip(".") in ROUTES else "[path]"
+
+    return _PATH.sub(hide, _ADDRESS.sub("[address]", shorten(message)))
 
 
 def to_api_error(error: BaseException) -> ApiError:
     """The status and message for an exception; one nobody foresaw is logged and kept from the client."""
     if isinstance(error, RequestError):
         status = 400 if isinstance(error, MalformedRequest) else 422
-        return ApiError(status=status, message=scrub(str(error)), param=error.param)
+        message = scrub(str(error)) if isinstance(error, TemplateError) else shorten(str(error))
+        return ApiError(status=status, message=message, param=error.param)
     if isinstance(error, QueueFull | EngineStopped):
-        headers = {"Retry-After": str(RETRY_SOON_S)}
-        return ApiError(status=503, message=scrub(str(error)), headers=headers)
+        seconds = RETRY_SOON_S if isinstance(error, QueueFull) else RETRY_LATER_S
+        return ApiError(status=503, message=scrub(str(error)), headers={"Retry-After": str(seconds)})
     if isinstance(error, RequestTimeout):
-        return ApiError(status=504, message=scrub(str(error)))
+        headers = {"x-should-retry": "false"}  # OpenAI's clients would send the same again, and wait again
+        return ApiError(status=504, message=scrub(str(error)), headers=headers)
     if isinstance(error, EngineError):
         return ApiError(status=500, message=scrub(str(error)))
     logger.error("a request failed", exc_info=error)
@@ -111,10 +139,10 @@ def validation_error(errors: list[dict[str, Any]]) -> RequestError:
     kind, where = str(first["type"]), _spell_location(first["loc"])
     if kind == "json_invalid":
         return MalformedRequest(f"the body is not valid JSON: {first['ctx']['error']}")
-    if kind == "missing":
-        return MalformedRequest(f"the required field {where!r} is missing", param=where)
     if where is None:
         return MalformedRequest("the body must be a JSON object sent as content-type application/json")
+    if kind == "missing":
+        return MalformedRequest(f"the required field {where!r} is missing", param=where)
     said = str(first["msg"])
     message = f"{where}: {said[:1].lower()}{said[1:]}"
     if kind.endswith("_type") or kind.startswith("union"):

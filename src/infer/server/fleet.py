@@ -126,7 +126,13 @@ class Fleet:
         clients: list[EngineClient] = [ObservedClient(engine, name, self.metrics) for engine in engines]
         seconds = time.perf_counter() - started
         logger.info("model %s: %d engine(s) after %.2f s", name, len(clients), seconds)
-        return ServedModel(name=name, front=front, clients=clients, created=int(time.time()))
+        return ServedModel(
+            name=name,
+            front=front,
+            clients=clients,
+            created=int(time.time()),
+            max_waiting=config.scheduler.max_waiting,
+        )
 
     async def _start_threads(self, config: EngineConfig) -> tuple[TextFront, list[EngineClient]]:
         def build() -> tuple[TextFront, list[EngineClient]]:

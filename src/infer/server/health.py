@@ -10,10 +10,9 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from infer import __version__
-from infer.server.errors import ApiError
+from infer.server.errors import RETRY_LATER_S, ApiError
 from infer.server.fleet import failure_of
 from infer.server.metrics import CONTENT_TYPE, ServerMetrics
-from infer.server.refusal import RETRY_LATER_S
 from infer.server.state import ServerState
 
 router = APIRouter(tags=["watching"])
@@ -33,6 +32,7 @@ def why_unwell(state: ServerState) -> str | None:
     return None
 
 
+@router.head("/health", response_model=None, include_in_schema=False)
 @router.get("/health", response_model=None)
 async def get_health(http: Request) -> dict[str, str] | Response:
     """200 if every engine can serve; 503 and the reason otherwise."""

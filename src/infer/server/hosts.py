@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from infer.config import ServerConfig
 from infer.server.errors import ApiError
-from infer.server.refusal import refuse
+from infer.server.refusal import refuse_unread
 
 
 def is_loopback(name: str) -> bool:
@@ -49,7 +49,7 @@ class HostCheck:
                     f"this server answers for this machine only, not for host {host[:100]!r}; "
                     "start it with --allowed-host NAME, with --api-key, or on another --host"
                 )
-                await refuse(send, ApiError(status=403, message=message))
+                await refuse_unread(scope, send, ApiError(status=403, message=message))
                 return
         await self._app(scope, receive, send)
 

@@ -2,6 +2,7 @@
 
 `BodyLimit` reads the whole body before a route sees it and counts as it reads, so that an upload in
 chunks without a content-length is held to the same limit, and a client that trickles bytes is cut off.
+It does so for every method: a GET may bring a body too, and nobody else would stop reading it.
 
 `Gate` answers 503 with a Retry-After while models are loading and once the server is draining; what
 watches the server (health, metrics, version, the page) and the operator's routes pass. It also counts
@@ -12,12 +13,13 @@ from __future__ import annotations
 
 import asyncio
 
+from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.config import parse_bytes
 from infer.server.auth import is_admin, is_open
-from infer.server.errors import ApiError
-from infer.server.refusal import RETRY_LATER_S, refuse
+from infer.server.errors import RETRY_LATER_S, ApiError
+from infer.server.refusal import refuse
 from infer.server.state import ServerState
 
 BODY_TIMEOUT_S = 30.0
@@ -39,7 +41,7 @@ class BodyLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read one request's body and pass it on."""
-        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         try:
@@ -100,13 +102,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let one request in, or send it away for now."""
-        path = scope.get("path", "")
-        if (
-            scope["type"] != "http"
-            or path in WATCHING
-            or is_admin(path)
-            or is_open(path, has_page=self._state.config.ui)
-        ):
+        if scope["type"] != "http" or self._is_always_open(get_route_path(scope)):
             await self._app(scope, receive, send)
             return
         if self._state.is_starting or self._state.is_draining:
@@ -120,3 +116,7 @@ class Gate:
             await self._app(scope, receive, send)
         finally:
             self._state.num_active -= 1
+
+    def _is_always_open(self, path: str) -> bool:
+        """Whether a path, below the root path as the router sees it, watches or operates the server."""
+        return path in WATCHING or is_admin(path) or is_open(path, has_page=self._state.config.ui)

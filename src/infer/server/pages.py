@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fastapi import APIRouter, Response
+from fastapi.responses import RedirectResponse
 from starlette.exceptions import HTTPException
 
 DIRECTORY = Path(__file__).parent / "ui"
@@ -39,10 +40,16 @@ def make_router() -> APIRouter:
     }
     router = APIRouter(include_in_schema=False)
 
+    @router.head("/")
     @router.get("/")
+    @router.head("/ui")
     @router.get("/ui")
     async def get_page() -> Response:
         return _send("index.html")
+
+    @router.get("/ui/")
+    async def get_page_by_its_directory() -> Response:
+        return RedirectResponse("../ui")  # relative: true behind any proxy, whatever Host it sends
 
     @router.get("/ui/{name}")
     async def get_file(name: str) -> Response:

@@ -5,12 +5,12 @@ Middleware stands outside the application, where no exception handler of a frame
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import orjson
-from starlette.types import Send
+from starlette.types import Scope, Send
 
 from infer.server.errors import ApiError
-
-RETRY_LATER_S = 5  # a model is loading, or this server is about to leave
 
 
 async def refuse(send: Send, error: ApiError) -> None:
@@ -20,3 +20,22 @@ async def refuse(send: Send, error: ApiError) -> None:
     headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+async def refuse_unread(scope: Scope, send: Send, error: ApiError) -> None:
+    """The same for a request whose body nobody has read: where there is one, the connection ends here.
+
+    To keep the connection would mean to read, and throw away, whatever the sender of a refused request
+    likes to send.
+    """
+    if has_body(scope):
+        error = replace(error, headers={**error.headers, "connection": "close"})
+    await refuse(send, error)
+
+
+def has_body(scope: Scope) -> bool:
+    """Whether a request says that it brings a body."""
+    return any(
+        name == b"transfer-encoding" or (name == b"content-length" and value.strip() != b"0")
+        for name, value in scope["headers"]
+    )

@@ -57,7 +57,8 @@ class JsonRoute(APIRoute):
 
         async def handle_json(request: Request) -> Response:
             strict = JsonRequest(request.scope, request.receive)
-            await strict.body()  # a client that leaves while sending is gone, not wrong
+            if request.method == "POST":
+                await strict.body()  # a client that leaves while sending is gone, not wrong
             return await handle(strict)
 
         return handle_json

@@ -8,6 +8,9 @@ silence:
     ignored     about the client and not about the answer; named in the x-infer-ignored response header
     unknown     refused, with the closest known name
 
+The same holds for the keys of a chat message, so that an answer of this server, or of another one, can be
+sent back as a part of the conversation just as a client's library wrote it down.
+
 Types are strict (`"1"` is no number, `true` is no integer) and a null is a field that was not given. Only
 shapes are checked here; whether a value is in its range is known where it is used (`SamplingParams`).
 """
@@ -112,6 +115,24 @@ CHAT_NEUTRAL: dict[str, Neutral] = {
 }
 
 
+# What templates are shown of a message; the rest of what servers write into theirs tells a model nothing.
+MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+MESSAGE_NEUTRAL: dict[str, Neutral] = {
+    "audio": Neutral((), "this server reads and writes text"),
+    "function_call": Neutral((), "use tool_calls"),
+}
+MESSAGE_IGNORED = frozenset(
+    {
+        "annotations",
+        "provider_specific_fields",
+        "reasoning",
+        "reasoning_details",
+        "refusal",
+        "thinking_blocks",
+    }
+)
+
+
 class Body(BaseModel):
     """A JSON object whose every field is accounted for."""
 
@@ -142,11 +163,38 @@ class Body(BaseModel):
             elif name in cls.neutral:
                 _check_neutral(name, value, cls.neutral[name])
             else:
-                known = [*cls.model_fields, *cls.neutral, *cls.ignored]
-                raise RequestError(f"unknown field {name[:80]!r}{closest(name[:80], known)}", param=name[:80])
+                raise _unknown(name, [*cls.model_fields, *cls.neutral, *cls.ignored])
         made = handler(kept)
-        made._ignored = tuple(ignored)
+        made._ignored = (*made._ignored, *ignored)
         return made
+
+
+class Conversation(Body):
+    """A body that may hold messages."""
+
+    @model_validator(mode="after")
+    def _account_for_message_keys(self) -> Self:
+        messages: list[dict[str, Any]] = getattr(self, "messages", None) or []
+        ignored: dict[str, None] = {}  # in the order they were met
+        for i, message in enumerate(messages):
+            for name, value in message.items():
+                if name in MESSAGE_KEYS:
+                    continue
+                if name in MESSAGE_NEUTRAL:
+                    _check_neutral(f"messages[{i}].{name}", value, MESSAGE_NEUTRAL[name])
+                elif name not in MESSAGE_IGNORED:
+                    raise _unknown(
+                        name, [*MESSAGE_KEYS, *MESSAGE_NEUTRAL, *MESSAGE_IGNORED], f"messages[{i}]."
+                    )
+                elif value:  # a null or an empty list says nothing
+                    ignored[f"messages.{name}"] = None
+        self._ignored = (*self._ignored, *ignored)
+        return self
+
+
+def _unknown(name: str, known: list[str], where: str = "") -> RequestError:
+    shown = where + name[:80]
+    return RequestError(f"unknown field {shown!r}{closest(name[:80], known)}", param=shown)
 
 
 def _check_neutral(name: str, value: Any, neutral: Neutral) -> None:
@@ -212,6 +260,7 @@ class SamplingBody(Body):
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None  # the newer name of the same
     min_tokens: int | None = None
     stop: StopField | None = None
     stop_token_ids: list[int] | None = None
@@ -226,6 +275,19 @@ class SamplingBody(Body):
     cache_salt: Name | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
+    @model_validator(mode="after")
+    def _join_max_tokens(self) -> Self:
+        """Both names or either: from here on it is `max_tokens`."""
+        old, new = self.max_tokens, self.max_completion_tokens
+        if old is not None and new is not None and old != new:
+            raise RequestError(
+                f"max_tokens is {old} and max_completion_tokens is {new}; "
+                "they mean the same, give one of them",
+                param="max_completion_tokens",
+            )
+        self.max_tokens = new if old is None else old
+        return self
+
 
 class CompletionRequest(SamplingBody):
     """`POST /v1/completions`."""
@@ -239,14 +301,13 @@ class CompletionRequest(SamplingBody):
     add_special_tokens: bool | None = None
 
 
-class ChatRequest(SamplingBody):
+class ChatRequest(SamplingBody, Conversation):
     """`POST /v1/chat/completions`."""
 
     neutral = SAMPLING_NEUTRAL | CHAT_NEUTRAL
     ignored = ABOUT_THE_CLIENT | {"parallel_tool_calls"}
 
     messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
@@ -254,7 +315,7 @@ class ChatRequest(SamplingBody):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Conversation):
     """`POST /tokenize`: a text, or a conversation."""
 
     neutral = {"add_generation_prompt": CHAT_NEUTRAL["add_generation_prompt"]} | {

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -30,7 +31,7 @@ from infer.errors import ConfigError
 from infer.server.app import build_app
 from infer.server.connection import GuardedConnection
 from infer.server.fleet import Fleet
-from infer.server.hosts import HostCheck, needs_host_check
+from infer.server.hosts import is_loopback, needs_host_check
 from infer.server.metrics import ServerMetrics
 from infer.server.state import ServerState
 
@@ -63,10 +64,11 @@ async def run(
     models: Mapping[str, EngineConfig], config: ServerConfig, *, announce: Callable[[str], None]
 ) -> None:
     """The same, for an event loop that runs already."""
-    listener = bind(config)
     state = ServerState(config=config, is_starting=True)
     fleet = Fleet(state, ServerMetrics(config.metrics_prefix))
-    server = _Server(_uvicorn_config(state, fleet))
+    server = _Server(_uvicorn_config(state, fleet))  # first: if it fails, nothing is to be cleaned up
+    listener = bind(config)
+    warn_if_open(config)
     stopping = _stop_on_signals()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     starting = asyncio.create_task(fleet.start(models))
@@ -106,12 +108,25 @@ async def drain(state: ServerState, timeout_s: float) -> None:
 
 def bind(config: ServerConfig) -> socket.socket:
     """The listening socket, or an error that says what is in the way."""
-    where = config.uds if config.uds is not None else f"{config.host}:{config.port}"
+    where, advice = f"{config.host}:{config.port}", "choose another --port or --host"
+    if config.uds is not None:
+        where, advice = config.uds, "choose another --uds"
     try:
         return _bind_unix(config.uds) if config.uds is not None else _bind_tcp(config.host, config.port)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise ConfigError(f"cannot listen on {where}: {reason}; choose another --port or --host") from None
+        if config.uds is not None and error.errno == errno.EADDRINUSE:
+            is_socket = Path(config.uds).is_socket()
+            reason = "another server listens there" if is_socket else "there is a file that is no socket"
+        raise ConfigError(f"cannot listen on {where}: {reason}; {advice}") from None
+
+
+def warn_if_open(config: ServerConfig) -> None:
+    """Say so if anybody on the network may use this server."""
+    if config.uds is None and not config.api_key and not is_loopback(config.host):
+        logger.warning(
+            "anybody who can reach %s may use this server; --api-key asks them for a key", config.host
+        )
 
 
 def _bind_tcp(host: str, port: int) -> socket.socket:
@@ -161,11 +176,8 @@ def url_of(config: ServerConfig, listener: socket.socket) -> str:
 
 def _uvicorn_config(state: ServerState, fleet: Fleet) -> uvicorn.Config:
     config = state.config
-    app = build_app(state, fleet)
-    if needs_host_check(config):
-        app.add_middleware(HostCheck, allowed_host=config.allowed_host)
     made = uvicorn.Config(
-        app,
+        build_app(state, fleet, checks_host=needs_host_check(config)),
         http=GuardedConnection,
         ws="none",
         lifespan="off",

@@ -26,6 +26,7 @@ class ServedModel:
     clients: list[EngineClient]
     created: int  # seconds since 1970, for /v1/models
     router: Router = field(default_factory=Router)
+    max_waiting: int | None = None  # sequences that may wait for each engine
 
     def pick(self, request: Request) -> EngineClient:
         """The engine for this request."""

@@ -69,6 +69,7 @@ async def open_completion(body: CompletionRequest, state: ServerState) -> Job:
     """Understand a completion body; raises a `RequestError` that names the field to blame."""
     model = state.get_model(body.model)
     prompts = split_prompts(body.prompt, state.config.max_prompts, "prompt")
+    check_queue(model, len(prompts))
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0:
         if not body.echo:
@@ -106,7 +107,7 @@ async def open_chat(body: ChatRequest, state: ServerState) -> Job:
         body,
         model.front,
         state.config,
-        max_tokens=_chat_max_tokens(body),
+        max_tokens=body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     ids = await asyncio.to_thread(
@@ -208,6 +209,18 @@ def split_prompts(given: Prompts, max_prompts: int, param: str) -> list[str | li
     return list(given)
 
 
+def check_queue(model: ServedModel, num_prompts: int) -> None:
+    """Refuse for good what no empty queue could hold: to try again later would change nothing."""
+    if model.max_waiting is None or num_prompts <= model.max_waiting * len(model.clients):
+        return
+    room = model.max_waiting * len(model.clients)
+    raise RequestError(
+        f"prompt holds {num_prompts} prompts, but only {room} may wait at a time (max_waiting); "
+        "send fewer at a time",
+        param="prompt",
+    )
+
+
 async def encode_prompts(
     front: TextFront, prompts: Sequence[str | list[int]], param: str, *, add_special: bool = True
 ) -> list[list[int]]:
@@ -246,17 +259,6 @@ def encode_conversation(
             param="messages",
         )
     return front.encode_chat(messages, tools=tools, template_options=template_options)
-
-
-def _chat_max_tokens(body: ChatRequest) -> int | None:
-    given = {value for value in (body.max_tokens, body.max_completion_tokens) if value is not None}
-    if len(given) > 1:
-        raise RequestError(
-            f"max_tokens is {body.max_tokens} and max_completion_tokens is {body.max_completion_tokens}; "
-            "they mean the same, give one of them",
-            param="max_completion_tokens",
-        )
-    return given.pop() if given else None
 
 
 def _read_bias(given: dict[str, float]) -> dict[int, float]:

@@ -8,6 +8,7 @@ import sys
 import pytest
 from fastapi import FastAPI
 
+from infer.server.app import build_app
 from tests.support.app import Site
 
 
@@ -118,6 +119,45 @@ def test_browsers_elsewhere_are_refused_unless_their_origin_is_configured() -> N
     assert "access-control-allow-origin" not in other.headers
     refused = site.request("GET", "/v1/models", headers={"origin": "https://a.example"})
     assert refused.status_code == 401 and "access-control-allow-origin" in refused.headers
+
+
+def test_a_browser_may_send_what_openai_s_client_describes_itself_with() -> None:
+    wanted = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"
+    ask = {
+        "origin": "https://a.example",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": wanted,
+    }
+    site = Site(cors_origin=("https://a.example",))
+    allowed = site.request("OPTIONS", "/v1/chat/completions", headers=ask)
+    assert allowed.status_code == 200
+    assert set(wanted.split(",")) <= set(re.split(r", ?", allowed.headers["access-control-allow-headers"]))
+
+
+def test_a_request_for_another_host_is_refused_with_an_id_a_line_and_a_count(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    site = Site()
+    site.app = build_app(site.state, checks_host=True)
+    with caplog.at_level(logging.INFO, logger="infer.server.access_log"):
+        refused = site.request("GET", "/version", headers={"host": "evil.example", "x-request-id": "r9"})
+    assert refused.status_code == 403 and refused.headers["x-request-id"] == "r9"
+    (line,) = logged(caplog)
+    assert "status=403" in line
+    assert site.request("GET", "/version", headers={"host": "localhost:8000"}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/ui"])
+def test_the_page_answers_head(path: str) -> None:
+    response = Site().request("HEAD", path)
+    assert (response.status_code, response.content) == (200, b"")
+
+
+def test_no_redirect_is_built_from_a_host_header() -> None:
+    site = Site()
+    response = site.request("GET", "/ui/", headers={"host": "evil.example"})
+    assert response.status_code == 307 and response.headers["location"] == "../ui"
+    assert site.request("GET", "/v1/models/", headers={"host": "evil.example"}).status_code == 404
 
 
 def test_no_page_of_the_framework_that_loads_foreign_scripts_is_served() -> None:

@@ -136,6 +136,48 @@ def test_a_key_ring_compares_every_key() -> None:
     assert not KeyRing([])
 
 
+@pytest.mark.parametrize(
+    ("headers", "closes"), [({"content-length": "5"}, True), ({"content-length": "0"}, False), ({}, False)]
+)
+def test_whoever_is_refused_with_a_body_is_told_that_nobody_will_read_it(
+    headers: dict[str, str], closes: bool
+) -> None:
+    sent: list[Any] = []
+
+    async def inner(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("let in")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        raise AssertionError("nothing needs to be read")
+
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "path": "/v1/models", "headers": raw}
+    asyncio.run(Auth(inner, ServerConfig(**KEYS))(scope, receive, send))
+    assert sent[0]["status"] == 401
+    assert ((b"connection", b"close") in sent[0]["headers"]) is closes
+
+
+@pytest.mark.parametrize("root_path", ["", "/api"])
+def test_a_drain_can_be_undone_also_under_a_root_path(root_path: str) -> None:
+    app = build_app(ServerState(config=ServerConfig(**KEYS)))
+
+    async def go() -> list[int]:
+        transport = httpx.ASGITransport(app, root_path=root_path)
+        statuses = []
+        async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:
+            for drain in (True, False):
+                admin = {"authorization": "Bearer admin-key"}
+                done = await client.post(f"{root_path}/admin/drain", json={"drain": drain}, headers=admin)
+                seen = await client.get(f"{root_path}/health")
+                statuses += [done.status_code, seen.status_code]
+        return statuses
+
+    assert asyncio.run(go()) == [200, 503, 200, 200]
+
+
 @pytest.mark.parametrize("path", ["/api/admin/drain", "/admin/drain"])
 def test_a_root_path_does_not_open_the_admin_routes(path: str) -> None:
     app = build_app(ServerState(config=ServerConfig(admin_key="admin-key")))

@@ -252,3 +252,22 @@ def test_answers_are_json_of_the_right_shape(wire: Wire) -> None:
     answer = wire.ok(PATH, {"prompt": "x", "logprobs": 1, "max_tokens": 3})
     assert Completion.model_validate(answer, strict=True).usage is not None
     json.dumps(answer, allow_nan=False)
+
+
+def test_named_events_hold_usage_once_whether_it_was_asked_for_or_not(wire: Wire) -> None:
+    body = {"prompt": "the engine", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    path = f"{PATH}/stream"
+    plain = read_events(wire.post(path, body))
+    asked = read_events(wire.post(path, body | {"stream_options": {"include_usage": True}}))
+    assert plain[-1][1]["usage"] == asked[-1][1]["usage"]
+    assert [name for name, _ in asked] == ["token", "token", "done"]
+    refused = wire.refused(path, body | {"stream_options": {"continuous_usage_stats": True}}, 422)
+    assert refused["param"] == "stream_options.continuous_usage_stats"
+
+
+def test_the_newer_name_of_max_tokens_counts_too(wire: Wire) -> None:
+    body = {"prompt": "the engine", "temperature": 0, "ignore_eos": True}
+    answer = wire.ok(PATH, body | {"max_completion_tokens": 3})
+    assert answer["usage"]["completion_tokens"] == 3
+    scored = wire.ok(PATH, body | {"max_completion_tokens": 0, "echo": True})
+    assert scored["choices"][0]["text"] == "the engine" and scored["usage"]["completion_tokens"] == 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from infer.config import ServerConfig
 from infer.engine.request import Request, StepOutput
 from infer.errors import (
     ConfigError,
@@ -21,7 +22,16 @@ from infer.errors import (
     UnknownModel,
 )
 from infer.llm import LLM
-from infer.server.errors import MAX_MESSAGE_LEN, scrub, to_api_error
+from infer.server.app import build_app
+from infer.server.errors import (
+    MAX_MESSAGE_LEN,
+    RETRY_LATER_S,
+    RETRY_SOON_S,
+    ROUTES,
+    scrub,
+    to_api_error,
+)
+from infer.server.state import ServerState
 from tests.support.wire import ScriptedClient, Wire, make_state
 
 PATHS = ["/v1/completions", "/v1/completions/stream", "/v1/chat/completions", "/v1/embeddings", "/tokenize"]
@@ -63,9 +73,18 @@ def test_every_error_has_its_status_also_before_a_stream(
         assert refused["message"] == str(error)
 
 
-def test_who_may_try_again_is_told_when(oracle: LLM) -> None:
-    response = failing(oracle, QueueFull("full")).post("/v1/completions", {"prompt": "x"})
-    assert int(response.headers["retry-after"]) >= 1
+@pytest.mark.parametrize(
+    ("error", "seconds"), [(QueueFull("full"), RETRY_SOON_S), (EngineStopped("it restarts"), RETRY_LATER_S)]
+)
+def test_who_may_try_again_is_told_when(oracle: LLM, error: Exception, seconds: int) -> None:
+    response = failing(oracle, error).post("/v1/completions", {"prompt": "x"})
+    assert int(response.headers["retry-after"]) == seconds
+    assert RETRY_SOON_S < RETRY_LATER_S
+
+
+def test_who_ran_out_of_time_is_told_not_to_try_the_same_again(oracle: LLM) -> None:
+    response = failing(oracle, RequestTimeout("late")).post("/v1/completions", {"prompt": "x"})
+    assert (response.status_code, response.headers["x-should-retry"]) == (504, "false")
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -126,6 +145,13 @@ def test_the_field_to_blame_is_named(wire: Wire, body: dict[str, Any], param: st
     assert wire.refused("/v1/completions", body, status)["param"] == param
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_a_missing_body_is_not_a_missing_field(wire: Wire, path: str) -> None:
+    response = wire.request("POST", path, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("the body must be a JSON object")
+
+
 def test_messages_of_the_wrong_type_are_malformed(wire: Wire) -> None:
     for messages in ("hi", {"role": "user"}, ["hi"], None):
         assert wire.refused("/v1/chat/completions", {"messages": messages}, 400)["param"] is not None
@@ -142,4 +168,21 @@ def test_messages_hold_no_addresses_and_no_paths() -> None:
     said = scrub("<Thing object at 0x7f3a2b1c4d5e> in /home/someone/models/x.py of org/model at 3/4")
     assert said == "<Thing object at [address]> in [path] of org/model at 3/4"
     assert len(scrub("x" * 5000)) == MAX_MESSAGE_LEN
-    assert "passwd" not in to_api_error(EngineError("cannot read /etc/security/passwd")).message
+    for path in ("/etc/security/passwd", "/secret", "'/secret'", "/v1/completions/secret"):
+        for error in (EngineError(f"cannot read {path}"), TemplateError(f"cannot read {path}: no")):
+            said = to_api_error(error).message
+            assert "[path]" in said and "passwd" not in said and "secret" not in said
+
+
+def test_hints_and_the_client_s_own_words_stay_as_they_are() -> None:
+    hint = "this model has no chat template; use /v1/completions, or see /v1/models."
+    words = "model '/models/mine' is not served here; served: /models/yours"
+    closing = "the template knows no tag </think>"
+    for error in (RequestError(hint), EngineError(hint), UnknownModel(words), TemplateError(closing)):
+        assert to_api_error(error).message == str(error)
+
+
+def test_every_route_a_hint_may_name_exists() -> None:
+    paths = build_app(ServerState(config=ServerConfig())).openapi()["paths"]
+    assert set(paths) >= ROUTES
+    assert {path for path in paths if "{" not in path} <= ROUTES

@@ -36,5 +36,13 @@ def test_starting_and_draining_are_told_apart_and_ask_to_come_back() -> None:
     assert int(starting.headers["retry-after"]) > 0
 
 
+def test_health_answers_head() -> None:
+    site = Site()
+    response = site.request("HEAD", "/health")
+    assert (response.status_code, response.content) == (200, b"")
+    site.state.is_draining = True
+    assert site.request("HEAD", "/health").status_code == 503
+
+
 def test_the_version_is_the_package_s() -> None:
     assert Site().request("GET", "/version").json() == {"version": __version__}

@@ -97,6 +97,16 @@ def test_a_body_that_trickles_in_is_given_up() -> None:
     assert connection.status == 408
 
 
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "DELETE"])
+def test_a_body_is_held_to_the_limits_whatever_the_method(method: str) -> None:
+    bomb = Connection(chunks(*[LIMIT // 2] * 100))
+    through_body_limit(bomb, method=method)
+    assert bomb.status == 413 and bomb.num_received == 3
+    slow = Connection([{"type": "http.request", "body": b"x", "more_body": True}])
+    through_body_limit(slow, timeout_s=0.02, method=method)
+    assert slow.status == 408
+
+
 def test_a_client_that_leaves_half_way_gets_no_work_done() -> None:
     connection = Connection([*chunks(1, 1)[:1], {"type": "http.disconnect"}])
     through_body_limit(connection)
@@ -132,6 +142,17 @@ def test_who_watches_or_operates_comes_in_at_any_time(path: str) -> None:
     connection = Connection(chunks(1))
     asyncio.run(Gate(echo, server)(scope(path=path), connection.receive, connection.send))
     assert connection.status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("/api/health", 200), ("/api/admin/drain", 200), ("/api/v1/models", 503), ("/api/x/health", 503)],
+)
+def test_a_root_path_is_no_part_of_the_decision(path: str, status: int) -> None:
+    server = ServerState(config=ServerConfig(), is_draining=True)
+    connection = Connection(chunks(1))
+    asyncio.run(Gate(echo, server)(scope(path=path, root_path="/api"), connection.receive, connection.send))
+    assert connection.status == status
 
 
 def test_those_inside_are_counted_until_they_leave_however_they_leave() -> None:

@@ -106,6 +106,52 @@ def test_no_field_is_in_two_groups() -> None:
         assert not (honoured | neutral) & body.ignored
 
 
+def say(body: Any = ChatRequest, **keys: Any) -> Any:
+    return body.model_validate({"messages": [{"role": "assistant", "content": "hi"} | keys]})
+
+
+@pytest.mark.parametrize("body", [ChatRequest, TokenizeRequest])
+def test_an_unknown_key_of_a_message_is_refused_with_the_closest_name(body: Any) -> None:
+    with pytest.raises(RequestError, match=r"'messages\[0\].tool_cals'; did you mean 'tool_calls'") as caught:
+        say(body, tool_cals=[])
+    assert caught.value.param == "messages[0].tool_cals"
+
+
+@pytest.mark.parametrize("key", ["audio", "function_call"])
+def test_a_key_of_a_message_that_no_model_here_can_be_shown_is_refused_unless_null(key: str) -> None:
+    assert say(**{key: None}).ignored_fields == ()
+    with pytest.raises(RequestError, match=rf"messages\[0\].{key} is not supported"):
+        say(**{key: {"id": "1"}})
+
+
+def test_keys_without_effect_are_named_once() -> None:
+    assert say(refusal=None, annotations=[]).ignored_fields == ()
+    message = {
+        "role": "assistant",
+        "content": "x",
+        "reasoning": "hm",
+        "annotations": [{"type": "url_citation"}],
+    }
+    body = ChatRequest.model_validate({"messages": [message] * 2, "user": "me"})
+    assert body.ignored_fields == ("user", "messages.reasoning", "messages.annotations")
+
+
+def test_an_answer_can_be_sent_back_as_openai_s_client_wrote_it_down() -> None:
+    from openai.types.chat import ChatCompletionMessage
+
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    answers = [
+        ChatCompletionMessage.model_validate({"role": "assistant", "content": "hi"}),
+        ChatCompletionMessage.model_validate({"role": "assistant", "content": None, "tool_calls": [call]}),
+        ChatCompletionMessage.model_validate(
+            {"role": "assistant", "content": "hi", "refusal": None, "reasoning_content": "hm"}
+        ),
+    ]
+    for answer in answers:
+        body = ChatRequest.model_validate({"messages": [answer.model_dump()]})
+        assert body.ignored_fields == ()
+
+
 def test_every_field_of_openai_s_client_is_known() -> None:
     """The names come from the package itself, so that a new one shows up here."""
     from openai.types import CompletionCreateParams, EmbeddingCreateParams

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from infer.sampling.params import SamplingParams
 from infer.server.schemas import ChatRequest, CompletionRequest
 from infer.server.state import ServerState
 from infer.server.translate import Job, make_params, open_chat, open_completion
+from tests.support.fake_client import FakeClient
 from tests.support.wire import make_state
 
 
@@ -133,6 +135,7 @@ def test_other_fields_of_a_request_arrive(state: ServerState) -> None:
         ({"seed": 2**63}, "seed"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
         ({"stream": True, "best_of": 2}, "best_of"),
         ({"stream": True, "use_beam_search": True}, "use_beam_search"),
     ],
@@ -166,9 +169,26 @@ def test_what_a_chat_cannot_honour_is_refused_by_name(
     assert caught.value.param == param
 
 
-def test_both_spellings_of_max_tokens_may_agree(state: ServerState) -> None:
-    assert chat(state, max_tokens=3, max_completion_tokens=3).params.max_tokens == 3
-    assert chat(state, max_completion_tokens=5).params.max_tokens == 5
+@pytest.mark.parametrize("ask", [complete, chat])
+def test_max_tokens_has_two_spellings_that_must_agree(state: ServerState, ask: Callable[..., Job]) -> None:
+    assert ask(state, max_tokens=3, max_completion_tokens=3).params.max_tokens == 3
+    assert ask(state, max_completion_tokens=5).params.max_tokens == 5
+    with pytest.raises(RequestError, match="max_tokens is 3 and max_completion_tokens is 4"):
+        ask(state, max_tokens=3, max_completion_tokens=4)
+
+
+@pytest.mark.parametrize(("num_clients", "max_waiting", "fits"), [(1, 2, False), (2, 2, True), (1, 3, True)])
+def test_more_prompts_than_may_ever_wait_are_refused_for_good(
+    oracle: LLM, num_clients: int, max_waiting: int, fits: bool
+) -> None:
+    state = make_state(oracle.front, *[FakeClient() for _ in range(num_clients)])
+    state.models["tiny"].max_waiting = max_waiting
+    if fits:
+        assert len(complete(state, prompt=["a", "b", "c"]).requests) == 3
+        return
+    with pytest.raises(RequestError, match="prompt holds 3 prompts, but only 2 may wait") as caught:
+        complete(state, prompt=["a", "b", "c"])
+    assert caught.value.param == "prompt"
 
 
 def test_an_unknown_model_is_refused(state: ServerState) -> None:

@@ -1,0 +1,225 @@
+"""A connection without a network: bytes in, bytes out, and when it is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState as Host
+
+from infer.config import ServerConfig
+from infer.server.app import build_app
+from infer.server.connection import MAX_HEAD_BYTES, MAX_LINGER_BYTES, GuardedConnection
+from infer.server.state import ServerState
+
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+class MemoryTransport(asyncio.Transport):
+    """What a connection writes to; remembers it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.is_closed = self.is_ended = False
+
+    def write(self, data: Any) -> None:
+        assert not self.is_ended and not self.is_closed
+        self.written += data
+
+    def write_eof(self) -> None:
+        self.is_ended = True
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+
+class Peer:
+    """Somebody who is connected to an application."""
+
+    def __init__(self, app: Any, head_timeout_s: float = 1000.0) -> None:
+        config = uvicorn.Config(app, http=GuardedConnection, ws="none", lifespan="off", log_config=None)
+        self.connection = GuardedConnection(config, Host(), {})
+        self.connection.head_timeout_s = head_timeout_s
+        self.transport = MemoryTransport()
+        self.connection.connection_made(self.transport)
+
+    async def send(self, data: bytes) -> None:
+        """Send some bytes, and let the application react to them."""
+        if not self.transport.is_closed:
+            self.connection.data_received(data)
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    @property
+    def answer(self) -> bytes:
+        return self.transport.written
+
+    @property
+    def error(self) -> Any:
+        return json.loads(self.answer.partition(b"\r\n\r\n")[2])["error"]
+
+
+def talk(script: Callable[[Peer], Awaitable[None]], **knobs: Any) -> None:
+    async def go() -> None:
+        peer = Peer(build_app(ServerState(config=ServerConfig(**knobs))))
+        await script(peer)
+        peer.connection.connection_lost(None)
+        await asyncio.sleep(0)
+
+    asyncio.run(go())
+
+
+def test_a_refusal_before_the_body_is_read_closes_the_connection() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.send(CHUNKED)
+        assert peer.answer.startswith(b"HTTP/1.1 401")
+        assert b"connection: close" in peer.answer.lower()
+        assert peer.transport.is_ended and not peer.transport.is_closed, "what still comes is let in, unread"
+        await peer.send(b"5\r\nhello\r\n0\r\n\r\n" + HEALTH)
+        assert peer.answer.count(b"HTTP/1.1") == 1
+        for _ in range(MAX_LINGER_BYTES // 65536 + 1):
+            await peer.send(b"x" * 65536)
+        assert peer.transport.is_closed
+
+    talk(script, api_key=("k",))
+
+
+def test_a_refusal_without_a_body_keeps_the_connection() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.send(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert peer.answer.startswith(b"HTTP/1.1 401") and b"connection: close" not in peer.answer.lower()
+        await peer.send(HEALTH)
+        assert peer.answer.count(b"HTTP/1.1 200") == 1
+        assert not peer.transport.is_ended and not peer.transport.is_closed
+
+    talk(script, api_key=("k",))
+
+
+def test_an_answer_of_any_kind_to_half_a_request_is_the_last() -> None:
+    """A browser's question whether it may ask has no body; one that has is not read."""
+
+    async def script(peer: Peer) -> None:
+        await peer.send(
+            b"OPTIONS /v1/models HTTP/1.1\r\nhost: x\r\norigin: http://a\r\ncontent-length: 99999\r\n"
+            b"access-control-request-method: POST\r\n\r\n"
+        )
+        assert peer.answer.startswith(b"HTTP/1.1 200")
+        assert peer.transport.is_ended
+
+    talk(script, cors_origin=("http://a",))
+
+
+@pytest.mark.parametrize("what", ["trailer", "extension", "size"])
+def test_what_surrounds_a_body_in_chunks_is_counted(what: str) -> None:
+    opening, part = {
+        "trailer": (b"0\r\n", b"x-a: " + b"b" * 1000 + b"\r\n"),
+        "extension": (b"5;", b"e" * 1000),
+        "size": (b"", b"0" * 1000),
+    }[what]
+
+    async def script(peer: Peer) -> None:
+        await peer.send(CHUNKED + opening)
+        num_sent = 0
+        while not peer.transport.is_ended and not peer.transport.is_closed:
+            await peer.send(part)
+            num_sent += len(part)
+            assert num_sent < 2 * MAX_HEAD_BYTES
+        assert peer.answer[9:12] in (b"431", b"400")  # 400: the parser has limits of its own
+        assert peer.error["code"] in (431, 400)
+
+    talk(script)
+
+
+def test_a_body_in_chunks_of_one_byte_is_no_flood() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.send(CHUNKED)
+        for _ in range(4):
+            await peer.send(b"1\r\nx\r\n" * 8000)
+        assert peer.answer == b"" and not peer.transport.is_closed
+        await peer.send(b"0\r\n\r\n")
+        assert peer.error["message"].startswith("the body")
+
+    talk(script)
+
+
+def test_many_requests_in_one_packet_are_not_one_large_one() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.send(HEALTH * (1 + MAX_HEAD_BYTES // len(HEALTH)) + HEALTH[:10])
+        assert peer.answer.startswith(b"HTTP/1.1 200") and b"431" not in peer.answer
+        assert not peer.transport.is_closed
+
+    talk(script)
+
+
+@pytest.mark.parametrize("before", [b"", HEALTH])
+def test_a_head_without_measure_is_refused_in_the_form_of_every_error(before: bytes) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.send(before)
+        peer.transport.written = b""
+        await peer.send(b"GET /health HTTP/1.1\r\n")
+        for _ in range(MAX_HEAD_BYTES // 1000 + 2):
+            await peer.send(b"x-a: " + b"b" * 1000 + b"\r\n")
+        assert peer.answer.startswith(b"HTTP/1.1 431 ") and peer.transport.is_ended
+        assert peer.error == {
+            "message": f"the first line, headers and trailers are larger than {MAX_HEAD_BYTES} bytes",
+            "type": "BadRequestError",
+            "param": None,
+            "code": 431,
+        }
+
+    talk(script)
+
+
+@pytest.mark.parametrize("sent", [b"\x16\x03\x01\x02\x00", b"NOTHING / \r\n\r\n", CHUNKED + b"zz\r\n"])
+def test_what_is_not_http_is_refused_in_the_form_of_every_error(sent: bytes) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.send(sent)
+        assert peer.answer.startswith(b"HTTP/1.1 400 ")
+        assert b"content-type: application/json" in peer.answer
+        assert peer.error["code"] == 400
+        assert peer.transport.is_ended or peer.transport.is_closed
+
+    talk(script)
+
+
+def test_nonsense_behind_a_request_does_not_write_into_its_answer() -> None:
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def go() -> None:
+        peer = Peer(slow)
+        await peer.send(HEALTH)
+        await peer.send(b"\x00\x00")
+        assert peer.answer == b"" and peer.transport.is_closed
+        for task in tuple(peer.connection.tasks):
+            task.cancel()
+
+    asyncio.run(go())
+
+
+def test_empty_lines_between_requests_do_not_stop_the_clock() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.send(HEALTH)
+        await peer.send(b"\r\n")
+        assert peer.connection._timer is not None
+        await peer.send(HEALTH)
+        assert peer.connection._timer is None
+        assert peer.answer.count(b"HTTP/1.1 200") == 2
+
+    talk(script)

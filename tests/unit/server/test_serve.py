@@ -1,0 +1,65 @@
+"""Before the first request: the socket, and what an operator is told about it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.config import ServerConfig
+from infer.errors import ConfigError
+from infer.server.serve import bind, run, warn_if_open
+
+
+def test_a_path_where_another_server_listens_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with bind(ServerConfig(uds=str(path))), pytest.raises(ConfigError) as caught:
+        bind(ServerConfig(uds=str(path)))
+    said = str(caught.value)
+    assert said == f"cannot listen on {path}: another server listens there; choose another --uds"
+
+
+def test_a_file_that_is_no_socket_is_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match="there is a file that is no socket; choose another --uds"):
+        bind(ServerConfig(uds=str(path)))
+    assert path.read_text() == "mine"
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}.*; choose another --port or --host"):
+            bind(ServerConfig(port=port))
+
+
+def test_a_certificate_that_cannot_be_used_leaves_no_socket_behind(tmp_path: Path) -> None:
+    path, cert = tmp_path / "s", tmp_path / "cert.pem"
+    cert.write_text("no certificate")
+    config = ServerConfig(uds=str(path), tls_cert=str(cert), tls_key=str(cert))
+    with pytest.raises(ConfigError, match="cannot use tls_cert and tls_key"):
+        asyncio.run(run({}, config, announce=print))
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("knobs", "warns"),
+    [
+        ({}, False),
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "::"}, True),
+        ({"host": "0.0.0.0", "api_key": ("k",)}, False),
+        ({"host": "0.0.0.0", "uds": "/tmp/s"}, False),
+    ],
+)
+def test_an_open_door_is_mentioned(
+    knobs: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="infer.server.serve"):
+        warn_if_open(ServerConfig(**knobs))
+    assert bool(caplog.records) is warns
