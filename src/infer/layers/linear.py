@@ -11,7 +11,8 @@ matrix, and one large multiplication is faster than three small ones:
                       │   Wv   │
                       └────────┘
 
-The parts have names, so the weight map can say which of them a checkpoint tensor fills.
+The parts have names, so the weight map can say which of them a checkpoint tensor fills. How the numbers
+are stored and multiplied is the business of the layer's scheme (quant/).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+
+from infer.quant.dense import DENSE
+from infer.quant.scheme import Scheme
 
 
 class Linear(nn.Module):
@@ -36,6 +39,7 @@ class Linear(nn.Module):
         tied_weight: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
+        self.scheme: Scheme = DENSE
         self.parts = dict(parts or {})  # name -> number of rows, in the order of the rows
         assert not self.parts or sum(self.parts.values()) == out_features, (self.parts, out_features)
         if tied_weight is None:
@@ -46,7 +50,7 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply the last dimension of `x`."""
-        return F.linear(x, self.weight, self.bias)
+        return self.scheme.multiply(x, self.weight, self.bias)
 
     def split(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Cut an output of this layer into its parts: views, no copy."""
