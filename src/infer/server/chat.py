@@ -14,7 +14,8 @@ from fastapi import Request, Response
 
 from infer.outputs import CompletionOutput, RequestOutput
 from infer.server.generation import Generation
-from infer.server.logprobs import chat_logprobs
+from infer.server.logprobs import chat_logprobs, count_logprobs
+from infer.server.off_loop import off_loop_if_large
 from infer.server.routing import (
     ignored_headers,
     json_response,
@@ -36,7 +37,8 @@ async def create_chat_completion(body: ChatRequest, http: Request) -> Response:
     generation = Generation(job)
     if not body.stream:
         answers = await unless_disconnected(http.receive, generation.collect())
-        return json_response(chat_body(generation, answers), body)
+        content = await off_loop_if_large(count_logprobs(answers), chat_body, generation, answers)
+        return json_response(content, body)
     return await start_stream(
         http,
         chat_frames(generation, body),

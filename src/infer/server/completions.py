@@ -20,7 +20,8 @@ from infer.errors import RequestError
 from infer.outputs import CompletionOutput, RequestOutput
 from infer.sampling.params import RowLogprobs
 from infer.server.generation import Generation, Piece
-from infer.server.logprobs import CompletionLogprobs, join
+from infer.server.logprobs import CompletionLogprobs, count_logprobs, join
+from infer.server.off_loop import off_loop_if_large
 from infer.server.routing import (
     ignored_headers,
     json_response,
@@ -52,9 +53,8 @@ async def create_completion(body: CompletionRequest, http: Request) -> Response:
     view = CompletionView(job, body)
     if not body.stream:
         answers = await unless_disconnected(http.receive, generation.collect())
-        if body.echo and body.logprobs is not None:  # those of a long prompt take a while to spell
-            return json_response(await asyncio.to_thread(view.whole, answers, generation), body)
-        return json_response(view.whole(answers, generation), body)
+        content = await off_loop_if_large(count_logprobs(answers), view.whole, answers, generation)
+        return json_response(content, body)
     return await start_stream(
         http,
         completion_frames(generation, view, body),

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from infer.engine.request import StepOutput
 from infer.errors import EngineError, EngineStopped, RequestTimeout
 from infer.outputs import OutputBuilder, RequestOutput, TextDelta
+from infer.server.off_loop import Breather
 from infer.server.translate import Job
 
 MERGE_AHEAD = 64  # outputs of several prompts read before somebody wants them
@@ -69,9 +70,10 @@ class Generation:
 
     async def collect(self) -> list[RequestOutput]:
         """The whole answers, prompt by prompt."""
+        breather = Breather()
         async with aclosing(self.pieces()) as pieces:
             async for _ in pieces:
-                pass
+                await breather.pause()
         answers = [builder.build() for builder in self._builders]
         self.num_output = sum(len(output.token_ids) for answer in answers for output in answer.outputs)
         return answers

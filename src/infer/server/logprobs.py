@@ -6,8 +6,9 @@
 
 A logprob is the float the engine computed, never rounded: evaluation programs decide whether a token was
 the likeliest by comparing its logprob with the largest alternative for equality. Minus infinity, which JSON
-cannot hold, becomes -9999. The offset of a token is where its first character begins in the answer's text,
-so a token that only completes a character begun before it has the offset of the text after that character.
+cannot hold, becomes -9999. The offset of a token is the place in the answer's text of the character that its
+first byte belongs to: the three tokens of a euro sign have the same one. Bytes that turn out to be no
+character show as U+FFFD as soon as a token comes that cannot continue them, and that token stands after it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from infer.outputs import RequestOutput
 from infer.sampling.params import RowLogprobs
 from infer.tokenizer.detokenizer import Detokenizer
 from infer.tokenizer.tokenizer import Tokenizer
@@ -42,7 +44,7 @@ class CompletionLogprobs:
         offsets: list[int] = []
         for token_id in ids:
             tokens.append(spell(self._tokenizer, token_id))
-            offsets.append(self._offset)
+            offsets.append(self._offset + self._detokenizer.breaks_off(token_id))
             self._offset += len(self._detokenizer.push((token_id,)))
         return {
             "tokens": tokens,
@@ -57,6 +59,17 @@ class CompletionLogprobs:
         for token_id, logprob in (*row.top, (row.token_id, row.logprob)):
             top.setdefault(spell(self._tokenizer, token_id), to_json_number(logprob))
         return top
+
+
+def count_logprobs(answers: Sequence[RequestOutput]) -> int:
+    """How many tokens and alternatives there are to spell."""
+    count = 0
+    for answer in answers:
+        for rows in (answer.prompt_logprobs, *(output.logprobs for output in answer.outputs)):
+            if rows:
+                last = rows[-1]  # the first of a prompt has no logprob
+                count += len(rows) * (1 if last is None else 1 + len(last.top))
+    return count
 
 
 def join(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

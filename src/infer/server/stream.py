@@ -7,8 +7,9 @@ A stream begins when its first token is there, so a refused or failed request is
 status. After that a failure is a frame: `data: {"error": ...}`, then the end.
 
 The generator of frames is closed when the client leaves, and closing it aborts the engine's requests. A
-client that stops reading stops this generator, not the engine: what it has not read waits as token ids,
-at most max_tokens of them, until the connection's time is up.
+client that stops reading stops this generator, not the engine: what it has not read waits as token ids, so
+many and no more, until the connection's time is up. To send to a client that is gone takes no time at all,
+so a backlog is walked with pauses, in which the loop learns that nobody is there.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from infer.server.errors import to_api_error
+from infer.server.off_loop import Breather
 from infer.server.routing import unless_disconnected
 
 logger = logging.getLogger(__name__)
@@ -169,10 +171,12 @@ async def start_stream(
 
 async def _guard(first: bytes, frames: Frames, on_error: Callable[[BaseException], bytes]) -> Frames:
     """All frames, and the error's where they break off."""
+    breather = Breather()
     try:
         yield first
         async for frame in frames:
             yield frame
+            await breather.pause()
     except Exception as error:  # the status is sent: whatever happened can only be said in the stream
         yield on_error(error)
     finally:

@@ -12,9 +12,11 @@ from fastapi import Request, Response
 
 from infer.errors import MalformedRequest
 from infer.server.logprobs import spell
+from infer.server.off_loop import off_loop_if_large
 from infer.server.routing import json_response, make_router, server_state
 from infer.server.schemas import DetokenizeRequest, TokenizeRequest
 from infer.server.translate import encode_conversation, encode_prompts
+from infer.tokenizer.tokenizer import Tokenizer
 
 router = make_router()
 
@@ -32,10 +34,17 @@ async def tokenize(body: TokenizeRequest, http: Request) -> Response:
         ids = await asyncio.to_thread(
             encode_conversation, front, body.messages or [], body.tools, body.chat_template_kwargs
         )
-    strings = [spell(front.tokenizer, token_id) for token_id in ids] if body.return_token_strs else None
+    strings = None
+    if body.return_token_strs:
+        strings = await off_loop_if_large(len(ids), spell_all, front.tokenizer, ids)
     return json_response(
         {"count": len(ids), "max_model_len": front.context_len, "tokens": ids, "token_strs": strings}, body
     )
+
+
+def spell_all(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    """The text of each token."""
+    return [spell(tokenizer, token_id) for token_id in ids]
 
 
 @router.post("/detokenize", response_model=None)

@@ -73,6 +73,18 @@ class Detokenizer:
             data = data[1:] if data[:1] == b" " else data
         return self._show(self._utf8.decode(data))
 
+    def breaks_off(self, token_id: int) -> bool:
+        """Whether this token cannot continue the character begun before it, which then shows as U+FFFD."""
+        begun, _ = self._utf8.getstate()
+        if not begun or not 0 <= token_id < self._tokenizer.vocab_size:
+            return False
+        data = self._tokenizer.visible_bytes(token_id, skip_special=self._skip_special)
+        try:
+            codecs.utf_8_decode(begun + data[:1], "strict", False)
+        except UnicodeDecodeError:
+            return True
+        return False
+
     def finish(self) -> str:
         """Return what was held back: the sequence has ended."""
         if self.stopped is not None:

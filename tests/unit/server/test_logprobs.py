@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+import random
+
+import pytest
 
 from infer.llm import LLM
 from infer.sampling.params import RowLogprobs
 from infer.server.logprobs import LOWEST, CompletionLogprobs, chat_logprobs, join
+from infer.tokenizer.detokenizer import Detokenizer
+from infer.tokenizer.tokenizer import Tokenizer
 
 
 def test_minus_infinity_becomes_a_number(oracle: LLM) -> None:
@@ -55,3 +60,44 @@ def test_a_row_the_tokenizer_does_not_know_has_no_text(oracle: LLM) -> None:
     row = RowLogprobs(300, -1.0, 2, ((beyond, -0.5),))
     assert chat_logprobs(oracle.tokenizer, [row])["content"][0]["top_logprobs"][0]["bytes"] == []
     assert "" in CompletionLogprobs(oracle.tokenizer).take([300], [row])["top_logprobs"][0]
+
+
+def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
+    """One token for each byte."""
+    of_byte = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+    return [of_byte[bytes([byte])] for byte in data]
+
+
+@pytest.mark.parametrize(
+    ("data", "offsets"),
+    [
+        (b"\xe2a", [0, 1]),  # shows as U+FFFD, then the letter
+        (b"\xe2\x82a", [0, 0, 1]),
+        (b"\xff\xffa", [0, 1, 2]),
+        (b"a\xe2\xe2\x82\xac.", [0, 1, 2, 2, 2, 3]),
+        (b"\xef\xbf\xbda", [0, 0, 0, 1]),  # U+FFFD itself
+        (b"\xf0\x9f\x98\x80\x80", [0, 0, 0, 0, 1]),
+    ],
+)
+def test_offsets_stand_after_bytes_that_are_no_character(
+    oracle: LLM, data: bytes, offsets: list[int]
+) -> None:
+    ids = byte_ids(oracle.tokenizer, data)
+    assert CompletionLogprobs(oracle.tokenizer).take(ids, [None] * len(ids))["text_offset"] == offsets
+
+
+def test_every_whole_token_is_found_at_its_offset_in_the_text(oracle: LLM) -> None:
+    """Whatever the tokens: where one is text by itself, it stands at its offset."""
+    tokenizer, rng = oracle.tokenizer, random.Random(0)
+    whole = [i for i in range(tokenizer.vocab_size) if i not in tokenizer.special_ids]
+    whole = [i for i in whole if "\ufffd" not in tokenizer.token_text(i) and tokenizer.token_bytes(i)]
+    halves = byte_ids(tokenizer, b"\xe2\x82\xac\xff\xf0\x9f")
+    for _ in range(100):
+        prompt = rng.choices([*whole, *halves], k=3)
+        ids = [rng.choice(halves if rng.random() < 0.6 else whole) for _ in range(20)]
+        detokenizer = Detokenizer(tokenizer, prompt_ids=prompt)
+        text = "".join(detokenizer.push((i,)) for i in ids) + detokenizer.finish()
+        lists = CompletionLogprobs(tokenizer, prompt_ids=prompt).take(ids, [None] * len(ids))
+        for token_id, offset in zip(ids, lists["text_offset"], strict=True):
+            if token_id in whole:
+                assert text.startswith(tokenizer.token_text(token_id), offset), (prompt, ids)

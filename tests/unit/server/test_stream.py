@@ -155,6 +155,48 @@ def test_a_stop_string_tells_the_engine_to_stop(oracle: LLM) -> None:
 # -- clients that leave ---------------------------------------------------------------------------
 
 
+def make_scope(path: str, content: bytes) -> dict[str, Any]:
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "scheme": "http",
+        "headers": headers,
+        "client": ("test", 1),
+        "server": ("test", 80),
+    }
+
+
+def serve_until_gone(wire: Wire, path: str, content: bytes, *, is_gone_at_once: bool) -> None:
+    """Serve a client who leaves at once, or with the first frame; `send` never waits, as for the dead."""
+    messages = iter([{"type": "http.request", "body": content, "more_body": False}])
+
+    async def main() -> None:
+        gone = asyncio.Event()
+        if is_gone_at_once:
+            gone.set()
+
+        async def receive() -> Any:
+            if (message := next(messages, None)) is not None:
+                return message
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            gone.set()
+
+        async with asyncio.timeout(10):
+            await wire.app(make_scope(path, content), receive, send)
+
+    asyncio.run(main())
+
+
 async def leave(wire: Wire, path: str, body: Any, is_time: Callable[[list[Any]], bool]) -> list[Any]:
     """Send a body, then hang up as soon as `is_time` says so of what was received; returns that."""
     sent: list[Any] = []
@@ -176,21 +218,7 @@ async def leave(wire: Wire, path: str, body: Any, is_time: Callable[[list[Any]],
             await asyncio.sleep(0.001)
         gone.set()
 
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": "POST",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "scheme": "http",
-        "headers": headers,
-        "client": ("test", 1),
-        "server": ("test", 80),
-    }
+    scope = make_scope(path, content)
     async with asyncio.timeout(10):
         await asyncio.gather(wire.app(scope, receive, send), hang_up())
     return sent
