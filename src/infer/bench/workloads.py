@@ -338,36 +338,3 @@ def read_names(text: str, *, group: str) -> list[str]:
     if text == "peer":
         return list(OFFLINE)
     return text.split(",")
-
-
-def fit(workload: Workload, *, context_len: int, vocab_size: int | None = None) -> Workload:
-    """The same workload for a model that is too small for it: shorter in proportion, ids in range."""
-    scale = min(1.0, context_len / workload.longest)
-    if workload.is_chat and scale < 1:
-        scale *= 0.5  # a word may be more than one token, and a template adds its own
-    folds = vocab_size is not None and any(
-        max(turn.ids, default=0) >= vocab_size for session in workload.sessions for turn in session.turns
-    )
-    if scale == 1 and not folds:
-        return workload
-
-    def shrink(turn: Turn) -> Turn:
-        ids = turn.ids[: max(1, int(len(turn.ids) * scale))] if turn.ids else ()
-        if vocab_size is not None:
-            ids = tuple(FIRST_ID + token_id % (vocab_size - FIRST_ID) for token_id in ids)
-        words = turn.text.split()
-        return Turn(
-            ids=ids,
-            text=" ".join(words[: max(1, int(len(words) * scale))]),
-            max_tokens=max(1, int(turn.max_tokens * scale)),
-        )
-
-    def shorter(session: Session) -> Session:
-        words = session.system.split()
-        system = " ".join(words[: int(len(words) * scale)])
-        return replace(session, system=system, turns=tuple(shrink(turn) for turn in session.turns))
-
-    about = workload.about + (
-        f"; shortened to {scale:.0%} for a context of {context_len}" if scale < 1 else ""
-    )
-    return replace(workload, about=about, sessions=tuple(shorter(session) for session in workload.sessions))

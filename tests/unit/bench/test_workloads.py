@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from infer.bench.workloads import OFFLINE, SERVING, fit, make_workload, read_names
+from infer.bench.adapt import fit, vary
+from infer.bench.workloads import OFFLINE, SERVING, make_workload, read_names
 from infer.errors import ConfigError
 
 
@@ -124,3 +125,16 @@ def test_a_small_model_gets_a_shorter_workload() -> None:
     assert max(max(session.turns[0].ids) for session in small.sessions) < 300
     assert "shortened to" in small.about
     assert fit(whole, context_len=4096, vocab_size=20_000) is whole
+
+
+def test_a_repeat_has_other_tokens_and_the_same_lengths() -> None:
+    for name in ("prefix_caching", "w3_shared_prefix"):
+        first = make_workload(name)
+        second = vary(first, 1)
+        for a, b in zip(first.sessions, second.sessions, strict=True):
+            assert a.turns[0].prompt_len == b.turns[0].prompt_len
+            assert a.start_s == b.start_s
+            assert a.turns[0].ids[:16] != b.turns[0].ids[:16] or a.turns[0].text != b.turns[0].text
+        assert len({session.turns[0].ids[:1024] for session in second.sessions}) == 1  # still shared
+        assert len({session.system for session in second.sessions}) == 1
+        assert vary(first, 0) is first

@@ -1,0 +1,55 @@
+"""What a server says about itself before and after a run: counters of its /metrics page, where it has one.
+
+Names end alike whoever serves (`infer_num_preemptions_total`, `vllm:num_preemptions_total`), so a figure is
+found by the end of its name, and values with different labels are added up. A server without the page
+loses these figures and nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+COUNTERS = {
+    "queue_s": "request_queue_time_seconds_sum",
+    "num_queued": "request_queue_time_seconds_count",
+    "num_preemptions": "num_preemptions_total",
+    "num_queried": "prefix_cache_queries_total",
+    "num_hits": "prefix_cache_hits_total",
+}
+_LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+def read_counters(page: str) -> dict[str, float]:
+    """The counters above that the page has."""
+    found: dict[str, float] = {}
+    for name, _, value in _LINE.findall(page):
+        for counter, ending in COUNTERS.items():
+            if name.endswith(ending):
+                try:
+                    found[counter] = found.get(counter, 0.0) + float(value)
+                except ValueError:
+                    continue
+    return found
+
+
+def read_config(page: str) -> dict[str, str]:
+    """The labels of `cache_config_info`: how the server was set up, as far as it tells."""
+    for name, labels, _ in _LINE.findall(page):
+        if name.endswith("cache_config_info"):
+            return dict(_LABEL.findall(labels))
+    return {}
+
+
+def figures(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """What the run between two readings adds to a report."""
+    change = {name: after[name] - before[name] for name in after if name in before}
+    found = {}
+    if change.get("num_queued"):
+        found["queue_mean_s"] = change.get("queue_s", 0.0) / change["num_queued"]
+    if "num_preemptions" in change:
+        found["num_preemptions"] = change["num_preemptions"]
+    if change.get("num_queried"):
+        found["cache_hit_share"] = change.get("num_hits", 0.0) / change["num_queried"]
+    return found
