@@ -7,6 +7,7 @@ InferError
 ├── RequestError            the client asked for something impossible        -> HTTP 400 or 422
 │   ├── ContextOverflow     prompt + max_tokens does not fit the model
 │   ├── MalformedRequest    the body is not what the route reads              -> HTTP 400
+│   ├── NameTaken           another model has or is about to have that name  -> HTTP 409
 │   ├── TemplateError       the chat template refuses these messages
 │   └── UnknownModel        no model of that name is served
 └── EngineError             our fault                                        -> HTTP 500
@@ -14,7 +15,8 @@ InferError
     ├── DeviceLost          the GPU is in an error state that only a new process can leave
     ├── QueueFull           too many requests are waiting                    -> HTTP 503, try later
     ├── RequestTimeout      the answer was not ready in time                 -> HTTP 504
-    └── EngineStopped       the engine loop has ended; every waiter gets this
+    └── EngineStopped       the engine loop has ended; every waiter gets this    -> HTTP 503
+        └── EngineLost      and nobody will start it again
 
 A message says what was given, what is allowed and what to do.
 Anything else that escapes (AssertionError, KeyError, ...) is a bug in this package.
@@ -71,6 +73,10 @@ class MalformedRequest(RequestError):
     """A request is not JSON, or a field is missing or of the wrong JSON type."""
 
 
+class NameTaken(RequestError):
+    """Another model has that name, or is about to."""
+
+
 class TemplateError(RequestError):
     """The chat template refuses these messages."""
 
@@ -101,6 +107,10 @@ class RequestTimeout(EngineError):
 
 class EngineStopped(EngineError):
     """The engine loop has ended; every waiter gets this."""
+
+
+class EngineLost(EngineStopped):
+    """The engine has ended and nobody will start it again."""
 
 
 def closest(name: str, known: Iterable[str]) -> str:

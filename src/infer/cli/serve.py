@@ -10,11 +10,14 @@ Standard output gets one line, the URL, once requests are welcome; the log goes 
 from __future__ import annotations
 
 import argparse
+import logging
 from typing import Any
 
 from infer.cli import flags
 from infer.config import EngineConfig, ServerConfig, knob_table
-from infer.errors import ConfigError
+from infer.errors import ConfigError, EngineLost
+
+logger = logging.getLogger(__name__)
 
 EXAMPLES = """\
 examples:
@@ -55,12 +58,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal comes."""
+    """Serve until a signal comes; exit code 1 if every engine is down for good."""
     knobs = flags.knobs_from(args, with_server=True)
     models, config = read_models(args, knobs)
     from infer.server.serve import serve
 
-    serve(models, config, announce=lambda url: print(f"ready: {url}", flush=True))
+    try:
+        serve(models, config, announce=lambda url: print(f"ready: {url}", flush=True))
+    except EngineLost as error:
+        logger.critical("the server ends: %s", error)
+        return 1
     return 0
 
 

@@ -28,7 +28,7 @@ from infer.engine.callers import Callers, Leave, OutputQueue, read_outputs
 from infer.engine.engine import Engine
 from infer.engine.request import Request, StepOutput
 from infer.engine.stats import EngineStats
-from infer.errors import EngineError, EngineStopped
+from infer.errors import EngineError, EngineLost, EngineStopped
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class InProcessClient:
     # -- the engine thread's side -----------------------------------------------------------------
 
     def _run(self) -> None:
-        reason = "the engine was closed"
+        stopped = EngineStopped("the engine was closed")
         try:
             while self._take_commands():
                 self._progress_at = time.monotonic()
@@ -181,16 +181,15 @@ class InProcessClient:
                 self._stats = self._callers.stats()
         except BaseException as error:
             logger.exception("the engine loop died")
-            reason = f"the engine loop died: {type(error).__name__}"
+            stopped = EngineLost(f"the engine loop died: {type(error).__name__}")
         with self._wake:
-            self._stopped = EngineStopped(reason)
+            self._stopped = stopped
             commands, self._inbox = self._inbox, []
         for command in commands:  # so that those just submitted are told as well
             command()
-        stopped = self._stopped
+        self._send([(queue, stopped) for queue in self._callers.everyone()])
         for ticket in self._callers.waiting_embeds():
             self._answer_embed(ticket, stopped)
-        self._send([(queue, stopped) for queue in self._callers.everyone()])
 
     def _take_commands(self) -> bool:
         """Carry out what was posted; sleep until something is, if there is no work. False: time to end."""
@@ -203,6 +202,7 @@ class InProcessClient:
         for command in commands:
             command()
         return True
+
     def _work(self) -> None:
         """One step for all requests, then one embedding."""
         if self._engine.has_work:
@@ -228,7 +228,6 @@ class InProcessClient:
             _settle(done, None, result)
         else:
             _settle(done, result, None)
-
 
     def _add(self, request: Request, queue: OutputQueue) -> None:
         error = self._stopped or self._callers.add(request, queue)

@@ -29,7 +29,7 @@ from infer.engine.request import Request, StepOutput
 from infer.engine.runner import POOLINGS, Runner, StepResult
 from infer.engine.scheduler import Scheduler
 from infer.engine.sequence import Sequence, SequenceGroup
-from infer.engine.stats import EngineStats
+from infer.engine.stats import STEP_TOKENS, EngineStats, Histogram
 from infer.errors import ContextOverflow, DeviceLost, EngineError, QueueFull, RequestError
 from infer.sampling.params import RowLogprobs
 from infer.sampling.sampler import NO_TOKEN
@@ -92,6 +92,7 @@ class Engine:
         self._unreported: list[StepOutput] = []  # of a step that was interrupted; the next one brings them
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
+        self._step_tokens = Histogram(STEP_TOKENS)
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -143,8 +144,11 @@ class Engine:
             num_preemptions=self.scheduler.num_preemptions,
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
+            num_step_tokens=int(self._step_tokens.total),
+            step_sizes=tuple(self._step_tokens.counts),
             num_queried_tokens=usage.num_queried_tokens,
             num_hit_tokens=usage.num_hit_tokens,
+            block_size=self.scheduler.pool.block_size,
             num_blocks=usage.num_blocks,
             num_used_blocks=usage.num_used,
             num_cached_blocks=usage.num_cached,
@@ -198,6 +202,7 @@ class Engine:
             self._unreported += self._give_up(plan, sequences, error)
             raise
         self.scheduler.commit(plan)
+        self._step_tokens.observe(plan.num_tokens)
         self._observer.on_step(plan, result.ids)
         return self._report(plan, sequences, result)
 

@@ -39,21 +39,13 @@ from infer.engine.messages import (
     to_error,
 )
 from infer.engine.request import Request, StepOutput
-from infer.engine.stats import EngineStats
+from infer.engine.stats import EngineStats, add_counters
 from infer.engine.supervisor import ENGINE_MODULE, STOP_TIMEOUT, EngineProcess, RestartPolicy
-from infer.errors import EngineError, EngineStopped
+from infer.errors import EngineError, EngineLost, EngineStopped
 
 logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL = 1.0  # seconds between two looks at a silent engine
-COUNTERS = (
-    "num_steps",
-    "num_preemptions",
-    "num_prompt_tokens",
-    "num_output_tokens",
-    "num_queried_tokens",
-    "num_hit_tokens",
-)
 
 
 class ProcessClient:
@@ -76,6 +68,7 @@ class ProcessClient:
         self._calls: dict[int, asyncio.Future[int | list[float]]] = {}
         self._past = EngineStats()  # the counters of engines that died
         self._down: str | None = None  # why calls are refused
+        self._is_lost = False  # down, and not to be started again
         self._adopt(process, stats)
         self._supervisor = asyncio.ensure_future(self._supervise())
 
@@ -124,15 +117,12 @@ class ProcessClient:
 
     def stats(self) -> EngineStats:
         """The last snapshot that arrived; counters go on counting over restarts."""
-        if not self._past.num_steps:
-            return self._stats
-        counted = {name: getattr(self._stats, name) + getattr(self._past, name) for name in COUNTERS}
-        return replace(self._stats, **counted)
+        return add_counters(self._stats, self._past)
 
     def check_health(self) -> None:
         """Raise `EngineStopped` if the process is dead, or `EngineError` if it makes no progress."""
         if self._down is not None:
-            raise EngineStopped(self._down)
+            raise EngineLost(self._down) if self._is_lost else EngineStopped(self._down)
         if self._is_stuck():
             raise EngineError(f"the engine has made no progress for {self._silent_s():.0f} s")
 
@@ -233,7 +223,7 @@ class ProcessClient:
         if self._down is None:
             total = self.stats()
             self._past = total
-            self._stats = EngineStats(num_blocks=total.num_blocks)
+            self._stats = EngineStats(num_blocks=total.num_blocks, block_size=total.block_size)
         self._down = reason
         for queue in self._readers.values():
             queue.put_nowait(EngineStopped(reason))
@@ -251,6 +241,7 @@ class ProcessClient:
             self._lose(reason + ("" if self._start_again is None else "; it is being started again"))
             await self._process.close()
             if not await self._restart(reason):
+                self._is_lost = True
                 return
 
     async def _watch(self) -> str:
@@ -278,6 +269,7 @@ class ProcessClient:
                 logger.error("the engine could not be started again: %s", error)
                 reason = f"the engine could not be started again ({type(error).__name__})"
                 continue
+            self._past = replace(self._past, num_restarts=self._past.num_restarts + 1)
             self._adopt(process, stats)
             logger.warning("the engine was started again, as process %d", process.pid)
             return True

@@ -1,22 +1,78 @@
-"""What an engine can say about itself at any moment: counts for metrics, health and the router."""
+"""What an engine can say about itself at any moment: counts for metrics, health and the router.
+
+Counters only grow, gauges are as of now. An engine that is started again begins at zero; whoever watches
+it keeps the last snapshot of each life, and `add_counters` makes one story of them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+
+STEP_TOKENS = (1.0, *(float(2**power) for power in range(3, 15)))  # bounds for the size of a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot after a step. Counters only grow; gauges are as of now."""
+    """A snapshot after a step."""
 
-    num_steps: int = 0
+    num_steps: int = 0  # counter
     num_running: int = 0  # sequences
     num_waiting: int = 0
     num_preemptions: int = 0  # counter
     num_prompt_tokens: int = 0  # counter: computed or found in the cache
     num_output_tokens: int = 0  # counter
+    num_step_tokens: int = 0  # counter: tokens the model has seen
+    step_sizes: tuple[int, ...] = ()  # counters: steps by tokens, one per bucket of STEP_TOKENS
     num_queried_tokens: int = 0  # counter: prompt tokens looked up in the prefix cache
     num_hit_tokens: int = 0  # counter: of these, found
+    num_restarts: int = 0  # counter: times it was started again, known to whoever starts it
+    block_size: int = 0  # tokens
     num_blocks: int = 0
     num_used_blocks: int = 0  # held by sequences
     num_cached_blocks: int = 0  # held by the prefix tree
+
+
+COUNTERS = (
+    "num_steps",
+    "num_preemptions",
+    "num_prompt_tokens",
+    "num_output_tokens",
+    "num_step_tokens",
+    "num_queried_tokens",
+    "num_hit_tokens",
+    "num_restarts",
+)
+
+
+def add_counters(now: EngineStats, past: EngineStats) -> EngineStats:
+    """The snapshot `now` of an engine whose earlier lives counted `past`."""
+    counted = {name: getattr(now, name) + getattr(past, name) for name in COUNTERS}
+    sizes = now.step_sizes or past.step_sizes
+    if now.step_sizes and past.step_sizes:
+        sizes = tuple(a + b for a, b in zip(now.step_sizes, past.step_sizes, strict=True))
+    return replace(now, **counted, step_sizes=sizes)
+
+
+class Histogram:
+    """Counts of values by bucket: `observe` is a search among a few numbers and two additions."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)  # the last is beyond all bounds
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value in the first bucket whose bound is not below it."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """Prometheus' buckets: how many values are not above each bound."""
+        rows, running = [], 0
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
+            running += count
+            rows.append((bound, float(running)))
+        return rows

@@ -79,8 +79,9 @@ async def load_model(body: LoadBody, http: Request) -> dict[str, Any]:
 @router.post("/models/unload")
 async def unload_model(body: UnloadBody, http: Request) -> dict[str, Any]:
     """Serve a model no longer; answers when its engines have stopped."""
-    await _fleet(http).unload(body.name)
-    return {"name": body.name}
+    fleet = _fleet(http)
+    await fleet.unload(body.name)
+    return {"name": body.name, "default_model": fleet.state.default_model}
 
 
 @router.post("/models/alias")

@@ -2,6 +2,7 @@
 
     exception                              status   the client's next move
     MalformedRequest, wrong JSON type       400     mend the program
+    NameTaken                               409     choose another name
     RequestError                            422     mend the values
     QueueFull, EngineStopped                503     try again, after Retry-After seconds
     RequestTimeout                          504     ask for less, or for more time; not the same again
@@ -32,6 +33,7 @@ from infer.errors import (
     EngineStopped,
     InferError,
     MalformedRequest,
+    NameTaken,
     QueueFull,
     RequestError,
     RequestTimeout,
@@ -52,6 +54,7 @@ ERROR_TYPES = {  # as vLLM calls them; openai's client maps by status
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
+    409: "ConflictError",
     413: "PayloadTooLargeError",
     422: "UnprocessableEntityError",
     500: "InternalServerError",
@@ -118,7 +121,7 @@ def scrub(message: str) -> str:
 def to_api_error(error: BaseException) -> ApiError:
     """The status and message for an exception; one nobody foresaw is logged and kept from the client."""
     if isinstance(error, RequestError):
-        status = 400 if isinstance(error, MalformedRequest) else 422
+        status = 400 if isinstance(error, MalformedRequest) else 409 if isinstance(error, NameTaken) else 422
         message = scrub(str(error)) if isinstance(error, TemplateError) else shorten(str(error))
         return ApiError(status=status, message=message, param=error.param)
     if isinstance(error, QueueFull | EngineStopped):

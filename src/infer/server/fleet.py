@@ -1,8 +1,11 @@
 """The models a server runs: their engines are started, watched, added and removed here.
 
     load     headers and tokenizer in this process, weights in each engine's own process
-    watch    every few seconds: has an engine died, come back, or stopped making progress?
-    unload   first the name goes, then those who still use it finish, then the engines stop
+    watch    every second: has an engine died, come back, or stopped making progress?
+    unload   first the name goes, then those who hold the model finish, then the engines stop
+
+An engine that died is started again by its own client. When none of all engines is left that somebody
+would start again, `wait_lost` says so, and whoever runs the server ends it: a service manager can do more.
 
 With `in_process` the engines are threads of this process and replicas share one copy of the weights.
 """
@@ -18,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from infer.config import EngineConfig
 from infer.engine.client import EngineClient, InProcessClient
-from infer.errors import EngineError, RequestError, UnknownModel
+from infer.errors import EngineError, EngineLost, NameTaken, RequestError, UnknownModel
 from infer.server.metrics import ServerMetrics
 from infer.server.observed import ObservedClient
 from infer.server.state import ServedModel, ServerState
@@ -30,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_WAITING = 512
 WATCH_INTERVAL_S = 1.0
-UNLOAD_TIMEOUT_S = 30.0
+UNLOAD_POLL_S = 0.02
 
 
 class Fleet:
@@ -41,6 +44,8 @@ class Fleet:
         self.metrics = metrics
         self._watcher: asyncio.Task[None] | None = None
         self._is_loading: set[str] = set()
+        self._leaving: list[ServedModel] = []  # without a name, but still serving those who hold them
+        self._lost: asyncio.Future[str] | None = None
 
     async def start(self, models: Mapping[str, EngineConfig]) -> None:
         """Load the first models, one after the other; the first of them is the default."""
@@ -67,25 +72,38 @@ class Fleet:
         return model
 
     async def unload(self, name: str) -> None:
-        """Serve a model no longer; its running requests get some time to finish."""
+        """Serve a model no longer; whoever holds it has `drain_timeout` seconds to finish.
+
+        If it was the default, the model that has been served the longest is the default from now on.
+        """
         model = self.state.models.pop(name, None)
         if model is None:
             raise UnknownModel(f"no model is served under the name {name!r}", param="name")
         self.state.aliases = {a: m for a, m in self.state.aliases.items() if m != name}
         if self.state.default_model == name:
             self.state.default_model = next(iter(self.state.models), None)
-        give_up_at = time.monotonic() + UNLOAD_TIMEOUT_S
-        while _is_busy(model) and time.monotonic() < give_up_at:
-            await asyncio.sleep(0.05)
-        await self._close(model)
+            logger.warning("the default model is now %s", self.state.default_model or "none")
+        self._leaving.append(model)
+        try:
+            give_up_at = time.monotonic() + self.state.config.drain_timeout
+            while model.num_held and time.monotonic() < give_up_at:
+                await asyncio.sleep(UNLOAD_POLL_S)
+            if model.num_held:
+                logger.warning("%d request(s) of model %s are cut off", model.num_held, name)
+        finally:  # also if the operator hangs up meanwhile
+            await self._close(model)
+            self._leaving.remove(model)
         logger.info("model %s is no longer served", name)
 
     def set_alias(self, alias: str, name: str) -> None:
         """Let a second name mean a model; an alias may be pointed elsewhere at any time."""
         if name not in self.state.models:
             raise UnknownModel(f"no model is served under the name {name!r}", param="name")
-        if not alias or alias in self.state.models:
-            raise RequestError(f"alias must be a name no model has, got {alias!r}", param="alias")
+        if not alias:
+            raise RequestError("alias must not be empty", param="alias")
+        if alias in self.state.models or alias in self._is_loading:
+            what = "is served" if alias in self.state.models else "is being loaded"
+            raise NameTaken(f"a model named {alias!r} {what}; an alias must be another name", param="alias")
         self.state.aliases[alias] = name
 
     async def reset_prefix_caches(self, name: str | None) -> int:
@@ -105,15 +123,19 @@ class Fleet:
             await asyncio.gather(self._watcher, return_exceptions=True)
             self._watcher = None
         models, self.state.models = self.state.models, {}
-        await asyncio.gather(*(self._close(model) for model in models.values()))
+        await asyncio.gather(*(self._close(model) for model in (*models.values(), *self._leaving)))
+
+    async def wait_lost(self) -> str:
+        """Wait until every engine is down for good; returns why the last one is."""
+        self._lost = self._lost or asyncio.get_running_loop().create_future()
+        return await self._lost
 
     # -- loading ----------------------------------------------------------------------------------
 
     def _check_name(self, name: str) -> None:
         if name in self.state.models or name in self.state.aliases or name in self._is_loading:
-            raise RequestError(
-                f"a model named {name!r} is already served; unload it or use another name", param="name"
-            )
+            what = "being loaded" if name in self._is_loading else "already served"
+            raise NameTaken(f"a model named {name!r} is {what}; unload it or use another name", param="name")
 
     async def _load(self, name: str, config: EngineConfig) -> ServedModel:
         started = time.perf_counter()
@@ -122,8 +144,16 @@ class Fleet:
         )
         if not name:
             name = front.name
-            self._check_name(name)
-        clients: list[EngineClient] = [ObservedClient(engine, name, self.metrics) for engine in engines]
+            try:
+                self._check_name(name)
+            except NameTaken:
+                await asyncio.gather(*(engine.close() for engine in engines))
+                raise
+        clients: list[EngineClient] = []
+        for engine in engines:
+            client = ObservedClient(engine, name, self.metrics)
+            client.meter.cache = config.cache
+            clients.append(client)
         seconds = time.perf_counter() - started
         logger.info("model %s: %d engine(s) after %.2f s", name, len(clients), seconds)
         return ServedModel(
@@ -178,7 +208,7 @@ class Fleet:
     # -- watching ---------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Log when an engine goes down and when it is back, and count the latter."""
+        """Log when an engine goes down and when it is back, and notice when all are gone."""
         while True:
             for meter in self.metrics.meters:
                 model, engine = meter.labels
@@ -187,9 +217,17 @@ class Fleet:
                     logger.error("engine %s of %s is down: %s", engine, model, reason)
                 elif reason is None and meter.is_down:
                     logger.warning("engine %s of %s is back", engine, model)
-                    meter.num_restarts += 1
                 meter.is_down = reason is not None
+            self._look_for_a_survivor()
             await asyncio.sleep(WATCH_INTERVAL_S)
+
+    def _look_for_a_survivor(self) -> None:
+        """Tell whoever waits in `wait_lost` if there is none."""
+        reasons = [loss_of(meter.client) for meter in self.metrics.meters]
+        if self._lost is None or self._lost.done() or not reasons or self._is_loading:
+            return
+        if all(reason is not None for reason in reasons):
+            self._lost.set_result(f"no engine is left: {reasons[-1]}")
 
 
 def with_server_defaults(config: EngineConfig) -> EngineConfig:
@@ -208,9 +246,12 @@ def failure_of(client: EngineClient) -> str | None:
     return None
 
 
-def _is_busy(model: ServedModel) -> bool:
-    return any(
-        client.stats().num_running + client.stats().num_waiting > 0
-        for client in model.clients
-        if failure_of(client) is None
-    )
+def loss_of(client: EngineClient) -> str | None:
+    """Why an engine will never serve again; None: it may."""
+    try:
+        client.check_health()
+    except EngineLost as error:
+        return str(error)
+    except EngineError:
+        return None
+    return None

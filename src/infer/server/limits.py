@@ -20,7 +20,7 @@ from infer.config import parse_bytes
 from infer.server.auth import is_admin, is_open
 from infer.server.errors import RETRY_LATER_S, ApiError
 from infer.server.refusal import refuse
-from infer.server.state import ServerState
+from infer.server.state import ServerState, holding_models
 
 BODY_TIMEOUT_S = 30.0
 WATCHING = ("/health", "/metrics", "/version")
@@ -113,7 +113,8 @@ class Gate:
             return
         self._state.num_active += 1
         try:
-            await self._app(scope, receive, send)
+            with holding_models():
+                await self._app(scope, receive, send)
         finally:
             self._state.num_active -= 1
 

@@ -13,7 +13,6 @@ instead, and such a dashboard works as it is.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -22,7 +21,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
+from infer.config import CacheConfig
 from infer.engine.client import EngineClient
+from infer.engine.stats import STEP_TOKENS, Histogram
 from infer.errors import EngineError
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -43,30 +44,6 @@ TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
-class Histogram:
-    """Counts of values by bucket: `observe` is a search among a few numbers and two additions."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)  # the last is beyond all bounds
-        self.total = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count a value in the first bucket whose bound is not below it."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-    def cumulative(self) -> list[tuple[str, float]]:
-        """Prometheus' buckets: how many values are not above each bound."""
-        rows, running = [], 0
-        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
-            running += count
-            rows.append((bound, float(running)))
-        return rows
-
-
 class EngineMeter:
     """What the requests of one engine took."""
 
@@ -78,15 +55,39 @@ class EngineMeter:
         self.num_output_tokens = 0
         self.finished: Counter[str] = Counter()  # by reason
         self.is_down = False  # when last looked at
-        self.num_restarts = 0
+        self.cache: CacheConfig | None = None  # how its cache was asked for
         self.first_token_s = Histogram(FIRST_TOKEN_S)
         self.inter_token_s = Histogram(TOKEN_S)
         self.per_token_s = Histogram(TOKEN_S)
         self.request_s = Histogram(REQUEST_S)
         self.queue_s = Histogram(REQUEST_S)
+        self.prefill_s = Histogram(REQUEST_S)
+        self.decode_s = Histogram(REQUEST_S)
+        self.inference_s = Histogram(REQUEST_S)
         self.prompt_tokens = Histogram(TOKENS)
         self.output_tokens = Histogram(TOKENS)
+        self.longest_output = Histogram(TOKENS)
+        self.max_tokens = Histogram(TOKENS)
         self.choices = Histogram(CHOICES)
+
+    @property
+    def step_tokens(self) -> Histogram:
+        """The sizes of the engine's steps, which the engine counts."""
+        stats, histogram = self.client.stats(), Histogram(STEP_TOKENS)
+        if stats.step_sizes:
+            histogram.counts, histogram.total = list(stats.step_sizes), float(stats.num_step_tokens)
+        return histogram
+
+    @property
+    def cache_labels(self) -> dict[str, str]:
+        """What `cache_config_info` says, in vLLM's words."""
+        stats = self.client.stats()
+        labels = {"block_size": str(stats.block_size), "num_gpu_blocks": str(stats.num_blocks)}
+        if self.cache is not None:
+            labels["enable_prefix_caching"] = str(self.cache.use_prefix_caching)
+            labels["kv_cache_backend"] = self.cache.kv_cache_backend
+            labels["num_cpu_blocks"] = str(self.cache.num_host_blocks)
+        return labels
 
 
 def _is_up(client: EngineClient) -> float:
@@ -117,7 +118,7 @@ COUNTERS: tuple[tuple[str, str, Reading], ...] = (
     ("prompt_tokens", "prompt tokens of requests that began to answer", lambda m: m.num_prompt_tokens),
     ("prompt_tokens_cached", "of these, found in the prefix cache", lambda m: m.num_cached_tokens),
     ("generation_tokens", "tokens made", lambda m: m.num_output_tokens),
-    ("engine_restarts", "times the engine came back after it was down", lambda m: m.num_restarts),
+    ("engine_restarts", "times the engine was started again", lambda m: m.client.stats().num_restarts),
 )
 HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMeter], Histogram]], ...] = (
     ("time_to_first_token_seconds", "from arrival to the first token", lambda m: m.first_token_s),
@@ -125,11 +126,18 @@ HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMeter], Histogram]], ...] = (
     ("request_time_per_output_token_seconds", "mean of a request, after its first", lambda m: m.per_token_s),
     ("e2e_request_latency_seconds", "from arrival to the last token", lambda m: m.request_s),
     ("request_queue_time_seconds", "waiting for the first step", lambda m: m.queue_s),
+    ("request_prefill_time_seconds", "from the first step to the first token", lambda m: m.prefill_s),
+    ("request_decode_time_seconds", "from the first token to the last", lambda m: m.decode_s),
+    ("request_inference_time_seconds", "from the first step to the last token", lambda m: m.inference_s),
     ("request_prompt_tokens", "prompt length", lambda m: m.prompt_tokens),
     ("request_generation_tokens", "output length, all choices together", lambda m: m.output_tokens),
+    ("request_max_num_generation_tokens", "its longest choice", lambda m: m.longest_output),
     ("request_params_n", "outputs asked for", lambda m: m.choices),
+    ("request_params_max_tokens", "max_tokens, where it was given", lambda m: m.max_tokens),
+    ("iteration_tokens_total", "tokens the model saw in a step", lambda m: m.step_tokens),
 )
 LABELS = ("model_name", "engine")
+FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
 class ServerMetrics(Collector):
@@ -147,8 +155,9 @@ class ServerMetrics(Collector):
 
     def add(self, model: str, client: EngineClient) -> EngineMeter:
         """A meter for one more engine of a model."""
-        number = sum(meter.labels[0] == model for meter in self.meters)
-        meter = EngineMeter(model, str(number), client)
+        taken = {meter.labels[1] for meter in self.meters if meter.labels[0] == model}
+        number = next(number for number in map(str, range(len(taken) + 1)) if number not in taken)
+        meter = EngineMeter(model, number, client)
         self.meters.append(meter)
         return meter
 
@@ -189,15 +198,19 @@ class ServerMetrics(Collector):
         finished = CounterMetricFamily(
             self._prefix + "request_success", "requests that ended", labels=(*LABELS, "finished_reason")
         )
+        cache = Metric(self._prefix + "cache_config_info", "the KV cache, in labels", "gauge")
         for meter in self.meters:
-            for reason, count in meter.finished.items():
-                finished.add_metric((*meter.labels, reason), count)
+            for reason in FINISH_REASONS:  # also those that never happened: a rate needs a start
+                finished.add_metric((*meter.labels, reason), meter.finished[reason])
+            labels = dict(zip(LABELS, meter.labels, strict=True)) | meter.cache_labels
+            cache.add_sample(cache.name, labels, 1.0)
         yield finished
+        yield cache
         http = CounterMetricFamily(
             self._prefix + "http_requests", "HTTP requests", labels=("method", "route", "status")
         )
-        for labels, count in self._http.items():
-            http.add_metric(labels, count)
+        for row, count in self._http.items():
+            http.add_metric(row, count)
         yield http
         yield _single(CounterMetricFamily, self._prefix + "http_clients_gone", "left early", self._num_gone)
         yield _single(

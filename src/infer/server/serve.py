@@ -5,7 +5,8 @@
 The port is taken first, so that a second server on it fails at once and not after a minute of loading,
 and whoever watches sees "starting" instead of a refused connection. After SIGTERM or Ctrl-C new requests
 get 503, running ones have `drain_timeout` seconds to end and are then cut off with an error; a second
-signal exits at once. If a model cannot be loaded the server ends with that error.
+signal exits at once. If a model cannot be loaded the server ends with that error, and if every engine is
+down for good it ends with `EngineLost`: whoever watches the process starts it again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 import uvicorn
 
 from infer.config import EngineConfig, ServerConfig
-from infer.errors import ConfigError
+from infer.errors import ConfigError, EngineLost
 from infer.server.app import build_app
 from infer.server.connection import GuardedConnection
 from infer.server.fleet import Fleet
@@ -72,6 +73,7 @@ async def run(
     stopping = _stop_on_signals()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     starting = asyncio.create_task(fleet.start(models))
+    losing = asyncio.create_task(fleet.wait_lost())
     url = url_of(config, listener)
     logger.info("listening on %s; loading %d model(s)", url, len(models))
     try:
@@ -81,12 +83,15 @@ async def run(
             gc.collect()
             gc.freeze()  # what start-up made stays: no collection needs to walk through it between two tokens
             announce(url)
-            await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({stopping, serving, losing}, return_when=asyncio.FIRST_COMPLETED)
+            if losing.done():
+                raise EngineLost(losing.result())
             await drain(state, config.drain_timeout)
     finally:
         state.is_draining = True
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
+        for task in (starting, losing):
+            task.cancel()
+        await asyncio.gather(starting, losing, return_exceptions=True)
         await fleet.close()  # whoever still waits is told now
         server.should_exit = True
         await serving

@@ -3,10 +3,16 @@
 A *served model* is a text side (tokenizer, template) and one or more engines behind it. Routes ask for
 a model by the name a client used, turn the body into requests with its text side, and send each request
 to the engine the router picks.
+
+Whoever asked for a model *holds* it until the end of the HTTP request, from the first look at the body to
+the last byte of the answer: a model is taken away only when nobody holds it any more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from infer.config import ServerConfig
@@ -27,10 +33,27 @@ class ServedModel:
     created: int  # seconds since 1970, for /v1/models
     router: Router = field(default_factory=Router)
     max_waiting: int | None = None  # sequences that may wait for each engine
+    num_held: int = 0  # HTTP requests that asked for it and have not ended
 
     def pick(self, request: Request) -> EngineClient:
         """The engine for this request."""
         return self.router.pick(request, self.clients)
+
+
+_HELD: ContextVar[list[ServedModel] | None] = ContextVar("infer_held_models", default=None)
+
+
+@contextmanager
+def holding_models() -> Iterator[None]:
+    """Around one HTTP request: what `ServerState.get_model` gives out in here is held until the end."""
+    held: list[ServedModel] = []
+    token = _HELD.set(held)
+    try:
+        yield
+    finally:
+        _HELD.reset(token)
+        for model in held:
+            model.num_held -= 1
 
 
 @dataclass(slots=True, eq=False)
@@ -55,4 +78,7 @@ class ServerState:
                 f"model {name!r} is not served here{closest(name or '', known)}; served: {', '.join(known)}",
                 param="model",
             )
+        if (held := _HELD.get()) is not None:
+            held.append(found)
+            found.num_held += 1
         return found

@@ -1,17 +1,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from infer.config import EngineConfig, ServerConfig
-from infer.errors import RequestError
+from infer.engine.client import EngineClient
+from infer.engine.request import Request, StepOutput
+from infer.errors import (
+    EngineError,
+    EngineLost,
+    EngineStopped,
+    NameTaken,
+    UnknownModel,
+)
+from infer.llm import LLM
 from infer.server.app import build_app, create_app
 from infer.server.fleet import DEFAULT_MAX_WAITING, Fleet, with_server_defaults
 from infer.server.metrics import ServerMetrics
-from infer.server.state import ServerState
+from infer.server.state import ServedModel, ServerState
 from tests.support.app import Site
 from tests.support.fake_client import FakeClient
 
@@ -26,7 +38,7 @@ def test_an_alias_can_be_made_and_pointed_elsewhere_but_not_onto_a_model() -> No
     site = Site(admin_key="root")
     assert post(site, "/admin/models/alias", {"alias": "gpt-4", "name": "fake"}).status_code == 200
     assert site.state.get_model("gpt-4") is site.state.models["fake"]
-    assert post(site, "/admin/models/alias", {"alias": "fake", "name": "fake"}).status_code == 422
+    assert post(site, "/admin/models/alias", {"alias": "fake", "name": "fake"}).status_code == 409
     unknown = post(site, "/admin/models/alias", {"alias": "x", "name": "nobody"})
     assert unknown.status_code == 422 and "nobody" in unknown.json()["error"]["message"]
 
@@ -64,7 +76,7 @@ def test_draining_sends_newcomers_away_until_it_is_taken_back() -> None:
         ({"name": "b"}, 400, "model"),
         ({"name": "b", "model": 3}, 400, "model"),
         ({"name": "b", "model": "x", "nome": 1}, 422, "nome"),
-        ({"name": "fake", "model": "x"}, 422, "already"),
+        ({"name": "fake", "model": "x"}, 409, "already"),
         ({"name": "b", "model": "/no/such/directory"}, 422, "model"),
         ({"name": "b", "model": "x", "knobs": {"block_sise": 3}}, 422, "block_size"),
         ({"name": "b", "model": "x", "knobs": {"block_size": "big"}}, 422, "block_size"),
@@ -99,7 +111,7 @@ def test_models_are_loaded_served_and_unloaded_while_the_server_runs(checkpoint:
             assert [row["id"] for row in (await client.get("/v1/models")).json()["data"]] == ["b"]
             ask = {"model": "b", "prompt": "The engine", "max_tokens": 3}
             assert (await client.post("/v1/completions", json=ask)).status_code == 200
-            assert (await client.post("/admin/models/load", json=body)).status_code == 422
+            assert (await client.post("/admin/models/load", json=body)).status_code == 409
             assert (await client.post("/admin/models/unload", json={"name": "b"})).status_code == 200
             assert (await client.post("/v1/completions", json=ask)).status_code == 422
         await fleet.close()
@@ -122,8 +134,186 @@ def test_create_app_starts_and_stops_its_engine_with_its_host(checkpoint: str) -
     asyncio.run(live())
 
 
+def test_a_name_that_is_being_loaded_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither an alias nor a second load may slip in between the start of a load and its end."""
+
+    async def live() -> None:
+        site = Site(admin_key="root", in_process=True)
+        fleet: Fleet = site.app.state.fleet
+        going_on = asyncio.Event()
+
+        async def start_slowly(self: Fleet, config: EngineConfig) -> tuple[Any, list[EngineClient]]:
+            await going_on.wait()
+            return site.state.models["fake"].front, [FakeClient()]
+
+        monkeypatch.setattr(Fleet, "_start_threads", start_slowly)
+        transport = httpx.ASGITransport(site.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://site", headers=ADMIN) as client:
+            load = {"name": "b", "model": "x"}
+            loading = asyncio.create_task(client.post("/admin/models/load", json=load))
+            while "b" not in fleet._is_loading:
+                await asyncio.sleep(0)
+            alias = await client.post("/admin/models/alias", json={"alias": "b", "name": "fake"})
+            again = await client.post("/admin/models/load", json=load)
+            assert (alias.status_code, again.status_code) == (409, 409)
+            assert "being loaded" in alias.text and "being loaded" in again.text
+            assert alias.json()["error"]["type"] == "ConflictError"
+            going_on.set()
+            with contextlib.suppress(AttributeError):  # there is no text side to describe
+                await loading
+            assert site.state.models["b"].name == "b" and not site.state.aliases
+            assert not fleet._is_loading
+        await fleet.close()
+
+    asyncio.run(live())
+
+
+def test_engines_whose_own_name_is_taken_are_stopped_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = [FakeClient(), FakeClient()]
+
+    async def start(self: Fleet, config: EngineConfig) -> tuple[Any, list[EngineClient]]:
+        return SimpleNamespace(name="fake"), list(started)
+
+    monkeypatch.setattr(Fleet, "_start_threads", start)
+    site = Site(in_process=True)
+    with pytest.raises(NameTaken):
+        asyncio.run(site.app.state.fleet.load("", EngineConfig()))
+    assert all(client.is_closed for client in started)
+    assert len(site.app.state.metrics.meters) == 1
+
+
+class Gated(FakeClient):
+    """Answers when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+
+    async def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
+        await self.gate.wait()
+        assert not self.is_closed, "the engine was stopped under a request"
+        async for output in super().generate(request):
+            yield output
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_unloading_waits_for_those_who_were_accepted_and_takes_nobody_new(
+    oracle: LLM, is_stream: bool
+) -> None:
+    async def live() -> None:
+        engine = Gated()
+        site = Site(engine, front=oracle.front, admin_key="root")
+        model = site.state.models["fake"]
+        ask = {"model": "fake", "prompt": "a", "max_tokens": 3, "stream": is_stream}
+        transport = httpx.ASGITransport(site.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://site", headers=ADMIN) as client:
+            asked = asyncio.create_task(client.post("/v1/completions", json=ask))
+            while not model.num_held:  # accepted; the engine need not know of it yet
+                await asyncio.sleep(0)
+            unloading = asyncio.create_task(client.post("/admin/models/unload", json={"name": "fake"}))
+            while site.state.models:
+                await asyncio.sleep(0)
+            assert (await client.post("/v1/completions", json=ask)).status_code == 422
+            assert not unloading.done() and not engine.is_closed
+            engine.gate.set()
+            assert (await asked).status_code == 200
+            assert (await unloading).json() == {"name": "fake", "default_model": None}
+            assert engine.is_closed and model.num_held == 0
+
+    asyncio.run(live())
+
+
+def test_unloading_does_not_wait_for_ever(oracle: LLM) -> None:
+    async def live() -> None:
+        engine = Gated()
+        site = Site(engine, front=oracle.front, admin_key="root", drain_timeout=0.05)
+        transport = httpx.ASGITransport(site.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://site", headers=ADMIN) as client:
+            asked = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"}))
+            while not site.state.models["fake"].num_held:
+                await asyncio.sleep(0)
+            await client.post("/admin/models/unload", json={"name": "fake"})
+            assert engine.is_closed and not asked.done()
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+
+    asyncio.run(live())
+
+
+def test_closing_the_fleet_closes_a_model_that_is_being_unloaded() -> None:
+    async def live() -> None:
+        site = Site()
+        fleet: Fleet = site.app.state.fleet
+        site.state.models["fake"].num_held = 1
+        unloading = asyncio.create_task(fleet.unload("fake"))
+        while site.state.models:
+            await asyncio.sleep(0)
+        await fleet.close()
+        assert site.clients[0].is_closed
+        unloading.cancel()
+        await asyncio.gather(unloading, return_exceptions=True)
+
+    asyncio.run(live())
+
+
+def test_every_end_of_a_request_lets_its_model_go(oracle: LLM) -> None:
+    site = Site(front=oracle.front)
+    model = site.state.models["fake"]
+    for body, status in (
+        ({"prompt": "a", "max_tokens": 2}, 200),
+        ({"prompt": "a", "max_tokens": 2, "stream": True}, 200),
+        ({"prompt": "a", "temperature": -1}, 422),
+    ):
+        assert site.request("POST", "/v1/completions", json=body).status_code == status
+        assert model.num_held == 0
+    assert site.request("GET", "/v1/models").status_code == 200 and model.num_held == 0
+
+
+def test_without_the_default_the_model_served_longest_is_the_default() -> None:
+    site = Site(admin_key="root")
+    for name in ("b", "c"):
+        site.state.models[name] = ServedModel(name, site.state.models["fake"].front, [], 0)
+    assert post(site, "/admin/models/unload", {"name": "fake"}).json()["default_model"] == "b"
+    assert site.state.get_model(None).name == "b"
+    assert post(site, "/admin/models/unload", {"name": "c"}).json()["default_model"] == "b"
+    assert post(site, "/admin/models/unload", {"name": "b"}).json()["default_model"] is None
+    with pytest.raises(UnknownModel):
+        site.state.get_model(None)
+
+
+@pytest.mark.parametrize(
+    ("failures", "is_lost"),
+    [
+        ((None, EngineLost("five times")), False),
+        ((EngineStopped("it is being started again"), EngineLost("five times")), False),
+        ((EngineLost("four times"), EngineLost("five times")), True),
+    ],
+)
+def test_the_fleet_is_lost_when_no_engine_can_come_back(
+    failures: Sequence[EngineError | None], is_lost: bool
+) -> None:
+    async def live() -> None:
+        site = Site(FakeClient(), FakeClient())
+        fleet: Fleet = site.app.state.fleet
+        waiting = asyncio.create_task(fleet.wait_lost())
+        await asyncio.sleep(0)
+        fleet._look_for_a_survivor()
+        assert not waiting.done()
+        for client, failure in zip(site.clients, failures, strict=True):
+            client.failure = failure
+        fleet._look_for_a_survivor()
+        await asyncio.sleep(0)
+        assert waiting.done() == is_lost
+        if is_lost:
+            assert "five times" in waiting.result()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+    asyncio.run(live())
+
+
 def test_two_models_cannot_have_one_name() -> None:
     site = Site()
     fleet = Fleet(site.state, ServerMetrics("infer"))
-    with pytest.raises(RequestError, match="already served"):
+    with pytest.raises(NameTaken, match="already served"):
         asyncio.run(fleet.load("fake", EngineConfig()))

@@ -1,22 +1,30 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from infer.engine.request import Request
+from infer.engine.client import InProcessClient
+from infer.engine.request import Request, StepOutput
+from infer.engine.stats import STEP_TOKENS, EngineStats, Histogram, add_counters
 from infer.errors import EngineStopped
+from infer.llm import LLM
 from infer.sampling.params import SamplingParams
 from infer.server.access_log import _RECORD, RequestRecord
-from infer.server.metrics import FIRST_TOKEN_S, REQUEST_S, TOKEN_S, Histogram, ServerMetrics
+from infer.server.app import build_app
+from infer.server.generation import merge
+from infer.server.metrics import FIRST_TOKEN_S, REQUEST_S, TOKEN_S, ServerMetrics
 from infer.server.observed import ObservedClient
 from tests.support.app import Site
 from tests.support.fake_client import FakeClient
+from tests.support.wire import ScriptedClient, make_state, outputs_of
 
 
 def request(max_tokens: int = 5, n: int = 1) -> Request:
@@ -69,27 +77,119 @@ def test_a_request_leaves_its_counts_and_times() -> None:
     assert found['infer_request_success_total{engine="0",finished_reason="length",model_name="m"}'] == 1
 
 
-@pytest.mark.parametrize(("is_gone", "reason"), [(True, "abort"), (False, "stop")])
-def test_a_reader_that_stops_early_has_left_or_has_seen_enough(is_gone: bool, reason: str) -> None:
-    metrics = ServerMetrics("infer")
-    fake = FakeClient()
-    client = ObservedClient(fake, "m", metrics)
+def read_two(client: ObservedClient, end: str) -> None:
+    """Read two tokens of each choice, then stop in one of several ways."""
 
-    async def read_two() -> None:
+    async def read() -> None:
         record = RequestRecord(request_id="x", arrived_at=0.0)
         _RECORD.set(record)
         async with aclosing(client.generate(request(max_tokens=50))) as outputs:
             async for _ in outputs:
-                if record.is_gone:
-                    break
                 if client.meter.num_output_tokens == 2:
-                    record.is_gone = is_gone
                     break
+            if end == "time is up":
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0):
+                        await asyncio.sleep(0)
+                        await anext(outputs)
+            elif end == "a stop string":
+                client.abort("r", 0)
+            elif end == "the client left":
+                record.is_gone = True
         assert record.num_output_tokens == 2
 
-    asyncio.run(read_two())
+    asyncio.run(read())
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ("a stop string", "stop"),
+        ("the client left", "abort"),
+        ("time is up", "abort"),
+        ("closed by whoever serves it", "abort"),
+    ],
+)
+def test_a_reader_that_stops_early_has_seen_enough_only_if_it_says_so(end: str, reason: str) -> None:
+    fake = FakeClient()
+    client = ObservedClient(fake, "m", ServerMetrics("infer"))
+    read_two(client, end)
     assert client.meter.finished == {reason: 1}
     assert fake.num_open == 0, "leaving the outer iterator closes the inner one"
+
+
+@pytest.mark.parametrize(("says_so", "reason"), [(True, "stop"), (False, "abort")])
+def test_an_abort_of_the_engine_is_a_stop_only_for_the_reader_who_asked(says_so: bool, reason: str) -> None:
+    async def script(request: Request) -> AsyncGenerator[StepOutput, None]:
+        for output in outputs_of(request, [5, 6], "abort"):
+            yield output
+
+    client = ObservedClient(ScriptedClient(script), "m", ServerMetrics("infer"))
+
+    async def read() -> None:
+        async for _ in client.generate(request()):
+            if says_so:
+                client.abort("r", 0)
+
+    asyncio.run(read())
+    assert client.meter.finished == {reason: 1}
+
+
+def test_of_two_choices_one_that_is_cut_off_makes_the_request_an_abort() -> None:
+    async def script(request: Request) -> AsyncGenerator[StepOutput, None]:
+        yield outputs_of(request, [5])[0]  # choice 0 has ended with "length"
+        await asyncio.sleep(3600)
+
+    client = ObservedClient(ScriptedClient(script), "m", ServerMetrics("infer"))
+
+    async def read() -> None:
+        async with asyncio.timeout(0.01), aclosing(client.generate(request(n=2))) as outputs:
+            async for _ in outputs:
+                pass
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(read())
+    assert client.meter.finished == {"abort": 1}
+
+
+def test_when_one_prompt_of_a_body_fails_the_others_are_aborts() -> None:
+    async def fails(request: Request) -> AsyncGenerator[StepOutput, None]:
+        yield outputs_of(request, [5, 6])[0]
+        raise EngineStopped("dead")
+
+    async def hangs(request: Request) -> AsyncGenerator[StepOutput, None]:
+        yield outputs_of(request, [5, 6])[0]
+        await asyncio.sleep(3600)
+
+    metrics = ServerMetrics("infer")
+    clients = [ObservedClient(ScriptedClient(script), "m", metrics) for script in (fails, hangs)]
+
+    async def read() -> None:
+        async with aclosing(merge([client.generate(request()) for client in clients])) as outputs:
+            async for _ in outputs:
+                pass
+
+    with pytest.raises(EngineStopped):
+        asyncio.run(read())
+    assert [client.meter.finished for client in clients] == [{"error": 1}, {"abort": 1}]
+
+
+def test_a_request_that_runs_out_of_time_over_http_is_an_abort(oracle: LLM) -> None:
+    async def hangs(request: Request) -> AsyncGenerator[StepOutput, None]:
+        yield outputs_of(request, [5, 6])[0]
+        await asyncio.sleep(3600)
+
+    state = make_state(oracle.front, ScriptedClient(hangs))
+    app = build_app(state)
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://site") as client:
+            return await client.post("/v1/completions", json={"prompt": "a", "timeout": 0.01})
+
+    assert asyncio.run(ask()).status_code == 504
+    (meter,) = app.state.metrics.meters
+    assert meter.finished == {"abort": 1}
 
 
 def test_a_failure_is_counted_and_passed_on() -> None:
@@ -123,34 +223,137 @@ def test_gauges_are_the_engine_s_last_snapshot() -> None:
     assert found['infer_num_requests_running{engine="0",model_name="fake"}'] == 0
 
 
-VLLM_NAMES = [
-    "num_requests_running",
-    "num_requests_waiting",
-    "kv_cache_usage_perc",
-    "prefix_cache_queries",
-    "prefix_cache_hits",
-    "num_preemptions",
-    "prompt_tokens",
-    "generation_tokens",
-    "request_success",
-    "prompt_tokens_cached",
-    "time_to_first_token_seconds",
-    "inter_token_latency_seconds",
-    "request_time_per_output_token_seconds",
-    "e2e_request_latency_seconds",
-    "request_queue_time_seconds",
-    "request_prompt_tokens",
-    "request_generation_tokens",
-    "request_params_n",
-]
+# Every series that the queries of vLLM's Grafana dashboard (examples/observability/prometheus_grafana) name.
+DASHBOARD = """
+e2e_request_latency_seconds_bucket e2e_request_latency_seconds_sum e2e_request_latency_seconds_count
+inter_token_latency_seconds_bucket inter_token_latency_seconds_sum inter_token_latency_seconds_count
+time_to_first_token_seconds_bucket time_to_first_token_seconds_sum time_to_first_token_seconds_count
+prompt_tokens_total generation_tokens_total num_requests_running num_requests_waiting kv_cache_usage_perc
+request_prompt_tokens_bucket request_generation_tokens_bucket request_success_total
+request_queue_time_seconds_sum request_prefill_time_seconds_sum request_decode_time_seconds_sum
+request_max_num_generation_tokens_sum
+""".split()
+# What other dashboards of its users read.
+OTHERS = """
+prefix_cache_queries_total prefix_cache_hits_total num_preemptions_total prompt_tokens_cached_total
+request_time_per_output_token_seconds_bucket request_inference_time_seconds_bucket
+request_params_n_bucket request_params_max_tokens_bucket
+iteration_tokens_total_bucket iteration_tokens_total_sum iteration_tokens_total_count cache_config_info
+""".split()
 
 
-def test_the_vllm_prefix_gives_the_names_of_its_dashboards() -> None:
+def test_the_vllm_prefix_gives_every_series_its_dashboards_read() -> None:
     site = Site(metrics_prefix="vllm")
     response = site.request("GET", "/metrics")
     assert response.headers["content-type"].startswith("text/plain")
-    families = {family.name for family in text_string_to_metric_families(response.text)}
-    assert {f"vllm:{name}" for name in VLLM_NAMES} <= families
+    families = list(text_string_to_metric_families(response.text))
+    assert len({family.name for family in families}) == len(families), "a family is written once"
+    samples = {sample.name for family in families for sample in family.samples}
+    assert {f"vllm:{name}" for name in (*DASHBOARD, *OTHERS)} <= samples
+    labels = [sample.labels for family in families for sample in family.samples if "http" not in family.name]
+    assert all(each["model_name"] == "fake" for each in labels if each)
+    reasons = {each["finished_reason"] for each in labels if "finished_reason" in each}
+    assert reasons == {"stop", "length", "abort", "error"}, "also those that have not happened yet"
+
+
+def test_the_parts_of_a_request_s_time_add_up() -> None:
+    async def script(request: Request) -> AsyncGenerator[StepOutput, None]:
+        await asyncio.sleep(0.02)
+        for output in outputs_of(request, [5, 6, 7]):
+            yield replace(output, queue_s=0.01)
+            await asyncio.sleep(0.002)
+
+    metrics = ServerMetrics("infer")
+    client = ObservedClient(ScriptedClient(script), "m", metrics)
+
+    async def read() -> None:
+        async for _ in client.generate(request(max_tokens=3)):
+            pass
+
+    asyncio.run(read())
+    found = numbers(metrics)
+
+    def total(name: str) -> float:
+        assert found[f"infer_{name}_count{LABELS}"] == 1
+        return found[f"infer_{name}_sum{LABELS}"]
+
+    prefill, decode = total("request_prefill_time_seconds"), total("request_decode_time_seconds")
+    assert prefill >= 0.009 and decode >= 0.004
+    assert total("request_inference_time_seconds") == pytest.approx(prefill + decode)
+    assert (
+        total("e2e_request_latency_seconds") >= prefill + decode + total("request_queue_time_seconds") - 1e-6
+    )
+    assert total("request_max_num_generation_tokens") == 3
+    assert total("request_params_max_tokens") == 3
+
+
+def test_the_longest_choice_and_all_choices_are_told_apart() -> None:
+    async def script(request: Request) -> AsyncGenerator[StepOutput, None]:
+        for output in outputs_of(request, [5, 6, 7]):
+            yield output
+        yield replace(outputs_of(request, [5])[0], index=1)
+
+    metrics = ServerMetrics("infer")
+    client = ObservedClient(ScriptedClient(script), "m", metrics)
+
+    async def read() -> None:
+        async for _ in client.generate(request(n=2)):
+            pass
+
+    asyncio.run(read())
+    found = numbers(metrics)
+    assert found[f"infer_request_max_num_generation_tokens_sum{LABELS}"] == 3
+    assert found[f"infer_request_generation_tokens_sum{LABELS}"] == 4
+
+
+def test_steps_and_cache_are_the_engine_s_own(oracle: LLM, client: InProcessClient) -> None:
+    """Every step of a real engine is in the histogram, and each token it saw in the sum."""
+    before = client.stats()
+    wire_app = build_app(make_state(oracle.front, client))
+
+    async def ask() -> None:
+        transport = httpx.ASGITransport(wire_app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://site") as http:
+            body = {"prompt": [5, 6, 7, 8, 9], "max_tokens": 4, "ignore_eos": True, "cache_salt": "own"}
+            assert (await http.post("/v1/completions", json=body)).status_code == 200
+        for _ in range(1000):  # the answer may overtake the snapshot
+            if client.stats().num_steps - before.num_steps >= 4:
+                break
+            await asyncio.sleep(0.01)
+
+    asyncio.run(ask())
+    after = client.stats()
+    steps = [b - a for a, b in zip(before.step_sizes, after.step_sizes, strict=True)]
+    assert sum(steps) == after.num_steps - before.num_steps == 4
+    assert (steps[0], steps[1]) == (3, 1), "one step for the prompt of 5, three of one token"
+    assert after.num_step_tokens - before.num_step_tokens == 5 + 3
+    page = wire_app.state.metrics.text().decode()
+    sizes = f'infer_iteration_tokens_total_count{{engine="0",model_name="tiny"}} {float(after.num_steps)}'
+    assert sizes in page
+    assert (
+        'infer_cache_config_info{block_size="4",engine="0",model_name="tiny",num_gpu_blocks="256"} 1.0'
+        in page
+    )
+
+
+def test_counters_of_an_engine_s_lives_add_up_and_gauges_do_not() -> None:
+    sizes = (1, *(0,) * len(STEP_TOKENS))
+    past = EngineStats(num_steps=3, num_running=2, num_restarts=1, step_sizes=sizes, num_blocks=8)
+    now = EngineStats(num_steps=4, num_running=1, step_sizes=sizes, num_blocks=8)
+    total = add_counters(now, past)
+    assert (total.num_steps, total.num_running, total.num_restarts, total.num_blocks) == (7, 1, 1, 8)
+    assert total.step_sizes[0] == 2
+    assert add_counters(EngineStats(), past).step_sizes == sizes
+    assert add_counters(now, EngineStats()) == now
+
+
+def test_a_new_engine_gets_a_number_that_is_free() -> None:
+    metrics = ServerMetrics("infer")
+    clients = [FakeClient() for _ in range(4)]
+    first = [metrics.add("m", client).labels[1] for client in clients[:3]]
+    metrics.remove(clients[0])
+    assert first == ["0", "1", "2"]
+    assert metrics.add("m", clients[3]).labels == ("m", "0")
 
 
 def test_http_requests_are_counted_by_route_and_status_not_by_path() -> None:
