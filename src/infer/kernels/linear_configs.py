@@ -1,0 +1,115 @@
+"""How the linears of few tokens are cut into programs: rules that hold anywhere, and what was measured.
+
+The rules aim at one wave of programs that together keep enough bytes in flight: a GPU needs about 26 KB per
+multiprocessor under way all the time to use its memory fully. Where a shape was measured on Hopper, the table
+at the end replaces the rule; `python -m benchmarks.kernels.linear_small --sweep --apply` writes it.
+Nothing is tuned while the program runs.
+
+A row's result must not depend on how many tokens are in the step, so what decides the order of
+additions is the same for every M: `block_k` and `num_warps` of a `GemvConfig`, `block_k` and `split_k`
+of a `SkinnyConfig`. The other fields may differ between buckets of M (a test compares the table's entries).
+
+Shapes:  M tokens, N outputs (of the gate half when gated), K inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from infer.kernels.dispatch import next_power_of_two
+
+GEMV_MAX_M = 4  # up to here plain dot products; tensor cores above
+MAX_SMALL_M = 128  # up to here our kernels; the library above
+_ENOUGH_PROGRAMS = 264  # two for each multiprocessor of an H200
+_STAGE_BYTES = 200 << 10  # of the 227 KB of shared memory a Hopper block may have
+
+
+@dataclass(frozen=True, slots=True)
+class GemvConfig:
+    """The tile of one program of `gemv_kernel`."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    unroll: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyConfig:
+    """The tile of one program of `skinny_kernel`, and among how many programs K is split."""
+
+    block_n: int
+    block_k: int
+    split_k: int
+    num_warps: int
+    num_stages: int
+
+
+Key = tuple[int, int, bool, int]  # N, K, gated, bucket of M
+
+
+def bucket(num_tokens: int) -> int:
+    """1, 2, 4, then the next power of two from 16 on: with 8, Triton takes another matrix instruction."""
+    size = next_power_of_two(num_tokens)
+    return size if num_tokens <= GEMV_MAX_M else max(size, 16)
+
+
+@lru_cache(maxsize=1024)
+def gemv_config(N: int, K: int, gated: bool, block_m: int, device: torch.device) -> GemvConfig:
+    """The measured configuration, or the rule's."""
+    measured = HOPPER_GEMV.get((N, K, gated, block_m)) if _is_hopper(device) else None
+    return measured or default_gemv_config(N, K, gated)
+
+
+@lru_cache(maxsize=1024)
+def skinny_config(
+    N: int, K: int, gated: bool, block_m: int, device: torch.device, item_bytes: int = 2
+) -> SkinnyConfig | None:
+    """The measured configuration, or the rule's; None where the library was faster."""
+    config = default_skinny_config(N, K, gated)
+    if _is_hopper(device):
+        measured = HOPPER_SKINNY.get((N, K, gated, block_m), config)
+        if measured is None:
+            return None
+        config = measured
+    elif device.type == "cuda":
+        config = replace(config, block_k=64, num_stages=3)  # fits the 99 KB of smaller GPUs
+    return fit_stages(replace(config, block_k=config.block_k * 2 // item_bytes), block_m, gated, item_bytes)
+
+
+def fit_stages(config: SkinnyConfig, block_m: int, gated: bool, item_bytes: int = 2) -> SkinnyConfig:
+    """As many stages as fit the shared memory, at most those asked for."""
+    stage_bytes = (config.block_n * (2 if gated else 1) + block_m) * config.block_k * item_bytes
+    return replace(config, num_stages=max(1, min(config.num_stages, _STAGE_BYTES // stage_bytes)))
+
+
+def default_gemv_config(N: int, K: int, gated: bool) -> GemvConfig:
+    """16 bytes per thread and row, all warps side by side along K; fewer rows where N is small."""
+    block_k = min(max(next_power_of_two(K), 256), 1024)
+    rows = 4 if N >= 4 * 4 * _ENOUGH_PROGRAMS else 2
+    if gated:
+        rows //= 2  # a program takes as many rows of `up` again
+    return GemvConfig(block_n=rows, block_k=block_k, num_warps=block_k // 256)
+
+
+def default_skinny_config(N: int, K: int, gated: bool) -> SkinnyConfig:
+    """Tiles of 64 rows; K is halved until there are enough programs or a piece has 256 columns."""
+    num_tiles, split_k = -(-N // 64), 1
+    while num_tiles * split_k < _ENOUGH_PROGRAMS and K // (2 * split_k) >= 256 and split_k < 8:
+        split_k *= 2
+    return SkinnyConfig(block_n=64, block_k=64 if gated else 128, split_k=split_k, num_warps=4, num_stages=4)
+
+
+@lru_cache(maxsize=16)
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+# Measured on Hopper; rewritten by `python -m benchmarks.kernels.linear_small --sweep --apply`.
+# table: begin
+HOPPER_GEMV: dict[Key, GemvConfig] = {}
+HOPPER_SKINNY: dict[Key, SkinnyConfig | None] = {}
+# table: end

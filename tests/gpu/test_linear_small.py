@@ -1,0 +1,109 @@
+"""The linears of few tokens on a real GPU: their contract, and the shapes of real models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from infer.kernels import linear_small
+from infer.kernels.linear_small import gated_linear, linear, norm_gated_linear, norm_linear
+from tests.unit.kernels.linear_contract import LinearContract, assert_near, gate
+
+EPS = 1e-6
+SHAPES = [(4096, 1024), (1024, 3072), (3072, 2048), (2048, 8192), (6144, 4096), (4096, 12288)]  # N, K
+GATED_SHAPES = [(3072, 1024), (8192, 2048), (12288, 4096)]  # F, K
+TOKENS = [1, 2, 3, 4, 5, 8, 16, 17, 64, 100, 128]
+
+
+def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape, device="cuda") * scale).bfloat16()
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+class TestCompiledLinears(LinearContract):
+    device = "cuda"
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+class TestRealShapes:
+    @pytest.mark.parametrize(("N", "K"), SHAPES)
+    def test_linear(self, N: int, K: int) -> None:
+        w, bias = random(N, K, scale=0.02), random(N)
+        for num_tokens in TOKENS:
+            x = random(num_tokens, K)
+            assert_near(linear(x, w, bias), F.linear(x.double(), w.double(), bias.double()))
+
+    @pytest.mark.parametrize(("num_outputs", "K"), GATED_SHAPES)
+    def test_norm_gated_linear(self, num_outputs: int, K: int) -> None:
+        w, gain = random(2 * num_outputs, K, scale=0.02), random(K)
+        for num_tokens in TOKENS:
+            x, residual = random(num_tokens, K), random(num_tokens, K)
+            y, total = norm_gated_linear(x, residual, gain, EPS, 0.0, w, "silu")
+            assert torch.equal(total, x + residual)
+            normed = F.rms_norm(total.double(), (K,), gain.double(), EPS)
+            assert_near(y, gate(normed @ w.double().T, "silu"))
+
+    @pytest.mark.parametrize(("N", "K"), SHAPES[:3])
+    def test_the_same_input_gives_the_same_bits_again(self, N: int, K: int) -> None:
+        w = random(N, K, scale=0.02)
+        for num_tokens in (1, 8, 64):
+            x = random(num_tokens, K)
+            first = linear(x, w)
+            assert all(torch.equal(linear(x, w), first) for _ in range(50))
+
+    @pytest.mark.parametrize("batches", [(1, 2, 3, 4), (5, 8, 16, 17, 33, 64, 100, 128)])
+    @pytest.mark.parametrize("kind", ["linear", "norm_linear", "gated_linear"])
+    def test_a_row_has_the_same_bits_in_every_batch_of_its_kernel(
+        self, batches: tuple[int, ...], kind: str
+    ) -> None:
+        K, F_out = 1024, 3072
+        w, gain = random(2 * F_out, K, scale=0.02), random(K)
+        x = random(max(batches), K)
+        run: Callable[[torch.Tensor], torch.Tensor] = {
+            "linear": lambda rows: linear(rows, w),
+            "norm_linear": lambda rows: norm_linear(rows, rows, gain, EPS, 0.0, w)[0],
+            "gated_linear": lambda rows: gated_linear(rows, w, "silu"),
+        }[kind]
+        if kind == "norm_linear":  # folded or not is a third way to compute a row
+            batches = tuple(size for size in batches if size <= linear_small.FOLD_NORM_MAX_M)
+        whole = run(x[: max(batches)])
+        for size in batches:
+            assert torch.equal(run(x[:size]), whole[:size]), size
+
+    def test_a_graph_replays_on_new_numbers(self) -> None:
+        w, gain = random(1024, 2048, scale=0.02), random(2048)
+        for num_tokens in (1, 4, 7, 32):
+            x, residual = random(num_tokens, 2048), random(num_tokens, 2048)
+            norm_linear(x, residual, gain, EPS, 0.0, w)  # compiles, and makes the counters
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y, total = norm_linear(x, residual, gain, EPS, 0.0, w)
+            for _ in range(3):
+                x.copy_(random(num_tokens, 2048))
+                graph.replay()
+                expected, expected_total = norm_linear(x, residual, gain, EPS, 0.0, w)
+                assert torch.equal(y, expected) and torch.equal(total, expected_total)
+
+    def test_a_new_batch_size_compiles_nothing(self) -> None:
+        from infer.kernels.linear_kernels import gemv_kernel, skinny_kernel
+
+        def num_compiled() -> int:
+            return sum(
+                len(cache[0])
+                for kernel in (gemv_kernel, skinny_kernel)
+                for cache in kernel.device_caches.values()
+            )
+
+        w = random(1024, 2048, scale=0.02)
+        for num_tokens in (1, 2, 4, 5, 32, 64, 128):
+            linear(random(num_tokens, 2048), w)
+        before = num_compiled()
+        for num_tokens in range(1, 129):
+            linear(random(num_tokens, 2048), w)
+        assert num_compiled() == before

@@ -1,0 +1,127 @@
+"""The linears of few tokens: kernels under Triton's interpreter, references on the CPU, the table."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from infer.errors import ConfigError
+from infer.kernels import linear_configs
+from infer.kernels.linear_configs import (
+    GEMV_MAX_M,
+    MAX_SMALL_M,
+    GemvConfig,
+    SkinnyConfig,
+    bucket,
+    default_gemv_config,
+    default_skinny_config,
+    fit_stages,
+    gemv_config,
+    skinny_config,
+)
+from infer.kernels.linear_small import gated_linear, linear, norm_gated_linear, norm_linear
+
+HERE = Path(__file__).parent
+SHAPES = [(1024, 2048), (6144, 4096), (12288, 4096), (151936, 1024), (70, 150), (1, 1)]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_kernels_keep_their_contract_under_the_interpreter() -> None:
+    file = str(HERE / "interpreted_linear.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""},
+        cwd=HERE.parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\d+ passed", done.stdout) and "skipped" not in done.stdout, done.stdout
+
+
+def test_on_the_cpu_the_fused_forms_are_the_plain_ones_one_after_the_other() -> None:
+    torch.manual_seed(0)
+    x, residual, gain, bias = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8), torch.randn(6)
+    w = torch.randn(6, 8)
+    normed = F.rms_norm(x + residual, (8,), gain + 1, 1e-5)
+    y, total = norm_linear(x, residual, gain, 1e-5, 1.0, w, bias)
+    torch.testing.assert_close(y, normed @ w.T + bias)
+    assert torch.equal(total, x + residual)
+    y, total = norm_gated_linear(x, residual, gain, 1e-5, 1.0, w, "silu")
+    torch.testing.assert_close(y, F.silu(normed @ w[:3].T) * (normed @ w[3:].T))
+    assert torch.equal(total, x + residual)
+    torch.testing.assert_close(gated_linear(x, w, "silu"), F.silu(x @ w[:3].T) * (x @ w[3:].T))
+    torch.testing.assert_close(linear(x, w, bias), x @ w.T + bias)
+
+
+def test_without_a_residual_the_new_residual_is_the_input() -> None:
+    x, gain, w = torch.randn(2, 8), torch.ones(8), torch.randn(6, 8)
+    y, total = norm_linear(x, None, gain, 1e-5, 0.0, w)
+    assert torch.equal(total, x)
+    torch.testing.assert_close(y, F.rms_norm(x, (8,), gain, 1e-5) @ w.T)
+
+
+def test_an_unknown_activation_is_refused_before_anything_is_computed() -> None:
+    with pytest.raises(ConfigError, match="'swish'"):
+        gated_linear(torch.zeros(1, 8), torch.zeros(6, 8), "swish")
+
+
+def test_buckets_are_few_and_cover_every_batch() -> None:
+    buckets = [bucket(num_tokens) for num_tokens in range(1, MAX_SMALL_M + 1)]
+    assert all(size >= num_tokens for num_tokens, size in enumerate(buckets, start=1))
+    assert sorted(set(buckets)) == [1, 2, 4, 16, 32, 64, 128]
+    assert bucket(GEMV_MAX_M + 1) == 16  # Hopper's matrix instruction from the first batch on
+
+
+@pytest.mark.parametrize(("N", "K"), SHAPES)
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_rules_give_tiles_that_triton_accepts(N: int, K: int, gated: bool) -> None:
+    gemv = default_gemv_config(N, K, gated)
+    assert gemv.block_n >= 1 and gemv.block_k == 256 * gemv.num_warps
+    skinny = default_skinny_config(N, K, gated)
+    assert skinny.block_n % 64 == 0 and skinny.block_k >= 64
+    assert skinny.split_k * 256 <= max(K, 256)
+    assert skinny.split_k == 1 or -(-N // skinny.block_n) < 1024  # counters suffice
+
+
+def test_stages_fit_the_shared_memory() -> None:
+    wide = SkinnyConfig(128, 128, split_k=1, num_warps=8, num_stages=6)
+    assert fit_stages(wide, 16, gated=False).num_stages == 5
+    assert fit_stages(wide, 128, gated=True).num_stages == 2
+
+
+def test_the_table_never_lets_the_batch_size_choose_the_order_of_additions() -> None:
+    gemv_orders, skinny_orders = {}, {}
+    for (N, K, gated, _), gemv in linear_configs.HOPPER_GEMV.items():
+        order = (gemv.block_k, gemv.num_warps)
+        assert gemv_orders.setdefault((N, K, gated), order) == order
+        assert gemv.block_k >= 256 * gemv.num_warps  # all warps along K, whatever block_n is
+    for (N, K, gated, _), skinny in linear_configs.HOPPER_SKINNY.items():
+        if skinny is not None:
+            split = (skinny.block_k, skinny.split_k)
+            assert skinny_orders.setdefault((N, K, gated), split) == split
+            assert skinny.block_n % 64 == 0
+
+
+def test_a_measured_shape_uses_the_table_and_another_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = GemvConfig(8, 512, 2)
+    monkeypatch.setattr(linear_configs, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(linear_configs, "HOPPER_GEMV", {(7, 9, False, 2): measured})
+    monkeypatch.setattr(linear_configs, "HOPPER_SKINNY", {(7, 9, False, 16): None})
+    device = torch.device("meta")  # no other test asks for it: answers are remembered
+    try:
+        assert gemv_config(7, 9, False, 2, device) == measured
+        assert gemv_config(7, 9, False, 4, device) == default_gemv_config(7, 9, False)
+        assert skinny_config(7, 9, False, 16, device) is None
+        assert skinny_config(7, 9, False, 32, device) is not None
+    finally:
+        gemv_config.cache_clear()
+        skinny_config.cache_clear()
