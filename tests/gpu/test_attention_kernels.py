@@ -1,0 +1,163 @@
+"""The attention kernels on a real GPU: their contract, and real sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from infer.kernels.attention_decode import DecodeWork, attend_decode, attend_decode_reference
+from infer.kernels.attention_prefill import (
+    Chunk,
+    PrefillChunks,
+    attend_fresh,
+    attend_prefill,
+    attend_prefill_reference,
+    build_prefill_chunks,
+    tokens_per_tile,
+)
+from tests.unit.kernels.attention_contract import DecodeContract, Heads, PrefillContract, make_paged
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")]
+
+MODELS = [Heads(16, 8, 128), Heads(32, 8, 64), Heads(28, 4, 128), Heads(8, 4, 256), Heads(32, 32, 96)]
+every_model = pytest.mark.parametrize("heads", MODELS, ids=str)
+
+
+def decode_work(heads: Heads, max_rows: int, max_len: int) -> DecodeWork:
+    return DecodeWork(
+        max_rows=max_rows,
+        max_len=max_len,
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
+        device="cuda",
+    )
+
+
+def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((actual.float() - exact).abs().max() / exact.abs().max())
+
+
+class TestCompiledDecode(DecodeContract):
+    device = "cuda"
+
+    @every_model
+    @pytest.mark.parametrize("window", [None, 1024])
+    def test_decode_at_real_sizes(self, heads: Heads, window: int | None) -> None:
+        lens = [32768, 4096, 1, 800, 0, 257, 16, 5000]
+        paged = make_paged(lens, heads, block_size=16, dtype=torch.bfloat16, device="cuda")
+        rows = torch.arange(len(lens), dtype=torch.int32, device="cuda")
+        lens_S = torch.tensor(lens, dtype=torch.int32, device="cuda")
+        q = torch.randn(len(lens), heads.num_heads, heads.head_dim, device="cuda").bfloat16()
+        work = decode_work(heads, len(lens), 32768)
+        scale = heads.head_dim**-0.5
+
+        def attend() -> torch.Tensor:
+            return attend_decode(
+                q, paged.keys, paged.values, paged.tables, rows, lens_S, work,
+                block_size=16, scale=scale, window=window,
+            )  # fmt: skip
+
+        work.plan(rows, lens_S, window=window)
+        first = attend()
+        exact = attend_decode_reference(
+            q.float(), paged.keys.float(), paged.values.float(), paged.tables, rows, lens_S,
+            block_size=16, scale=scale, window=window,
+        )  # fmt: skip
+        for index in range(len(lens)):
+            if lens[index]:
+                assert relative_error(first[index], exact[index]) < 1e-2, f"length {lens[index]}"
+        assert not first[4].any()
+        assert all(torch.equal(attend(), first) for _ in range(50))  # the order of arrival leaves no trace
+
+    def test_a_replayed_graph_follows_the_lengths(self) -> None:
+        heads, block_size = MODELS[0], 32
+        paged = make_paged([3000] * 8, heads, block_size=block_size, dtype=torch.bfloat16, device="cuda")
+        rows = torch.arange(8, dtype=torch.int32, device="cuda")
+        lens_S = torch.ones(8, dtype=torch.int32, device="cuda")
+        q = torch.randn(8, heads.num_heads, heads.head_dim, device="cuda").bfloat16()
+        work = decode_work(heads, 8, 3000)
+
+        def step() -> list[torch.Tensor]:
+            work.plan(rows, lens_S)
+            return [
+                attend_decode(
+                    q, paged.keys, paged.values, paged.tables, rows, lens_S, work,
+                    block_size=block_size, scale=0.1, window=None,
+                )
+                for _ in range(3)
+            ]  # fmt: skip
+
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = step()
+        for lens in ([3000] * 8, [0, 1, 2, 700, 0, 2999, 31, 33], [1] * 8, [2048, 0, 0, 0, 0, 0, 0, 1]):
+            lens_S.copy_(torch.tensor(lens, dtype=torch.int32))
+            graph.replay()
+            eager = step()[0]
+            expected = attend_decode_reference(
+                q, paged.keys, paged.values, paged.tables, rows, lens_S,
+                block_size=block_size, scale=0.1, window=None,
+            )  # fmt: skip
+            torch.testing.assert_close(eager, expected, rtol=2e-2, atol=2e-2)
+            assert all(torch.equal(out, eager) for out in outs)
+
+
+class TestCompiledPrefill(PrefillContract):
+    device = "cuda"
+
+    @every_model
+    @pytest.mark.parametrize("window", [None, 1024])
+    def test_prefill_at_real_sizes(self, heads: Heads, window: int | None) -> None:
+        spans = [(0, 1), (0, 513), (4000, 300), (0, 2048), (31000, 64)]
+        lens = [start + num for start, num in spans]
+        paged = make_paged(lens, heads, block_size=16, dtype=torch.bfloat16, device="cuda")
+        chunks, first = [], 0
+        for row, (start, num) in enumerate(spans):
+            chunks.append(Chunk(first, num, row, start))
+            first += num
+        batch = as_batch(chunks, heads)
+        q = torch.randn(first, heads.num_heads, heads.head_dim, device="cuda").bfloat16()
+        scale = heads.head_dim**-0.5
+        actual = attend_prefill(
+            q, paged.keys, paged.values, paged.tables, batch, block_size=16, scale=scale, window=window
+        )
+        for chunk in chunks:
+            last = Chunk(0, 1, chunk.row, chunk.start + chunk.num - 1)  # the reference takes its time
+            q_last = q[chunk.first + chunk.num - 1 :][:1].float()
+            exact = attend_prefill_reference(
+                q_last, paged.keys.float(), paged.values.float(), paged.tables, as_batch([last], heads),
+                block_size=16, scale=scale, window=window,
+            )  # fmt: skip
+            assert relative_error(actual[chunk.first + chunk.num - 1], exact[0]) < 1e-2, chunk
+
+    @pytest.mark.parametrize("backend", ["flash", "cudnn"])
+    def test_pytorchs_kernels_agree_on_fresh_chunks(self, backend: str) -> None:
+        heads, lens = MODELS[0], [100, 1, 600]
+        paged = make_paged(lens, heads, block_size=16, dtype=torch.bfloat16, device="cuda")
+        chunks = [Chunk(0, 100, 0, 0), Chunk(100, 1, 1, 0), Chunk(101, 600, 2, 0)]
+        slots = torch.cat([
+            paged.tables[row, torch.arange(length, device="cuda") // 16].long() * 16
+            + torch.arange(length, device="cuda") % 16
+            for row, length in enumerate(lens)
+        ])  # fmt: skip
+        q = torch.randn(701, heads.num_heads, heads.head_dim, device="cuda").bfloat16()
+        batch = as_batch(chunks, heads)
+        expected = attend_prefill(
+            q, paged.keys, paged.values, paged.tables, batch, block_size=16, scale=0.1, window=None
+        )
+        try:
+            actual = attend_fresh(
+                q, paged.keys[slots], paged.values[slots], batch,
+                scale=0.1, window=None, out=torch.empty_like(q), backend=backend,
+            )  # fmt: skip
+        except RuntimeError as error:
+            pytest.skip(f"this build of PyTorch cannot: {error}")
+        torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
+
+
+def as_batch(chunks: list[Chunk], heads: Heads) -> PrefillChunks:
+    per_tile = tokens_per_tile(heads.num_heads, heads.num_kv_heads)
+    tiles = torch.from_numpy(build_prefill_chunks(chunks, tokens_per_tile=per_tile))
+    return PrefillChunks.from_arrays(tiles.cuda(), chunks)

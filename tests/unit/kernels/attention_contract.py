@@ -1,0 +1,268 @@
+"""What the two attention kernels over the paged cache promise, wherever they run.
+
+Written once and tested twice, as `kernel_contract.py` explains. The trap set here: the store is NaN in every
+slot that holds no position of a row, so whoever reads one slot too many shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from infer.kernels.attention_decode import DecodeWork, attend_decode, attend_decode_reference
+from infer.kernels.attention_prefill import (
+    Chunk,
+    PrefillChunks,
+    attend_prefill,
+    attend_prefill_reference,
+    build_prefill_chunks,
+    tokens_per_tile,
+)
+from infer.kernels.dispatch import use_triton
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The heads of a model."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(slots=True)
+class Paged:
+    """A store whose blocks lie in random order, and the tables that find them."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    tables: torch.Tensor
+    block_size: int
+
+
+def make_paged(
+    lens: Sequence[int], heads: Heads, *, block_size: int, dtype: torch.dtype, device: str, num_spare: int = 3
+) -> Paged:
+    """One row of the tables per length; NaN wherever no row has a position."""
+    blocks_of = [-(-length // block_size) for length in lens]
+    order = torch.randperm(sum(blocks_of) + num_spare).tolist()
+    num_slots = len(order) * block_size
+    shape = (num_slots, heads.num_kv_heads, heads.head_dim)
+    owned = torch.zeros(num_slots, dtype=torch.bool)
+    tables = torch.full((len(lens), max([*blocks_of, 1])), 2**30, dtype=torch.int32)  # beyond the store
+    for row, (length, num_blocks) in enumerate(zip(lens, blocks_of, strict=True)):
+        blocks = torch.tensor([order.pop() for _ in range(num_blocks)], dtype=torch.int32)
+        tables[row, :num_blocks] = blocks
+        slots = (blocks.long()[:, None] * block_size + torch.arange(block_size)).flatten()[:length]
+        owned[slots] = True
+    keys, values = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
+    keys[~owned.to(device)] = values[~owned.to(device)] = torch.nan
+    return Paged(keys, values, tables.to(device), block_size)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    tolerance = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+class OnDevice:
+    """Subclass it with a `device` on which `use_triton` holds."""
+
+    device: str
+    half_precision: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+
+    @pytest.fixture(autouse=True)
+    def seed(self) -> None:
+        torch.manual_seed(0)
+
+    def test_the_kernel_and_not_the_reference_is_under_test(self) -> None:
+        assert use_triton(torch.zeros(1, device=self.device))
+
+
+class DecodeContract(OnDevice):
+    """One query per row."""
+
+    def check(
+        self,
+        lens: list[int],
+        heads: Heads,
+        *,
+        block_size: int = 16,
+        split_len: int | None = 32,
+        window: int | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """The kernel equals its reference, twice: the second time on what the first left in scratch."""
+        paged = make_paged(lens, heads, block_size=block_size, dtype=dtype, device=self.device)
+        rows = torch.randperm(len(lens)).to(self.device, torch.int32)  # not the order of the tables
+        lens_S = torch.tensor(lens, dtype=torch.int32, device=self.device)[rows.long()]
+        work = DecodeWork(
+            max_rows=len(lens) + 2,
+            max_len=max(*lens, 1),
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            device=self.device,
+            split_len=split_len,
+        )
+        for scratch in (work.sums, work.maxima, work.denominators):
+            scratch.fill_(torch.nan)
+        work.plan(rows, lens_S, window=window)
+        for _ in range(2):
+            q = torch.randn(len(lens), heads.num_heads, heads.head_dim, device=self.device).to(dtype)
+            arguments = (q, paged.keys, paged.values, paged.tables, rows, lens_S)
+            actual = attend_decode(*arguments, work, block_size=block_size, scale=0.3, window=window)
+            expected = attend_decode_reference(*arguments, block_size=block_size, scale=0.3, window=window)
+            assert_close(actual, expected)
+        assert not work.tickets.any()
+
+    @pytest.mark.parametrize(
+        "heads", [Heads(2, 2, 64), Heads(4, 2, 80), Heads(4, 1, 128), Heads(14, 2, 16)], ids=str
+    )
+    def test_decode_at_lengths_around_a_block_and_a_split(self, heads: Heads) -> None:
+        self.check([1, 15, 17, 32, 33, 70], heads)
+
+    def test_decode_in_half_precision(self) -> None:
+        for dtype in self.half_precision:
+            self.check([5, 70], Heads(6, 2, 64), dtype=dtype)
+
+    def test_decode_writes_zeros_for_padding_and_reads_nothing(self) -> None:
+        self.check([0, 40, 0, 3, 0], Heads(4, 2, 32))
+        self.check([0], Heads(4, 2, 32))
+
+    @pytest.mark.parametrize("window", [1, 40])
+    def test_decode_within_a_window(self, window: int) -> None:
+        self.check([1, 41, 0, 100], Heads(4, 2, 32), window=window)
+
+    def test_decode_with_larger_blocks_and_many_splits(self) -> None:
+        self.check([150, 2], Heads(2, 1, 16), block_size=64, split_len=16)
+
+    def test_decode_makes_splits_longer_rather_than_too_many(self) -> None:
+        self.check([70, 3], Heads(2, 2, 16), split_len=1)
+
+    def test_decode_with_the_splits_it_would_choose(self) -> None:
+        self.check([130, 64, 65], Heads(2, 2, 16), split_len=None)
+
+    def test_a_query_may_be_a_slice_of_a_wider_tensor(self) -> None:
+        heads, lens = Heads(4, 2, 32), torch.tensor([50, 9], dtype=torch.int32, device=self.device)
+        paged = make_paged(lens.tolist(), heads, block_size=16, dtype=torch.float32, device=self.device)
+        qkv = torch.full((2, 8, 32), torch.nan, device=self.device)
+        q = qkv[:, 1:5].copy_(torch.randn(2, 4, 32))
+        rows = torch.arange(2, dtype=torch.int32, device=self.device)
+        work = DecodeWork(
+            max_rows=2, max_len=64, num_heads=4, num_kv_heads=2, head_dim=32, device=self.device, split_len=32
+        )
+        work.plan(rows, lens)
+        arguments = (q, paged.keys, paged.values, paged.tables, rows, lens)
+        actual = attend_decode(*arguments, work, block_size=16, scale=0.3, window=None)
+        assert_close(actual, attend_decode_reference(*arguments, block_size=16, scale=0.3, window=None))
+
+    def test_a_row_does_not_depend_on_its_neighbours(self) -> None:
+        heads, lens = Heads(4, 2, 32), [37, 100, 80, 0]
+        paged = make_paged(lens, heads, block_size=16, dtype=torch.float32, device=self.device)
+        q = torch.randn(4, 4, 32, device=self.device)
+        rows = torch.arange(4, dtype=torch.int32, device=self.device)
+        work = DecodeWork(
+            max_rows=4,
+            max_len=200,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=32,
+            device=self.device,
+            split_len=32,
+        )
+
+        def attend(lens: list[int]) -> torch.Tensor:
+            lens_S = torch.tensor(lens, dtype=torch.int32, device=self.device)
+            work.plan(rows, lens_S)
+            return attend_decode(
+                q, paged.keys, paged.values, paged.tables, rows, lens_S, work,
+                block_size=16, scale=0.3, window=None,
+            )  # fmt: skip
+
+        together = attend(lens)
+        for row in range(3):
+            alone = attend([length if index == row else 0 for index, length in enumerate(lens)])
+            assert torch.equal(alone[row], together[row])
+
+    def test_the_work_list_names_every_position_once_and_whole_splits_first(self) -> None:
+        lens = torch.tensor([100, 0, 32, 33], dtype=torch.int32, device=self.device)
+        rows = torch.tensor([5, 7, 2, 0], dtype=torch.int32, device=self.device)
+        work = DecodeWork(
+            max_rows=4,
+            max_len=128,
+            num_heads=1,
+            num_kv_heads=1,
+            head_dim=16,
+            device=self.device,
+            split_len=32,
+        )
+        work.plan(rows, lens)
+        items, num_items = work.work_list(None)
+        assert items[: num_items.item(), :6].tolist() == [
+            [0, 5, 0, 32, 0, 4], [0, 5, 32, 64, 1, 4], [0, 5, 64, 96, 2, 4], [3, 0, 0, 32, 0, 2],
+            [0, 5, 96, 100, 3, 4], [1, 7, 0, 0, 0, 1], [2, 2, 0, 32, 0, 1], [3, 0, 32, 33, 1, 2],
+        ]  # fmt: skip
+
+
+class PrefillContract(OnDevice):
+    """Many queries per row."""
+
+    def check(
+        self,
+        spans: list[tuple[int, int]],  # (start, num) of a chunk of each row
+        heads: Heads,
+        *,
+        block_size: int = 16,
+        window: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        num_spare_tiles: int = 0,
+    ) -> None:
+        """The kernel equals its reference and leaves the tokens between the chunks alone."""
+        lens = [start + num for start, num in spans]
+        paged = make_paged(lens, heads, block_size=block_size, dtype=dtype, device=self.device)
+        chunks, first = [], 1
+        for row, (start, num) in enumerate(spans):
+            chunks.append(Chunk(first=first, num=num, row=row, start=start))
+            first += num + 1  # a token that is nobody's
+        per_tile = tokens_per_tile(heads.num_heads, heads.num_kv_heads)
+        tiles = build_prefill_chunks(chunks, tokens_per_tile=per_tile)
+        max_tiles = len(tiles) + num_spare_tiles
+        tiles = build_prefill_chunks(chunks, tokens_per_tile=per_tile, max_tiles=max_tiles)
+        batch = PrefillChunks.from_arrays(torch.from_numpy(tiles).to(self.device), chunks)
+        q = torch.randn(first, heads.num_heads, heads.head_dim, device=self.device).to(dtype)
+        arguments = (q, paged.keys, paged.values, paged.tables, batch)
+        out = torch.full_like(q, torch.nan)
+        actual = attend_prefill(*arguments, block_size=block_size, scale=0.3, window=window, out=out)
+        expected = attend_prefill_reference(
+            *arguments, block_size=block_size, scale=0.3, window=window, out=torch.full_like(q, torch.nan)
+        )
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+        assert out.isnan().any() and not out.isnan().all()
+
+    @pytest.mark.parametrize(
+        "heads", [Heads(2, 2, 64), Heads(4, 2, 80), Heads(4, 1, 128), Heads(14, 2, 16)], ids=str
+    )
+    def test_prefill_of_whole_prompts_and_of_chunks(self, heads: Heads) -> None:
+        self.check([(0, 1), (0, 17), (16, 16), (15, 40), (130, 3)], heads)
+
+    def test_prefill_over_several_tiles(self) -> None:
+        self.check([(0, 150), (70, 200)], Heads(2, 1, 16), num_spare_tiles=3)
+
+    def test_prefill_in_half_precision(self) -> None:
+        for dtype in self.half_precision:
+            self.check([(0, 20), (100, 30)], Heads(4, 2, 32), dtype=dtype)
+
+    @pytest.mark.parametrize("window", [1, 20, 100])
+    def test_prefill_within_a_window(self, window: int) -> None:
+        self.check([(0, 9), (0, 140), (90, 75)], Heads(4, 2, 16), window=window)
+
+    def test_prefill_with_larger_blocks(self) -> None:
+        self.check([(0, 65), (64, 5)], Heads(2, 1, 32), block_size=64)

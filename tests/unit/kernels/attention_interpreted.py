@@ -1,0 +1,21 @@
+"""The contracts of the attention kernels under Triton's interpreter, in a process of their own.
+
+Run by `test_attention_decode.py` and `test_attention_prefill.py`, for the reason `interpreted.py` gives.
+By hand:  TRITON_INTERPRET=1 python -m pytest tests/unit/kernels/attention_interpreted.py
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tests.unit.kernels.attention_contract import DecodeContract, PrefillContract
+
+
+class TestInterpretedDecode(DecodeContract):
+    device = "cpu"
+    half_precision = (torch.float16,)  # the interpreter multiplies the bits of bfloat16 as integers
+
+
+class TestInterpretedPrefill(PrefillContract):
+    device = "cpu"
+    half_precision = (torch.float16,)  # the interpreter multiplies the bits of bfloat16 as integers

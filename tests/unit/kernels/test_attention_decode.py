@@ -1,0 +1,53 @@
+"""Attention of decoding rows: the reference here, the kernel under Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from infer.kernels.attention import attend_naive
+from infer.kernels.attention_decode import DecodeWork, attend_decode
+from tests.unit.kernels.attention_contract import Heads, make_paged
+from tests.unit.kernels.interpreter import assert_passes_interpreted
+
+HEADS = Heads(6, 2, 8)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_kernel_keeps_its_contract_under_the_interpreter() -> None:
+    assert_passes_interpreted("attention_interpreted.py", "TestInterpretedDecode")
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_row_attends_to_the_blocks_of_its_table(window: int | None) -> None:
+    torch.manual_seed(0)
+    paged = make_paged([3, 21], HEADS, block_size=4, dtype=torch.float32, device="cpu")
+    rows, lens = torch.tensor([1, 0, 0], dtype=torch.int32), torch.tensor([21, 0, 3], dtype=torch.int32)
+    q = torch.randn(3, 6, 8)
+    work = DecodeWork(max_rows=3, max_len=32, num_heads=6, num_kv_heads=2, head_dim=8, device="cpu")
+    work.plan(rows, lens, window=window)
+    out = torch.full_like(q, torch.nan)
+    got = attend_decode(
+        q, paged.keys, paged.values, paged.tables, rows, lens, work,
+        block_size=4, scale=0.3, window=window, out=out,
+    )  # fmt: skip
+    assert got is out
+    assert torch.equal(got[1], torch.zeros(6, 8))
+    for index, row, length in ((0, 1, 21), (2, 0, 3)):
+        slots = [int(paged.tables[row, p // 4]) * 4 + p % 4 for p in range(length)]
+        expected = attend_naive(
+            q[index : index + 1], paged.keys[slots], paged.values[slots], scale=0.3, window=window
+        )
+        torch.testing.assert_close(got[index : index + 1], expected)
+
+
+def test_few_rows_are_cut_into_enough_items_to_fill_a_large_gpu() -> None:
+    work = DecodeWork(max_rows=256, max_len=32768, num_heads=32, num_kv_heads=8, head_dim=4, device="cpu")
+    for length in (4096, 32768):
+        split_len = work.split_len(1)
+        while -(-length // split_len) > work.max_splits(1):
+            split_len *= 2
+        assert -(-length // split_len) * 8 >= 132
+    assert work.max_splits(256) * 256 <= 4096  # what bounds the scratch memory

@@ -1,0 +1,81 @@
+"""Attention of chunks: the reference and the list of tiles here, the kernel under Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from infer.kernels.attention import attend_naive
+from infer.kernels.attention_prefill import (
+    Chunk,
+    PrefillChunks,
+    attend_prefill,
+    build_prefill_chunks,
+    tokens_per_tile,
+)
+from tests.unit.kernels.attention_contract import Heads, make_paged
+from tests.unit.kernels.interpreter import assert_passes_interpreted
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_kernel_keeps_its_contract_under_the_interpreter() -> None:
+    assert_passes_interpreted("attention_interpreted.py", "TestInterpretedPrefill")
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_chunk_attends_to_its_row_up_to_each_token(window: int | None) -> None:
+    torch.manual_seed(0)
+    paged = make_paged([5, 11], Heads(4, 2, 8), block_size=4, dtype=torch.float32, device="cpu")
+    chunks = [Chunk(first=0, num=5, row=0, start=0), Chunk(first=6, num=3, row=1, start=8)]
+    tiles = build_prefill_chunks(chunks, tokens_per_tile=tokens_per_tile(4, 2))
+    q = torch.randn(10, 4, 8)
+    got = attend_prefill(
+        q, paged.keys, paged.values, paged.tables, PrefillChunks.from_arrays(torch.from_numpy(tiles), chunks),
+        block_size=4, scale=0.3, window=window,
+    )  # fmt: skip
+    for first, num, row, start in chunks:
+        slots = [int(paged.tables[row, p // 4]) * 4 + p % 4 for p in range(start + num)]
+        expected = attend_naive(
+            q[first : first + num], paged.keys[slots], paged.values[slots], scale=0.3, window=window
+        )
+        torch.testing.assert_close(got[first : first + num], expected)
+
+
+def test_tiles_cover_each_chunk_longest_first_and_end_in_empty_ones() -> None:
+    chunks = [Chunk(first=0, num=70, row=3, start=0), Chunk(first=70, num=33, row=1, start=100)]
+    tiles = build_prefill_chunks(chunks, tokens_per_tile=32, max_tiles=7)
+    assert tiles.tolist() == [
+        [102, 1, 1, 132],
+        [70, 32, 1, 100],
+        [64, 6, 3, 64],
+        [32, 32, 3, 32],
+        [0, 32, 3, 0],
+        [0, 0, 0, 0],
+        [0, 0, 0, 0],
+    ]
+    assert build_prefill_chunks([], tokens_per_tile=32).shape == (0, 4)
+    with pytest.raises(AssertionError, match="5 tiles, room for 4"):
+        build_prefill_chunks(chunks, tokens_per_tile=32, max_tiles=4)
+
+
+def test_seven_heads_per_kv_head_leave_two_rows_of_a_tile_empty() -> None:
+    assert tokens_per_tile(28, 4) == 18
+    assert tokens_per_tile(8, 8) == 128
+
+
+@pytest.mark.parametrize(
+    ("chunks", "are_fresh"),
+    [
+        ([Chunk(2, 3, 0, 0), Chunk(5, 1, 1, 0)], True),
+        ([Chunk(2, 3, 0, 0), Chunk(6, 1, 1, 0)], False),  # a gap
+        ([Chunk(2, 3, 0, 0), Chunk(5, 1, 1, 16)], False),  # a prefix in the cache
+        ([], False),
+    ],
+)
+def test_chunks_are_fresh_if_they_lie_end_to_end_and_start_their_rows(
+    chunks: list[Chunk], are_fresh: bool
+) -> None:
+    tiles = torch.from_numpy(build_prefill_chunks(chunks, tokens_per_tile=64))
+    assert PrefillChunks.from_arrays(tiles, chunks).are_fresh is are_fresh
