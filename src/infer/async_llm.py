@@ -15,7 +15,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from os import PathLike
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from infer.config import EngineConfig
 from infer.engine.build import build_engine
@@ -23,9 +23,12 @@ from infer.engine.client import EngineClient, InProcessClient
 from infer.engine.engine import EngineObserver
 from infer.engine.request import Request
 from infer.errors import EngineError, RequestError
-from infer.front import Message, Prompt, open_model
+from infer.front import Message, Prompt, RequestOptions, open_model
 from infer.outputs import OutputBuilder, RequestOutput, TextDelta
 from infer.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from infer.tokenizer.tokenizer import Tokenizer
 
 
 class AsyncLLM:
@@ -57,21 +60,67 @@ class AsyncLLM:
         """Stop the engine; requests still running end with `EngineStopped`."""
         await self.client.close()
 
+    @property
+    def name(self) -> str:
+        """What people call the model."""
+        return self.front.name
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.front.tokenizer
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """How the model's authors advise to sample from it; empty if they do not say."""
+        return self.front.sampling_defaults
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat` works with this model."""
+        return self.front.has_chat_template
+
+    async def encode(self, text: str) -> list[int]:
+        """The ids of a plain prompt; in a thread, as a long text takes its time."""
+        return await asyncio.to_thread(self.front.encode, text)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The ids of a conversation, ready for the assistant's answer; rendered and tokenized in a thread."""
+        return await asyncio.to_thread(
+            self.front.encode_chat, messages, tools=tools, template_options=template_options
+        )
+
     def abort(self, request_id: str) -> None:
         """End a request; whoever iterates over it gets its last piece, with finish_reason "abort"."""
         self.client.abort(request_id)
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> RequestOutput:
         """Continue a prompt and return the whole answer; cancelling the call ends the request."""
-        return await self._generate(prompt, params, request_id, is_chat=False)
+        return await self._generate(prompt, params, request_id, options, is_chat=False)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[TextDelta, None]:
         """Continue a prompt piece by piece; leaving the loop ends the request."""
-        return self._stream(prompt, params, request_id, is_chat=False)
+        return self._stream(prompt, params, request_id, options, is_chat=False)
 
     async def chat(
         self,
@@ -81,10 +130,11 @@ class AsyncLLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_options: Mapping[str, Any] | None = None,
         request_id: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> RequestOutput:
         """Answer a conversation and return the whole answer."""
-        prompt = await self._encode_chat(messages, tools, template_options)
-        return await self._generate(prompt, params, request_id, is_chat=True)
+        prompt = await self.encode_chat(messages, tools=tools, template_options=template_options)
+        return await self._generate(prompt, params, request_id, options, is_chat=True)
 
     async def stream_chat(
         self,
@@ -94,26 +144,40 @@ class AsyncLLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_options: Mapping[str, Any] | None = None,
         request_id: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[TextDelta, None]:
         """Answer a conversation piece by piece."""
-        prompt = await self._encode_chat(messages, tools, template_options)
-        async with contextlib.aclosing(self._stream(prompt, params, request_id, is_chat=True)) as deltas:
+        prompt = await self.encode_chat(messages, tools=tools, template_options=template_options)
+        stream = self._stream(prompt, params, request_id, options, is_chat=True)
+        async with contextlib.aclosing(stream) as deltas:
             async for delta in deltas:
                 yield delta
 
     async def _generate(
-        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, *, is_chat: bool
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        options: RequestOptions,
+        *,
+        is_chat: bool,
     ) -> RequestOutput:
-        request, builder = await self._open(prompt, params, request_id, is_chat)
+        request, builder = await self._open(prompt, params, request_id, options, is_chat=is_chat)
         async with contextlib.aclosing(self._deltas(request, builder)) as deltas:
             async for _ in deltas:
                 pass
         return builder.build()
 
     async def _stream(
-        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, *, is_chat: bool
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        options: RequestOptions,
+        *,
+        is_chat: bool,
     ) -> AsyncGenerator[TextDelta, None]:
-        request, builder = await self._open(prompt, params, request_id, is_chat)
+        request, builder = await self._open(prompt, params, request_id, options, is_chat=is_chat)
         if not builder.streams:
             raise RequestError(
                 "best_of and beam search choose at the end, so they cannot stream; use generate"
@@ -122,21 +186,16 @@ class AsyncLLM:
             async for delta in deltas:
                 yield delta
 
-    async def _encode_chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        template_options: Mapping[str, Any] | None,
-    ) -> list[int]:
-        """Render and tokenize off the event loop: a long conversation takes milliseconds."""
-        return await asyncio.to_thread(
-            self.front.encode_chat, messages, tools=tools, template_options=template_options
-        )
-
     async def _open(
-        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, is_chat: bool
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        options: RequestOptions,
+        *,
+        is_chat: bool,
     ) -> tuple[Request, OutputBuilder]:
-        request = await asyncio.to_thread(self.front.make_request, prompt, params, request_id)
+        request = await asyncio.to_thread(self.front.make_request, prompt, params, request_id, **options)
         text = prompt if isinstance(prompt, str) else None
         return request, OutputBuilder(request, self.front.tokenizer, text, is_chat=is_chat)
 

@@ -11,6 +11,7 @@ InferError
 │   ├── TemplateError       the chat template refuses these messages
 │   └── UnknownModel        no model of that name is served
 └── EngineError             our fault                                        -> HTTP 500
+    ├── BatchFailed         some prompts of a list have no answer; it holds the answers of the others
     ├── OutOfBlocks         the cache is full and nothing can be evicted
     ├── DeviceLost          the GPU is in an error state that only a new process can leave
     ├── QueueFull           too many requests are waiting                    -> HTTP 503, try later
@@ -25,7 +26,8 @@ Anything else that escapes (AssertionError, KeyError, ...) is a bug in this pack
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class InferError(Exception):
@@ -61,9 +63,9 @@ class ContextOverflow(RequestError):
         """Refuse a prompt of so many tokens, or of so many at least where nobody has counted."""
         room = context_len - num_prompt_tokens
         advice = f"shorten the prompt or set max_tokens <= {room}" if room > 0 else "shorten the prompt"
+        at_least = "at least " if is_least else ""
         super().__init__(
             f"prompt has {at_least}{num_prompt_tokens} tokens and max_tokens is {max_tokens}, "
-        at_least = "at least " if is_least else ""
             f"but this model's context is {context_len}; {advice}",
             param="max_tokens" if room > 0 else "prompt",
         )
@@ -87,6 +89,14 @@ class UnknownModel(RequestError):
 
 class EngineError(InferError):
     """Our fault: the engine could not do what it had promised."""
+
+
+class BatchFailed(EngineError):
+    """Some prompts of a list have no answer; `outputs` holds those of the others, and None for these."""
+
+    def __init__(self, message: str, *, outputs: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.outputs = list(outputs)  # a RequestOutput or None for each prompt
 
 
 class OutOfBlocks(EngineError):

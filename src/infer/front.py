@@ -7,9 +7,11 @@ by the offline `LLM`, the `AsyncLLM` and whoever serves either over a wire.
 from __future__ import annotations
 
 import itertools
+import numbers
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 import torch
 
@@ -24,6 +26,14 @@ from infer.tokenizer.tokenizer import Tokenizer
 
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[int]
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a request may say beside its prompt and its params; `Request` has the defaults."""
+
+    priority: int  # smaller is more urgent; read by the `priority` policy
+    deadline: float | None  # seconds of `time.monotonic` by which it should end; read by `deadline`
+    cache_salt: str  # only requests with the same salt share cached prefixes
 
 
 class TextFront:
@@ -63,18 +73,18 @@ class TextFront:
         return self._template.encode_chat(messages, self.context_len, tools=tools, **(template_options or {}))
 
     def make_request(
-        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None = None, **fields: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Request:
         """A request for text or token ids; without an id it gets the next number.
 
         Without params it has the defaults, except that a short context ends the output, and no error.
         """
-        ids = self.encode(prompt) if isinstance(prompt, str) else prompt
-        for token_id in ids:
-            if not isinstance(token_id, int) or isinstance(token_id, bool):
-                raise RequestError(
-                    f"a prompt of token ids must hold integers, got {token_id!r}", param="prompt"
-                )
+        ids = self.encode(prompt) if isinstance(prompt, str) else read_token_ids(prompt)
+        _check_options(options)
         if params is None:
             params = SamplingParams()
             if params.max_tokens is not None and len(ids) + params.max_tokens > self.context_len:
@@ -82,7 +92,38 @@ class TextFront:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, got {type(params).__name__}", param="params")
         request_id = request_id if request_id is not None else f"request-{next(self._numbers)}"
-        return Request(request_id=request_id, prompt=tuple(ids), params=params, **fields)
+        return Request(request_id=request_id, prompt=tuple(ids), params=params, **options)
+
+
+def is_token_id(value: object) -> bool:
+    """Whether something is an integer, of Python's or of numpy's."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def read_token_ids(prompt: object) -> list[int]:
+    """A prompt of token ids as plain integers: from a sequence, or an array with one dimension."""
+    given = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes | bytearray):
+        raise RequestError(f"a prompt must be text or token ids, got {type(prompt).__name__}", param="prompt")
+    for token_id in given:
+        if not is_token_id(token_id):
+            raise RequestError(
+                f"a prompt of token ids must hold integers, got {reprlib.repr(token_id)} "
+                f"({type(token_id).__name__})",
+                param="prompt",
+            )
+    return [int(token_id) for token_id in given]
+
+
+def _check_options(options: RequestOptions) -> None:
+    """Refuse options of the wrong type here, where there is somebody to tell."""
+    priority, deadline = options.get("priority", 0), options.get("deadline")
+    if not is_token_id(priority):
+        raise RequestError(f"priority must be an integer, got {priority!r}", param="priority")
+    if deadline is not None and (isinstance(deadline, bool) or not isinstance(deadline, int | float)):
+        raise RequestError(f"deadline must be a number of seconds, got {deadline!r}", param="deadline")
+    if not isinstance(options.get("cache_salt", ""), str):
+        raise RequestError(f"cache_salt must be text, got {options['cache_salt']!r}", param="cache_salt")
 
 
 def open_model(config: LoadConfig, *, show_progress: bool) -> tuple[TextFront, LoadedModel]:

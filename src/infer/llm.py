@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from infer.config import EngineConfig
 from infer.engine.build import build_engine
 from infer.engine.engine import EngineObserver
-from infer.errors import EngineError, RequestError
-from infer.front import Message, Prompt, open_model
+from infer.errors import BatchFailed, EngineError, RequestError
+from infer.front import Message, Prompt, RequestOptions, is_token_id, open_model
 from infer.log import progress
 from infer.outputs import CompletionOutput, OutputBuilder, RequestOutput, TextDelta
 from infer.sampling.params import SamplingParams
@@ -94,14 +94,19 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         show_progress: bool = False,
+        **options: Unpack[RequestOptions],
     ) -> list[RequestOutput]:
-        """Continue one prompt or many; text or token ids, one `SamplingParams` for all or one for each."""
-        return self._generate(_as_batch(prompts), params, show_progress=show_progress)
+        """Continue one prompt or many; text or token ids, one `SamplingParams` for all or one for each.
+
+        If the engine fails some of several prompts, `BatchFailed` names them and holds the other answers.
+        """
+        return self._generate(_as_batch(prompts), params, options, show_progress=show_progress)
 
     def _generate(
         self,
         batch: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
+        options: RequestOptions,
         *,
         is_chat: bool = False,
         show_progress: bool = False,
@@ -117,17 +122,30 @@ class LLM:
             )
         streams: list[_Stream] = []
         try:
-            for prompt, prompt_params in zip(batch, each, strict=True):
-                streams.append(self._open(prompt, prompt_params, is_chat=is_chat, keeps_deltas=False))
+            for index, (prompt, prompt_params) in enumerate(zip(batch, each, strict=True)):
+                try:
+                    stream = self._open(prompt, prompt_params, options, is_chat=is_chat, keeps_deltas=False)
+                except RequestError as error:
+                    if len(batch) > 1:
+                        error.args = (f"prompt {index} of {len(batch)}: {error}",)
+                    raise
+                streams.append(stream)
             unfinished = {stream.request.request_id for stream in streams}
             with progress("generating", total=len(streams), is_shown=show_progress) as advance:
                 while unfinished:
-                    finished = unfinished.intersection(self._step())
+                    try:
+                        finished = unfinished.intersection(self._step())
+                    except EngineError as error:
+                        if len(batch) > 1:
+                            raise _batch_error(streams, str(error)) from error
+                        raise
                     unfinished -= finished
                     advance(len(finished))
         finally:
             for stream in streams:
                 self._close(stream)
+        if len(batch) > 1 and any(stream.error is not None for stream in streams):
+            raise _batch_error(streams, "unfinished")
         return [stream.result() for stream in streams]
 
     def chat(
@@ -137,6 +155,7 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_options: Mapping[str, object] | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[RequestOutput]:
         """Answer one conversation or several."""
         if messages and isinstance(messages[0], Mapping):
@@ -147,18 +166,22 @@ class LLM:
             self.encode_chat(conversation, tools=tools, template_options=template_options)
             for conversation in conversations
         ]
-        return self._generate(prompts, params, is_chat=True)
+        return self._generate(prompts, params, options, is_chat=True)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> TextStream:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> TextStream:
         """Continue one prompt, piece by piece; closing the iterator ends the request."""
-        return self._stream(prompt, params, is_chat=False)
+        return self._stream(prompt, params, options, is_chat=False)
 
-    def _stream(self, prompt: Prompt, params: SamplingParams | None, *, is_chat: bool) -> TextStream:
+    def _stream(
+        self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions, *, is_chat: bool
+    ) -> TextStream:
         if params is not None and (params.num_sequences != params.n or params.use_beam_search):
             raise RequestError(
                 "best_of and beam search choose at the end, so they cannot stream; use generate"
             )
-        return TextStream(self, self._open(prompt, params, is_chat=is_chat))
+        return TextStream(self, self._open(prompt, params, options, is_chat=is_chat))
 
     def stream_chat(
         self,
@@ -167,15 +190,22 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_options: Mapping[str, object] | None = None,
+        **options: Unpack[RequestOptions],
     ) -> TextStream:
         """Answer one conversation, piece by piece."""
         prompt = self.encode_chat(messages, tools=tools, template_options=template_options)
-        return self._stream(prompt, params, is_chat=True)
+        return self._stream(prompt, params, options, is_chat=True)
 
     def _open(
-        self, prompt: Prompt, params: SamplingParams | None, *, is_chat: bool, keeps_deltas: bool = True
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        options: RequestOptions,
+        *,
+        is_chat: bool,
+        keeps_deltas: bool = True,
     ) -> _Stream:
-        request = self.front.make_request(prompt, params)
+        request = self.front.make_request(prompt, params, **options)
         text = prompt if isinstance(prompt, str) else None
         builder = OutputBuilder(request, self.tokenizer, text, is_chat=is_chat)
         stream = _Stream(request, builder, keeps_deltas=keeps_deltas)
@@ -223,6 +253,10 @@ class _Stream:
         if self.keeps_deltas:
             self.deltas.append(delta)
 
+    @property
+    def is_answered(self) -> bool:
+        return self.error is None and self.builder.is_finished
+
     def result(self) -> RequestOutput:
         if self.error is not None:
             raise EngineError(f"request {self.request.request_id} failed: {self.error}")
@@ -266,11 +300,30 @@ class TextStream(Iterator[TextDelta]):
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many? A string and a list of integers are one."""
+    """One prompt or many? A string, a list of integers and an array with one dimension are one."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, bytes | bytearray):
         raise RequestError("a prompt must be text or token ids, got bytes; decode it first", param="prompt")
-    if prompts and isinstance(prompts[0], int):
-        return [cast("Sequence[int]", prompts)]
-    return list(cast("Sequence[Prompt]", prompts))
+    given = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if not isinstance(given, Sequence):
+        raise RequestError(
+            f"prompts must be text, token ids or a list of either, got {type(prompts).__name__}",
+            param="prompt",
+        )
+    if given and is_token_id(given[0]):
+        return [cast("Sequence[int]", given)]
+    return list(cast("Sequence[Prompt]", given))
+
+
+def _batch_error(streams: Sequence[_Stream], reason: str) -> BatchFailed:
+    """What went wrong with which prompts, and the answers that are complete."""
+    outputs = [stream.result() if stream.is_answered else None for stream in streams]
+    failed = [i for i, output in enumerate(outputs) if output is None]
+    first = streams[failed[0]].error or reason
+    more = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
+    return BatchFailed(
+        f"prompt {failed[0]}{more} of {len(streams)} failed: {first}; "
+        "the answers of the others are in this error's outputs",
+        outputs=outputs,
+    )

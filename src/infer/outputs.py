@@ -10,6 +10,8 @@ the engine may stop working on.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +75,7 @@ class RequestOutput:
             "prompt": self.prompt,
             "prompt_token_ids": self.prompt_token_ids,
             "num_cached_tokens": self.num_cached_tokens,
+            "prompt_logprobs": _plain_rows(self.prompt_logprobs),
             "outputs": [
                 {
                     "index": output.index,
@@ -80,11 +83,33 @@ class RequestOutput:
                     "token_ids": output.token_ids,
                     "finish_reason": output.finish_reason,
                     "stop_reason": output.stop_reason,
+                    "logprobs": _plain_rows(output.logprobs),
                     "cumulative_logprob": output.cumulative_logprob,
                 }
                 for output in self.outputs
             ],
         }
+
+
+def _plain_rows(rows: Sequence[RowLogprobs | None] | None) -> list[dict[str, Any] | None] | None:
+    """Logprobs as plain data; minus infinity, which JSON cannot hold, is null."""
+    if rows is None:
+        return None
+    return [
+        None
+        if row is None
+        else {
+            "token_id": row.token_id,
+            "logprob": _finite(row.logprob),
+            "rank": row.rank,
+            "top": [{"token_id": token_id, "logprob": _finite(logprob)} for token_id, logprob in row.top],
+        }
+        for row in rows
+    ]
+
+
+def _finite(logprob: float) -> float | None:
+    return logprob if math.isfinite(logprob) else None
 
 
 class _Line:
@@ -178,7 +203,7 @@ class OutputBuilder:
     def streams(self) -> bool:
         """Whether pieces may be shown as they come: not where the best of several are chosen at the end."""
         params = self.request.params
-        return params.num_sequences == params.n
+        return params.num_sequences == params.n and not params.use_beam_search
 
     def build(self) -> RequestOutput:
         """The whole answer; of `best_of` lines the n likeliest, by mean logprob per token."""

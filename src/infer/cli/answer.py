@@ -33,6 +33,7 @@ class Answer:
     finish_reason: str | None  # None: stopped by the user
     first_token_s: float
     total_s: float
+    stop_reason: str | int | None = None  # the stop string or stop token that ended it
 
     @property
     def tokens_per_s(self) -> float:
@@ -67,11 +68,12 @@ def show_answer(
     pieces: list[str] = []
     token_ids: list[int] = []
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
     for delta in deltas:
         if delta.token_ids and not token_ids:
             first_token_s = perf_counter() - started
         token_ids += delta.token_ids
-        finish_reason = delta.finish_reason
+        finish_reason, stop_reason = delta.finish_reason, delta.stop_reason
         if delta.text:
             pieces.append(delta.text)
             show(delta.text)
@@ -84,6 +86,7 @@ def show_answer(
         text="".join(pieces),
         token_ids=tuple(token_ids),
         finish_reason=finish_reason,
+        stop_reason=stop_reason,
         first_token_s=first_token_s,
         total_s=perf_counter() - started,
     )

@@ -170,6 +170,7 @@ def to_json(
         "text": answer.text,
         "token_ids": list(answer.token_ids),
         "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
         "seed": params.seed,
         "usage": {
             "prompt_tokens": len(prompt_ids),

@@ -31,6 +31,7 @@ class RemoteDelta:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None
+    stop_reason: str | int | None = None
 
 
 class RemoteOverflow(ContextOverflow):
@@ -114,7 +115,12 @@ def _deltas(answer: http.client.HTTPResponse) -> Iterator[RemoteDelta]:
             for choice in event["choices"]:
                 text = choice["delta"].get("content") or ""
                 if text or choice["finish_reason"] is not None:
-                    yield RemoteDelta(text, (UNKNOWN_ID,) if text else (), choice["finish_reason"])
+                    yield RemoteDelta(
+                        text,
+                        (UNKNOWN_ID,) if text else (),
+                        choice["finish_reason"],
+                        choice.get("stop_reason"),
+                    )
     except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
         raise EngineError(f"the server's answer broke off: {error}") from None
 

@@ -110,7 +110,8 @@ class InProcessClient:
         """Wait in line, then run a prompt for its hidden state, between two steps."""
         self._loop = asyncio.get_running_loop()
         ticket = next(self._tickets)
-        done = self._embeds[ticket] = self._loop.create_future()
+        done: asyncio.Future[list[float]] = self._loop.create_future()
+        self._embeds[ticket] = done
         try:
             self._post(lambda: self._embed(ticket, prompt, pooling))
             return await done

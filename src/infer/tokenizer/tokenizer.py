@@ -237,7 +237,9 @@ def _most_chars(core: Any, vocab: Iterable[str]) -> int | None:
     composed first (NFC), up to three become two bytes. Other rewriting may drop text altogether, and an
     unknown token, where there are no byte tokens, stands for any.
     """
-    normalizer = json.loads(core.normalizer.__getstate__()) if core.normalizer is not None else {"type": None}
+    normalizer: dict[str, Any] = {"type": None}
+    if core.normalizer is not None:
+        normalizer = json.loads(core.normalizer.__getstate__())
     steps = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
     is_byte_level = core.pre_tokenizer is not None and b"ByteLevel" in core.pre_tokenizer.__getstate__()
     for step in steps:

@@ -19,6 +19,7 @@ class FakeDelta:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None
+    stop_reason: str | None = None
 
 
 class FakeLLM:

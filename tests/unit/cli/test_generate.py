@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-from infer.cli.answer import Answer
+from infer.cli.answer import Answer, show_answer
+from infer.cli.generate import to_json
+from infer.outputs import TextDelta
+from infer.sampling.params import SamplingParams
 
 Infer = Callable[..., Any]
 
@@ -57,12 +60,22 @@ def test_json_is_one_object_per_prompt(infer: Infer, tmp_path: Path) -> None:
     assert first["prompt"] == "one"
     assert first["text"] == "ON"
     assert first["token_ids"] == [ord("O"), ord("N")]
-    assert first["finish_reason"] == "length"
+    assert (first["finish_reason"], first["stop_reason"]) == ("length", None)
     assert first["seed"] == outcome.llm.params[0].seed
     assert first["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
     assert set(first["timings"]) == {"load_s", "first_token_s", "total_s", "tokens_per_s"}
     assert second["prompt"] == "two"
     assert outcome.err == ""
+
+
+def test_json_names_the_stop_string_that_ended_the_text() -> None:
+    deltas = [
+        TextDelta(text="a", token_ids=(1,)),
+        TextDelta(text="", token_ids=(2,), finish_reason="stop", stop_reason="END"),
+    ]
+    answer = show_answer(iter(deltas), lambda text: None)
+    data = to_json("?", [5], SamplingParams(), answer, load_s=0.0)
+    assert (data["finish_reason"], data["stop_reason"]) == ("stop", "END")
 
 
 def test_knobs_reach_the_model(infer: Infer) -> None:

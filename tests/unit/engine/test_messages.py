@@ -99,7 +99,10 @@ OUTPUTS = st.builds(
     prompt_logprobs=some(tuples_of(some(ROWS))),
     error=some(TEXT),
 )
-STATS = st.builds(EngineStats, **dict.fromkeys(EngineStats.__dataclass_fields__, COUNTS))
+STATS = st.builds(
+    EngineStats,
+    **dict.fromkeys(EngineStats.__dataclass_fields__, COUNTS) | {"step_sizes": tuples_of(COUNTS)},
+)
 FAILURES = st.builds(Failure, kind=TEXT, message=TEXT, param=some(TEXT))
 ANSWERS = st.builds(
     Answer, ticket=COUNTS, result=some(IDS | st.lists(FLOATS, max_size=4)), failure=some(FAILURES)

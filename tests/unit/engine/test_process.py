@@ -96,7 +96,8 @@ def test_a_failed_embedding_is_its_callers_alone() -> None:
 
 
 def test_an_embedding_that_was_withdrawn_is_never_made() -> None:
-    commands = [*(Embed(i, (i,), "last") for i in range(1, 4)), Withdraw(2), Withdraw(77)]
+    embeds = [Embed(i, (i,), "last") for i in range(1, 4)]
+    commands: list[Command] = [*embeds, Withdraw(2), Withdraw(77)]
     reports, embedded = serve(commands)
     assert embedded == [1, 3]
     assert [answer.ticket for report in reports for answer in report.answers] == [1, 3]

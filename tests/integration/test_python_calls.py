@@ -1,0 +1,210 @@
+"""What a Python program may hand to `LLM` and `AsyncLLM`, and what it is told when that cannot be."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from infer import LLM, AsyncLLM, SamplingParams
+from infer.engine.request import Request, StepOutput
+from infer.errors import BatchFailed, ContextOverflow, DeviceLost, RequestError
+from scripts.make_checkpoint import make_checkpoint
+
+KNOBS: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "block_size": 4, "num_threads": 1}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+IDS = [300, 301, 302]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory: Path = tmp_path_factory.mktemp("tiny") / "llama"
+    make_checkpoint("llama", directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: str) -> LLM:
+    return LLM(checkpoint, **KNOBS)
+
+
+# -- prompts of all kinds -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        np.array(IDS),
+        np.array(IDS, dtype=np.int32),
+        [np.int64(i) for i in IDS],
+        tuple(IDS),
+        torch.tensor(IDS),
+        [np.array(IDS)],
+        np.array([IDS]),
+        [torch.tensor(IDS)],
+    ],
+    ids=lambda prompts: f"{type(prompts).__name__}-{type(prompts[0]).__name__}",
+)
+def test_integers_of_any_make_are_token_ids(llm: LLM, prompts: Any) -> None:
+    (answer,) = llm.generate(prompts, GREEDY)
+    assert answer.token_ids == llm.generate(IDS, GREEDY)[0].token_ids
+    assert json.dumps(answer.to_dict()["prompt_token_ids"]) == json.dumps(IDS)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "says"),
+    [
+        (None, "got NoneType"),
+        ({"role": "user"}, "got dict"),
+        (5, "got int"),
+        (["a", 1], "prompt 1 of 2: a prompt must be text or token ids, got int"),
+        (["a", None], "prompt 1 of 2: .*got NoneType"),
+        ([{"role": "user"}, "a"], "prompt 0 of 2: .*got dict"),
+        (["a", b"b"], "prompt 1 of 2: .*got bytes"),
+        ([IDS, [1, 2.5]], r"prompt 1 of 2: .*must hold integers, got 2.5 \(float\)"),
+        (np.array([0.5]), "got float"),
+        ([1, "a"], "must hold integers, got 'a'"),
+        ([True], "got bool"),
+    ],
+)
+def test_what_is_no_prompt_is_named_with_its_type_and_place(llm: LLM, prompts: Any, says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        llm.generate(prompts, GREEDY)
+    assert not llm.engine.has_work
+
+
+def test_a_refused_prompt_keeps_its_error_class_and_gets_its_place(llm: LLM) -> None:
+    too_long = [300] * (llm.context_len + 1)
+    with pytest.raises(ContextOverflow, match="prompt 2 of 3: prompt has") as caught:
+        llm.generate([IDS, IDS, too_long], GREEDY)
+    assert caught.value.param == "prompt"
+    with pytest.raises(ContextOverflow, match="^prompt has"):
+        llm.generate(too_long, GREEDY)
+
+
+# -- a list of which some fail --------------------------------------------------------------------
+
+
+def test_the_answers_of_the_others_survive_a_failure(llm: LLM) -> None:
+    everything = tuple(range(llm.model_config.vocab_size))
+    stuck = SamplingParams(min_tokens=2, max_tokens=4, stop_token_ids=everything)
+    with pytest.raises(BatchFailed, match="prompt 1 of 3 failed: .*every token is forbidden") as caught:
+        llm.generate([IDS, IDS, [305]], [GREEDY, stuck, GREEDY])
+    first, second, third = caught.value.outputs
+    assert second is None
+    assert first.token_ids == llm.generate(IDS, GREEDY)[0].token_ids
+    assert third.token_ids == llm.generate([305], GREEDY)[0].token_ids
+
+
+def test_the_answers_before_an_engine_dies_survive(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, num_steps = llm.engine.step, 0
+
+    def make_nine() -> list[StepOutput]:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps > 9:
+            raise DeviceLost("the device failed")
+        return step()
+
+    long = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "step", make_nine)
+        with pytest.raises(BatchFailed, match="prompt 1 of 2 failed: the device failed") as caught:
+            llm.generate([IDS, IDS], [GREEDY, long])
+    assert isinstance(caught.value.__cause__, DeviceLost)
+    assert [output and len(output.token_ids) for output in caught.value.outputs] == [4, None]
+
+
+# -- options of a request -------------------------------------------------------------------------
+
+
+def test_options_reach_the_engine(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(checkpoint, **KNOBS)
+    seen: list[Request] = []
+    add = llm.engine.add
+
+    def adding(request: Request) -> None:
+        seen.append(request)
+        add(request)
+
+    monkeypatch.setattr(llm.engine, "add", adding)
+    options: Any = {"priority": -3, "deadline": 12.5, "cache_salt": "mine"}
+    messages = [{"role": "user", "content": "hi"}]
+    llm.generate([IDS, IDS], GREEDY, **options)
+    llm.chat(messages, GREEDY, **options)
+    list(llm.stream(IDS, GREEDY, **options))
+    list(llm.stream_chat(messages, GREEDY, **options))
+    assert [(r.priority, r.deadline, r.cache_salt) for r in seen] == [(-3, 12.5, "mine")] * 5
+    llm.generate(IDS, GREEDY)
+    assert (seen[-1].priority, seen[-1].deadline, seen[-1].cache_salt) == (0, None, "")
+
+
+@pytest.mark.parametrize("options", [{"priority": "high"}, {"deadline": "soon"}, {"cache_salt": 7}])
+def test_options_of_the_wrong_type_are_refused(llm: LLM, options: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.generate(IDS, GREEDY, **options)
+    assert caught.value.param in options
+
+
+# -- the same for many callers --------------------------------------------------------------------
+
+
+def test_an_async_model_knows_what_a_plain_one_does(checkpoint: str, llm: LLM) -> None:
+    async def main() -> None:
+        async with AsyncLLM(checkpoint, **KNOBS) as many:
+            messages = [{"role": "user", "content": "hi"}]
+            assert many.name == llm.name
+            assert many.tokenizer.vocab_size == llm.tokenizer.vocab_size
+            assert many.has_chat_template == llm.has_chat_template
+            assert many.sampling_defaults == llm.sampling_defaults
+            assert await many.encode("the river") == llm.encode("the river")
+            assert await many.encode_chat(messages) == llm.encode_chat(messages)
+            wanted = llm.generate(IDS, GREEDY)[0].token_ids
+            assert (await many.generate(np.array(IDS), GREEDY, priority=2)).token_ids == wanted  # type: ignore[arg-type]
+            for bad in (None, {"a": 1}, b"x"):
+                with pytest.raises(RequestError, match="must be text or token ids"):
+                    await many.generate(bad, GREEDY)  # type: ignore[arg-type]
+            with pytest.raises(RequestError, match="priority must be"):
+                await anext(many.stream(IDS, GREEDY, priority="x"))  # type: ignore[arg-type]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_beams_cannot_stream(checkpoint: str, n: int) -> None:
+    async def main() -> None:
+        async with AsyncLLM(checkpoint, **KNOBS) as many:
+            beams = SamplingParams(n=n, use_beam_search=True, temperature=0.0, max_tokens=3)
+            with pytest.raises(RequestError, match="beam search choose at the end, so they cannot stream"):
+                await anext(many.stream(IDS, beams))
+            with pytest.raises(RequestError, match="cannot stream"):
+                await anext(many.stream_chat([{"role": "user", "content": "hi"}], beams))
+            assert len((await many.generate(IDS, beams)).outputs) == n
+
+    asyncio.run(main())
+
+
+# -- plain data -----------------------------------------------------------------------------------
+
+
+def test_logprobs_are_part_of_the_plain_data(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=3, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    (answer,) = llm.generate(IDS, params)
+    data = json.loads(json.dumps(answer.to_dict(), allow_nan=False))
+    rows = answer.outputs[0].logprobs
+    assert rows is not None
+    assert [row["token_id"] for row in data["outputs"][0]["logprobs"]] == answer.token_ids
+    assert data["outputs"][0]["logprobs"][0] == {
+        "token_id": rows[0].token_id,
+        "logprob": rows[0].logprob,
+        "rank": 1,
+        "top": [{"token_id": token_id, "logprob": logprob} for token_id, logprob in rows[0].top],
+    }
+    assert data["prompt_logprobs"][0] is None
+    assert len(data["prompt_logprobs"]) == len(IDS)
+    assert llm.generate(IDS, GREEDY)[0].to_dict()["outputs"][0]["logprobs"] is None
