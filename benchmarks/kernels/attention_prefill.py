@@ -1,0 +1,194 @@
+"""Time attention of chunks of prompts over the paged cache, as a share of what a matrix product reaches.
+
+python -m benchmarks.kernels.attention_prefill [--sweep] [--seconds 80]
+
+Counted are the multiplications below the causal diagonal, twice 2 * N * H for each pair of a token and a
+position it sees. Fresh prompts are also given to the kernels that come with PyTorch, on contiguous k and v.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.kernels.attention_decode import captured, seconds_of_replay
+from infer.kernels.attention_prefill import (
+    Chunk,
+    PrefillChunks,
+    PrefillConfig,
+    attend_fresh,
+    attend_prefill,
+    build_prefill_chunks,
+    tokens_per_tile,
+)
+
+# (start, num) of each chunk, N, G, H
+Shape = tuple[tuple[tuple[int, int], ...], int, int, int]
+SHAPES: tuple[Shape, ...] = (
+    (((0, 512),) * 8, 16, 8, 128),
+    (((0, 4096),) * 2, 16, 8, 128),
+    (((0, 2048),) * 4, 32, 8, 64),
+    (((0, 8192),), 32, 8, 128),
+    (((6144, 2048),) * 2, 32, 8, 128),
+    (((30720, 2048),), 16, 8, 128),
+)
+BLOCK_SIZE = 16
+_CALLS = 8  # in one graph, each on a store of its own
+
+
+def gemm_rate() -> float:
+    """Floating point operations per second of an 8192^3 product in bfloat16, on random numbers."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / seconds_of_replay(captured(lambda: a @ b))
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The inputs of some layers of a step."""
+
+    chunks: list[Chunk]
+    q: torch.Tensor
+    stores: list[tuple[torch.Tensor, torch.Tensor]]
+    tables: torch.Tensor
+
+    @property
+    def num_flops(self) -> int:
+        """Of one layer."""
+        _, N, H = self.q.shape
+        return sum(4 * N * H * (num * start + num * (num + 1) // 2) for _, num, _, start in self.chunks)
+
+    def batch(self, block_m: int = 128) -> PrefillChunks:
+        """The chunks in tiles of so many rows."""
+        per_tile = tokens_per_tile(self.q.shape[1], self.stores[0][0].shape[1], block_m)
+        tiles = build_prefill_chunks(self.chunks, tokens_per_tile=per_tile)
+        return PrefillChunks.from_arrays(torch.from_numpy(tiles).cuda(), self.chunks)
+
+
+def make_prompts(shape: Shape) -> Prompts:
+    """Random numbers, and tables whose blocks lie in random order."""
+    spans, N, G, H = shape
+    chunks, first = [], 0
+    for row, (start, num) in enumerate(spans):
+        chunks.append(Chunk(first, num, row, start))
+        first += num
+    blocks_per_row = max(-(-(start + num) // BLOCK_SIZE) for start, num in spans)
+    num_blocks = blocks_per_row * len(spans)
+    stores = []
+    for _ in range(_CALLS):
+        keys, values = (
+            torch.randn(num_blocks * BLOCK_SIZE, G, H, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+        )
+        stores.append((keys, values))
+    q = torch.randn(first, N, H, device="cuda", dtype=torch.bfloat16)
+    tables = torch.randperm(num_blocks, device="cuda").to(torch.int32).view(len(spans), blocks_per_row)
+    return Prompts(chunks, q, stores, tables)
+
+
+def seconds_paged(prompts: Prompts, config: PrefillConfig | None) -> float:
+    """Time of one layer through the block tables."""
+    batch = prompts.batch(config.block_m if config else 128)
+    out = torch.empty_like(prompts.q)
+
+    def step() -> None:
+        for keys, values in prompts.stores:
+            attend_prefill(
+                prompts.q, keys, values, prompts.tables, batch,
+                block_size=BLOCK_SIZE, scale=prompts.q.shape[2] ** -0.5, window=None, out=out, config=config,
+            )  # fmt: skip
+
+    return seconds_of_replay(captured(step)) / len(prompts.stores)
+
+
+def seconds_fresh(prompts: Prompts, backend: str) -> float:
+    """Time of one layer through PyTorch's kernels; eager, because they copy lengths from the host."""
+    batch, out = prompts.batch(), torch.empty_like(prompts.q)
+    num_tokens = prompts.q.shape[0]
+
+    def step() -> None:
+        for keys, values in prompts.stores:
+            attend_fresh(
+                prompts.q, keys[:num_tokens], values[:num_tokens], batch,
+                scale=prompts.q.shape[2] ** -0.5, window=None, out=out, backend=backend,
+            )  # fmt: skip
+
+    return seconds_of_stream(step) / len(prompts.stores)
+
+
+def seconds_of_stream(step: Callable[[], None]) -> float:
+    """Best of a few runs of a whole step."""
+    times = []
+    for _ in range(4):
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        start.record()
+        step()
+        end.record()
+        end.synchronize()
+        times.append(float(start.elapsed_time(end)) / 1e3)
+    return min(times)
+
+
+def report(name: str, seconds: float, prompts: Prompts, ceiling: float) -> None:
+    """One line."""
+    rate = prompts.num_flops / seconds
+    print(
+        f"    {name:60} {seconds * 1e6:9.1f} us  {rate / 1e12:6.1f} TFLOP/s  {rate / ceiling:6.1%}",
+        flush=True,
+    )
+
+
+def sweep(prompts: Prompts, ceiling: float, deadline: float) -> None:
+    """Every combination that fits, until time is up; the five best."""
+    times: dict[PrefillConfig, float] = {}
+    candidates = [
+        PrefillConfig(block_n, num_warps, num_stages, block_m)
+        for block_m, num_warps in ((128, 8), (64, 4), (128, 4), (256, 8))
+        for block_n in (64, 128, 32)
+        for num_stages in (3, 2, 4)
+    ]
+    for config in candidates:
+        if time.monotonic() > deadline:
+            break
+        try:
+            times[config] = seconds_paged(prompts, config)
+        except Exception as error:  # too much shared memory, mostly
+            print(f"    {config}: {str(error).splitlines()[0][:80]}")
+    for config, seconds in sorted(times.items(), key=lambda item: item[1])[:5]:
+        report(str(config), seconds, prompts, ceiling)
+
+
+def main() -> int:
+    """Parse the flags, measure, print."""
+    parser = argparse.ArgumentParser(description="time attention of chunks of prompts")
+    parser.add_argument("--sweep", action="store_true", help="try the compile options")
+    parser.add_argument("--seconds", type=float, default=80.0, help="time for the sweep of all shapes")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("this benchmark needs a GPU", file=sys.stderr)
+        return 2
+    began = time.monotonic()
+    ceiling = gemm_rate()
+    print(f"{torch.cuda.get_device_name()}, a matrix product: {ceiling / 1e12:.0f} TFLOP/s")
+    for index, shape in enumerate(SHAPES):
+        spans, N, G, H = shape
+        prompts = make_prompts(shape)
+        print(f"{len(spans)} x (start {spans[0][0]}, num {spans[0][1]})  N {N} G {G} H {H}")
+        report("paged", seconds_paged(prompts, None), prompts, ceiling)
+        if prompts.batch().are_fresh:
+            for backend in ("flash", "cudnn"):
+                try:
+                    report(backend, seconds_fresh(prompts, backend), prompts, ceiling)
+                except Exception as error:  # not in this build of PyTorch
+                    print(f"    {backend}: {str(error).splitlines()[0][:100]}")
+        if arguments.sweep:
+            sweep(prompts, ceiling, began + arguments.seconds * (index + 1) / len(SHAPES))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
