@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 
+ROOT = Path(__file__).parents[2]
 START_S = 60.0
 KNOBS = ("--dtype", "float32", "--device", "cpu", "--num-threads", "1", "--block-size", "4")
 
@@ -43,19 +44,24 @@ class ServerProcess:
         return {name.split("{")[0]: float(value) for name, value in rows}
 
 
-def command(*arguments: str) -> list[str]:
+def command(*arguments: str, module: str = "infer.server") -> list[str]:
     """How a server is started."""
-    return [sys.executable, "-m", "infer.server", *KNOBS, "--port", "0", *arguments]
+    return [sys.executable, "-m", module, *KNOBS, "--port", "0", *arguments]
 
 
 @contextmanager
-def start_server(directory: Path, *arguments: str) -> Iterator[ServerProcess]:
+def start_server(directory: Path, *arguments: str, module: str = "infer.server") -> Iterator[ServerProcess]:
     """Start a server and wait until it is ready; kill it at the end if it still runs."""
     log = directory / f"server-{time.monotonic_ns()}.log"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with log.open("w") as stderr:
         process = subprocess.Popen(
-            command(*arguments), stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
+            command(*arguments, module=module),
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env=environment,
+            cwd=ROOT,
         )
     try:
         assert process.stdout is not None

@@ -24,6 +24,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -74,6 +75,7 @@ async def run(
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     starting = asyncio.create_task(fleet.start(models))
     losing = asyncio.create_task(fleet.wait_lost())
+    ends: set[asyncio.Future[Any]] = {stopping, serving, losing}
     url = url_of(config, listener)
     logger.info("listening on %s; loading %d model(s)", url, len(models))
     try:
@@ -83,7 +85,7 @@ async def run(
             gc.collect()
             gc.freeze()  # what start-up made stays: no collection needs to walk through it between two tokens
             announce(url)
-            await asyncio.wait({stopping, serving, losing}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if losing.done():
                 raise EngineLost(losing.result())
             await drain(state, config.drain_timeout)

@@ -224,22 +224,44 @@ def test_gauges_are_the_engine_s_last_snapshot() -> None:
 
 
 # Every series that the queries of vLLM's Grafana dashboard (examples/observability/prometheus_grafana) name.
-DASHBOARD = """
-e2e_request_latency_seconds_bucket e2e_request_latency_seconds_sum e2e_request_latency_seconds_count
-inter_token_latency_seconds_bucket inter_token_latency_seconds_sum inter_token_latency_seconds_count
-time_to_first_token_seconds_bucket time_to_first_token_seconds_sum time_to_first_token_seconds_count
-prompt_tokens_total generation_tokens_total num_requests_running num_requests_waiting kv_cache_usage_perc
-request_prompt_tokens_bucket request_generation_tokens_bucket request_success_total
-request_queue_time_seconds_sum request_prefill_time_seconds_sum request_decode_time_seconds_sum
-request_max_num_generation_tokens_sum
-""".split()
+DASHBOARD = [
+    "e2e_request_latency_seconds_bucket",
+    "e2e_request_latency_seconds_sum",
+    "e2e_request_latency_seconds_count",
+    "inter_token_latency_seconds_bucket",
+    "inter_token_latency_seconds_sum",
+    "inter_token_latency_seconds_count",
+    "time_to_first_token_seconds_bucket",
+    "time_to_first_token_seconds_sum",
+    "time_to_first_token_seconds_count",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "request_prompt_tokens_bucket",
+    "request_generation_tokens_bucket",
+    "request_success_total",
+    "request_queue_time_seconds_sum",
+    "request_prefill_time_seconds_sum",
+    "request_decode_time_seconds_sum",
+    "request_max_num_generation_tokens_sum",
+]
 # What other dashboards of its users read.
-OTHERS = """
-prefix_cache_queries_total prefix_cache_hits_total num_preemptions_total prompt_tokens_cached_total
-request_time_per_output_token_seconds_bucket request_inference_time_seconds_bucket
-request_params_n_bucket request_params_max_tokens_bucket
-iteration_tokens_total_bucket iteration_tokens_total_sum iteration_tokens_total_count cache_config_info
-""".split()
+OTHERS = [
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "num_preemptions_total",
+    "prompt_tokens_cached_total",
+    "request_time_per_output_token_seconds_bucket",
+    "request_inference_time_seconds_bucket",
+    "request_params_n_bucket",
+    "request_params_max_tokens_bucket",
+    "iteration_tokens_total_bucket",
+    "iteration_tokens_total_sum",
+    "iteration_tokens_total_count",
+    "cache_config_info",
+]
 
 
 def test_the_vllm_prefix_gives_every_series_its_dashboards_read() -> None:

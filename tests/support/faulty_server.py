@@ -1,0 +1,75 @@
+"""`infer serve` around an engine that fails on demand, for tests of a live server.
+
+    python -m tests.support.faulty_server [flags of infer serve]
+
+Scheduler, loop, processes and wire are the real ones; the model is the oracle, and the first token of a
+prompt may be an order. The model's directory is only read for its tokenizer. A dead engine is replaced
+after a moment, at most MAX_RESTARTS times, so that a test sees the end of a server's patience soon.
+
+    CRASH    the engine's process is killed in the middle of a step
+    STUCK    the step never ends
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from infer.cache.memory import CacheSize
+from infer.config import EngineConfig
+from infer.engine.build import make_pool
+from infer.engine.engine import Engine
+from infer.engine.plan import StepPlan
+from infer.engine.process import main as engine_main
+from infer.engine.process_client import ProcessClient
+from infer.engine.runner import StepResult
+from infer.engine.scheduler import Scheduler
+from infer.engine.sequence import Sequence
+from infer.engine.supervisor import RestartPolicy
+from tests.support.oracle import VOCAB_SIZE, OracleRunner
+
+THIS = "tests.support.faulty_server"
+CRASH, STUCK = 500, 501  # a tiny model's tokenizer has 512
+MAX_RESTARTS = 3
+CONTEXT_LEN = 400
+
+_start = ProcessClient.start
+
+
+class ObedientRunner(OracleRunner):
+    """The oracle, with orders."""
+
+    def run(self, plan: StepPlan, sequences: Seq[Sequence]) -> StepResult:
+        """Obey, or answer."""
+        orders = {seq.tokens[0] for seq in sequences}
+        if CRASH in orders:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if STUCK in orders:
+            time.sleep(600)
+        return super().run(plan, sequences)
+
+
+def make_engine(config: EngineConfig) -> Engine:
+    """A small engine."""
+    pool = make_pool(config, CacheSize(256, 4, bytes_per_token=1))
+    scheduler = Scheduler(pool, config.scheduler)
+    return Engine(scheduler, ObedientRunner(pool), context_len=CONTEXT_LEN, vocab_size=VOCAB_SIZE)
+
+
+async def start_faulty(config: Any, **options: Any) -> ProcessClient:
+    """What `ProcessClient.start` does, with the other engine."""
+    policy = RestartPolicy(max_restarts=MAX_RESTARTS, first_delay=0.01, max_delay=0.01)
+    return await _start(config, module=THIS, policy=policy, **options)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 1:  # an engine gets its orders on standard input
+        sys.exit(engine_main(make_engine))
+    from infer.cli.main import main
+
+    ProcessClient.start = start_faulty  # type: ignore[method-assign, assignment]
+    sys.exit(main(["serve", *sys.argv[1:]]))
