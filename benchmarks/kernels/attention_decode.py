@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -38,7 +37,7 @@ _REPLAYS = 10
 
 
 @jit
-def _read_kernel(x_ptr: Any, sums_ptr: Any, num_tiles: Any, BLOCK: tl.constexpr) -> None:
+def _read_kernel(x_ptr, sums_ptr, num_tiles, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     total = tl.zeros((BLOCK,), tl.float32)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         total += tl.load(x_ptr + tile * BLOCK + tl.arange(0, BLOCK)).to(tl.float32)  # 2^29 elements
