@@ -16,7 +16,8 @@ def assert_passes_interpreted(file: str, test_class: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{HERE / file}::{test_class}"]
     done = subprocess.run(
         command,
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""},
+        env=os.environ
+        | {"TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         cwd=HERE.parents[2],
         capture_output=True,
         text=True,
