@@ -54,7 +54,7 @@ class FakeClient:
         if self.failure is not None:
             raise self.failure
 
-    async def embed(self, prompt: tuple[int, ...], pooling: str) -> list[float]:
+    async def embed(self, prompt: tuple[int, ...], pooling: str, request_id: str = "") -> list[float]:
         return [float(len(prompt))]
 
     async def reset_prefix_cache(self) -> int:

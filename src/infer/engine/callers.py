@@ -26,7 +26,7 @@ from typing import Generic, TypeAlias, TypeVar
 from infer.engine.engine import Engine
 from infer.engine.request import Request, StepOutput
 from infer.engine.stats import EngineStats
-from infer.errors import EngineError, QueueFull, RequestError
+from infer.errors import EngineError, InferError, QueueFull, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class Callers(Generic[Caller]):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._callers: dict[str, Caller] = {}
-        self._embeds: dict[int, tuple[tuple[int, ...], str]] = {}  # ticket -> prompt, pooling; oldest first
+        self._embeds: dict[int, tuple[tuple[int, ...], str, str]] = {}  # by ticket, oldest first
 
     @property
     def has_work(self) -> bool:
@@ -145,17 +145,18 @@ class Callers(Generic[Caller]):
             self._check_room()
             self._engine.add(request)
         except Exception as error:
+            _log_unless_ours(request.request_id, error)
             return error
         self._callers[request.request_id] = caller
         return None
 
-    def embed(self, ticket: int, prompt: tuple[int, ...], pooling: str) -> Exception | None:
+    def embed(self, ticket: int, prompt: tuple[int, ...], pooling: str, request_id: str) -> Exception | None:
         """Let an embedding wait for its turn, or return the error that there is no room for it."""
         try:
             self._check_room()
         except QueueFull as error:
             return error
-        self._embeds[ticket] = prompt, pooling
+        self._embeds[ticket] = prompt, pooling, request_id
         return None
 
     def withdraw(self, ticket: int) -> None:
@@ -166,10 +167,11 @@ class Callers(Generic[Caller]):
         """Make the embedding that has waited longest; returns its ticket, and the vector or the error."""
         if not self._embeds:
             return None
-        ticket, (prompt, pooling) = next(iter(self._embeds.items()))
+        ticket, (prompt, pooling, request_id) = next(iter(self._embeds.items()))
         try:
             return ticket, self._engine.embed(prompt, pooling)
         except Exception as error:  # it belongs to this caller alone
+            _log_unless_ours(request_id, error)
             return ticket, error
         finally:
             del self._embeds[ticket]
@@ -211,3 +213,9 @@ class Callers(Generic[Caller]):
             if output.finish_reason is not None and not self._engine.is_serving(output.request_id):
                 self._callers.pop(output.request_id, None)
         return known
+
+
+def _log_unless_ours(request_id: str, error: Exception) -> None:
+    """A bug leaves its traceback in the log, with the id it can be found by."""
+    if not isinstance(error, InferError):
+        logger.error("request %s failed", request_id, exc_info=error)

@@ -54,8 +54,11 @@ class EngineClient(Protocol):
         """Raise `EngineStopped` if the engine is dead, or `EngineError` if it is stuck; else return."""
         ...
 
-    async def embed(self, prompt: tuple[int, ...], pooling: str) -> list[float]:
-        """The hidden state of a prompt: of its last token ("last") or the mean of all ("mean")."""
+    async def embed(self, prompt: tuple[int, ...], pooling: str, request_id: str = "") -> list[float]:
+        """The hidden state of a prompt: of its last token ("last") or the mean of all ("mean").
+
+        `request_id` is what the log calls it.
+        """
         ...
 
     async def reset_prefix_cache(self) -> int:
@@ -106,14 +109,14 @@ class InProcessClient:
         if 0 < self._stuck_timeout < busy_s:
             raise EngineError(f"the engine has made no progress for {busy_s:.0f} s")
 
-    async def embed(self, prompt: tuple[int, ...], pooling: str) -> list[float]:
+    async def embed(self, prompt: tuple[int, ...], pooling: str, request_id: str = "") -> list[float]:
         """Wait in line, then run a prompt for its hidden state, between two steps."""
         self._loop = asyncio.get_running_loop()
         ticket = next(self._tickets)
         done: asyncio.Future[list[float]] = self._loop.create_future()
         self._embeds[ticket] = done
         try:
-            self._post(lambda: self._embed(ticket, prompt, pooling))
+            self._post(lambda: self._embed(ticket, prompt, pooling, request_id))
             return await done
         finally:
             del self._embeds[ticket]
@@ -212,8 +215,8 @@ class InProcessClient:
         if embedded is not None:
             self._answer_embed(*embedded)
 
-    def _embed(self, ticket: int, prompt: tuple[int, ...], pooling: str) -> None:
-        error = self._stopped or self._callers.embed(ticket, prompt, pooling)
+    def _embed(self, ticket: int, prompt: tuple[int, ...], pooling: str, request_id: str) -> None:
+        error = self._stopped or self._callers.embed(ticket, prompt, pooling, request_id)
         if error is not None:
             self._answer_embed(ticket, error)
 

@@ -196,8 +196,9 @@ class Engine:
         except DeviceLost:  # every further step would fail as well: whoever supervises must start anew
             raise
         except Exception as error:  # whatever the model raised, its requests end and the engine lives on
-            logger.exception("step %d failed", plan.step)
-            return self._give_up(plan, sequences, error)
+            names = [seq.group.request.request_id for seq in sequences]
+            logger.exception("step %d failed for %s", plan.step, ", ".join(dict.fromkeys(names)))
+            return outputs + self._retire() + self._give_up(plan, sequences, error)
         except BaseException as error:  # Ctrl-C: whoever catches it finds the books balanced
             self._unreported += self._give_up(plan, sequences, error)
             raise

@@ -64,6 +64,7 @@ class Embed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     ticket: int
     prompt: tuple[int, ...]
     pooling: str
+    request_id: str = ""  # for the log
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag=True, array_like=True):

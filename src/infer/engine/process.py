@@ -120,7 +120,7 @@ class EngineServer:
         elif isinstance(command, Abort):
             self._made += self._callers.abort(command.request_id, command.index)
         elif isinstance(command, Embed):
-            refused = self._callers.embed(command.ticket, command.prompt, command.pooling)
+            refused = self._callers.embed(command.ticket, command.prompt, command.pooling, command.request_id)
             if refused is not None:
                 self._answer_error(command.ticket, refused)
         elif isinstance(command, Withdraw):
@@ -129,11 +129,10 @@ class EngineServer:
             try:
                 self._answers.append(Answer(command.ticket, self._engine.reset_prefix_cache(), None))
             except Exception as error:  # it belongs to this caller alone
+                logger.exception("the prefix cache could not be reset")
                 self._answer_error(command.ticket, error)
 
     def _answer_error(self, ticket: int, error: Exception) -> None:
-        if not isinstance(error, InferError):
-            logger.error("a call failed", exc_info=error)
         self._answers.append(Answer(ticket, None, to_failure(error)))
 
     def _report(self) -> None:
@@ -160,7 +159,13 @@ def load_engine(config: EngineConfig) -> Engine:
     if load.num_threads is not None:
         torch.set_num_threads(load.num_threads)
     source = resolve_model(load.model, revision=load.revision, show_progress=False)
-    loaded = load_model(source, dtype=load.dtype, device=load.device, max_seq_len=load.max_seq_len)
+    loaded = load_model(
+        source,
+        dtype=load.dtype,
+        device=load.device,
+        cpu_weights=load.cpu_weights,
+        max_seq_len=load.max_seq_len,
+    )
     return build_engine(config, loaded)
 
 

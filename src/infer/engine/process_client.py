@@ -126,9 +126,11 @@ class ProcessClient:
         if self._is_stuck():
             raise EngineError(f"the engine has made no progress for {self._silent_s():.0f} s")
 
-    async def embed(self, prompt: tuple[int, ...], pooling: str) -> list[float]:
+    async def embed(self, prompt: tuple[int, ...], pooling: str, request_id: str = "") -> list[float]:
         """Wait in line, then run a prompt for its hidden state, between two steps."""
-        result = await self._call(lambda ticket: Embed(ticket, prompt, pooling), on_cancel=Withdraw)
+        result = await self._call(
+            lambda ticket: Embed(ticket, prompt, pooling, request_id), on_cancel=Withdraw
+        )
         assert isinstance(result, list), result
         return result
 

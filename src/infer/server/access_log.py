@@ -3,8 +3,8 @@
     method=POST path="/v1/completions" status=200 ms=41.3 prompt_tokens=5 output_tokens=16 request_id=req-7f
 
 The id is the client's `x-request-id` if it is short and plain, else a fresh one; either is sent back.
-What a request costs is gathered in its `RequestRecord`, found through a context variable by whoever
-works for the request: no prompt, no answer and no key is ever in it.
+What a request costs is gathered in its `RequestRecord` (record.py): no prompt, no answer and no key is ever
+in it.
 
 This is the outermost layer of the server's own: an exception nobody expected ends here, as a 500
 without a traceback for the client and with one for the operator.
@@ -15,8 +15,6 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from contextvars import ContextVar
-from dataclasses import dataclass
 from time import perf_counter
 
 import orjson
@@ -24,33 +22,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.server.errors import ApiError
 from infer.server.metrics import ServerMetrics
+from infer.server.record import RECORD, RequestRecord
 from infer.server.refusal import refuse
 
 logger = logging.getLogger(__name__)
 
 PLAIN_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")  # fullmatch only: nothing that could forge a log line
 MAX_LOGGED_PATH = 200
-
-
-@dataclass(slots=True, eq=False)
-class RequestRecord:
-    """What is known about one HTTP request while it is served."""
-
-    request_id: str
-    arrived_at: float  # perf_counter seconds
-    status: int = 0  # 0: no answer was begun
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    is_complete: bool = False  # the whole answer was handed to the connection
-    is_gone: bool = False  # the client left before that
-
-
-_RECORD: ContextVar[RequestRecord | None] = ContextVar("infer_request_record", default=None)
-
-
-def current_record() -> RequestRecord | None:
-    """The record of the HTTP request this code works for, if it works for one."""
-    return _RECORD.get()
 
 
 class AccessLog:
@@ -67,12 +45,12 @@ class AccessLog:
             await self._app(scope, receive, send)
             return
         record = RequestRecord(request_id=_request_id(scope), arrived_at=perf_counter())
-        token = _RECORD.set(record)
+        token = RECORD.set(record)
         self._metrics.num_active += 1
         try:
             await self._serve(scope, receive, send, record)
         finally:
-            _RECORD.reset(token)
+            RECORD.reset(token)
             self._metrics.num_active -= 1
             self._finish(scope, record)
 

@@ -17,6 +17,7 @@ from fastapi import Response
 
 from infer.engine.request import Request
 from infer.errors import RequestError, RequestTimeout
+from infer.server.record import engine_id
 from infer.server.routing import json_response, make_router, server_state, unless_disconnected
 from infer.server.schemas import EmbeddingRequest
 from infer.server.state import ServedModel
@@ -81,8 +82,8 @@ async def _embed(model: ServedModel, prompts: list[list[int]], pooling: str) -> 
     """One after the other: each occupies the whole engine, and generation must go on between them."""
     vectors = []
     for prompt in prompts:
-        request = Request(request_id=f"embd-{uuid.uuid4().hex}", prompt=tuple(prompt))
-        vectors.append(await model.pick(request).embed(request.prompt, pooling))
+        request = Request(request_id=engine_id(f"embd-{uuid.uuid4().hex}"), prompt=tuple(prompt))
+        vectors.append(await model.pick(request).embed(request.prompt, pooling, request.request_id))
     return vectors
 
 

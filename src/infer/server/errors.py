@@ -39,6 +39,7 @@ from infer.errors import (
     RequestTimeout,
     TemplateError,
 )
+from infer.server.record import current_id
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,10 @@ def scrub(message: str) -> str:
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """The status and message for an exception; one nobody foresaw is logged and kept from the client."""
+    """The status and message for an exception; what is our fault is logged with the request's id.
+
+    One that nobody foresaw is kept from the client.
+    """
     if isinstance(error, RequestError):
         status = 400 if isinstance(error, MalformedRequest) else 409 if isinstance(error, NameTaken) else 422
         message = scrub(str(error)) if isinstance(error, TemplateError) else shorten(str(error))
@@ -131,8 +135,9 @@ def to_api_error(error: BaseException) -> ApiError:
         headers = {"x-should-retry": "false"}  # OpenAI's clients would send the same again, and wait again
         return ApiError(status=504, message=scrub(str(error)), headers=headers)
     if isinstance(error, EngineError):
+        logger.error("request %s failed: %s", current_id(), error)
         return ApiError(status=500, message=scrub(str(error)))
-    logger.error("a request failed", exc_info=error)
+    logger.error("request %s failed", current_id(), exc_info=error)
     return ApiError(status=500, message="the server failed to answer this request; its log says why")
 
 

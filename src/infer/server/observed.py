@@ -21,8 +21,8 @@ from time import perf_counter
 from infer.engine.client import EngineClient
 from infer.engine.request import Request, StepOutput
 from infer.engine.stats import EngineStats
-from infer.server.access_log import RequestRecord, current_record
 from infer.server.metrics import EngineMeter, ServerMetrics
+from infer.server.record import RequestRecord, current_record
 
 
 class ObservedClient:
@@ -64,9 +64,9 @@ class ObservedClient:
         """Raise `EngineStopped` if the engine is dead, or `EngineError` if it is stuck; else return."""
         self._client.check_health()
 
-    async def embed(self, prompt: tuple[int, ...], pooling: str) -> list[float]:
+    async def embed(self, prompt: tuple[int, ...], pooling: str, request_id: str = "") -> list[float]:
         """The hidden state of a prompt."""
-        embedding = await self._client.embed(prompt, pooling)
+        embedding = await self._client.embed(prompt, pooling, request_id)
         self.meter.num_prompt_tokens += len(prompt)
         record = current_record()
         if record is not None:

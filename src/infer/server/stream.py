@@ -28,6 +28,7 @@ from starlette.types import Receive, Scope, Send
 
 from infer.server.errors import to_api_error
 from infer.server.off_loop import Breather
+from infer.server.record import current_id
 from infer.server.routing import unless_disconnected
 
 logger = logging.getLogger(__name__)
@@ -143,7 +144,7 @@ class EventStream(StreamingResponse):
             async with asyncio.timeout(self._time_limit_s):
                 await self.stream_response(send)
         except TimeoutError:
-            logger.warning("a client did not read its stream in time; the connection is closed")
+            logger.warning("request %s: its stream was not read in time; it is closed", current_id())
         finally:
             await self._frames.aclose()
 

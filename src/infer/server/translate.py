@@ -21,6 +21,7 @@ from infer.engine.request import Request
 from infer.errors import RequestError
 from infer.front import TextFront
 from infer.sampling.params import SamplingParams
+from infer.server.record import engine_id
 from infer.server.schemas import ChatRequest, CompletionRequest, Prompts, SamplingBody
 from infer.server.state import ServedModel, ServerState
 
@@ -131,7 +132,7 @@ def make_job(
     limits = [limit for limit in (body.timeout, config.request_timeout) if limit]
     requests = tuple(
         Request(
-            request_id=f"{job_id}-{i}",
+            request_id=engine_id(f"{job_id}-{i}"),
             prompt=tuple(prompt),
             params=params,
             priority=body.priority or 0,

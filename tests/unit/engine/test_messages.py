@@ -111,7 +111,7 @@ COMMANDS = st.one_of(
     st.builds(Add, ticket=COUNTS, request=REQUESTS),
     st.builds(Leave, ticket=COUNTS, request_id=TEXT),
     st.builds(Abort, request_id=TEXT, index=some(st.integers(0, 127))),
-    st.builds(Embed, ticket=COUNTS, prompt=tuples_of(IDS), pooling=TEXT),
+    st.builds(Embed, ticket=COUNTS, prompt=tuples_of(IDS), pooling=TEXT, request_id=TEXT),
     st.builds(Withdraw, ticket=COUNTS),
     st.builds(ResetPrefixCache, ticket=COUNTS),
     st.builds(Stop),

@@ -17,11 +17,11 @@ from infer.engine.stats import STEP_TOKENS, EngineStats, Histogram, add_counters
 from infer.errors import EngineStopped
 from infer.llm import LLM
 from infer.sampling.params import SamplingParams
-from infer.server.access_log import _RECORD, RequestRecord
 from infer.server.app import build_app
 from infer.server.generation import merge
 from infer.server.metrics import FIRST_TOKEN_S, REQUEST_S, TOKEN_S, ServerMetrics
 from infer.server.observed import ObservedClient
+from infer.server.record import RECORD, RequestRecord
 from tests.support.app import Site
 from tests.support.fake_client import FakeClient
 from tests.support.wire import ScriptedClient, make_state, outputs_of
@@ -82,7 +82,7 @@ def read_two(client: ObservedClient, end: str) -> None:
 
     async def read() -> None:
         record = RequestRecord(request_id="x", arrived_at=0.0)
-        _RECORD.set(record)
+        RECORD.set(record)
         async with aclosing(client.generate(request(max_tokens=50))) as outputs:
             async for _ in outputs:
                 if client.meter.num_output_tokens == 2:
