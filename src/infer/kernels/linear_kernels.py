@@ -170,11 +170,11 @@ def gemv_kernel(
                 in_k, k + cols < kept_len, RESIDUAL,
             ).to(tl.float32)  # fmt: skip
             if NORM:
-                next_squares = next_squares + (squares[m] + _sum_in_thread(x * x, VECTOR),)
+                next_squares += (squares[m] + _sum_in_thread(x * x, VECTOR),)  # type: ignore[assignment]
                 x = x * gain
-            next_sums = next_sums + (sums[m] + _sum_in_thread(w.to(tl.float32) * x, VECTOR),)
+            next_sums += (sums[m] + _sum_in_thread(w.to(tl.float32) * x, VECTOR),)  # type: ignore[assignment]
             if GATED:
-                next_up_sums = next_up_sums + (up_sums[m] + _sum_in_thread(up.to(tl.float32) * x, VECTOR),)
+                next_up_sums += (up_sums[m] + _sum_in_thread(up.to(tl.float32) * x, VECTOR),)  # type: ignore[assignment]
 
         sums = next_sums
         w = next_w

@@ -163,7 +163,7 @@ def _norm(
 
 
 def _folds_norm(x_MK: torch.Tensor) -> bool:
-    """Whether the norm is folded in; float16 may overflow where r * weight feeds the tensor cores unscaled."""
+    """Whether the norm is folded in; r * weight, unscaled, may be too large for tensor cores in float16."""
     num_tokens = x_MK.shape[0]
     return num_tokens <= FOLD_NORM_MAX_M and (num_tokens <= GEMV_MAX_M or x_MK.dtype != torch.float16)
 

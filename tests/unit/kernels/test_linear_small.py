@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.kernels.linear_sweep import TABLE_FILE, apply_table
 from infer.errors import ConfigError
 from infer.kernels import linear_configs
 from infer.kernels.linear_configs import (
@@ -99,7 +100,8 @@ def test_stages_fit_the_shared_memory() -> None:
 
 
 def test_the_table_never_lets_the_batch_size_choose_the_order_of_additions() -> None:
-    gemv_orders, skinny_orders = {}, {}
+    gemv_orders: dict[tuple[int, int, bool], tuple[int, int]] = {}
+    skinny_orders: dict[tuple[int, int, bool], tuple[int, int]] = {}
     for (N, K, gated, _), gemv in linear_configs.HOPPER_GEMV.items():
         order = (gemv.block_k, gemv.num_warps)
         assert gemv_orders.setdefault((N, K, gated), order) == order
@@ -125,3 +127,19 @@ def test_a_measured_shape_uses_the_table_and_another_the_rule(monkeypatch: pytes
     finally:
         gemv_config.cache_clear()
         skinny_config.cache_clear()
+
+
+def test_the_sweep_rewrites_the_table_and_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "linear_configs.py"
+    before = TABLE_FILE.read_text()
+    file.write_text(before)
+    gemv, skinny = GemvConfig(8, 512, 2, 2), SkinnyConfig(64, 128, 4, 4, 3)
+    for _ in range(2):  # the second time finds the first one's work
+        apply_table({(7, 9, False, 1): gemv}, {(7, 9, True, 16): skinny, (7, 9, True, 32): None}, file)
+    after = file.read_text()
+    assert after.partition("# table: begin")[0] == before.partition("# table: begin")[0]
+    names: dict[str, object] = dict(vars(linear_configs))
+    exec(after.partition("# table: begin")[2], names)
+    assert names["HOPPER_GEMV"] == linear_configs.HOPPER_GEMV | {(7, 9, False, 1): gemv}
+    expected = linear_configs.HOPPER_SKINNY | {(7, 9, True, 16): skinny, (7, 9, True, 32): None}
+    assert names["HOPPER_SKINNY"] == expected

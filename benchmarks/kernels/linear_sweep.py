@@ -1,0 +1,233 @@
+"""Find the best tiles for the linears of few tokens, and write them into the engine's table.
+
+Run by `python -m benchmarks.kernels.linear_small --sweep`. The matrices of all models are visited in the
+order of the bytes a step spends on them, so that a sweep whose time runs out has done what matters.
+
+What decides the order of additions must be the same for every number of tokens (see linear_configs.py),
+so it is chosen first, at one typical number, and then held:
+
+    dot products    block_k and num_warps at M = 1;     then block_n and unroll for each bucket
+    tensor cores    block_k and split_k at M = 32;      then block_n, warps and stages for each bucket
+
+Where the library is faster by 3 % the table gets a None: the engine calls the library there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.kernels.linear_small import EPS, Call, Matrix, Model, make_inputs, make_weights
+from benchmarks.kernels.timing import time_calls
+from infer.kernels import linear_configs
+from infer.kernels.dispatch import triton
+from infer.kernels.gated_activation import gated_activation
+from infer.kernels.linear_configs import GemvConfig, Key, SkinnyConfig, bucket, fit_stages
+from infer.kernels.linear_small import _launch, _Norm
+
+TABLE_FILE = Path(linear_configs.__file__)
+_BEGIN, _END = "# table: begin\n", "# table: end\n"
+
+GEMV_TILES = (
+    *(GemvConfig(rows, *shape) for shape in ((512, 2), (1024, 4), (2048, 4)) for rows in (1, 2, 4)),
+    GemvConfig(8, 512, 2),
+    GemvConfig(2, 1024, 4, unroll=2),
+    GemvConfig(4, 1024, 4, unroll=2),
+)
+SKINNY_TILES = (  # block_n, block_k, split_k (filled in), num_warps, num_stages
+    SkinnyConfig(64, 64, 1, 4, 6),
+    SkinnyConfig(64, 128, 1, 4, 4),
+    SkinnyConfig(64, 256, 1, 4, 3),
+    SkinnyConfig(128, 64, 1, 4, 4),
+    SkinnyConfig(128, 128, 1, 8, 4),
+)
+SPLITS = (1, 2, 4, 8, 16)
+
+Tile = TypeVar("Tile", GemvConfig, SkinnyConfig)
+Gemv = dict[Key, GemvConfig]
+Skinny = dict[Key, SkinnyConfig | None]
+
+
+class Sweep:
+    """The search over one list of matrices, until the time is up."""
+
+    def __init__(self, budget: float) -> None:
+        self.deadline = time.monotonic() + budget
+        self.gemv: Gemv = {}
+        self.skinny: Skinny = {}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is up."""
+        return time.monotonic() > self.deadline
+
+    def visit(self, matrix: Matrix) -> None:
+        """Fill the table's rows of one matrix."""
+        weights = make_weights(matrix)
+        self._visit_skinny(matrix, weights)
+        if not self.is_over:
+            self._visit_gemv(matrix, weights)
+
+    def _visit_gemv(self, matrix: Matrix, weights: list[torch.Tensor]) -> None:
+        best = self._fastest(matrix, weights, 1, GEMV_TILES)
+        if best is None:
+            return
+        self.gemv[_key(matrix, 1)] = best
+        same_order = [
+            tile
+            for tile in GEMV_TILES
+            if (tile.block_k, tile.num_warps, tile.unroll) == (best.block_k, best.num_warps, 1)
+        ]
+        for block_m in (2, 4):
+            self.gemv[_key(matrix, block_m)] = self._fastest(matrix, weights, block_m, same_order) or best
+
+    def _visit_skinny(self, matrix: Matrix, weights: list[torch.Tensor]) -> None:
+        best = self._fastest(matrix, weights, 32, _split_tiles(matrix))
+        if best is None:
+            return
+        same_order = [
+            replace(tile, split_k=best.split_k) for tile in SKINNY_TILES if tile.block_k == best.block_k
+        ]
+        for block_m in (32, 16, 64, 128):
+            tiles = [best] if block_m == 32 else [tile for tile in same_order if _fits(tile, matrix, block_m)]
+            tile = self._fastest(matrix, weights, block_m, tiles)
+            if tile is None:
+                continue
+            ours = _time(matrix, weights, block_m, tile)
+            theirs = time_calls(_library(matrix), make_inputs(matrix, block_m, weights), weights[0].device)
+            self.skinny[_key(matrix, block_m)] = tile if ours <= 1.03 * theirs else None
+            print(
+                f"  M={block_m:<4} ours {ours * 1e6:.1f} us, library {theirs * 1e6:.1f} us, {tile}",
+                flush=True,
+            )
+
+    def _fastest(
+        self, matrix: Matrix, weights: list[torch.Tensor], num_tokens: int, tiles: Iterable[Tile]
+    ) -> Tile | None:
+        """The best of those that could be tried in time; None if that is none of them."""
+        times: dict[Tile, float] = {}
+        for tile in tiles:
+            if self.is_over:
+                break
+            try:
+                times[tile] = _time(matrix, weights, num_tokens, tile)
+            except triton.runtime.errors.OutOfResources:
+                continue  # too much shared memory, or too many registers
+        if not times:
+            return None
+        best = min(times, key=times.__getitem__)
+        print(f"  M={num_tokens:<4} {times[best] * 1e6:8.1f} us  {best}  (of {len(times)})", flush=True)
+        return best
+
+
+def _time(
+    matrix: Matrix, weights: list[torch.Tensor], num_tokens: int, tile: GemvConfig | SkinnyConfig
+) -> float:
+    """Seconds of one call; dot products with the norm the engine folds in, tensor cores without."""
+    activation = "silu" if matrix.gated else ""
+    folds_norm = matrix.norm and isinstance(tile, GemvConfig)
+    if isinstance(tile, SkinnyConfig):
+        tile = fit_stages(tile, bucket(num_tokens), matrix.gated)  # as the engine will
+
+    def call(x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        norm = _Norm(x, residual, gain, EPS, 0.0) if folds_norm else None
+        return _launch(tile, x, w, activation=activation, norm=norm)
+
+    return time_calls(call, make_inputs(matrix, num_tokens, weights), weights[0].device)
+
+
+def _library(matrix: Matrix) -> Call:
+    """What the engine does where the table says None; the norm is its own launch either way."""
+
+    def call(x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = F.linear(x, w)
+        return gated_activation(y, activation="silu") if matrix.gated else y
+
+    return call
+
+
+def _split_tiles(matrix: Matrix) -> Iterator[SkinnyConfig]:
+    """Every tile with every split that leaves each program two steps along K, in not too many programs."""
+    for tile in SKINNY_TILES:
+        if not _fits(tile, matrix, 32):
+            continue
+        num_tiles = -(-matrix.num_outputs // tile.block_n)
+        for split_k in SPLITS:
+            if split_k == 1 or (
+                split_k * tile.block_k * 2 <= matrix.num_inputs and num_tiles * split_k <= 8 * 132
+            ):
+                yield replace(tile, split_k=split_k)
+
+
+def _fits(tile: SkinnyConfig, matrix: Matrix, block_m: int) -> bool:
+    """Whether at least three stages fit the shared memory, and the sums the registers."""
+    sums_per_thread = tile.block_n * block_m * (2 if matrix.gated else 1) // (32 * tile.num_warps)
+    return fit_stages(tile, block_m, matrix.gated).num_stages >= 3 and sums_per_thread <= 128
+
+
+def _key(matrix: Matrix, block_m: int) -> Key:
+    return matrix.num_outputs, matrix.num_inputs, matrix.gated, block_m
+
+
+def render_table(gemv: Gemv, skinny: Skinny) -> str:
+    """The two dictionaries as Python."""
+    lines = ["HOPPER_GEMV: dict[Key, GemvConfig] = {"]
+    for key, dots in sorted(gemv.items()):
+        lines.append(
+            f"    {key}: GemvConfig({dots.block_n}, {dots.block_k}, {dots.num_warps}, {dots.unroll}),"
+        )
+    lines += ["}", "HOPPER_SKINNY: dict[Key, SkinnyConfig | None] = {"]
+    for key, tile in sorted(skinny.items(), key=lambda item: item[0]):
+        value = "None"
+        if tile is not None:
+            fields = (tile.block_n, tile.block_k, tile.split_k, tile.num_warps, tile.num_stages)
+            value = f"SkinnyConfig{fields}"
+        lines.append(f"    {key}: {value},")
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def apply_table(gemv: Gemv, skinny: Skinny, file: Path = TABLE_FILE) -> None:
+    """Put what was measured into the table; rows of other shapes stay."""
+    text = file.read_text()
+    before, rest = text.split(_BEGIN)
+    _, after = rest.split(_END)
+    table = render_table(linear_configs.HOPPER_GEMV | gemv, linear_configs.HOPPER_SKINNY | skinny)
+    file.write_text(before + _BEGIN + table + _END + after)
+
+
+def run_sweep(models: list[Model], budget: float, *, apply: bool, out: Path | None) -> int:
+    """Sweep every matrix of the models, the one with most bytes per step first."""
+    matrices: dict[Key, tuple[int, Matrix]] = {}
+    for model in models:
+        for matrix in (*model.layer, model.head):
+            times = 1 if matrix.name == "head" else model.num_layers
+            matrices.setdefault(_key(matrix, 0), (times * matrix.num_bytes, matrix))
+    sweep = Sweep(budget)
+    for _, matrix in sorted(matrices.values(), key=lambda pair: pair[0], reverse=True):
+        if sweep.is_over:
+            print("the time is up; the matrices left keep what they had", file=sys.stderr)
+            break
+        print(
+            f"{matrix.name} {matrix.num_outputs}x{matrix.num_inputs}{' gated' if matrix.gated else ''}",
+            flush=True,
+        )
+        sweep.visit(matrix)
+    report = {
+        "gemv": [[list(key), asdict(tile)] for key, tile in sorted(sweep.gemv.items())],
+        "skinny": [[list(key), tile and asdict(tile)] for key, tile in sweep.skinny.items()],
+    }
+    print(json.dumps(report))
+    print(render_table(sweep.gemv, sweep.skinny))
+    if out:
+        out.write_text(json.dumps(report, indent=1) + "\n")
+    if apply:
+        apply_table(sweep.gemv, sweep.skinny)
+    return 0
