@@ -198,7 +198,7 @@ class Engine:
         except Exception as error:  # whatever the model raised, its requests end and the engine lives on
             names = [seq.group.request.request_id for seq in sequences]
             logger.exception("step %d failed for %s", plan.step, ", ".join(dict.fromkeys(names)))
-            return outputs + self._retire() + self._give_up(plan, sequences, error)
+            return self._give_up(plan, sequences, error)
         except BaseException as error:  # Ctrl-C: whoever catches it finds the books balanced
             self._unreported += self._give_up(plan, sequences, error)
             raise
