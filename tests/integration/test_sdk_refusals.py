@@ -1,0 +1,100 @@
+"""How the openai package sees a server that refuses: by its own error classes, or not at all after a retry."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from openai import OpenAI
+from pydantic import BaseModel
+
+from infer.config import EngineConfig
+from infer.engine.request import Request, StepOutput
+from infer.errors import QueueFull
+from infer.front import TextFront, open_model
+from infer.server.app import build_app
+from scripts.make_checkpoint import make_checkpoint
+from tests.support.live_server import serve
+from tests.support.wire import ScriptedClient, make_state, outputs_of
+
+
+class Answer(BaseModel):
+    """What a caller of `parse` wants to get."""
+
+    river: str
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory: pytest.TempPathFactory) -> TextFront:
+    directory: Path = tmp_path_factory.mktemp("refusals") / "llama"
+    make_checkpoint("llama", directory)
+    return open_model(
+        EngineConfig.from_knobs(model=str(directory), dtype="float32").load, show_progress=False
+    )[0]
+
+
+class Full:
+    """An engine whose queue is full for the first `num_refusals` requests."""
+
+    def __init__(self, num_refusals: int) -> None:
+        self.num_left = num_refusals
+
+    async def say(self, request: Request) -> AsyncGenerator[StepOutput, None]:
+        await asyncio.sleep(0)
+        if self.num_left:
+            self.num_left -= 1
+            raise QueueFull("too many are waiting")
+        for output in outputs_of(request, [40, 41, 42]):
+            yield output
+
+
+@pytest.fixture
+def engine() -> ScriptedClient:
+    return ScriptedClient(Full(2).say)
+
+
+@pytest.fixture
+def url(front: TextFront, engine: ScriptedClient) -> Iterator[str]:
+    with serve(build_app(make_state(front, engine, access_log=False))) as found:
+        yield f"{found}/v1"
+
+
+def test_parse_is_refused_with_a_reason(url: str, engine: ScriptedClient) -> None:
+    with OpenAI(base_url=url, api_key="any", max_retries=2, timeout=30) as client:
+        with pytest.raises(openai.UnprocessableEntityError) as caught:
+            client.chat.completions.parse(
+                model="tiny", messages=[{"role": "user", "content": "a river"}], response_format=Answer
+            )
+    assert caught.value.param == "response_format"
+    assert "response_format" in caught.value.message
+    assert engine.requests == [], "nobody generates an answer that breaks its promise"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_full_queue_is_asked_again_until_it_answers(
+    url: str, engine: ScriptedClient, is_stream: bool
+) -> None:
+    with OpenAI(base_url=url, api_key="any", max_retries=2, timeout=30) as client:
+        if is_stream:
+            chunks = client.completions.create(model="tiny", prompt="a", max_tokens=3, stream=True)
+            num_tokens = sum(bool(chunk.choices) for chunk in chunks)
+        else:
+            answer = client.completions.create(model="tiny", prompt="a", max_tokens=3)
+            assert answer.usage is not None
+            num_tokens = answer.usage.completion_tokens
+    assert num_tokens == 3
+    assert len(engine.requests) == 3, "twice refused, then served"
+
+
+def test_without_retries_a_full_queue_is_an_error_that_says_when_to_come_back(
+    url: str, engine: ScriptedClient
+) -> None:
+    with OpenAI(base_url=url, api_key="any", max_retries=0, timeout=30) as client:
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.completions.create(model="tiny", prompt="a", max_tokens=3)
+    assert caught.value.status_code == 503
+    assert int(caught.value.response.headers["retry-after"]) >= 1
+    assert len(engine.requests) == 1
