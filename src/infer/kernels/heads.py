@@ -1,0 +1,204 @@
+"""From a fused projection to attention's inputs: norm the heads, rotate them, fill the cache. One launch.
+
+    qkv_TX ──┬── q heads ── rms_norm ── rope ──────────────► q_TNH     fresh and contiguous
+             ├── k heads ── rms_norm ── rope ──┬─ cache ───► keys_PGH[slot]
+             │                                 └─ none ────► k_TGH     fresh and contiguous
+             └── v heads ──────────────────────┬─ cache ───► values_PGH[slot]
+                                               └─ none ────► v_TGH     a view of qkv_TX
+
+The norm is that of kernels/rms_norm.py (models without a QK-norm give no weights), the rotation that of
+kernels/rope.py. A normed head is rounded to the type of the input before it is turned, exactly as if the
+two had been called one after the other.
+
+A slot of -1 marks a padding token: its query is computed like any other, its key and value are written
+nowhere. With a cache, the keys and values *returned* are views of the input, neither normed nor rotated:
+nobody should need them, for the cache has the real ones.
+
+Memory-bound: reads X elements per token and writes as many. The partner of an element in the rotation is
+read a second time instead of being moved between threads; it comes from the first-level cache.
+
+Shapes:  T tokens, N query heads, G kv heads, H head size, R = H / 2, X = (N + 2 G) H, P positions in the
+tables or slots in the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from infer.kernels.dispatch import jit, next_power_of_two, tl, use_triton
+from infer.kernels.rms_norm import rms_norm_reference
+from infer.kernels.rope import rope_reference
+
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def norm_rope_write_reference(
+    qkv_TX: torch.Tensor,
+    q_weight_H: torch.Tensor | None,
+    k_weight_H: torch.Tensor | None,
+    cos_PR: torch.Tensor,
+    sin_PR: torch.Tensor,
+    positions_T: torch.Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+    offset: float = 0.0,
+    keys_PGH: torch.Tensor | None = None,
+    values_PGH: torch.Tensor | None = None,
+    slots_T: torch.Tensor | None = None,
+) -> Heads:
+    """The specification: what the kernel must equal, and what runs on the CPU."""
+    q_TNH, k_TGH, v_TGH = split_heads(qkv_TX, num_heads, num_kv_heads)
+    q, k = q_TNH, k_TGH
+    if q_weight_H is not None and k_weight_H is not None:
+        q = rms_norm_reference(q, q_weight_H, eps, offset)
+        k = rms_norm_reference(k, k_weight_H, eps, offset)
+    q, k = rope_reference(q, k, cos_PR, sin_PR, positions_T)
+    if keys_PGH is None or values_PGH is None or slots_T is None:
+        return q.contiguous(), k.contiguous(), v_TGH
+    is_real = slots_T >= 0
+    keys_PGH[slots_T[is_real].long()] = k[is_real]
+    values_PGH[slots_T[is_real].long()] = v_TGH[is_real]
+    return q.contiguous(), k_TGH, v_TGH
+
+
+def split_heads(qkv_TX: torch.Tensor, num_heads: int, num_kv_heads: int) -> Heads:
+    """Views of the query, key and value heads in the fused projection's result."""
+    heads = qkv_TX.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
+    q_TNH, k_TGH, v_TGH = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    return q_TNH, k_TGH, v_TGH
+
+
+@jit
+def _normed(x, inv_rms, q_weight_ptr, k_weight_ptr, cols, is_q, in_head, offset):
+    """Scaled by the weight of the head's kind, and rounded as a norm of its own would round."""
+    q_weight = tl.load(q_weight_ptr + cols, mask=in_head, other=0.0).to(tl.float32)
+    k_weight = tl.load(k_weight_ptr + cols, mask=in_head, other=0.0).to(tl.float32)
+    weight = tl.where(is_q[:, None], q_weight[None, :], k_weight[None, :])
+    return x * inv_rms[:, None] * (weight + offset)
+
+
+@jit
+def _norm_rope_write_kernel(
+    qkv_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    slots_ptr,
+    q_out_ptr,
+    k_out_ptr,  # [T, G, H], or the cache [P, G, H]
+    values_ptr,
+    qkv_token_stride,
+    N,
+    G,
+    H,
+    eps,
+    offset,
+    HAS_NORM: tl.constexpr,
+    HAS_CACHE: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_H: tl.constexpr,  # next power of two >= H
+):
+    token = tl.program_id(0).to(tl.int64)  # int64: T * X may pass 2^31
+    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # queries, then keys, then values
+    cols = tl.arange(0, BLOCK_H)
+    in_head = cols < H
+    is_q = heads < N
+    is_k = (heads >= N) & (heads < N + G)
+    R = H // 2
+    is_first = cols < R
+    partner_cols = tl.where(is_first, cols + R, cols - R)
+
+    row = qkv_ptr + token * qkv_token_stride + heads[:, None] * H
+    in_tile = (heads < N + 2 * G)[:, None] & in_head[None, :]
+    x_raw = tl.load(row + cols[None, :], mask=in_tile, other=0.0)
+    is_turned = (is_q | is_k)[:, None] & in_head[None, :]
+    x = x_raw.to(tl.float32)
+    partner = tl.load(row + partner_cols[None, :], mask=is_turned, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        inv_rms = tl.rsqrt(tl.sum(x * x, axis=1) / H + eps)
+        dtype = x_raw.dtype
+        x = _normed(x, inv_rms, q_weight_ptr, k_weight_ptr, cols, is_q, in_head, offset)
+        x = x.to(dtype).to(tl.float32)
+        partner = _normed(partner, inv_rms, q_weight_ptr, k_weight_ptr, partner_cols, is_q, in_head, offset)
+        partner = partner.to(dtype).to(tl.float32)
+
+    angle = tl.load(positions_ptr + token).to(tl.int64) * R + tl.where(is_first, cols, cols - R)
+    cos = tl.load(cos_ptr + angle, mask=in_head, other=0.0)[None, :]
+    sin = tl.load(sin_ptr + angle, mask=in_head, other=0.0)[None, :]
+    turned = tl.where(is_first[None, :], x * cos - partner * sin, x * cos + partner * sin)
+    turned = turned.to(q_out_ptr.dtype.element_ty)
+
+    q_rows = (token * N + heads)[:, None] * H
+    tl.store(q_out_ptr + q_rows + cols[None, :], turned, mask=is_q[:, None] & in_head[None, :])
+    places = token + tl.zeros_like(heads)
+    if HAS_CACHE:
+        places = tl.load(slots_ptr + token).to(tl.int64) + tl.zeros_like(heads)
+        values_rows = (places * G + heads - N - G)[:, None] * H
+        is_v = (heads >= N + G) & (heads < N + 2 * G) & (places >= 0)
+        tl.store(values_ptr + values_rows + cols[None, :], x_raw, mask=is_v[:, None] & in_head[None, :])
+    k_rows = (places * G + heads - N)[:, None] * H
+    is_k = is_k & (places >= 0)
+    tl.store(k_out_ptr + k_rows + cols[None, :], turned, mask=is_k[:, None] & in_head[None, :])
+
+
+def norm_rope_write(
+    qkv_TX: torch.Tensor,
+    q_weight_H: torch.Tensor | None,
+    k_weight_H: torch.Tensor | None,
+    cos_PR: torch.Tensor,
+    sin_PR: torch.Tensor,
+    positions_T: torch.Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+    offset: float = 0.0,
+    keys_PGH: torch.Tensor | None = None,
+    values_PGH: torch.Tensor | None = None,
+    slots_T: torch.Tensor | None = None,
+) -> Heads:
+    """Queries, keys and values ready for attention; with a cache, keys and values go to their slots.
+
+    Give both norm weights or neither, and all of `keys_PGH`, `values_PGH`, `slots_T` or none of them.
+    """
+    assert (q_weight_H is None) == (k_weight_H is None), "a QK-norm has two weights"
+    has_cache = keys_PGH is not None
+    assert has_cache == (values_PGH is not None) == (slots_T is not None), (
+        "a cache has keys, values and slots"
+    )
+    if not use_triton(qkv_TX):
+        return norm_rope_write_reference(
+            qkv_TX, q_weight_H, k_weight_H, cos_PR, sin_PR, positions_T,
+            num_heads=num_heads, num_kv_heads=num_kv_heads, eps=eps, offset=offset,
+            keys_PGH=keys_PGH, values_PGH=values_PGH, slots_T=slots_T,
+        )  # fmt: skip
+    T, N, G = qkv_TX.shape[0], num_heads, num_kv_heads
+    H = qkv_TX.shape[1] // (N + 2 * G)
+    _, k_TGH, v_TGH = split_heads(qkv_TX, N, G)
+    assert qkv_TX.stride(1) == 1, "the elements of a token must be contiguous"
+    assert cos_PR.shape == sin_PR.shape and 2 * cos_PR.shape[1] == H, f"tables {cos_PR.shape}, heads of {H}"
+    assert cos_PR.is_contiguous() and sin_PR.is_contiguous(), "the tables must be contiguous"
+    assert positions_T.is_contiguous(), "positions must be contiguous"
+    q_out = torch.empty((T, N, H), dtype=qkv_TX.dtype, device=qkv_TX.device)
+    k_out = torch.empty((T, G, H), dtype=qkv_TX.dtype, device=qkv_TX.device) if keys_PGH is None else keys_PGH
+    if keys_PGH is not None and values_PGH is not None and slots_T is not None:
+        for name, cache in (("keys", keys_PGH), ("values", values_PGH)):
+            assert cache.is_contiguous() and cache.shape[1:] == (G, H), f"{name} are {tuple(cache.shape)}"
+            assert cache.dtype == qkv_TX.dtype, f"{name} are {cache.dtype}, the projection {qkv_TX.dtype}"
+        assert slots_T.is_contiguous(), "slots must be contiguous"
+    block_h = next_power_of_two(H)
+    num_turned = N + G if keys_PGH is None else N + 2 * G
+    block_heads = max(1, 1024 // block_h)  # the tile of kernels/rms_norm.py: the same sums in the same order
+    grid = (T, -(-num_turned // block_heads))
+    _norm_rope_write_kernel[grid](
+        qkv_TX, qkv_TX if q_weight_H is None else q_weight_H, qkv_TX if k_weight_H is None else k_weight_H,
+        cos_PR, sin_PR, positions_T, positions_T if slots_T is None else slots_T,
+        q_out, k_out, q_out if values_PGH is None else values_PGH,
+        qkv_TX.stride(0), N, G, H, eps, offset,
+        HAS_NORM=q_weight_H is not None, HAS_CACHE=has_cache, BLOCK_HEADS=block_heads, BLOCK_H=block_h,
+    )  # fmt: skip
+    return (q_out, k_out, v_TGH) if keys_PGH is None else (q_out, k_TGH, v_TGH)

@@ -1,0 +1,195 @@
+"""Sample every row of a batch on the device: no copy to the host, no sort, nothing of size [S, V] written.
+
+The result is that of sampling/sampler.py for rows without bias, bans, penalties or logprobs, id for id:
+the same noise (kernels/sample.py), the same temperature, the same filters (sampling/filters.py).
+
+    peaks ──► threshold ──► collect ──► edge ──► draw ──► pick        greedy rows: peaks and pick
+    S x V       S x V/512     S x V      S x C    S x V    S x V/4096  no filter: also draw
+
+Everything a filter decides is said in *depths*: with s = (logit - peak) / temperature <= 0, the depth is
+|s|, and its bits as an integer, the *key*, grow with it. A filter keeps the tokens up to an *edge* key:
+
+    top-k    the smallest key with at least k tokens up to it
+    top-p    the smallest key with at least p of the mass up to it (mass: exp(s) * 2^44, an integer)
+    min-p    the key of log(min_p)
+
+A row of a trained model keeps few tokens. So the largest logit of each group of 512 is looked at first: k
+groups with a peak up to some key have at least k tokens up to it. Only the tokens up to that *threshold*
+are collected (a few hundred), and the edge is found among them: each round leaves an eighth of the keys
+it may be. Where the candidates do not suffice, because the row is nearly flat, k is huge or the large
+logits are crowded into few groups, every round of the search walks over the whole row instead.
+
+The draw needs two logarithms per token if the noise is to be exact, which costs more than reading the
+logits does. So it is computed roughly, with the hardware's own logarithm, and only the best token of a
+tile is scored exactly; if a second one is too close to tell, the whole tile is.
+
+Shapes:  S sampled rows, V vocabulary, R rows of state, C candidates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from infer.kernels.dispatch import next_power_of_two, use_triton
+from infer.kernels.sample import argmax_rows, gumbel_noise, noise_keys
+from infer.kernels.sample_kernels import (
+    collect_kernel,
+    draw_kernel,
+    edge_kernel,
+    peaks_kernel,
+    pick_kernel,
+    threshold_kernel,
+)
+
+NO_TOKEN = -1  # the id of a row whose largest logit is not finite, as in sampling/sampler.py
+GROUP = 512  # tokens of a group, whose peak is known
+TILE = 4096  # tokens of one program
+MAX_CANDIDATES = 2048
+_TINY = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True, slots=True)
+class SampleState:
+    """How each row of state is sampled; a captured step reads it anew in every replay."""
+
+    temperature_R: torch.Tensor  # float32; 0: greedy
+    top_k_R: torch.Tensor  # int32; 0: off
+    top_p_R: torch.Tensor  # float64, for the edge must not move by a rounding; 1: off
+    min_p_R: torch.Tensor  # float64; 0: off
+    seed_R: torch.Tensor  # int64: the seed modulo 2^64, as two's complement
+
+    @classmethod
+    def empty(cls, num_rows: int, device: torch.device | str) -> SampleState:
+        """Greedy rows."""
+        return cls(
+            torch.zeros(num_rows, dtype=torch.float32, device=device),
+            torch.zeros(num_rows, dtype=torch.int32, device=device),
+            torch.ones(num_rows, dtype=torch.float64, device=device),
+            torch.zeros(num_rows, dtype=torch.float64, device=device),
+            torch.zeros(num_rows, dtype=torch.int64, device=device),
+        )
+
+    def set_row(
+        self, row: int, *, temperature: float, top_k: int, top_p: float, min_p: float, seed: int
+    ) -> None:
+        """Write one row; on a GPU better write a host copy this way and send that."""
+        self.temperature_R[row] = max(temperature, _TINY) if temperature else 0.0  # tiny is not greedy
+        self.top_k_R[row] = min(max(top_k, 0), 2**31 - 1)
+        self.top_p_R[row] = top_p
+        self.min_p_R[row] = min_p
+        self.seed_R[row] = ((seed + 2**63) % 2**64) - 2**63
+
+
+class SampleScratch:
+    """Memory for the steps between logits and ids, at fixed addresses; `ids_S` is the result."""
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str) -> None:
+        self.vocab_size, self.max_rows = vocab_size, max_rows
+        self.num_tiles = -(-vocab_size // TILE)
+        self.num_groups = self.num_tiles * (TILE // GROUP)
+
+        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros((max_rows, *shape), dtype=dtype, device=device)
+
+        self.peaks_SG = empty(self.num_groups, dtype=torch.float32)  # infinite where a logit is not a number
+        self.peak_S = empty(dtype=torch.float32)
+        self.threshold_S = empty()  # key up to which candidates are collected; -1: none needed
+        self.num_candidates_S = empty()
+        self.candidates_SC = empty(MAX_CANDIDATES)  # keys
+        self.mass_S = empty(dtype=torch.int64)  # of all tokens
+        self.edge_S = empty()
+        self.best_score_ST = empty(self.num_tiles, dtype=torch.float32)
+        self.best_id_ST = empty(self.num_tiles)
+        self.ids_S = empty(dtype=torch.int64)
+
+
+def sample_rows_reference(
+    logits_SV: torch.Tensor, state: SampleState, rows_S: torch.Tensor, positions_S: torch.Tensor
+) -> torch.Tensor:
+    """The specification, one row at a time."""
+    ids = [
+        _sample_row(logits_V.float(), state, row, position) if row >= 0 else 0
+        for logits_V, row, position in zip(logits_SV, rows_S.tolist(), positions_S.tolist(), strict=True)
+    ]
+    return torch.tensor(ids, dtype=torch.int64, device=logits_SV.device)
+
+
+def _sample_row(logits_V: torch.Tensor, state: SampleState, row: int, position: int) -> int:
+    peak = logits_V.amax()
+    if not peak.isfinite():
+        return NO_TOKEN
+    temperature, top_k = state.temperature_R[row], int(state.top_k_R[row])
+    if temperature == 0.0 or top_k == 1:
+        return int(argmax_rows(logits_V.unsqueeze(0)))
+    scaled_V = (logits_V - peak) / temperature.clamp(min=_TINY)
+    sorted_V = scaled_V.sort(descending=True).values
+    floor = state.min_p_R[row].log().float()
+    if 0 < top_k < len(logits_V):
+        floor = torch.maximum(floor, sorted_V[top_k - 1])
+        sorted_V = sorted_V[sorted_V >= sorted_V[top_k - 1]]
+    if state.top_p_R[row] < 1.0:
+        reach_V = sorted_V.exp().mul(2.0**44).to(torch.int64).cumsum(0)
+        last = int((reach_V.double() < state.top_p_R[row] * reach_V[-1].double()).sum())
+        floor = torch.maximum(floor, sorted_V[last])
+    keys_12 = torch.tensor([noise_keys(int(state.seed_R[row]), position)], dtype=torch.int32)
+    ids_1V = torch.arange(len(logits_V), device=logits_V.device).unsqueeze(0)
+    score_1V = gumbel_noise(keys_12.to(logits_V.device), ids_1V) + scaled_V
+    return int(argmax_rows(score_1V.masked_fill(scaled_V < floor, -torch.inf)))
+
+
+def sample_rows(
+    logits_SV: torch.Tensor,
+    state: SampleState,
+    rows_S: torch.Tensor,
+    positions_S: torch.Tensor,
+    scratch: SampleScratch,
+) -> torch.Tensor:
+    """One id per row, int64, in `scratch.ids_S`: the next call overwrites it.
+
+    `rows_S` are the rows' places in the state, negative for padding (whose id is 0); `positions_S` the
+    places in their sequences that the sampled tokens will take. Logits are float32 or anything smaller.
+    """
+    S, V = logits_SV.shape
+    assert scratch.max_rows >= S and scratch.vocab_size == V, f"{S} rows of {V} do not fit the scratch memory"
+    ids_S = scratch.ids_S[:S]
+    if not use_triton(logits_SV):
+        return ids_S.copy_(sample_rows_reference(logits_SV, state, rows_S, positions_S))
+    assert logits_SV.stride(1) == 1, "the logits of a row must be contiguous"
+    assert rows_S.is_contiguous() and positions_S.is_contiguous(), "rows and positions must be contiguous"
+    if S == 0:
+        return ids_S
+    stride, over_tiles = logits_SV.stride(0), (S, scratch.num_tiles)
+    how = (state.temperature_R, state.top_k_R, state.top_p_R, state.min_p_R)
+    num_real_groups = -(-V // GROUP)
+    usual_rank = max(1, num_real_groups * 7 // 8)  # about two candidates per group of a shuffled vocabulary
+    num_groups, block_groups = scratch.num_groups, next_power_of_two(scratch.num_groups)
+    peaks_kernel[over_tiles](
+        logits_SV, rows_S, scratch.peaks_SG, stride, V, num_groups, GROUP=GROUP, GROUPS=TILE // GROUP
+    )
+    threshold_kernel[(S,)](
+        rows_S, *how, scratch.peaks_SG, scratch.peak_S, scratch.threshold_S, scratch.num_candidates_S,
+        scratch.mass_S, V, num_groups, num_real_groups, usual_rank, BLOCK_GROUPS=block_groups,
+    )  # fmt: skip
+    collect_kernel[over_tiles](
+        logits_SV, rows_S, *how, scratch.peak_S, scratch.threshold_S, scratch.num_candidates_S,
+        scratch.candidates_SC, scratch.mass_S, stride, V, MAX_CANDIDATES=MAX_CANDIDATES, TILE=TILE,
+        num_warps=8,
+    )  # fmt: skip
+    edge_kernel[(S,)](
+        logits_SV, rows_S, *how, scratch.peak_S, scratch.threshold_S, scratch.num_candidates_S,
+        scratch.candidates_SC, scratch.mass_S, scratch.edge_S, stride, V,
+        MAX_CANDIDATES=MAX_CANDIDATES, BLOCK=2048, num_warps=8,
+    )  # fmt: skip
+    draw_kernel[over_tiles](
+        logits_SV, rows_S, positions_S, state.seed_R, *how, scratch.peak_S, scratch.edge_S,
+        scratch.best_score_ST, scratch.best_id_ST, stride, V, scratch.num_tiles, TILE=TILE, num_warps=8,
+    )  # fmt: skip
+    pick_kernel[(S,)](
+        logits_SV, rows_S, *how, scratch.peaks_SG, scratch.peak_S, scratch.best_score_ST, scratch.best_id_ST,
+        ids_S, stride, V, num_groups, scratch.num_tiles,
+        NO_TOKEN=NO_TOKEN, GROUP=GROUP, BLOCK_GROUPS=block_groups,
+        BLOCK_TILES=next_power_of_two(scratch.num_tiles),
+    )  # fmt: skip
+    return ids_S

@@ -1,0 +1,182 @@
+"""What a decode step reads and advances, kept on the device so that a captured step feeds itself.
+
+Each running sequence has a *row* of state: its last token, the position of the token about to be
+computed, and its block table. A step names its rows; everything else it needs follows from them.
+
+    rows_S ─ gather_step ─► tokens, positions, slots, lens ─► model ─► ids ─ advance_rows ─► the rows
+                                   ▲                                                             │
+                                   └──────────────────── next replay, no copy in ────────────────┘
+
+The host only says when a table grows (`apply_table_diffs`) and reads the ids, one step late if it likes.
+A row of -1 is padding up to the size a graph was captured for: token 0 at position 0, written to no slot
+(-1) and attending to nothing (length 0).
+
+Kernels take no number that differs between steps: one program per row, so the grid says how many.
+
+Shapes:  S rows of a step, R rows of state, B blocks of the longest table, K changes to tables.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from infer.kernels.dispatch import jit, tl, use_triton
+
+
+class StepInputs(NamedTuple):
+    """What the model needs to compute one token of each row."""
+
+    tokens_S: torch.Tensor  # int64
+    positions_S: torch.Tensor  # int64
+    slots_S: torch.Tensor  # int64: where the token's key and value go; -1: nowhere
+    lens_S: torch.Tensor  # int32: how many positions it attends to, its own included
+
+    @classmethod
+    def empty(cls, num_rows: int, device: torch.device | str) -> StepInputs:
+        """Memory for the inputs of `num_rows` rows: a captured step writes to the same addresses again."""
+        tokens, positions, slots = torch.zeros((3, num_rows), dtype=torch.int64, device=device).unbind()
+        return cls(tokens, positions, slots, torch.zeros(num_rows, dtype=torch.int32, device=device))
+
+    def first(self, num_rows: int) -> StepInputs:
+        """The inputs of the first rows, in the same memory."""
+        return StepInputs(
+            self.tokens_S[:num_rows],
+            self.positions_S[:num_rows],
+            self.slots_S[:num_rows],
+            self.lens_S[:num_rows],
+        )
+
+
+def gather_step_reference(
+    rows_S: torch.Tensor,
+    last_token_R: torch.Tensor,
+    position_R: torch.Tensor,
+    tables_RB: torch.Tensor,
+    *,
+    block_size: int,
+    out: StepInputs,
+) -> None:
+    """The specification of `gather_step`."""
+    is_real_S = rows_S >= 0
+    row_S = rows_S.long().clamp(min=0)
+    position_S = position_R[row_S]
+    block_S = tables_RB[row_S, (position_S // block_size).clamp(max=tables_RB.shape[1] - 1)].long()
+    out.tokens_S.copy_(torch.where(is_real_S, last_token_R[row_S], 0))
+    out.positions_S.copy_(torch.where(is_real_S, position_S, 0))
+    out.slots_S.copy_(torch.where(is_real_S, block_S * block_size + position_S % block_size, -1))
+    out.lens_S.copy_(torch.where(is_real_S, position_S + 1, 0))
+
+
+@jit
+def _gather_step_kernel(
+    rows_ptr,
+    last_token_ptr,
+    position_ptr,
+    tables_ptr,
+    tokens_ptr,
+    positions_ptr,
+    slots_ptr,
+    lens_ptr,
+    table_stride,
+    block_size,
+):
+    index = tl.program_id(0)
+    row = tl.load(rows_ptr + index).to(tl.int64)
+    is_real = row >= 0
+    token = tl.load(last_token_ptr + row, mask=is_real, other=0).to(tl.int64)
+    position = tl.load(position_ptr + row, mask=is_real, other=0).to(tl.int64)
+    block = tl.load(tables_ptr + row * table_stride + position // block_size, mask=is_real, other=0)
+    slot = block.to(tl.int64) * block_size + position % block_size
+    tl.store(tokens_ptr + index, token)
+    tl.store(positions_ptr + index, position)
+    tl.store(slots_ptr + index, tl.where(is_real, slot, -1))
+    tl.store(lens_ptr + index, tl.where(is_real, position + 1, 0).to(tl.int32))
+
+
+def gather_step(
+    rows_S: torch.Tensor,
+    last_token_R: torch.Tensor,
+    position_R: torch.Tensor,
+    tables_RB: torch.Tensor,
+    *,
+    block_size: int,
+    out: StepInputs | None = None,
+) -> StepInputs:
+    """The inputs of a step over `rows_S`; written to `out` if given, which must have S rows."""
+    num_rows = rows_S.shape[0]
+    if out is None:
+        out = StepInputs.empty(num_rows, rows_S.device)
+    assert out.tokens_S.shape[0] == num_rows, f"{out.tokens_S.shape[0]} rows of inputs for {num_rows} rows"
+    if not use_triton(rows_S):
+        gather_step_reference(rows_S, last_token_R, position_R, tables_RB, block_size=block_size, out=out)
+        return out
+    assert rows_S.is_contiguous() and tables_RB.stride(1) == 1, "rows and tables must be contiguous"
+    if num_rows:
+        _gather_step_kernel[(num_rows,)](
+            rows_S, last_token_R, position_R, tables_RB,
+            out.tokens_S, out.positions_S, out.slots_S, out.lens_S, tables_RB.stride(0), block_size,
+            num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+def advance_rows_reference(
+    rows_S: torch.Tensor, ids_S: torch.Tensor, last_token_R: torch.Tensor, position_R: torch.Tensor
+) -> None:
+    """The specification of `advance_rows`."""
+    is_real_S = rows_S >= 0
+    real = rows_S[is_real_S].long()
+    last_token_R[real] = ids_S[is_real_S].clamp(min=0).to(last_token_R.dtype)
+    position_R[real] += 1
+
+
+@jit
+def _advance_rows_kernel(rows_ptr, ids_ptr, last_token_ptr, position_ptr):
+    index = tl.program_id(0)
+    row = tl.load(rows_ptr + index).to(tl.int64)
+    is_real = row >= 0
+    token = tl.maximum(tl.load(ids_ptr + index), 0)
+    position = tl.load(position_ptr + row, mask=is_real, other=0)
+    tl.store(last_token_ptr + row, token.to(last_token_ptr.dtype.element_ty), mask=is_real)
+    tl.store(position_ptr + row, position + 1, mask=is_real)
+
+
+def advance_rows(
+    rows_S: torch.Tensor, ids_S: torch.Tensor, last_token_R: torch.Tensor, position_R: torch.Tensor
+) -> None:
+    """Make the sampled ids the rows' last tokens and move on by one position; no row may come twice.
+
+    A row that has no next token (its id is negative) goes on with token 0: its request has failed, but a
+    step already under way must still find a token in the embedding.
+    """
+    if not use_triton(rows_S):
+        advance_rows_reference(rows_S, ids_S, last_token_R, position_R)
+    elif rows_S.shape[0]:
+        assert rows_S.is_contiguous() and ids_S.is_contiguous(), "rows and ids must be contiguous"
+        _advance_rows_kernel[(rows_S.shape[0],)](rows_S, ids_S, last_token_R, position_R, num_warps=1)
+
+
+def apply_table_diffs_reference(tables_RB: torch.Tensor, diffs_K3: torch.Tensor) -> None:
+    """The specification of `apply_table_diffs`."""
+    row, index, block = diffs_K3[diffs_K3[:, 0] >= 0].long().unbind(1)
+    tables_RB[row, index] = block.to(tables_RB.dtype)
+
+
+@jit
+def _apply_table_diffs_kernel(tables_ptr, diffs_ptr, table_stride):
+    diff = diffs_ptr + tl.program_id(0) * 3
+    row = tl.load(diff).to(tl.int64)
+    index = tl.load(diff + 1)
+    block = tl.load(diff + 2).to(tables_ptr.dtype.element_ty)
+    tl.store(tables_ptr + row * table_stride + index, block, mask=row >= 0)
+
+
+def apply_table_diffs(tables_RB: torch.Tensor, diffs_K3: torch.Tensor) -> None:
+    """Write `block` into place `index` of `row`'s table for each (row, index, block); row -1: nothing."""
+    if not use_triton(tables_RB):
+        apply_table_diffs_reference(tables_RB, diffs_K3)
+    elif diffs_K3.shape[0]:
+        assert diffs_K3.is_contiguous() and tables_RB.stride(1) == 1, "diffs and tables must be contiguous"
+        _apply_table_diffs_kernel[(diffs_K3.shape[0],)](tables_RB, diffs_K3, tables_RB.stride(0), num_warps=1)

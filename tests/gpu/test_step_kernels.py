@@ -1,0 +1,130 @@
+"""The contract of a decode step's kernels on a real GPU, at a real vocabulary, and captured in a graph."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from infer.kernels.heads import norm_rope_write, norm_rope_write_reference
+from infer.kernels.sample_rows import SampleScratch, sample_rows, sample_rows_reference
+from infer.kernels.step_state import StepInputs, advance_rows, apply_table_diffs, gather_step
+from infer.sampling.params import SamplingParams
+from tests.unit.kernels.kernel_contract import assert_same
+from tests.unit.kernels.step_contract import SampledRows, StepContract, random_params
+
+VOCAB_SIZE = 151_936
+
+
+def capture(step: object) -> torch.cuda.CUDAGraph:
+    """Record `step` after it has run once: a capture wants compiled kernels."""
+    assert callable(step)
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        step()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # Triton 3.9 announces a new default once
+class TestCompiledStep(StepContract):
+    device = "cuda"
+    vocab_size = VOCAB_SIZE
+    num_rows = 256
+
+    def assert_equal_heads(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        assert_same(actual, expected)  # two compilations may fuse a multiplication and an addition or not
+
+    def test_a_row_is_sampled_alike_whoever_its_neighbours_are(self) -> None:
+        source = random.Random(3)
+        rows = SampledRows([random_params(source) for _ in range(64)], "cuda")
+        logits = self.randn(64, VOCAB_SIZE, spread=3.0)
+        scratch = SampleScratch(64, VOCAB_SIZE, "cuda")
+        together = sample_rows(logits, rows.state, rows.rows_S, rows.positions_S, scratch).tolist()
+        alone = [
+            int(
+                sample_rows(
+                    logits[i : i + 1],
+                    rows.state,
+                    rows.rows_S[i : i + 1],
+                    rows.positions_S[i : i + 1],
+                    scratch,
+                )
+            )
+            for i in range(64)
+        ]
+        assert together == alone
+
+    def test_a_captured_sampler_reads_new_state_and_new_logits(self) -> None:
+        source = random.Random(4)
+        rows = SampledRows([SamplingParams(temperature=0.0)] * 8, "cuda")
+        logits = self.randn(8, VOCAB_SIZE).bfloat16()
+        scratch = SampleScratch(8, VOCAB_SIZE, "cuda")
+        graph = capture(lambda: sample_rows(logits, rows.state, rows.rows_S, rows.positions_S, scratch))
+        for replay in range(6):
+            fresh = SampledRows([random_params(source) for _ in range(8)], "cuda", seed=replay)
+            for ours, theirs in zip(rows.tensors(), fresh.tensors(), strict=True):
+                ours.copy_(theirs)
+            logits.copy_(self.randn(8, VOCAB_SIZE, spread=3.0))
+            if replay == 5:
+                rows.rows_S[6:] = -1
+            graph.replay()
+            expected = sample_rows_reference(logits, rows.state, rows.rows_S, rows.positions_S)
+            assert scratch.ids_S.tolist() == expected.tolist()
+
+    def test_a_captured_step_feeds_itself(self) -> None:
+        """Three replays with no copy in between: the last tokens, positions, slots and tables follow."""
+        rows = torch.tensor([1, -1, 0], dtype=torch.int32, device="cuda")
+        last_token = torch.tensor([5, 6], device="cuda")
+        position = torch.tensor([3, 7], device="cuda")
+        tables = torch.tensor([[1, 0], [2, 3]], dtype=torch.int32, device="cuda")
+        diffs = torch.tensor([[0, 1, 9]], dtype=torch.int32, device="cuda")
+        inputs = StepInputs.empty(3, "cuda")
+
+        def step() -> None:
+            apply_table_diffs(tables, diffs)
+            gather_step(rows, last_token, position, tables, block_size=4, out=inputs)
+            advance_rows(rows, inputs.tokens_S * 2, last_token, position)
+
+        graph = capture(step)  # the step ran once: capturing itself computes nothing
+        seen = []
+        for _ in range(3):
+            graph.replay()
+            seen.append([column.tolist() for column in inputs])
+        assert [each[0] for each in seen] == [[12, 0, 10], [24, 0, 20], [48, 0, 40]]
+        assert [each[1] for each in seen] == [[8, 0, 4], [9, 0, 5], [10, 0, 6]]
+        assert seen[0][2][1:] == [-1, 9 * 4]
+        assert seen[0][3] == [9, 0, 5]
+
+    def test_captured_heads_follow_positions_and_slots(self) -> None:
+        qkv = self.randn(4, (16 + 2 * 8) * 128).bfloat16()
+        weights = [self.randn(128).bfloat16() for _ in range(2)]
+        tables, positions = self.tables(128), torch.zeros(4, dtype=torch.int64, device="cuda")
+        caches = [torch.zeros((32, 8, 128), dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+        slots, q_out = torch.full((4,), -1, device="cuda"), torch.zeros((4, 16, 128), device="cuda")
+
+        def step() -> None:
+            q, _, _ = norm_rope_write(
+                qkv, *weights, *tables, positions, num_heads=16, num_kv_heads=8, eps=1e-6,
+                keys_PGH=caches[0], values_PGH=caches[1], slots_T=slots,
+            )  # fmt: skip
+            q_out.copy_(q)
+
+        graph = capture(step)
+        assert not caches[0].any()
+        positions.copy_(torch.tensor([3, 9, 0, 40]))
+        slots.copy_(torch.tensor([31, -1, 0, 7]))
+        qkv.copy_(self.randn(*qkv.shape))
+        graph.replay()
+        expected, _, _ = norm_rope_write_reference(
+            qkv, *weights, *tables, positions, num_heads=16, num_kv_heads=8, eps=1e-6,
+            keys_PGH=caches[2], values_PGH=caches[3], slots_T=slots,
+        )  # fmt: skip
+        assert_same(q_out.bfloat16(), expected)
+        assert_same(caches[0], caches[2])
+        assert torch.equal(caches[1], caches[3])

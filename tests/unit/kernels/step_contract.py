@@ -1,0 +1,297 @@
+"""What the kernels of a decode step promise: heads, sampling and the state of the rows.
+
+As in `kernel_contract.py`, the promises are written once and tested twice: under Triton's interpreter
+(`interpreted_step.py`) and compiled on a GPU (`tests/gpu/test_step_kernels.py`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from infer.kernels.dispatch import use_triton
+from infer.kernels.heads import norm_rope_write, norm_rope_write_reference, split_heads
+from infer.kernels.rms_norm import rms_norm
+from infer.kernels.rope import rope
+from infer.kernels.sample_rows import (
+    MAX_CANDIDATES,
+    NO_TOKEN,
+    SampleScratch,
+    SampleState,
+    sample_rows,
+    sample_rows_reference,
+)
+from infer.kernels.step_state import StepInputs, advance_rows, apply_table_diffs, gather_step
+from infer.sampling.params import SamplingParams
+from infer.sampling.sampler import SampleRow, sample
+from tests.unit.kernels.kernel_contract import FramedTensor, assert_same, every_dtype, nan_in_fresh_memory
+
+EPS = 1e-6
+NUM_SLOTS = 24
+
+
+def random_params(random_source: random.Random) -> SamplingParams:
+    """Any mixture of parameters, the extreme ones more often than a client would ask for them."""
+    pick = random_source.choice
+    return SamplingParams(
+        temperature=pick([0.0, 1e-30, 0.01, 0.3, 0.7, 1.0, 1.0, 1.7, 10.0, 100.0]),
+        top_k=pick([0, 0, 0, 1, 2, 5, 40, 300, 5000]),
+        top_p=pick([1.0, 1.0, 1e-9, 0.1, 0.5, 0.9, 0.95, 0.9999]),
+        min_p=pick([0.0, 0.0, 0.0, 1e-4, 0.05, 0.3, 1.0]),
+    )
+
+
+class SampledRows:
+    """Rows with their parameters, in a state that holds them in another order among strangers."""
+
+    def __init__(self, params: Sequence[SamplingParams], device: str, *, seed: int = 0) -> None:
+        source = random.Random(seed)
+        self.params = list(params)
+        self.seeds = [source.randrange(-(2**63) + 1, 2**63) * source.choice([1, 1, 3]) for _ in params]
+        self.positions = [source.choice([0, 1, 77, 131071, 2**31 + 5]) for _ in params]
+        num_state_rows = len(self.params) + 3
+        self.rows = source.sample(range(num_state_rows), len(self.params))
+        self.state = SampleState.empty(num_state_rows, device)
+        for row, each, row_seed in zip(self.rows, self.params, self.seeds, strict=True):
+            self.state.set_row(
+                row,
+                temperature=each.temperature,
+                top_k=each.top_k,
+                top_p=each.top_p,
+                min_p=each.min_p,
+                seed=row_seed,
+            )
+        self.rows_S = torch.tensor(self.rows, dtype=torch.int32, device=device)
+        self.positions_S = torch.tensor(self.positions, device=device)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Everything a captured step reads, in a fixed order."""
+        state = self.state
+        how = [state.temperature_R, state.top_k_R, state.top_p_R, state.min_p_R, state.seed_R]
+        return [*how, self.rows_S, self.positions_S]
+
+    def expected(self, logits_SV: torch.Tensor) -> list[int]:
+        rows = [
+            SampleRow(each, seed, position, num_prompt=0, tokens=())
+            for each, seed, position in zip(self.params, self.seeds, self.positions, strict=True)
+        ]
+        return sample(logits_SV, rows).ids
+
+    def check(self, logits_SV: torch.Tensor) -> None:
+        scratch = SampleScratch(len(self.rows) + 1, logits_SV.shape[1], logits_SV.device)
+        ids = sample_rows(logits_SV, self.state, self.rows_S, self.positions_S, scratch).tolist()
+        expected = self.expected(logits_SV)
+        wrong = [(self.params[i], ids[i], expected[i]) for i in range(len(ids)) if ids[i] != expected[i]]
+        assert not wrong, wrong[:5]
+
+
+class StepContract:
+    """Subclass it with a `device` on which `use_triton` holds, and the vocabulary to sample from."""
+
+    device: str
+    vocab_size: int
+    num_rows: int
+
+    @pytest.fixture(autouse=True)
+    def seed(self) -> None:
+        torch.manual_seed(0)
+
+    def randn(self, *shape: int, spread: float = 1.0) -> torch.Tensor:
+        return torch.randn(shape, device=self.device) * spread
+
+    def test_the_kernel_and_not_the_reference_is_under_test(self) -> None:
+        assert use_triton(torch.zeros(1, device=self.device))
+
+    # heads ---------------------------------------------------------------------------------------------
+
+    def tables(self, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = torch.rand(50, head_dim // 2, device=self.device) * 6.3
+        return angles.cos(), angles.sin()
+
+    def positions(self, num_tokens: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.randint(50, (num_tokens,), device=self.device).to(dtype)
+
+    def qkv(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> FramedTensor:
+        num_tokens, num_heads, num_kv_heads, head_dim = shape
+        return FramedTensor((num_tokens, (num_heads + 2 * num_kv_heads) * head_dim), dtype, self.device)
+
+    @every_dtype
+    @pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "plain"])
+    @pytest.mark.parametrize(
+        "shape",  # T, N, G, H; the heads of (2, 33, 1, 128) take more than one program
+        [(1, 9, 3, 64), (5, 4, 2, 80), (2, 33, 1, 128), (0, 2, 2, 8)],
+        ids=str,
+    )
+    def test_heads_with_a_cache(
+        self, shape: tuple[int, int, int, int], has_norm: bool, dtype: torch.dtype
+    ) -> None:
+        num_tokens, num_heads, num_kv_heads, head_dim = shape
+        qkv, tables = self.qkv(shape, dtype), self.tables(head_dim)
+        weights = [self.randn(head_dim).to(dtype) if has_norm else None for _ in range(2)]
+        slots = torch.randperm(NUM_SLOTS, device=self.device)[:num_tokens]
+        slots[1:2] = -1  # padding
+        caches = [
+            torch.full((NUM_SLOTS, num_kv_heads, head_dim), 7.0, dtype=dtype, device=self.device)
+            for _ in range(4)
+        ]
+        positions = self.positions(num_tokens, torch.int32)
+        with nan_in_fresh_memory():
+            q, k, v = norm_rope_write(
+                qkv.view, *weights, *tables, positions, num_heads=num_heads, num_kv_heads=num_kv_heads,
+                eps=EPS, offset=1.0, keys_PGH=caches[0], values_PGH=caches[1], slots_T=slots.int(),
+            )  # fmt: skip
+        expected_q, _, _ = norm_rope_write_reference(
+            qkv.view, *weights, *tables, positions, num_heads=num_heads, num_kv_heads=num_kv_heads,
+            eps=EPS, offset=1.0, keys_PGH=caches[2], values_PGH=caches[3], slots_T=slots,
+        )  # fmt: skip
+        assert_same(q, expected_q)
+        assert_same(caches[0], caches[2])
+        assert torch.equal(caches[1], caches[3])
+        assert k.shape == v.shape == (num_tokens, num_kv_heads, head_dim)
+        qkv.assert_untouched()
+
+    @every_dtype
+    @pytest.mark.parametrize("offset", [0.0, 1.0])
+    def test_heads_without_a_cache_equal_norm_and_rope_to_the_last_bit(
+        self, offset: float, dtype: torch.dtype
+    ) -> None:
+        shape = (5, 6, 2, 80)
+        qkv, tables, positions = self.qkv(shape, dtype), self.tables(80), self.positions(5)
+        q_weight, k_weight = self.randn(80).to(dtype), self.randn(80).to(dtype)
+        with nan_in_fresh_memory():
+            q, k, v = norm_rope_write(
+                qkv.view, q_weight, k_weight, *tables, positions,
+                num_heads=6, num_kv_heads=2, eps=EPS, offset=offset,
+            )  # fmt: skip
+        raw_q, raw_k, raw_v = split_heads(qkv.view, 6, 2)
+        expected_q, expected_k = rope(
+            rms_norm(raw_q, q_weight, eps=EPS, offset=offset),
+            rms_norm(raw_k, k_weight, eps=EPS, offset=offset),
+            *tables,
+            positions,
+        )
+        self.assert_equal_heads(q, expected_q)
+        self.assert_equal_heads(k, expected_k)
+        assert v.data_ptr() == raw_v.data_ptr() and v.shape == raw_v.shape
+
+    def assert_equal_heads(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        assert torch.equal(actual, expected)
+
+    # sampling ------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("spread", [0.5, 3.0, 12.0])
+    def test_rows_are_sampled_as_the_sampler_does(self, spread: float, dtype: torch.dtype) -> None:
+        source = random.Random(int(spread * 10))
+        rows = SampledRows([random_params(source) for _ in range(self.num_rows)], self.device)
+        rows.check(self.randn(self.num_rows, self.vocab_size, spread=spread).to(dtype))
+
+    def test_sampling_by_the_reference(self) -> None:
+        source = random.Random(5)
+        rows = SampledRows([random_params(source) for _ in range(60)], self.device)
+        logits = self.randn(60, 300, spread=3.0)
+        ids = sample_rows_reference(logits, rows.state, rows.rows_S, rows.positions_S)
+        assert ids.tolist() == rows.expected(logits)
+
+    @pytest.mark.parametrize("vocab_size", [1, 2, 511, 4096, 4097])
+    def test_sampling_of_other_vocabularies(self, vocab_size: int) -> None:
+        source = random.Random(vocab_size)
+        rows = SampledRows([random_params(source) for _ in range(4)], self.device)
+        rows.check(self.randn(4, vocab_size, spread=2.0))
+
+    def test_sampling_among_ties_and_forbidden_tokens(self) -> None:
+        source = random.Random(1)
+        rows = SampledRows([random_params(source) for _ in range(self.num_rows)], self.device)
+        logits = self.randn(self.num_rows, self.vocab_size, spread=2.0).round()
+        logits[::3].masked_fill_(torch.rand_like(logits[::3]) < 0.9, -torch.inf)
+        logits[1::3, 100:] = -torch.inf
+        logits[2] = 1.5  # all alike
+        logits[5] = -torch.inf
+        logits[5, 3] = -2.0  # one left
+        rows.check(logits)
+
+    def test_a_crowd_of_likely_tokens_does_not_fit_among_the_candidates(self) -> None:
+        """Most large logits lie in one stretch of the vocabulary: the groups' peaks mislead."""
+        params = [
+            SamplingParams(top_p=0.9),
+            SamplingParams(top_k=700),
+            SamplingParams(top_k=3, top_p=0.5),
+            SamplingParams(top_k=700, top_p=0.3, min_p=1e-3),
+        ]
+        assert self.vocab_size > 2 * MAX_CANDIDATES
+        logits = self.randn(len(params), self.vocab_size)
+        logits[:, : MAX_CANDIDATES + 500] += 9.0
+        SampledRows(params, self.device).check(logits)
+
+    def test_a_row_without_a_finite_peak_has_no_token(self) -> None:
+        logits = self.randn(10, self.vocab_size)
+        logits[0, 7] = torch.nan
+        logits[1, self.vocab_size - 1] = torch.inf
+        logits[2] = -torch.inf
+        logits[3] = torch.nan
+        params = [SamplingParams(temperature=t, top_p=p) for t in (0.0, 0.8) for p in (1.0, 0.9)]
+        rows = SampledRows([*params, *params, *params[:2]], self.device)
+        expected = rows.expected(logits)
+        assert expected[:4] == [NO_TOKEN] * 4 and NO_TOKEN not in expected[4:]
+        rows.check(logits)
+        rows.check(logits.flip(0))
+
+    def test_padding_rows_are_left_alone(self) -> None:
+        rows = SampledRows([SamplingParams(top_p=0.9), SamplingParams()], self.device)
+        logits = self.randn(2, self.vocab_size)
+        logits[0] = torch.nan
+        expected = rows.expected(logits)
+        rows.rows_S[0] = -1
+        scratch = SampleScratch(2, self.vocab_size, self.device)
+        ids = sample_rows(logits, rows.state, rows.rows_S, rows.positions_S, scratch)
+        assert ids.tolist() == [0, expected[1]]
+        assert ids.data_ptr() == scratch.ids_S.data_ptr()
+
+    def test_logits_of_a_wider_matrix(self) -> None:
+        """A vocabulary padded for the tensor cores: the rows are views, and the padding must not win."""
+        padded = torch.full((4, self.vocab_size + 40), 1e9, device=self.device)
+        padded[:, : self.vocab_size] = self.randn(4, self.vocab_size)
+        params = [SamplingParams(), SamplingParams(temperature=0.0), SamplingParams(top_k=9, top_p=0.9)]
+        SampledRows([*params, params[0]], self.device).check(padded[:, : self.vocab_size])
+
+    # state of the rows ---------------------------------------------------------------------------------
+
+    def test_a_step_gathers_what_its_rows_need(self) -> None:
+        rows = torch.tensor([3, -1, 0], dtype=torch.int32, device=self.device)
+        last_token = torch.tensor([11, 12, 13, 14], device=self.device)
+        position = torch.tensor([0, 5, 6, 9], device=self.device)
+        tables = torch.tensor([[8, 0, 0], [1, 2, 0], [3, 4, 0], [5, 7, 6]], dtype=torch.int32)
+        out = StepInputs.empty(5, self.device)
+        got = gather_step(rows, last_token, position, tables.to(self.device), block_size=4, out=out.first(3))
+        assert [column.tolist() for column in got] == [[14, 0, 11], [9, 0, 0], [25, -1, 32], [10, 0, 1]]
+        assert [c.dtype for c in got] == [torch.int64, torch.int64, torch.int64, torch.int32]
+        assert got.tokens_S.data_ptr() == out.tokens_S.data_ptr()
+
+    def test_rows_advance(self) -> None:
+        last_token = torch.tensor([1, 2, 3, 4], device=self.device)
+        position = torch.tensor([10, 20, 30, 40], device=self.device)
+        rows = torch.tensor([2, -1, 0, 3], dtype=torch.int32, device=self.device)
+        advance_rows(rows, torch.tensor([77, 88, NO_TOKEN, 99], device=self.device), last_token, position)
+        assert last_token.tolist() == [0, 2, 77, 99]
+        assert position.tolist() == [11, 20, 31, 41]
+
+    def test_tables_change_where_a_diff_says(self) -> None:
+        tables = torch.zeros((3, 4), dtype=torch.int32, device=self.device)
+        diffs = torch.tensor([[2, 1, 9], [-1, 0, 5], [0, 3, 4]], dtype=torch.int32, device=self.device)
+        apply_table_diffs(tables, diffs)
+        assert tables.tolist() == [[0, 0, 0, 4], [0, 0, 0, 0], [0, 9, 0, 0]]
+
+    def test_an_empty_step(self) -> None:
+        rows = torch.empty(0, dtype=torch.int32, device=self.device)
+        state = torch.zeros(2, dtype=torch.int64, device=self.device)
+        tables = torch.zeros((2, 2), dtype=torch.int32, device=self.device)
+        assert gather_step(rows, state, state, tables, block_size=4).tokens_S.shape == (0,)
+        advance_rows(rows, rows.long(), state, state)
+        apply_table_diffs(tables, torch.empty((0, 3), dtype=torch.int32, device=self.device))
+        scratch = SampleScratch(2, 8, self.device)
+        samples = SampleState.empty(1, self.device)
+        logits = torch.empty((0, 8), device=self.device)
+        assert sample_rows(logits, samples, rows, rows.long(), scratch).shape == (0,)

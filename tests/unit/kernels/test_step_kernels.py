@@ -1,0 +1,68 @@
+"""The kernels of a decode step, run by Triton's interpreter in a process of its own, and their references."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from infer.kernels.dispatch import use_triton
+from infer.kernels.sample_rows import NO_TOKEN
+from infer.sampling import sampler
+from tests.unit.kernels.kernel_contract import assert_same
+from tests.unit.kernels.step_contract import SampledRows, StepContract, random_params
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_step_kernels_keep_their_contract_under_the_interpreter() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(HERE / "interpreted_step.py"),
+    ]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""},
+        cwd=HERE.parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\d+ passed", done.stdout) and "skipped" not in done.stdout, done.stdout
+
+
+class TestReferences(StepContract):
+    """Without the interpreter the launchers take the reference, which must keep the same promises."""
+
+    device = "cpu"
+    vocab_size = 5003
+    num_rows = 60
+
+    def test_the_kernel_and_not_the_reference_is_under_test(self) -> None:
+        assert not use_triton(torch.zeros(1))
+
+    def assert_equal_heads(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        assert_same(actual, expected)  # a norm on the CPU may add in another order than its reference
+
+
+def test_both_samplers_mean_the_same_by_no_token() -> None:
+    assert NO_TOKEN == sampler.NO_TOKEN
+
+
+def test_hundreds_of_rows_are_sampled_as_the_sampler_does() -> None:
+    source, generator = random.Random(9), torch.Generator().manual_seed(9)
+    rows = SampledRows([random_params(source) for _ in range(300)], "cpu", seed=9)
+    rows.check(torch.randn(300, 1500, generator=generator) * 4)
