@@ -1,4 +1,4 @@
-"""How the openai package sees a server that refuses: by its own error classes, or not at all after a retry."""
+"""How the openai package sees a server that refuses: by an error class of its own, or not at all."""
 
 from __future__ import annotations
 
@@ -63,11 +63,13 @@ def url(front: TextFront, engine: ScriptedClient) -> Iterator[str]:
 
 
 def test_parse_is_refused_with_a_reason(url: str, engine: ScriptedClient) -> None:
-    with OpenAI(base_url=url, api_key="any", max_retries=2, timeout=30) as client:
-        with pytest.raises(openai.UnprocessableEntityError) as caught:
-            client.chat.completions.parse(
-                model="tiny", messages=[{"role": "user", "content": "a river"}], response_format=Answer
-            )
+    with (
+        OpenAI(base_url=url, api_key="any", max_retries=2, timeout=30) as client,
+        pytest.raises(openai.UnprocessableEntityError) as caught,
+    ):
+        client.chat.completions.parse(
+            model="tiny", messages=[{"role": "user", "content": "a river"}], response_format=Answer
+        )
     assert caught.value.param == "response_format"
     assert "response_format" in caught.value.message
     assert engine.requests == [], "nobody generates an answer that breaks its promise"
@@ -92,9 +94,11 @@ def test_a_full_queue_is_asked_again_until_it_answers(
 def test_without_retries_a_full_queue_is_an_error_that_says_when_to_come_back(
     url: str, engine: ScriptedClient
 ) -> None:
-    with OpenAI(base_url=url, api_key="any", max_retries=0, timeout=30) as client:
-        with pytest.raises(openai.InternalServerError) as caught:
-            client.completions.create(model="tiny", prompt="a", max_tokens=3)
+    with (
+        OpenAI(base_url=url, api_key="any", max_retries=0, timeout=30) as client,
+        pytest.raises(openai.InternalServerError) as caught,
+    ):
+        client.completions.create(model="tiny", prompt="a", max_tokens=3)
     assert caught.value.status_code == 503
     assert int(caught.value.response.headers["retry-after"]) >= 1
     assert len(engine.requests) == 1
