@@ -159,7 +159,7 @@ async def measure(model: str, streams: int, num_tokens: int, pace: int) -> dict[
         "first_token_with_engine_ms_p50": round(1000 * first_s, 3),
         "between_ms_p99": round(late_ms[at] - engine_late_ms[at], 3),
         "between_with_engine_ms_p99": round(late_ms[at], 3),
-        "tokens_per_core_s": round(streams * num_tokens / cpu_s),
+        "tokens_per_core_s": round(streams * num_tokens / max(cpu_s, 1 / os.sysconf("SC_CLK_TCK"))),
         "tokens_per_s": round(streams * num_tokens / wall_s),
     }
 
@@ -181,10 +181,18 @@ def main() -> int:
         return 0
     from scripts.make_checkpoint import make_checkpoint
 
+    load = round(os.getloadavg()[0], 2)
     with tempfile.TemporaryDirectory() as directory:
         make_checkpoint("llama", Path(directory))
         figures = asyncio.run(measure(directory, args.streams, args.tokens, args.steps_per_second))
-    report = {"machine": facts(), "streams": args.streams, "figures": figures, "targets": TARGETS}
+    report = {
+        "machine": facts(),
+        "load_before": load,  # of other work: on a busy machine the figures say more about that
+        "streams": args.streams,
+        "tokens": args.tokens,
+        "figures": figures,
+        "targets": TARGETS,
+    }
     print(json.dumps(report, indent=2))
     if args.out:
         args.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
