@@ -49,18 +49,20 @@ def _case(num_tokens: int, heads: tuple[int, int, int], dtype: torch.dtype, devi
         )
 
     def in_one(*inputs: torch.Tensor) -> Inputs:
-        *front, keys, values, slots = inputs
+        qkv, q_weight, k_weight, cos, sin, positions, keys, values, slots = inputs
         q, _, _ = norm_rope_write(
-            *front, num_heads=num_heads, num_kv_heads=num_kv_heads, eps=EPS,
+            qkv, q_weight, k_weight, cos, sin, positions,
+            num_heads=num_heads, num_kv_heads=num_kv_heads, eps=EPS,
             keys_PGH=keys, values_PGH=values, slots_T=slots,
         )  # fmt: skip
         return q, keys, values
 
     def reference(*inputs: torch.Tensor) -> Inputs:
-        *front, keys, values, slots = inputs
+        qkv, q_weight, k_weight, cos, sin, positions, keys, values, slots = inputs
         keys, values = keys.clone(), values.clone()
         q, _, _ = norm_rope_write_reference(
-            *front, num_heads=num_heads, num_kv_heads=num_kv_heads, eps=EPS,
+            qkv, q_weight, k_weight, cos, sin, positions,
+            num_heads=num_heads, num_kv_heads=num_kv_heads, eps=EPS,
             keys_PGH=keys, values_PGH=values, slots_T=slots,
         )  # fmt: skip
         return q, keys, values

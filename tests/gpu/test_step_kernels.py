@@ -103,14 +103,14 @@ class TestCompiledStep(StepContract):
 
     def test_captured_heads_follow_positions_and_slots(self) -> None:
         qkv = self.randn(4, (16 + 2 * 8) * 128).bfloat16()
-        weights = [self.randn(128).bfloat16() for _ in range(2)]
+        q_weight, k_weight = self.randn(128).bfloat16(), self.randn(128).bfloat16()
         tables, positions = self.tables(128), torch.zeros(4, dtype=torch.int64, device="cuda")
         caches = [torch.zeros((32, 8, 128), dtype=torch.bfloat16, device="cuda") for _ in range(4)]
         slots, q_out = torch.full((4,), -1, device="cuda"), torch.zeros((4, 16, 128), device="cuda")
 
         def step() -> None:
             q, _, _ = norm_rope_write(
-                qkv, *weights, *tables, positions, num_heads=16, num_kv_heads=8, eps=1e-6,
+                qkv, q_weight, k_weight, *tables, positions, num_heads=16, num_kv_heads=8, eps=1e-6,
                 keys_PGH=caches[0], values_PGH=caches[1], slots_T=slots,
             )  # fmt: skip
             q_out.copy_(q)
@@ -122,7 +122,7 @@ class TestCompiledStep(StepContract):
         qkv.copy_(self.randn(*qkv.shape))
         graph.replay()
         expected, _, _ = norm_rope_write_reference(
-            qkv, *weights, *tables, positions, num_heads=16, num_kv_heads=8, eps=1e-6,
+            qkv, q_weight, k_weight, *tables, positions, num_heads=16, num_kv_heads=8, eps=1e-6,
             keys_PGH=caches[2], values_PGH=caches[3], slots_T=slots,
         )  # fmt: skip
         assert_same(q_out.bfloat16(), expected)

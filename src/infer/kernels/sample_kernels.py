@@ -10,17 +10,18 @@ Shapes:  S sampled rows, V vocabulary, R rows of state.
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import torch
 
 from infer.kernels.dispatch import INTERPRETED, jit, tl, triton
 
-libdevice = None if triton is None else importlib.import_module("triton.language.extra.libdevice")
+libdevice: Any = None if triton is None else importlib.import_module("triton.language.extra.libdevice")
 
 
 def _constant(value: float) -> float:
     """A global that kernels may read."""
-    return value if tl is None else tl.constexpr(value)  # type: ignore[no-any-return]
+    return value if tl is None else tl.constexpr(value)
 
 
 _INFINITE_KEY = _constant(0x7F800000)  # the bits of infinity: the depth of a token that is -inf

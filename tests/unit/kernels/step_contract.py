@@ -130,7 +130,8 @@ class StepContract:
     ) -> None:
         num_tokens, num_heads, num_kv_heads, head_dim = shape
         qkv, tables = self.qkv(shape, dtype), self.tables(head_dim)
-        weights = [self.randn(head_dim).to(dtype) if has_norm else None for _ in range(2)]
+        q_weight = self.randn(head_dim).to(dtype) if has_norm else None
+        k_weight = self.randn(head_dim).to(dtype) if has_norm else None
         slots = torch.randperm(NUM_SLOTS, device=self.device)[:num_tokens]
         slots[1:2] = -1  # padding
         caches = [
@@ -140,11 +141,12 @@ class StepContract:
         positions = self.positions(num_tokens, torch.int32)
         with nan_in_fresh_memory():
             q, k, v = norm_rope_write(
-                qkv.view, *weights, *tables, positions, num_heads=num_heads, num_kv_heads=num_kv_heads,
-                eps=EPS, offset=1.0, keys_PGH=caches[0], values_PGH=caches[1], slots_T=slots.int(),
+                qkv.view, q_weight, k_weight, *tables, positions,
+                num_heads=num_heads, num_kv_heads=num_kv_heads, eps=EPS, offset=1.0,
+                keys_PGH=caches[0], values_PGH=caches[1], slots_T=slots.int(),
             )  # fmt: skip
         expected_q, _, _ = norm_rope_write_reference(
-            qkv.view, *weights, *tables, positions, num_heads=num_heads, num_kv_heads=num_kv_heads,
+            qkv.view, q_weight, k_weight, *tables, positions, num_heads=num_heads, num_kv_heads=num_kv_heads,
             eps=EPS, offset=1.0, keys_PGH=caches[2], values_PGH=caches[3], slots_T=slots,
         )  # fmt: skip
         assert_same(q, expected_q)
@@ -182,8 +184,9 @@ class StepContract:
 
     # sampling ------------------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    @pytest.mark.parametrize("spread", [0.5, 3.0, 12.0])
+    @pytest.mark.parametrize(
+        "spread, dtype", [(0.5, torch.float32), (3.0, torch.bfloat16), (12.0, torch.float32)], ids=str
+    )
     def test_rows_are_sampled_as_the_sampler_does(self, spread: float, dtype: torch.dtype) -> None:
         source = random.Random(int(spread * 10))
         rows = SampledRows([random_params(source) for _ in range(self.num_rows)], self.device)
@@ -196,7 +199,7 @@ class StepContract:
         ids = sample_rows_reference(logits, rows.state, rows.rows_S, rows.positions_S)
         assert ids.tolist() == rows.expected(logits)
 
-    @pytest.mark.parametrize("vocab_size", [1, 2, 511, 4096, 4097])
+    @pytest.mark.parametrize("vocab_size", [1, 511, 4097])
     def test_sampling_of_other_vocabularies(self, vocab_size: int) -> None:
         source = random.Random(vocab_size)
         rows = SampledRows([random_params(source) for _ in range(4)], self.device)
