@@ -60,7 +60,8 @@ class PrefillConfig:
     block_n: int  # keys per tile
     num_warps: int
     num_stages: int
-    block_m: int = BLOCK_M
+    block_m: int = BLOCK_M  # rows of a tile
+    num_parts: int = 1  # programs that share the rows of a tile
 
 
 # By the bytes of one head's key: queries and `num_stages` tiles of keys and values share 227 KiB, and the
@@ -69,8 +70,9 @@ _CONFIGS = {
     128: PrefillConfig(block_n=128, num_warps=8, num_stages=3),
     256: PrefillConfig(block_n=64, num_warps=8, num_stages=3),
     512: PrefillConfig(block_n=32, num_warps=8, num_stages=2),
-    1024: PrefillConfig(block_n=16, num_warps=8, num_stages=2),
 }
+# Exact float32 has no tensor cores: a whole tile in one program would be unrolled into the stack.
+_FLOAT32_CONFIG = PrefillConfig(block_n=32, num_warps=4, num_stages=2, num_parts=8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,14 +226,16 @@ def _prefill_kernel(
     M: tl.constexpr,
     H: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    tile_ptr = tiles_ptr + tl.program_id(0) // G * 4
-    g = tl.program_id(0) % G
+    tile_ptr = tiles_ptr + tl.program_id(0) // (G * NUM_PARTS) * 4
+    g = tl.program_id(0) // NUM_PARTS % G
     num = tl.load(tile_ptr + 1)
-    if num > 0:
+    first_row = tl.program_id(0) % NUM_PARTS * BLOCK_M
+    if first_row < num * M:
         first = tl.load(tile_ptr).to(tl.int64)
         table_ptr = tables_ptr + tl.load(tile_ptr + 2).to(tl.int64) * table_stride
         start = tl.load(tile_ptr + 3)
@@ -239,7 +243,7 @@ def _prefill_kernel(
         keys_ptr += g * H
         values_ptr += g * H
 
-        r = tl.arange(0, BLOCK_M)
+        r = first_row + tl.arange(0, BLOCK_M)
         h = tl.arange(0, BLOCK_H)
         token = r // M
         head = g * M + r % M
@@ -323,12 +327,15 @@ def attend_prefill(
     if chunks.tiles_W4.shape[0] == 0:
         return out
     block_h = max(next_power_of_two(H), 16)
-    config = config or _CONFIGS[min(max(block_h * keys_PGH.element_size(), 128), 1024)]
-    _prefill_kernel[(chunks.tiles_W4.shape[0] * G,)](
+    if config is None and q_TNH.dtype == torch.float32:
+        config = _FLOAT32_CONFIG
+    config = config or _CONFIGS[min(max(block_h * keys_PGH.element_size(), 128), 512)]
+    _prefill_kernel[(chunks.tiles_W4.shape[0] * G * config.num_parts,)](
         q_TNH, keys_PGH, values_PGH, tables_RB, chunks.tiles_W4, out,
         q_TNH.stride(0), q_TNH.stride(1), out.stride(0), tables_RB.stride(0), window or 2**30, scale * LOG2E,
         WINDOWED=window is not None, G=G, M=N // G, H=H, BLOCK_SIZE=block_size,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_H=block_h,
+        NUM_PARTS=config.num_parts, BLOCK_M=config.block_m // config.num_parts,
+        BLOCK_N=config.block_n, BLOCK_H=block_h,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out

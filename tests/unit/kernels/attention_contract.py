@@ -252,10 +252,10 @@ class PrefillContract(OnDevice):
         "heads", [Heads(2, 2, 64), Heads(4, 2, 80), Heads(4, 1, 128), Heads(14, 2, 16)], ids=str
     )
     def test_prefill_of_whole_prompts_and_of_chunks(self, heads: Heads) -> None:
-        self.check([(0, 1), (0, 17), (16, 16), (15, 40), (130, 3)], heads)
+        self.check([(0, 1), (0, 17), (15, 20), (130, 3)], heads)
 
     def test_prefill_over_several_tiles(self) -> None:
-        self.check([(0, 150), (70, 200)], Heads(2, 1, 16), num_spare_tiles=3)
+        self.check([(0, 80), (70, 70)], Heads(2, 1, 16), num_spare_tiles=3)
 
     def test_prefill_in_half_precision(self) -> None:
         for dtype in self.half_precision:
@@ -263,7 +263,7 @@ class PrefillContract(OnDevice):
 
     @pytest.mark.parametrize("window", [1, 20, 100])
     def test_prefill_within_a_window(self, window: int) -> None:
-        self.check([(0, 9), (0, 140), (90, 75)], Heads(4, 2, 16), window=window)
+        self.check([(0, 9), (90, 75)], Heads(4, 1, 16), window=window)
 
     def test_prefill_with_larger_blocks(self) -> None:
         self.check([(0, 65), (64, 5)], Heads(2, 1, 32), block_size=64)
