@@ -179,7 +179,7 @@ MEASURES: dict[str, Measure] = {
     "num_output_tokens": Measure(title="output tokens", unit="", better=""),
     "num_cached_tokens": Measure(title="cached tokens", unit="", better=""),
     "client_cpu_share": Measure(title="client CPU", unit="%", better=""),
-    "floor_s": Measure(title="floor", unit="s", better=""),
+    "floor_s": Measure(title="floor", unit="ms", better=""),
     "floor_share": Measure(title="of floor", unit="%", better="higher"),
     "copy_gb_per_s": Measure(title="copy", unit="GB/s", better=""),
     "matmul_tflops": Measure(title="matmul", unit="TFLOP/s", better=""),

@@ -6,6 +6,7 @@ scripts/docs.py can check that it still says what the file says.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -131,14 +132,15 @@ def _explain(row: Row) -> str:
 
 
 def terminal(report: Report) -> str:
-    """The table for a terminal, rows and columns exchanged where there are too many columns for one."""
+    """The table for a terminal, rows and columns exchanged where that is narrower."""
     names = columns(report)
     titles = [MEASURES[name].title if name in MEASURES else name for name in names]
     body = [[row.name, *(cell(name, row.figures.get(name)) for name in names)] for row in report.rows]
     for row, cells in zip(report.rows, body, strict=True):
         if row.skipped:
             cells[1:] = [row.skipped, *[""] * (len(names) - 1)] if names else [row.skipped]
-    lines = align([["", *titles], *body] if len(names) <= 8 else transpose([["", *titles], *body]))
+    upright, lying = align([["", *titles], *body]), align(transpose([["", *titles], *body]))
+    lines = min(upright, lying, key=lambda made: max(map(len, made)))
     notes = [f"{row.name}: {row.note}" for row in report.rows if row.note] + list(report.notes)
     return "\n".join([*lines, *([""] if notes else []), *notes]) + "\n"
 
@@ -190,15 +192,18 @@ def comparison_table(found: Comparison, *, shows_all: bool = False) -> str:
 
 
 def bars(pairs: Sequence[tuple[str, float]], *, unit: str = "", width: int = 40) -> str:
-    """A bar chart made of characters."""
+    """A bar chart made of characters; a logarithmic one where the values are far apart."""
     if not pairs:
         return ""
-    longest = max(len(label) for label, _ in pairs)
-    most = max(value for _, value in pairs) or 1.0
-    return "".join(
-        f"{label.ljust(longest)}  {'█' * max(1, round(width * value / most))} {value:.3g}{unit}\n"
-        for label, value in pairs
-    )
+    values = [value for _, value in pairs]
+    is_log = max(values) > 20 * min(values)
+    lengths = [math.log1p(value) if is_log else value for value in values]
+    longest, most = max(len(label) for label, _ in pairs), max(lengths) or 1.0
+    lines = [
+        f"{label.ljust(longest)}  {'█' * max(1, round(width * length / most))} {value:.3g}{unit}\n"
+        for (label, value), length in zip(pairs, lengths, strict=True)
+    ]
+    return "".join(lines) + ("(logarithmic)\n" if is_log else "")
 
 
 def write_png(title: str, pairs: Sequence[tuple[str, float]], path: Path, *, unit: str = "") -> bool:

@@ -74,6 +74,8 @@ class Session:
     turns: tuple[Turn, ...]
     start_s: float = 0.0  # from the beginning; read in open loops only
     system: str = ""  # in front of a chat
+    priority: int = 0  # smaller is more urgent; for engines, not for servers
+    deadline: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

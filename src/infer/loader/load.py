@@ -118,7 +118,7 @@ def load_model(
 
     # rotary tables need not be longer than what is served; learned positions are as many as are stored
     built = config if config.learned_positions else replace(config, context_len=context_len)
-    model = _build(family, built, chosen_device, chosen_dtype, source.name)
+    model = build_model(family, built, chosen_device, chosen_dtype, source.name)
     moves = plan_moves(model, headers.tensors, family.weight_map, name=source.name)
     _fill(model, moves, label=f"loading {source.name}", show_progress=show_progress)
     _check_tied_head(model, headers.tensors, family)
@@ -164,7 +164,10 @@ def check_length(max_seq_len: int | None, config: ModelConfig) -> int:
     return length
 
 
-def _build(family: Family, config: ModelConfig, device: torch.device, dtype: torch.dtype, name: str) -> Model:
+def build_model(
+    family: Family, config: ModelConfig, device: torch.device, dtype: torch.dtype, name: str
+) -> Model:
+    """The network with its memory reserved and nothing in it; step 3 above."""
     try:
         with device, _default_dtype(dtype):
             return family.build(config)

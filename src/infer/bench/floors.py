@@ -1,0 +1,137 @@
+"""How fast it could be at best on this machine: the floor that a measured time is divided by.
+
+A step reads every weight once and multiplies it with every token; whichever takes longer is its floor.
+Layers, head and keys come one after the other, so their floors add up:
+
+    decode(batch, context) = max(W_layers / BW, 2 P_layers * batch / F)      weights of the layers
+                           + max(W_head / BW, 2 P_head * batch / F)          weights of the head
+                           + batch * context * kv / BW                       keys and values, once each
+    prefill(length)        = (2 P_layers * length + 4 N H L * length (length + 1) / 2 + 2 P_head) / F
+                             and not less than reading the weights once
+
+P parameters, W bytes of them, kv bytes of keys and values per token, N query heads of size H in L layers.
+BW (bytes copied per second, read and write counted) and F (multiply-adds of a large matrix product, two per
+element) are measured in the same process as what is compared with them: a ceiling from a data sheet is
+another machine's.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from infer.models.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceilings:
+    """What this machine can do at most, measured."""
+
+    copy_bytes_per_s: float
+    matmul_flops_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What a floor needs to know about a model; sizes in elements unless they say bytes."""
+
+    layer_params: int  # in matrices; norms and biases are too small to count
+    head_params: int
+    attention_size: int  # query heads * head size * layers
+    kv_elements: int  # keys and values of one token in all layers
+    weight_bytes: float = 2.0
+    kv_bytes: float = 2.0
+
+
+def shape_of(config: ModelConfig, *, weight_bytes: float, kv_bytes: float) -> Shape:
+    """The shape of a model from its config alone."""
+    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    num_mlp = 2 if config.family == "gpt2" else 3  # with a gate or without
+    layer = (
+        config.hidden_size * (2 * query + 2 * kv) + num_mlp * config.hidden_size * config.intermediate_size
+    )
+    return Shape(
+        layer_params=config.num_layers * layer,
+        head_params=config.vocab_size * config.hidden_size,
+        attention_size=query * config.num_layers,
+        kv_elements=2 * kv * config.num_layers,
+        weight_bytes=weight_bytes,
+        kv_bytes=kv_bytes,
+    )
+
+
+def weights_floor(shape: Shape, ceilings: Ceilings, batch: int) -> float:
+    """Seconds of one step of `batch` sequences that each add one token, without attention."""
+    bandwidth, flops = ceilings.copy_bytes_per_s, ceilings.matmul_flops_per_s
+    return sum(
+        max(params * shape.weight_bytes / bandwidth, 2 * params * batch / flops)
+        for params in (shape.layer_params, shape.head_params)
+    )
+
+
+def decode_floor(shape: Shape, ceilings: Ceilings, *, batch: int, context: float) -> float:
+    """Seconds of one decode step with `context` tokens behind each sequence."""
+    kv = batch * context * shape.kv_elements * shape.kv_bytes
+    return weights_floor(shape, ceilings, batch) + kv / ceilings.copy_bytes_per_s
+
+
+def prefill_flops(shape: Shape, length: int) -> float:
+    """Operations of one prompt of this length, alone."""
+    attention = 4 * shape.attention_size * length * (length + 1) / 2
+    return 2 * shape.layer_params * length + attention + 2 * shape.head_params
+
+
+def prefill_floor(shape: Shape, ceilings: Ceilings, length: int) -> float:
+    """Seconds to the first token of one prompt on an idle machine."""
+    return max(prefill_flops(shape, length) / ceilings.matmul_flops_per_s, weights_floor(shape, ceilings, 1))
+
+
+def workload_floor(shape: Shape, ceilings: Ceilings, lengths: Sequence[tuple[int, int]]) -> float:
+    """Seconds for (prompt, output) lengths that are all there at once, every step as full as can be.
+
+    The prompts cost their operations; then the first token of everybody is there, and each further step
+    reads the weights once for all who still run. Keys and values are read once per token made.
+    """
+    seconds = sum(prefill_flops(shape, prompt) for prompt, _ in lengths) / ceilings.matmul_flops_per_s
+    ends = sorted(output for _, output in lengths)
+    for step in range(2, ends[-1] + 1):
+        batch = len(ends) - bisect_left(ends, step)
+        seconds += weights_floor(shape, ceilings, batch)
+    num_read = sum(sum(range(prompt + 1, prompt + output)) for prompt, output in lengths)
+    return seconds + num_read * shape.kv_elements * shape.kv_bytes / ceilings.copy_bytes_per_s
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype, *, scale: float = 1.0) -> Ceilings:
+    """Copy a large tensor, multiply two large matrices of random numbers; the best of several tries."""
+    on_gpu = device.type == "cuda"
+    num_bytes, size = (int(scale * full) for full in ((1 << 30, 8192) if on_gpu else (1 << 27, 1024)))
+    source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_s = best_seconds(lambda: target.copy_(source), device)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    matmul_s = best_seconds(lambda: a @ b, device)
+    return Ceilings(copy_bytes_per_s=2 * num_bytes / copy_s, matmul_flops_per_s=2 * size**3 / matmul_s)
+
+
+def best_seconds(work: object, device: torch.device, tries: int = 7) -> float:
+    """The shortest of several calls: what disturbs a ceiling only makes it longer."""
+    assert callable(work)
+    work()
+    synchronize(device)
+    best = float("inf")
+    for _ in range(tries):
+        start = perf_counter()
+        work()
+        synchronize(device)
+        best = min(best, perf_counter() - start)
+    return best
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for everything that was asked of a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,207 @@
+"""Small questions: attention alone, where the memory goes, how long until the first token.
+
+attention   decode attention over scattered blocks: bytes of keys and values per second, beside a copy
+memory      weights, KV cache, activations, process; sequences at once, paged against contiguous
+startup     fresh processes: imports, help, first token
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from infer.bench.floors import best_seconds, measure_ceilings
+from infer.bench.report import Report, Row, make_report, make_row
+from infer.bench.subject import Subject
+from infer.bench.virtual import run_virtual
+from infer.bench.workloads import Arrival, Session, Turn, Workload
+from infer.cache.memory import kv_bytes_per_token, step_bytes
+from infer.engine.build import layer_sizes, resolve_scheduler
+from infer.kernels.paged_attention import attend_paged
+
+BLOCK_SIZE = 16
+CAPACITY_SEQUENCES = 16  # of the longest length: the memory of the capacity rows
+CAPACITY_LEN = 2048
+
+Tell = Callable[[str], None]
+
+
+@torch.inference_mode()
+def bench_attention(
+    subject: Subject,
+    *,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    seed: int,
+    repeats: int,
+    tell: Tell,
+) -> Report:
+    """Decode attention of one layer, blocks in random order as a running server has them."""
+    loaded, config = subject.loaded, subject.loaded.config
+    ceilings = measure_ceilings(loaded.device, loaded.dtype)
+    rows: list[Row] = []
+    for batch in batches:
+        for context in contexts:
+            work, num_bytes = _attention(subject, batch, context, seed)
+            runs = []
+            for _ in range(repeats):
+                seconds = best_seconds(work, loaded.device)
+                runs.append(
+                    {
+                        "call_p50_s": seconds,
+                        "gb_per_s": num_bytes / seconds / 1e9,
+                        "floor_s": num_bytes / ceilings.copy_bytes_per_s,
+                        "floor_share": num_bytes / ceilings.copy_bytes_per_s / seconds,
+                    }
+                )
+            name = f"batch {batch}, context {context}"
+            rows.append(make_row(name, "one layer, one query per sequence, scattered blocks", runs))
+            tell(f"attention {name}: {runs[-1]['gb_per_s']:.1f} GB/s")
+    sizes = ("num_heads", "num_kv_heads", "head_dim")
+    return make_report(
+        "attention",
+        rows,
+        model=subject.facts(),
+        config={name: getattr(config, name) for name in sizes} | {"block_size": BLOCK_SIZE},
+        seed=seed,
+        repeats=repeats,
+        warmup=1,
+        notes=[f"copy {ceilings.copy_bytes_per_s / 1e9:.1f} GB/s in this run"],
+    )
+
+
+def _attention(subject: Subject, batch: int, context: int, seed: int) -> tuple[Callable[[], Any], int]:
+    """A call to time, and the bytes of keys and values it must read."""
+    loaded, config = subject.loaded, subject.loaded.config
+    per_sequence = -(-context // BLOCK_SIZE)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(batch * per_sequence, generator=generator).view(batch, per_sequence)
+    slots = (order[:, :, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten(1)[:, :context]
+    slots_SL = slots.to(loaded.device)
+    like: dict[str, Any] = {"device": loaded.device, "dtype": loaded.dtype}
+    store = (batch * per_sequence * BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+    keys_PGH, values_PGH = torch.randn(store, **like), torch.randn(store, **like)
+    q_SNH = torch.randn((batch, config.num_heads, config.head_dim), **like)
+
+    def work() -> torch.Tensor:
+        return attend_paged(q_SNH, keys_PGH, values_PGH, slots_SL, None, scale=config.scale)
+
+    per_token = kv_bytes_per_token(1, config.num_kv_heads, config.head_dim, loaded.dtype.itemsize)
+    return work, batch * context * per_token
+
+
+def bench_memory(subject: Subject, *, seed: int, tell: Tell) -> Report:
+    """The split of this model's memory, and what the layout of the cache is worth."""
+    loaded, config = subject.loaded, subject.loaded.config
+    engine = subject.engine()
+    stats = engine.stats()
+    scheduler = resolve_scheduler(subject.config, loaded.max_seq_len)
+    per_token = kv_bytes_per_token(
+        config.num_layers, config.num_kv_heads, config.head_dim, loaded.dtype.itemsize
+    )
+    split = {
+        "weights_bytes": float(subject.weight_bytes),
+        "kv_bytes": float(stats.num_blocks * stats.block_size * per_token),
+        "activation_bytes": float(
+            step_bytes(
+                scheduler,
+                layer_sizes(config),
+                max_seq_len=loaded.max_seq_len,
+                bytes_per_element=loaded.dtype.itemsize,
+            )
+        ),
+        "graph_bytes": 0.0,
+        "process_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
+    }
+    about = "weights and cache as allocated, activations as planned for the largest step, process at its peak"
+    if loaded.device.type == "cuda":
+        torch.cuda.synchronize(loaded.device)
+        known = split["weights_bytes"] + split["kv_bytes"]
+        split["process_bytes"] = float(torch.cuda.max_memory_reserved(loaded.device))
+        split["graph_bytes"] = max(0.0, float(torch.cuda.memory_allocated(loaded.device)) - known)
+        about = "on the GPU; what is allocated beside weights and cache counts as graphs and buffers"
+    rows = [make_row("split", about, [split]), *capacity_rows(seed=seed)]
+    for row in rows[1:]:
+        tell(f"{row.name}: {row.figures['mean_running'].median:.1f} sequences at once")
+    return make_report(
+        "memory", rows, model=subject.facts(), config=subject.knobs(), seed=seed, repeats=1, warmup=0
+    )
+
+
+def capacity_rows(*, seed: int, num_requests: int = 300) -> list[Row]:
+    """How many sequences the same memory holds, paged and contiguous; simulated, so equal everywhere."""
+    rng = random.Random(seed)
+
+    def draw(median: float, spread: float, low: int, high: int) -> int:
+        return min(max(int(rng.lognormvariate(math.log(median), spread)), low), high)
+
+    sessions = tuple(
+        Session(turns=(Turn(ids=(number,) * draw(150, 1.0, 16, 1500), max_tokens=draw(120, 0.8, 8, 500)),))
+        for number in range(num_requests)
+    )
+    workload = Workload(name="mixed lengths", about="", arrival=Arrival(kind="open"), sessions=sessions)
+    rows = []
+    base = 0.0
+    for layout in ("contiguous", "paged"):
+        result = run_virtual(
+            workload,
+            kv_cache_backend=layout,
+            num_blocks=CAPACITY_SEQUENCES * CAPACITY_LEN // BLOCK_SIZE,
+            block_size=BLOCK_SIZE,
+            max_seq_len=CAPACITY_LEN,
+            max_batch_size=512,
+            use_prefix_caching=False,
+        )
+        figures = result.figures()
+        busy = result.running[: int(0.7 * len(result.running))]  # at the end there is nobody left to run
+        kept = {name: figures[name] for name in ("peak_running", "num_preemptions", "num_steps")}
+        kept["mean_running"] = sum(busy) / len(busy)
+        base = base or kept["mean_running"]
+        kept["speed_up"] = kept["mean_running"] / base
+        about = (
+            f"{num_requests} requests, memory for {CAPACITY_SEQUENCES} of {CAPACITY_LEN} tokens, simulated"
+        )
+        rows.append(make_row(layout, about, [kept]))
+    return rows
+
+
+def bench_startup(*, model: str | None, repeats: int, tell: Tell) -> Report:
+    """Fresh processes with warm file caches: the cost we can change, not the disk's."""
+    infer = [sys.executable, "-m", "infer"]
+    commands: dict[str, tuple[str, list[str]]] = {
+        "python": ("an interpreter that does nothing", [sys.executable, "-c", ""]),
+        "import infer": ("the package", [sys.executable, "-c", "import infer"]),
+        "infer --help": ("the command line", [*infer, "--help"]),
+        "import torch": ("what every model needs", [sys.executable, "-c", "import torch"]),
+        "first token": (
+            "from the start of the process to the first byte of an answer",
+            [*infer, "generate", "Hello", "--max-tokens", "4", *(["--model", model] if model else [])],
+        ),
+    }
+    rows = []
+    for name, (about, command) in commands.items():
+        runs = [{"seconds": _first_byte_s(command)} for _ in range(repeats)]
+        rows.append(make_row(name, about, runs))
+        tell(f"{name}: {min(run['seconds'] for run in runs):.2f} s")
+    return make_report(
+        "startup", rows, model={"name": model or "default"}, config={}, seed=0, repeats=repeats, warmup=0
+    )
+
+
+def _first_byte_s(command: list[str]) -> float:
+    """Seconds until a process has written its first byte, or ended without."""
+    started = perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        seconds = perf_counter() - started
+        process.stdout.read()
+    return seconds

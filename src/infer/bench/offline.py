@@ -1,0 +1,216 @@
+"""The engine without HTTP: throughput, latency, prompts alone, decoding alone.
+
+    offline    whole workloads, everything there at once          tokens per second, beside the floor
+    latency    one request at a time                              TTFT, TPOT, E2E
+    prefill    one prompt, one token out                          tokens per second, share of the matmul rate
+    decode     a batch that only decodes, at a given context      step time, beside the floor
+
+Every repeat has fresh tokens and an empty prefix cache, outputs are of fixed length (end-of-text is ignored),
+and the machine's ceilings are measured in the same process.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from infer.bench.adapt import fit, vary
+from infer.bench.drive import DriveResult, drive
+from infer.bench.floors import (
+    Ceilings,
+    decode_floor,
+    measure_ceilings,
+    prefill_floor,
+    prefill_flops,
+    workload_floor,
+)
+from infer.bench.metrics import percentile
+from infer.bench.report import Report, Row, make_report, make_row, skip_row
+from infer.bench.subject import Subject
+from infer.bench.workloads import DEFAULT_VOCAB, FIRST_ID, Arrival, Session, Turn, Workload, make_workload
+from infer.engine.engine import Engine
+
+TEMPERATURE = 0.6  # greedy decoding of random weights falls into cycles, which caches would find
+WARM_UP = 2
+
+Tell = Callable[[str], None]
+
+
+def run_repeats(engine: Engine, workload: Workload, repeats: int, vocab_size: int) -> list[DriveResult]:
+    """The workload several times, each with other tokens and an empty prefix cache."""
+    results = []
+    for repeat in range(repeats):
+        engine.reset_prefix_cache()
+        results.append(drive(engine, vary(workload, repeat, vocab_size), temperature=TEMPERATURE))
+    return results
+
+
+def warm_up(engine: Engine, subject: Subject) -> None:
+    """A few short requests: first allocations, compiled kernels, captured graphs."""
+    workload = batch(4, 32, 8, subject.vocab_size, seed=99)
+    for _ in range(WARM_UP):
+        drive(engine, fit(workload, context_len=engine.context_len), temperature=TEMPERATURE)
+
+
+def batch(count: int, prompt_len: int, output_len: int, vocab_size: int, *, seed: int) -> Workload:
+    """`count` requests at once, all of one shape."""
+    rng, most = random.Random(seed), min(vocab_size, DEFAULT_VOCAB)
+    sessions = tuple(
+        Session(
+            turns=(
+                Turn(
+                    ids=tuple(rng.randrange(FIRST_ID, most) for _ in range(prompt_len)),
+                    max_tokens=output_len,
+                ),
+            )
+        )
+        for _ in range(count)
+    )
+    name = f"{count} x {prompt_len}/{output_len}"
+    return Workload(name=name, about="", arrival=Arrival(kind="open"), sessions=sessions)
+
+
+def bench_offline(subject: Subject, names: Sequence[str], *, seed: int, repeats: int, tell: Tell) -> Report:
+    """Whole workloads, with the floor of each."""
+    vocab_size = min(subject.vocab_size, DEFAULT_VOCAB)
+    made = [make_workload(name, seed=seed, vocab_size=vocab_size) for name in names]
+    ceilings = measure_ceilings(subject.device, subject.loaded.dtype)
+    engine = subject.engine()
+    warm_up(engine, subject)
+    rows = []
+    for name, whole in zip(names, made, strict=True):
+        workload = fit(whole, context_len=engine.context_len, vocab_size=subject.vocab_size)
+        results = run_repeats(engine, workload, repeats, subject.vocab_size)
+        runs = [result.figures() | _floors(subject, ceilings, result) for result in results]
+        rows.append(make_row(name, workload.about, runs, settings={"arrival": workload.arrival.describe()}))
+        tell(
+            f"{name}: {runs[-1]['output_tokens_per_s']:.1f} tok/s, "
+            f"{runs[-1]['floor_share']:.0%} of what this machine could do"
+        )
+    return _report("offline", rows, subject, ceilings, seed, repeats)
+
+
+def _floors(subject: Subject, ceilings: Ceilings, result: DriveResult) -> dict[str, float]:
+    lengths = [(trace.num_prompt, trace.num_output) for trace in result.traces if trace.is_ok]
+    if not lengths:
+        return {}
+    floor = workload_floor(subject.shape(), ceilings, lengths)
+    return {"floor_s": floor, "floor_share": floor / result.seconds, **_ceiling_figures(ceilings)}
+
+
+def _ceiling_figures(ceilings: Ceilings) -> dict[str, float]:
+    return {
+        "copy_gb_per_s": ceilings.copy_bytes_per_s / 1e9,
+        "matmul_tflops": ceilings.matmul_flops_per_s / 1e12,
+    }
+
+
+def bench_latency(subject: Subject, *, seed: int, repeats: int, tell: Tell) -> Report:
+    """One request at a time, at three sizes."""
+    engine = subject.engine()
+    warm_up(engine, subject)
+    rows = []
+    for prompt_len, output_len in ((32, 32), (128, 128), (1024, 64)):
+        if prompt_len + output_len > engine.context_len:
+            continue
+        requests = batch(3, prompt_len, output_len, subject.vocab_size, seed=seed)
+        one_by_one = Workload(
+            name=f"{prompt_len}/{output_len}",
+            about=f"3 requests one after the other, {prompt_len} tokens in, {output_len} out",
+            arrival=Arrival(kind="closed", concurrency=1),
+            sessions=requests.sessions,
+        )
+        results = run_repeats(engine, one_by_one, repeats, subject.vocab_size)
+        rows.append(make_row(one_by_one.name, one_by_one.about, [result.figures() for result in results]))
+        tell(f"latency {one_by_one.name}: TTFT {1000 * rows[-1].figures['ttft_p50_s'].median:.1f} ms")
+    return _report("latency", rows, subject, None, seed, repeats)
+
+
+def bench_prefill(subject: Subject, *, lengths: Sequence[int], seed: int, repeats: int, tell: Tell) -> Report:
+    """One prompt at a time, one token out."""
+    ceilings = measure_ceilings(subject.device, subject.loaded.dtype)
+    engine, shape = subject.engine(), subject.shape()
+    warm_up(engine, subject)
+    rows: list[Row] = []
+    for length in lengths:
+        about = f"one prompt of {length} tokens, one token out"
+        if length + 1 > engine.context_len:
+            rows.append(skip_row(str(length), about, f"the context is {engine.context_len}"))
+            continue
+        workload = batch(1, length, 1, subject.vocab_size, seed=seed)
+        runs = []
+        for result in run_repeats(engine, workload, repeats, subject.vocab_size):
+            seconds, floor = result.traces[0].ttft, prefill_floor(shape, ceilings, length)
+            runs.append(
+                {
+                    "input_tokens_per_s": length / seconds,
+                    "ttft_p50_s": seconds,
+                    "floor_s": floor,
+                    "floor_share": floor / seconds,
+                    "mfu": prefill_flops(shape, length) / seconds / ceilings.matmul_flops_per_s,
+                }
+            )
+        rows.append(make_row(str(length), about, runs))
+        tell(f"prefill {length}: {runs[-1]['input_tokens_per_s']:.0f} tok/s")
+    return _report("prefill", rows, subject, ceilings, seed, repeats)
+
+
+def bench_decode(
+    subject: Subject,
+    *,
+    batches: Sequence[int],
+    context: int,
+    num_steps: int,
+    seed: int,
+    repeats: int,
+    tell: Tell,
+) -> Report:
+    """A batch that is past its prompts: the median step, and the floor of such a step."""
+    ceilings = measure_ceilings(subject.device, subject.loaded.dtype)
+    rows: list[Row] = []
+    for size in batches:
+        engine = subject.engine(max_batch_size=size)
+        warm_up(engine, subject)
+        prompt_len = max(1, min(context, engine.context_len - num_steps))
+        workload = batch(size, prompt_len, num_steps, subject.vocab_size, seed=seed)
+        middle = prompt_len + num_steps / 2
+        floor = decode_floor(subject.shape(), ceilings, batch=size, context=middle)
+        runs = []
+        for result in run_repeats(engine, workload, repeats, subject.vocab_size):
+            gaps = [gap for trace in result.traces for gap in trace.gaps()]
+            step = percentile(gaps, 50) if gaps else result.seconds
+            runs.append(
+                {
+                    "output_tokens_per_s": size / step,
+                    "step_p50_s": step,
+                    "itl_p99_s": percentile(gaps, 99) if gaps else step,
+                    "floor_s": floor,
+                    "floor_share": floor / step,
+                }
+            )
+        rows.append(make_row(f"batch {size}", f"{size} sequences of about {middle:.0f} tokens", runs))
+        tell(f"decode batch {size}: {runs[-1]['output_tokens_per_s']:.1f} tok/s")
+    return _report("decode", rows, subject, ceilings, seed, repeats)
+
+
+def _report(
+    kind: str, rows: Sequence[Row], subject: Subject, ceilings: Ceilings | None, seed: int, repeats: int
+) -> Report:
+    notes: list[str] = []
+    config: dict[str, Any] = subject.knobs()
+    if ceilings is not None:
+        notes.append(
+            f"ceilings measured in this run: copy {ceilings.copy_bytes_per_s / 1e9:.1f} GB/s, "
+            f"matmul {ceilings.matmul_flops_per_s / 1e12:.3g} TFLOP/s"
+        )
+    return make_report(
+        kind,
+        rows,
+        model=subject.facts(),
+        config=config,
+        seed=seed,
+        repeats=repeats,
+        warmup=WARM_UP,
+        notes=notes,
+    )

@@ -1,0 +1,116 @@
+"""What is measured: a model on a device, real or of random weights, and engines built around it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infer.bench.floors import Shape, shape_of
+from infer.config import EngineConfig
+from infer.engine.build import build_engine
+from infer.engine.engine import Engine
+from infer.engine.facts import shareable_knobs
+from infer.front import open_model
+from infer.loader.load import LoadedModel
+from infer.loader.random_weights import load_random
+
+# Large enough that attention and matrices show, small enough for a matrix of settings in minutes.
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 2048,
+    "torch_dtype": "float32",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A loaded model and the knobs it was asked for with."""
+
+    loaded: LoadedModel
+    config: EngineConfig
+
+    def engine(self, **knobs: Any) -> Engine:
+        """A fresh engine with these knobs over the others."""
+        return build_engine(EngineConfig.from_knobs(**(self.config.knobs() | knobs)), self.loaded)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self.loaded.device
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids there are."""
+        return self.loaded.config.vocab_size
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters, tied ones once."""
+        return sum(
+            parameter.numel() * parameter.element_size() for parameter in self.loaded.model.parameters()
+        )
+
+    def shape(self) -> Shape:
+        """For floors."""
+        num_bytes = float(self.loaded.dtype.itemsize)
+        return shape_of(self.loaded.config, weight_bytes=num_bytes, kv_bytes=num_bytes)
+
+    def facts(self) -> dict[str, Any]:
+        """What a report says about the model."""
+        config = self.loaded.config
+        return {
+            "name": self.loaded.name,
+            "dtype": str(self.loaded.dtype).removeprefix("torch."),
+            "device": self.loaded.device.type,
+            "family": config.family,
+            "num_layers": config.num_layers,
+            "hidden_size": config.hidden_size,
+            "vocab_size": config.vocab_size,
+            "weight_bytes": self.weight_bytes,
+        }
+
+    def knobs(self) -> dict[str, Any]:
+        """What a report says about the configuration."""
+        return shareable_knobs(self.config)
+
+
+def open_subject(
+    knobs: dict[str, Any], *, model_config: Path | None = None, is_tiny: bool = False
+) -> Subject:
+    """Load the model of the knobs, or make one of random weights."""
+    config = EngineConfig.from_knobs(**knobs)
+    if config.load.num_threads is not None:
+        torch.set_num_threads(config.load.num_threads)
+    options: dict[str, Any] = {
+        "dtype": config.load.dtype,
+        "device": config.load.device,
+        "max_seq_len": config.load.max_seq_len,
+    }
+    if model_config is not None:
+        directory = model_config.parent if model_config.name == "config.json" else model_config
+        return Subject(loaded=load_random(directory, **options), config=config)
+    if is_tiny:
+        with tempfile.TemporaryDirectory() as made:
+            directory = Path(made) / "tiny"
+            directory.mkdir()
+            (directory / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
+            return Subject(loaded=load_random(directory, **options), config=config)
+    _, loaded = open_model(config.load, show_progress=True)
+    return Subject(loaded=loaded, config=config)

@@ -1,0 +1,89 @@
+"""What every subcommand of `infer bench` has: a parser, a seed, repeats, and a report at the end."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from infer.cli import flags
+from infer.cli.answer import notice, write_out
+from infer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from infer.bench.report import Report
+
+WORKLOADS = """\
+workloads: baseline, continuous_batching, paged_attention, chunked_prefill, prefix_caching, w1_single,
+w2_mixed (:16, :64), w3_shared_prefix (:16, :64), agent_session and chat_serving (:short, :mid, :long);
+and the lists other engines are timed on: nano256, b1_256_256, b8_256_256, b32_256_256, b128_256_256,
+prefill_8x4096. 'all' is the first ten for a server and the last six offline; 'peer' the last six.
+"""
+
+
+def new_bench(
+    benches: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    help_text: str,
+    run: Callable[[argparse.Namespace], int],
+    *,
+    epilog: str = "",
+    usage: str = "[options]",
+) -> argparse.ArgumentParser:
+    """Register a subcommand of `infer bench`."""
+    parser = benches.add_parser(
+        name,
+        help=help_text,
+        description=help_text[0].upper() + help_text[1:] + ".",
+        usage=f"infer bench {name} {usage}",
+        epilog=epilog,
+        formatter_class=flags.HelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_output(group: argparse._ArgumentGroup, *, repeats: int = 3) -> None:
+    """The flags of a seed, of repeats and of the report."""
+    group.add_argument("--seed", metavar="N", type=int, default=42, help="seed of the prompts (default: 42)")
+    group.add_argument(
+        "--repeats", metavar="N", type=positive, default=repeats, help=f"runs of each (default: {repeats})"
+    )
+    group.add_argument("--out", metavar="FILE", type=Path, help="write the report: FILE.json and FILE.md")
+
+
+def finish(args: argparse.Namespace, report: Report) -> None:
+    """Print the table; write the report where it was asked for."""
+    from infer.bench.render import terminal, to_markdown
+    from infer.bench.report import write_report
+
+    write_out(terminal(report))
+    if args.out is not None:
+        path: Path = args.out if args.out.suffix == ".json" else args.out.with_name(args.out.name + ".json")
+        write_report(report, path)
+        path.with_suffix(".md").write_text(to_markdown(report), encoding="utf-8")
+        notice(f"wrote {path} and {path.with_suffix('.md').name}")
+
+
+def numbers(text: str) -> Sequence[int]:
+    """Numbers with commas between."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = [0]
+    if min(found) < 1:
+        raise ConfigError(f"expected numbers of 1 or more with commas between, got {text!r}")
+    return found
+
+
+def positive(text: str) -> int:
+    """A number of 1 or more."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}")
+    return number
+
+
+positive.__name__ = "number"

@@ -1,0 +1,162 @@
+"""The engine without HTTP, on a tiny model: that figures are there and agree, not how fast."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+
+from infer.bench import micro
+from infer.bench import offline as offline_benches
+from infer.bench.drive import drive, to_ids
+from infer.bench.floors import (
+    Ceilings,
+    Shape,
+    decode_floor,
+    measure_ceilings,
+    prefill_floor,
+    shape_of,
+    workload_floor,
+)
+from infer.bench.matrix import TOGGLES, bench_matrix, speed_ups
+from infer.bench.micro import bench_attention, bench_memory
+from infer.bench.offline import batch, bench_decode, bench_latency, bench_offline, bench_prefill, run_repeats
+from infer.bench.report import write_report
+from infer.bench.subject import TINY, Subject, open_subject
+from infer.bench.workloads import SERVING, Arrival, Session, Turn, Workload, make_workload
+from infer.models.registry import find_family
+
+
+def quiet(line: str) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    directory = tmp_path_factory.mktemp("shape")
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    small |= {"head_dim": 8, "num_hidden_layers": 1, "vocab_size": 64, "max_position_embeddings": 256}
+    (directory / "config.json").write_text(json.dumps(TINY | small))
+    knobs = {"device": "cpu", "num_threads": 1, "num_blocks": 64}
+    return open_subject(knobs, model_config=directory)
+
+
+def test_a_run_has_every_token_and_its_time(subject: Subject) -> None:
+    workload = batch(3, 10, 5, subject.vocab_size, seed=0)
+    result = drive(subject.engine(), workload)
+    assert [(trace.num_prompt, trace.num_output, len(trace.chunks)) for trace in result.traces] == [
+        (10, 5, 5)
+    ] * 3
+    assert all(trace.chunks == sorted(trace.chunks) for trace in result.traces)
+    assert result.figures()["num_output_tokens"] == 15
+    assert result.seconds >= max(trace.chunks[-1] for trace in result.traces)
+
+
+def test_a_session_goes_on_from_its_answer(subject: Subject) -> None:
+    turns = (Turn(ids=(11, 12, 13), max_tokens=4), Turn(ids=(14,), max_tokens=2))
+    workload = Workload(
+        name="s",
+        about="",
+        arrival=Arrival(kind="closed", concurrency=1),
+        sessions=(Session(turns=turns),) * 2,
+    )
+    result = drive(subject.engine(), workload)
+    assert [(t.session, t.turn, t.num_prompt) for t in result.traces] == [
+        (0, 0, 3),
+        (0, 1, 8),
+        (1, 0, 3),
+        (1, 1, 8),
+    ]
+
+
+def test_a_request_that_does_not_fit_is_an_error_of_its_own(subject: Subject) -> None:
+    sessions = (*batch(1, 300, 5, 64, seed=0).sessions, *batch(1, 10, 5, 64, seed=0).sessions)
+    workload = Workload(name="w", about="", arrival=Arrival(kind="open"), sessions=sessions)
+    bad, good = drive(subject.engine(), workload).traces
+    assert bad.error is not None and good.is_ok
+
+
+def test_repeats_find_nothing_in_the_cache(subject: Subject) -> None:
+    results = run_repeats(subject.engine(), batch(2, 40, 2, 64, seed=0), 3, subject.vocab_size)
+    assert [result.counters["num_hit_tokens"] for result in results] == [0, 0, 0]
+
+
+def test_chats_become_ids() -> None:
+    for name in SERVING:
+        workload = to_ids(make_workload(name))
+        assert all(turn.ids for session in workload.sessions for turn in session.turns)
+
+
+def test_every_offline_bench_reports(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ceilings = Ceilings(copy_bytes_per_s=1e9, matmul_flops_per_s=1e9)
+    for module in (micro, offline_benches):  # what a machine can do takes seconds to find out
+        monkeypatch.setattr(module, "measure_ceilings", lambda device, dtype: ceilings)
+    monkeypatch.setattr(micro, "capacity_rows", functools.partial(micro.capacity_rows, num_requests=30))
+    reports = [
+        bench_offline(subject, ["b1_256_256"], seed=1, repeats=2, tell=quiet),
+        bench_latency(subject, seed=1, repeats=1, tell=quiet),
+        bench_prefill(subject, lengths=[64, 4096], seed=1, repeats=2, tell=quiet),
+        bench_decode(subject, batches=[1, 2], context=16, num_steps=4, seed=1, repeats=2, tell=quiet),
+        bench_attention(subject, batches=[2], contexts=[40], seed=1, repeats=2, tell=quiet),
+        bench_memory(subject, seed=1, tell=quiet),
+    ]
+    for report in reports:
+        write_report(report, tmp_path / f"{report.kind}.json")  # checks it
+        assert report.model["device"] == "cpu" and report.model["dtype"] == "float32"
+    offline, _, prefill, decode, _, memory = reports
+    floor = offline.rows[0].figures
+    assert floor["floor_share"].values[0] == pytest.approx(
+        floor["floor_s"].values[0] / floor["seconds"].values[0]
+    )
+    assert prefill.rows[1].skipped == "the context is 256"
+    step = decode.rows[1].figures
+    assert step["output_tokens_per_s"].values[0] == pytest.approx(2 / step["step_p50_s"].values[0])
+    assert memory.rows[0].figures["weights_bytes"].median == subject.weight_bytes
+
+
+def test_the_matrix_explains_every_row(subject: Subject) -> None:
+    report = bench_matrix(subject, seed=1, repeats=1, tell=quiet, only=["paged"])
+    rows = {row.name: row for row in report.rows}
+    assert len(rows) == 2 * len(TOGGLES)
+    assert rows["+graphs b1_256_256"].skipped == "needs a GPU"
+    assert rows["+continuous baseline"].skipped == "not asked for"
+    assert [name for name, _ in speed_ups(report)] == ["+paged paged_attention", "+paged w1_single"]
+    for name in ("+paged paged_attention", "+paged w1_single"):
+        assert rows[name].note.endswith(".") and "->" in rows[name].note
+    paged = rows["+paged paged_attention"].figures
+    assert paged["mean_running"].median > 6  # a contiguous cache holds six
+
+
+def test_floors_by_hand() -> None:
+    shape = Shape(layer_params=1000, head_params=100, attention_size=10, kv_elements=4)
+    slow_memory = Ceilings(copy_bytes_per_s=100.0, matmul_flops_per_s=1e9)
+    assert decode_floor(shape, slow_memory, batch=1, context=50) == pytest.approx(22 + 50 * 4 * 2 / 100)
+    slow_matmul = Ceilings(copy_bytes_per_s=1e12, matmul_flops_per_s=100.0)
+    assert decode_floor(shape, slow_matmul, batch=3, context=0) == pytest.approx(2 * 1100 * 3 / 100)
+    assert prefill_floor(shape, slow_matmul, 4) == pytest.approx((2 * 1000 * 4 + 4 * 10 * 10 + 200) / 100)
+    assert prefill_floor(shape, slow_memory, 4) == pytest.approx(22)  # reading the weights once
+    both = workload_floor(shape, slow_memory, [(4, 3), (4, 1)])
+    decode = 2 * 22 + (5 + 6) * 4 * 2 / 100  # two more steps for the first, none for the second
+    assert both == pytest.approx(decode, rel=1e-3)
+
+
+def test_the_floor_of_a_published_shape() -> None:
+    """Qwen3-0.6B: 440 M parameters in layers, 156 M in the head, 112 KiB of cache per token in bfloat16."""
+    raw = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu"}
+    raw |= {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "head_dim": 128}
+    raw |= {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 151936, "rms_norm_eps": 1e-6}
+    raw |= {"max_position_embeddings": 40960, "rope_theta": 1e6, "tie_word_embeddings": True}
+    shape = shape_of(find_family(raw).read_config(raw), weight_bytes=2, kv_bytes=2)
+    assert shape.kv_elements * 2 == 112 * 1024
+    assert (shape.layer_params + shape.head_params) * 2 == pytest.approx(1.192e9, rel=1e-3)
+    h200 = Ceilings(copy_bytes_per_s=4.3e12, matmul_flops_per_s=790e12)
+    assert 1 / decode_floor(shape, h200, batch=1, context=128) == pytest.approx(3564, rel=1e-3)
+
+
+def test_ceilings_are_measured(subject: Subject) -> None:
+    found = measure_ceilings(subject.device, subject.loaded.dtype, scale=0.05)
+    assert found.copy_bytes_per_s > 1e6 and found.matmul_flops_per_s > 1e6
