@@ -71,5 +71,5 @@ if __name__ == "__main__":
         sys.exit(engine_main(make_engine))
     from infer.cli.main import main
 
-    ProcessClient.start = start_faulty  # type: ignore[method-assign, assignment]
+    ProcessClient.start = start_faulty  # type: ignore[method-assign]
     sys.exit(main(["serve", *sys.argv[1:]]))
