@@ -83,6 +83,7 @@ def run(layout: str, lengths: list[tuple[int, int]]) -> Figures:
     num_computed = 0
     while scheduler.has_work:
         plan = scheduler.plan()
+        scheduler.advance(plan)
         scheduler.commit(plan)
         num_computed += plan.num_tokens
         if scheduler.num_waiting:

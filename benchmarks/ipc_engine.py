@@ -17,12 +17,12 @@ from infer.engine.build import make_pool
 from infer.engine.engine import Engine
 from infer.engine.plan import StepPlan
 from infer.engine.process import main
-from infer.engine.runner import StepResult
+from infer.engine.runner import StepResult, SyncRunner
 from infer.engine.scheduler import Scheduler
 from infer.engine.sequence import Sequence
 
 
-class NullRunner:
+class NullRunner(SyncRunner):
     """Token 1 for everybody; no more than `pace` steps per second, where that is not 0."""
 
     def __init__(self, pace: float) -> None:

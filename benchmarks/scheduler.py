@@ -64,6 +64,7 @@ def run_steps(scheduler: Scheduler, count: int) -> float:
     for number in range(count):
         start = time.process_time()
         plan = scheduler.plan()
+        scheduler.advance(plan)
         scheduler.commit(plan)
         seconds += time.process_time() - start
         for seq_id, _, _, num_samples in plan.chunks:

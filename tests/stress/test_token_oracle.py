@@ -38,8 +38,9 @@ def make_world(row: dict[str, Any], **changes: Any) -> OracleWorld:
 class Traffic:
     """A random stream of requests and aborts for one world; the same seed sends the same."""
 
-    def __init__(self, world: OracleWorld, seed: object, num_requests: int) -> None:
+    def __init__(self, world: OracleWorld, seed: object, num_requests: int, plain_share: float = 0.0) -> None:
         self.world = world
+        self.plain_share = plain_share  # of the requests: nothing that switches the overlap off
         self.num_requests = num_requests
         self.num_sent = self.num_refused = 0
         self._rng = random.Random(str(seed))
@@ -71,9 +72,12 @@ class Traffic:
             "max_tokens": rng.randrange(1, 20),
             "ignore_eos": rng.random() < 0.5,
         }
-        if rng.random() < 0.2:
+        is_plain = rng.random() < self.plain_share if self.plain_share else False
+        if is_plain:
+            params["n"] = 1
+        elif rng.random() < 0.2:
             params["best_of"] = params["n"] + 1
-        if rng.random() < 0.2 and world.scheduler.keeps_cache:
+        if rng.random() < 0.2 and world.scheduler.keeps_cache and not is_plain:
             params |= {"use_beam_search": True, "temperature": 0.0}
         fields = {
             "priority": rng.randrange(3),
@@ -106,6 +110,20 @@ def test_every_request_gets_its_own_tokens(number: int, squeeze: dict[str, Any])
 
     assert world.verify() > 20
     assert traffic.num_refused < traffic.num_requests * 2 // 3  # max_batch_size=1 takes no n > 1
+    world.check_idle()
+
+
+@rows
+@pytest.mark.parametrize("plain_share", [1.0, 0.95], ids=["overlap all the way", "overlap on and off"])
+def test_overlap_changes_no_token(number: int, plain_share: float) -> None:
+    """Ids come one step late in a cache too small: aborts, stops and preemptions hit steps in flight."""
+    world = make_world(pairwise_rows()[number] | SQUEEZED, overlap=True)
+    traffic = Traffic(world, f"overlap {number}", num_requests=60, plain_share=plain_share)
+
+    traffic.run()
+
+    assert world.verify() > 15
+    assert world.num_late > 0
     world.check_idle()
 
 

@@ -25,7 +25,7 @@ from infer.engine.engine import Engine, EngineObserver
 from infer.engine.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, StepPlan
 from infer.engine.preemption import PreemptionCost
 from infer.engine.request import Request, StepOutput
-from infer.engine.runner import StepResult, sample_row, sequence_seed
+from infer.engine.runner import StepResult, SyncRunner, sample_row, sequence_seed
 from infer.engine.scheduler import Scheduler
 from infer.engine.sequence import Sequence
 from infer.sampling.params import RowLogprobs, SamplingParams
@@ -91,7 +91,7 @@ def _extend(state: int, token: int) -> int:
     return (state * 1_000_003 ^ (int(token) + 1)) & 0xFFFFFFFF
 
 
-class OracleRunner:
+class OracleRunner(SyncRunner):
     """A `Runner` over a fake store of token ids."""
 
     def __init__(self, pool: KVCachePool, num_host_blocks: int = 0, *, max_batch_size: int = 64) -> None:
@@ -99,6 +99,7 @@ class OracleRunner:
         self._rows = BlockRows(2 * max_batch_size, pool.num_blocks)  # as the real runner keeps them
         self.device = np.full((pool.num_blocks, pool.block_size), POISON, dtype=np.int64)
         self.host = np.full((num_host_blocks, pool.block_size), POISON, dtype=np.int64)
+        self._latest: dict[int, tuple[int, int]] = {}  # seq_id -> (position, id) of what it drew last
         self.num_steps = 0
         self.num_tokens = 0
         self.num_transfers = {COPY: 0, SWAP_OUT: 0, SWAP_IN: 0}
@@ -108,6 +109,7 @@ class OracleRunner:
     def forget(self, seq_id: int) -> None:
         """Free the row of a sequence that has left."""
         self._rows.forget(seq_id)
+        self._latest.pop(seq_id, None)
 
     def run(self, plan: StepPlan, sequences: Seq[Sequence]) -> StepResult:
         """Move, write, read back, hash."""
@@ -117,7 +119,7 @@ class OracleRunner:
         if is_failing and self.fails_early:
             raise RuntimeError("the oracle was told to fail")
         for seq_id in plan.preempted:
-            self._rows.forget(seq_id)
+            self.forget(seq_id)
         self._transfer(plan)
         if is_failing:
             raise RuntimeError("the oracle was told to fail")
@@ -125,7 +127,7 @@ class OracleRunner:
         tables = [self._table(chunk) for chunk in plan.chunks]
         for chunk, seq, table in zip(plan.chunks, sequences, tables, strict=True):
             for position in range(chunk.start, chunk.stop):
-                self.device[table[position // size], position % size] = seq.tokens[position]
+                self.device[table[position // size], position % size] = self._token(seq, position)
         ids: list[tuple[int, ...]] = []
         logprobs: list[tuple[RowLogprobs | None, ...]] = []
         for chunk, seq, table in zip(plan.chunks, sequences, tables, strict=True):
@@ -133,6 +135,8 @@ class OracleRunner:
             assert POISON not in seen, f"{seq} reads a slot nobody wrote: {seen}"
             rows = [sample_row(seq, seq.index + i) for i in range(chunk.num_samples)]
             drawn = [next_token(seen, row.seed) for row in rows]
+            if len(drawn) == 1:
+                self._latest[seq.seq_id] = (chunk.stop, drawn[0])
             ids.append(tuple(drawn))
             logprobs.append(
                 tuple(
@@ -143,6 +147,14 @@ class OracleRunner:
                 )
             )
         return StepResult(ids, logprobs, _prompt_logprobs(plan, sequences))
+
+    def _token(self, seq: Sequence, position: int) -> int:
+        """An input token; one that was drawn in the step before may not have been reported yet."""
+        if position < len(seq.tokens):
+            return seq.tokens[position]
+        drawn_at, token = self._latest[seq.seq_id]
+        assert drawn_at == position, f"{seq} needs token {position} but drew token {drawn_at} last"
+        return token
 
     def _table(self, chunk: Chunk) -> np.ndarray:
         """The blocks of a sequence, of which only those about to be written are read from the pool anew."""
@@ -194,6 +206,7 @@ class OracleWorld:
         eos_ids: tuple[int, ...] = (),
         placement_seed: int | None = None,
         cost: PreemptionCost | None = None,
+        overlap: bool = False,
         **scheduler_knobs: Any,
     ) -> None:
         self.pool: KVCachePool
@@ -225,11 +238,13 @@ class OracleWorld:
             vocab_size=VOCAB_SIZE,
             eos_ids=eos_ids,
             observer=self.observer,
+            overlap=overlap,
         )
         self.requests: dict[str, Request] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.finished: dict[tuple[str, int], StepOutput] = {}
         self.aborted: set[str] = set()
+        self.num_late = 0  # steps after which one was still under way
 
     @property
     def plans(self) -> list[StepPlan]:
@@ -258,6 +273,7 @@ class OracleWorld:
     def step(self) -> list[StepOutput]:
         """One step of the engine, then all the books."""
         outputs = self.engine.step()
+        self.num_late += len(self.plans) < self.runner.num_steps
         for output in outputs:
             key = output.request_id, output.index
             assert key not in self.finished, f"{key} goes on after its end"
@@ -295,7 +311,8 @@ class OracleWorld:
         assert scheduler._slots_used == num_slots <= scheduler.config.max_batch_size
         for seq in live:
             assert seq.finish_reason is None
-            assert seq.num_tokens == len(seq.tokens), "every token has reached the CPU"
+            num_late = seq.num_tokens - len(seq.tokens)
+            assert 0 <= num_late <= self.engine.has_step_in_flight, f"{seq} waits for {num_late} tokens"
             assert 0 <= seq.num_computed < seq.num_tokens
             assert not (seq.is_running and seq.is_swapped)
         assert self.engine.num_requests == len({seq.group.request.request_id for seq in live})

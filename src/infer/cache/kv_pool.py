@@ -111,8 +111,11 @@ class KVCachePool(Protocol):
         """Let go of all a sequence holds; one that holds nothing is fine, so abort may come at any time."""
         ...
 
-    def swap_out(self, seq_id: int) -> list[BlockPair] | None:
-        """Move a sequence to host memory; returns (device, host) pairs to copy, None: no room."""
+    def swap_out(self, seq_id: int, num_computed: int | None = None) -> list[BlockPair] | None:
+        """Move a sequence to host memory; returns (device, host) pairs to copy, None: no room.
+
+        A step still under way may have computed more than was committed: `num_computed` says how much.
+        """
         ...
 
     def swap_in(self, seq_id: int) -> list[BlockPair] | None:
@@ -238,9 +241,10 @@ class PagedKVCachePool:
             self._device.drop(books.holdings(), seq_id)
             self._host.drop(books.host_blocks or (), seq_id)
 
-    def swap_out(self, seq_id: int) -> list[BlockPair] | None:
+    def swap_out(self, seq_id: int, num_computed: int | None = None) -> list[BlockPair] | None:
         """Take a host block for every block with computed tokens, and let go of all device blocks."""
         books = self._resident(seq_id)
+        books.num_computed = books.num_computed if num_computed is None else num_computed
         filled = books.table.blocks[: blocks_for(books.num_computed, self.block_size)]
         if not self._host.num_blocks or len(filled) > self._host.num_free:
             return None

@@ -1,11 +1,22 @@
 """The loop: every `step()` makes the same four moves.
 
     plan     the scheduler picks chunks and reserves blocks            (integers)
-    run      the runner moves blocks, runs the model, samples          (tensors)
-    commit   counts advance, full blocks enter the prefix tree         (integers)
+    launch   the runner moves blocks, runs the model, samples          (tensors)
+    commit   full blocks enter the prefix tree                         (integers)
     report   stop conditions are checked, the finished let go          (integers)
 
-A step is atomic: nothing is counted as computed until the run has succeeded. If the run raises, the
+A device works by itself once a step is launched. With *overlap* the last two moves come one step late,
+so that the CPU plans step N + 1 while the device computes step N:
+
+    CPU      plan 1  launch 1  plan 2  launch 2  retire 1  plan 3  launch 3  retire 2 ...
+    device           [ step 1           ][ step 2                   ][ step 3
+
+A sampled token then has its place (`num_tokens`) before its id is known; only the device needs the id.
+Whoever stops at an id that came late has one more token computed, which nobody sees. Requests whose
+next step depends on ids (forks, beams, whatever is sampled on the host) switch the overlap off while
+they are there.
+
+A step is atomic: nothing is counted as computed until the launch has succeeded. If it raises, the
 requests of that plan end with an error, everybody else goes on, and the books balance. An interrupt
 is raised again after that, and the next step reports who it ended.
 
@@ -20,6 +31,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from time import perf_counter
+from typing import NamedTuple
 
 from infer.engine.admission import check_order, check_token_ids, check_width, longest_total
 from infer.engine.beam import next_beams
@@ -64,6 +76,14 @@ class EngineObserver:
         """The plan of this step could not run, and its requests ended with an error."""
 
 
+class _Flight(NamedTuple):
+    """A step the device is working on."""
+
+    plan: StepPlan
+    sequences: list[Sequence]
+    wait: Callable[[], StepResult]
+
+
 class Engine:
     """Requests in, `StepOutput`s out, one step at a time. Not thread-safe: one thread owns it."""
 
@@ -77,6 +97,7 @@ class Engine:
         eos_ids: tuple[int, ...] = (),
         observer: EngineObserver | None = None,
         embedder: Embedder | None = None,
+        overlap: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.context_len = context_len
@@ -90,6 +111,9 @@ class Engine:
         self._next_seq_id = 0
         self._empty_steps = 0
         self._unreported: list[StepOutput] = []  # of a step that was interrupted; the next one brings them
+        self._overlap = overlap
+        self._in_flight: _Flight | None = None
+        self._blocking: set[str] = set()  # requests that allow no overlap
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
         self._step_tokens = Histogram(STEP_TOKENS)
@@ -108,6 +132,8 @@ class Engine:
         self._num_requests += 1
         self.scheduler.add(leader)
         self._groups[request.request_id] = group
+        if leader.num_samples > 1 or group.samples_on_host:
+            self._blocking.add(request.request_id)
 
     def abort(self, request_id: str, index: int | None = None) -> list[StepOutput]:
         """End a request, or one sequence of it, at any stage; returns the last output of each it ended."""
@@ -126,8 +152,13 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is waiting or running."""
-        return self.scheduler.has_work
+        """Whether any request is waiting or running, or a step still under way."""
+        return self.scheduler.has_work or self._in_flight is not None
+
+    @property
+    def has_step_in_flight(self) -> bool:
+        """Whether the device is still working on a step: the next `step()` will report it."""
+        return self._in_flight is not None
 
     @property
     def num_requests(self) -> int:
@@ -183,25 +214,45 @@ class Engine:
         return outputs
 
     def _step(self) -> list[StepOutput]:
+        can_overlap = self._overlap and not self._blocking
+        outputs = [] if can_overlap else self._retire()
         plan = self.scheduler.plan()
         sequences = [self.scheduler.get(chunk.seq_id) for chunk in plan.chunks]
         if not plan.chunks and not plan.transfers:
-            return self._step_without_work()
+            return outputs + (self._retire() if self._in_flight else self._step_without_work())
         self._empty_steps = 0
         for seq in sequences:
             if seq.group.queue_s is None:
                 seq.group.queue_s = perf_counter() - seq.group.added_at
         try:
-            result = self._runner.run(plan, sequences)
+            wait = self._runner.launch(plan, sequences)
+            result = None if can_overlap else wait()
         except DeviceLost:  # every further step would fail as well: whoever supervises must start anew
             raise
         except Exception as error:  # whatever the model raised, its requests end and the engine lives on
             names = [seq.group.request.request_id for seq in sequences]
             logger.exception("step %d failed for %s", plan.step, ", ".join(dict.fromkeys(names)))
-            return self._give_up(plan, sequences, error)
+            return outputs + self._retire() + self._give_up(plan, sequences, error)
         except BaseException as error:  # Ctrl-C: whoever catches it finds the books balanced
-            self._unreported += self._give_up(plan, sequences, error)
+            self._unreported += outputs + self._give_up(plan, sequences, error)
             raise
+        self.scheduler.advance(plan)
+        if result is not None:
+            return outputs + self._conclude(plan, sequences, result)
+        outputs = self._retire()
+        self._in_flight = _Flight(plan, sequences, wait)
+        return outputs
+
+    def _retire(self) -> list[StepOutput]:
+        """Wait for the step under way, if there is one, and conclude it."""
+        if self._in_flight is None:
+            return []
+        plan, sequences, wait = self._in_flight
+        result = wait()
+        self._in_flight = None
+        return self._conclude(plan, sequences, result)
+
+    def _conclude(self, plan: StepPlan, sequences: Seq[Sequence], result: StepResult) -> list[StepOutput]:
         self.scheduler.commit(plan)
         self._step_tokens.observe(plan.num_tokens)
         self._observer.on_step(plan, result.ids)
@@ -287,7 +338,7 @@ class Engine:
     def _advance(self, seq: Sequence, token_id: int, row: RowLogprobs | None) -> StepOutput:
         """Append a sampled token and see whether it was the last."""
         group = seq.group
-        is_first = seq.num_output == 1
+        is_first = len(seq.tokens) == seq.num_prompt
         seq.tokens.append(token_id)
         self._num_output_tokens += 1
         if is_first and seq.index == 0:
@@ -297,7 +348,7 @@ class Engine:
         if token_id in group.stop_ids:
             seq.stop_reason = token_id if token_id in group.request.params.stop_token_ids else None
             self._finish(seq, "stop")
-        elif seq.num_tokens >= group.max_total:
+        elif len(seq.tokens) >= seq.max_total:
             self._finish(seq, "length")
         asks = group.request.params.logprobs is not None
         return self._output(seq, (token_id,), (row,) if asks and row is not None else (), is_first=is_first)
@@ -330,6 +381,8 @@ class Engine:
     def _fork(self, leader: Sequence, count: int) -> list[Sequence]:
         """Make the other sequences of a request, once its prompt is computed."""
         leader.num_samples = 1
+        if not leader.group.samples_on_host:
+            self._blocking.discard(leader.group.request.request_id)
         children = []
         for index in range(1, count + 1):
             child = self._new_sequence(leader.group, index, list(leader.tokens))
@@ -411,6 +464,7 @@ class Engine:
     def _forget_if_done(self, group: SequenceGroup) -> None:
         if group.is_finished:
             self._groups.pop(group.request.request_id, None)
+            self._blocking.discard(group.request.request_id)
 
     def _new_sequence(self, group: SequenceGroup, index: int, tokens: list[int]) -> Sequence:
         seq = Sequence(self._next_seq_id, group, index, tokens)

@@ -15,6 +15,7 @@ numbers agree.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, replace
@@ -41,27 +42,34 @@ class ReplayReport:
     difference: str | None  # "step 12: ..." or None
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What the engine did in one step: it ran a plan, or failed."""
+
+    step: int
+    plan: StepPlan | None = None
+    ids: tuple[tuple[int, ...], ...] = ()
+    error: str | None = None
+
+
 class _Witness(EngineObserver):
-    """Remembers what the engine did last."""
+    """Remembers, in order, what the engine did and nobody has compared yet.
+
+    With overlap a step is seen one call of `step()` late, so what is seen and what is done keep no pace.
+    """
 
     def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        self.plan: StepPlan | None = None
-        self.ids: tuple[tuple[int, ...], ...] = ()
-        self.error: str | None = None
+        self.seen: deque[_Seen] = deque()
+        self.num_steps = 0
+        self.num_tokens = 0
 
     def on_step(self, plan: StepPlan, ids: Seq[tuple[int, ...]]) -> None:
-        self.plan = plan
-        self.ids = tuple(ids)
+        self.seen.append(_Seen(plan.step, plan, tuple(ids)))
+        self.num_steps += 1
+        self.num_tokens += sum(map(len, ids))
 
     def on_failure(self, step: int, reason: str) -> None:
-        self.error = reason
-
-    @property
-    def is_quiet(self) -> bool:
-        return self.plan is None and self.error is None
+        self.seen.append(_Seen(step, error=reason))
 
 
 class Replay:
@@ -71,8 +79,6 @@ class Replay:
         self._record = record
         self._witness = _Witness()
         self.engine = build(self._witness)
-        self._num_steps = 0
-        self._num_tokens = 0
 
     def run(self, *, until: int | None = None, check: bool = True) -> ReplayReport:
         """Follow the record to its end, or through step `until`; without `check` nothing is compared."""
@@ -91,15 +97,15 @@ class Replay:
     def _report(self, difference: str | None) -> ReplayReport:
         return ReplayReport(
             step=self.engine.scheduler.step,
-            num_steps=self._num_steps,
-            num_tokens=self._num_tokens,
+            num_steps=self._witness.num_steps,
+            num_tokens=self._witness.num_tokens,
             difference=difference,
         )
 
     def _follow(self, event: Event) -> str | None:
         """Do what the record says was done; returns what came out differently."""
         if isinstance(event, Added | Aborted | Reset):
-            difference = self._step_to(event.step)
+            self._step_to(event.step)
             try:
                 if isinstance(event, Added):
                     self.engine.add(event.request)
@@ -108,48 +114,38 @@ class Replay:
                 else:
                     self.engine.abort(event.request_id, event.index)
             except InferError as error:
-                difference = difference or f"the record has it accepted, now it is refused: {error}"
-            return difference
-        difference = self._step_to(event.step - 1)
-        if isinstance(event, Ran) or self.engine.scheduler.step < event.step:  # else it ran and then failed
-            self._step()
-        if difference is not None:
-            return difference
+                return f"the record has it accepted, now it is refused: {error}"
+            return None
+        self._step_to(event.step)
+        if not self._witness.seen and self.engine.has_step_in_flight:
+            self.engine.step()  # with overlap a step is reported by the next one
+        seen = self._witness.seen.popleft() if self._witness.seen else _Seen(event.step)
+        if seen.step < event.step:
+            return f"in the record nothing ran in step {seen.step}, now something did"
         if isinstance(event, Ran):
-            return self._compare(event)
-        if self._witness.error is None:
+            return self._compare(event, seen)
+        if seen.error is None:
             return f"in the record it failed ({event.error}), now it did not"
-        if self._witness.error != event.error:
-            return f"in the record it failed ({event.error}), now: {self._witness.error}"
+        if seen.error != event.error:
+            return f"in the record it failed ({event.error}), now: {seen.error}"
         return None
 
-    def _step_to(self, step: int) -> str | None:
-        """Make the steps that left no line in the record."""
-        difference = None
+    def _step_to(self, step: int) -> None:
+        """Make steps until this one, those that left no line in the record included."""
         while self.engine.scheduler.step < step:
-            self._step()
-            if not self._witness.is_quiet and difference is None:
-                number = self.engine.scheduler.step
-                difference = f"in the record nothing ran in step {number}, now something did"
-        return difference
+            self.engine.step()
 
-    def _step(self) -> None:
-        self._witness.clear()
-        self.engine.step()
-        self._num_steps += self._witness.plan is not None
-        self._num_tokens += sum(map(len, self._witness.ids))
-
-    def _compare(self, event: Ran) -> str | None:
-        plan = self._witness.plan
+    def _compare(self, event: Ran, seen: _Seen) -> str | None:
+        plan = seen.plan
         if plan is None:
-            now = self._witness.error or "nothing ran"
+            now = seen.error or "nothing ran"
             return f"in the record it computed {len(event.plan.chunks)} chunks, now: {now}"
         for name in ("chunks", "preempted", "transfers"):
             before, after = getattr(event.plan, name), getattr(plan, name)
             if before != after:
                 return _first_difference(name, before, after)
-        if event.ids != self._witness.ids:
-            return _first_difference("sampled ids", event.ids, self._witness.ids)
+        if event.ids != seen.ids:
+            return _first_difference("sampled ids", event.ids, seen.ids)
         return None
 
 
@@ -188,6 +184,7 @@ def replay_model(record: Record, model: str | None, *, device: str | None, show_
         headers.source,
         dtype=facts.dtype,
         device=config.load.device,
+        cpu_weights=config.load.cpu_weights,
         max_seq_len=facts.context_len,
         show_progress=show_progress,
         headers=headers,

@@ -11,7 +11,8 @@ The runner owns tensors and no decisions; the engine can hand it any plan twice 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -46,8 +47,8 @@ class StepResult(NamedTuple):
 class Runner(Protocol):
     """Whoever can execute plans: a model on a device, or a stand-in for tests and simulations."""
 
-    def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
-        """Execute a plan whose chunks belong to `sequences`, in the same order."""
+    def launch(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> Callable[[], StepResult]:
+        """Begin a plan whose chunks belong to `sequences`, in order; call what it returns to wait for it."""
         ...
 
     def forget(self, seq_id: int) -> None:
@@ -55,7 +56,20 @@ class Runner(Protocol):
         ...
 
 
-class ModelRunner:
+class SyncRunner(ABC):
+    """A runner that is done when it returns."""
+
+    @abstractmethod
+    def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
+        """Execute a plan."""
+
+    def launch(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> Callable[[], StepResult]:
+        """Execute the plan at once; nothing is left to wait for."""
+        result = self.run(plan, sequences)
+        return lambda: result
+
+
+class ModelRunner(SyncRunner):
     """The real one: a model, a store, and one device."""
 
     def __init__(

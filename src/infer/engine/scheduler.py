@@ -144,7 +144,10 @@ class Scheduler:
         one_behind: list[Sequence] = []
         further_behind: list[Sequence] = []
         for seq in self.running:
-            (one_behind if seq.num_tokens - seq.num_computed == 1 else further_behind).append(seq)
+            if seq.num_tokens - seq.num_computed != 1:
+                further_behind.append(seq)
+            elif seq.num_tokens < seq.max_total:  # else its last token is on its way
+                one_behind.append(seq)
         if self.policy.rotates and one_behind:
             self._rotation %= len(one_behind)
             one_behind = one_behind[self._rotation :] + one_behind[: self._rotation]
@@ -174,14 +177,22 @@ class Scheduler:
             if not draft.chunks:  # beams of this batch that wait for one of them to come back
                 self._admit(draft)
 
-    def commit(self, plan: StepPlan) -> None:
-        """The step ran: counts advance, sampled tokens get their place, full blocks enter the prefix tree."""
-        commit, by_id, keeps_cache = self.pool.commit, self._by_id, self.keeps_cache
+    def advance(self, plan: StepPlan) -> None:
+        """The step is under way: counts move on, and sampled tokens get their place before they are known."""
+        by_id = self._by_id
         for seq_id, _, stop, num_samples in plan.chunks:
             seq = by_id[seq_id]
             seq.num_computed = stop
             if num_samples:
                 seq.num_tokens += 1
+
+    def commit(self, plan: StepPlan) -> None:
+        """The step has run and its inputs are known: full blocks enter the prefix tree."""
+        commit, by_id, keeps_cache = self.pool.commit, self._by_id, self.keeps_cache
+        for seq_id, _, stop, _ in plan.chunks:
+            seq = by_id.get(seq_id)
+            if seq is None or not seq.is_running:  # it left, or was preempted, while the step was under way
+                continue
             if keeps_cache:
                 commit(seq_id, seq.tokens, stop)
             else:
@@ -356,7 +367,7 @@ class Scheduler:
             draft.drop(seq.seq_id)
             pairs = None
             if self.cost.prefers_swap(self.config.preemption, seq.num_computed):
-                pairs = self.pool.swap_out(seq.seq_id)
+                pairs = self.pool.swap_out(seq.seq_id, seq.num_computed)
             if pairs is None:
                 self._forget_cache(seq)
             else:

@@ -34,6 +34,7 @@ class Sequence:
         "is_beam",
         "is_running",
         "is_swapped",
+        "max_total",
         "num_cached",
         "num_computed",
         "num_prompt",
@@ -59,6 +60,7 @@ class Sequence:
         self.index = index
         self.tokens = tokens
         self.num_prompt = len(request.prompt)
+        self.max_total = group.max_total
         self.num_tokens = len(tokens)
         self.num_computed = 0
         self.num_reserved = 0  # tokens the block table covers and may write without asking the pool
@@ -143,6 +145,15 @@ class SequenceGroup:
     def is_beam(self) -> bool:
         """Whether its sequences advance together and replace each other."""
         return self.request.params.use_beam_search
+
+    @property
+    def samples_on_host(self) -> bool:
+        """Whether its next token depends on ids the host must know, or the host must see its logits."""
+        params = self.request.params
+        is_plain = not (
+            params.logit_bias or params.has_penalties or params.min_tokens or params.use_beam_search
+        )
+        return not is_plain or params.logprobs is not None or params.num_sequences > params.n
 
     @property
     def is_finished(self) -> bool:

@@ -28,7 +28,7 @@ from infer.engine.engine import Engine
 from infer.engine.plan import StepPlan
 from infer.engine.preemption import PreemptionCost
 from infer.engine.request import StepOutput
-from infer.engine.runner import StepResult
+from infer.engine.runner import StepResult, SyncRunner
 from infer.engine.scheduler import Scheduler
 from infer.engine.sequence import Sequence
 from infer.engine.step_cost import StepCost
@@ -61,7 +61,7 @@ class SimulationResult:
     steps_per_real_second: float
 
 
-class SimulatedRunner:
+class SimulatedRunner(SyncRunner):
     """A `Runner` that makes tokens up and keeps the clock."""
 
     def __init__(self, cost: StepCost) -> None:
