@@ -108,3 +108,24 @@ def test_embeddings_use_the_engine_the_router_picks(oracle: LLM) -> None:
 
     wire = Wire(make_state(oracle.front, ScriptedClient(script)))
     assert wire.ok("/v1/embeddings", {"input": [7, 8, 9]})["data"][0]["embedding"] == [3.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x" * 10**6}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 10**6}]}),
+        ("/v1/embeddings", {"input": "x" * 10**6}),
+        ("/tokenize", {"prompt": "x" * 10**6}),
+    ],
+)
+def test_a_text_that_can_never_fit_is_refused_without_tokenizing_it(
+    wire: Wire, path: str, body: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(*_: object) -> list[int]:
+        raise AssertionError("nobody should tokenize this")
+
+    monkeypatch.setattr(wire.state.get_model(None).front.tokenizer, "_encode_raw", encode)
+    error = wire.refused(path, body, 422)
+    assert "prompt has at least" in error["message"]
+    assert "shorten the prompt" in error["message"]
