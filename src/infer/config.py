@@ -61,6 +61,11 @@ class LoadConfig:
         "number format of weights and activations; auto: the checkpoint's, unless this device is slow at it",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    cpu_weights: str = knob(
+        "auto",
+        "how weights are kept on a CPU; auto: int8 where the file holds 16-bit or packed numbers, else fp32",
+        choices=("auto", "fp32", "bf16", "int8", "int4"),
+    )
     device: str = knob("auto", "where the model runs: auto, cpu, cuda or cuda:N")
     max_seq_len: int | None = knob(
         None, "longest prompt + output in tokens; default: the model's context", aliases=("max-model-len",)
@@ -69,6 +74,7 @@ class LoadConfig:
 
     def __post_init__(self) -> None:
         _check_choice(self, "dtype")
+        _check_choice(self, "cpu_weights")
         _check_positive(self, "max_seq_len", "num_threads")
         if self.num_threads is not None and self.num_threads > MAX_THREADS:
             raise ConfigError(f"num_threads must be at most {MAX_THREADS}, got {self.num_threads}")

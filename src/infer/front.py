@@ -136,6 +136,7 @@ def open_model(config: LoadConfig, *, show_progress: bool) -> tuple[TextFront, L
         headers.source,
         dtype=config.dtype,
         device=config.device,
+        cpu_weights=config.cpu_weights,
         max_seq_len=config.max_seq_len,
         show_progress=show_progress,
         headers=headers,

@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "quant": {"kernels"},
     "layers": {"kernels", "quant"},
     "models": {"layers", "kernels"},
-    "loader": {"models", "layers", "quant"},
+    "loader": {"models", "layers", "quant", "kernels"},
     "tokenizer": set(),
     "sampling": {"kernels"},
     "cache": {"kernels"},

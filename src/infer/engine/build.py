@@ -86,10 +86,15 @@ def _facts(config: EngineConfig, loaded: LoadedModel, size: CacheSize, cost: Pre
         device=loaded.device.type,
         num_threads=torch.get_num_threads(),
         context_len=loaded.max_seq_len,
-        knobs=shareable_knobs(config),
+        knobs=shareable_knobs(config) | _resolved_weights(loaded),
         cache=size,
         cost=cost,
     )
+
+
+def _resolved_weights(loaded: LoadedModel) -> dict[str, str]:
+    """What `auto` meant here: a replay must keep the weights in the same form."""
+    return {"cpu_weights": loaded.weights} if loaded.weights in ("int8", "int4", "fp32", "bf16") else {}
 
 
 def resolve_scheduler(config: EngineConfig, max_seq_len: int) -> SchedulerConfig:

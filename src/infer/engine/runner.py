@@ -21,10 +21,12 @@ from infer.cache.kv_pool import KVCachePool
 from infer.cache.kv_store import KVStore
 from infer.engine.batch import BlockRows, PagedStep, StepBatch
 from infer.engine.beam import num_offers
+from infer.engine.cpu_step import CpuSteps, can_run
 from infer.engine.plan import StepPlan
 from infer.engine.sequence import Sequence as TokenSequence
 from infer.errors import DeviceLost
 from infer.kernels.attention import attend_sdpa
+from infer.kernels.cpu.library import library
 from infer.layers.whole_sequence import WholeSequence
 from infer.models.model import Model
 from infer.sampling.logprobs import top_logprobs
@@ -82,6 +84,9 @@ class ModelRunner(SyncRunner):
         max_blocks = -(-model.config.context_len // pool.block_size)
         # twice: a sequence may be preempted and another admitted within one plan
         self._rows = BlockRows(2 * max_batch_size, max_blocks)
+        self._cpu: CpuSteps | None = None
+        if attention_backend == "auto" and can_run(model, store) and (c := library()):
+            self._cpu = CpuSteps(c, model, store, pool, self._rows, max_rows=max_batch_size)
 
     def forget(self, seq_id: int) -> None:
         """Free the row of a sequence that has left."""
@@ -101,11 +106,17 @@ class ModelRunner(SyncRunner):
         self._store.transfer(plan.transfers)
         if not plan.chunks:  # beams coming back compute their next tokens together, once all are here
             return StepResult([], [], {})
+        hidden_TD, last_rows = self._hidden(plan, sequences)
+        ids, logprobs = self._sample(plan, sequences, last_rows, hidden_TD)
+        return StepResult(ids, logprobs, self._prompt_logprobs(plan, sequences, last_rows, hidden_TD))
+
+    def _hidden(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> tuple[torch.Tensor, list[int]]:
+        """Hidden states of all tokens of the plan, and where the last one of each chunk is."""
+        if self._cpu is not None:
+            return self._cpu.run(plan, sequences)
         batch = StepBatch(plan, sequences, self._rows, self._pool, self._store.device)
         step = PagedStep(batch, self._store, use_reference=self._use_reference)
-        hidden_TD = self._model(batch.tokens_T, step)
-        ids, logprobs = self._sample(plan, sequences, batch, hidden_TD)
-        return StepResult(ids, logprobs, self._prompt_logprobs(plan, sequences, batch, hidden_TD))
+        return self._model(batch.tokens_T, step), batch.last_rows
 
     @torch.inference_mode()
     def embed(self, prompt: Sequence[int], pooling: str) -> list[float]:
@@ -122,11 +133,15 @@ class ModelRunner(SyncRunner):
         return embedding
 
     def _sample(
-        self, plan: StepPlan, sequences: Sequence[TokenSequence], batch: StepBatch, hidden_TD: torch.Tensor
+        self,
+        plan: StepPlan,
+        sequences: Sequence[TokenSequence],
+        last_rows: list[int],
+        hidden_TD: torch.Tensor,
     ) -> tuple[list[tuple[int, ...]], list[tuple[RowLogprobs | None, ...]]]:
         places: list[int] = []
         rows: list[SampleRow] = []
-        for chunk, seq, last_row in zip(plan.chunks, sequences, batch.last_rows, strict=True):
+        for chunk, seq, last_row in zip(plan.chunks, sequences, last_rows, strict=True):
             for index in range(chunk.num_samples):
                 places.append(last_row)
                 rows.append(sample_row(seq, seq.index + index))
@@ -146,11 +161,15 @@ class ModelRunner(SyncRunner):
         return ids, logprobs
 
     def _prompt_logprobs(
-        self, plan: StepPlan, sequences: Sequence[TokenSequence], batch: StepBatch, hidden_TD: torch.Tensor
+        self,
+        plan: StepPlan,
+        sequences: Sequence[TokenSequence],
+        last_rows: list[int],
+        hidden_TD: torch.Tensor,
     ) -> dict[int, list[RowLogprobs]]:
         """Logprobs of the prompt tokens that follow this step's tokens, a few rows of logits at a time."""
         found: dict[int, list[RowLogprobs]] = {}
-        for chunk, seq, last_row in zip(plan.chunks, sequences, batch.last_rows, strict=True):
+        for chunk, seq, last_row in zip(plan.chunks, sequences, last_rows, strict=True):
             count = seq.group.request.params.prompt_logprobs
             stop = min(chunk.stop, seq.num_prompt - 1)  # the last prompt token predicts the output
             if count is None or chunk.start >= stop:

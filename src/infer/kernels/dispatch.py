@@ -1,7 +1,8 @@
-"""Which of the two implementations runs: the PyTorch reference or the Triton kernel.
+"""Which of the implementations runs: the PyTorch reference, the Triton kernel or the C kernel.
 
-    tensor on a GPU, Triton installed         -> kernel
-    TRITON_INTERPRET=1 (kernel tests on CPU)  -> kernel, executed by Triton's interpreter
+    tensor on a GPU, Triton installed         -> Triton kernel
+    TRITON_INTERPRET=1 (kernel tests on CPU)  -> Triton kernel, executed by Triton's interpreter
+    float32 on a CPU with a C compiler        -> C kernel (kernels/cpu)
     anything else                             -> reference
 
 This is the only file that asks. Kernel files import `jit`, `tl` and `use_triton` from here, so that
@@ -20,6 +21,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from infer.kernels.cpu.library import Library, library
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
@@ -45,6 +48,13 @@ def jit(kernel: Callable[..., Any]) -> Any:
 def use_triton(x: torch.Tensor) -> bool:
     """Whether the kernel, not the reference, should compute a function of `x`."""
     return triton is not None and (x.is_cuda or INTERPRETED)
+
+
+def use_c(x: torch.Tensor) -> Library | None:
+    """The C library, if it should compute a function of `x`: float32 on the CPU, elements in a row."""
+    if x.dtype is not torch.float32 or x.device.type != "cpu" or x.stride(-1) != 1 or x.requires_grad:
+        return None
+    return library()
 
 
 def next_power_of_two(size: int) -> int:

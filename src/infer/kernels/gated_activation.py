@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 
 from infer.errors import ConfigError, closest
-from infer.kernels.dispatch import jit, tl, use_triton
+from infer.kernels.cpu import operations
+from infer.kernels.dispatch import jit, tl, use_c, use_triton
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -87,6 +88,8 @@ def _gated_activation_kernel(
 def gated_activation(gate_up: torch.Tensor, *, activation: str) -> torch.Tensor:
     """Turn [T, 2F] into [T, F]: the activated first half times the second half."""
     if not use_triton(gate_up):
+        if (c := use_c(gate_up)) and activation in ACTIVATIONS and gate_up.dim() == 2:
+            return operations.gated_activation(c, gate_up, activation)
         return gated_activation_reference(gate_up, activation)
     _known(activation)
     assert gate_up.stride(1) == 1, f"columns must be contiguous, got strides {gate_up.stride()}"

@@ -19,7 +19,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from infer.kernels.dispatch import jit, next_power_of_two, tl, use_triton
+from infer.kernels.cpu import operations
+from infer.kernels.dispatch import jit, next_power_of_two, tl, use_c, use_triton
 
 
 def rms_norm_reference(x: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
@@ -106,6 +107,8 @@ def _add_rms_norm_kernel(
 def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, *, eps: float, offset: float = 0.0) -> torch.Tensor:
     """Normalise the last dimension of `x`, which is [T, D] or [T, N, D] and may be a strided view."""
     if not use_triton(x):
+        if (c := use_c(x)) and weight_D.dtype is x.dtype and x.dim() in (2, 3):
+            return operations.rms_norm(c, x, weight_D, eps, offset)
         return rms_norm_reference(x, weight_D, eps, offset)
     assert x.stride(-1) == 1, f"the last dimension must be contiguous, got strides {x.stride()}"
     T, N, D = (x.shape[0], 1, x.shape[1]) if x.dim() == 2 else x.shape
@@ -124,6 +127,8 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add `x_TD` to the residual stream; return the normalised sum and the sum itself."""
     if not use_triton(x_TD):
+        if (c := use_c(x_TD)) and use_c(residual_TD) and weight_D.dtype is x_TD.dtype:
+            return operations.add_rms_norm(c, x_TD, residual_TD, weight_D, eps, offset)
         return add_rms_norm_reference(x_TD, residual_TD, weight_D, eps, offset)
     assert x_TD.shape == residual_TD.shape, f"{x_TD.shape} cannot be added to {residual_TD.shape}"
     assert x_TD.dtype == residual_TD.dtype, f"{x_TD.dtype} cannot be added to {residual_TD.dtype}"

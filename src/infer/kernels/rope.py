@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import torch
 
-from infer.kernels.dispatch import jit, next_power_of_two, tl, use_triton
+from infer.kernels.cpu import operations
+from infer.kernels.cpu.program import recorder
+from infer.kernels.dispatch import jit, next_power_of_two, tl, use_c, use_triton
 
 
 def rope_reference(
@@ -99,6 +101,11 @@ def rope(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate queries and keys to their positions; both may be strided views, heads contiguous."""
     if not use_triton(q_TNH):
+        c = use_c(q_TNH) and use_c(k_TGH)
+        if c and q_TNH.stride(1) == k_TGH.stride(1) == q_TNH.shape[2] and positions_T.dtype is torch.int64:
+            if recorder() is None and len(positions_T) and int(positions_T.max()) >= len(cos_PR):
+                raise IndexError(f"position {int(positions_T.max())} is beyond tables of {len(cos_PR)} rows")
+            return operations.heads(c, q_TNH, k_TGH, None, None, cos_PR, sin_PR, positions_T)
         return rope_reference(q_TNH, k_TGH, cos_PR, sin_PR, positions_T)
     T, N, H = q_TNH.shape
     G, R = k_TGH.shape[1], H // 2

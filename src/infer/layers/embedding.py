@@ -2,6 +2,9 @@
 
 Gemma multiplies the rows by sqrt(D). It was trained with that number rounded to the dtype of the
 weights (in bfloat16 sqrt(1152) = 33.94 becomes 34), so the factor is rounded before it is used.
+
+The table may be kept in fewer bits than the model computes in: in the 16 bits of its checkpoint, or as
+the packed matrix of a head it is tied to (`packed`). Rows are converted when they are looked up.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ import functools
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+
+from infer.kernels.embedding import embed
+from infer.quant.packed import PackedMatrix
 
 
 class Embedding(nn.Module):
@@ -20,10 +25,13 @@ class Embedding(nn.Module):
         super().__init__()
         self.scale = scale
         self.weight = nn.Parameter(torch.empty(num_rows, size), requires_grad=False)
+        self.dtype = self.weight.dtype  # of the rows that come out
+        self.packed: PackedMatrix | None = None
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Return [T, D]."""
-        x_TD = F.embedding(ids_T, self.weight)
+        packed = self.packed
+        x_TD = embed(ids_T, self.weight, self.dtype) if packed is None else packed.lookup(ids_T)
         return x_TD if self.scale is None else x_TD * round_to(self.scale, self.weight.dtype)
 
     def extra_repr(self) -> str:

@@ -19,10 +19,10 @@ from __future__ import annotations
 import json
 import math
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeGuard
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeGuard
 
 import torch
 
@@ -37,6 +37,19 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 _OTHERS = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
 _OTHERS |= {"I16": 2, "U16": 2, "I32": 4, "U32": 4, "I64": 8, "U64": 8}
 ITEM_BYTES = {**_OTHERS, **{name: dtype.itemsize for name, dtype in FLOATS.items()}}
+
+
+class QuantizedRows(NamedTuple):
+    """Rows of a matrix in groups of 32 small integers that share a scale: w = scale * integer."""
+
+    integers: torch.Tensor  # int8, [rows, K]
+    scales: torch.Tensor  # float16, [rows, K / 32]
+    bits: int  # of the integers: 4 means -8 .. 7
+
+    def floats(self) -> torch.Tensor:
+        """What they stand for, float32."""
+        grouped = self.integers.float().unflatten(1, (-1, 32))
+        return (grouped * self.scales.float().unsqueeze(2)).flatten(1)
 
 
 class StoredTensor(Protocol):
@@ -64,6 +77,10 @@ class StoredTensor(Protocol):
 
     def copy_to(self, out: torch.Tensor) -> None:
         """Fill `out`, which has this tensor's shape, converting to its dtype and device."""
+        ...
+
+    def chunks(self, num_rows: int) -> Iterator[torch.Tensor | QuantizedRows]:
+        """The rows of a matrix in order, so many at a time: float32, or in groups if so stored."""
         ...
 
 
@@ -120,12 +137,23 @@ class SafeTensor:
         assert tuple(out.shape) == self.shape, (out.shape, self.shape)
         if self.num_bytes == 0:
             return
+        out.copy_(self._view())
+        self.file.forget(self.start, self.stop)
+
+    def chunks(self, num_rows: int) -> Iterator[torch.Tensor | QuantizedRows]:
+        """The rows of a matrix, converted to float32."""
+        if self.num_bytes == 0:
+            return
+        for rows in self._view().split(num_rows):
+            yield rows.float()
+        self.file.forget(self.start, self.stop)
+
+    def _view(self) -> torch.Tensor:
         dtype = FLOATS[self.type_name]
         raw = self.file.read(self.start, self.stop)
         if self.start % dtype.itemsize:  # a header of odd length: these bytes cannot be viewed in place
             raw = raw.clone()
-        out.copy_(raw.view(dtype).view(self.shape))
-        self.file.forget(self.start, self.stop)
+        return raw.view(dtype).view(self.shape)
 
 
 def open_checkpoint(directory: Path) -> dict[str, StoredTensor]:

@@ -54,6 +54,25 @@ def dequantize(packed: torch.Tensor, kind: GGMLType) -> torch.Tensor:
     return unpack(packed.reshape(-1, BLOCK[kind][1])).view(num_rows, -1)
 
 
+def integer_groups(packed: torch.Tensor, kind: GGMLType) -> tuple[torch.Tensor, torch.Tensor, int] | None:
+    """Rows of bytes as integers, scales and bits, where a block is one scale for 32 of them; else None.
+
+    These formats are what kernels/cpu multiplies with, so nothing needs to be unpacked and rounded again.
+    """
+    if kind not in (GGMLType.Q4_0, GGMLType.Q5_0, GGMLType.Q8_0):
+        return None
+    num_rows = packed.shape[0]
+    blocks = packed.reshape(-1, BLOCK[kind][1])
+    scales = blocks[:, :2].contiguous().view(torch.float16).view(num_rows, -1)
+    if kind == GGMLType.Q8_0:
+        return blocks[:, 2:].contiguous().view(torch.int8).view(num_rows, -1), scales, 8
+    if kind == GGMLType.Q4_0:
+        q_B32, middle, bits = _nibbles(blocks[:, 2:], 16, torch.uint8), 8, 4
+    else:
+        q_B32, middle, bits = _nibbles(blocks[:, 6:], 16, torch.uint8) | _high_bits(blocks[:, 2:6]), 16, 8
+    return q_B32.view(torch.int8).sub_(middle).view(num_rows, -1), scales, bits
+
+
 def _f32(blocks: torch.Tensor) -> torch.Tensor:
     return blocks.contiguous().view(torch.float32)
 

@@ -15,16 +15,16 @@ copied into place, a few rows at a time.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from infer.errors import CheckpointError
-from infer.loader.checkpoint import StoredTensor
+from infer.loader.checkpoint import QuantizedRows, StoredTensor
 from infer.loader.gguf import GGUFFile, GGUFTensor
 from infer.loader.gguf_config import ROPE_FACTORS, Keys
-from infer.loader.gguf_quants import SUPPORTED, dequantize, dequantize_into
+from infer.loader.gguf_quants import SUPPORTED, dequantize, dequantize_into, integer_groups
 
 # fmt: off
 _LLAMA = {
@@ -114,6 +114,16 @@ class PackedTensor:
         if self.num_heads:
             packed = _restore_order(packed, self.num_heads)
         dequantize_into(out.T if self.transposed else out, packed, self.stored.kind)
+
+    def chunks(self, num_rows: int) -> Iterator[torch.Tensor | QuantizedRows]:
+        """The rows of a matrix: their integers where the format is one scale for 32, else float32."""
+        assert not self.transposed and not self.offset, self.stored.name
+        packed = torch.from_numpy(self.file.packed_rows(self.stored.name))
+        if self.num_heads:
+            packed = _restore_order(packed, self.num_heads)
+        for rows in packed.split(num_rows):
+            groups = integer_groups(rows, self.stored.kind)
+            yield dequantize(rows, self.stored.kind) if groups is None else QuantizedRows(*groups)
 
 
 def _restore_order(rows: torch.Tensor, num_heads: int) -> torch.Tensor:

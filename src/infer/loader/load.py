@@ -23,6 +23,7 @@ import torch
 
 from infer.errors import ConfigError
 from infer.loader.checkpoint import StoredTensor, open_checkpoint
+from infer.loader.cpu_weights import BITS, choose_format, fill_packed, matrix_of, pack_layers
 from infer.loader.default_model import NAME, SAMPLING
 from infer.loader.dtype import choose_dtype, stored_dtype
 from infer.loader.gguf import read_gguf
@@ -54,12 +55,13 @@ class LoadedModel:
     config: ModelConfig
     family: Family
     name: str
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the activations and of the KV cache
     device: torch.device
     max_seq_len: int  # prompt + output, in tokens: the model's context, or less if asked for
     eos_ids: tuple[int, ...]  # any of these ends an answer
     sampling_defaults: Mapping[str, float]  # what the authors recommend; empty if they do not say
     gguf_metadata: Mapping[str, Any] | None  # of a GGUF file: the tokenizer is in there
+    weights: str = "as stored"  # their form: int8, int4, fp32, bf16 on a CPU (cpu_weights.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,21 +107,33 @@ def load_model(
     *,
     dtype: str = "auto",
     device: str = "auto",
+    cpu_weights: str | None = None,
     max_seq_len: int | None = None,
     show_progress: bool = False,
     headers: ModelHeaders | None = None,
 ) -> LoadedModel:
-    """Load the model of `source` onto `device`; `dtype` as in dtype.py, `headers` if already read."""
+    """Load the model of `source` onto `device`; `dtype` as in dtype.py, `headers` if already read.
+
+    `cpu_weights` as in cpu_weights.py; None: nothing is packed, whatever the file holds.
+    """
     chosen_device = choose_device(device)
     headers = headers or read_headers(source)
     family, config = headers.family, headers.config
     context_len = check_length(max_seq_len, config)
-    chosen_dtype = choose_dtype(dtype, chosen_device, stored_dtype(headers.tensors.values()))
+    stored = stored_dtype(headers.tensors.values())
+    if cpu_weights is None:
+        weights, chosen_dtype = "as stored", choose_dtype(dtype, chosen_device, stored)
+    else:
+        weights, chosen_dtype, reason = choose_format(cpu_weights, dtype, chosen_device, stored)
+        if chosen_device.type == "cpu":
+            log.info("weights are kept as %s (%s)", weights, reason)
 
     # rotary tables need not be longer than what is served; learned positions are as many as are stored
     built = config if config.learned_positions else replace(config, context_len=context_len)
     model = build_model(family, built, chosen_device, chosen_dtype, source.name)
     moves = plan_moves(model, headers.tensors, family.weight_map, name=source.name)
+    if weights in BITS:
+        pack_layers(model, weights, stored)
     _fill(model, moves, label=f"loading {source.name}", show_progress=show_progress)
     _check_tied_head(model, headers.tensors, family)
     return LoadedModel(
@@ -133,6 +147,7 @@ def load_model(
         eos_ids=headers.eos_ids,
         sampling_defaults=headers.defaults.sampling,
         gguf_metadata=headers.gguf_metadata,
+        weights=weights,
     )
 
 
@@ -184,7 +199,11 @@ def _fill(model: Model, moves: list[Move], *, label: str, show_progress: bool) -
     total = sum(move.source.num_bytes for move in moves)
     with progress(label, total, is_shown=show_progress, counts_bytes=True) as advance, torch.no_grad():
         for move in moves:
-            move.source.copy_to(move.destination(parameters))
+            if (matrix := matrix_of(model, move.place.parameter)) is not None:
+                first = 0 if move.rows is None else move.rows.start
+                fill_packed(matrix, move.source, first=first, transposed=move.transposed)
+            else:
+                move.source.copy_to(move.destination(parameters))
             advance(move.source.num_bytes)
 
 
@@ -195,6 +214,8 @@ def _check_tied_head(model: Model, tensors: Mapping[str, StoredTensor], family: 
     if not model.config.tie_embeddings or stored is None or not stored.is_readable:
         return
     embedding = model.embedding.weight
+    if embedding.is_meta:  # packed: there is nothing left to compare with
+        return
     is_same = stored.shape == tuple(embedding.shape)
     if is_same:
         copy = torch.empty_like(embedding)

@@ -1,0 +1,114 @@
+"""Compile the C files on first use, for this processor, into the user's cache directory.
+
+    ~/.cache/infer/kernels/<key>.so        key: hash of sources, flags, compiler and processor
+
+A different source, compiler or processor has a different key, so nothing is ever stale and a cache
+that several machines share is safe. The compiler writes beside the final name and the result is
+renamed into place: two processes that start together both compile, and either result is whole.
+
+`cc` is whatever the system calls its C compiler. A build takes a few seconds, once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "csrc"
+TIMEOUT = 120.0  # seconds for the compiler
+
+_FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-pthread", "-Wno-psabi", "-fno-math-errno")
+_COMPILERS = ("cc", "gcc", "clang")
+
+
+class BuildError(Exception):
+    """There is no library, and why; the reason is one line."""
+
+
+def build_library(*, extra_flags: tuple[str, ...] = (), directory: Path | None = None) -> Path:
+    """The path of the compiled library, compiling it if this machine has not done so yet."""
+    compiler = find_compiler()
+    if compiler is None:
+        raise BuildError("there is no C compiler (cc, gcc or clang)")
+    flags = (*_FLAGS, _tuning_flag(), *extra_flags)
+    directory = directory or cache_directory()
+    path = directory / f"{_key(compiler, flags)}.so"
+    if not path.exists():
+        _compile(compiler, flags, path)
+    return path
+
+
+def find_compiler() -> str | None:
+    """The path of the system's C compiler."""
+    return next((found for name in _COMPILERS if (found := shutil.which(name))), None)
+
+
+def compiler_version(compiler: str) -> str:
+    """The first line the compiler says about itself."""
+    try:
+        answer = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=TIMEOUT)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(f"{compiler} does not run: {error}") from None
+    return answer.stdout.split("\n", 1)[0]
+
+
+def cache_directory() -> Path:
+    """Where compiled libraries are kept: XDG_CACHE_HOME (or ~/.cache), then infer/kernels."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    except RuntimeError:
+        raise BuildError("there is no home directory to keep it in; set XDG_CACHE_HOME") from None
+    return root / "infer" / "kernels"
+
+
+def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """What the processor says it can do, as the system prints it; empty where there is no such file."""
+    try:
+        with open(cpuinfo) as lines:
+            wanted = ("flags", "Features", "model name", "CPU part")
+            return "".join(sorted({line for line in lines if line.startswith(wanted)}))
+    except OSError:
+        return ""
+
+
+def _tuning_flag() -> str:
+    return "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+
+
+def _key(compiler: str, flags: tuple[str, ...]) -> str:
+    digest = hashlib.sha256()
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    for text in (compiler_version(compiler), *flags, platform.machine(), platform.processor(), cpu_flags()):
+        digest.update(text.encode() + b"\0")
+    return digest.hexdigest()[:24]
+
+
+def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
+    sources = [str(source) for source in sorted(SOURCES.glob("*.c"))]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            made = Path(scratch) / "library.so"
+            answer = subprocess.run(
+                [compiler, *flags, *sources, "-o", str(made), "-lm"],
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT,
+            )
+            if answer.returncode != 0:
+                first = next(
+                    (line for line in answer.stderr.splitlines() if "error" in line), "it said nothing"
+                )
+                raise BuildError(f"{compiler} failed: {first.strip()}")
+            os.replace(made, path)
+    except OSError as error:
+        raise BuildError(f"{path.parent} cannot be written: {error.strerror}") from None
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"{compiler} did not finish within {TIMEOUT:.0f} s") from None

@@ -1,0 +1,147 @@
+/* What the C files share: vectors, halves, and the shape of an operation.
+ *
+ * An *operation* is a function and a block of arguments. The function is called for chunk 0, 1, 2, ...,
+ * in any order, by any thread; chunks of one operation must not touch each other's output. threads.c
+ * hands them out.
+ *
+ * All arguments are 8 bytes wide (pointer, int64_t or double), so that the caller can build a block of
+ * them without knowing C's alignment rules. The first is always the number of rows, the one thing that
+ * changes when a recorded list of operations is run again for another batch.
+ *
+ * `vf` is 16 floats. The compiler turns it into one AVX-512 register, two of AVX2 or four of NEON, and
+ * into plain loops where there is nothing: one source for every processor. Only the dot products of
+ * small integers (linear.c) are written per instruction set, because C has no way to say them. */
+#ifndef INFER_H
+#define INFER_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(INFER_PORTABLE)
+#define VARIANT "portable"
+#elif defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+#define VARIANT "avx512-vnni"
+#define HAVE_AVX512 1
+#include <immintrin.h>
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define VARIANT "avx2"
+#define HAVE_AVX2 1
+#include <immintrin.h>
+#elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#define VARIANT "neon-dotprod"
+#define HAVE_NEON 1
+#include <arm_neon.h>
+#else
+#define VARIANT "portable"
+#endif
+
+#define LANES 16
+typedef float vf __attribute__((vector_size(64)));
+typedef int32_t vi __attribute__((vector_size(64)));
+typedef vf vf_unaligned __attribute__((aligned(4), may_alias));
+
+static inline vf load(const float *p) { return *(const vf_unaligned *)p; }
+static inline void store(float *p, vf v) { *(vf_unaligned *)p = v; }
+static inline vf splat(float x) { return (vf){0} + x; }
+
+/* The first `count` (< 16) floats, zeros after them: never reads past the end of a row. */
+static inline vf load_some(const float *p, int64_t count) {
+    float lanes[LANES] = {0};
+    memcpy(lanes, p, (size_t)count * sizeof(float));
+    return load(lanes);
+}
+static inline void store_some(float *p, vf v, int64_t count) {
+    float lanes[LANES];
+    store(lanes, v);
+    memcpy(p, lanes, (size_t)count * sizeof(float));
+}
+
+/* Sum of the lanes, always as the same tree. */
+static inline float sum_lanes(vf v) {
+    float a[LANES];
+    store(a, v);
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; i++) a[i] += a[i + width];
+    return a[0];
+}
+static inline float max_lanes(vf v) {
+    float a[LANES];
+    store(a, v);
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; i++) a[i] = a[i] > a[i + width] ? a[i] : a[i + width];
+    return a[0];
+}
+
+/* e^x for x <= 88: 2^n * e^r with |r| <= ln2/2, and e^r by its series. Below -87 it is 0. */
+static inline vf exp_lanes(vf x) {
+    vi too_small = x < splat(-87.0f);
+    vf clamped = (vf)(((vi)x & ~too_small) | ((vi)splat(-87.0f) & too_small));
+    vi too_big = clamped > splat(88.0f);
+    clamped = (vf)(((vi)clamped & ~too_big) | ((vi)splat(88.0f) & too_big));
+    vf shifted = clamped * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+    vf n = shifted - 12582912.0f;
+    vf r = clamped - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    vf p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    vi exponent = (vi)shifted << 23; /* the integer sits in the low bits of the sum */
+    vf y = (vf)((vi)p + exponent);
+    vi is_nan = x != x;
+    y = (vf)((vi)y & ~too_small);
+    return (vf)(((vi)y & ~is_nan) | ((vi)x & is_nan));
+}
+
+/* IEEE half precision, for the scales of weight groups. */
+static inline float half_to_float(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000u) << 16, magnitude = h & 0x7fffu, bits;
+    float value;
+    if (magnitude >= 0x7c00u) {
+        bits = sign | 0x7f800000u | (magnitude & 0x3ffu) << 13;
+        memcpy(&value, &bits, 4);
+        return value;
+    }
+    if (magnitude < 0x400u) { /* subnormal: an integer times 2^-24 */
+        value = (float)magnitude * 5.9604644775390625e-8f;
+        return sign ? -value : value;
+    }
+    bits = sign | (magnitude + 0x1c000u) << 13;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+uint16_t float_to_half(float value);
+
+/* The scales of one group for the 16 rows of a tile. */
+static inline vf load_halves(const uint16_t *p) {
+#if defined(HAVE_AVX512)
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(HAVE_AVX2)
+    union { __m256 half[2]; vf all; } u;
+    u.half[0] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+    u.half[1] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)));
+    return u.all;
+#else
+    vf v;
+    for (int i = 0; i < LANES; i++) v[i] = half_to_float(p[i]);
+    return v;
+#endif
+}
+
+typedef void (*chunk_fn)(const void *args, int64_t chunk);
+
+enum { FIXED, PER_ROW, PER_ITEM };
+
+typedef struct {
+    chunk_fn run;
+    int64_t *args;
+    int64_t kind;           /* FIXED: `chunks` in all; PER_ROW: so many for every `rows_per_chunk` rows; */
+    int64_t chunks;         /* PER_ITEM: so many for every item of attention.c */
+    int64_t rows_per_chunk;
+} operation;
+
+#endif

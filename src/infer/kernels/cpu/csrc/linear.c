@@ -1,0 +1,288 @@
+/* Multiply by a matrix of small integers.
+ *
+ * Weights: 32 neighbours of a row (a *group*) share one scale d, a half; each weight is d * q.
+ *     int8   q in -127 .. 127              8.5 bits per weight
+ *     int4   q in -8 .. 7                  4.5 bits per weight
+ * Activations are brought to the same form when they arrive: 32 of them share max|x| / 127. The dot
+ * product of two groups is then exact integer arithmetic, and the result of a row is
+ *
+ *     y[m][n] = bias[n] + sum over groups g, in order, of  (d_w[n][g] * d_x[m][g]) * (q_w . q_x)
+ *
+ * one float addition per group, always in the same order: a row's result does not depend on how many
+ * rows are computed with it, nor on the instruction set's way of adding integers.
+ *
+ * Layout: 16 rows form a *tile*, and the instruction that multiplies four pairs of bytes and adds them to a
+ * 32-bit lane wants four consecutive k of one row in a lane, 16 rows in a register:
+ *
+ *     tile, group:   8 vectors of 64 bytes, vector v =  row0: k=4v..4v+3 | row1: k=4v..4v+3 | ... | row15
+ *     int4:          4 vectors; low halves of its bytes are vector v, high halves vector v + 4
+ *     scales:        [tile][group][16] halves, apart, so that vectors stay aligned
+ *
+ * AVX-512's instruction multiplies unsigned by signed. The weights become the unsigned side by adding a
+ * constant c (128, or 8 for int4), and  sum (q_w + c) q_x = sum q_w q_x + c sum q_x  is put right by
+ * starting each sum at  -c sum q_x,  which is known when the activations are quantised.
+ *
+ * Bound by reading the weights for one row, by arithmetic from about eight rows on. */
+#include "infer.h"
+
+#include <stdlib.h>
+
+#define GROUP 32
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+
+#if defined(HAVE_AVX512)
+#define INT8_OFFSET 128 /* what is added to an int8 weight to make it unsigned */
+#else
+#define INT8_OFFSET 0
+#endif
+#define INT4_OFFSET 8
+
+typedef int8_t bytes16 __attribute__((vector_size(16)));
+
+typedef struct {
+    int64_t M;
+    const float *x;
+    int64_t x_stride;
+    float *y;
+    int64_t y_stride;
+    const uint8_t *data;
+    const uint16_t *scales;
+    const float *bias; /* may be NULL */
+    uint8_t *scratch;  /* quantised x: see activations() */
+    int64_t N, K;
+    int64_t bits;
+    int64_t tiles_per_chunk;
+    int64_t rows_per_chunk; /* of infer_linear_quantize */
+} linear_args;
+
+typedef struct {
+    int8_t *q;       /* [M][groups * 32] */
+    float *scales;   /* [M][groups] */
+    int32_t *starts; /* [M][groups]: what the integer sum of a group starts with */
+    int64_t groups;
+} activations;
+
+static activations split_scratch(const linear_args *a) {
+    activations act;
+    act.groups = (a->K + GROUP - 1) / GROUP;
+    act.q = (int8_t *)a->scratch;
+    act.scales = (float *)(a->scratch + a->M * act.groups * GROUP);
+    act.starts = (int32_t *)(act.scales + a->M * act.groups);
+    return act;
+}
+
+/* Bytes of scratch that `M` rows of `K` need. */
+int64_t infer_linear_scratch(int64_t M, int64_t K) { return M * ((K + GROUP - 1) / GROUP) * (GROUP + 8); }
+
+static inline vf absolute(vf v) { return (vf)((vi)v & 0x7fffffff); }
+static inline vf larger(vf a, vf b) {
+    vi mask = a > b;
+    return (vf)(((vi)a & mask) | ((vi)b & ~mask));
+}
+
+static inline float max_of_lanes(vf v) {
+#if defined(HAVE_AVX512)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    return max_lanes(v);
+#endif
+}
+static inline int32_t sum_of_ints(vi v) {
+#if defined(HAVE_AVX512)
+    return _mm512_reduce_add_epi32((__m512i)v);
+#else
+    int32_t total = 0;
+    for (int i = 0; i < LANES; i++) total += v[i];
+    return total;
+#endif
+}
+
+static void quantize_row(const float *x, int64_t K, int64_t groups, int32_t offset, int8_t *q, float *scales,
+                         int32_t *starts) {
+    vf probe = {0}; /* stays 0 unless some x is NaN or infinite */
+    for (int64_t g = 0; g < groups; g++) {
+        const float *group = x + g * GROUP;
+        int64_t left = K - g * GROUP;
+        vf low = left >= 16 ? load(group) : load_some(group, left);
+        vf high = left >= 32 ? load(group + 16) : left > 16 ? load_some(group + 16, left - 16) : (vf){0};
+        probe += low * 0.0f + high * 0.0f;
+        float peak = max_of_lanes(larger(absolute(low), absolute(high)));
+        float inverse = peak > 0.0f ? 127.0f / peak : 0.0f;
+        if (!(inverse <= 3.0e38f)) inverse = 0.0f; /* all of the group is below what a float can divide by */
+        /* adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the low bits */
+        vi low_q = ((vi)(low * inverse + 12582912.0f) << 16) >> 16;
+        vi high_q = ((vi)(high * inverse + 12582912.0f) << 16) >> 16;
+        *(bytes16 *)(q + g * GROUP) = __builtin_convertvector(low_q, bytes16);
+        *(bytes16 *)(q + g * GROUP + 16) = __builtin_convertvector(high_q, bytes16);
+        scales[g] = inverse > 0.0f ? peak / 127.0f : 0.0f;
+        starts[g] = -offset * sum_of_ints(low_q + high_q);
+    }
+    float broken = sum_lanes(probe);
+    if (broken != 0.0f) scales[0] = broken; /* NaN: the whole row must be NaN */
+}
+
+static void quantize_rows(const linear_args *a, int64_t first, int64_t last) {
+    activations act = split_scratch(a);
+    int32_t offset = a->bits == 4 ? INT4_OFFSET : INT8_OFFSET;
+    for (int64_t m = first; m < last; m++)
+        quantize_row(a->x + m * a->x_stride, a->K, act.groups, offset, act.q + m * act.groups * GROUP,
+                     act.scales + m * act.groups, act.starts + m * act.groups);
+}
+
+void infer_linear_quantize(const void *args, int64_t chunk) {
+    const linear_args *a = args;
+    int64_t first = chunk * a->rows_per_chunk, last = first + a->rows_per_chunk;
+    quantize_rows(a, first, last < a->M ? last : a->M);
+}
+
+/* One tile times `rows` rows of activations, from row m on. `rows` and `bits` are constants wherever this
+ * is inlined, so the loops over them disappear. */
+ALWAYS_INLINE void multiply_tile(const linear_args *a, const activations *act, int64_t tile, int64_t m,
+                                 const int rows, const int bits) {
+    const int64_t groups = act->groups;
+    const int vectors = bits == 4 ? 4 : 8;
+    const uint8_t *w = a->data + tile * groups * vectors * 64;
+    const uint16_t *w_scales = a->scales + tile * groups * LANES;
+    const int8_t *q = act->q + m * groups * GROUP;
+    const float *x_scales = act->scales + m * groups;
+    const int32_t *starts = act->starts + m * groups;
+    vf total[rows];
+    for (int i = 0; i < rows; i++) total[i] = (vf){0};
+
+    for (int64_t g = 0; g < groups; g++, w += vectors * 64) {
+#if defined(HAVE_AVX512)
+        __m512i sum[rows];
+        for (int i = 0; i < rows; i++) sum[i] = _mm512_set1_epi32(starts[i * groups + g]);
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) {
+            __m512i raw = _mm512_loadu_si512(w + v * 64);
+            __m512i low = bits == 4 ? _mm512_and_si512(raw, _mm512_set1_epi8(15)) : raw;
+            for (int i = 0; i < rows; i++) {
+                int32_t four;
+                memcpy(&four, q + (i * groups + g) * GROUP + v * 4, 4);
+                sum[i] = _mm512_dpbusd_epi32(sum[i], low, _mm512_set1_epi32(four));
+            }
+            if (bits == 4) {
+                __m512i high = _mm512_and_si512(_mm512_srli_epi16(raw, 4), _mm512_set1_epi8(15));
+                for (int i = 0; i < rows; i++) {
+                    int32_t four;
+                    memcpy(&four, q + (i * groups + g) * GROUP + 16 + v * 4, 4);
+                    sum[i] = _mm512_dpbusd_epi32(sum[i], high, _mm512_set1_epi32(four));
+                }
+            }
+        }
+        __m512 d = (__m512)load_halves(w_scales + g * LANES);
+        for (int i = 0; i < rows; i++)
+            total[i] = (vf)_mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[i]),
+                                           _mm512_mul_ps(d, _mm512_set1_ps(x_scales[i * groups + g])),
+                                           (__m512)total[i]);
+#elif defined(HAVE_AVX2)
+        const __m256i ones = _mm256_set1_epi16(1), nibble = _mm256_set1_epi8(15);
+        vf d = load_halves(w_scales + g * LANES);
+        for (int i = 0; i < rows; i++) {
+            const int8_t *x = q + (i * groups + g) * GROUP;
+            union { __m256i half[2]; vi all; } sum;
+            for (int h = 0; h < 2; h++) {
+                __m256i s = _mm256_set1_epi32(starts[i * groups + g]);
+                for (int v = 0; v < vectors; v++) {
+                    __m256i raw = _mm256_loadu_si256((const __m256i *)(w + v * 64 + h * 32));
+                    int32_t four;
+                    memcpy(&four, x + v * 4, 4);
+                    __m256i xs = _mm256_set1_epi32(four);
+                    if (bits == 8) { /* |w| times sign(w) x: no product of two bytes can overflow 16 bits */
+                        __m256i p = _mm256_maddubs_epi16(_mm256_abs_epi8(raw), _mm256_sign_epi8(xs, raw));
+                        s = _mm256_add_epi32(s, _mm256_madd_epi16(p, ones));
+                        continue;
+                    }
+                    __m256i p = _mm256_maddubs_epi16(_mm256_and_si256(raw, nibble), xs);
+                    s = _mm256_add_epi32(s, _mm256_madd_epi16(p, ones));
+                    memcpy(&four, x + 16 + v * 4, 4);
+                    __m256i high = _mm256_and_si256(_mm256_srli_epi16(raw, 4), nibble);
+                    p = _mm256_maddubs_epi16(high, _mm256_set1_epi32(four));
+                    s = _mm256_add_epi32(s, _mm256_madd_epi16(p, ones));
+                }
+                sum.half[h] = s;
+            }
+            total[i] = total[i] + __builtin_convertvector(sum.all, vf) * (d * x_scales[i * groups + g]);
+        }
+#elif defined(HAVE_NEON)
+        vf d = load_halves(w_scales + g * LANES);
+        for (int i = 0; i < rows; i++) {
+            const int8_t *x = q + (i * groups + g) * GROUP;
+            int8x16_t x0 = vld1q_s8(x), x1 = vld1q_s8(x + 16);
+            union { int32x4_t quarter[4]; vi all; } sum;
+            for (int r = 0; r < 4; r++) {
+                int32x4_t s = vdupq_n_s32(starts[i * groups + g]);
+                const uint8_t *p = w + r * 16;
+                if (bits == 8) {
+                    s = vdotq_laneq_s32(s, vld1q_s8((const int8_t *)p), x0, 0);
+                    s = vdotq_laneq_s32(s, vld1q_s8((const int8_t *)p + 64), x0, 1);
+                    s = vdotq_laneq_s32(s, vld1q_s8((const int8_t *)p + 128), x0, 2);
+                    s = vdotq_laneq_s32(s, vld1q_s8((const int8_t *)p + 192), x0, 3);
+                    s = vdotq_laneq_s32(s, vld1q_s8((const int8_t *)p + 256), x1, 0);
+                    s = vdotq_laneq_s32(s, vld1q_s8((const int8_t *)p + 320), x1, 1);
+                    s = vdotq_laneq_s32(s, vld1q_s8((const int8_t *)p + 384), x1, 2);
+                    s = vdotq_laneq_s32(s, vld1q_s8((const int8_t *)p + 448), x1, 3);
+                } else {
+                    const uint8x16_t nibble = vdupq_n_u8(15);
+                    uint8x16_t w0 = vld1q_u8(p), w1 = vld1q_u8(p + 64), w2 = vld1q_u8(p + 128),
+                               w3 = vld1q_u8(p + 192);
+                    s = vdotq_laneq_s32(s, vreinterpretq_s8_u8(vandq_u8(w0, nibble)), x0, 0);
+                    s = vdotq_laneq_s32(s, vreinterpretq_s8_u8(vandq_u8(w1, nibble)), x0, 1);
+                    s = vdotq_laneq_s32(s, vreinterpretq_s8_u8(vandq_u8(w2, nibble)), x0, 2);
+                    s = vdotq_laneq_s32(s, vreinterpretq_s8_u8(vandq_u8(w3, nibble)), x0, 3);
+                    s = vdotq_laneq_s32(s, vreinterpretq_s8_u8(vshrq_n_u8(w0, 4)), x1, 0);
+                    s = vdotq_laneq_s32(s, vreinterpretq_s8_u8(vshrq_n_u8(w1, 4)), x1, 1);
+                    s = vdotq_laneq_s32(s, vreinterpretq_s8_u8(vshrq_n_u8(w2, 4)), x1, 2);
+                    s = vdotq_laneq_s32(s, vreinterpretq_s8_u8(vshrq_n_u8(w3, 4)), x1, 3);
+                }
+                sum.quarter[r] = s;
+            }
+            total[i] = total[i] + __builtin_convertvector(sum.all, vf) * (d * x_scales[i * groups + g]);
+        }
+#else
+        for (int i = 0; i < rows; i++) {
+            const int8_t *x = q + (i * groups + g) * GROUP;
+            for (int n = 0; n < LANES; n++) {
+                int32_t sum = starts[i * groups + g];
+                for (int k = 0; k < GROUP; k++) {
+                    uint8_t raw = w[k / 4 % vectors * 64 + n * 4 + k % 4];
+                    int32_t weight = bits == 8 ? (int8_t)raw : k < 16 ? raw & 15 : raw >> 4;
+                    sum += weight * x[k];
+                }
+                float d = half_to_float(w_scales[g * LANES + n]) * x_scales[i * groups + g];
+                total[i][n] = total[i][n] + (float)sum * d;
+            }
+        }
+#endif
+    }
+
+    int64_t n = tile * LANES, count = a->N - n;
+    for (int i = 0; i < rows; i++) {
+        float *y = a->y + (m + i) * a->y_stride + n;
+        if (count >= LANES) {
+            store(y, a->bias ? total[i] + load(a->bias + n) : total[i]);
+        } else {
+            store_some(y, a->bias ? total[i] + load_some(a->bias + n, count) : total[i], count);
+        }
+    }
+}
+
+ALWAYS_INLINE void multiply_chunk(const linear_args *a, int64_t chunk, const int bits) {
+    activations act = split_scratch(a);
+    int64_t num_tiles = (a->N + LANES - 1) / LANES;
+    int64_t first = chunk * a->tiles_per_chunk, last = first + a->tiles_per_chunk;
+    if (last > num_tiles) last = num_tiles;
+    int64_t m = 0;
+    for (; m + 8 <= a->M; m += 8)
+        for (int64_t tile = first; tile < last; tile++) multiply_tile(a, &act, tile, m, 8, bits);
+    for (; m + 4 <= a->M; m += 4)
+        for (int64_t tile = first; tile < last; tile++) multiply_tile(a, &act, tile, m, 4, bits);
+    for (; m + 2 <= a->M; m += 2)
+        for (int64_t tile = first; tile < last; tile++) multiply_tile(a, &act, tile, m, 2, bits);
+    for (; m < a->M; m++)
+        for (int64_t tile = first; tile < last; tile++) multiply_tile(a, &act, tile, m, 1, bits);
+}
+
+void infer_linear_int8(const void *args, int64_t chunk) { multiply_chunk(args, chunk, 8); }
+void infer_linear_int4(const void *args, int64_t chunk) { multiply_chunk(args, chunk, 4); }

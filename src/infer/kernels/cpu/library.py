@@ -1,0 +1,122 @@
+"""The compiled library: loaded when the first kernel asks for it, or never.
+
+    library()        the library, or None where there is none or it has been switched off
+    why_not()        one line: why there is none
+
+Whatever goes wrong ends in PyTorch's own path and one line in the log, never in an error: a machine
+without a compiler is slower, not broken.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from infer.kernels.cpu.build import BuildError, build_library
+
+log = logging.getLogger(__name__)
+
+_lock = threading.Lock()
+_state: Library | BuildError | None = None
+_is_off = False
+
+
+class Library:
+    """The C functions: two that run things, and the addresses of what they can run."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            c = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise BuildError(f"the compiled library does not load: {error}") from None
+        self.path = path
+        self.run_one = c.infer_run_one
+        self.run_one.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p)
+        self.run_one.restype = None
+        self.run = c.infer_run
+        self.run.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+        self.run.restype = None
+        c.infer_linear_scratch.argtypes = (ctypes.c_int64, ctypes.c_int64)
+        c.infer_linear_scratch.restype = ctypes.c_int64
+        c.infer_set_threads.argtypes = (ctypes.c_int64,)
+        c.infer_set_threads.restype = ctypes.c_int64
+        c.infer_variant.restype = ctypes.c_char_p
+        self._c = c
+        self.variant: str = c.infer_variant().decode()
+        self.quantize = self._address("infer_linear_quantize")
+        self.linear = {8: self._address("infer_linear_int8"), 4: self._address("infer_linear_int4")}
+        self.pack = self._address("infer_pack")
+        self.embed = self._address("infer_embed")
+        self.rms_norm = self._address("infer_rms_norm")
+        self.gated_activation = self._address("infer_gated_activation")
+        self.heads = self._address("infer_heads")
+        self.write_cache = self._address("infer_write_cache")
+        self.attend = self._address("infer_attend")
+        self.num_threads = 1
+        self.set_threads(torch.get_num_threads())
+
+    def set_threads(self, num_threads: int) -> None:
+        """Compute with so many threads from now on."""
+        self.num_threads = int(self._c.infer_set_threads(max(1, num_threads)))
+
+    def linear_scratch(self, num_rows: int, size: int) -> int:
+        """Bytes that `num_rows` quantised rows of `size` numbers take."""
+        return int(self._c.infer_linear_scratch(num_rows, size))
+
+    def _address(self, name: str) -> int:
+        address = ctypes.cast(getattr(self._c, name), ctypes.c_void_p).value
+        assert address is not None, name
+        return address
+
+
+def library() -> Library | None:
+    """The library of this process; the first call compiles and loads it."""
+    if _is_off:
+        return None
+    if isinstance(_state, Library):  # the common case, without the lock
+        return _state
+    return _load()
+
+
+def why_not() -> str:
+    """Why `library()` is None, in one line."""
+    if _is_off:
+        return "the C kernels are switched off"
+    return str(_state) if isinstance(_state, BuildError) else "it has not been tried"
+
+
+def _load() -> Library | None:
+    global _state
+    with _lock:
+        if _state is None:
+            try:
+                _state = Library(build_library())
+                log.debug("C kernels: %s, %d threads", _state.variant, _state.num_threads)
+            except BuildError as error:
+                _state = error
+                log.warning("no C kernels, so the CPU is slower than it could be: %s", error)
+        return _state if isinstance(_state, Library) else None
+
+
+@contextmanager
+def use_library(chosen: Library | None) -> Iterator[None]:
+    """Use another build of the library, or none, for a while; for tests and comparisons."""
+    global _state, _is_off
+    before = _state, _is_off
+    _state, _is_off = (chosen, False) if chosen is not None else (before[0], True)
+    try:
+        yield
+    finally:
+        _state, _is_off = before
+
+
+def switch_off() -> None:
+    """Use PyTorch alone in this process from now on."""
+    global _is_off
+    _is_off = True

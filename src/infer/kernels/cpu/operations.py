@@ -1,0 +1,284 @@
+"""One function per operation of the C library: check the operands, write down the arguments, launch.
+
+Everything is float32 and on the CPU; the functions that callers import (kernels/*.py, quant/packed.py)
+have decided that already. The formats below must match the structs of csrc/ field by field: q is a
+pointer or an integer, d a double.
+
+Shapes:  T tokens, D hidden size, F intermediate size, N query heads, G kv heads, H head size, R = H / 2.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+
+from infer.kernels.cpu.library import Library
+from infer.kernels.cpu.program import PER_ITEM, PER_ROW, empty, launch
+
+GROUP = 32  # weights that share a scale
+TILE = 16  # rows of a matrix that are packed together
+MAX_HEAD = 256  # channels of a head that attention.c has room for
+ITEM_TOKENS = 16  # of a prompt that attend together
+
+_CHUNK_BYTES = 1 << 17  # of weights in one chunk: half of a small second-level cache
+_CHUNK_NUMBERS = 1 << 13  # of elementwise work in one chunk
+
+_LINEAR = struct.Struct("qqqqqqqqqqqqqq")
+_PACK = struct.Struct("qqqqqqqqqq")
+_EMBED = struct.Struct("qqqqqqqqq")
+_NORM = struct.Struct("qqqqqqqqqqqddq")
+_GATE = struct.Struct("qqqqqqq")
+_HEADS = struct.Struct("qqqqqqqqqddqqqqqqqqqqq")
+_WRITE = struct.Struct("qqqqqqqqqq")
+_ATTEND = struct.Struct("qqqqqqqqqqqqqqd")
+
+_ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+EMBEDDING_KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 17}
+
+
+def _rows_per_chunk(row_size: int) -> int:
+    return max(1, _CHUNK_NUMBERS // max(1, row_size))
+
+
+def packed_bytes(num_rows: int, row_size: int, bits: int) -> tuple[int, int]:
+    """Bytes of the integers and of the scales of a packed matrix."""
+    cells = -(-num_rows // TILE) * -(-row_size // GROUP)
+    return cells * TILE * GROUP * bits // 8, cells * TILE * 2
+
+
+def linear(
+    library: Library,
+    x_MK: torch.Tensor,
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    *,
+    num_rows: int,
+    bits: int,
+) -> torch.Tensor:
+    """Return x Wᵀ + b with W packed, [M, N]; `num_rows` is N."""
+    M, K = x_MK.shape
+    if x_MK.stride(1) != 1:
+        x_MK = x_MK.contiguous()
+    y_MN = empty((M, num_rows))
+    scratch = empty((library.linear_scratch(M, K),), torch.uint8)
+    tile_bytes = TILE * -(-K // GROUP) * GROUP * bits // 8
+    num_tiles = -(-num_rows // TILE)
+    tiles_per_chunk = max(1, min(_CHUNK_BYTES // tile_bytes, num_tiles // (4 * library.num_threads)))
+    rows_per_chunk = _rows_per_chunk(K)
+    args = _LINEAR.pack(
+        M, x_MK.data_ptr(), x_MK.stride(0), y_MN.data_ptr(), num_rows, data.data_ptr(), scales.data_ptr(),
+        0 if bias_N is None else bias_N.data_ptr(), scratch.data_ptr(), num_rows, K, bits, tiles_per_chunk,
+        rows_per_chunk,
+    )  # fmt: skip
+    launch(library, library.quantize, args, num_rows=M, kind=PER_ROW, rows_per_chunk=rows_per_chunk)
+    launch(library, library.linear[bits], args, num_rows=M, chunks=-(-num_tiles // tiles_per_chunk))
+    return y_MN
+
+
+def pack(
+    library: Library, rows: torch.Tensor, data: torch.Tensor, scales: torch.Tensor, *, first: int, bits: int
+) -> None:
+    """Quantise float32 rows and put them at row `first` of a packed matrix."""
+    assert rows.is_contiguous() and rows.dtype is torch.float32, (rows.dtype, rows.stride())
+    num_rows, size = rows.shape
+    rows_per_chunk = _rows_per_chunk(size)
+    args = _PACK.pack(
+        num_rows, rows.data_ptr(), 0, 0, size, first, data.data_ptr(), scales.data_ptr(), bits, rows_per_chunk
+    )
+    launch(library, library.pack, args, num_rows=num_rows, kind=PER_ROW, rows_per_chunk=rows_per_chunk)
+
+
+def pack_integers(
+    library: Library,
+    integers: torch.Tensor,
+    group_scales: torch.Tensor,
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    first: int,
+    bits: int,
+) -> None:
+    """The same for rows that are quantised already: int8 [rows, K] and half [rows, K / 32]."""
+    assert integers.is_contiguous() and integers.dtype is torch.int8, (integers.dtype, integers.stride())
+    assert group_scales.is_contiguous() and group_scales.dtype is torch.float16, group_scales.dtype
+    num_rows, size = integers.shape
+    rows_per_chunk = _rows_per_chunk(size)
+    args = _PACK.pack(
+        num_rows, 0, integers.data_ptr(), group_scales.data_ptr(), size, first, data.data_ptr(),
+        scales.data_ptr(), bits, rows_per_chunk,
+    )  # fmt: skip
+    launch(library, library.pack, args, num_rows=num_rows, kind=PER_ROW, rows_per_chunk=rows_per_chunk)
+
+
+def embed(library: Library, ids_T: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+    """Rows of a dense table, as float32."""
+    num_rows, size = weight_VD.shape
+    assert weight_VD.is_contiguous(), weight_VD.stride()
+    return _embed(library, ids_T, weight_VD, None, num_rows, size, EMBEDDING_KINDS[weight_VD.dtype])
+
+
+def embed_packed(
+    library: Library,
+    ids_T: torch.Tensor,
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    num_rows: int,
+    size: int,
+    bits: int,
+) -> torch.Tensor:
+    """Rows of a packed matrix, as float32."""
+    return _embed(library, ids_T, data, scales, num_rows, size, bits)
+
+
+def _embed(
+    library: Library,
+    ids_T: torch.Tensor,
+    data: torch.Tensor,
+    scales: torch.Tensor | None,
+    num_rows: int,
+    size: int,
+    kind: int,
+) -> torch.Tensor:
+    assert ids_T.dtype is torch.int64 and ids_T.is_contiguous(), (ids_T.dtype, ids_T.stride())
+    T = ids_T.shape[0]
+    out_TD = empty((T, size))
+    rows_per_chunk = _rows_per_chunk(size)
+    args = _EMBED.pack(
+        T, ids_T.data_ptr(), out_TD.data_ptr(), size, num_rows, data.data_ptr(),
+        0 if scales is None else scales.data_ptr(), kind, rows_per_chunk,
+    )  # fmt: skip
+    launch(library, library.embed, args, num_rows=T, kind=PER_ROW, rows_per_chunk=rows_per_chunk)
+    return out_TD
+
+
+def rms_norm(
+    library: Library, x: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float
+) -> torch.Tensor:
+    """Normalise the last dimension of [T, D] or [T, N, D]."""
+    T, N, D = (x.shape[0], 1, x.shape[1]) if x.dim() == 2 else x.shape
+    y = empty(tuple(x.shape))
+    tokens_per_chunk = _rows_per_chunk(N * D)
+    args = _NORM.pack(
+        T, x.data_ptr(), x.stride(0), x.stride(1) if x.dim() == 3 else 0, 0, 0, weight_D.data_ptr(),
+        y.data_ptr(), 0, N, D, eps, offset, tokens_per_chunk,
+    )  # fmt: skip
+    launch(library, library.rms_norm, args, num_rows=T, kind=PER_ROW, rows_per_chunk=tokens_per_chunk)
+    return y
+
+
+def add_rms_norm(
+    library: Library,
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    offset: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalise x + residual; the normalised sum and the sum."""
+    T, D = x_TD.shape
+    y_TD, sum_TD = empty((T, D)), empty((T, D))
+    tokens_per_chunk = _rows_per_chunk(D)
+    args = _NORM.pack(
+        T, x_TD.data_ptr(), x_TD.stride(0), 0, residual_TD.data_ptr(), residual_TD.stride(0),
+        weight_D.data_ptr(), y_TD.data_ptr(), sum_TD.data_ptr(), 1, D, eps, offset, tokens_per_chunk,
+    )  # fmt: skip
+    launch(library, library.rms_norm, args, num_rows=T, kind=PER_ROW, rows_per_chunk=tokens_per_chunk)
+    return y_TD, sum_TD
+
+
+def gated_activation(library: Library, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return act(gate) * up of [T, 2F]."""
+    T, size = gate_up.shape[0], gate_up.shape[1] // 2
+    y_TF = empty((T, size))
+    columns = min(size, 1024)
+    args = _GATE.pack(
+        T,
+        gate_up.data_ptr(),
+        gate_up.stride(0),
+        y_TF.data_ptr(),
+        size,
+        _ACTIVATION_KINDS[activation],
+        columns,
+    )
+    launch(library, library.gated_activation, args, num_rows=T, kind=PER_ROW, chunks=-(-size // columns))
+    return y_TF
+
+
+def heads(
+    library: Library,
+    q_TNH: torch.Tensor,
+    k_TGH: torch.Tensor,
+    v_TGH: torch.Tensor | None,
+    norm_weights: tuple[torch.Tensor, torch.Tensor] | None,
+    cos_PR: torch.Tensor,
+    sin_PR: torch.Tensor,
+    positions_T: torch.Tensor,
+    *,
+    eps: float = 0.0,
+    offset: float = 0.0,
+    cache: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norm and turn queries and keys; the `cache` (keys, values, slots) gets keys and values if given."""
+    T, N, H = q_TNH.shape
+    G, R = k_TGH.shape[1], H // 2
+    q_out = empty((T, N, H))
+    keys, values, slots = cache or (empty((T, G, H)), None, None)
+    q_weight, k_weight = norm_weights or (None, None)
+    tokens_per_chunk = _rows_per_chunk((N + 2 * G) * H)
+    args = _HEADS.pack(
+        T, q_TNH.data_ptr(), k_TGH.data_ptr(), _pointer(v_TGH), q_TNH.stride(0), k_TGH.stride(0),
+        0 if v_TGH is None else v_TGH.stride(0), _pointer(q_weight), _pointer(k_weight), eps, offset,
+        cos_PR.data_ptr(), sin_PR.data_ptr(), positions_T.data_ptr(), _pointer(slots), q_out.data_ptr(),
+        keys.data_ptr(), _pointer(values), N, G, R, tokens_per_chunk,
+    )  # fmt: skip
+    launch(library, library.heads, args, num_rows=T, kind=PER_ROW, rows_per_chunk=tokens_per_chunk)
+    return q_out, keys
+
+
+def write_cache(
+    library: Library,
+    k_TGH: torch.Tensor,
+    v_TGH: torch.Tensor,
+    keys_PGH: torch.Tensor,
+    values_PGH: torch.Tensor,
+    slots_T: torch.Tensor,
+) -> None:
+    """Copy keys and values to their slots."""
+    T, G, H = k_TGH.shape
+    tokens_per_chunk = _rows_per_chunk(G * H)
+    args = _WRITE.pack(
+        T, k_TGH.data_ptr(), v_TGH.data_ptr(), k_TGH.stride(0), v_TGH.stride(0), keys_PGH.data_ptr(),
+        values_PGH.data_ptr(), slots_T.data_ptr(), G * H, tokens_per_chunk,
+    )  # fmt: skip
+    launch(library, library.write_cache, args, num_rows=T, kind=PER_ROW, rows_per_chunk=tokens_per_chunk)
+
+
+def attend(
+    library: Library,
+    q_TNH: torch.Tensor,
+    keys_PGH: torch.Tensor,
+    values_PGH: torch.Tensor,
+    table_RB: torch.Tensor,
+    items_I4: torch.Tensor,
+    *,
+    block_size: int,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Attention of every item (first token, count, row of the table, start) over the paged cache."""
+    T, N, H = q_TNH.shape
+    G = keys_PGH.shape[1]
+    out_TNH = empty((T, N, H))
+    args = _ATTEND.pack(
+        T, q_TNH.data_ptr(), q_TNH.stride(0), out_TNH.data_ptr(), keys_PGH.data_ptr(), values_PGH.data_ptr(),
+        table_RB.data_ptr(), table_RB.stride(0), items_I4.data_ptr(), N, G, H, block_size, window or 0, scale,
+    )  # fmt: skip
+    launch(library, library.attend, args, num_rows=T, kind=PER_ITEM, chunks=G, num_items=items_I4.shape[0])
+    return out_TNH
+
+
+def _pointer(x: torch.Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()

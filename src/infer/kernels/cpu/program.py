@@ -1,0 +1,166 @@
+"""Record a model's operations once, then run them all with a single call.
+
+A small model's step is hundreds of operations of a few microseconds each; calling them one by one from
+Python costs as much again. The operations and their arguments are the same in every step, apart from
+the number of rows, so they can be written down:
+
+    with Recorder(library) as recording:     nothing is computed, every launch is noted
+        y = model(tokens, step)              the model's own Python runs once, as it always does
+    program = recording.program()
+    ...
+    program.run(num_rows, num_items)         the whole list, in C, for 1 .. max rows
+
+Inputs must lie in tensors that stay where they are; the caller overwrites them before each run. What
+the model allocates meanwhile comes from an *arena*, which takes a buffer back as soon as the last
+view of it is gone and gives it out again to a later operation, as the model's own execution would.
+
+A PyTorch operation that computes something would be missing from the list. The recorder watches for them:
+only views and allocations may pass, and with anything else there is no program, only the step as usual.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from infer.kernels.cpu.library import Library
+
+FIXED, PER_ROW, PER_ITEM = 0, 1, 2
+_ALIGNMENT = 64
+_OPERATION = struct.Struct("qqqqq")
+_HARMLESS = {"empty", "empty_like", "empty_strided", "new_empty", "detach", "alias"}
+
+_recorder: Recorder | None = None
+_recording_thread = 0
+
+
+class Arena:
+    """Memory handed out in pieces that come back by themselves."""
+
+    def __init__(self) -> None:
+        self._free: list[tuple[int, np.ndarray]] = []  # (bytes, memory)
+        self.num_bytes = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised memory for a tensor, given back when its last view is gone."""
+        count = 1
+        for size in shape:
+            count *= size
+        wanted = max(count * dtype.itemsize, _ALIGNMENT)
+        memory = self._take(wanted)
+        piece = memory[:wanted]  # a new object, owned by the tensor's storage alone
+        weakref.finalize(piece, self._free.append, (len(memory), memory)).atexit = False
+        return torch.from_numpy(piece).view(dtype)[:count].view(shape)
+
+    def _take(self, wanted: int) -> np.ndarray:
+        fitting = [i for i, (size, _) in enumerate(self._free) if wanted <= size <= 2 * wanted]
+        if fitting:
+            return self._free.pop(min(fitting, key=lambda i: self._free[i][0]))[1]
+        self.num_bytes += wanted
+        whole = np.empty(wanted + _ALIGNMENT, dtype=np.uint8)
+        shift = -whole.ctypes.data % _ALIGNMENT
+        return whole[shift : shift + wanted]
+
+
+class Program:
+    """A recorded list of operations."""
+
+    def __init__(self, recording: Recorder) -> None:
+        self._library, self._memory = recording.library, recording.arena
+        launches = recording.launches
+        self._args = ctypes.create_string_buffer(b"".join(args for *_, args in launches))
+        self._ops = bytearray()
+        at = ctypes.addressof(self._args)
+        for run, kind, chunks, rows_per_chunk, args in launches:
+            self._ops += _OPERATION.pack(run, at, kind, chunks, rows_per_chunk)
+            at += len(args)
+        self._ops_buffer = ctypes.create_string_buffer(bytes(self._ops))
+        self._address = ctypes.addressof(self._ops_buffer)
+        self.num_operations = len(launches)
+
+    def run(self, num_rows: int, num_items: int) -> None:
+        """Run the list for the first `num_rows` rows of its buffers."""
+        self._library.run(self._address, self.num_operations, num_rows, num_items)
+
+
+class Recorder:
+    """What happens while a model is being recorded."""
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+        self.arena = Arena()
+        self.launches: list[tuple[int, int, int, int, bytes]] = []
+        self.foreign: set[str] = set()  # operations that would be missing
+        self._watch = _Watch(self)
+
+    def __enter__(self) -> Recorder:
+        global _recorder, _recording_thread
+        assert _recorder is None, "one recording at a time"
+        _recorder, _recording_thread = self, threading.get_ident()
+        self._watch.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        global _recorder
+        self._watch.__exit__(*exception)
+        _recorder = None
+
+    def program(self) -> Program | None:
+        """The recording, or None if something in it was computed by PyTorch."""
+        return None if self.foreign else Program(self)
+
+
+class _Watch(TorchDispatchMode):
+    """Notes every PyTorch operation that is neither a view nor an allocation."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not func.is_view and func._schema.name.removeprefix("aten::") not in _HARMLESS:
+            self._recorder.foreign.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def recorder() -> Recorder | None:
+    """The recording in progress on this thread."""
+    return _recorder if _recorder is not None and threading.get_ident() == _recording_thread else None
+
+
+def launch(
+    library: Library,
+    run: int,
+    args: bytes,
+    *,
+    num_rows: int,
+    kind: int = FIXED,
+    chunks: int = 1,
+    rows_per_chunk: int = 1,
+    num_items: int = 0,
+) -> None:
+    """Run an operation now, or note it if a recording is in progress."""
+    if _recorder is not None and recorder() is not None:
+        _recorder.launches.append((run, kind, chunks, rows_per_chunk, args))
+        return
+    if kind == PER_ROW:
+        chunks *= -(-num_rows // rows_per_chunk)
+    elif kind == PER_ITEM:
+        chunks *= num_items
+    library.run_one(run, chunks, args)
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Memory for the result of an operation: PyTorch's, or the recording's."""
+    if _recorder is not None and recorder() is not None:
+        return _recorder.arena.empty(shape, dtype)
+    return torch.empty(shape, dtype=dtype)

@@ -1,0 +1,150 @@
+"""In which form the weights are kept when the model runs on a CPU.
+
+    cpu_weights   what is kept                     computed in    chosen by auto when
+    int8          groups of 32, 8.5 bits each      float32        the file holds 16-bit or packed numbers
+    int4          groups of 32, 4.5 bits each      float32        never: it costs accuracy
+    fp32          float32                          float32        the file holds float32, or there are no
+                                                                  C kernels, or dtype says float32
+    bf16          bfloat16                         bfloat16       never: see dtype.py for what dtype chooses
+
+Decoding reads every weight once per token, so half the bytes are twice the speed, and a model in
+16 bits loses nothing that can be measured in 8 (docs/features/cpu.md has the figures). The choice depends
+on the files and the machine, never on a timing.
+
+Packing happens tensor by tensor, a few rows at a time, as they come from the disk.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from infer.errors import ConfigError
+from infer.kernels.cpu.build import cpu_flags
+from infer.kernels.cpu.library import Library, library, why_not
+from infer.layers.linear import Linear
+from infer.loader.checkpoint import QuantizedRows, StoredTensor
+from infer.loader.dtype import choose_dtype
+from infer.models.model import Model
+from infer.quant.packed import PackedMatrix, WeightMemory
+
+BITS = {"int8": 8, "int4": 4}
+_CHUNK_NUMBERS = 1 << 20  # 4 MiB of float32 at a time
+
+
+class WeightFormat(NamedTuple):
+    """What was chosen, and why in one line."""
+
+    name: str  # int8, int4, fp32, bf16; "as stored" on a GPU
+    dtype: torch.dtype  # of activations, and of weights that are not packed
+    reason: str
+
+
+def choose_format(
+    cpu_weights: str, dtype: str, device: torch.device, stored: torch.dtype | None
+) -> WeightFormat:
+    """The form of the weights on `device`; `stored` is the checkpoint's dtype, None if packed in blocks."""
+    if device.type != "cpu":
+        if cpu_weights != "auto":
+            raise ConfigError(f"cpu_weights is {cpu_weights}, but the model runs on {device}; use device=cpu")
+        return WeightFormat("as stored", choose_dtype(dtype, device, stored), "the model is not on the CPU")
+    if cpu_weights == "auto":
+        return _auto(dtype, device, stored)
+    if cpu_weights == "bf16":
+        return _bf16(dtype)
+    if dtype not in ("auto", "float32"):
+        raise ConfigError(
+            f"cpu_weights={cpu_weights} computes in float32, but dtype is {dtype}; drop one of them"
+        )
+    if cpu_weights in BITS and library() is None:
+        raise ConfigError(f"cpu_weights={cpu_weights} needs the C kernels: {why_not()}; use fp32 or auto")
+    return WeightFormat(cpu_weights, torch.float32, "asked for")
+
+
+def _auto(dtype: str, device: torch.device, stored: torch.dtype | None) -> WeightFormat:
+    if dtype != "auto":
+        name = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(dtype, dtype)
+        return WeightFormat(name, choose_dtype(dtype, device, stored), f"dtype is {dtype}")
+    if stored in (torch.float32, torch.float64):
+        return WeightFormat("fp32", torch.float32, "the file holds float32")
+    if library() is None:
+        chosen = choose_dtype(dtype, device, stored)
+        return WeightFormat(
+            "bf16" if chosen is torch.bfloat16 else "fp32", chosen, f"no C kernels: {why_not()}"
+        )
+    held = "packed" if stored is None else "16-bit"
+    return WeightFormat("int8", torch.float32, f"the file holds {held} weights")
+
+
+def _bf16(dtype: str) -> WeightFormat:
+    if dtype not in ("auto", "bfloat16"):
+        raise ConfigError(f"cpu_weights=bf16 computes in bfloat16, but dtype is {dtype}; drop one of them")
+    flags = cpu_flags().split()
+    if not {"amx_bf16", "avx512_bf16", "bf16"} & set(flags):
+        raise ConfigError(
+            "cpu_weights=bf16 needs a CPU that multiplies bfloat16; this one does not: use int8"
+        )
+    return WeightFormat("bf16", torch.bfloat16, "asked for")
+
+
+def pack_layers(model: Model, name: str, stored: torch.dtype | None) -> None:
+    """Give every linear layer an empty packed matrix, and a tied embedding the head's."""
+    c = library()
+    assert c is not None, why_not()
+    memory = WeightMemory()
+    for layer_name, layer in model.named_modules():
+        if isinstance(layer, Linear):
+            bits = 8 if layer_name == "head" else BITS[name]
+            _pack_layer(c, layer, bits, memory)
+    embedding = model.embedding
+    if model.config.tie_embeddings:
+        assert isinstance(model.head.scheme, PackedMatrix)
+        embedding.packed = model.head.scheme
+        embedding.weight = _shell(embedding.weight)
+        model.head.weight = embedding.weight
+    else:
+        half = torch.bfloat16 if stored is torch.bfloat16 else torch.float16
+        embedding.weight = nn.Parameter(torch.empty_like(embedding.weight, dtype=half), requires_grad=False)
+
+
+def _pack_layer(c: Library, layer: Linear, bits: int, memory: WeightMemory) -> None:
+    num_rows, size = layer.weight.shape
+    layer.scheme = PackedMatrix(c, num_rows, size, bits, memory)
+    layer.weight = _shell(layer.weight)
+
+
+def _shell(weight: torch.Tensor) -> nn.Parameter:
+    """A parameter of the same shape without any memory."""
+    return nn.Parameter(torch.empty(weight.shape, device="meta"), requires_grad=False)
+
+
+def matrix_of(model: Model, parameter: str) -> PackedMatrix | None:
+    """The packed matrix that stands for a parameter, if there is one."""
+    module_name, _, leaf = parameter.rpartition(".")
+    if leaf != "weight":
+        return None
+    module = model.get_submodule(module_name)
+    if module is model.embedding:
+        return model.embedding.packed
+    is_packed = isinstance(module, Linear) and isinstance(module.scheme, PackedMatrix)
+    return module.scheme if is_packed else None  # type: ignore[union-attr,return-value]
+
+
+def fill_packed(matrix: PackedMatrix, source: StoredTensor, *, first: int, transposed: bool) -> None:
+    """Quantise a stored tensor into the rows of a packed matrix from `first` on."""
+    if transposed:
+        whole = torch.empty(source.shape)
+        source.copy_to(whole)
+        matrix.fill(whole.T.contiguous(), first)
+        return
+    step = max(1, _CHUNK_NUMBERS // matrix.size)
+    for rows in source.chunks(step):
+        if isinstance(rows, QuantizedRows) and (matrix.bits == 8 or rows.bits == 4):
+            matrix.fill_integers(rows.integers, rows.scales, first)
+            first += len(rows.integers)
+        else:
+            floats = rows.floats() if isinstance(rows, QuantizedRows) else rows
+            matrix.fill(floats, first)
+            first += len(floats)

@@ -1,0 +1,95 @@
+"""Attention of a ragged batch over a paged cache in C, against one query at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from infer.kernels.attention import attend_naive
+from infer.kernels.cpu import operations
+from infer.kernels.cpu.library import Library
+from tests.unit.kernels.c_builds import BUILDS, c_library
+
+
+@pytest.fixture(params=BUILDS)
+def c(request: pytest.FixtureRequest) -> Library:
+    return c_library(request.param)
+
+
+class Cache:
+    """Sequences of given lengths in shuffled blocks; whatever nobody wrote is NaN."""
+
+    def __init__(self, lengths: list[int], *, block_size: int, num_kv_heads: int, head_dim: int) -> None:
+        self.block_size, blocks_each = block_size, max(lengths) // block_size + 1
+        num_blocks = len(lengths) * blocks_each
+        self.table = torch.randperm(num_blocks).view(len(lengths), blocks_each)
+        shape = (num_blocks * block_size, num_kv_heads, head_dim)
+        self.keys, self.values = torch.full(shape, float("nan")), torch.full(shape, float("nan"))
+        self.slots = []
+        for row, length in enumerate(lengths):
+            positions = torch.arange(length)
+            slots = self.table[row, positions // block_size] * block_size + positions % block_size
+            self.keys[slots] = torch.randn(length, num_kv_heads, head_dim)
+            self.values[slots] = torch.randn(length, num_kv_heads, head_dim)
+            self.slots.append(slots)
+
+
+def run(
+    c: Library,
+    cache: Cache,
+    chunks: list[tuple[int, int]],
+    q: torch.Tensor,
+    window: int | None,
+    tokens: int = 16,
+) -> torch.Tensor:
+    """Attend the last `count` tokens of each row, (row, count), in items of at most so many tokens."""
+    items, place = [], 0
+    for row, count in chunks:
+        start = len(cache.slots[row]) - count
+        for first in range(0, count, tokens):
+            items.append((place + first, min(tokens, count - first), row, start + first))
+        place += count
+    return operations.attend(
+        c, q, cache.keys, cache.values, cache.table, torch.tensor(items), block_size=cache.block_size,
+        scale=0.3, window=window,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("head_dim", [1, 20, 64, 80, 256])
+@pytest.mark.parametrize("window", [None, 1, 5, 40])
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_equals_one_query_at_a_time(c: Library, head_dim: int, window: int | None, block_size: int) -> None:
+    lengths, counts = [1, 17, 50, 33], [1, 1, 37, 33]
+    cache = Cache(lengths, block_size=block_size, num_kv_heads=2, head_dim=head_dim)
+    q = torch.randn(sum(counts), 6, head_dim)
+    ours = run(c, cache, list(enumerate(counts)), q, window)
+    for row, part in enumerate(q.split(counts)):
+        keys, values = cache.keys[cache.slots[row]], cache.values[cache.slots[row]]
+        expected = attend_naive(part, keys, values, scale=0.3, window=window)
+        first = sum(counts[:row])
+        torch.testing.assert_close(ours[first : first + counts[row]], expected, rtol=5e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_no_cut_changes_a_bit(c: Library, window: int | None) -> None:
+    cache = Cache([45], block_size=4, num_kv_heads=3, head_dim=64)
+    q = torch.randn(45, 9, 64)
+    whole = run(c, cache, [(0, 45)], q, window)
+    assert torch.equal(run(c, cache, [(0, 45)], q, window, tokens=1), whole)
+    assert torch.equal(run(c, cache, [(0, 45)], q, window, tokens=5), whole)
+
+
+def test_many_heads_of_one_kv_head_fit(c: Library) -> None:
+    cache = Cache([30], block_size=16, num_kv_heads=1, head_dim=256)
+    q = torch.randn(30, 9, 256)
+    expected = attend_naive(
+        q, cache.keys[cache.slots[0]], cache.values[cache.slots[0]], scale=0.3, window=None
+    )
+    torch.testing.assert_close(run(c, cache, [(0, 30)], q, None), expected, rtol=5e-5, atol=1e-5)
+
+
+def test_a_broken_key_breaks_only_those_who_see_it(c: Library) -> None:
+    cache = Cache([40], block_size=16, num_kv_heads=1, head_dim=16)
+    cache.keys[cache.slots[0][20]] = float("nan")
+    out = run(c, cache, [(0, 40)], torch.randn(40, 2, 16), None)
+    assert out[:20].isfinite().all() and out[20:].isnan().all()

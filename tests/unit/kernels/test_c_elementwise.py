@@ -1,0 +1,107 @@
+"""Norms, gates, heads and cache writes in C, against their references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from infer.kernels.cpu import operations
+from infer.kernels.cpu.library import Library, use_library
+from infer.kernels.embedding import embed, embed_reference
+from infer.kernels.gated_activation import ACTIVATIONS, gated_activation, gated_activation_reference
+from infer.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from infer.kernels.rope import rope, rope_reference
+from tests.unit.kernels.c_builds import BUILDS, c_library
+
+SHAPES = [(1, 16), (3, 45), (7, 576), (2, 1)]
+CLOSE = {"rtol": 2e-5, "atol": 2e-6}
+
+
+@pytest.fixture(params=BUILDS)
+def c(request: pytest.FixtureRequest):
+    with use_library(c_library(request.param)) as _:
+        yield c_library(request.param)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (3, 5, 20)])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm(c: Library, shape: tuple[int, ...], offset: float) -> None:
+    x, weight = torch.randn(shape), torch.randn(shape[-1])
+    expected = rms_norm_reference(x, weight, 1e-5, offset)
+    torch.testing.assert_close(rms_norm(x, weight, eps=1e-5, offset=offset), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_add_rms_norm(c: Library, shape: tuple[int, int]) -> None:
+    x, residual, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[1])
+    y, total = add_rms_norm(x, residual, weight, eps=1e-6, offset=0.0)
+    expected_y, expected_total = add_rms_norm_reference(x, residual, weight, 1e-6, 0.0)
+    assert torch.equal(total, expected_total)
+    torch.testing.assert_close(y, expected_y, **CLOSE)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("size", [1, 16, 45, 1500])
+def test_gated_activation(c: Library, activation: str, size: int) -> None:
+    gate_up = 20 * torch.randn(3, 2 * size)
+    gate_up[0, 0] = -300.0  # far below what an exponential can represent
+    expected = gated_activation_reference(gate_up, activation)
+    torch.testing.assert_close(
+        gated_activation(gate_up, activation=activation), expected, rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("head_dim", [2, 20, 64, 96])
+def test_rope_of_views_of_a_fused_projection(c: Library, head_dim: int) -> None:
+    qkv = torch.randn(5, 7 * head_dim)
+    q, k, _ = (
+        part.unflatten(1, (-1, head_dim)) for part in qkv.split((3 * head_dim, 2 * head_dim, 2 * head_dim), 1)
+    )
+    cos, sin = torch.randn(30, head_dim // 2), torch.randn(30, head_dim // 2)
+    positions = torch.tensor([0, 29, 7, 7, 3])
+    for ours, expected in zip(
+        rope(q, k, cos, sin, positions), rope_reference(q, k, cos, sin, positions), strict=True
+    ):
+        torch.testing.assert_close(ours, expected, **CLOSE)
+
+
+def test_heads_are_normed_turned_and_written(c: Library) -> None:
+    q, k, v = torch.randn(4, 3, 20), torch.randn(4, 2, 20), torch.randn(4, 2, 20)
+    cos, sin, positions = torch.randn(9, 10), torch.randn(9, 10), torch.tensor([8, 0, 3, 4])
+    weights = torch.randn(20), torch.randn(20)
+    keys, values, slots = (
+        torch.full((10, 2, 20), 7.0),
+        torch.full((10, 2, 20), 7.0),
+        torch.tensor([9, 0, -1, 4]),
+    )
+    q_out, _ = operations.heads(
+        c, q, k, v, weights, cos, sin, positions, eps=1e-6, offset=1.0, cache=(keys, values, slots)
+    )
+    normed = [rms_norm_reference(x, w, 1e-6, 1.0) for x, w in zip((q, k), weights, strict=True)]
+    expected_q, expected_k = rope_reference(*normed, cos, sin, positions)
+    torch.testing.assert_close(q_out, expected_q, **CLOSE)
+    written = [0, 1, 3]
+    torch.testing.assert_close(keys[slots[written]], expected_k[written], **CLOSE)
+    assert torch.equal(values[slots[written]], v[written])
+    untouched = [slot for slot in range(10) if slot not in slots.tolist()]
+    assert (keys[untouched] == 7).all() and (values[untouched] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_embedding_rows_are_converted_exactly(c: Library, dtype: torch.dtype) -> None:
+    table = (torch.randn(11, 37) * torch.tensor([1e-7, 1e-3, 1.0]).repeat(13)[:37]).to(dtype)
+    ids = torch.tensor([10, 0, 3, 3])
+    assert torch.equal(embed(ids, table, torch.float32), embed_reference(ids, table, torch.float32))
+
+
+def test_the_cache_gets_keys_and_values(c: Library) -> None:
+    k, v = torch.randn(3, 2, 5), torch.randn(3, 4, 5)[:, 1:3]
+    keys, values, slots = torch.zeros(6, 2, 5), torch.zeros(6, 2, 5), torch.tensor([5, 0, 2])
+    operations.write_cache(c, k, v, keys, values, slots)
+    assert torch.equal(keys[slots], k) and torch.equal(values[slots], v)
+
+
+def test_switched_off_means_pytorch() -> None:
+    x, weight = torch.randn(3, 45), torch.randn(45)
+    with use_library(None):
+        assert torch.equal(rms_norm(x, weight, eps=1e-5), rms_norm_reference(x, weight, 1e-5, 0.0))

@@ -1,0 +1,163 @@
+"""Packed weights times quantised activations, against the same written in PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from infer.kernels.cpu import operations
+from infer.kernels.cpu.library import Library
+from infer.quant.packed import PackedMatrix, WeightMemory
+from tests.unit.kernels.c_builds import BUILDS, c_library
+
+GROUP = operations.GROUP
+SHAPES = [(1, 16, 32), (1, 100, 576), (3, 17, 45), (8, 48, 64), (15, 33, 100), (70, 5, 7)]  # M, N, K
+STEP = {8: 1 / 127, 4: 1 / 8}  # of the integers, relative to the largest weight of a group
+
+
+@pytest.fixture(params=BUILDS)
+def c(request: pytest.FixtureRequest) -> Library:
+    return c_library(request.param)
+
+
+def packed(c: Library, weight: torch.Tensor, bits: int) -> PackedMatrix:
+    matrix = PackedMatrix(c, *weight.shape, bits)
+    matrix.fill(weight, 0)
+    return matrix
+
+
+def quantized_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The specification of what happens to activations: integers [M, G, 32] and scales [M, G]."""
+    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    peak = padded.abs().amax(dim=2)
+    inverse = torch.where(peak > 0, 127 / peak, 0.0)
+    return torch.round(padded * inverse[:, :, None]), peak / 127
+
+
+def product_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Compute x Wᵀ + b with the activations rounded as the kernel rounds them, in float64."""
+    integers, scales = quantized_groups(x)
+    rounded = (integers.double() * scales.double()[:, :, None]).flatten(1)[:, : x.shape[1]]
+    y = rounded @ weight.double().T
+    return (y if bias is None else y + bias.double()).float()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_packing_keeps_every_weight_within_half_a_step(
+    c: Library, shape: tuple[int, int, int], bits: int
+) -> None:
+    _, num_rows, size = shape
+    weight = torch.randn(num_rows, size)
+    kept = packed(c, weight, bits).dequantized()
+    padded = torch.nn.functional.pad(weight, (0, -size % GROUP)).unflatten(1, (-1, GROUP))
+    peak = padded.abs().amax(dim=2, keepdim=True).expand_as(padded).flatten(1)[:, :size]
+    # half a step; for int4 a whole one at the far end, where +8 does not exist
+    allowed = peak * STEP[bits] * (0.51 if bits == 8 else 1.26)
+    assert ((kept - weight).abs() <= allowed + 1e-6).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_product_equals_the_reference(
+    c: Library, shape: tuple[int, int, int], bits: int, has_bias: bool
+) -> None:
+    num_rows, out, size = shape
+    x, bias = torch.randn(num_rows, size), torch.randn(out) if has_bias else None
+    matrix = packed(c, torch.randn(out, size), bits)
+    y = matrix.multiply(x, torch.empty(0), bias)
+    expected = product_reference(x, matrix.dequantized(), bias)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_row_does_not_depend_on_its_neighbours(c: Library, bits: int) -> None:
+    x = torch.randn(21, 70)
+    matrix = packed(c, torch.randn(37, 70), bits)
+    together = matrix.multiply(x, torch.empty(0), None)
+    alone = torch.cat([matrix.multiply(row[None], torch.empty(0), None) for row in x])
+    assert torch.equal(together, alone)
+
+
+def test_both_builds_agree_but_for_the_last_bit() -> None:
+    x, weight = torch.randn(5, 96), torch.randn(40, 96)
+    for bits in (8, 4):
+        ys = [packed(c_library(build), weight, bits).multiply(x, torch.empty(0), None) for build in BUILDS]
+        torch.testing.assert_close(ys[0], ys[1], rtol=1e-5, atol=1e-5)
+
+
+def test_threads_change_no_bit(c: Library) -> None:
+    x, matrix = torch.randn(3, 256), packed(c, torch.randn(500, 256), 8)
+    one = matrix.multiply(x, torch.empty(0), None)
+    c.set_threads(3)
+    try:
+        for _ in range(50):
+            assert torch.equal(matrix.multiply(x, torch.empty(0), None), one)
+    finally:
+        c.set_threads(1)
+
+
+def test_rows_may_be_strided_and_have_more_dimensions(c: Library) -> None:
+    wide = torch.randn(6, 100)
+    matrix = packed(c, torch.randn(20, 40), 8)
+    y = matrix.multiply(wide[:, 30:70], torch.empty(0), None)
+    assert torch.equal(y, matrix.multiply(wide[:, 30:70].contiguous(), torch.empty(0), None))
+    assert torch.equal(
+        matrix.multiply(wide[:, 30:70].unflatten(0, (2, 3)), torch.empty(0), None).flatten(0, 1), y
+    )
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_parts_may_be_filled_in_any_order(c: Library, bits: int) -> None:
+    weight = torch.randn(50, 64)
+    whole = packed(c, weight, bits)
+    pieces = PackedMatrix(c, 50, 64, bits)
+    for rows in (slice(30, 50), slice(0, 7), slice(7, 30)):
+        pieces.fill(weight[rows].contiguous(), rows.start)
+    assert torch.equal(whole.data, pieces.data) and torch.equal(whole.scales, pieces.scales)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_stored_integers_are_kept_as_they_are(c: Library, bits: int) -> None:
+    low, high = (-8, 8) if bits == 4 else (-127, 128)
+    integers = torch.randint(low, high, (19, 96), dtype=torch.int8)
+    scales = torch.rand(19, 3).half()
+    matrix = PackedMatrix(c, 19, 96, bits)
+    matrix.fill_integers(integers, scales, 0)
+    expected = integers.float().unflatten(1, (3, 32)) * scales.float()[:, :, None]
+    assert torch.equal(matrix.dequantized(), expected.flatten(1))
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+def test_a_broken_activation_breaks_its_row_and_no_other(c: Library, broken: float) -> None:
+    x = torch.randn(3, 64)
+    x[1, 40] = broken
+    y = packed(c, torch.randn(9, 64), 8).multiply(x, torch.empty(0), None)
+    assert not y[1].isfinite().any() and y[[0, 2]].isfinite().all()
+
+
+def test_a_weight_that_is_not_a_number_is_not_hidden(c: Library) -> None:
+    weight = torch.randn(4, 64)
+    weight[2, 5] = float("nan")
+    y = packed(c, weight, 8).multiply(torch.randn(1, 64), torch.empty(0), None)
+    assert y[0].isnan().tolist() == [False, False, True, False]
+
+
+def test_zero_rows_and_zero_groups_give_zero(c: Library) -> None:
+    matrix = packed(c, torch.zeros(3, 64), 8)
+    assert torch.equal(matrix.multiply(torch.randn(2, 64), torch.empty(0), None), torch.zeros(2, 3))
+    matrix = packed(c, torch.randn(3, 64), 8)
+    assert torch.equal(matrix.multiply(torch.zeros(2, 64), torch.empty(0), None), torch.zeros(2, 3))
+
+
+def test_an_id_outside_the_table_reads_nothing(c: Library) -> None:
+    rows = packed(c, torch.randn(5, 40), 8).lookup(torch.tensor([4, 5, -1]))
+    assert rows[0].isfinite().all() and rows[1:].isnan().all()
+
+
+def test_matrices_lie_side_by_side_on_cache_lines() -> None:
+    memory = WeightMemory(1 << 16)
+    first, second, large = memory.take(100), memory.take(10), memory.take(1 << 17)
+    assert second.data_ptr() - first.data_ptr() == 128
+    assert large.numel() == 1 << 17 and all(piece.data_ptr() % 64 == 0 for piece in (first, second, large))
