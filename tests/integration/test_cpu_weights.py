@@ -1,0 +1,128 @@
+"""int8 and int4 weights on the CPU: other numbers than float32, and always the same ones.
+
+Integer products do not round, and every operation of kernels/cpu works row by row in one order, so a
+token's bits do not depend on its batch, its chunk or its cache. The loop they are compared with here is
+the engine itself, with one sequence at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infer.config import EngineConfig
+from infer.engine.build import build_engine
+from infer.engine.engine import Engine
+from infer.engine.runner import ModelRunner
+from infer.kernels.attention import attend_naive
+from infer.kernels.cpu.library import library
+from infer.layers.linear import Linear
+from infer.layers.whole_sequence import WholeSequence
+from infer.loader.load import LoadedModel, load_model
+from infer.loader.source import resolve_model
+from infer.quant.packed import PackedMatrix
+from infer.sampling.params import SamplingParams
+from scripts.make_checkpoint import Sizes, make_checkpoint
+from tests.support.checkpoints import FAMILIES
+from tests.support.tiny import random_prompts, run_engine
+from tests.support.toggles import CONTEXT_LEN, engine_knobs, pairwise_rows
+
+pytestmark = pytest.mark.skipif(library() is None, reason="needs a C compiler")
+
+SIZES = Sizes(vocab_size=300, context_len=CONTEXT_LEN)
+REQUESTS = [
+    (
+        prompt,
+        SamplingParams(
+            temperature=0.0 if number % 3 else 0.9, seed=number, max_tokens=6 + number, ignore_eos=True
+        ),
+    )
+    for number, prompt in enumerate(random_prompts(8))
+]
+
+
+@functools.cache
+def packed_model(family: str, cpu_weights: str = "int8") -> LoadedModel:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / family
+        make_checkpoint(family, path, sizes=SIZES, seed=1)
+        return load_model(
+            resolve_model(str(path), show_progress=False), device="cpu", cpu_weights=cpu_weights
+        )
+
+
+def make_engine(family: str, cpu_weights: str = "int8", **knobs: Any) -> Engine:
+    """An engine whose cache holds NaN wherever nothing was written."""
+    knobs = {"num_blocks": 64, "attention_backend": "auto"} | knobs
+    engine = build_engine(EngineConfig.from_knobs(**knobs), packed_model(family, cpu_weights))
+    assert isinstance(engine._runner, ModelRunner)
+    engine._runner._store.fill(float("nan"))
+    return engine
+
+
+@functools.cache
+def alone(family: str, cpu_weights: str = "int8") -> list[list[list[int]]]:
+    """Every request by itself in an engine that runs one sequence and shares nothing."""
+    outputs = []
+    for request in REQUESTS:
+        engine = make_engine(family, cpu_weights, max_batch_size=1, use_prefix_caching=False)
+        outputs += run_engine(engine, [request])
+    return outputs
+
+
+@pytest.mark.parametrize("number", range(len(pairwise_rows())), ids=lambda number: f"row {number + 1}")
+def test_no_toggle_changes_a_token(number: int) -> None:
+    family = FAMILIES[number % len(FAMILIES)]
+    knobs = engine_knobs(pairwise_rows()[number]) | {"attention_backend": "auto"}
+    assert run_engine(make_engine(family, **knobs), REQUESTS) == alone(family)
+
+
+def test_int4_does_not_depend_on_the_batch_either() -> None:
+    assert run_engine(make_engine("llama", "int4"), REQUESTS) == alone("llama", "int4")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("cpu_weights", "allowed"), [("int8", 0.05), ("int4", 0.5)])
+def test_logits_are_near_those_of_the_weights_they_stand_for(
+    family: str, cpu_weights: str, allowed: float
+) -> None:
+    """Against the same network with the dequantised weights in float32: only activations were rounded."""
+    packed, dense = packed_model(family, cpu_weights), packed_model(family, "fp32")
+    tokens = torch.arange(20) * 7 % 300
+
+    @torch.inference_mode()
+    def logits(loaded: LoadedModel) -> torch.Tensor:
+        step = WholeSequence(attend_naive, torch.device("cpu"))
+        step.advance(len(tokens))
+        return loaded.model.logits(loaded.model(tokens, step))
+
+    expected = logits(dense)
+    assert (logits(packed) - expected).norm() <= allowed * expected.norm()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_decode_step_is_one_recorded_program(family: str) -> None:
+    runner = make_engine(family)._runner
+    assert isinstance(runner, ModelRunner) and runner._cpu is not None
+    assert runner._cpu._program is not None, "some operation of the model is not in C"
+
+
+def test_a_recorded_step_equals_the_model_s_own_python() -> None:
+    engine = make_engine("llama")
+    assert isinstance(engine._runner, ModelRunner) and engine._runner._cpu is not None
+    engine._runner._cpu._program = None  # every step calls the operations one by one
+    assert run_engine(engine, REQUESTS) == alone("llama")
+
+
+def test_every_matrix_is_packed_and_nothing_is_kept_twice() -> None:
+    model = packed_model("llama", "int4").model
+    bits = {name: m.scheme.bits for name, m in model.named_modules() if isinstance(m, Linear)}  # type: ignore[attr-defined]
+    assert bits.pop("head") == 8 and set(bits.values()) == {4}
+    assert all(m.weight.is_meta for m in model.modules() if isinstance(m, Linear))
+    if model.config.tie_embeddings:
+        assert model.embedding.packed is model.head.scheme and isinstance(model.head.scheme, PackedMatrix)
