@@ -1,17 +1,21 @@
-"""Write the parts of the docs that the code knows better: the knobs and the help texts.
+"""Write the parts of the docs that the code knows better: the knobs, the help texts, the benchmarks' tables.
 
-    python scripts/docs.py            write docs/knobs.md and docs/cli.md
-    python scripts/docs.py --check    write nothing; fail if either is not what would be written
+    python scripts/docs.py            write docs/knobs.md, docs/cli.md and the tables of docs/benchmarks.md
+    python scripts/docs.py --check    write nothing; fail if any is not what would be written
 
-Both files are whole outputs of this script, so there is nothing in them to edit by hand.
+The first two are whole outputs of this script, so there is nothing in them to edit by hand. In
+docs/benchmarks.md only what stands between `<!-- report FILE: COMMAND -->` and `<!-- end -->` is.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
+from infer.bench.render import markdown_table, provenance
+from infer.bench.report import read_report
 from infer.cli.flags import LIBRARY_ONLY, SAMPLING_HELP
 from infer.cli.main import build_parser
 from infer.config import KnobRow, ServerConfig, engine_sections, knob_table
@@ -34,8 +38,9 @@ CLI_INTRO = """\
 *Written by `scripts/docs.py` from the parsers of `src/infer/cli/`; do not edit.*
 
 Standard output holds the answer and nothing else; progress, log lines and notices go to standard
-error. Exit codes: 0 done, 1 `infer replay` found a difference, 2 an impossible request (one line says
-what to do), 130 Ctrl-C, 141 the reader of a pipe has gone.
+error. Exit codes: 0 done, 1 `infer replay` found a difference, or `infer bench` one for the worse or
+requests that failed, 2 an impossible request (one line says what to do), 130 Ctrl-C, 141 the reader of a
+pipe has gone.
 """
 
 
@@ -65,14 +70,38 @@ def _knob_row(row: KnobRow) -> str:
 
 
 def cli_page() -> str:
-    """The help of `infer` and of each of its subcommands."""
-    parser = build_parser()
-    texts = {"infer": parser.format_help()}
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            texts |= {f"infer {name}": command.format_help() for name, command in action.choices.items()}
+    """The help of `infer` and of each of its subcommands, and of theirs."""
+    texts = _helps("infer", build_parser())
     sections = [f"## {name}\n\n```text\n{text.rstrip()}\n```\n" for name, text in texts.items()]
     return "\n".join([CLI_INTRO, *sections])
+
+
+def _helps(name: str, parser: argparse.ArgumentParser) -> dict[str, str]:
+    texts = {name: parser.format_help()}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command, inner in action.choices.items():
+                texts |= _helps(f"{name} {command}", inner)
+    return texts
+
+
+REPORT = re.compile(r"(<!-- report (\S+): (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def benchmarks_page(page: str) -> str:
+    """The page with the tables of its reports; a report that is not there yet says how to make it."""
+
+    def table(match: re.Match[str]) -> str:
+        path = DOCS.parent / "benchmarks" / "reports" / match[2]
+        if not path.exists():
+            return f"{match[1]}*Not measured yet.* `{match[3]}`\n{match[4]}"
+        report = read_report(path)
+        notes = [f"- `{row.name}`: {row.note}" for row in report.rows if row.note]
+        notes += [f"- {note}" for note in report.notes]
+        parts = [markdown_table(report), *(["\n".join(notes) + "\n"] if notes else []), provenance(report)]
+        return f"{match[1]}\n" + "\n".join(parts) + f"\n{match[4]}"
+
+    return REPORT.sub(table, page)
 
 
 def main() -> int:
@@ -81,6 +110,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     args = parser.parse_args()
     pages = {DOCS / "knobs.md": knobs_page(), DOCS / "cli.md": cli_page()}
+    benchmarks = DOCS / "benchmarks.md"
+    pages[benchmarks] = benchmarks_page(benchmarks.read_text(encoding="utf-8"))
     if not args.check:
         for path, text in pages.items():
             path.write_text(text, encoding="utf-8")

@@ -15,7 +15,7 @@ def fit(workload: Workload, *, context_len: int, vocab_size: int | None = None) 
     """The same workload for a model that is too small for it: shorter in proportion, ids in range."""
     scale = min(1.0, context_len / workload.longest)
     if workload.is_chat and scale < 1:
-        scale *= 0.5  # a word may be more than one token, and a template adds its own
+        scale *= 0.25  # a word may be several tokens of a small vocabulary, and a template adds its own
     folds = vocab_size is not None and any(
         max(turn.ids, default=0) >= vocab_size for session in workload.sessions for turn in session.turns
     )

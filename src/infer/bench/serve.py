@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -177,9 +177,11 @@ def _notes(name: str, result: LoadResult) -> list[str]:
         notes.append(f"{name}: requests were sent up to {1000 * result.lag_s:.0f} ms late")
     if result.counts_frames:
         notes.append(f"{name}: the server sends no usage, so frames were counted as tokens")
-    errors = [trace.error for trace in result.traces if trace.error]
-    for error in dict.fromkeys(errors):
-        notes.append(f"{name}: {errors.count(error)} failed: {error}")
+    errors: dict[str, list[str]] = {}
+    for trace in result.traces:
+        if trace.error:  # those that differ in a number are of one kind
+            errors.setdefault(re.sub(r"\d+", "N", trace.error), []).append(trace.error)
+    notes += [f"{name}: {len(alike)} failed: {alike[0]}" for alike in errors.values()]
     return notes
 
 
@@ -188,8 +190,3 @@ def _metrics(target: Target) -> str:
         return asyncio.run(fetch(target, "/metrics")).decode(errors="replace")
     except ConfigError:
         return ""
-
-
-def tell_stderr(line: str) -> None:
-    """Live progress as lines, for people and for logs."""
-    print(line, file=sys.stderr, flush=True)

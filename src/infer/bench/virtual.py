@@ -25,7 +25,7 @@ from infer.engine.trace import VOCAB_SIZE, RequestMaker
 from infer.engine.trace import make_workload as make_trace
 
 SWEEP_LOADS = ("mixed", "shared_prefix")
-SWEEP_PACE = 1.5  # times the arrivals of the simulator's load
+SWEEP_PACE = 2.0  # times the arrivals of the simulator's load: enough for a queue, so that order matters
 SWEEP_KNOBS: Mapping[str, Any] = {
     "num_blocks": 256,
     "max_batch_size": 16,

@@ -35,7 +35,7 @@ def _add_engine(
     run: Callable[[argparse.Namespace, Subject], Report],
 ) -> None:
     def measure(args: argparse.Namespace) -> int:
-        report = run(args, _open(args, is_tiny=name == "matrix"))
+        report = run(args, _open(args))
         finish(args, report)
         return 0
 
@@ -49,8 +49,10 @@ def _add_engine(
     )
     group.add_argument(
         "--tiny",
-        action="store_true",
-        help="random weights of a tiny model" + ("; the default here" if name == "matrix" else ""),
+        action=argparse.BooleanOptionalAction,
+        default=name == "matrix",
+        help="random weights of a tiny model"
+        + ("; the default here, --no-tiny: the default model" if name == "matrix" else ""),
     )
     if name == "offline":
         group.add_argument("--workload", metavar="NAMES", default="all", help="names with commas")
@@ -71,14 +73,14 @@ def _add_engine(
     flags.add_common_flags(parser)
 
 
-def _open(args: argparse.Namespace, *, is_tiny: bool) -> Subject:
+def _open(args: argparse.Namespace) -> Subject:
     knobs = flags.knobs_from(args)
     if args.model_config is not None and knobs.get("model") is not None:
         raise ConfigError("--model and --model-config both name a model; give one of them")
     from infer.bench.subject import open_subject
 
-    is_default = args.model_config is None and knobs.get("model") is None
-    return open_subject(knobs, model_config=args.model_config, is_tiny=args.tiny or (is_tiny and is_default))
+    is_tiny = args.tiny and args.model_config is None and knobs.get("model") is None
+    return open_subject(knobs, model_config=args.model_config, is_tiny=is_tiny)
 
 
 def _offline(args: argparse.Namespace, subject: Subject) -> Report:

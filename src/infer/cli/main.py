@@ -1,7 +1,8 @@
 """The command `infer`: find the subcommand, run it, turn how it ends into an exit code.
 
     0     done
-    1     `infer replay`: the runs differ; `infer serve`: every engine is down for good
+    1     `infer replay`: the runs differ; `infer serve`: every engine is down for good;
+          `infer bench`: a figure got worse, or requests failed
     2     the user asked for something impossible: one line on standard error says what to do
     130   interrupted with Ctrl-C
     141   whoever read our output has gone (`infer generate ... | head -1`); not worth a message

@@ -280,3 +280,43 @@ def test_a_server_that_does_not_stream_has_one_chunk() -> None:
     (trace,) = run(whole, requests(1, ONE_BY_ONE))[0].traces
     assert (trace.error, trace.num_output, len(trace.chunks)) == (None, 7, 1)
     assert trace.ttft == pytest.approx(2.0)
+
+
+async def by_hand(path: str, body: Mapping[str, Any]) -> tuple[float, list[float], int]:
+    """A client that shares no line with ours: whole lines, all JSON; TTFT, gaps, tokens."""
+    reader, writer = await asyncio.open_unix_connection(path)
+    payload = json.dumps(body).encode()
+    writer.write(b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % len(payload) + payload)
+    now = asyncio.get_running_loop().time
+    asked, times, tokens = now(), [], 0
+    while (line := await reader.readline()) != b"data: [DONE]\n":
+        if line.startswith(b"data: "):
+            event = json.loads(line[6:])
+            times += [now()] if event["choices"] else []
+            tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+    writer.transport.abort()
+    return times[0] - asked, [b - a for a, b in zip(times, times[1:], strict=False)], tokens
+
+
+def test_an_independent_client_agrees() -> None:
+    """On the same irregular server, in turns: every figure within five per cent, the counts exactly."""
+
+    async def uneven(wire: Wire, body: Mapping[str, Any]) -> None:
+        wire.raw(HEAD)
+        for number in range(body["max_tokens"]):
+            await asyncio.sleep(0.7 if number == 0 else 0.01 * (1 + number % 7))
+            wire.send(piece("x", "length" if number + 1 == body["max_tokens"] else None))
+        wire.send(usage(3, body["max_tokens"]))
+        wire.send(b"data: [DONE]\n\n")
+        wire.end()
+
+    async def work(server: FakeServer) -> None:
+        clock = asyncio.get_running_loop().time
+        ours = await run_workload(Target(url=server.url), requests(5, ONE_BY_ONE, tokens=30), clock=clock)
+        theirs = [await by_hand(server.url.removeprefix("unix://"), body) for body in list(server.bodies)]
+        for trace, (ttft, gaps, tokens) in zip(ours.traces, theirs, strict=True):
+            assert trace.num_output == tokens
+            assert trace.ttft == pytest.approx(ttft, rel=0.05)
+            assert trace.gaps() == pytest.approx(gaps, rel=0.05)
+
+    with_server(uneven, work)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -146,7 +147,7 @@ def test_floors_by_hand() -> None:
 
 def test_the_floor_of_a_published_shape() -> None:
     """Qwen3-0.6B: 440 M parameters in layers, 156 M in the head, 112 KiB of cache per token in bfloat16."""
-    raw = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu"}
+    raw: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu"}
     raw |= {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "head_dim": 128}
     raw |= {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 151936, "rms_norm_eps": 1e-6}
     raw |= {"max_position_embeddings": 40960, "rope_theta": 1e6, "tie_word_embeddings": True}

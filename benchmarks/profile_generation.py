@@ -1,0 +1,103 @@
+"""Where the time of a step goes: a trace to look at, and tables of what took longest.
+
+    python benchmarks/profile_generation.py [--out DIR] [--batch 8] [--prompt-len 128] [--steps 16]
+                                            [--model DIR | --model-config DIR | --tiny]
+
+    DIR/trace.json     open it in chrome://tracing or ui.perfetto.dev
+    DIR/kernels.txt    device kernels, by the time they took (a GPU only)
+    DIR/cpu.txt        operators, by the CPU time they took themselves
+
+The prompts are computed before the profiler starts, unless --prefill asks for them: what remains is
+decoding, whose steps are all alike. Profiling slows a step down; take times from `infer bench decode`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from infer.bench.floors import synchronize
+from infer.bench.offline import batch, warm_up
+from infer.bench.subject import Subject, open_subject
+from infer.engine.engine import Engine
+from infer.engine.request import Request
+from infer.sampling.params import SamplingParams
+
+NUM_ROWS = 40  # of a table
+
+
+def fill(engine: Engine, subject: Subject, args: argparse.Namespace) -> None:
+    """Put a batch into the engine that outlives the profile."""
+    workload = batch(args.batch, args.prompt_len, 1, subject.vocab_size, seed=0)
+    params = SamplingParams(max_tokens=args.steps + 8, ignore_eos=True, temperature=0.6)
+    for number, session in enumerate(workload.sessions):
+        engine.add(Request(request_id=f"profiled-{number}", prompt=session.turns[0].ids, params=params))
+
+
+def run_prompts(engine: Engine, count: int) -> None:
+    """Step until every sequence has its first token."""
+    seen: set[str] = set()
+    while len(seen) < count:
+        seen |= {output.request_id for output in engine.step()}
+
+
+def take_profile(engine: Engine, subject: Subject, steps: int) -> Any:
+    """Profile so many steps."""
+    activities = [ProfilerActivity.CPU]
+    if subject.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities, record_shapes=True) as taken:
+        for _ in range(steps):
+            with torch.profiler.record_function("step"):
+                engine.step()
+        synchronize(subject.device)
+    return taken
+
+
+def write(taken: Any, directory: Path, *, on_gpu: bool) -> list[Path]:
+    """The trace and the tables."""
+    directory.mkdir(parents=True, exist_ok=True)
+    averages = taken.key_averages()
+    tables = {"cpu.txt": averages.table(sort_by="self_cpu_time_total", row_limit=NUM_ROWS)}
+    if on_gpu:
+        tables["kernels.txt"] = averages.table(sort_by="self_device_time_total", row_limit=NUM_ROWS)
+    for name, table in tables.items():
+        (directory / name).write_text(table, encoding="utf-8")
+    taken.export_chrome_trace(str(directory / "trace.json"))
+    return [directory / "trace.json", *(directory / name for name in tables)]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Build an engine, fill it, profile it, write the files."""
+    parser = argparse.ArgumentParser(description="Profile the steps of an engine.")
+    parser.add_argument("--model", help="default: the default model")
+    parser.add_argument("--model-config", type=Path, help="random weights of the shape in DIR/config.json")
+    parser.add_argument("--tiny", action="store_true", help="random weights of a tiny model")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--prompt-len", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--prefill", action="store_true", help="profile the prompts too")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--out", type=Path, default=Path("profile"), help="directory (default: profile)")
+    args = parser.parse_args(argv)
+    knobs = {"model": args.model, "device": args.device, "dtype": args.dtype, "max_batch_size": args.batch}
+    subject = open_subject(knobs, model_config=args.model_config, is_tiny=args.tiny)
+    engine = subject.engine()
+    warm_up(engine, subject)
+    fill(engine, subject, args)
+    if not args.prefill:
+        run_prompts(engine, args.batch)
+    taken = take_profile(engine, subject, args.steps)
+    for path in write(taken, args.out, on_gpu=subject.device.type == "cuda"):
+        print(path)
+    print((args.out / ("kernels.txt" if subject.device.type == "cuda" else "cpu.txt")).read_text("utf-8"))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
