@@ -51,7 +51,7 @@ def run_virtual(workload: Workload, cost: StepCost | None = None, **knobs: Any) 
     def wait(seconds: float) -> None:
         runner.now += seconds + 1e-9  # past the arrival, whatever the rounding
 
-    result = drive(engine, workload, clock=lambda: runner.now, wait=wait)
+    result = drive(engine, workload, clock=lambda: runner.now, wait=wait, sample_every=1)
     for trace in result.traces:
         trace.queue_s = _queue_s(trace, runner)
     return result

@@ -55,6 +55,13 @@ def test_a_run_has_every_token_and_its_time(subject: Subject) -> None:
     assert result.seconds >= max(trace.chunks[-1] for trace in result.traces)
 
 
+def test_the_engine_is_seldom_asked_how_full_it_is(subject: Subject) -> None:
+    """Asking costs time, which would be part of what is measured."""
+    result = drive(subject.engine(), batch(1, 4, 40, subject.vocab_size, seed=0))
+    assert len(result.step_s) == 40
+    assert len(result.running) == len(result.kv_use) == 3  # after steps 1, 17 and 33
+
+
 def test_a_session_goes_on_from_its_answer(subject: Subject) -> None:
     turns = (Turn(ids=(11, 12, 13), max_tokens=4), Turn(ids=(14,), max_tokens=2))
     workload = Workload(
