@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from infer.kernels.attention import attend_naive
+from infer.layers.attention import StepContext
 from infer.models.model import Model
 
 
@@ -37,7 +38,7 @@ class ListCache:
         self.keys[layer], self.values[layer] = k_TGH, v_TGH
 
 
-class ListStep:
+class ListStep(StepContext):
     """A step that gives `lengths[i]` tokens to `caches[i]`."""
 
     def __init__(self, caches: Sequence[ListCache], lengths: Sequence[int]) -> None:

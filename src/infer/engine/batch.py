@@ -28,6 +28,7 @@ from infer.engine.plan import Chunk, StepPlan
 from infer.engine.sequence import Sequence as TokenSequence
 from infer.kernels.attention import attend_naive, attend_sdpa
 from infer.kernels.paged_attention import attend_paged
+from infer.layers.attention import StepContext
 
 MIN_GROUP_LEN = 64  # below this length padding is cheaper than another call
 
@@ -136,7 +137,7 @@ def _group_by_length(short: list[tuple[int, int, np.ndarray]], device: torch.dev
     return made
 
 
-class PagedStep:
+class PagedStep(StepContext):
     """A `StepContext` over the paged store: write K and V to their slots, attend through the tables."""
 
     def __init__(self, batch: StepBatch, store: KVStore, *, use_reference: bool) -> None:

@@ -32,6 +32,7 @@ from infer.engine.sequence import Sequence as TokenSequence
 from infer.kernels.cpu import operations
 from infer.kernels.cpu.library import Library
 from infer.kernels.cpu.program import Program, Recorder
+from infer.layers.attention import StepContext
 from infer.models.model import Model
 
 
@@ -77,7 +78,7 @@ class StepInputs:
         return last_rows
 
 
-class CpuStep:
+class CpuStep(StepContext):
     """A `StepContext` whose attention reads the paged store where it lies."""
 
     def __init__(
@@ -90,11 +91,16 @@ class CpuStep:
         num_rows: int,
     ) -> None:
         self._library, self._store, self._block_size = library, store, block_size
-        self.positions = torch.from_numpy(inputs.positions)[:num_rows]
+        self._positions_T = torch.from_numpy(inputs.positions)[:num_rows]
         self.tokens_T = torch.from_numpy(inputs.tokens)[:num_rows]
         self._slots_T = torch.from_numpy(inputs.slots)[:num_rows]
         self._items_I4 = torch.from_numpy(inputs.items)[: inputs.num_items]
         self._table_RB = torch.from_numpy(rows.table)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Where each token stands in its own sequence."""
+        return self._positions_T
 
     def attend(
         self,

@@ -26,8 +26,8 @@ from __future__ import annotations
 import torch
 
 from infer.kernels.dispatch import jit, next_power_of_two, tl, use_triton
-from infer.kernels.rms_norm import rms_norm_reference
-from infer.kernels.rope import rope_reference
+from infer.kernels.rms_norm import rms_norm, rms_norm_reference
+from infer.kernels.rope import rope, rope_reference
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -48,7 +48,7 @@ def norm_rope_write_reference(
     values_PGH: torch.Tensor | None = None,
     slots_T: torch.Tensor | None = None,
 ) -> Heads:
-    """The specification: what the kernel must equal, and what runs on the CPU."""
+    """The specification: what the kernel must equal."""
     q_TNH, k_TGH, v_TGH = split_heads(qkv_TX, num_heads, num_kv_heads)
     q, k = q_TNH, k_TGH
     if q_weight_H is not None and k_weight_H is not None:
@@ -57,10 +57,22 @@ def norm_rope_write_reference(
     q, k = rope_reference(q, k, cos_PR, sin_PR, positions_T)
     if keys_PGH is None or values_PGH is None or slots_T is None:
         return q.contiguous(), k.contiguous(), v_TGH
-    is_real = slots_T >= 0
-    keys_PGH[slots_T[is_real].long()] = k[is_real]
-    values_PGH[slots_T[is_real].long()] = v_TGH[is_real]
+    write_slots(k, v_TGH, keys_PGH, values_PGH, slots_T)
     return q.contiguous(), k_TGH, v_TGH
+
+
+def write_slots(
+    k_TGH: torch.Tensor,
+    v_TGH: torch.Tensor,
+    keys_PGH: torch.Tensor,
+    values_PGH: torch.Tensor,
+    slots_T: torch.Tensor,
+) -> None:
+    """Put keys and values where the slots say; -1: nowhere."""
+    is_real_T = slots_T >= 0
+    slots = slots_T[is_real_T].long()
+    keys_PGH[slots] = k_TGH[is_real_T]
+    values_PGH[slots] = v_TGH[is_real_T]
 
 
 def split_heads(qkv_TX: torch.Tensor, num_heads: int, num_kv_heads: int) -> Heads:
@@ -171,11 +183,14 @@ def norm_rope_write(
         "a cache has keys, values and slots"
     )
     if not use_triton(qkv_TX):
-        return norm_rope_write_reference(
-            qkv_TX, q_weight_H, k_weight_H, cos_PR, sin_PR, positions_T,
-            num_heads=num_heads, num_kv_heads=num_kv_heads, eps=eps, offset=offset,
-            keys_PGH=keys_PGH, values_PGH=values_PGH, slots_T=slots_T,
-        )  # fmt: skip
+        q_TNH, k_TGH, v_TGH = split_heads(qkv_TX, num_heads, num_kv_heads)
+        if q_weight_H is not None and k_weight_H is not None:
+            q_TNH = rms_norm(q_TNH, q_weight_H, eps=eps, offset=offset)
+            k_TGH = rms_norm(k_TGH, k_weight_H, eps=eps, offset=offset)
+        q_TNH, k_TGH = rope(q_TNH, k_TGH, cos_PR, sin_PR, positions_T)
+        if keys_PGH is not None and values_PGH is not None and slots_T is not None:
+            write_slots(k_TGH, v_TGH, keys_PGH, values_PGH, slots_T)
+        return q_TNH.contiguous(), k_TGH.contiguous(), v_TGH
     T, N, G = qkv_TX.shape[0], num_heads, num_kv_heads
     H = qkv_TX.shape[1] // (N + 2 * G)
     _, k_TGH, v_TGH = split_heads(qkv_TX, N, G)

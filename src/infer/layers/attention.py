@@ -6,14 +6,25 @@ Whoever runs the model decides what that means: write K and V into the cache, re
 token may see, compute attention. The model never learns where the cache lives or how long a
 sequence is; a parity test can pass a six-line `StepContext` that attends over the batch itself.
 
+A context whose cache is a table of slots can say so (`slots`): norm, rotation and the write to the cache
+are then one pass over the fused projection, and `attend` finds keys and values already there.
+
 Shapes:  T tokens of all sequences laid end to end, N query heads, G kv heads, H head size.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+
+
+class CacheSlots(NamedTuple):
+    """Where the keys and values of a step's tokens go, in one layer."""
+
+    keys_PGH: torch.Tensor
+    values_PGH: torch.Tensor
+    slots_T: torch.Tensor  # -1: a padding token, written nowhere
 
 
 class StepContext(Protocol):
@@ -23,6 +34,10 @@ class StepContext(Protocol):
     def positions(self) -> torch.Tensor:
         """Where each of the T tokens stands in its own sequence, from 0; int64."""
         ...
+
+    def slots(self, layer: int) -> CacheSlots | None:
+        """Where the model itself puts keys and values before it calls `attend`; None: `attend` sees to it."""
+        return None
 
     def attend(
         self,

@@ -22,6 +22,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from infer.kernels.dispatch import use_triton
+from infer.kernels.gated_activation import gated_activation
+from infer.kernels.linear_small import norm_gated_linear, norm_linear
+from infer.layers.norm import AddNorm
 from infer.quant.dense import DENSE
 from infer.quant.scheme import Scheme
 
@@ -51,6 +55,26 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply the last dimension of `x`."""
         return self.scheme.multiply(x, self.weight, self.bias)
+
+    def after(
+        self, norm: AddNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Multiply the normalised sum of `x_TD` and the residual stream; returns that and the sum."""
+        if self.scheme is DENSE and use_triton(x_TD):  # one kernel where there are few tokens
+            return norm_linear(x_TD, residual_TD, norm.weight, norm.eps, norm.offset, self.weight, self.bias)
+        normed_TD, residual_TD = norm(x_TD, residual_TD)
+        return self(normed_TD), residual_TD
+
+    def gated_after(
+        self, norm: AddNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, activation: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for a matrix of two parts, gate and up: the first result is act(gate) * up."""
+        if self.scheme is DENSE and self.bias is None and use_triton(x_TD):
+            return norm_gated_linear(
+                x_TD, residual_TD, norm.weight, norm.eps, norm.offset, self.weight, activation
+            )
+        y_TF, residual_TD = self.after(norm, x_TD, residual_TD)
+        return gated_activation(y_TF, activation=activation), residual_TD
 
     def split(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Cut an output of this layer into its parts: views, no copy."""

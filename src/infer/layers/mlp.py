@@ -13,6 +13,7 @@ from torch import nn
 
 from infer.kernels.gated_activation import activate, gated_activation
 from infer.layers.linear import Linear
+from infer.layers.norm import AddNorm
 
 
 class GatedMLP(nn.Module):
@@ -33,6 +34,13 @@ class GatedMLP(nn.Module):
         """Return [T, D]."""
         y_TD: torch.Tensor = self.down(gated_activation(self.gate_up(x_TD), activation=self.activation))
         return y_TD
+
+    def after(
+        self, norm: AddNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the normalised sum of `x_TD` and the residual stream; returns [T, D] and the sum."""
+        gated_TF, residual_TD = self.gate_up.gated_after(norm, x_TD, residual_TD, self.activation)
+        return self.down(gated_TF), residual_TD
 
 
 class MLP(nn.Module):

@@ -15,6 +15,8 @@ from typing import Protocol
 
 import torch
 
+from infer.layers.attention import StepContext
+
 
 class Attend(Protocol):
     """One of the functions of kernels/attention.py."""
@@ -33,7 +35,7 @@ class Attend(Protocol):
         ...
 
 
-class WholeSequence:
+class WholeSequence(StepContext):
     """One sequence from its first token, chunk after chunk."""
 
     def __init__(self, attend: Attend, device: torch.device) -> None:

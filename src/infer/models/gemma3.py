@@ -29,7 +29,6 @@ from torch import nn
 
 from infer.errors import CheckpointError, ConfigError
 from infer.layers.attention import StepContext
-from infer.layers.linear import Linear
 from infer.layers.mlp import GatedMLP
 from infer.layers.norm import AddNorm, RMSNorm
 from infer.layers.rotary import Rotary
@@ -44,6 +43,7 @@ from infer.models.raw_config import (
     read_window,
     read_windows,
 )
+from infer.models.self_attention import SelfAttention
 from infer.models.weight_map import IGNORED, Shard, Target, WeightMap
 
 
@@ -129,38 +129,6 @@ def _read_rope(raw: RawConfig, context_len: int) -> tuple[float, float, RopeScal
     )
 
 
-class Attention(nn.Module):
-    """Grouped-query attention with normalised heads; local layers see a window, global ones everything."""
-
-    def __init__(self, config: ModelConfig, layer: int, rotary: Rotary) -> None:
-        super().__init__()
-        self.layer = layer
-        self.head_dim = config.head_dim
-        self.scale = config.scale
-        self.window = config.window(layer)
-        q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.qkv = Linear(
-            config.hidden_size,
-            q_rows + 2 * kv_rows,
-            bias=config.qkv_bias,
-            parts={"q": q_rows, "k": kv_rows, "v": kv_rows},
-        )
-        self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps, offset=1.0)
-        self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps, offset=1.0)
-        self.rotary = rotary
-        self.out = Linear(q_rows, config.hidden_size, bias=config.attention_out_bias)
-
-    def forward(self, x_TD: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """Let each token look at its sequence up to itself."""
-        q_TNH, k_TGH, v_TGH = (
-            part.view(len(part), -1, self.head_dim) for part in self.qkv.split(self.qkv(x_TD))
-        )
-        q_TNH, k_TGH = self.rotary(step.positions, self.q_norm(q_TNH), self.k_norm(k_TGH))
-        seen_TNH = step.attend(self.layer, q_TNH, k_TGH, v_TGH, scale=self.scale, window=self.window)
-        y_TD: torch.Tensor = self.out(seen_TNH.flatten(-2))
-        return y_TD
-
-
 class Block(nn.Module):
     """Attention, then the MLP, each between two norms; the sum is fused with the norm that follows it."""
 
@@ -168,7 +136,7 @@ class Block(nn.Module):
         super().__init__()
         size, eps = config.hidden_size, config.norm_eps
         self.attention_norm = AddNorm(size, eps=eps, offset=1.0)
-        self.attention = Attention(config, layer, rotary)
+        self.attention = SelfAttention(config, layer, rotary, norm_offset=1.0)
         self.post_attention_norm = RMSNorm(size, eps=eps, offset=1.0)
         self.mlp_norm = AddNorm(size, eps=eps, offset=1.0)
         self.mlp = GatedMLP(size, config.intermediate_size, activation=config.activation, bias=False)
@@ -178,10 +146,10 @@ class Block(nn.Module):
         self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, step: StepContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the second half's output and the stream it is still to be added to."""
-        x_TD, residual_TD = self.attention_norm(x_TD, residual_TD)
-        x_TD = self.post_attention_norm(self.attention(x_TD, step))
-        x_TD, residual_TD = self.mlp_norm(x_TD, residual_TD)
-        return self.post_mlp_norm(self.mlp(x_TD)), residual_TD
+        qkv_TX, residual_TD = self.attention.qkv.after(self.attention_norm, x_TD, residual_TD)
+        x_TD = self.post_attention_norm(self.attention(qkv_TX, step))
+        x_TD, residual_TD = self.mlp.after(self.mlp_norm, x_TD, residual_TD)
+        return self.post_mlp_norm(x_TD), residual_TD
 
 
 class Gemma3(Model):

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from infer.errors import CheckpointError
+from infer.kernels.heads import write_slots
 from infer.layers.attention import StepContext
 from infer.layers.embedding import Embedding
 from infer.layers.linear import Linear
@@ -85,6 +86,9 @@ class Attention(nn.Module):
         q_TNH, k_TNH, v_TNH = (
             part.view(len(part), -1, self.head_dim) for part in self.qkv.split(self.qkv(x_TD))
         )
+        cache = step.slots(self.layer)
+        if cache is not None:
+            write_slots(k_TNH, v_TNH, *cache)
         seen_TNH = step.attend(self.layer, q_TNH, k_TNH, v_TNH, scale=self.scale, window=None)
         y_TD: torch.Tensor = self.out(seen_TNH.flatten(-2))
         return y_TD

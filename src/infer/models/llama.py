@@ -4,7 +4,7 @@
               └──────────────────────────────────────┘ └───────────────────────────┘
 
 What the family agrees on: pre-norm, RMSNorm, rotary positions, grouped-query attention, gated MLP.
-What they differ in is three facts of ModelConfig, each read exactly once, in `Attention`:
+What they differ in is three facts of ModelConfig, each read exactly once, in self_attention.py:
 
     qkv_bias         Qwen 2.5
     qk_norm          Qwen 3      (normalise each head before rotating it)
@@ -13,8 +13,9 @@ What they differ in is three facts of ModelConfig, each read exactly once, in `A
 (`attention_out_bias` and `mlp_bias` are options of Llama's own config that few checkpoints use.)
 A model that needs a fourth switch gets its own file (gemma3.py, gpt2.py).
 
-Each (+) above is fused with the norm that follows it, so a layer takes and returns two tensors: the
-output of the last block, `x`, and the stream it is still to be added to, `residual` (layers/norm.py).
+Each (+) above is fused with the norm and the projection that follow it, so a layer takes and returns two
+tensors: the output of the last block, `x`, and the stream it is still to be added to, `residual`
+(layers/norm.py).
 
 Shapes:  T tokens of all sequences laid end to end, D hidden, N query heads, G kv heads, H head size.
 """
@@ -28,13 +29,13 @@ import torch
 from torch import nn
 
 from infer.layers.attention import StepContext
-from infer.layers.linear import Linear
 from infer.layers.mlp import GatedMLP
-from infer.layers.norm import AddNorm, RMSNorm
+from infer.layers.norm import AddNorm
 from infer.layers.rotary import Rotary
 from infer.models.config import ModelConfig
 from infer.models.model import Model, make_rotary
 from infer.models.raw_config import MAX_LAYERS, RawConfig, read_head_dim, read_heads, read_rope, read_windows
+from infer.models.self_attention import SelfAttention
 from infer.models.weight_map import IGNORED, Shard, Target, WeightMap
 
 
@@ -97,45 +98,13 @@ def read_shared_config(
     )
 
 
-class Attention(nn.Module):
-    """Grouped-query attention with rotary positions; G kv heads serve N query heads."""
-
-    def __init__(self, config: ModelConfig, layer: int, rotary: Rotary) -> None:
-        super().__init__()
-        self.layer = layer
-        self.head_dim = config.head_dim
-        self.scale = config.scale
-        self.window = config.window(layer)
-        q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.qkv = Linear(
-            config.hidden_size,
-            q_rows + 2 * kv_rows,
-            bias=config.qkv_bias,
-            parts={"q": q_rows, "k": kv_rows, "v": kv_rows},
-        )
-        self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
-        self.rotary = rotary
-        self.out = Linear(q_rows, config.hidden_size, bias=config.attention_out_bias)
-
-    def forward(self, x_TD: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """Let each token look at its sequence up to itself."""
-        q_TNH, k_TGH, v_TGH = (
-            part.view(len(part), -1, self.head_dim) for part in self.qkv.split(self.qkv(x_TD))
-        )
-        q_TNH, k_TGH = self.rotary(step.positions, self.q_norm(q_TNH), self.k_norm(k_TGH))
-        seen_TNH = step.attend(self.layer, q_TNH, k_TGH, v_TGH, scale=self.scale, window=self.window)
-        y_TD: torch.Tensor = self.out(seen_TNH.flatten(-2))
-        return y_TD
-
-
 class Block(nn.Module):
     """Attention, then the MLP, each after a norm and each added to the residual stream."""
 
     def __init__(self, config: ModelConfig, layer: int, rotary: Rotary) -> None:
         super().__init__()
         self.attention_norm = AddNorm(config.hidden_size, eps=config.norm_eps)
-        self.attention = Attention(config, layer, rotary)
+        self.attention = SelfAttention(config, layer, rotary)
         self.mlp_norm = AddNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = GatedMLP(
             config.hidden_size, config.intermediate_size, activation=config.activation, bias=config.mlp_bias
@@ -145,9 +114,8 @@ class Block(nn.Module):
         self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, step: StepContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the MLP's output and the stream it is still to be added to."""
-        x_TD, residual_TD = self.attention_norm(x_TD, residual_TD)
-        x_TD, residual_TD = self.mlp_norm(self.attention(x_TD, step), residual_TD)
-        return self.mlp(x_TD), residual_TD
+        qkv_TX, residual_TD = self.attention.qkv.after(self.attention_norm, x_TD, residual_TD)
+        return self.mlp.after(self.mlp_norm, self.attention(qkv_TX, step), residual_TD)
 
 
 class Llama(Model):

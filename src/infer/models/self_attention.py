@@ -1,0 +1,73 @@
+"""Self-attention as every family with rotary positions has it.
+
+    x ──► qkv ──► norm and rotate the heads, fill the cache ──► attend ──► out
+
+The first projection is the caller's: it is fused with the norm before it (layers/linear.py, `after`). The
+second box is one pass over its result (kernels/heads.py).
+
+Shapes:  T tokens of all sequences laid end to end, D hidden, N query heads, G kv heads, H head size,
+X = (N + 2 G) H.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from infer.kernels.heads import norm_rope_write
+from infer.layers.attention import StepContext
+from infer.layers.linear import Linear
+from infer.layers.norm import RMSNorm
+from infer.layers.rotary import Rotary
+from infer.models.config import ModelConfig
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention with rotary positions; G kv heads serve N query heads.
+
+    `norm_offset` is 1 where the weights of a QK-norm are stored centred on zero (Gemma).
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, rotary: Rotary, *, norm_offset: float = 0.0) -> None:
+        super().__init__()
+        self.layer = layer
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.scale = config.scale
+        self.window = config.window(layer)
+        self.eps, self.norm_offset = config.norm_eps, norm_offset
+        q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.qkv = Linear(
+            config.hidden_size,
+            q_rows + 2 * kv_rows,
+            bias=config.qkv_bias,
+            parts={"q": q_rows, "k": kv_rows, "v": kv_rows},
+        )
+        self.q_norm = self._head_norm(config) if config.qk_norm else None
+        self.k_norm = self._head_norm(config) if config.qk_norm else None
+        self.rotary = rotary
+        self.out = Linear(q_rows, config.hidden_size, bias=config.attention_out_bias)
+
+    def _head_norm(self, config: ModelConfig) -> RMSNorm:
+        return RMSNorm(config.head_dim, eps=self.eps, offset=self.norm_offset)
+
+    def forward(self, qkv_TX: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """From the projected queries, keys and values to [T, D]: let each token look at its past."""
+        keys_PGH, values_PGH, slots_T = step.slots(self.layer) or (None, None, None)
+        q_TNH, k_TGH, v_TGH = norm_rope_write(
+            qkv_TX,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            self.rotary.cos_PR,
+            self.rotary.sin_PR,
+            step.positions,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            eps=self.eps,
+            offset=self.norm_offset,
+            keys_PGH=keys_PGH,
+            values_PGH=values_PGH,
+            slots_T=slots_T,
+        )
+        seen_TNH = step.attend(self.layer, q_TNH, k_TGH, v_TGH, scale=self.scale, window=self.window)
+        y_TD: torch.Tensor = self.out(seen_TNH.flatten(-2))
+        return y_TD
