@@ -27,7 +27,7 @@ from infer.bench.floors import (
 )
 from infer.bench.metrics import percentile
 from infer.bench.report import Report, Row, make_report, make_row, skip_row
-from infer.bench.subject import Subject
+from infer.bench.subject import PACKED_BYTES, Subject
 from infer.bench.workloads import DEFAULT_VOCAB, FIRST_ID, Arrival, Session, Turn, Workload, make_workload
 from infer.engine.engine import Engine
 
@@ -204,6 +204,11 @@ def _report(
             f"ceilings measured in this run: copy {ceilings.copy_bytes_per_s / 1e9:.1f} GB/s, "
             f"matmul {ceilings.matmul_flops_per_s / 1e12:.3g} TFLOP/s"
         )
+        if subject.loaded.weights in PACKED_BYTES:
+            notes.append(
+                f"the weights are {subject.loaded.weights} and multiplied as integers, the matmul rate is of "
+                f"{subject.loaded.dtype}: a prompt may be faster than its floor"
+            )
     return make_report(
         kind,
         rows,

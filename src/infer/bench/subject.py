@@ -39,6 +39,10 @@ TINY = {
 }
 
 
+# Bytes per weight of packed matrices, the scales of their groups included.
+PACKED_BYTES = {"int8": 8.5 / 8, "int4": 4.5 / 8}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
     """A loaded model and the knobs it was asked for with."""
@@ -62,15 +66,19 @@ class Subject:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all parameters, tied ones once."""
-        return sum(
+        """Bytes of all weights, tied ones once; packed matrices are no parameters and come by their size."""
+        plain = sum(
             parameter.numel() * parameter.element_size() for parameter in self.loaded.model.parameters()
         )
+        shape = self.shape()
+        packed = shape.layer_params + shape.head_params if self.loaded.weights in PACKED_BYTES else 0
+        return plain + int(packed * shape.weight_bytes)
 
     def shape(self) -> Shape:
         """For floors."""
         num_bytes = float(self.loaded.dtype.itemsize)
-        return shape_of(self.loaded.config, weight_bytes=num_bytes, kv_bytes=num_bytes)
+        weight_bytes = PACKED_BYTES.get(self.loaded.weights, num_bytes)
+        return shape_of(self.loaded.config, weight_bytes=weight_bytes, kv_bytes=num_bytes)
 
     def facts(self) -> dict[str, Any]:
         """What a report says about the model."""
@@ -79,6 +87,7 @@ class Subject:
             "name": self.loaded.name,
             "dtype": str(self.loaded.dtype).removeprefix("torch."),
             "device": self.loaded.device.type,
+            "weights": self.loaded.weights,
             "family": config.family,
             "num_layers": config.num_layers,
             "hidden_size": config.hidden_size,

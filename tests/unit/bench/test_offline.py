@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -163,6 +164,16 @@ def test_the_floor_of_a_published_shape() -> None:
     assert (shape.layer_params + shape.head_params) * 2 == pytest.approx(1.192e9, rel=1e-3)
     h200 = Ceilings(copy_bytes_per_s=4.3e12, matmul_flops_per_s=790e12)
     assert 1 / decode_floor(shape, h200, batch=1, context=128) == pytest.approx(3564, rel=1e-3)
+
+
+def test_packed_weights_are_counted_by_their_size(subject: Subject) -> None:
+    packed = dataclasses.replace(subject, loaded=dataclasses.replace(subject.loaded, weights="int8"))
+    assert subject.shape().weight_bytes == 4
+    assert packed.shape().weight_bytes == 8.5 / 8
+    assert packed.shape().kv_bytes == 4
+    shape = packed.shape()
+    more = packed.weight_bytes - subject.weight_bytes
+    assert more == int((shape.layer_params + shape.head_params) * 8.5 / 8)
 
 
 def test_ceilings_are_measured(subject: Subject) -> None:
