@@ -69,7 +69,7 @@ def test_two_models_of_ours_are_compared_in_every_module() -> None:
 
     assert report.first_difference is not None
     assert report.first_difference.name == "layers.1.attention.out"
-    assert "layers.1.mlp" in [row.name for row in report.rows]
+    assert "layers.1.mlp.down" in [row.name for row in report.rows]
 
 
 def test_nan_is_a_difference() -> None:
