@@ -72,7 +72,8 @@ TOGGLES = (
         helps_figure="itl_p99_s",
         hurts_on="prefill_8x4096",
         hurts_figure="ttft_p50_s",
-        why="a long prompt is computed in pieces, and whoever decodes gets a token between two pieces",
+        # Pieces alone do not shorten a step: under the default budget several prompts' pieces share one.
+        why="prompts come in pieces and a step holds 256 tokens in all, so whoever decodes waits for less",
         why_not="nobody decodes meanwhile, and every piece pays for a step of its own",
     ),
     Toggle(
