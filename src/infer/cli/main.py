@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Sequence
 
 from infer import __version__
-from infer.cli import bench, chat, fetch, flags, generate, plan, replay, serve, simulate
+from infer.cli import bench, chat, doctor, fetch, flags, generate, plan, replay, serve, simulate
 from infer.errors import InferError
 from infer.log import setup_logging
 
@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in (serve, generate, chat, fetch, plan, simulate, replay, bench):
+    for command in (serve, generate, chat, fetch, plan, doctor, simulate, replay, bench):
         command.add_parser(commands)
     return parser
 

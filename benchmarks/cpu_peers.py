@@ -1,0 +1,255 @@
+"""The default model on this CPU: our engine beside its peers, in the same run.
+
+    python benchmarks/cpu_peers.py --threads 1 --out benchmarks/reports/cpu.json
+    python benchmarks/cpu_peers.py --peer-python path/to/python      an environment with llama-cpp-python
+
+Every engine is a process of its own, and the engines take turns: one round of all of them, then the
+next, so that whatever else the machine does meets them all. The figure is the median of the rounds.
+
+    decode 1     tokens per second of one sequence, after a prompt of 16 tokens
+    decode 8     of eight sequences together
+    prefill      tokens per second of a prompt of 512
+
+Each is given by the clock and per second of processor time (of all threads of the process together).
+On a machine that others use as well only the second one compares; read the first with the load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import facts
+
+DECODE_TOKENS, PROMPT, PREFILL = 48, 16, 512
+OURS = ("ours int8", "ours int4", "ours fp32")
+PEERS = ("transformers fp32", "llama.cpp Q8_0", "llama.cpp Q4_0")
+
+
+def timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds by the clock and of processor time."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def rates(num_tokens: int, seconds: tuple[float, float]) -> dict[str, float]:
+    """Tokens per second by both clocks."""
+    return {"per_s": round(num_tokens / seconds[0], 1), "per_cpu_s": round(num_tokens / seconds[1], 1)}
+
+
+def measure_ours(weights: str, threads: int) -> dict[str, Any]:
+    """The engine as `LLM` runs it: scheduler, sampling and all."""
+    from infer import LLM, SamplingParams
+
+    llm = LLM(
+        cpu_weights=weights, device="cpu", num_threads=threads, max_seq_len=1024, use_prefix_caching=False
+    )
+
+    def generate(rows: int, length: int, max_tokens: int) -> None:
+        prompts = [[1000 + row + at for at in range(length)] for row in range(rows)]
+        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
+
+    def decode(rows: int) -> dict[str, float]:
+        first = timed(lambda: generate(rows, PROMPT, 1))
+        whole = timed(lambda: generate(rows, PROMPT, DECODE_TOKENS + 1))
+        return rates(rows * DECODE_TOKENS, (whole[0] - first[0], whole[1] - first[1]))
+
+    generate(8, PROMPT, 4)
+    return {
+        "decode 1": decode(1),
+        "decode 8": decode(8),
+        "prefill": rates(PREFILL, timed(lambda: generate(1, PREFILL, 1))),
+    }
+
+
+def measure_transformers(path: Path, threads: int) -> dict[str, Any]:
+    """Greedy decoding with its own cache, float32; random weights of the right shape cost the same."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from infer.loader.gguf import read_gguf
+    from infer.loader.gguf_config import hf_config_from_gguf
+
+    torch.set_num_threads(threads)
+    shape = hf_config_from_gguf(read_gguf(path))
+    config = AutoConfig.for_model(shape.pop("model_type", "llama"), **shape)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+    def generate(rows: int, length: int, max_tokens: int) -> None:
+        ids = torch.arange(1000, 1000 + length).repeat(rows, 1)
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            min_new_tokens=max_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+
+    def decode(rows: int) -> dict[str, float]:
+        first = timed(lambda: generate(rows, PROMPT, 1))
+        whole = timed(lambda: generate(rows, PROMPT, DECODE_TOKENS + 1))
+        return rates(rows * DECODE_TOKENS, (whole[0] - first[0], whole[1] - first[1]))
+
+    generate(1, PROMPT, 2)
+    return {
+        "decode 1": decode(1),
+        "decode 8": decode(8),
+        "prefill": rates(PREFILL, timed(lambda: generate(1, PREFILL, 1))),
+    }
+
+
+def measure_llama(path: Path, threads: int) -> dict[str, Any]:
+    """llama.cpp through its C API: a batch of tokens per call, nothing sampled."""
+    import llama_cpp
+
+    llama_cpp.llama_backend_init()
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = 8 * 1024, 512, 512, 8
+    params.n_threads = params.n_threads_batch = threads
+    context = llama_cpp.llama_init_from_model(model, params)
+    memory = llama_cpp.llama_get_memory(context)
+    batch = llama_cpp.llama_batch_init(512, 0, 8)
+
+    def run(entries: list[tuple[int, int, int, bool]]) -> None:
+        batch.n_tokens = len(entries)
+        for i, (token, position, sequence, wants_logits) in enumerate(entries):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, position, 1
+            batch.seq_id[i][0], batch.logits[i] = sequence, wants_logits
+        assert llama_cpp.llama_decode(context, batch) == 0
+        llama_cpp.llama_synchronize(context)
+
+    def prefill(rows: int, length: int) -> None:
+        llama_cpp.llama_memory_clear(memory, True)
+        for row in range(rows):
+            run([(1000 + at, at, row, at == length - 1) for at in range(length)])
+
+    def decode(rows: int) -> dict[str, float]:
+        prefill(rows, PROMPT)
+
+        def steps() -> None:
+            for at in range(PROMPT, PROMPT + DECODE_TOKENS):
+                run([(1000 + at, at, row, True) for row in range(rows)])
+
+        return rates(rows * DECODE_TOKENS, timed(steps))
+
+    prefill(1, PREFILL)
+    return {
+        "decode 1": decode(1),
+        "decode 8": decode(8),
+        "prefill": rates(PREFILL, timed(lambda: prefill(1, PREFILL))),
+    }
+
+
+def quantize_for_llama(source: Path, target: Path, name: str) -> None:
+    """The default model's file in another of llama.cpp's formats: the speed is what matters here."""
+    import llama_cpp
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = {"Q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0}[
+        name
+    ]
+    params.allow_requantize = True
+    assert llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), params) == 0
+
+
+def measure(engine: str, path: Path, threads: int) -> dict[str, Any]:
+    """One engine in this process."""
+    family, _, kind = engine.partition(" ")
+    if family == "ours":
+        return measure_ours(kind, threads)
+    if family == "transformers":
+        return measure_transformers(path, threads)
+    return measure_llama(path, threads)
+
+
+def run_elsewhere(python: str, engine: str, path: Path, threads: int) -> dict[str, Any] | None:
+    """One engine in a process of its own; None where it cannot run."""
+    command = [python, __file__, "--measure", engine, "--file", str(path), "--threads", str(threads)]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    if python != sys.executable:  # another environment: only this repository's own modules
+        environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode != 0:
+        print(f"{engine}: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
+        return None
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def median_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Figure by figure."""
+    return {
+        what: {clock: statistics.median(r[what][clock] for r in rounds) for clock in ("per_s", "per_cpu_s")}
+        for what in rounds[0]
+    }
+
+
+def main() -> None:
+    """Take turns, then print the medians."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peer-python", default=sys.executable)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    parser.add_argument("--quantize", help=argparse.SUPPRESS)
+    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        print(json.dumps(measure(args.measure, args.file, args.threads)))
+        return
+    if args.quantize:
+        quantize_for_llama(args.file, Path(args.quantize.partition(":")[2]), args.quantize.partition(":")[0])
+        return
+
+    from infer.loader.default_model import default_model_file
+
+    source = default_model_file()
+    results: dict[str, list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        files = dict.fromkeys((*OURS, *PEERS), source)
+        for name in ("Q8_0", "Q4_0"):
+            target = files[f"llama.cpp {name}"] = Path(directory) / f"{name}.gguf"
+            subprocess.run(
+                [args.peer_python, __file__, "--quantize", f"{name}:{target}", "--file", str(source)],
+                capture_output=True,
+                env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+            )
+        for _ in range(args.rounds):
+            for engine, path in files.items():
+                python = args.peer_python if engine.startswith("llama") else sys.executable
+                if (found := run_elsewhere(python, engine, path, args.threads)) is not None:
+                    results.setdefault(engine, []).append(found)
+                    print(engine, found, flush=True)
+    report = {
+        "machine": facts(),
+        "threads": args.threads,
+        "rounds": args.rounds,
+        "load": [round(load, 1) for load in os.getloadavg()],
+        "engines": {engine: median_of(rounds) for engine, rounds in results.items()},
+    }
+    text = json.dumps(report, indent=2)
+    print(text)
+    if args.out:
+        args.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

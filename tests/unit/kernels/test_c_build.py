@@ -1,0 +1,147 @@
+"""Compiling the C kernels: once, safely, and never as a reason to fail."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from infer.kernels.cpu import build, library
+from infer.kernels.cpu.build import SOURCES, BuildError, build_library
+from infer.kernels.cpu.program import Arena
+
+needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C compiler")
+QUICK = ("-O0",)
+
+
+@needs_compiler
+def test_is_compiled_once(tmp_path: Path) -> None:
+    path = build_library(extra_flags=QUICK, directory=tmp_path)
+    before = path.stat().st_mtime_ns
+    assert build_library(extra_flags=QUICK, directory=tmp_path) == path
+    assert path.stat().st_mtime_ns == before and list(tmp_path.iterdir()) == [path]
+
+
+@needs_compiler
+def test_two_that_start_together_both_get_a_whole_library(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        made = list(threads.map(lambda _: build_library(extra_flags=QUICK, directory=tmp_path), range(2)))
+    assert made[0] == made[1] and list(tmp_path.iterdir()) == [made[0]]
+    ctypes.CDLL(str(made[0]))
+
+
+@needs_compiler
+def test_another_source_is_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = build._key("cc", QUICK)
+    copy = tmp_path / "csrc"
+    shutil.copytree(SOURCES, copy)
+    (copy / "pack.c").write_text((copy / "pack.c").read_text() + "\n/* changed */\n")
+    monkeypatch.setattr(build, "SOURCES", copy)
+    assert build._key("cc", QUICK) != first
+
+
+def test_no_compiler_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BuildError, match=r"^there is no C compiler \(cc, gcc or clang\)$"):
+        build_library(directory=tmp_path)
+
+
+def test_a_compiler_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "cc"
+    fake.write_text("#!/bin/sh\necho 'x.c:1: error: no such thing' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    with pytest.raises(BuildError, match="cc failed: x.c:1: error: no such thing") as caught:
+        build_library(directory=tmp_path / "made")
+    assert "\n" not in str(caught.value) and list((tmp_path / "made").iterdir()) == []
+
+
+def test_without_a_library_the_reason_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> Path:
+        raise BuildError("there is no C compiler")
+
+    monkeypatch.setattr(library, "build_library", fail)
+    monkeypatch.setattr(library, "_state", None)
+    assert library.library() is None and library.library() is None
+    assert [record.message for record in caplog.records] == [
+        "no C kernels, so the CPU is slower than it could be: there is no C compiler"
+    ]
+    assert library.why_not() == "there is no C compiler"
+
+
+def test_an_arena_gives_memory_out_again_when_its_last_view_is_gone() -> None:
+    arena = Arena()
+    first = arena.empty((4, 100), torch.float32)
+    view, address = first[1:3], first.data_ptr()
+    del first
+    second = arena.empty((4, 100), torch.float32)
+    assert second.data_ptr() != address
+    del view
+    assert arena.empty((4, 100), torch.float32).data_ptr() == address
+
+
+DRIVER = """
+import sys, torch
+from pathlib import Path
+from infer.kernels.cpu import operations
+from infer.kernels.cpu.library import Library
+from infer.quant.packed import PackedMatrix
+c = Library(Path(sys.argv[1]))
+c.set_threads(2)
+for bits in (8, 4):
+    for M, N, K in ((1, 17, 45), (19, 33, 64), (3, 16, 31)):
+        matrix = PackedMatrix(c, N, K, bits)
+        matrix.fill(torch.randn(N, K), 0)
+        y = matrix.multiply(torch.randn(M, K), torch.empty(0), torch.randn(N))
+        matrix.lookup(torch.tensor([0, N - 1, N]))
+        assert y.isfinite().all()
+operations.rms_norm(c, torch.randn(3, 45), torch.randn(45), 1e-5, 0.0)
+operations.gated_activation(c, torch.randn(3, 90), "silu")
+q, k = torch.randn(5, 4, 20), torch.randn(5, 2, 20)
+keys, values = torch.randn(64, 2, 20), torch.randn(64, 2, 20)
+table = torch.arange(4).view(1, 4)
+operations.heads(c, q, k, k, None, torch.randn(9, 10), torch.randn(9, 10), torch.arange(5),
+                 cache=(keys, values, torch.arange(5)))
+operations.attend(c, q, keys, values, table, torch.tensor([[0, 5, 0, 40]]),
+                  block_size=16, scale=1.0, window=9)
+c.set_threads(1)
+print("clean")
+"""
+
+
+@needs_compiler
+@pytest.mark.skipif(sys.platform != "linux", reason="preloads the sanitizer's library")
+@pytest.mark.parametrize(
+    "flags", [(), pytest.param(("-DINFER_PORTABLE",), marks=pytest.mark.slow)], ids=["native", "portable"]
+)
+def test_sanitizers_find_nothing(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """Odd shapes under AddressSanitizer and UndefinedBehaviorSanitizer, in a process of their own."""
+    compiler = build.find_compiler()
+    assert compiler is not None
+    answer = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True)
+    runtime = answer.stdout.strip()
+    if "/" not in runtime:
+        pytest.skip("the compiler has no AddressSanitizer")
+    sanitize = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", *flags)
+    path = build_library(extra_flags=sanitize, directory=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, str(path)],
+        env={
+            "LD_PRELOAD": runtime,
+            "ASAN_OPTIONS": "detect_leaks=0",
+            "PYTHONPATH": ":".join(sys.path),
+            "OMP_NUM_THREADS": "1",
+            "PATH": "/usr/bin:/bin",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and done.stdout == "clean\n", done.stderr[-2000:]
