@@ -101,6 +101,7 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
         "num_parameters": plan.num_parameters,
         "stored_bytes": plan.stored_bytes,
         "dtype": plan.dtype,
+        "weight_format": plan.weight_format,
         "machine": plan.machine.kind,
         "memory": plan.machine.memory,
         "runtime": plan.machine.runtime,
@@ -128,7 +129,7 @@ def to_text(plan: MemoryPlan, model: str | None) -> str:
     cache = plan.cache
     where = "a GPU" if plan.machine.kind == "gpu" else "this machine's CPU"
     rows = [
-        ("weights", plan.weights, f"{plan.num_parameters / 1e6:,.0f} M parameters in {plan.dtype}"),
+        ("weights", plan.weights, f"{plan.num_parameters / 1e6:,.0f} M parameters in {plan.weight_format}"),
         ("activations", plan.activations, "of the largest step"),
         (
             "KV cache",

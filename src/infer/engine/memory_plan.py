@@ -34,11 +34,13 @@ from infer.cache.memory import format_bytes as format_bytes
 from infer.config import EngineConfig, parse_bytes
 from infer.engine.build import layer_sizes, resolve_scheduler
 from infer.errors import ConfigError
-from infer.loader.dtype import DTYPES, choose_dtype, stored_dtype
+from infer.loader.cpu_weights import BITS, choose_format
+from infer.loader.dtype import DTYPES, stored_dtype
 from infer.loader.hf_config import MAX_CONFIG_BYTES, GenerationDefaults, read_json
 from infer.loader.load import ModelHeaders, check_length, choose_device, read_headers
 from infer.loader.placement import plan_moves
 from infer.loader.source import ModelSource, resolve_model
+from infer.models.config import ModelConfig
 from infer.models.registry import find_family
 
 GPU_RUNTIME_BYTES = 700 << 20  # CUDA's context and libraries; 693 MiB measured on an H200 with PyTorch 2.11
@@ -66,6 +68,7 @@ class MemoryPlan:
     num_parameters: int
     stored_bytes: int  # of the weights on disk; 0: there are none yet
     dtype: str
+    weight_format: str  # int8 or int4 where a CPU packs them, else the dtype
     machine: Machine
     weights: int
     activations: int
@@ -116,7 +119,8 @@ def plan_memory(config: EngineConfig, headers: ModelHeaders, machine: Machine, *
     scheduler = resolve_scheduler(config, max_seq_len)
     model_config, bytes_each = headers.config, DTYPES[dtype].itemsize
     num_parameters, num_table_bytes = count_parameters(headers)
-    weights = num_parameters * bytes_each + num_table_bytes
+    weight_format = plan_format(config, headers, machine)
+    weights = weight_bytes(model_config, num_parameters, dtype, weight_format) + num_table_bytes
     sizes = layer_sizes(model_config)
     activations = step_bytes(scheduler, sizes, max_seq_len=max_seq_len, bytes_per_element=bytes_each)
     bytes_per_token = kv_bytes_per_token(
@@ -143,6 +147,7 @@ def plan_memory(config: EngineConfig, headers: ModelHeaders, machine: Machine, *
         num_parameters=num_parameters,
         stored_bytes=sum(tensor.num_bytes for tensor in headers.tensors.values()),
         dtype=dtype,
+        weight_format=weight_format,
         machine=machine,
         weights=weights,
         activations=activations,
@@ -175,7 +180,8 @@ def _too_small(config: EngineConfig, headers: ModelHeaders, machine: Machine, dt
             scheduler, layer_sizes(model), max_seq_len=max_seq_len, bytes_per_element=bytes_each
         )
         token = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, bytes_each)
-        weights = num_parameters * bytes_each + num_table_bytes
+        weight_format = plan_format(settings, headers, machine) if name == dtype else name
+        weights = weight_bytes(headers.config, num_parameters, name, weight_format) + num_table_bytes
         needed = weights + step + 2 * config.cache.block_size * token + runtime
         if needed <= machine.memory:
             advice = f"what would fit: {changed}"
@@ -275,8 +281,29 @@ def plan_dtype(config: EngineConfig, headers: ModelHeaders, machine: Machine) ->
     elif machine.kind == "gpu":
         chosen = DTYPES[asked]
     else:
-        chosen = choose_dtype(asked, torch.device("cpu"), stored)
+        chosen = choose_format(config.load.cpu_weights, asked, torch.device("cpu"), stored).dtype
     return str(chosen).removeprefix("torch.")
+
+
+def plan_format(config: EngineConfig, headers: ModelHeaders, machine: Machine) -> str:
+    """In which form the weights would be kept: packed on a CPU (loader/cpu_weights.py), or in the dtype."""
+    dtype = plan_dtype(config, headers, machine)
+    if machine.kind == "gpu":
+        return dtype
+    name = choose_format(
+        config.load.cpu_weights, config.load.dtype, torch.device("cpu"), _stored(headers)
+    ).name
+    return name if name in BITS else dtype
+
+
+def weight_bytes(config: ModelConfig, num_parameters: int, dtype: str, weight_format: str) -> int:
+    """Bytes of all weights; packed ones have a scale of two bytes for every 32 of them."""
+    if weight_format not in BITS:
+        return num_parameters * DTYPES[dtype].itemsize
+    head = config.vocab_size * config.hidden_size
+    embedding = 0 if config.tie_embeddings else head  # kept in 16 bits
+    packed = (num_parameters - head - embedding) * (BITS[weight_format] / 8 + 2 / 32)
+    return int(packed + head * (1 + 2 / 32) + embedding * 2)
 
 
 def _stored(headers: ModelHeaders) -> torch.dtype | None:
