@@ -7,7 +7,8 @@ no environment variables that change behaviour.
     EngineConfig
     ├── load      LoadConfig      which model, from where, in which number format
     ├── cache     CacheConfig     how keys and values are kept
-    └── scheduler SchedulerConfig who runs when
+    ├── scheduler SchedulerConfig who runs when
+    └── run       RunConfig       how steps are carried out
     ServerConfig                  how the server listens, whom it lets in, and how much it takes
 
 Knob names are unique across the sections, so people write them flat: `LLM("dir", dtype="float32")`,
@@ -20,14 +21,14 @@ import math
 import os
 import re
 import types
-from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from infer.errors import ConfigError, closest
 
-DEFAULT_BATCHED_TOKENS = 2048
+DEFAULT_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 2048, 8192
+DEFAULT_BATCH_SIZE, GPU_BATCH_SIZE = 64, 256
+DEFAULT_CHUNK_SIZE = 512
 MAX_THREADS = 1024  # far more makes the thread library crash
 
 
@@ -104,8 +105,9 @@ class CacheConfig:
     )
     attention_backend: str = knob(
         "auto",
-        "which function computes attention; naive is the readable reference",
-        choices=("auto", "naive", "sdpa"),
+        "what computes attention; auto: triton on a GPU, C or sdpa on a CPU; naive: the readable reference; "
+        "flash: triton, and PyTorch's FlashAttention for prompts; cuda: triton, and CUDA C++ for decoding",
+        choices=("auto", "naive", "sdpa", "triton", "flash", "cuda"),
     )
 
     def __post_init__(self) -> None:
@@ -137,18 +139,25 @@ class SchedulerConfig:
         choices=("fcfs", "prefill_first", "decode_round_robin", "priority", "deadline"),
         aliases=("scheduling-policy",),
     )
-    max_batch_size: int = knob(64, "sequences that may run at once", aliases=("max-num-seqs",))
+    max_batch_size: int | None = knob(
+        None,
+        f"sequences that may run at once; default: {DEFAULT_BATCH_SIZE}, on a GPU {GPU_BATCH_SIZE}",
+        aliases=("max-num-seqs",),
+    )
     max_num_batched_tokens: int | None = knob(
         None,
-        f"tokens one step may compute, all sequences together; default: {DEFAULT_BATCHED_TOKENS}, "
-        "or max_seq_len if that is more and prompts are not chunked",
+        f"tokens one step may compute, all sequences together; default: {DEFAULT_BATCHED_TOKENS}, on a GPU "
+        f"{GPU_BATCHED_TOKENS}, or max_seq_len if that is more and prompts are not chunked",
     )
     use_chunked_prefill: bool = knob(
         True,
         "split long prompts into chunks, so that others go on decoding",
         aliases=("enable-chunked-prefill",),
     )
-    prefill_chunk_size: int = knob(512, "tokens of one prompt that one step may compute")
+    prefill_chunk_size: int | None = knob(
+        None,
+        f"tokens of one prompt that one step may compute; default: {DEFAULT_CHUNK_SIZE}, on a GPU the step's",
+    )
     preemption: str = knob(
         "auto",
         "when the cache is full: recompute forgets a sequence's blocks, swap copies them to host memory, "
@@ -168,12 +177,36 @@ class SchedulerConfig:
         _check_positive(self, "max_batch_size", "max_num_batched_tokens", "prefill_chunk_size")
         _check_positive(self, "max_wait_steps", "max_decode_gap", "max_waiting")
         budget = self.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
-        if self.max_batch_size > budget:
+        if self.width > budget:
             raise ConfigError(
-                f"max_batch_size is {self.max_batch_size} but a step computes at most "
+                f"max_batch_size is {self.width} but a step computes at most "
                 f"max_num_batched_tokens={budget} tokens, so not every running sequence "
                 "could decode; lower max_batch_size or raise max_num_batched_tokens"
             )
+
+    @property
+    def width(self) -> int:
+        """Sequences that may run at once."""
+        return self.max_batch_size or DEFAULT_BATCH_SIZE
+
+    @property
+    def chunk_len(self) -> int:
+        """Tokens of one prompt that one step may compute."""
+        return self.prefill_chunk_size or DEFAULT_CHUNK_SIZE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """How steps are carried out on a GPU; a CPU has nothing to gain from either."""
+
+    use_cuda_graphs: bool = knob(
+        True, "replay decode steps as CUDA graphs instead of launching kernel after kernel"
+    )
+    use_overlap: bool = knob(
+        True,
+        "plan and launch the next step while the GPU computes this one",
+        aliases=("async-scheduling",),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +216,7 @@ class EngineConfig:
     load: LoadConfig = field(default_factory=LoadConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
         if self.cache.kv_cache_backend == "naive" and self.scheduler.batching_mode == "static":
@@ -335,34 +369,6 @@ def parse_knob(row: KnobRow, value: Any) -> Any:
     if not isinstance(value, row.kind) or (row.kind is int and isinstance(value, bool)):
         raise ConfigError(f"{row.name} must be {row.kind.__name__}, got {value!r}")
     return value
-
-
-def read_config_file(path: Path, table: Mapping[str, KnobRow]) -> dict[str, Any]:
-    """Read knobs from a YAML file: a flat mapping whose keys are flag names, with dashes or underscores."""
-    import yaml
-
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read config file {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
-    if raw is None:
-        return {}
-    if not isinstance(raw, dict):
-        raise ConfigError(f"config file {path} must be a mapping of knob to value, got {type(raw).__name__}")
-    knobs: dict[str, Any] = {}
-    names = {
-        alias.replace("-", "_"): row.name for row in table.values() for alias in (row.name, *row.aliases)
-    }
-    for key, value in raw.items():
-        name = str(key).replace("-", "_")
-        if name not in names:
-            raise ConfigError(f"config file {path}: unknown knob {key!r}{closest(name, names)}")
-        if names[name] in knobs:
-            raise ConfigError(f"config file {path}: {names[name]} is given twice")
-        knobs[names[name]] = parse_knob(table[names[name]], value)
-    return knobs
 
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}

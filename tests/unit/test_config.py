@@ -10,8 +10,8 @@ from infer.config import (
     LoadConfig,
     knob_table,
     parse_knob,
-    read_config_file,
 )
+from infer.config_file import read_config_file
 from infer.errors import ConfigError
 
 

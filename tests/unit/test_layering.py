@@ -17,10 +17,11 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "src" / "infer"
 
-EVERYONE_MAY_IMPORT = {"errors", "config", "log"}
+EVERYONE_MAY_IMPORT = {"errors", "config", "config_file", "log"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "config": set(),
+    "config_file": {"config"},
     "log": set(),
     "kernels": set(),
     "quant": {"kernels"},

@@ -90,8 +90,8 @@ def step_bytes(
     assert scheduler.max_num_batched_tokens is not None, "the scheduler's budget is resolved first"
     return activation_bytes(
         sizes,
-        num_tokens=min(scheduler.max_num_batched_tokens, scheduler.max_batch_size * max_seq_len),
-        num_rows=scheduler.max_batch_size,
+        num_tokens=min(scheduler.max_num_batched_tokens, scheduler.width * max_seq_len),
+        num_rows=scheduler.width,
         bytes_per_element=bytes_per_element,
     )
 
@@ -163,13 +163,13 @@ def size_cache(
         num_tokens = cache.num_blocks * cache.block_size
     else:
         budget = parse_bytes(cache.kv_cache_memory) if cache.kv_cache_memory is not None else free_bytes
-        wanted = scheduler.max_batch_size * (-(-max_seq_len // cache.block_size) * cache.block_size)
+        wanted = scheduler.width * (-(-max_seq_len // cache.block_size) * cache.block_size)
         num_tokens = min(budget // bytes_per_token, wanted)
     is_contiguous = cache.kv_cache_backend == "contiguous"
     block_size = max_seq_len if is_contiguous else cache.block_size
     num_blocks = num_tokens // block_size
     if is_contiguous:
-        num_blocks = min(num_blocks, scheduler.max_batch_size)
+        num_blocks = min(num_blocks, scheduler.width)
     if num_blocks < 1:
         unit = f"sequence of max_seq_len {max_seq_len}" if is_contiguous else f"block of {block_size} tokens"
         raise ConfigError(

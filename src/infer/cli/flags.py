@@ -26,8 +26,8 @@ from infer.config import (
     engine_sections,
     knob_table,
     parse_knob,
-    read_config_file,
 )
+from infer.config_file import read_config_file
 from infer.loader.hf_config import SAMPLING_KEYS
 from infer.log import LEVELS
 from infer.sampling.params import SamplingParams

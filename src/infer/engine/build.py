@@ -24,7 +24,16 @@ from infer.cache.memory import (
     format_bytes,
     free_host_bytes,
 )
-from infer.config import DEFAULT_BATCHED_TOKENS, EngineConfig, SchedulerConfig
+from infer.config import (
+    DEFAULT_BATCH_SIZE,
+    DEFAULT_BATCHED_TOKENS,
+    DEFAULT_CHUNK_SIZE,
+    GPU_BATCH_SIZE,
+    GPU_BATCHED_TOKENS,
+    EngineConfig,
+    SchedulerConfig,
+)
+from infer.engine.device_runner import DeviceRunner
 from infer.engine.engine import Engine, EngineObserver
 from infer.engine.facts import RunFacts, fingerprint, shareable_knobs
 from infer.engine.preemption import PreemptionCost
@@ -37,6 +46,7 @@ from infer.loader.load import LoadedModel
 from infer.models.config import ModelConfig
 from infer.models.model import Model
 
+DEVICE_BACKENDS = ("triton", "flash", "cuda")  # of attention: kernels that read a GPU's own state
 PROBE_TOKENS = 64  # of the prefill that measures what recomputing costs
 
 
@@ -49,19 +59,14 @@ def build_engine(
 ) -> Engine:
     """Put the parts together; `cost` replaces the measured one, so that a recorded run can be repeated."""
     model_config = loaded.config
-    scheduler_config = resolve_scheduler(config, loaded.max_seq_len)
+    is_gpu = loaded.device.type == "cuda"
+    scheduler_config = resolve_scheduler(config, loaded.max_seq_len, is_gpu=is_gpu)
     size = _fit_to_device(config, scheduler_config, loaded)
     store = _make_store(config, loaded, size)
     pool = make_pool(config, size)
     if cost is None and scheduler_config.preemption == "auto" and config.cache.num_host_blocks:
         cost = measure_cost(loaded.model, store, size, loaded.device)
-    runner = ModelRunner(
-        loaded.model,
-        store,
-        pool,
-        max_batch_size=scheduler_config.max_batch_size,
-        attention_backend=config.cache.attention_backend,
-    )
+    runner = _make_runner(config, scheduler_config, loaded, store, pool)
     keeps_cache = config.cache.kv_cache_backend != "naive"
     scheduler = Scheduler(pool, scheduler_config, cost=cost, keeps_cache=keeps_cache)
     if observer is not None:
@@ -74,7 +79,44 @@ def build_engine(
         eos_ids=loaded.eos_ids,
         observer=observer,
         embedder=runner.embed,
+        overlap=config.run.use_overlap and isinstance(runner, DeviceRunner) and keeps_cache,
+        prepare=runner.prepare,
     )
+
+
+def _make_runner(
+    config: EngineConfig,
+    scheduler: SchedulerConfig,
+    loaded: LoadedModel,
+    store: KVStore,
+    pool: KVCachePool,
+) -> ModelRunner:
+    """On a GPU the one that keeps its state there, unless attention is asked for in plain PyTorch."""
+    backend = config.cache.attention_backend
+    if not keeps_state_on_device(backend, loaded.device):
+        return ModelRunner(
+            loaded.model, store, pool, max_batch_size=scheduler.width, attention_backend=backend
+        )
+    assert scheduler.max_num_batched_tokens is not None
+    return DeviceRunner(
+        loaded.model,
+        store,
+        pool,
+        max_batch_size=scheduler.width,
+        max_tokens=scheduler.max_num_batched_tokens,
+        max_seq_len=loaded.max_seq_len,
+        use_cuda_graphs=config.run.use_cuda_graphs,
+    )
+
+
+def keeps_state_on_device(attention_backend: str, device: torch.device) -> bool:
+    """Whether the kernels that read a GPU's own state compute attention."""
+    if attention_backend in DEVICE_BACKENDS and device.type != "cuda":
+        raise ConfigError(
+            f"attention_backend={attention_backend} needs a GPU, and the model is on {device}; "
+            "use auto, sdpa or naive"
+        )
+    return attention_backend in DEVICE_BACKENDS or (attention_backend == "auto" and device.type == "cuda")
 
 
 def _facts(config: EngineConfig, loaded: LoadedModel, size: CacheSize, cost: PreemptionCost) -> RunFacts:
@@ -97,19 +139,24 @@ def _resolved_weights(loaded: LoadedModel) -> dict[str, str]:
     return {"cpu_weights": loaded.weights} if loaded.weights in ("int8", "int4", "fp32", "bf16") else {}
 
 
-def resolve_scheduler(config: EngineConfig, max_seq_len: int) -> SchedulerConfig:
-    """Fill in the step's token budget; without chunking it must hold the longest prompt whole."""
+def resolve_scheduler(config: EngineConfig, max_seq_len: int, *, is_gpu: bool = False) -> SchedulerConfig:
+    """Fill in what depends on the device; without chunking a step must hold the longest prompt whole."""
     scheduler = config.scheduler
+    usual_budget = GPU_BATCHED_TOKENS if is_gpu else DEFAULT_BATCHED_TOKENS
     is_chunked = scheduler.use_chunked_prefill and config.cache.kv_cache_backend != "naive"
     budget = scheduler.max_num_batched_tokens
     if budget is None:
-        budget = DEFAULT_BATCHED_TOKENS if is_chunked else max(DEFAULT_BATCHED_TOKENS, max_seq_len)
+        budget = usual_budget if is_chunked else max(usual_budget, max_seq_len)
     if not is_chunked and budget < max_seq_len:
         raise ConfigError(
             f"without chunked prefill a step must hold a whole sequence of up to {max_seq_len} tokens, but "
             f"max_num_batched_tokens is {budget}; raise it, lower max_seq_len, or turn use_chunked_prefill on"
         )
-    return replace(scheduler, max_num_batched_tokens=budget)
+    width = scheduler.max_batch_size or (min(GPU_BATCH_SIZE, budget) if is_gpu else DEFAULT_BATCH_SIZE)
+    chunk_len = scheduler.prefill_chunk_size or (budget if is_gpu else DEFAULT_CHUNK_SIZE)
+    return replace(
+        scheduler, max_num_batched_tokens=budget, max_batch_size=width, prefill_chunk_size=chunk_len
+    )
 
 
 def make_pool(config: EngineConfig, size: CacheSize, *, placement_seed: int | None = None) -> KVCachePool:

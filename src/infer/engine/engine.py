@@ -98,6 +98,7 @@ class Engine:
         observer: EngineObserver | None = None,
         embedder: Embedder | None = None,
         overlap: bool = False,
+        prepare: Callable[[], bool] = lambda: False,
     ) -> None:
         self.scheduler = scheduler
         self.context_len = context_len
@@ -112,6 +113,7 @@ class Engine:
         self._empty_steps = 0
         self._unreported: list[StepOutput] = []  # of a step that was interrupted; the next one brings them
         self._overlap = overlap
+        self.prepare = prepare  # for idle time: makes later steps quicker; False: all is done
         self._in_flight: _Flight | None = None
         self._blocking: set[str] = set()  # requests that allow no overlap
         self._num_prompt_tokens = 0
@@ -487,7 +489,7 @@ class Engine:
             raise RequestError("beam search needs a KV cache, and kv_cache_backend=naive keeps none")
         check_token_ids(request, self._vocab_size)
         check_order(request)
-        check_width(request, scheduler.config.max_batch_size)
+        check_width(request, scheduler.config.width)
         max_total = longest_total(request, self.context_len, scheduler.pool)
         stop_ids = params.stop_token_ids if params.ignore_eos else (*self._eos_ids, *params.stop_token_ids)
         seed = params.seed

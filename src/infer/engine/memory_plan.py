@@ -102,7 +102,7 @@ class MemoryPlan:
     def flags(self) -> list[str]:
         """What to start with, to get exactly this cache."""
         chosen: dict[str, object] = {"dtype": self.dtype, "max_seq_len": self.longest_sequence}
-        chosen["max_batch_size"] = self.max_batch_size
+        chosen["max_batch_size"] = self.config.scheduler.max_batch_size
         chosen["max_num_batched_tokens"] = self.config.scheduler.max_num_batched_tokens
         chosen["kv_cache_backend"] = self.config.cache.kv_cache_backend
         chosen["block_size"] = self.config.cache.block_size
@@ -116,7 +116,7 @@ class MemoryPlan:
 def plan_memory(config: EngineConfig, headers: ModelHeaders, machine: Machine, *, dtype: str) -> MemoryPlan:
     """Divide the memory of a machine, or say what would fit instead."""
     max_seq_len = check_length(config.load.max_seq_len, headers.config)
-    scheduler = resolve_scheduler(config, max_seq_len)
+    scheduler = resolve_scheduler(config, max_seq_len, is_gpu=machine.kind == "gpu")
     model_config, bytes_each = headers.config, DTYPES[dtype].itemsize
     num_parameters, num_table_bytes = count_parameters(headers)
     weight_format = plan_format(config, headers, machine)
@@ -155,7 +155,7 @@ def plan_memory(config: EngineConfig, headers: ModelHeaders, machine: Machine, *
         host_cache=config.cache.num_host_blocks * cache.block_size * bytes_per_token,
         cache=cache,
         max_seq_len=max_seq_len,
-        max_batch_size=config.scheduler.max_batch_size,
+        max_batch_size=scheduler.width,
         config=config,
     )
     if config.load.max_seq_len is not None and plan.longest_sequence < max_seq_len:
@@ -175,7 +175,7 @@ def _too_small(config: EngineConfig, headers: ModelHeaders, machine: Machine, dt
     advice = "give more memory"
     for name, settings, changed in _smaller(config, dtype):
         bytes_each = DTYPES[name].itemsize
-        scheduler = resolve_scheduler(settings, max_seq_len)
+        scheduler = resolve_scheduler(settings, max_seq_len, is_gpu=machine.kind == "gpu")
         step = step_bytes(
             scheduler, layer_sizes(model), max_seq_len=max_seq_len, bytes_per_element=bytes_each
         )
@@ -197,7 +197,7 @@ def _too_small(config: EngineConfig, headers: ModelHeaders, machine: Machine, dt
 def _smaller(config: EngineConfig, dtype: str) -> list[tuple[str, EngineConfig, str]]:
     """Number formats and steps that need less, dearest first, each with its knobs in words."""
     scheduler = config.scheduler
-    width = min(SMALL_BATCH, scheduler.max_batch_size)
+    width = min(SMALL_BATCH, scheduler.width)
     found = []
     # without chunks a step must hold a whole prompt, so it cannot be made smaller
     can_shrink = scheduler.use_chunked_prefill and config.cache.kv_cache_backend != "naive"

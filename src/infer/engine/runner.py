@@ -92,6 +92,10 @@ class ModelRunner(SyncRunner):
         """Free the row of a sequence that has left."""
         self._rows.forget(seq_id)
 
+    def prepare(self) -> bool:
+        """Do one piece of the work that makes later steps quicker; False: nothing is left to do."""
+        return False
+
     def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
         """Execute the plan; see the module's docstring for the order."""
         try:

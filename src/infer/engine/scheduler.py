@@ -266,7 +266,7 @@ class Scheduler:
             group = (
                 [seq] if not seq.is_beam else [beam for beam in seq.group.sequences if not beam.is_finished]
             )
-            if self._slots_used + sum(member.num_slots for member in group) > self.config.max_batch_size:
+            if self._slots_used + sum(member.num_slots for member in group) > self.config.width:
                 break
             # Beams that came back one by one could wait for each other for ever, each holding blocks.
             if len(group) > 1 and sum(map(self._num_blocks, group)) > self.pool.num_free_blocks:
@@ -336,7 +336,7 @@ class Scheduler:
         if seq.is_beam and seq.num_tokens > seq.num_prompt:
             pending -= 1
         if self.config.use_chunked_prefill and self.keeps_cache:
-            return min(pending, budget, self.config.prefill_chunk_size)
+            return min(pending, budget, self.config.chunk_len)
         return pending if pending <= budget else 0
 
     def _num_blocks(self, seq: Sequence) -> int:

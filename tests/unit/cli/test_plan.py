@@ -102,11 +102,11 @@ def test_a_config_alone_is_enough(infer: Infer, shape: Path) -> None:
 @pytest.mark.parametrize(
     "knobs",
     [
-        ["--gpu-memory", "8MiB"],
+        ["--gpu-memory", "48MiB"],
         ["--gpu-memory", "16MiB", "--block-size", "8", "--max-batch-size", "4", "--dtype", "float32"],
-        ["--gpu-memory", "8MiB", "--kv-cache-backend", "contiguous", "--max-seq-len", "50"],
-        ["--gpu-memory", "8MiB", "--num-blocks", "11"],
-        ["--gpu-memory", "8MiB", "--kv-cache-memory", "200KiB"],
+        ["--gpu-memory", "48MiB", "--kv-cache-backend", "contiguous", "--max-seq-len", "50"],
+        ["--gpu-memory", "48MiB", "--num-blocks", "11"],
+        ["--gpu-memory", "48MiB", "--kv-cache-memory", "200KiB"],
     ],
 )
 def test_the_printed_flags_give_the_planned_cache(infer: Infer, model: Path, knobs: list[str]) -> None:
@@ -117,7 +117,7 @@ def test_the_printed_flags_give_the_planned_cache(infer: Infer, model: Path, kno
     assert config.load.model == str(model)
     max_seq_len = config.load.max_seq_len or 256
     assert max_seq_len == plan["max_seq_len"]
-    scheduler = resolve_scheduler(config, max_seq_len)
+    scheduler = resolve_scheduler(config, max_seq_len, is_gpu=True)
     made = size_cache(
         config.cache,
         scheduler,
@@ -131,7 +131,7 @@ def test_the_printed_flags_give_the_planned_cache(infer: Infer, model: Path, kno
 def test_contexts_and_concurrency_follow_from_the_blocks(infer: Infer, model: Path) -> None:
     plan = planned(infer, model, "--gpu-memory", "100MiB", "--num-blocks", "40", "--max-batch-size", "20")
     assert plan["contexts"] == {"256": 2}  # 16 blocks each
-    outcome = infer("plan", str(model), "--gpu-memory", "100MiB", "--num-blocks", "80")
+    outcome = infer("plan", str(model), "--gpu-memory", "100MiB", "--num-blocks", "80", "--max-batch-size", "64")
     [row] = [line.split() for line in outcome.out.splitlines() if line.split()[:1] == ["256"]]
     assert row[3:] == ["5", "yes", "yes", "-", "-"]  # five at once: 1 and 4 fit, 16 and 64 do not
 

@@ -1,0 +1,84 @@
+"""The `StepContext` of a GPU: a ragged batch over the paged store, metadata in device memory.
+
+    tokens      A B | C C C C | D D            first the rows that decode, then the chunks of prompts
+    attention   decode kernel | prefill kernel
+
+Keys and values are written by the model's own kernels (`slots`), so `attend` only reads. Nothing here
+depends on a length that the host knows: a step of decode rows alone can be captured in a CUDA graph and
+replayed while sequences grow.
+
+Shapes:  T tokens, S of them rows that decode, N query heads, G kv heads, H head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from infer.cache.kv_store import KVStore
+from infer.kernels.attention_decode import DecodeWork, attend_decode
+from infer.kernels.attention_prefill import PrefillChunks, attend_prefill
+from infer.layers.attention import CacheSlots, StepContext
+
+
+class DeviceStep(StepContext):
+    """One step: where its tokens stand, where their keys and values go, and what each may see."""
+
+    def __init__(
+        self,
+        store: KVStore,
+        tables_RB: torch.Tensor,
+        work: DecodeWork,
+        *,
+        block_size: int,
+        positions_T: torch.Tensor,
+        slots_T: torch.Tensor,
+        rows_S: torch.Tensor,
+        lens_S: torch.Tensor,
+        chunks: PrefillChunks | None = None,
+        windows: Sequence[int | None] = (None,),
+    ) -> None:
+        self._store, self._tables_RB, self._work = store, tables_RB, work
+        self._block_size = block_size
+        self._positions_T, self._slots_T = positions_T, slots_T
+        self._rows_S, self._lens_S = rows_S, lens_S
+        self._chunks = chunks
+        if len(rows_S):
+            for window in windows:
+                work.plan(rows_S, lens_S, window=window)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Where each token stands in its own sequence."""
+        return self._positions_T
+
+    def slots(self, layer: int) -> CacheSlots:
+        """Of this step's tokens."""
+        return CacheSlots(self._store.keys[layer], self._store.values[layer], self._slots_T)
+
+    def attend(
+        self,
+        layer: int,
+        q_TNH: torch.Tensor,
+        k_TGH: torch.Tensor,
+        v_TGH: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Attend to what the cache holds; this step's own keys and values are there already."""
+        keys, values = self._store.keys[layer], self._store.values[layer]
+        num_rows = len(self._rows_S)
+        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        if num_rows:
+            attend_decode(
+                q_TNH[:num_rows], keys, values, self._tables_RB, self._rows_S, self._lens_S, self._work,
+                block_size=self._block_size, scale=scale, window=window, out=out_TNH[:num_rows],
+            )  # fmt: skip
+        if self._chunks is not None:
+            attend_prefill(
+                q_TNH, keys, values, self._tables_RB, self._chunks,
+                block_size=self._block_size, scale=scale, window=window, out=out_TNH,
+            )  # fmt: skip
+        return out_TNH

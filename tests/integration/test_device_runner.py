@@ -1,0 +1,105 @@
+"""The runner of a GPU, on the CPU: the same code over the kernels' references gives the same tokens.
+
+State on the device, ids that arrive one step late, rows that are padding: none of it may change a token.
+What a GPU adds (the kernels themselves, CUDA graphs) is in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from infer.engine import build
+from infer.engine.device_runner import DeviceRunner
+from infer.engine.engine import Engine
+from infer.sampling.params import SamplingParams
+from tests.support.checkpoints import FAMILIES
+from tests.support.tiny import make_engine, random_prompts, run_engine
+
+NUM_PROMPTS = 10
+
+
+def make_params(number: int) -> SamplingParams:
+    """Greedy, drawn from everything, drawn from the likeliest."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": number},
+        {"temperature": 0.9, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "seed": number},
+    ]
+    return SamplingParams(**kinds[number % 3], max_tokens=6 + number, ignore_eos=True)
+
+
+PLAIN = [(prompt, make_params(number)) for number, prompt in enumerate(random_prompts(NUM_PROMPTS))]
+ON_HOST = [
+    (PLAIN[0][0], SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=9, ignore_eos=True)),
+    (PLAIN[1][0], SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=8, ignore_eos=True)),
+    (PLAIN[2][0], SamplingParams(temperature=0.0, use_beam_search=True, n=2, best_of=3, max_tokens=6)),
+    (PLAIN[3][0], SamplingParams(temperature=0.0, logprobs=2, max_tokens=7, ignore_eos=True)),
+]
+
+
+@functools.cache
+def expected(family: str, with_host: bool) -> list[list[list[int]]]:
+    return run_engine(make_engine(family), PLAIN + ON_HOST * with_host)
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "keeps_state_on_device", lambda backend, device: True)
+
+
+def make_device_engine(family: str, **knobs: Any) -> Engine:
+    engine = make_engine(family, **knobs)
+    assert isinstance(engine._runner, DeviceRunner)
+    return engine
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("use_overlap", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_state_on_the_device_changes_no_token(family: str, use_overlap: bool) -> None:
+    engine = make_device_engine(family, use_overlap=use_overlap)
+    assert engine._overlap is use_overlap
+    assert run_engine(engine, PLAIN) == expected(family, False)
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("use_overlap", [True, False])
+def test_requests_that_are_sampled_on_the_host_go_side_by_side(use_overlap: bool) -> None:
+    """Penalties, forks, beams and logprobs among plain requests."""
+    engine = make_device_engine("qwen3", use_overlap=use_overlap)
+    assert run_engine(engine, PLAIN + ON_HOST) == expected("qwen3", True)
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"preemption": "recompute"},
+        {"preemption": "swap", "num_host_blocks": 40},
+        {"preemption": "recompute", "use_prefix_caching": False},
+    ],
+    ids=str,
+)
+def test_preemption_changes_no_token(knobs: dict[str, Any]) -> None:
+    """Rows are given back and entered again, tokens are sent anew."""
+    engine = make_device_engine("llama", block_size=2, num_blocks=30, prefill_chunk_size=5, **knobs)
+    assert run_engine(engine, PLAIN) == expected("llama", False)
+    assert engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"kv_cache_backend": "contiguous", "max_batch_size": 3},
+        {"batching_mode": "static", "max_batch_size": 4},
+        {"kv_cache_backend": "naive"},
+        {"scheduler_policy": "prefill_first", "max_batch_size": 4, "prefill_chunk_size": 3},
+    ],
+    ids=str,
+)
+def test_toggles_change_no_token(knobs: dict[str, Any]) -> None:
+    assert run_engine(make_device_engine("llama", **knobs), PLAIN) == expected("llama", False)
