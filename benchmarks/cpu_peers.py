@@ -83,7 +83,8 @@ def measure_transformers(path: Path, threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     shape = hf_config_from_gguf(read_gguf(path))
     config = AutoConfig.for_model(shape.pop("model_type", "llama"), **shape)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    make: Any = AutoModelForCausalLM.from_config
+    model = make(config, dtype=torch.float32).eval()
 
     def generate(rows: int, length: int, max_tokens: int) -> None:
         ids = torch.arange(1000, 1000 + length).repeat(rows, 1)
@@ -111,7 +112,7 @@ def measure_transformers(path: Path, threads: int) -> dict[str, Any]:
 
 def measure_llama(path: Path, threads: int) -> dict[str, Any]:
     """llama.cpp through its C API: a batch of tokens per call, nothing sampled."""
-    import llama_cpp
+    import llama_cpp  # type: ignore[import-not-found,unused-ignore]
 
     llama_cpp.llama_backend_init()
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
@@ -154,7 +155,7 @@ def measure_llama(path: Path, threads: int) -> dict[str, Any]:
 
 def quantize_for_llama(source: Path, target: Path, name: str) -> None:
     """The default model's file in another of llama.cpp's formats: the speed is what matters here."""
-    import llama_cpp
+    import llama_cpp  # type: ignore[import-not-found,unused-ignore]
 
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = {"Q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0}[

@@ -48,7 +48,7 @@ class QuantizedRows(NamedTuple):
 
     def floats(self) -> torch.Tensor:
         """What they stand for, float32."""
-        grouped = self.integers.float().unflatten(1, (-1, 32))
+        grouped = self.integers.float().view(*self.scales.shape, 32)
         return (grouped * self.scales.float().unsqueeze(2)).flatten(1)
 
 
@@ -144,7 +144,7 @@ class SafeTensor:
         """The rows of a matrix, converted to float32."""
         if self.num_bytes == 0:
             return
-        for rows in self._view().split(num_rows):
+        for rows in torch.split(self._view(), num_rows):
             yield rows.float()
         self.file.forget(self.start, self.stop)
 

@@ -128,8 +128,8 @@ def matrix_of(model: Model, parameter: str) -> PackedMatrix | None:
     module = model.get_submodule(module_name)
     if module is model.embedding:
         return model.embedding.packed
-    is_packed = isinstance(module, Linear) and isinstance(module.scheme, PackedMatrix)
-    return module.scheme if is_packed else None  # type: ignore[union-attr,return-value]
+    scheme = module.scheme if isinstance(module, Linear) else None
+    return scheme if isinstance(scheme, PackedMatrix) else None
 
 
 def fill_packed(matrix: PackedMatrix, source: StoredTensor, *, first: int, transposed: bool) -> None:

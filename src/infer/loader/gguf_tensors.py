@@ -121,7 +121,7 @@ class PackedTensor:
         packed = torch.from_numpy(self.file.packed_rows(self.stored.name))
         if self.num_heads:
             packed = _restore_order(packed, self.num_heads)
-        for rows in packed.split(num_rows):
+        for rows in torch.split(packed, num_rows):
             groups = integer_groups(rows, self.stored.kind)
             yield dequantize(rows, self.stored.kind) if groups is None else QuantizedRows(*groups)
 

@@ -63,7 +63,7 @@ def test_equals_one_query_at_a_time(c: Library, head_dim: int, window: int | Non
     cache = Cache(lengths, block_size=block_size, num_kv_heads=2, head_dim=head_dim)
     q = torch.randn(sum(counts), 6, head_dim)
     ours = run(c, cache, list(enumerate(counts)), q, window)
-    for row, part in enumerate(q.split(counts)):
+    for row, part in enumerate(torch.split(q, counts)):
         keys, values = cache.keys[cache.slots[row]], cache.values[cache.slots[row]]
         expected = attend_naive(part, keys, values, scale=0.3, window=window)
         first = sum(counts[:row])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -14,12 +17,12 @@ from infer.kernels.rope import rope, rope_reference
 from tests.unit.kernels.c_builds import BUILDS, c_library
 
 SHAPES = [(1, 16), (3, 45), (7, 576), (2, 1)]
-CLOSE = {"rtol": 2e-5, "atol": 2e-6}
+assert_close = functools.partial(torch.testing.assert_close, rtol=2e-5, atol=2e-6)
 
 
 @pytest.fixture(params=BUILDS)
-def c(request: pytest.FixtureRequest):
-    with use_library(c_library(request.param)) as _:
+def c(request: pytest.FixtureRequest) -> Iterator[Library]:
+    with use_library(c_library(request.param)):
         yield c_library(request.param)
 
 
@@ -28,7 +31,7 @@ def c(request: pytest.FixtureRequest):
 def test_rms_norm(c: Library, shape: tuple[int, ...], offset: float) -> None:
     x, weight = torch.randn(shape), torch.randn(shape[-1])
     expected = rms_norm_reference(x, weight, 1e-5, offset)
-    torch.testing.assert_close(rms_norm(x, weight, eps=1e-5, offset=offset), expected, **CLOSE)
+    assert_close(rms_norm(x, weight, eps=1e-5, offset=offset), expected)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -37,7 +40,7 @@ def test_add_rms_norm(c: Library, shape: tuple[int, int]) -> None:
     y, total = add_rms_norm(x, residual, weight, eps=1e-6, offset=0.0)
     expected_y, expected_total = add_rms_norm_reference(x, residual, weight, 1e-6, 0.0)
     assert torch.equal(total, expected_total)
-    torch.testing.assert_close(y, expected_y, **CLOSE)
+    assert_close(y, expected_y)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -54,15 +57,14 @@ def test_gated_activation(c: Library, activation: str, size: int) -> None:
 @pytest.mark.parametrize("head_dim", [2, 20, 64, 96])
 def test_rope_of_views_of_a_fused_projection(c: Library, head_dim: int) -> None:
     qkv = torch.randn(5, 7 * head_dim)
-    q, k, _ = (
-        part.unflatten(1, (-1, head_dim)) for part in qkv.split((3 * head_dim, 2 * head_dim, 2 * head_dim), 1)
-    )
+    qkv_heads = qkv.view(5, 7, head_dim)
+    q, k = qkv_heads[:, :3], qkv_heads[:, 3:5]
     cos, sin = torch.randn(30, head_dim // 2), torch.randn(30, head_dim // 2)
     positions = torch.tensor([0, 29, 7, 7, 3])
     for ours, expected in zip(
         rope(q, k, cos, sin, positions), rope_reference(q, k, cos, sin, positions), strict=True
     ):
-        torch.testing.assert_close(ours, expected, **CLOSE)
+        assert_close(ours, expected)
 
 
 def test_heads_are_normed_turned_and_written(c: Library) -> None:
@@ -77,11 +79,14 @@ def test_heads_are_normed_turned_and_written(c: Library) -> None:
     q_out, _ = operations.heads(
         c, q, k, v, weights, cos, sin, positions, eps=1e-6, offset=1.0, cache=(keys, values, slots)
     )
-    normed = [rms_norm_reference(x, w, 1e-6, 1.0) for x, w in zip((q, k), weights, strict=True)]
-    expected_q, expected_k = rope_reference(*normed, cos, sin, positions)
-    torch.testing.assert_close(q_out, expected_q, **CLOSE)
+    normed_q, normed_k = (
+        rms_norm_reference(q, weights[0], 1e-6, 1.0),
+        rms_norm_reference(k, weights[1], 1e-6, 1.0),
+    )
+    expected_q, expected_k = rope_reference(normed_q, normed_k, cos, sin, positions)
+    assert_close(q_out, expected_q)
     written = [0, 1, 3]
-    torch.testing.assert_close(keys[slots[written]], expected_k[written], **CLOSE)
+    assert_close(keys[slots[written]], expected_k[written])
     assert torch.equal(values[slots[written]], v[written])
     untouched = [slot for slot in range(10) if slot not in slots.tolist()]
     assert (keys[untouched] == 7).all() and (values[untouched] == 7).all()

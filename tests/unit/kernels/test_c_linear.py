@@ -21,14 +21,14 @@ def c(request: pytest.FixtureRequest) -> Library:
 
 
 def packed(c: Library, weight: torch.Tensor, bits: int) -> PackedMatrix:
-    matrix = PackedMatrix(c, *weight.shape, bits)
+    matrix = PackedMatrix(c, weight.shape[0], weight.shape[1], bits)
     matrix.fill(weight, 0)
     return matrix
 
 
 def quantized_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The specification of what happens to activations: integers [M, G, 32] and scales [M, G]."""
-    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
     peak = padded.abs().amax(dim=2)
     inverse = torch.where(peak > 0, 127 / peak, 0.0)
     return torch.round(padded * inverse[:, :, None]), peak / 127
@@ -50,7 +50,7 @@ def test_packing_keeps_every_weight_within_half_a_step(
     _, num_rows, size = shape
     weight = torch.randn(num_rows, size)
     kept = packed(c, weight, bits).dequantized()
-    padded = torch.nn.functional.pad(weight, (0, -size % GROUP)).unflatten(1, (-1, GROUP))
+    padded = torch.nn.functional.pad(weight, (0, -size % GROUP)).view(num_rows, -1, GROUP)
     peak = padded.abs().amax(dim=2, keepdim=True).expand_as(padded).flatten(1)[:, :size]
     # half a step; for int4 a whole one at the far end, where +8 does not exist
     allowed = peak * STEP[bits] * (0.51 if bits == 8 else 1.26)
@@ -104,7 +104,7 @@ def test_rows_may_be_strided_and_have_more_dimensions(c: Library) -> None:
     y = matrix.multiply(wide[:, 30:70], torch.empty(0), None)
     assert torch.equal(y, matrix.multiply(wide[:, 30:70].contiguous(), torch.empty(0), None))
     assert torch.equal(
-        matrix.multiply(wide[:, 30:70].unflatten(0, (2, 3)), torch.empty(0), None).flatten(0, 1), y
+        matrix.multiply(wide[:, 30:70].reshape(2, 3, 40), torch.empty(0), None).flatten(0, 1), y
     )
 
 
@@ -125,7 +125,7 @@ def test_stored_integers_are_kept_as_they_are(c: Library, bits: int) -> None:
     scales = torch.rand(19, 3).half()
     matrix = PackedMatrix(c, 19, 96, bits)
     matrix.fill_integers(integers, scales, 0)
-    expected = integers.float().unflatten(1, (3, 32)) * scales.float()[:, :, None]
+    expected = integers.float().view(19, 3, 32) * scales.float()[:, :, None]
     assert torch.equal(matrix.dequantized(), expected.flatten(1))
 
 
