@@ -141,6 +141,7 @@ class CpuSteps:
         max_rows: int,
     ) -> None:
         self._library, self._model, self._store, self._pool, self._rows = library, model, store, pool, rows
+        library.set_threads(torch.get_num_threads())  # may have changed since the library was loaded
         self._inputs = StepInputs(max_rows)
         self._program: Program | None = None
         self._hidden_TD = torch.empty(0)

@@ -1,21 +1,23 @@
-"""The C library in two builds: for this processor, and without any of its instructions."""
+"""The C library in several builds: for this processor, for a lesser one, and without any instructions."""
 
 from __future__ import annotations
 
 import functools
+import platform
 
 import pytest
 
 from infer.kernels.cpu.build import BuildError, build_library
 from infer.kernels.cpu.library import Library
 
-BUILDS = ("native", "portable")
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
+FLAGS = {"native": (), "portable": ("-DINFER_PORTABLE",)} | ({"avx2": ("-mno-avx512f",)} if IS_X86 else {})
+BUILDS = tuple(FLAGS)
 
 
 @functools.cache
 def c_library(build: str) -> Library:
-    flags = ("-DINFER_PORTABLE",) if build == "portable" else ()
     try:
-        return Library(build_library(extra_flags=flags))
+        return Library(build_library(extra_flags=FLAGS[build]))
     except BuildError as error:
         pytest.skip(str(error))
