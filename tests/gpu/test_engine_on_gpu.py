@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from infer import LLM, SamplingParams
+from infer.errors import InferError
 from scripts.make_checkpoint import make_checkpoint
 
 pytestmark = pytest.mark.gpu
@@ -20,6 +24,11 @@ TOGGLES: list[dict[str, Any]] = [
     {"kv_cache_backend": "contiguous"},
     {"kv_cache_backend": "naive"},
     {"attention_backend": "naive"},
+    {"attention_backend": "sdpa"},
+    {"use_cuda_graphs": False},
+    {"use_overlap": False},
+    {"use_cuda_graphs": False, "use_overlap": False},
+    {"max_batch_size": 3},
     {"block_size": 4, "num_blocks": 24, "preemption": "recompute"},
     {"block_size": 4, "num_blocks": 24, "preemption": "swap", "num_host_blocks": 40},
     {"prefill_chunk_size": 5, "use_prefix_caching": False},
@@ -49,3 +58,72 @@ def test_sampling_with_a_seed_is_the_same_on_both(checkpoint: str) -> None:
     on_cpu = LLM(checkpoint, device="cpu", dtype="float32").generate(PROMPTS, params)
     on_gpu = LLM(checkpoint, device="cuda", dtype="float32").generate(PROMPTS, params)
     assert [a.token_ids for a in on_gpu] == [a.token_ids for a in on_cpu]
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory: Path = tmp_path_factory.mktemp("tiny") / "qwen3"
+    make_checkpoint("qwen3", directory)
+    return str(directory)
+
+
+def test_a_thousand_greedy_decodes_are_the_same_bits(qwen3: str) -> None:
+    """Races between kernels show as a token that changes from run to run."""
+    llm = LLM(qwen3, device="cuda", dtype="bfloat16", use_prefix_caching=False)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    first = [answer.token_ids for answer in llm.generate(PROMPTS, params)]
+    for _ in range(1000 // len(PROMPTS)):
+        assert [answer.token_ids for answer in llm.generate(PROMPTS, params)] == first
+
+
+def test_nothing_is_compiled_once_everything_is_prepared(qwen3: str) -> None:
+    """Batches of every size, prompts of many lengths, all ways to sample on the device."""
+    llm = LLM(qwen3, device="cuda", dtype="bfloat16", max_batch_size=16)
+    while llm.engine.prepare():
+        pass
+
+    def serve() -> None:
+        for count in (1, 2, 3, 5, 8, 13, 16):
+            prompts = [[5 + i] * (1 + 7 * i) for i in range(count)]
+            for extra in ({"temperature": 0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}):
+                llm.generate(prompts, SamplingParams(max_tokens=5, ignore_eos=True, seed=1, **extra))
+
+    serve()
+    with count_compilations() as compiled:
+        serve()
+        llm.generate([[9] * 37], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert compiled == []
+
+
+def test_out_of_memory_ends_the_request_and_not_the_engine(
+    qwen3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(qwen3, device="cuda", dtype="float32")
+    expected = [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)]
+    runner: Any = llm.engine._runner
+    real = runner._launch_ragged
+
+    def starve(*args: Any) -> Any:
+        torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+
+    monkeypatch.setattr(runner, "_launch_ragged", starve)
+    with pytest.raises(InferError):
+        llm.generate([[1, 2, 3, 4]], GREEDY)
+    monkeypatch.setattr(runner, "_launch_ragged", real)
+    assert [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)] == expected
+
+
+@contextlib.contextmanager
+def count_compilations() -> Iterator[list[str]]:
+    """The names of the kernels that Triton compiles meanwhile."""
+    import triton
+
+    compiled: list[str] = []
+    before = triton.knobs.runtime.jit_post_compile_hook
+    triton.knobs.runtime.jit_post_compile_hook = lambda *args, **facts: compiled.append(
+        str(facts.get("repr"))
+    )
+    try:
+        yield compiled
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = before

@@ -50,7 +50,7 @@ class PoolUsage:
     num_idle: int  # held by the prefix tree alone: can be had at once
     num_cached: int  # held by the prefix tree, idle ones included
     num_used: int  # held by sequences
-    num_unfilled_slots: int  # in the blocks of sequences
+    num_unfilled_slots: int  # in the blocks of sequences; this and the next: 0 if they were not counted
     fragmentation: float  # unfilled slots / all slots of the blocks of sequences
     num_free_host_blocks: int
     num_queried_tokens: int  # of all prompts admitted
@@ -130,8 +130,8 @@ class KVCachePool(Protocol):
         """Forget all cached prefixes, those of running sequences included; returns blocks forgotten."""
         ...
 
-    def usage(self) -> PoolUsage:
-        """How full the cache is; for metrics, not for every step."""
+    def usage(self, *, counts_slots: bool = True) -> PoolUsage:
+        """How full the cache is; counting slots walks over all sequences: not for every step."""
         ...
 
     def audit_blocks(self) -> list[Leak]:
@@ -282,8 +282,8 @@ class PagedKVCachePool:
             books.next_commit = NEVER if books.host_blocks is None else 0
         return self._tree.reset()
 
-    def usage(self) -> PoolUsage:
-        """Count what the allocators and the tree hold, and the slots that nothing is in yet."""
+    def _count_unfilled(self) -> int:
+        """Slots of sequences' blocks that nothing is in yet."""
         size = self.block_size
         filled: dict[int, int] = {}  # of the blocks that are not full: two sequences may share one
         for books in self._sequences.values():
@@ -292,7 +292,11 @@ class PagedKVCachePool:
                 num_filled = max(0, books.num_computed - index * size)
                 filled[block] = max(filled.get(block, 0), num_filled)
         # A sequence that will compute the last token of a cached block sees it unfilled: it is not.
-        num_unfilled = sum(size - n for block, n in filled.items() if block not in self._tree)
+        return sum(size - n for block, n in filled.items() if block not in self._tree)
+
+    def usage(self, *, counts_slots: bool = True) -> PoolUsage:
+        """Count what the allocators and the tree hold, and the slots that nothing is in yet."""
+        num_unfilled = self._count_unfilled() if counts_slots else 0
         num_used = self.num_blocks - self.num_free_blocks
         return PoolUsage(
             num_blocks=self.num_blocks,
@@ -301,7 +305,7 @@ class PagedKVCachePool:
             num_cached=self._tree.num_cached_blocks,
             num_used=num_used,
             num_unfilled_slots=num_unfilled,
-            fragmentation=num_unfilled / (num_used * size) if num_used else 0.0,
+            fragmentation=num_unfilled / (num_used * self.block_size) if num_used else 0.0,
             num_free_host_blocks=self._host.num_free,
             num_queried_tokens=self._tree.num_queried_tokens,
             num_hit_tokens=self._tree.num_hit_tokens,

@@ -197,6 +197,8 @@ class InProcessClient:
 
     def _take_commands(self) -> bool:
         """Carry out what was posted; sleep until something is, if there is no work. False: time to end."""
+        while not (self._inbox or self._callers.has_work or self._is_closing) and self._engine.prepare():
+            pass  # idle time makes later steps quicker
         with self._wake:
             while not (self._inbox or self._callers.has_work or self._is_closing):
                 self._wake.wait()

@@ -169,7 +169,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counts for metrics, health and the router, as of now."""
-        usage = self.scheduler.pool.usage()
+        usage = self.scheduler.pool.usage(counts_slots=False)
         return EngineStats(
             num_steps=self.scheduler.step,
             num_running=len(self.scheduler.running),

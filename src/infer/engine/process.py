@@ -5,7 +5,8 @@ scheduler and the model live here and speak through one unix socket (see message
 
     start    one line of JSON on standard input (`Launch`), load the model, send `Ready`
     turn     take every command that is there; make one step, send a `Report`; one embedding, another
-    idle     sleep in the socket until a command comes: no timer, no polling, no CPU
+    idle     do what makes later steps quicker (CUDA graphs), piece by piece; then sleep in the socket until
+             a command comes: no timer, no polling, no CPU
     end      `Stop`, or standard input closes because the server is gone
 
 The server holds the other end of standard input open for as long as it lives. Ctrl-C and SIGTERM are
@@ -102,8 +103,12 @@ class EngineServer:
             self._report()
 
     def _receive(self) -> list[bytes]:
-        """Every command that is there; without work to do, wait for the first."""
-        frames = [] if self._callers.has_work else [self._link.recv()]
+        """Every command that is there; without work to do, use the time, then wait for the first."""
+        frames: list[bytes] = []
+        if not self._callers.has_work:
+            while not self._link.poll(0) and self._engine.prepare():
+                pass
+            frames.append(self._link.recv())
         while True:
             try:
                 frames.append(self._link.recv(zmq.NOBLOCK))
