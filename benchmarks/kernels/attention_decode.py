@@ -62,6 +62,7 @@ def seconds_of_replay(graph: torch.cuda.CUDAGraph) -> float:
 def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """`call` as a graph, compiled and warmed up before."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())  # the inputs may still be on their way
     with torch.cuda.stream(stream):
         call()
     stream.synchronize()

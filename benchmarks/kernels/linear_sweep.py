@@ -6,10 +6,10 @@ order of the bytes a step spends on them, so that a sweep whose time runs out ha
 What decides the order of additions must be the same for every number of tokens (see linear_configs.py),
 so it is chosen first, at one typical number, and then held:
 
-    dot products    block_k and num_warps at M = 1;     then block_n and unroll for each bucket
     tensor cores    block_k and split_k at M = 32;      then block_n, warps and stages for each bucket
+    dot products    block_k and num_warps at M = 1;     then block_n and unroll for each bucket
 
-Where the library is faster by 3 % the table gets a None: the engine calls the library there.
+Where tensor cores are faster than dot products, or the library than either, by 3 %, the table gets a None.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ import torch.nn.functional as F
 
 from benchmarks.kernels.linear_small import EPS, Call, Matrix, Model, make_inputs, make_weights
 from benchmarks.kernels.timing import time_calls
-from infer.kernels import linear_configs
+from infer.kernels import linear_configs, linear_small
 from infer.kernels.dispatch import triton
 from infer.kernels.gated_activation import gated_activation
 from infer.kernels.linear_configs import GemvConfig, Key, SkinnyConfig, bucket, fit_stages
-from infer.kernels.linear_small import _launch, _Norm
+from infer.kernels.linear_small import FOLD_NORM_MAX_M, _launch, _Norm
 
 TABLE_FILE = Path(linear_configs.__file__)
 _BEGIN, _END = "# table: begin\n", "# table: end\n"
@@ -52,7 +52,7 @@ SKINNY_TILES = (  # block_n, block_k, split_k (filled in), num_warps, num_stages
 SPLITS = (1, 2, 4, 8, 16)
 
 Tile = TypeVar("Tile", GemvConfig, SkinnyConfig)
-Gemv = dict[Key, GemvConfig]
+Gemv = dict[Key, GemvConfig | None]
 Skinny = dict[Key, SkinnyConfig | None]
 
 
@@ -87,7 +87,14 @@ class Sweep:
             if (tile.block_k, tile.num_warps, tile.unroll) == (best.block_k, best.num_warps, 1)
         ]
         for block_m in (2, 4):
-            self.gemv[_key(matrix, block_m)] = self._fastest(matrix, weights, block_m, same_order) or best
+            tile = self._fastest(matrix, weights, block_m, same_order) or best
+            rival = self.skinny.get(_key(matrix, 16), "unknown")
+            if isinstance(rival, str) or self.is_over:
+                continue
+            ours = _time(matrix, weights, block_m, tile)
+            theirs = _time(matrix, weights, block_m, rival)
+            self.gemv[_key(matrix, block_m)] = tile if ours <= 1.03 * theirs else None
+            print(f"  M={block_m:<4} dots {ours * 1e6:.1f} us, {rival} {theirs * 1e6:.1f} us", flush=True)
 
     def _visit_skinny(self, matrix: Matrix, weights: list[torch.Tensor]) -> None:
         best = self._fastest(matrix, weights, 32, _split_tiles(matrix))
@@ -100,9 +107,10 @@ class Sweep:
             tiles = [best] if block_m == 32 else [tile for tile in same_order if _fits(tile, matrix, block_m)]
             tile = self._fastest(matrix, weights, block_m, tiles)
             if tile is None:
+                if not self.is_over:  # no tile fits
+                    self.skinny[_key(matrix, block_m)] = None
                 continue
-            ours = _time(matrix, weights, block_m, tile)
-            theirs = time_calls(_library(matrix), make_inputs(matrix, block_m, weights), weights[0].device)
+            ours, theirs = _time(matrix, weights, block_m, tile), _time(matrix, weights, block_m, None)
             self.skinny[_key(matrix, block_m)] = tile if ours <= 1.03 * theirs else None
             print(
                 f"  M={block_m:<4} ours {ours * 1e6:.1f} us, library {theirs * 1e6:.1f} us, {tile}",
@@ -129,17 +137,20 @@ class Sweep:
 
 
 def _time(
-    matrix: Matrix, weights: list[torch.Tensor], num_tokens: int, tile: GemvConfig | SkinnyConfig
+    matrix: Matrix, weights: list[torch.Tensor], num_tokens: int, tile: GemvConfig | SkinnyConfig | None
 ) -> float:
-    """Seconds of one call; dot products with the norm the engine folds in, tensor cores without."""
+    """Seconds of one call, of the library without a tile; with the norm where the engine folds it in."""
+    if tile is None:
+        return time_calls(_library(matrix), make_inputs(matrix, num_tokens, weights), weights[0].device)
     activation = "silu" if matrix.gated else ""
-    folds_norm = matrix.norm and isinstance(tile, GemvConfig)
+    folds_norm = matrix.norm and num_tokens <= FOLD_NORM_MAX_M
     if isinstance(tile, SkinnyConfig):
-        tile = fit_stages(tile, bucket(num_tokens), matrix.gated)  # as the engine will
+        tile = fit_stages(tile, max(bucket(num_tokens), 16), matrix.gated)  # as the engine will
+    tile_to_time = tile
 
     def call(x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         norm = _Norm(x, residual, gain, EPS, 0.0) if folds_norm else None
-        return _launch(tile, x, w, activation=activation, norm=norm)
+        return _launch(tile_to_time, x, w, activation=activation, norm=norm)
 
     return time_calls(call, make_inputs(matrix, num_tokens, weights), weights[0].device)
 
@@ -179,11 +190,12 @@ def _key(matrix: Matrix, block_m: int) -> Key:
 
 def render_table(gemv: Gemv, skinny: Skinny) -> str:
     """The two dictionaries as Python."""
-    lines = ["HOPPER_GEMV: dict[Key, GemvConfig] = {"]
-    for key, dots in sorted(gemv.items()):
-        lines.append(
-            f"    {key}: GemvConfig({dots.block_n}, {dots.block_k}, {dots.num_warps}, {dots.unroll}),"
-        )
+    lines = ["HOPPER_GEMV: dict[Key, GemvConfig | None] = {"]
+    for key, dots in sorted(gemv.items(), key=lambda item: item[0]):
+        value = "None"
+        if dots is not None:
+            value = f"GemvConfig({dots.block_n}, {dots.block_k}, {dots.num_warps}, {dots.unroll})"
+        lines.append(f"    {key}: {value},")
     lines += ["}", "HOPPER_SKINNY: dict[Key, SkinnyConfig | None] = {"]
     for key, tile in sorted(skinny.items(), key=lambda item: item[0]):
         value = "None"
@@ -210,6 +222,7 @@ def run_sweep(models: list[Model], budget: float, *, apply: bool, out: Path | No
         for matrix in (*model.layer, model.head):
             times = 1 if matrix.name == "head" else model.num_layers
             matrices.setdefault(_key(matrix, 0), (times * matrix.num_bytes, matrix))
+    linear_small.PDL = False  # a neighbour that is the same kernel again would flatter it
     sweep = Sweep(budget)
     for _, matrix in sorted(matrices.values(), key=lambda pair: pair[0], reverse=True):
         if sweep.is_over:
@@ -221,7 +234,7 @@ def run_sweep(models: list[Model], budget: float, *, apply: bool, out: Path | No
         )
         sweep.visit(matrix)
     report = {
-        "gemv": [[list(key), asdict(tile)] for key, tile in sorted(sweep.gemv.items())],
+        "gemv": [[list(key), tile and asdict(tile)] for key, tile in sweep.gemv.items()],
         "skinny": [[list(key), tile and asdict(tile)] for key, tile in sweep.skinny.items()],
     }
     print(json.dumps(report))

@@ -135,6 +135,7 @@ def _as_tuple(outputs: Outputs) -> tuple[torch.Tensor, ...]:
 
 def _time_on_gpu(implementation: Implementation, inputs: Sequence[tuple[torch.Tensor, ...]]) -> float:
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())  # the inputs may still be on their way
     with torch.cuda.stream(stream):  # a capture wants compiled kernels and a warmed-up allocator
         for _ in range(3):
             implementation(*inputs[0])

@@ -56,24 +56,58 @@ class TestRealShapes:
             first = linear(x, w)
             assert all(torch.equal(linear(x, w), first) for _ in range(50))
 
-    @pytest.mark.parametrize("batches", [(1, 2, 3, 4), (5, 8, 16, 17, 33, 64, 100, 128)])
+    @pytest.mark.parametrize("fold_max_m", [1, 4, 16])
     @pytest.mark.parametrize("kind", ["linear", "norm_linear", "gated_linear"])
     def test_a_row_has_the_same_bits_in_every_batch_of_its_kernel(
-        self, batches: tuple[int, ...], kind: str
+        self, fold_max_m: int, kind: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setattr(linear_small, "FOLD_NORM_MAX_M", fold_max_m)
         K, F_out = 1024, 3072
         w, gain = random(2 * F_out, K, scale=0.02), random(K)
-        x = random(max(batches), K)
+        x = random(128, K)
         run: Callable[[torch.Tensor], torch.Tensor] = {
             "linear": lambda rows: linear(rows, w),
             "norm_linear": lambda rows: norm_linear(rows, rows, gain, EPS, 0.0, w)[0],
             "gated_linear": lambda rows: gated_linear(rows, w, "silu"),
         }[kind]
-        if kind == "norm_linear":  # folded or not is a third way to compute a row
-            batches = tuple(size for size in batches if size <= linear_small.FOLD_NORM_MAX_M)
-        whole = run(x[: max(batches)])
-        for size in batches:
-            assert torch.equal(run(x[:size]), whole[:size]), size
+        whole: dict[tuple[type, bool], torch.Tensor] = {}
+        for size in (128, 100, 64, 33, 17, 16, 8, 5, 4, 3, 2, 1):
+            plan = linear_small._plan(x[:size], w, gated=kind == "gated_linear")
+            if plan is not None:  # folded or not is another way to compute a row
+                rows = whole.setdefault((type(plan), size <= fold_max_m), run(x[:size]))
+                assert torch.equal(run(x[:size]), rows[:size]), size
+        assert len({kernel for kernel, _ in whole}) == 2
+
+    def test_a_kernel_that_starts_early_waits_for_its_input(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A chain in which kernels that launch ahead and kernels that do not follow each other."""
+        weights = [random(2048, 2048, scale=0.02) for _ in range(12)]
+        gain = torch.ones(2048, device="cuda", dtype=torch.bfloat16)
+
+        def chain(x: torch.Tensor) -> torch.Tensor:
+            residual = torch.zeros_like(x)
+            for number, w in enumerate(weights):
+                x, residual = norm_linear(x, residual, gain, EPS, 0.0, w)
+                x = linear(x * 2 if number % 3 == 0 else x, w)
+            return x
+
+        for num_tokens in (1, 2, 4, 32):
+            x = random(num_tokens, 2048)
+            monkeypatch.setattr(linear_small, "PDL", False)
+            chain(x)
+            monkeypatch.setattr(linear_small, "PDL", True)
+            chain(x)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = chain(x)
+            for _ in range(20):
+                x.copy_(random(num_tokens, 2048))
+                graph.replay()
+                ahead = chain(x)
+                monkeypatch.setattr(linear_small, "PDL", False)
+                expected = chain(x)
+                monkeypatch.setattr(linear_small, "PDL", True)
+                assert torch.equal(y, expected) and torch.equal(ahead, expected)
 
     def test_a_graph_replays_on_new_numbers(self) -> None:
         w, gain = random(1024, 2048, scale=0.02), random(2048)

@@ -21,6 +21,7 @@ def capture(step: object) -> torch.cuda.CUDAGraph:
     """Record `step` after it has run once: a capture wants compiled kernels."""
     assert callable(step)
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())  # the inputs may still be on their way
     with torch.cuda.stream(stream):
         step()
     stream.synchronize()

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,17 +56,19 @@ class DecodeConfig:
 
 # By the bytes of one head's key. With tiles of 16 KiB and three stages, two of which are being loaded, a
 # program holds 64 KiB and three share a multiprocessor: while one is between items, two keep memory busy.
+# More wait for their turn: the multiprocessor that is done first takes them.
 _CONFIGS = {
-    128: DecodeConfig(block_n=128, num_warps=4, num_stages=3, programs_per_sm=3),
-    256: DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=3),
-    512: DecodeConfig(block_n=32, num_warps=4, num_stages=3, programs_per_sm=3),
-    1024: DecodeConfig(block_n=16, num_warps=4, num_stages=3, programs_per_sm=3),
+    128: DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=6),
+    256: DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=6),
+    512: DecodeConfig(block_n=32, num_warps=4, num_stages=3, programs_per_sm=6),
+    1024: DecodeConfig(block_n=16, num_warps=4, num_stages=3, programs_per_sm=6),
 }
+_FEW_HEADS, _PROGRAMS_FOR_FEW = 512, 2  # up to so many S * G each program gets an item or two: no turns
 
-# (S * G up to, shortest split): with few rows only short splits fill the machine, with many rows they would
-# only add partial results. Rows too long for `max_splits` of these get splits twice, four times ... as long.
-_SPLIT_LENS = ((16, 64), (64, 128), (math.inf, 256))
-_ITEMS_WANTED = 256  # per step and at least: two for each multiprocessor of a large GPU
+# (S * G up to, shortest split): only short splits let few rows fill the machine, but each item waits for its
+# table and first keys. Rows too long for `max_splits` of these get splits twice, four times ... as long.
+_SPLIT_LENS = ((16, 64), (32, 128), (64, 256), (128, 512), (math.inf, 1024))
+_ITEMS_WANTED = 128  # per step and at least: one for nearly each multiprocessor of a large GPU
 _INTERPRETED_SMS = 3  # few, so that a program takes several items
 _ITEM_INTS = 8  # row of the batch, row of the tables, first position, last position + 1, split, splits, -, -
 
@@ -381,7 +383,9 @@ def attend_decode(
     if S == 0:
         return out
     block_h, merge_m = max(next_power_of_two(H), 16), next_power_of_two(N // G)
-    config = config or _CONFIGS[min(max(block_h * keys_PGH.element_size(), 128), 1024)]
+    if config is None:
+        config = _CONFIGS[min(max(block_h * keys_PGH.element_size(), 128), 1024)]
+        config = replace(config, programs_per_sm=_PROGRAMS_FOR_FEW) if S * G <= _FEW_HEADS else config
     max_splits = work.max_splits(S)
     items_W8, num_items = work.work_list(window)
     _decode_kernel[(min(work.num_sms * config.programs_per_sm, S * max_splits * G),)](

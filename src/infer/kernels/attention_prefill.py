@@ -65,12 +65,16 @@ class PrefillConfig:
 
 
 # By the bytes of one head's key: queries and `num_stages` tiles of keys and values share 227 KiB, and the
-# scores and sums of a tile share the registers of 256 threads (64 keys leave some free, 128 take them all).
+# scores and sums of a tile share the registers of 256 threads. Measured on Hopper: tiles so short that two
+# programs share a multiprocessor, one multiplying while the other computes exponentials.
 _CONFIGS = {
-    128: PrefillConfig(block_n=128, num_warps=8, num_stages=3),
-    256: PrefillConfig(block_n=64, num_warps=8, num_stages=3),
+    128: PrefillConfig(block_n=64, num_warps=8, num_stages=3),
+    256: PrefillConfig(block_n=32, num_warps=8, num_stages=4),
     512: PrefillConfig(block_n=32, num_warps=8, num_stages=2),
 }
+# Where four or more query heads share a kv head, finding a row's query takes the registers that the second
+# program would need; alone, a program is better off with long tiles.
+_GROUPED_CONFIGS = _CONFIGS | {256: PrefillConfig(block_n=128, num_warps=8, num_stages=2)}
 # Exact float32 has no tensor cores: a whole tile in one program would be unrolled into the stack.
 _FLOAT32_CONFIG = PrefillConfig(block_n=32, num_warps=4, num_stages=2, num_parts=8)
 
@@ -329,7 +333,8 @@ def attend_prefill(
     block_h = max(next_power_of_two(H), 16)
     if config is None and q_TNH.dtype == torch.float32:
         config = _FLOAT32_CONFIG
-    config = config or _CONFIGS[min(max(block_h * keys_PGH.element_size(), 128), 512)]
+    configs = _GROUPED_CONFIGS if N // G >= 4 else _CONFIGS
+    config = config or configs[min(max(block_h * keys_PGH.element_size(), 128), 512)]
     _prefill_kernel[(chunks.tiles_W4.shape[0] * G * config.num_parts,)](
         q_TNH, keys_PGH, values_PGH, tables_RB, chunks.tiles_W4, out,
         q_TNH.stride(0), q_TNH.stride(1), out.stride(0), tables_RB.stride(0), window or 2**30, scale * LOG2E,

@@ -21,8 +21,10 @@ import torch
 
 from infer.kernels.dispatch import next_power_of_two
 
-GEMV_MAX_M = 4  # up to here plain dot products; tensor cores above
-MAX_SMALL_M = 128  # up to here our kernels; the library above
+GEMV_MAX_M = 4  # up to here plain dot products may be faster; tensor cores above
+MAX_SMALL_M = 128  # up to here our kernels may be faster; the library above
+_RULE_MAX_M = 64  # up to here they are for shapes that nobody measured
+_FEW_WEIGHTS = 1 << 22  # of a matrix that three or four tokens are quick to pass over without tensor cores
 _ENOUGH_PROGRAMS = 264  # two for each multiprocessor of an H200
 _STAGE_BYTES = 200 << 10  # of the 227 KB of shared memory a Hopper block may have
 
@@ -58,10 +60,11 @@ def bucket(num_tokens: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def gemv_config(N: int, K: int, gated: bool, block_m: int, device: torch.device) -> GemvConfig:
-    """The measured configuration, or the rule's."""
-    measured = HOPPER_GEMV.get((N, K, gated, block_m)) if _is_hopper(device) else None
-    return measured or default_gemv_config(N, K, gated)
+def gemv_config(N: int, K: int, gated: bool, block_m: int, device: torch.device) -> GemvConfig | None:
+    """The measured configuration, or the rule's; None where tensor cores are faster."""
+    num_weights = N * K * (2 if gated else 1)
+    config = default_gemv_config(N, K, gated) if block_m <= 2 or num_weights <= _FEW_WEIGHTS else None
+    return HOPPER_GEMV.get((N, K, gated, block_m), config) if _is_hopper(device) else config
 
 
 @lru_cache(maxsize=1024)
@@ -71,7 +74,7 @@ def skinny_config(
     """The measured configuration, or the rule's; None where the library was faster."""
     config = default_skinny_config(N, K, gated)
     if _is_hopper(device):
-        measured = HOPPER_SKINNY.get((N, K, gated, block_m), config)
+        measured = HOPPER_SKINNY.get((N, K, gated, block_m), config if block_m <= _RULE_MAX_M else None)
         if measured is None:
             return None
         config = measured
@@ -110,6 +113,113 @@ def _is_hopper(device: torch.device) -> bool:
 
 # Measured on Hopper; rewritten by `python -m benchmarks.kernels.linear_small --sweep --apply`.
 # table: begin
-HOPPER_GEMV: dict[Key, GemvConfig] = {}
-HOPPER_SKINNY: dict[Key, SkinnyConfig | None] = {}
+HOPPER_GEMV: dict[Key, GemvConfig | None] = {
+    (1024, 2048, False, 1): GemvConfig(1, 1024, 4, 1),
+    (1024, 2048, False, 2): GemvConfig(1, 1024, 4, 1),
+    (1024, 2048, False, 4): GemvConfig(4, 1024, 4, 1),
+    (1024, 3072, False, 1): GemvConfig(1, 1024, 4, 1),
+    (1024, 3072, False, 2): GemvConfig(1, 1024, 4, 1),
+    (1024, 3072, False, 4): GemvConfig(4, 1024, 4, 1),
+    (2048, 2048, False, 1): GemvConfig(2, 1024, 4, 2),
+    (2048, 2048, False, 2): GemvConfig(4, 1024, 4, 1),
+    (2048, 2048, False, 4): GemvConfig(4, 1024, 4, 1),
+    (2048, 8192, False, 1): GemvConfig(2, 1024, 4, 2),
+    (2048, 8192, False, 2): GemvConfig(4, 1024, 4, 1),
+    (2048, 8192, False, 4): None,
+    (3072, 1024, True, 1): GemvConfig(4, 512, 2, 1),
+    (3072, 1024, True, 2): GemvConfig(4, 512, 2, 1),
+    (3072, 1024, True, 4): None,
+    (3072, 2048, False, 1): GemvConfig(4, 512, 2, 1),
+    (3072, 2048, False, 2): GemvConfig(4, 512, 2, 1),
+    (3072, 2048, False, 4): None,
+    (4096, 1024, False, 1): GemvConfig(4, 512, 2, 1),
+    (4096, 1024, False, 2): GemvConfig(4, 512, 2, 1),
+    (4096, 1024, False, 4): None,
+    (4096, 4096, False, 1): GemvConfig(1, 1024, 4, 1),
+    (4096, 4096, False, 2): GemvConfig(4, 1024, 4, 1),
+    (4096, 4096, False, 4): None,
+    (4096, 12288, False, 1): GemvConfig(1, 1024, 4, 1),
+    (4096, 12288, False, 2): GemvConfig(4, 1024, 4, 1),
+    (4096, 12288, False, 4): None,
+    (6144, 4096, False, 1): GemvConfig(8, 512, 2, 1),
+    (6144, 4096, False, 2): GemvConfig(4, 512, 2, 1),
+    (6144, 4096, False, 4): GemvConfig(8, 512, 2, 1),
+    (8192, 2048, True, 1): GemvConfig(4, 512, 2, 1),
+    (8192, 2048, True, 2): None,
+    (8192, 2048, True, 4): None,
+    (12288, 4096, True, 1): GemvConfig(4, 1024, 4, 1),
+    (12288, 4096, True, 2): GemvConfig(2, 1024, 4, 1),
+    (12288, 4096, True, 4): None,
+    (128256, 2048, False, 1): GemvConfig(8, 512, 2, 1),
+    (128256, 2048, False, 2): GemvConfig(4, 512, 2, 1),
+    (128256, 2048, False, 4): None,
+    (151936, 1024, False, 1): GemvConfig(8, 512, 2, 1),
+    (151936, 1024, False, 2): GemvConfig(8, 512, 2, 1),
+    (151936, 1024, False, 4): None,
+    (151936, 4096, False, 1): GemvConfig(8, 512, 2, 1),
+    (151936, 4096, False, 2): GemvConfig(4, 512, 2, 1),
+    (151936, 4096, False, 4): None,
+}
+HOPPER_SKINNY: dict[Key, SkinnyConfig | None] = {
+    (1024, 2048, False, 16): SkinnyConfig(64, 256, 4, 4, 3),
+    (1024, 2048, False, 32): SkinnyConfig(64, 256, 4, 4, 3),
+    (1024, 2048, False, 64): None,
+    (1024, 2048, False, 128): None,
+    (1024, 3072, False, 16): SkinnyConfig(64, 256, 4, 4, 3),
+    (1024, 3072, False, 32): SkinnyConfig(64, 256, 4, 4, 3),
+    (1024, 3072, False, 64): SkinnyConfig(64, 256, 4, 4, 3),
+    (1024, 3072, False, 128): None,
+    (2048, 2048, False, 16): SkinnyConfig(64, 256, 4, 4, 3),
+    (2048, 2048, False, 32): SkinnyConfig(64, 256, 4, 4, 3),
+    (2048, 2048, False, 64): None,
+    (2048, 2048, False, 128): None,
+    (2048, 8192, False, 16): SkinnyConfig(64, 256, 4, 4, 3),
+    (2048, 8192, False, 32): SkinnyConfig(64, 256, 4, 4, 3),
+    (2048, 8192, False, 64): SkinnyConfig(64, 256, 4, 4, 3),
+    (2048, 8192, False, 128): None,
+    (3072, 1024, True, 16): SkinnyConfig(64, 128, 1, 4, 4),
+    (3072, 1024, True, 32): SkinnyConfig(64, 128, 1, 4, 4),
+    (3072, 1024, True, 64): SkinnyConfig(64, 128, 1, 4, 4),
+    (3072, 1024, True, 128): None,
+    (3072, 2048, False, 16): None,
+    (3072, 2048, False, 32): None,
+    (3072, 2048, False, 64): None,
+    (3072, 2048, False, 128): None,
+    (4096, 1024, False, 16): SkinnyConfig(64, 128, 1, 4, 4),
+    (4096, 1024, False, 32): None,
+    (4096, 1024, False, 64): None,
+    (4096, 1024, False, 128): None,
+    (4096, 4096, False, 16): SkinnyConfig(64, 256, 2, 4, 3),
+    (4096, 4096, False, 32): SkinnyConfig(64, 256, 2, 4, 3),
+    (4096, 4096, False, 64): None,
+    (4096, 4096, False, 128): None,
+    (4096, 12288, False, 16): SkinnyConfig(64, 256, 2, 4, 3),
+    (4096, 12288, False, 32): SkinnyConfig(64, 256, 2, 4, 3),
+    (4096, 12288, False, 64): SkinnyConfig(64, 256, 2, 4, 3),
+    (4096, 12288, False, 128): None,
+    (6144, 4096, False, 16): SkinnyConfig(64, 256, 1, 4, 3),
+    (6144, 4096, False, 32): None,
+    (6144, 4096, False, 64): None,
+    (6144, 4096, False, 128): None,
+    (8192, 2048, True, 16): SkinnyConfig(64, 128, 1, 4, 4),
+    (8192, 2048, True, 32): SkinnyConfig(64, 128, 1, 4, 4),
+    (8192, 2048, True, 64): SkinnyConfig(64, 128, 1, 4, 4),
+    (8192, 2048, True, 128): SkinnyConfig(64, 128, 1, 4, 4),
+    (12288, 4096, True, 16): SkinnyConfig(128, 64, 1, 4, 4),
+    (12288, 4096, True, 32): SkinnyConfig(128, 64, 1, 4, 4),
+    (12288, 4096, True, 64): SkinnyConfig(128, 64, 1, 4, 4),
+    (12288, 4096, True, 128): None,
+    (128256, 2048, False, 16): SkinnyConfig(64, 64, 1, 4, 6),
+    (128256, 2048, False, 32): SkinnyConfig(128, 64, 1, 4, 4),
+    (128256, 2048, False, 64): SkinnyConfig(128, 64, 1, 4, 4),
+    (128256, 2048, False, 128): None,
+    (151936, 1024, False, 16): SkinnyConfig(64, 128, 1, 4, 4),
+    (151936, 1024, False, 32): SkinnyConfig(64, 128, 1, 4, 4),
+    (151936, 1024, False, 64): SkinnyConfig(128, 128, 1, 8, 4),
+    (151936, 1024, False, 128): None,
+    (151936, 4096, False, 16): SkinnyConfig(64, 128, 1, 4, 4),
+    (151936, 4096, False, 32): SkinnyConfig(64, 128, 1, 4, 4),
+    (151936, 4096, False, 64): SkinnyConfig(128, 128, 1, 8, 4),
+    (151936, 4096, False, 128): None,
+}
 # table: end

@@ -34,6 +34,8 @@ without a mask is cheaper. Only the store is masked.
 
 Programmatic dependent launch (PDL) lets a kernel start while the one before it still runs. Everything that
 does not depend on that kernel comes first (the first tile of W), then `gdc_wait`, then the activations.
+Kernels that know nothing of it may stand before and after: the wait is for the end of the kernel before,
+announced or not, and whoever does not ask to start early starts when all is done.
 
 Shapes:  M tokens, N outputs (rows of W, of its gate half when gated), K inputs.
 """

@@ -9,9 +9,13 @@ A step that decodes M sequences reads every weight once to use it M times. For s
 layer is the time to read its weights, and the target is the bandwidth of a read; a general matrix
 product is built for large M and reaches a third of it on small models.
 
-    M <= 4      dot products                                       linear_kernels.gemv_kernel
+    M = 1       dot products, the norm folded in                   linear_kernels.gemv_kernel
+    M <= 4      the same without the norm where that is faster, or
     M <= 128    tensor cores, W on the left, K split in order      linear_kernels.skinny_kernel
     above       the library (F.linear), then `gated_activation`
+
+Which of them a number of tokens gets is looked up for each shape of W (linear_configs.py). With two tokens
+already, every program's own norm costs more than one launch for all of them.
 
 Fused or not, sums are taken in float32. The fused forms round less often: gate, up and their product stay in
 float32 until y, and the norm's scale is applied to the finished sum. r alone is rounded to the type
@@ -49,8 +53,8 @@ from infer.kernels.linear_configs import (
 from infer.kernels.linear_kernels import gemv_kernel, skinny_kernel
 from infer.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 
-FOLD_NORM_MAX_M = 8  # above, every program's own norm costs more than one launch for all of them
-PDL = False  # launch each kernel while the one before it still runs; every kernel of a chain must agree
+FOLD_NORM_MAX_M = 1
+PDL = True  # launch while the kernel before still runs, where the GPU can; the kernels wait for their input
 
 _MAX_TILES = 1024  # of a layer whose K is split: with more tiles than this there is no need to
 _NUM_COUNTER_SLOTS = 64
@@ -107,7 +111,7 @@ def norm_linear(
     bias_N: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`linear` of the normalised sum of `x_MK` and the residual stream; and the sum, or `x_MK` itself."""
-    plan = _plan(x_MK, w_NK, gated=False) if _folds_norm(x_MK) else None
+    plan = _plan_with_norm(x_MK, w_NK, gated=False)
     if plan is None:
         normed_MK, new_residual_MK = _norm(x_MK, residual_MK, norm_weight_K, eps, offset)
         return linear(normed_MK, w_NK, bias_N), new_residual_MK
@@ -126,7 +130,7 @@ def norm_gated_linear(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`gated_linear` of the normalised sum of `x_MK` and the residual stream; and the sum."""
     _known(activation)
-    plan = _plan(x_MK, w_2FK, gated=True) if _folds_norm(x_MK) else None
+    plan = _plan_with_norm(x_MK, w_2FK, gated=True)
     if plan is None:
         normed_MK, new_residual_MK = _norm(x_MK, residual_MK, norm_weight_K, eps, offset)
         return gated_linear(normed_MK, w_2FK, activation), new_residual_MK
@@ -162,10 +166,13 @@ def _norm(
     return add_rms_norm(x_MK, residual_MK, norm_weight_K, eps=eps, offset=offset)
 
 
-def _folds_norm(x_MK: torch.Tensor) -> bool:
-    """Whether the norm is folded in; r * weight, unscaled, may be too large for tensor cores in float16."""
-    num_tokens = x_MK.shape[0]
-    return num_tokens <= FOLD_NORM_MAX_M and (num_tokens <= GEMV_MAX_M or x_MK.dtype != torch.float16)
+def _plan_with_norm(x_MK: torch.Tensor, w: torch.Tensor, *, gated: bool) -> GemvConfig | SkinnyConfig | None:
+    """Which kernel folds the norm in; None for a launch of its own.
+
+    r * weight, unscaled, may be too large for tensor cores in float16.
+    """
+    plan = _plan(x_MK, w, gated=gated) if x_MK.shape[0] <= FOLD_NORM_MAX_M else None
+    return None if isinstance(plan, SkinnyConfig) and x_MK.dtype == torch.float16 else plan
 
 
 def _plan(x_MK: torch.Tensor, w: torch.Tensor, *, gated: bool) -> GemvConfig | SkinnyConfig | None:
@@ -174,9 +181,8 @@ def _plan(x_MK: torch.Tensor, w: torch.Tensor, *, gated: bool) -> GemvConfig | S
     if not use_triton(x_MK) or not 0 < M <= MAX_SMALL_M or x_MK.dtype != w.dtype:
         return None
     N = w.shape[0] // 2 if gated else w.shape[0]
-    if M <= GEMV_MAX_M:
-        return gemv_config(N, K, gated, bucket(M), x_MK.device)
-    return skinny_config(N, K, gated, bucket(M), x_MK.device, x_MK.element_size())
+    dots = gemv_config(N, K, gated, bucket(M), x_MK.device) if M <= GEMV_MAX_M else None
+    return dots or skinny_config(N, K, gated, max(bucket(M), 16), x_MK.device, x_MK.element_size())
 
 
 def _launch(
@@ -201,18 +207,19 @@ def _launch(
     )  # fmt: skip
     strides = (x_MK.stride(0), residual.stride(0), w.stride(0))
     eps, offset = (0.0, 0.0) if norm is None else (norm.eps, norm.offset)
+    launches_ahead = PDL and _can_launch_ahead(x_MK.device)
     options: dict[str, Any] = {
-        "BLOCK_M": bucket(M),
+        "BLOCK_M": bucket(M) if isinstance(plan, GemvConfig) else max(bucket(M), 16),
         "BLOCK_N": plan.block_n,
         "BLOCK_K": plan.block_k,
         "NORM": norm is not None,
         "RESIDUAL": norm is not None and norm.residual is not None,
         "BIAS": bias_N is not None,
         "ACTIVATION": activation,
-        "PDL": PDL,
+        "PDL": launches_ahead,
         "num_warps": plan.num_warps,
     }
-    if PDL:
+    if launches_ahead:
         options["launch_pdl"] = True
     num_tiles = -(-N // plan.block_n)
     if isinstance(plan, GemvConfig):
@@ -244,6 +251,11 @@ def _workspace(
     partial_len = num_tiles * num_splits * (tile_len + options["BLOCK_M"])
     partial = torch.empty(partial_len, dtype=torch.float32, device=device)
     return partial, counters[next(_next_call) % _NUM_COUNTER_SLOTS]
+
+
+@lru_cache(maxsize=16)
+def _can_launch_ahead(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @lru_cache(maxsize=16)

@@ -55,6 +55,7 @@ class LinearContract:
         skinny = SkinnyConfig(64, 64, split_k=3, num_warps=4, num_stages=2)
         monkeypatch.setattr(linear_small, "gemv_config", lambda *_: gemv)
         monkeypatch.setattr(linear_small, "skinny_config", lambda *_: skinny)
+        monkeypatch.setattr(linear_small, "FOLD_NORM_MAX_M", 8)  # in either kernel
 
     def framed(self, *shape: int, dtype: torch.dtype) -> FramedTensor:
         return FramedTensor(shape, dtype, self.device)
@@ -168,6 +169,17 @@ class LinearContract:
             gated_linear(x, x.expand(2, 8), "swish")
         with pytest.raises(ConfigError, match="silu, gelu_tanh, gelu"):
             norm_gated_linear(x, None, x[0], EPS, 0.0, x.expand(2, 8), "swish")
+
+    def test_few_tokens_go_to_the_tensor_cores_where_they_are_faster(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(linear_small, "gemv_config", lambda *_: None)
+        x, w = self.framed(3, K, dtype=torch.float32), self.framed(N, K, dtype=torch.float32)
+        wide = self.framed(9, K, dtype=torch.float32)
+        wide.view[:3] = x.view
+        y = linear(x.view, w.view)
+        assert_near(y, x.view.double() @ w.view.double().T)
+        assert torch.equal(y, linear(wide.view, w.view)[:3])
 
     @pytest.mark.parametrize("num_tokens", [0, 130])
     def test_no_token_and_many_tokens_are_left_to_the_library(self, num_tokens: int) -> None:

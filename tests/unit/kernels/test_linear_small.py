@@ -103,9 +103,10 @@ def test_the_table_never_lets_the_batch_size_choose_the_order_of_additions() -> 
     gemv_orders: dict[tuple[int, int, bool], tuple[int, int]] = {}
     skinny_orders: dict[tuple[int, int, bool], tuple[int, int]] = {}
     for (N, K, gated, _), gemv in linear_configs.HOPPER_GEMV.items():
-        order = (gemv.block_k, gemv.num_warps)
-        assert gemv_orders.setdefault((N, K, gated), order) == order
-        assert gemv.block_k >= 256 * gemv.num_warps  # all warps along K, whatever block_n is
+        if gemv is not None:
+            order = (gemv.block_k, gemv.num_warps)
+            assert gemv_orders.setdefault((N, K, gated), order) == order
+            assert gemv.block_k >= 256 * gemv.num_warps  # all warps along K, whatever block_n is
     for (N, K, gated, _), skinny in linear_configs.HOPPER_SKINNY.items():
         if skinny is not None:
             split = (skinny.block_k, skinny.split_k)
@@ -116,14 +117,18 @@ def test_the_table_never_lets_the_batch_size_choose_the_order_of_additions() -> 
 def test_a_measured_shape_uses_the_table_and_another_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = GemvConfig(8, 512, 2)
     monkeypatch.setattr(linear_configs, "_is_hopper", lambda device: True)
-    monkeypatch.setattr(linear_configs, "HOPPER_GEMV", {(7, 9, False, 2): measured})
+    monkeypatch.setattr(linear_configs, "HOPPER_GEMV", {(7, 9, False, 2): measured, (7, 9, True, 2): None})
     monkeypatch.setattr(linear_configs, "HOPPER_SKINNY", {(7, 9, False, 16): None})
     device = torch.device("meta")  # no other test asks for it: answers are remembered
     try:
         assert gemv_config(7, 9, False, 2, device) == measured
+        assert gemv_config(7, 9, True, 2, device) is None
         assert gemv_config(7, 9, False, 4, device) == default_gemv_config(7, 9, False)
+        assert gemv_config(8192, 1024, False, 2, device) == default_gemv_config(8192, 1024, False)
+        assert gemv_config(8192, 1024, False, 4, device) is None  # tensor cores
         assert skinny_config(7, 9, False, 16, device) is None
-        assert skinny_config(7, 9, False, 32, device) is not None
+        assert skinny_config(7, 9, False, 64, device) is not None
+        assert skinny_config(7, 9, False, 128, device) is None  # the library
     finally:
         gemv_config.cache_clear()
         skinny_config.cache_clear()
