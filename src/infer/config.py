@@ -29,6 +29,7 @@ from infer.errors import ConfigError, closest
 DEFAULT_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 2048, 8192
 DEFAULT_BATCH_SIZE, GPU_BATCH_SIZE = 64, 256
 DEFAULT_CHUNK_SIZE = 512
+GPU_MIXED_TOKENS = 512
 MAX_THREADS = 1024  # far more makes the thread library crash
 
 
@@ -158,6 +159,11 @@ class SchedulerConfig:
         None,
         f"tokens of one prompt that one step may compute; default: {DEFAULT_CHUNK_SIZE}, on a GPU the step's",
     )
+    mixed_prefill_tokens: int | None = knob(
+        None,
+        "tokens of prompts that a step may compute while others decode, more if the backlog is long; "
+        f"default: on a GPU {GPU_MIXED_TOKENS}, elsewhere what the step may compute",
+    )
     preemption: str = knob(
         "auto",
         "when the cache is full: recompute forgets a sequence's blocks, swap copies them to host memory, "
@@ -175,6 +181,7 @@ class SchedulerConfig:
         for name in ("batching_mode", "scheduler_policy", "preemption"):
             _check_choice(self, name)
         _check_positive(self, "max_batch_size", "max_num_batched_tokens", "prefill_chunk_size")
+        _check_positive(self, "mixed_prefill_tokens")
         _check_positive(self, "max_wait_steps", "max_decode_gap", "max_waiting")
         budget = self.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
         if self.width > budget:

@@ -90,7 +90,7 @@ class TestCompiledStep(StepContract):
         def step() -> None:
             apply_table_diffs(tables, diffs)
             gather_step(rows, last_token, position, tables, block_size=4, out=inputs)
-            advance_rows(rows, inputs.tokens_S * 2, last_token, position)
+            advance_rows(rows, inputs.tokens_S * 2, inputs.positions_S + 1, last_token, position)
 
         graph = capture(step)  # the step ran once: capturing itself computes nothing
         seen = []

@@ -30,6 +30,7 @@ from infer.config import (
     DEFAULT_CHUNK_SIZE,
     GPU_BATCH_SIZE,
     GPU_BATCHED_TOKENS,
+    GPU_MIXED_TOKENS,
     EngineConfig,
     SchedulerConfig,
 )
@@ -106,6 +107,7 @@ def _make_runner(
         max_tokens=scheduler.max_num_batched_tokens,
         max_seq_len=loaded.max_seq_len,
         use_cuda_graphs=config.run.use_cuda_graphs,
+        attention_backend=backend if backend in DEVICE_BACKENDS else "triton",
     )
 
 
@@ -154,8 +156,15 @@ def resolve_scheduler(config: EngineConfig, max_seq_len: int, *, is_gpu: bool = 
         )
     width = scheduler.max_batch_size or (min(GPU_BATCH_SIZE, budget) if is_gpu else DEFAULT_BATCH_SIZE)
     chunk_len = scheduler.prefill_chunk_size or (budget if is_gpu else DEFAULT_CHUNK_SIZE)
+    mixed = scheduler.mixed_prefill_tokens or (
+        min(GPU_MIXED_TOKENS, budget) if is_gpu and is_chunked else None
+    )
     return replace(
-        scheduler, max_num_batched_tokens=budget, max_batch_size=width, prefill_chunk_size=chunk_len
+        scheduler,
+        max_num_batched_tokens=budget,
+        max_batch_size=width,
+        prefill_chunk_size=chunk_len,
+        mixed_prefill_tokens=mixed,
     )
 
 

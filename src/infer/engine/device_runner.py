@@ -1,8 +1,8 @@
 """Run plans on a GPU: state stays there, steps are launched and waited for later.
 
     launch   transfers, differences of state, then one of
-               decode    every chunk is one token, sampled on the device: a CUDA graph       (graphs.py)
-               ragged    prompts among them: the same kernels, launched one by one
+               sized     rows that decode and few tokens of prompts, padded: a CUDA graph    (graphs.py)
+               ragged    anything else: the same kernels, launched one by one
              and a copy of the sampled ids to pinned memory, with an event behind it
     wait     for that event; ids become a `StepResult`
 
@@ -26,16 +26,18 @@ from infer.cache.kv_pool import KVCachePool
 from infer.cache.kv_store import KVStore
 from infer.engine.device_rows import NO_POSITION, DeviceRows, send
 from infer.engine.device_step import DeviceStep
-from infer.engine.graphs import DecodeGraphs
+from infer.engine.graphs import MIXED_TOKENS, StepGraphs, StepSize
 from infer.engine.plan import StepPlan
 from infer.engine.runner import ModelRunner, StepResult, sequence_seed
 from infer.engine.sequence import Sequence as TokenSequence
+from infer.engine.step_inputs import MAX_CHUNKS, DeviceInputs, Prompts
 from infer.errors import DeviceLost
 from infer.kernels.attention_decode import DecodeWork
 from infer.kernels.attention_prefill import Chunk as PrefillChunk
 from infer.kernels.attention_prefill import PrefillChunks, build_prefill_chunks, tokens_per_tile
+from infer.kernels.cuda.paged_attention import compile_attend_decode
 from infer.kernels.sample_rows import SampleScratch, sample_rows
-from infer.kernels.step_state import StepInputs, advance_rows, gather_step
+from infer.kernels.step_state import advance_rows, gather_step
 from infer.models.model import Model
 
 _IN_FLIGHT = 3  # result buffers: one step under way, one being read, one spare
@@ -89,11 +91,18 @@ class DeviceRunner(ModelRunner):
         max_tokens: int,
         max_seq_len: int,
         use_cuda_graphs: bool,
+        attention_backend: str = "triton",
     ) -> None:
         super().__init__(model, store, pool, max_batch_size=max_batch_size, attention_backend="triton")
         config, device = model.config, store.device
         max_blocks = -(-max_seq_len // pool.block_size)
         self._device = device
+        self._backend = attention_backend
+        if attention_backend == "cuda":
+            compile_attend_decode(
+                store.keys[0].dtype, device, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim, block_size=pool.block_size,
+            )  # fmt: skip
         self._state = DeviceRows(2 * max_batch_size, max_blocks, device)
         self._windows = tuple(dict.fromkeys(config.window(layer) for layer in range(config.num_layers)))
         self._work = DecodeWork(
@@ -104,17 +113,19 @@ class DeviceRunner(ModelRunner):
             head_dim=config.head_dim,
             device=device,
         )
-        self._tile_len = tokens_per_tile(config.num_heads, config.num_kv_heads)
-        self._scratch = SampleScratch(max_batch_size, config.vocab_size, device)
-        self._results = _Results(max_batch_size, device)
-        self._rows_S = torch.full((max_batch_size,), -1, dtype=torch.int32, device=device)
-        self._rows_sent: list[int] = []
-        # tokens, positions and slots of a step: decode rows first, then the tokens of prompts
-        self._table_3T = torch.zeros((3, max(max_tokens, max_batch_size)), dtype=torch.int64, device=device)
-        self._lens_S = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
-        tokens_T, positions_T, slots_T = self._table_3T.unbind()
-        self._inputs = StepInputs(tokens_T, positions_T, slots_T, self._lens_S)
-        self._graphs = DecodeGraphs(self._decode, self._rows_S, max_batch_size, is_enabled=use_cuda_graphs)
+        tile_len = tokens_per_tile(config.num_heads, config.num_kv_heads)
+        max_graph_tokens = MIXED_TOKENS[-1] if use_cuda_graphs else 0
+        self._inputs = DeviceInputs(max_batch_size, max_tokens, max_graph_tokens, tile_len, device)
+        self._scratch = SampleScratch(max_batch_size + MAX_CHUNKS, config.vocab_size, device)
+        self._results = _Results(max_batch_size + MAX_CHUNKS, device)
+        self._host_chunks: tuple[PrefillChunk, ...] = ()  # for the reference of prefill attention alone
+        self._graphs = StepGraphs(
+            self._launch_kernels,
+            self._inputs.blank,
+            max_rows=max_batch_size,
+            max_tokens=max_graph_tokens,
+            captures=use_cuda_graphs and device.type == "cuda",
+        )
 
     def forget(self, seq_id: int) -> None:
         """Free the row of a sequence that has left."""
@@ -123,7 +134,6 @@ class DeviceRunner(ModelRunner):
     @torch.inference_mode()
     def prepare(self) -> bool:
         """Do one piece of the work that makes later steps quicker; False: nothing is left to do."""
-        self._rows_sent = []
         return self._graphs.prepare()
 
     def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
@@ -152,19 +162,23 @@ class DeviceRunner(ModelRunner):
         self._store.transfer(plan.transfers)
         if not plan.chunks:  # beams coming back compute their next tokens together, once all are here
             return lambda: StepResult([], [], {})
-        rows, is_decode = self._sync(plan, sequences)
+        rows, samples_here = self._sync(plan, sequences)
         self._state.flush()
-        if is_decode:
-            return self._launch_decode(rows)
+        if samples_here:
+            num_tokens = sum(stop - start for _, start, stop, _ in plan.chunks if stop - start > 1)
+            num_prompts = sum(stop - start > 1 for _, start, stop, _ in plan.chunks)
+            size = self._graphs.size_for(len(rows) - num_prompts, num_tokens)
+            if size is not None and num_prompts <= MAX_CHUNKS:
+                return self._launch_sized(plan, sequences, rows, size)
         return self._launch_ragged(plan, sequences, rows)
 
     def _sync(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> tuple[list[int], bool]:
-        """Bring the rows of a plan up to date; whether it is a plain decode step."""
+        """Bring the rows of a plan up to date; whether all of it can be sampled on the device."""
         state, by_seq, next_token = self._state, self._state.by_seq, self._state.next_token
         mask, has_moved = self._pool.block_size - 1, bool(plan.transfers)
         block_table = self._pool.block_table
         rows: list[int] = []
-        is_decode = True
+        all_here = True
         for (seq_id, start, stop, num_samples), seq in zip(plan.chunks, sequences, strict=True):
             row = by_seq.get(seq_id)
             if row is None:
@@ -173,51 +187,95 @@ class DeviceRunner(ModelRunner):
             elif has_moved or not start & mask or stop - start > 1:
                 state.sync_table(row, block_table(seq_id), start // (mask + 1))
             rows.append(row)
-            samples_here = num_samples == 1 and not seq.group.samples_on_host
-            if stop - start > 1 or not samples_here:
-                is_decode = False
+            group = seq.group
+            if num_samples > 1 or group.samples_on_host or group.request.params.prompt_logprobs is not None:
+                all_here = False
             if stop - start == 1 and next_token[row] != start:
                 state.send_token(row, seq.tokens[start], start)
-        return rows, is_decode
+        return rows, all_here
 
-    # -- decode -----------------------------------------------------------------------------------
+    # -- steps of a size that is, or could be, a graph ------------------------------------------------
 
-    def _launch_decode(self, rows: list[int]) -> Callable[[], StepResult]:
-        bucket = self._graphs.bucket(len(rows))
-        padded = rows + [-1] * (bucket - len(rows))
-        if padded != self._rows_sent:
-            self._rows_S[:bucket].copy_(send(torch.tensor(padded, dtype=torch.int32), self._device))
-            self._rows_sent = padded
-        self._graphs.run(bucket)
-        next_token = self._state.next_token
-        for row in rows:
-            next_token[row] += 1
-        wait = self._results.take(self._scratch.ids_S[: len(rows)])
+    def _launch_sized(
+        self, plan: StepPlan, sequences: Sequence[TokenSequence], rows: list[int], size: StepSize
+    ) -> Callable[[], StepResult]:
+        inputs, next_token = self._inputs, self._state.next_token
+        self._graphs.ensure(size)
+        if not size.num_tokens:
+            inputs.send_rows(rows, size.num_rows)
+            sampling = list(range(len(rows)))
+            for row in rows:
+                next_token[row] += 1
+            places = sampling
+        else:
+            prompts = Prompts(plan, sequences, rows, self._pool, first=size.num_rows)
+            inputs.send_rows([rows[n] for n in prompts.decoding], size.num_rows)
+            inputs.send_prompts(prompts, size.num_tokens)
+            # decode rows are sampled where they stand, prompts behind them
+            sampling = prompts.decoding + [n for n in prompts.numbers if plan.chunks[n].num_samples]
+            places = [*range(len(prompts.decoding)), *range(size.num_rows, size.num_rows + MAX_CHUNKS)]
+            padding = size.num_rows - len(prompts.decoding)
+            asked = [(prompts.last_places[n], rows[n], plan.chunks[n].stop) for n in sampling]
+            asked[len(prompts.decoding) : len(prompts.decoding)] = [(0, -1, -1)] * padding
+            inputs.send_samples(asked, size.num_rows + MAX_CHUNKS)
+            if self._device.type != "cuda":
+                self._host_chunks = tuple(prompts.chunks)
+            for row, chunk in zip(rows, plan.chunks, strict=True):
+                next_token[row] = chunk.stop if chunk.num_samples else NO_POSITION
+        self._graphs.run(size)
+        num_ids = places[len(sampling) - 1] + 1 if sampling else 0
+        wait = self._results.take(self._scratch.ids_S[:num_ids])
+        is_decode = not size.num_tokens
 
         def result() -> StepResult:
-            return StepResult([(token,) for token in wait()], [(None,)] * len(rows), {})
+            drawn = wait()
+            if is_decode:
+                return StepResult([(token,) for token in drawn], [(None,)] * len(drawn), {})
+            ids: list[tuple[int, ...]] = [()] * len(plan.chunks)
+            for number, place in zip(sampling, places, strict=False):
+                ids[number] = (drawn[place],)
+            return StepResult(ids, [(None,) * len(row) for row in ids], {})
 
         return result
 
-    def _decode(self, num_rows: int) -> None:
-        """One token for each of the first rows: everything is read from the device and advanced there."""
-        rows_S, state = self._rows_S[:num_rows], self._state
-        inputs = self._inputs.first(num_rows)
-        gather_step(
-            rows_S, state.last_token_R, state.position_R, state.tables_RB,
-            block_size=self._pool.block_size, out=inputs,
-        )  # fmt: skip
-        step = DeviceStep(
-            self._store, state.tables_RB, self._work, block_size=self._pool.block_size,
-            positions_T=inputs.positions_S, slots_T=inputs.slots_S, rows_S=rows_S, lens_S=inputs.lens_S,
-            windows=self._windows,
-        )  # fmt: skip
-        logits_SV = self._model.logits(self._model(inputs.tokens_S, step))
-        # the sampled token's place is the one after its input's
-        ids_S = sample_rows(logits_SV, state.sampling, rows_S, inputs.positions_S + 1, self._scratch)
-        advance_rows(rows_S, ids_S, state.last_token_R, state.position_R)
+    def _launch_kernels(self, size: StepSize) -> None:
+        """All kernels of a step of this size: everything is read from the device and advanced there."""
+        state, inputs, num_rows = self._state, self._inputs, size.num_rows
+        rows_S, num_tokens = inputs.rows_S[:num_rows], num_rows + size.num_tokens
+        decode = inputs.decode(num_rows)
+        if num_rows:
+            gather_step(
+                rows_S, state.last_token_R, state.position_R, state.tables_RB,
+                block_size=self._pool.block_size, out=decode,
+            )  # fmt: skip
+        tiles = None
+        if size.num_tokens:
+            num_tiles = inputs.num_tiles(size.num_tokens)
+            tiles = PrefillChunks.from_arrays(inputs.tiles_W4[:num_tiles], self._host_chunks)
+        hidden_TD = self._forward(num_tokens, rows_S, tiles)
+        if not size.num_tokens:
+            logits_SV = self._model.logits(hidden_TD)
+            # the sampled token's place is the one after its input's
+            positions_S = decode.positions_S + 1
+        else:
+            places_C, rows_C, positions_S = inputs.samples_3C[:, : num_rows + MAX_CHUNKS].unbind()
+            logits_SV = self._model.logits(hidden_TD[places_C])
+            rows_S = rows_C.int()
+        ids_S = sample_rows(logits_SV, state.sampling, rows_S, positions_S.contiguous(), self._scratch)
+        advance_rows(rows_S, ids_S, positions_S.contiguous(), state.last_token_R, state.position_R)
 
-    # -- prompts ----------------------------------------------------------------------------------
+    def _forward(self, num_tokens: int, rows_S: torch.Tensor, tiles: PrefillChunks | None) -> torch.Tensor:
+        table_3T = self._inputs.table_3T
+        step = DeviceStep(
+            self._store, self._state.tables_RB, self._work, block_size=self._pool.block_size,
+            positions_T=table_3T[1, :num_tokens], slots_T=table_3T[2, :num_tokens],
+            rows_S=rows_S, lens_S=self._inputs.lens_S[: len(rows_S)], chunks=tiles, windows=self._windows,
+            backend=self._backend,
+        )  # fmt: skip
+        hidden_TD: torch.Tensor = self._model(table_3T[0, :num_tokens], step)
+        return hidden_TD
+
+    # -- any other step -----------------------------------------------------------------------------
 
     def _launch_ragged(
         self, plan: StepPlan, sequences: Sequence[TokenSequence], rows: list[int]
@@ -248,8 +306,7 @@ class DeviceRunner(ModelRunner):
         places, rows_S, positions_S = send(torch.from_numpy(packed), self._device).unbind()
         logits_SV = self._model.logits(hidden_TD[places])
         ids_S = sample_rows(logits_SV, self._state.sampling, rows_S.int(), positions_S, self._scratch)
-        self._state.last_token_R.index_copy_(0, rows_S, ids_S.clamp(min=0))
-        self._state.position_R.index_copy_(0, rows_S, positions_S)
+        advance_rows(rows_S.int(), ids_S, positions_S, self._state.last_token_R, self._state.position_R)
         wait = self._results.take(ids_S)
 
         def result() -> StepResult:
@@ -264,44 +321,20 @@ class DeviceRunner(ModelRunner):
         self, plan: StepPlan, sequences: Sequence[TokenSequence], rows: list[int]
     ) -> tuple[list[int], torch.Tensor]:
         """Hidden states of a ragged step, and the place of each chunk's last token in them."""
-        block_size, state = self._pool.block_size, self._state
-        decoding = [n for n, chunk in enumerate(plan.chunks) if chunk.stop - chunk.start == 1]
-        prompts = [n for n, chunk in enumerate(plan.chunks) if chunk.stop - chunk.start > 1]
-        last_rows = [0] * len(plan.chunks)
-        for place, number in enumerate(decoding):
-            last_rows[number] = place
-        num_rows = place = len(decoding)
-        tokens: list[int] = []
-        positions: list[np.ndarray] = []
-        slots: list[np.ndarray] = []
-        chunks: list[PrefillChunk] = []
-        for number in prompts:
-            seq_id, start, stop, _ = plan.chunks[number]
-            tokens += sequences[number].tokens[start:stop]
-            where = np.arange(start, stop)
-            table = np.array(self._pool.block_table(seq_id)[: -(-stop // block_size)])
-            positions.append(where)
-            slots.append(table[where // block_size] * block_size + where % block_size)
-            chunks.append(PrefillChunk(place, stop - start, rows[number], start))
-            place += stop - start
-            last_rows[number] = place - 1
-        rows_S = self._rows_S[:0]
-        if decoding:
-            rows_S = send(torch.tensor([rows[n] for n in decoding], dtype=torch.int32), self._device)
+        inputs, state = self._inputs, self._state
+        prompts = Prompts(plan, sequences, rows, self._pool)
+        rows_S = inputs.rows_S[:0]
+        if prompts.decoding:
+            rows_S = send(torch.tensor([rows[n] for n in prompts.decoding], dtype=torch.int32), self._device)
             gather_step(
                 rows_S, state.last_token_R, state.position_R, state.tables_RB,
-                block_size=block_size, out=self._inputs.first(num_rows),
+                block_size=self._pool.block_size, out=inputs.decode(len(rows_S)),
             )  # fmt: skip
         tiles: PrefillChunks | None = None
-        if prompts:
-            prompt_3C = np.stack([np.array(tokens), np.concatenate(positions), np.concatenate(slots)])
-            self._table_3T[:, num_rows:place].copy_(send(torch.from_numpy(prompt_3C), self._device))
-            tiles_W4 = build_prefill_chunks(chunks, tokens_per_tile=self._tile_len)
-            tiles = PrefillChunks.from_arrays(send(torch.from_numpy(tiles_W4), self._device), chunks)
-        step = DeviceStep(
-            self._store, state.tables_RB, self._work, block_size=block_size,
-            positions_T=self._table_3T[1, :place], slots_T=self._table_3T[2, :place],
-            rows_S=rows_S, lens_S=self._lens_S[:num_rows], chunks=tiles, windows=self._windows,
-        )  # fmt: skip
-        hidden_TD: torch.Tensor = self._model(self._table_3T[0, :place], step)
-        return last_rows, hidden_TD
+        if prompts.numbers:
+            inputs.table_3T[:, prompts.first : prompts.end].copy_(
+                send(torch.from_numpy(prompts.table_3P), self._device)
+            )
+            tiles_W4 = build_prefill_chunks(prompts.chunks, tokens_per_tile=inputs.tile_len)
+            tiles = PrefillChunks.from_arrays(send(torch.from_numpy(tiles_W4), self._device), prompts.chunks)
+        return prompts.last_places, self._forward(prompts.end, rows_S, tiles)

@@ -1,78 +1,105 @@
-"""Decode steps as CUDA graphs: hundreds of kernel launches become one.
+"""Steps as CUDA graphs: hundreds of kernel launches become one.
 
 Launching a kernel costs the CPU several microseconds and a small model's layer computes for hardly more;
 a *graph* is the recorded list of all launches of a step, and replaying it is a single call. What was
-recorded is frozen: addresses, grid sizes, Python's branches. So a step is captured once per *bucket*, a
-number of rows; it reads everything that changes from device memory (engine/device_rows.py), and rows
-that a batch does not fill are padding (-1), for which every kernel does nothing.
+recorded is frozen: addresses, grid sizes, Python's branches. So a step is captured once per *size*, rounded
+up to one of a few; it reads everything that changes from device memory (engine/device_rows.py), and what
+a step does not fill is padding, for which every kernel does nothing.
 
-    37 rows ──► bucket 40: rows [12, 3, 7, ..., -1, -1, -1] ──► replay
+    37 rows that decode           ──► size (40, 0):  rows [12, 3, 7, ..., -1, -1, -1] ──► replay
+    20 rows, 100 prompt tokens    ──► size (32, 128)
 
-A bucket is captured when it is first needed, or before that in idle time (`prepare`): the first answer
+A size is captured when it is first needed, or before that in idle time (`prepare`): the first answer
 never waits for graphs it does not use. All graphs share one memory pool, because only one runs at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 _SMALL = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
-_STEP = 32  # between the buckets above
+_STEP = 32  # between the sizes above
+MIXED_ROWS = (0, 4, 16, 32, 64, 128, 256)
+MIXED_TOKENS = (64, 128, 256, 512)
 
 
-def make_buckets(max_rows: int) -> list[int]:
-    """The numbers of rows that steps are captured for; the last one holds the largest batch."""
-    buckets = [size for size in _SMALL if size < max_rows]
-    buckets += range(_SMALL[-1] + _STEP, max_rows, _STEP)
-    return [*buckets, max_rows]
+class StepSize(NamedTuple):
+    """How much a captured step has room for."""
+
+    num_rows: int  # that decode
+    num_tokens: int  # of prompts
 
 
-class DecodeGraphs:
-    """One captured step per bucket. `decode(n)` launches a step over the first n of `rows`."""
+def decode_sizes(max_rows: int) -> list[int]:
+    """The numbers of rows that decode steps are captured for; the last one holds the largest batch."""
+    sizes = [size for size in _SMALL if size < max_rows]
+    sizes += range(_SMALL[-1] + _STEP, max_rows, _STEP)
+    return [*sizes, max_rows]
+
+
+class StepGraphs:
+    """One captured step per size. `launch` enqueues a step's kernels; `blank` makes its inputs padding."""
 
     def __init__(
-        self, decode: Callable[[int], None], rows: torch.Tensor, max_rows: int, *, is_enabled: bool
+        self,
+        launch: Callable[[StepSize], None],
+        blank: Callable[[], None],
+        *,
+        max_rows: int,
+        max_tokens: int,
+        captures: bool,
     ) -> None:
-        self.buckets = make_buckets(max_rows)
-        self._decode = decode
-        self._rows = rows
-        self._is_enabled = is_enabled and rows.is_cuda
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._launch, self._blank, self._captures = launch, blank, captures
+        self._rows = decode_sizes(max_rows)
+        self._mixed_rows = [*(rows for rows in MIXED_ROWS if rows < max_rows), max_rows]
+        self._mixed_tokens = [tokens for tokens in MIXED_TOKENS if tokens <= max_tokens]
+        self._graphs: dict[StepSize, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None  # a handle
 
-    def bucket(self, num_rows: int) -> int:
-        """The smallest bucket with room for `num_rows`."""
-        return next(size for size in self.buckets if size >= num_rows)
+    def size_for(self, num_rows: int, num_tokens: int) -> StepSize | None:
+        """The smallest size with room for these; None: more tokens of prompts than any graph has."""
+        if not num_tokens:
+            return StepSize(_at_least(self._rows, num_rows), 0)
+        if not self._mixed_tokens or num_tokens > self._mixed_tokens[-1]:
+            return None
+        return StepSize(_at_least(self._mixed_rows, num_rows), _at_least(self._mixed_tokens, num_tokens))
 
-    def run(self, bucket: int) -> None:
-        """Launch a step over the first `bucket` rows."""
-        if not self._is_enabled:
-            self._decode(bucket)
-            return
-        if bucket not in self._graphs:
-            self._capture(bucket)
-        self._graphs[bucket].replay()
+    def ensure(self, size: StepSize) -> bool:
+        """Capture a size if that is still to be done; True: it was, and the inputs are all padding now."""
+        if not self._captures or size in self._graphs:
+            return False
+        self._capture(size)
+        return True
+
+    def run(self, size: StepSize) -> None:
+        """Launch a step of this size over the inputs that are there; `ensure` comes before."""
+        if self._captures:
+            self._graphs[size].replay()
+        else:
+            self._launch(size)
 
     def prepare(self) -> bool:
-        """Capture one more bucket, the smallest that is missing; False: there is none."""
-        missing = [size for size in self.buckets if size not in self._graphs] if self._is_enabled else []
-        if missing:
-            self._capture(missing[0])
-        return bool(missing)
+        """Capture one more size, the smallest that is missing; False: there is none."""
+        decode = [StepSize(rows, 0) for rows in self._rows]
+        mixed = [StepSize(rows, tokens) for tokens in self._mixed_tokens for rows in self._mixed_rows]
+        return any(self.ensure(size) for size in decode + mixed)
 
-    def _capture(self, bucket: int) -> None:
+    def _capture(self, size: StepSize) -> None:
         """Run a step of padding, which compiles its kernels and changes nothing; then record the same."""
-        rows = self._rows.clone()
-        self._rows.fill_(-1)
-        self._decode(bucket)
+        self._blank()
+        self._launch(size)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._decode(bucket)
-        self._rows.copy_(rows)
-        self._graphs[bucket] = graph
+            self._launch(size)
+        self._graphs[size] = graph
+
+
+def _at_least(sizes: Sequence[int], wanted: int) -> int:
+    return sizes[bisect_left(sizes, wanted)]

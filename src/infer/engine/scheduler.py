@@ -32,6 +32,7 @@ from infer.engine.preemption import PreemptionCost
 from infer.engine.sequence import Sequence
 
 RETRY_STEPS = 16  # who found no room looks again after so many steps even if no block came free
+BACKLOG_STEPS = 8  # in which prompts that wait are computed, if their chunks would otherwise be shorter
 MAX_STALE = 64  # queue entries of sequences that left, beyond one for each that waits
 
 
@@ -78,6 +79,7 @@ class Scheduler:
         self.step = 0
         self.running: list[Sequence] = []  # by sort_key: the first is the most urgent
         self.num_waiting = 0
+        self._waiting_tokens = 0
         self.num_preemptions = 0
         self._by_id: dict[int, Sequence] = {}
         # A sequence that waits holds a ticket; queue entries with another ticket are stale and skipped.
@@ -160,6 +162,7 @@ class Scheduler:
             self._decode(one_behind, draft)
         else:
             self._decode(one_behind, draft)
+            self._limit_prompts(further_behind, draft)
             self._continue_prompts(further_behind, draft)
             self._admit(draft)
         return draft.to_plan(self.step)
@@ -235,6 +238,13 @@ class Scheduler:
         draft.budget -= num_served
         self._rotation += num_served
         self._decode_gap = self._decode_gap + 1 if num_served < len(one_behind) else 0
+
+    def _limit_prompts(self, further_behind: list[Sequence], draft: _Draft) -> None:
+        """Keep a step short while somebody decodes: few tokens of prompts, more if many are waiting."""
+        limit = self.config.mixed_prefill_tokens
+        if limit is not None and draft.chunks:
+            backlog = self._waiting_tokens + sum(seq.num_tokens - seq.num_computed for seq in further_behind)
+            draft.budget = min(draft.budget, max(limit, backlog // BACKLOG_STEPS))
 
     def _decode_beams(self, seq: Sequence, draft: _Draft, budget: int) -> int:
         """Beams advance together or not at all: each step chooses among the continuations of all of them."""
@@ -386,10 +396,12 @@ class Scheduler:
         heapq.heappush(self._waiting, (seq.sort_key, seq.ticket, seq))
         heapq.heappush(self._by_age, (seq.waiting_since, seq.ticket, seq))
         self.num_waiting += 1
+        self._waiting_tokens += seq.num_tokens
 
     def _stop_waiting(self, seq: Sequence) -> None:
         seq.ticket = 0
         self.num_waiting -= 1
+        self._waiting_tokens -= seq.num_tokens
         if not self.num_waiting:
             self._waiting.clear()
             self._by_age.clear()

@@ -123,39 +123,50 @@ def gather_step(
 
 
 def advance_rows_reference(
-    rows_S: torch.Tensor, ids_S: torch.Tensor, last_token_R: torch.Tensor, position_R: torch.Tensor
+    rows_S: torch.Tensor,
+    ids_S: torch.Tensor,
+    positions_S: torch.Tensor,
+    last_token_R: torch.Tensor,
+    position_R: torch.Tensor,
 ) -> None:
     """The specification of `advance_rows`."""
     is_real_S = rows_S >= 0
     real = rows_S[is_real_S].long()
     last_token_R[real] = ids_S[is_real_S].clamp(min=0).to(last_token_R.dtype)
-    position_R[real] += 1
+    position_R[real] = positions_S[is_real_S].to(position_R.dtype)
 
 
 @jit
-def _advance_rows_kernel(rows_ptr, ids_ptr, last_token_ptr, position_ptr):
+def _advance_rows_kernel(rows_ptr, ids_ptr, positions_ptr, last_token_ptr, position_ptr):
     index = tl.program_id(0)
     row = tl.load(rows_ptr + index).to(tl.int64)
     is_real = row >= 0
     token = tl.maximum(tl.load(ids_ptr + index), 0)
-    position = tl.load(position_ptr + row, mask=is_real, other=0)
+    position = tl.load(positions_ptr + index)
     tl.store(last_token_ptr + row, token.to(last_token_ptr.dtype.element_ty), mask=is_real)
-    tl.store(position_ptr + row, position + 1, mask=is_real)
+    tl.store(position_ptr + row, position.to(position_ptr.dtype.element_ty), mask=is_real)
 
 
 def advance_rows(
-    rows_S: torch.Tensor, ids_S: torch.Tensor, last_token_R: torch.Tensor, position_R: torch.Tensor
+    rows_S: torch.Tensor,
+    ids_S: torch.Tensor,
+    positions_S: torch.Tensor,
+    last_token_R: torch.Tensor,
+    position_R: torch.Tensor,
 ) -> None:
-    """Make the sampled ids the rows' last tokens and move on by one position; no row may come twice.
+    """Make the sampled ids the rows' last tokens, at `positions_S`; no row may come twice, -1 is padding.
 
     A row that has no next token (its id is negative) goes on with token 0: its request has failed, but a
     step already under way must still find a token in the embedding.
     """
     if not use_triton(rows_S):
-        advance_rows_reference(rows_S, ids_S, last_token_R, position_R)
+        advance_rows_reference(rows_S, ids_S, positions_S, last_token_R, position_R)
     elif rows_S.shape[0]:
         assert rows_S.is_contiguous() and ids_S.is_contiguous(), "rows and ids must be contiguous"
-        _advance_rows_kernel[(rows_S.shape[0],)](rows_S, ids_S, last_token_R, position_R, num_warps=1)
+        assert positions_S.is_contiguous(), "positions must be contiguous"
+        _advance_rows_kernel[(rows_S.shape[0],)](
+            rows_S, ids_S, positions_S, last_token_R, position_R, num_warps=1
+        )
 
 
 def apply_table_diffs_reference(tables_RB: torch.Tensor, diffs_K3: torch.Tensor) -> None:

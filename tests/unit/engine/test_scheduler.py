@@ -48,6 +48,24 @@ def test_only_the_chunk_that_ends_a_prompt_samples() -> None:
     assert [plan.chunks[0].num_samples for plan in world.plans] == [0, 0, 1, 1]
 
 
+def test_prompts_come_in_small_pieces_while_somebody_decodes() -> None:
+    world = make_world(mixed_prefill_tokens=4, max_batch_size=8, max_num_batched_tokens=64)
+    world.add("a", prompt_of(20), max_tokens=30)
+    assert step(world) == {"a": (0, 20)}, "nobody decodes: nobody would wait"
+    world.add("b", prompt_of(20, start=50))
+    assert step(world) == {"a": (20, 21), "b": (0, 4)}
+    assert step(world) == {"a": (21, 22), "b": (4, 8)}
+
+
+def test_a_long_backlog_is_computed_in_larger_pieces() -> None:
+    world = make_world(mixed_prefill_tokens=4, max_batch_size=8, max_num_batched_tokens=64)
+    world.add("a", prompt_of(2), max_tokens=30)
+    step(world)
+    for name in "bcde":
+        world.add(name, prompt_of(40, start=ord(name)))
+    assert step(world) == {"a": (2, 3), "b": (0, 20)}, "160 tokens in eight steps"
+
+
 def test_decoding_goes_on_while_a_prompt_fills_what_is_left_of_the_budget() -> None:
     world = make_world(max_num_batched_tokens=8)
     for name in "ab":

@@ -253,6 +253,19 @@ class StepContract:
         assert ids.tolist() == [0, expected[1]]
         assert ids.data_ptr() == scratch.ids_S.data_ptr()
 
+    def test_the_same_scratch_memory_serves_step_after_step(self) -> None:
+        """Rows that need every kernel, then none of them, then other rows again: nothing is left behind."""
+        flat, plain = SamplingParams(top_p=0.95), SamplingParams(temperature=0.7)
+        few, greedy = SamplingParams(top_k=20, top_p=0.95), SamplingParams(temperature=0.0)
+        wide_min_p, huge_k = SamplingParams(min_p=1e-4), SamplingParams(top_k=3000)
+        steps = [[flat, wide_min_p, huge_k], [greedy, plain, few], [few, flat, plain], [huge_k, few, flat]]
+        scratch = SampleScratch(3, self.vocab_size, self.device)
+        for number, params in enumerate(steps):
+            rows = SampledRows(params, self.device, seed=number)
+            logits = self.randn(3, self.vocab_size, spread=0.5)
+            ids = sample_rows(logits, rows.state, rows.rows_S, rows.positions_S, scratch)
+            assert ids.tolist() == rows.expected(logits), number
+
     def test_logits_of_a_wider_matrix(self) -> None:
         """A vocabulary padded for the tensor cores: the rows are views, and the padding must not win."""
         padded = torch.full((4, self.vocab_size + 40), 1e9, device=self.device)
@@ -277,9 +290,10 @@ class StepContract:
         last_token = torch.tensor([1, 2, 3, 4], device=self.device)
         position = torch.tensor([10, 20, 30, 40], device=self.device)
         rows = torch.tensor([2, -1, 0, 3], dtype=torch.int32, device=self.device)
-        advance_rows(rows, torch.tensor([77, 88, NO_TOKEN, 99], device=self.device), last_token, position)
+        ids = torch.tensor([77, 88, NO_TOKEN, 99], device=self.device)
+        advance_rows(rows, ids, torch.tensor([31, 5, 11, 48], device=self.device), last_token, position)
         assert last_token.tolist() == [0, 2, 77, 99]
-        assert position.tolist() == [11, 20, 31, 41]
+        assert position.tolist() == [11, 20, 31, 48]
 
     def test_tables_change_where_a_diff_says(self) -> None:
         tables = torch.zeros((3, 4), dtype=torch.int32, device=self.device)
@@ -292,7 +306,7 @@ class StepContract:
         state = torch.zeros(2, dtype=torch.int64, device=self.device)
         tables = torch.zeros((2, 2), dtype=torch.int32, device=self.device)
         assert gather_step(rows, state, state, tables, block_size=4).tokens_S.shape == (0,)
-        advance_rows(rows, rows.long(), state, state)
+        advance_rows(rows, rows.long(), rows.long(), state, state)
         apply_table_diffs(tables, torch.empty((0, 3), dtype=torch.int32, device=self.device))
         scratch = SampleScratch(2, 8, self.device)
         samples = SampleState.empty(1, self.device)
