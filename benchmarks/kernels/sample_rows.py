@@ -3,7 +3,7 @@
 python -m benchmarks.kernels.sample_rows [--out FILE] [--device cpu|cuda]
 
 The bytes are those of one read of the logits. Logits like a trained model's (`peaked`: a few tokens stand
-out) leave the filters a few hundred candidates; nearly flat ones make them walk over the row.
+out) leave the filters a few hundred candidates; nearly flat ones make them weigh the row in buckets.
 """
 
 from __future__ import annotations

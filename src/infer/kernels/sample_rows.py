@@ -3,8 +3,14 @@
 The result is that of sampling/sampler.py for rows without bias, bans, penalties or logprobs, id for id:
 the same noise (kernels/sample.py), the same temperature, the same filters (sampling/filters.py).
 
-    peaks ──► threshold ──► collect ──► edge ──► draw ──► pick        greedy rows: peaks and pick
-    S x V       S x V/512     S x V      S x C    S x V    S x V/4096  no filter: also draw
+    survey ──► candidates ──► buckets ──► wide
+      │            │                        │
+      │            │                        └── rows that keep thousands of tokens
+      │            └── rows with top-k, top-p or min-p
+      └── greedy rows, rows without a filter
+
+Every kernel is launched over all rows, for the host does not know which rows need it; one that a row does
+not need costs that row almost nothing.
 
 Everything a filter decides is said in *depths*: with s = (logit - peak) / temperature <= 0, the depth is
 |s|, and its bits as an integer, the *key*, grow with it. A filter keeps the tokens up to an *edge* key:
@@ -15,13 +21,14 @@ Everything a filter decides is said in *depths*: with s = (logit - peak) / tempe
 
 A row of a trained model keeps few tokens. So the largest logit of each group of 512 is looked at first: k
 groups with a peak up to some key have at least k tokens up to it. Only the tokens up to that *threshold*
-are collected (a few hundred), and the edge is found among them: each round leaves an eighth of the keys
-it may be. Where the candidates do not suffice, because the row is nearly flat, k is huge or the large
-logits are crowded into few groups, every round of the search walks over the whole row instead.
+are gathered (a few hundred), and both the edge and the token are found among them. Where the candidates do
+not suffice, because the row is nearly flat, k is huge or the large logits are crowded into few groups, the
+row is *wide*: its tokens are counted or weighed in buckets of 1/64 of depth, and only the bucket with the
+edge in it is gathered. The sums are of integers, so it does not matter who adds first.
 
-The draw needs two logarithms per token if the noise is to be exact, which costs more than reading the
-logits does. So it is computed roughly, with the hardware's own logarithm, and only the best token of a
-tile is scored exactly; if a second one is too close to tell, the whole tile is.
+A draw needs two logarithms per token if the noise is to be exact, which costs more than reading the logits
+does. So every token gets an upper bound of its score, by one rough logarithm, and each group the largest of
+them; then groups are scored exactly, best bound first, until no bound left exceeds the best score.
 
 Shapes:  S sampled rows, V vocabulary, R rows of state, C candidates.
 """
@@ -35,12 +42,11 @@ import torch
 from infer.kernels.dispatch import next_power_of_two, use_triton
 from infer.kernels.sample import argmax_rows, gumbel_noise, noise_keys
 from infer.kernels.sample_kernels import (
-    collect_kernel,
-    draw_kernel,
-    edge_kernel,
-    peaks_kernel,
-    pick_kernel,
-    threshold_kernel,
+    NUM_BUCKETS,
+    buckets_kernel,
+    candidates_kernel,
+    survey_kernel,
+    wide_kernel,
 )
 
 NO_TOKEN = -1  # the id of a row whose largest logit is not finite, as in sampling/sampler.py
@@ -93,15 +99,19 @@ class SampleScratch:
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros((max_rows, *shape), dtype=dtype, device=device)
 
+        self.num_done_S = empty()  # programs of the running kernel that are done; 0 between kernels
         self.peaks_SG = empty(self.num_groups, dtype=torch.float32)  # infinite where a logit is not a number
+        self.bounds_SG = empty(self.num_groups, dtype=torch.float32)  # no score of the group is larger
         self.peak_S = empty(dtype=torch.float32)
-        self.threshold_S = empty()  # key up to which candidates are collected; -1: none needed
+        self.threshold_S = empty()  # key up to which candidates are gathered; -1: none needed
         self.num_candidates_S = empty()
-        self.candidates_SC = empty(MAX_CANDIDATES)  # keys
+        self.values_SC = empty(MAX_CANDIDATES, dtype=torch.float32)  # logits
+        self.candidate_ids_SC = empty(MAX_CANDIDATES)
         self.mass_S = empty(dtype=torch.int64)  # of all tokens
-        self.edge_S = empty()
-        self.best_score_ST = empty(self.num_tiles, dtype=torch.float32)
-        self.best_id_ST = empty(self.num_tiles)
+        self.is_wide_S = empty()
+        self.buckets_SB = empty(NUM_BUCKETS, dtype=torch.int64)
+        self.low_S, self.high_S = empty(), empty()  # the edge of a wide row is one of these keys
+        self.base_S = empty(dtype=torch.int64)  # what the tokens before count or weigh
         self.ids_S = empty(dtype=torch.int64)
 
 
@@ -160,36 +170,34 @@ def sample_rows(
     assert rows_S.is_contiguous() and positions_S.is_contiguous(), "rows and positions must be contiguous"
     if S == 0:
         return ids_S
-    stride, over_tiles = logits_SV.stride(0), (S, scratch.num_tiles)
-    how = (state.temperature_R, state.top_k_R, state.top_p_R, state.min_p_R)
-    num_real_groups = -(-V // GROUP)
+    stride, over_tiles = logits_SV.stride(0), (scratch.num_tiles, S)
+    draws = (positions_S, state.seed_R)
+    how = (state.temperature_R, state.top_k_R, state.top_p_R)
+    done, peaks, bounds, peak = scratch.num_done_S, scratch.peaks_SG, scratch.bounds_SG, scratch.peak_S
+    threshold, is_wide, mass = scratch.threshold_S, scratch.is_wide_S, scratch.mass_S
+    candidates = (scratch.values_SC, scratch.candidate_ids_SC)
+    edges = (scratch.low_S, scratch.high_S, scratch.base_S)
+    num_groups, num_real_groups = scratch.num_groups, -(-V // GROUP)
     usual_rank = max(1, num_real_groups * 7 // 8)  # about two candidates per group of a shuffled vocabulary
-    num_groups, block_groups = scratch.num_groups, next_power_of_two(scratch.num_groups)
-    peaks_kernel[over_tiles](
-        logits_SV, rows_S, scratch.peaks_SG, stride, V, num_groups, GROUP=GROUP, GROUPS=TILE // GROUP
-    )
-    threshold_kernel[(S,)](
-        rows_S, *how, scratch.peaks_SG, scratch.peak_S, scratch.threshold_S, scratch.num_candidates_S,
-        scratch.mass_S, V, num_groups, num_real_groups, usual_rank, BLOCK_GROUPS=block_groups,
+    tile = {"GROUPS": TILE // GROUP, "GROUP": GROUP}
+    block_groups = next_power_of_two(num_groups)
+    survey_kernel[over_tiles](
+        logits_SV, rows_S, *draws, *how, state.min_p_R, done, peaks, bounds, peak, threshold, is_wide,
+        scratch.num_candidates_S, mass, ids_S, stride, V, num_groups, num_real_groups, usual_rank,
+        NO_TOKEN=NO_TOKEN, BLOCK_GROUPS=block_groups, **tile,
     )  # fmt: skip
-    collect_kernel[over_tiles](
-        logits_SV, rows_S, *how, scratch.peak_S, scratch.threshold_S, scratch.num_candidates_S,
-        scratch.candidates_SC, scratch.mass_S, stride, V, MAX_CANDIDATES=MAX_CANDIDATES, TILE=TILE,
-        num_warps=8,
+    candidates_kernel[over_tiles](
+        logits_SV, rows_S, *draws, *how, state.min_p_R, done, peaks, peak, threshold, is_wide,
+        scratch.num_candidates_S, mass, *candidates, scratch.buckets_SB, *edges, ids_S, stride, V, num_groups,
+        MAX_CANDIDATES=MAX_CANDIDATES, BLOCK=GROUP, num_warps=8, **tile,
     )  # fmt: skip
-    edge_kernel[(S,)](
-        logits_SV, rows_S, *how, scratch.peak_S, scratch.threshold_S, scratch.num_candidates_S,
-        scratch.candidates_SC, scratch.mass_S, scratch.edge_S, stride, V,
-        MAX_CANDIDATES=MAX_CANDIDATES, BLOCK=2048, num_warps=8,
+    buckets_kernel[over_tiles](
+        logits_SV, rows_S, *how, done, peaks, peak, is_wide, mass, scratch.buckets_SB, *edges,
+        stride, V, num_groups, num_warps=8, **tile,
     )  # fmt: skip
-    draw_kernel[over_tiles](
-        logits_SV, rows_S, positions_S, state.seed_R, *how, scratch.peak_S, scratch.edge_S,
-        scratch.best_score_ST, scratch.best_id_ST, stride, V, scratch.num_tiles, TILE=TILE, num_warps=8,
-    )  # fmt: skip
-    pick_kernel[(S,)](
-        logits_SV, rows_S, *how, scratch.peaks_SG, scratch.peak_S, scratch.best_score_ST, scratch.best_id_ST,
-        ids_S, stride, V, num_groups, scratch.num_tiles,
-        NO_TOKEN=NO_TOKEN, GROUP=GROUP, BLOCK_GROUPS=block_groups,
-        BLOCK_TILES=next_power_of_two(scratch.num_tiles),
+    wide_kernel[over_tiles](
+        logits_SV, rows_S, *draws, *how, state.min_p_R, done, bounds, peak, is_wide, scratch.num_candidates_S,
+        mass, *candidates, *edges, ids_S, stride, V, num_groups,
+        MAX_CANDIDATES=MAX_CANDIDATES, BLOCK_GROUPS=block_groups, BLOCK=GROUP, num_warps=8, **tile,
     )  # fmt: skip
     return ids_S
