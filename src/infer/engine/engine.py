@@ -29,9 +29,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from time import perf_counter
 from typing import NamedTuple
+
+import msgspec
 
 from infer.engine.admission import check_order, check_token_ids, check_width, longest_total
 from infer.engine.beam import next_beams
@@ -302,7 +303,8 @@ class Engine:
         # one sequence stood for all that the client waits for
         params = group.request.params
         return [
-            replace(outputs[0], index=i) for i in range(params.n if group.is_beam else params.num_sequences)
+            msgspec.structs.replace(outputs[0], index=i)
+            for i in range(params.n if group.is_beam else params.num_sequences)
         ]
 
     def _report(self, plan: StepPlan, sequences: Seq[Sequence], result: StepResult) -> list[StepOutput]:
@@ -318,7 +320,10 @@ class Engine:
                 broken, "the model's logits for it are not finite, or every token is forbidden"
             )
         for seq, ids, logprobs in zip(sequences, result.ids, result.logprobs, strict=True):
-            if not ids or seq.is_finished:
+            if not ids or seq.finish_reason is not None:
+                continue
+            if len(ids) == 1 and logprobs[0] is None and self._goes_on(seq, ids[0]):
+                outputs.append(self._continue(seq, ids))
                 continue
             if seq.is_beam:
                 row = logprobs[0]
@@ -336,6 +341,26 @@ class Engine:
         return outputs
 
     # -- one sequence -----------------------------------------------------------------------------
+
+    @staticmethod
+    def _goes_on(seq: Sequence, token_id: int) -> bool:
+        """Whether a token is neither the first nor the last of its sequence: by far the most are neither."""
+        num_known = len(seq.tokens)
+        return seq.num_prompt < num_known < seq.max_total - 1 and token_id not in seq.group.stop_ids
+
+    def _continue(self, seq: Sequence, ids: tuple[int, ...]) -> StepOutput:
+        """What `_advance` does for such a token, in a quarter of the time."""
+        seq.tokens.append(ids[0])
+        self._num_output_tokens += 1
+        group = seq.group
+        return StepOutput(
+            request_id=group.request.request_id,
+            index=seq.index,
+            token_ids=ids,
+            cumulative_logprob=seq.cumulative_logprob,
+            queue_s=group.queue_s or 0.0,
+            num_cached=seq.num_cached,
+        )
 
     def _advance(self, seq: Sequence, token_id: int, row: RowLogprobs | None) -> StepOutput:
         """Append a sampled token and see whether it was the last."""

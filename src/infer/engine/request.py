@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from infer.sampling.params import RowLogprobs, SamplingParams
 
 
@@ -23,9 +25,8 @@ class Request:
     cache_salt: str = ""  # only requests with the same salt share cached prefixes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutput:
-    """What one step made for one sequence of a request."""
+class StepOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What one step made for one sequence of a request; made by the thousand, so no dataclass."""
 
     request_id: str
     index: int  # which of the request's sequences
