@@ -6,6 +6,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import httpx
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -282,7 +283,7 @@ def test_the_parts_of_a_request_s_time_add_up() -> None:
     async def script(request: Request) -> AsyncGenerator[StepOutput, None]:
         await asyncio.sleep(0.02)
         for output in outputs_of(request, [5, 6, 7]):
-            yield replace(output, queue_s=0.01)
+            yield msgspec.structs.replace(output, queue_s=0.01)
             await asyncio.sleep(0.002)
 
     metrics = ServerMetrics("infer")
@@ -313,7 +314,7 @@ def test_the_longest_choice_and_all_choices_are_told_apart() -> None:
     async def script(request: Request) -> AsyncGenerator[StepOutput, None]:
         for output in outputs_of(request, [5, 6, 7]):
             yield output
-        yield replace(outputs_of(request, [5])[0], index=1)
+        yield msgspec.structs.replace(outputs_of(request, [5])[0], index=1)
 
     metrics = ServerMetrics("infer")
     client = ObservedClient(ScriptedClient(script), "m", metrics)
