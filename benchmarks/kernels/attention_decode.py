@@ -5,7 +5,8 @@ python -m benchmarks.kernels.attention_decode [--sweep] [--shape S,len,N,G,H] [-
 A step of several layers is captured into one CUDA graph, each layer with a store of its own, so that memory
 and not the cache serves the keys. The figure is bytes of keys and values per second; the ceiling is a kernel
 that only reads, measured in the same run. Blocks lie in random order. `--sweep` tries the compile and launch
-options at each shape and prints the best; `plan` is the time of the work list, paid once per step.
+options at each shape and prints the best; `plan` is the time of the work list, paid once per step. The CUDA
+C++ kernel, which needs no plan, stands below Triton's, and both must agree.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from infer.kernels.attention_decode import DecodeConfig, DecodeWork, attend_decode
+from infer.kernels.cuda.paged_attention import attend_decode_cuda
 from infer.kernels.dispatch import jit, tl
 
 SHAPES = (
@@ -149,6 +151,33 @@ def seconds_per_layer(layers: Layers, split_len: int | None, config: DecodeConfi
     return seconds_of_replay(captured(step)) / len(layers.stores)
 
 
+def seconds_of_cuda(layers: Layers) -> float:
+    """Time of one layer through the kernel in CUDA C++."""
+    H, out = layers.shape[4], torch.empty_like(layers.q)
+
+    def step() -> None:
+        for keys, values in layers.stores:
+            attend_decode_cuda(
+                layers.q, keys, values, layers.tables, layers.rows, layers.lens,
+                block_size=BLOCK_SIZE, scale=H**-0.5, window=None, out=out,
+            )  # fmt: skip
+
+    return seconds_of_replay(captured(step)) / len(layers.stores)
+
+
+def check_agreement(layers: Layers) -> None:
+    """Both kernels on the first layer."""
+    S, length, N, G, H = layers.shape
+    work = DecodeWork(
+        max_rows=S, max_len=max(length, 8192), num_heads=N, num_kv_heads=G, head_dim=H, device="cuda"
+    )
+    work.plan(layers.rows, layers.lens)
+    inputs = (layers.q, *layers.stores[0], layers.tables, layers.rows, layers.lens)
+    triton = attend_decode(*inputs, work, block_size=BLOCK_SIZE, scale=H**-0.5, window=None)
+    cuda = attend_decode_cuda(*inputs, block_size=BLOCK_SIZE, scale=H**-0.5, window=None)
+    torch.testing.assert_close(cuda, triton, rtol=2e-2, atol=2e-2)
+
+
 def seconds_of_plan(layers: Layers) -> float:
     """Time of the work list of one step."""
     S, length, N, G, H = layers.shape
@@ -216,13 +245,22 @@ def main() -> int:
     shapes = chosen or SHAPES
     for index, (S, length, N, G, H) in enumerate(shapes):
         layers = make_layers((S, length, N, G, H))
-        seconds = seconds_per_layer(layers, None, None)
-        rate, plan_us = layers.bytes_per_layer / seconds, seconds_of_plan(layers) * 1e6
-        print(
-            f"S {S:4} len {length:5} N {N:3} G {G:2} H {H:3}  {seconds * 1e6:8.2f} us  "
-            f"{rate / 1e12:5.2f} TB/s  {rate / ceiling:6.1%} of reading   plan {plan_us:5.2f} us",
-            flush=True,
+        check_agreement(layers)
+        rows = (
+            (
+                "triton",
+                seconds_per_layer(layers, None, None),
+                f"plan {seconds_of_plan(layers) * 1e6:5.2f} us",
+            ),
+            ("cuda", seconds_of_cuda(layers), ""),
         )
+        for name, seconds, note in rows:
+            rate = layers.bytes_per_layer / seconds
+            print(
+                f"S {S:4} len {length:5} N {N:3} G {G:2} H {H:3}  {name:6} {seconds * 1e6:8.2f} us  "
+                f"{rate / 1e12:5.2f} TB/s  {rate / ceiling:6.1%} of reading   {note}",
+                flush=True,
+            )
         if arguments.sweep:
             sweep(layers, ceiling, began + arguments.seconds * (index + 1) / len(shapes))
     return 0

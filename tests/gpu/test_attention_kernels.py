@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.kernels.attention_decode import DecodeWork, attend_decode, attend_decode_reference
+from infer.kernels.attention_decode import DecodeWork, attend_decode_reference
 from infer.kernels.attention_prefill import (
     Chunk,
     PrefillChunks,
@@ -53,9 +53,9 @@ class TestCompiledDecode(DecodeContract):
         scale = heads.head_dim**-0.5
 
         def attend() -> torch.Tensor:
-            return attend_decode(
-                q, paged.keys, paged.values, paged.tables, rows, lens_S, work,
-                block_size=16, scale=scale, window=window,
+            return self.attend(
+                q, paged.keys, paged.values, paged.tables, rows, lens_S,
+                work=work, block_size=16, scale=scale, window=window,
             )  # fmt: skip
 
         work.plan(rows, lens_S, window=window)
@@ -81,9 +81,9 @@ class TestCompiledDecode(DecodeContract):
         def step() -> list[torch.Tensor]:
             work.plan(rows, lens_S)
             return [
-                attend_decode(
-                    q, paged.keys, paged.values, paged.tables, rows, lens_S, work,
-                    block_size=block_size, scale=0.1, window=None,
+                self.attend(
+                    q, paged.keys, paged.values, paged.tables, rows, lens_S,
+                    work=work, block_size=block_size, scale=0.1, window=None,
                 )
                 for _ in range(3)
             ]  # fmt: skip
@@ -155,6 +155,26 @@ class TestCompiledPrefill(PrefillContract):
         except RuntimeError as error:
             pytest.skip(f"this build of PyTorch cannot: {error}")
         torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
+
+    @pytest.mark.parametrize("window", [None, 50])
+    def test_flash_attention_of_fresh_chunks_behind_rows_that_decode(self, window: int | None) -> None:
+        """The first tokens of the step are no chunk's: their output is left alone."""
+        heads, lens = MODELS[0], [100, 1, 600]
+        paged = make_paged(lens, heads, block_size=16, dtype=torch.bfloat16, device="cuda")
+        places = [torch.arange(length, device="cuda") for length in lens]
+        slots = torch.cat([paged.tables[r, p // 16].long() * 16 + p % 16 for r, p in enumerate(places)])
+        slots = torch.cat([slots[:2], slots])  # of two rows that decode
+        batch = as_batch([Chunk(2, 100, 0, 0), Chunk(102, 1, 1, 0), Chunk(103, 600, 2, 0)], heads)
+        q = torch.randn(703, heads.num_heads, heads.head_dim, device="cuda").bfloat16()
+        outs = [
+            attend_prefill(
+                q, paged.keys, paged.values, paged.tables, batch, block_size=16, scale=0.1, window=window,
+                out=torch.full_like(q, 7.0), fresh_slots_T=fresh_slots,
+            )
+            for fresh_slots in (None, slots)
+        ]  # fmt: skip
+        torch.testing.assert_close(outs[1], outs[0], rtol=2e-2, atol=2e-2)
+        assert not torch.equal(outs[1], outs[0]), "both were computed by the same kernel"
 
 
 def as_batch(chunks: list[Chunk], heads: Heads) -> PrefillChunks:

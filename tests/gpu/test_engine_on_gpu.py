@@ -24,6 +24,8 @@ TOGGLES: list[dict[str, Any]] = [
     {"kv_cache_backend": "contiguous"},
     {"kv_cache_backend": "naive"},
     {"attention_backend": "naive"},
+    {"attention_backend": "cuda"},
+    {"attention_backend": "flash"},
     {"attention_backend": "sdpa"},
     {"use_cuda_graphs": False},
     {"use_overlap": False},

@@ -7,6 +7,11 @@ Keys and values are written by the model's own kernels (`slots`), so `attend` on
 depends on a length that the host knows: a step of decode rows alone can be captured in a CUDA graph and
 replayed while sequences grow.
 
+    backend     rows that decode      chunks of prompts
+    triton      Triton                Triton
+    cuda        CUDA C++              Triton
+    flash       Triton                PyTorch's FlashAttention if every chunk is fresh, otherwise Triton
+
 Shapes:  T tokens, S of them rows that decode, N query heads, G kv heads, H head size.
 """
 
@@ -19,6 +24,7 @@ import torch
 from infer.cache.kv_store import KVStore
 from infer.kernels.attention_decode import DecodeWork, attend_decode
 from infer.kernels.attention_prefill import PrefillChunks, attend_prefill
+from infer.kernels.cuda.paged_attention import attend_decode_cuda
 from infer.layers.attention import CacheSlots, StepContext
 
 
@@ -38,13 +44,15 @@ class DeviceStep(StepContext):
         lens_S: torch.Tensor,
         chunks: PrefillChunks | None = None,
         windows: Sequence[int | None] = (None,),
+        backend: str = "triton",
     ) -> None:
         self._store, self._tables_RB, self._work = store, tables_RB, work
         self._block_size = block_size
         self._positions_T, self._slots_T = positions_T, slots_T
         self._rows_S, self._lens_S = rows_S, lens_S
         self._chunks = chunks
-        if len(rows_S):
+        self._backend = backend
+        if len(rows_S) and backend != "cuda":
             for window in windows:
                 work.plan(rows_S, lens_S, window=window)
 
@@ -71,7 +79,12 @@ class DeviceStep(StepContext):
         keys, values = self._store.keys[layer], self._store.values[layer]
         num_rows = len(self._rows_S)
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
-        if num_rows:
+        if num_rows and self._backend == "cuda":
+            attend_decode_cuda(
+                q_TNH[:num_rows], keys, values, self._tables_RB, self._rows_S, self._lens_S,
+                block_size=self._block_size, scale=scale, window=window, out=out_TNH[:num_rows],
+            )  # fmt: skip
+        elif num_rows:
             attend_decode(
                 q_TNH[:num_rows], keys, values, self._tables_RB, self._rows_S, self._lens_S, self._work,
                 block_size=self._block_size, scale=scale, window=window, out=out_TNH[:num_rows],
@@ -80,5 +93,6 @@ class DeviceStep(StepContext):
             attend_prefill(
                 q_TNH, keys, values, self._tables_RB, self._chunks,
                 block_size=self._block_size, scale=scale, window=window, out=out_TNH,
+                fresh_slots_T=self._slots_T if self._backend == "flash" else None,
             )  # fmt: skip
         return out_TNH

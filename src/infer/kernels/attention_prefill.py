@@ -39,10 +39,6 @@ from infer.kernels.dispatch import jit, next_power_of_two, tl, use_triton
 LOG2E = math.log2(math.e)
 BLOCK_M = 128  # two warp groups of 64 rows: what the matrix instructions of a Hopper GPU are made of
 
-# Who computes a step whose chunks are all fresh: "triton", or PyTorch's own "flash" or "cudnn" on k and v
-# as they leave the projection, without the detour through the block tables.
-FRESH_BACKEND = "triton"
-
 
 class Chunk(NamedTuple):
     """Consecutive tokens of one row."""
@@ -297,13 +293,14 @@ def attend_prefill(
     block_size: int,
     scale: float,
     window: int | None,
-    fresh_kv: tuple[torch.Tensor, torch.Tensor] | None = None,
+    fresh_slots_T: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     config: PrefillConfig | None = None,
 ) -> torch.Tensor:
     """Attend with the tokens of the chunks; the other tokens of `out` are left as they are.
 
-    `fresh_kv` are this step's k_TGH and v_TGH; with them, PyTorch's kernels may compute fresh chunks.
+    With `fresh_slots_T`, the slots of this step's tokens, PyTorch's FlashAttention computes fresh chunks: it
+    knows no block tables, so keys and values are copied together first, which costs as much as reading them.
     """
     if not use_triton(q_TNH):
         return attend_prefill_reference(
@@ -314,15 +311,9 @@ def attend_prefill(
     G = keys_PGH.shape[1]
     if out is None:
         out = torch.empty((T, N, H), dtype=q_TNH.dtype, device=q_TNH.device)
-    if (
-        FRESH_BACKEND != "triton"
-        and fresh_kv is not None
-        and q_TNH.dtype != torch.float32
-        and chunks.are_fresh
-    ):
-        return attend_fresh(
-            q_TNH, *fresh_kv, chunks, scale=scale, window=window, out=out, backend=FRESH_BACKEND
-        )
+    if fresh_slots_T is not None and q_TNH.dtype != torch.float32 and chunks.are_fresh:
+        k_TGH, v_TGH = keys_PGH[fresh_slots_T], values_PGH[fresh_slots_T]
+        return attend_fresh(q_TNH, k_TGH, v_TGH, chunks, scale=scale, window=window, out=out, backend="flash")
     assert N // G <= BLOCK_M, f"{N // G} query heads share a kv head, at most {BLOCK_M} can"
     assert q_TNH.stride(2) == 1, f"the head dimension must be contiguous, got strides {q_TNH.stride()}"
     assert out.stride()[1:] == (H, 1), f"the heads of a token must lie end to end, got strides {out.stride()}"

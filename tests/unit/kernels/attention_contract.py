@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +89,11 @@ class OnDevice:
 class DecodeContract(OnDevice):
     """One query per row."""
 
+    def attend(self, *inputs: torch.Tensor, work: DecodeWork, **options: Any) -> torch.Tensor:
+        """The kernel under test."""
+        q, keys, values, tables, rows, lens = inputs
+        return attend_decode(q, keys, values, tables, rows, lens, work, **options)
+
     def check(
         self,
         lens: list[int],
@@ -118,7 +124,7 @@ class DecodeContract(OnDevice):
         for _ in range(num_layers):
             q = torch.randn(len(lens), heads.num_heads, heads.head_dim, device=self.device).to(dtype)
             arguments = (q, paged.keys, paged.values, paged.tables, rows, lens_S)
-            actual = attend_decode(*arguments, work, block_size=block_size, scale=0.3, window=window)
+            actual = self.attend(*arguments, work=work, block_size=block_size, scale=0.3, window=window)
             expected = attend_decode_reference(*arguments, block_size=block_size, scale=0.3, window=window)
             assert_close(actual, expected)
         assert not work.tickets.any()
@@ -161,7 +167,7 @@ class DecodeContract(OnDevice):
         )
         work.plan(rows, lens)
         arguments = (q, paged.keys, paged.values, paged.tables, rows, lens)
-        actual = attend_decode(*arguments, work, block_size=16, scale=0.3, window=None)
+        actual = self.attend(*arguments, work=work, block_size=16, scale=0.3, window=None)
         assert_close(actual, attend_decode_reference(*arguments, block_size=16, scale=0.3, window=None))
 
     def test_a_row_does_not_depend_on_its_neighbours(self) -> None:
@@ -182,9 +188,9 @@ class DecodeContract(OnDevice):
         def attend(lens: list[int]) -> torch.Tensor:
             lens_S = torch.tensor(lens, dtype=torch.int32, device=self.device)
             work.plan(rows, lens_S)
-            return attend_decode(
-                q, paged.keys, paged.values, paged.tables, rows, lens_S, work,
-                block_size=16, scale=0.3, window=None,
+            return self.attend(
+                q, paged.keys, paged.values, paged.tables, rows, lens_S,
+                work=work, block_size=16, scale=0.3, window=None,
             )  # fmt: skip
 
         together = attend(lens)

@@ -1,0 +1,213 @@
+"""Compile a CUDA C++ file while the program runs, load it into the GPU, launch what is in it.
+
+    source, defines ──► NVRTC, a library that comes with PyTorch for CUDA ──► cubin ──► driver ──► launch
+                   └──► nvcc, where there is no such library ──────────────┘
+
+A *cubin* is machine code for one kind of GPU. Shapes are defines, not arguments: a loop over a constant
+number of heads is unrolled and its array lives in registers, which is most of a kernel's speed. So a model
+has a cubin of its own, which takes about a second, once per process.
+
+Both C libraries, NVRTC and the driver, are called through ctypes: a dozen functions that have not changed
+in ten years, in place of a build of our own for every version of PyTorch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from infer.errors import ConfigError, DeviceLost
+
+TIMEOUT = 120.0  # seconds for nvcc
+
+
+class BuildError(Exception):
+    """One of the compilers made nothing, and why; the reason is one line."""
+
+
+class Kernels(Protocol):
+    """Compiled functions by name."""
+
+    def launch(
+        self, name: str, grid: tuple[int, int, int], num_threads: int, arguments: Sequence[Any]
+    ) -> None:
+        """Start `grid` blocks of `num_threads`; `arguments` are ctypes values in the function's order."""
+
+
+def options(arch: str, defines: Mapping[str, int]) -> list[str]:
+    """What both compilers are told: the GPU, and a define for everything that is constant."""
+    return [
+        f"--gpu-architecture={arch}",
+        "--std=c++17",
+        *(f"-D{name}={value}" for name, value in defines.items()),
+    ]
+
+
+def compile_source(source: Path, arch: str, defines: Mapping[str, int]) -> bytes:
+    """The cubin of a file, from the first compiler that makes one."""
+    reasons = []
+    for compiler in (compile_with_nvrtc, compile_with_nvcc):
+        try:
+            return compiler(source, options(arch, defines))
+        except BuildError as error:
+            reasons.append(str(error))
+    raise ConfigError(
+        f"attention_backend=cuda compiles {source.name} for {arch} and neither NVRTC nor nvcc could: "
+        f"{'; '.join(reasons)}; install the CUDA toolkit, or use attention_backend=triton"
+    )
+
+
+# -- NVRTC ----------------------------------------------------------------------------------------
+
+
+def nvrtc_paths() -> Iterator[str]:
+    """Where the library may be: where the system looks, then beside PyTorch, then the toolkit's folders."""
+    major = (torch.version.cuda or "").split(".")[0]
+    yield f"libnvrtc.so.{major}" if major else "libnvrtc.so"
+    folders = [*(Path(entry) / "nvidia" for entry in sys.path if entry), Path("/usr/local")]
+    for folder in folders:
+        for pattern in ("*/lib/libnvrtc.so.*", "*/lib64/libnvrtc.so.*"):
+            yield from sorted(str(path) for path in folder.glob(pattern) if "builtins" not in path.name)
+
+
+def load_nvrtc() -> Any:
+    """The library, or BuildError."""
+    for path in nvrtc_paths():
+        try:
+            return ctypes.CDLL(path)
+        except OSError:
+            continue
+    raise BuildError("NVRTC (libnvrtc) is not installed")
+
+
+def compile_with_nvrtc(source: Path, flags: Sequence[str]) -> bytes:
+    """Through the library: text in memory to cubin in memory."""
+    nvrtc = load_nvrtc()
+    program = ctypes.c_void_p()
+
+    def check(code: int) -> None:
+        if code:
+            nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
+            raise BuildError(f"NVRTC failed: {nvrtc.nvrtcGetErrorString(code).decode()}")
+
+    check(
+        nvrtc.nvrtcCreateProgram(
+            ctypes.byref(program), source.read_bytes(), source.name.encode(), 0, None, None
+        )
+    )
+    try:
+        as_bytes = [flag.encode() for flag in flags]
+        code = nvrtc.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*as_bytes))
+        size = ctypes.c_size_t()
+        if code:
+            check(nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
+            log = ctypes.create_string_buffer(size.value)
+            check(nvrtc.nvrtcGetProgramLog(program, log))
+            raise BuildError(f"NVRTC failed: {first_error(log.value.decode(errors='replace'))}")
+        check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+        cubin = ctypes.create_string_buffer(size.value)
+        check(nvrtc.nvrtcGetCUBIN(program, cubin))
+        return cubin.raw
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+# -- nvcc -----------------------------------------------------------------------------------------
+
+
+def compile_with_nvcc(source: Path, flags: Sequence[str]) -> bytes:
+    """Through the command, as one would by hand."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        raise BuildError("nvcc is not on the PATH")
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            made = Path(scratch) / "kernels.cubin"
+            answer = subprocess.run(
+                [nvcc, "-cubin", *flags, str(source), "-o", str(made)],
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT,
+            )
+            if answer.returncode != 0:
+                raise BuildError(f"{nvcc} failed: {first_error(answer.stderr)}")
+            return made.read_bytes()
+    except OSError as error:
+        raise BuildError(f"{nvcc} does not run: {error.strerror}") from None
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"{nvcc} did not finish within {TIMEOUT:.0f} s") from None
+
+
+def first_error(log: str) -> str:
+    """The line of a compiler's output that says what went wrong."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return next(
+        (line for line in lines if "error" in line or "fatal" in line), (lines or ["it did not say why"])[-1]
+    )
+
+
+# -- the driver -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(code: int, what: str) -> None:
+    """A failed driver call may have lost the device; a caller cannot repair either."""
+    if code:
+        reason = ctypes.c_char_p()
+        _driver().cuGetErrorString(code, ctypes.byref(reason))
+        raise DeviceLost(f"{what}: {(reason.value or b'unknown error').decode()}")
+
+
+class LoadedKernels:
+    """The functions of a cubin, in the memory of the current GPU."""
+
+    def __init__(self, cubin: bytes) -> None:
+        torch.cuda.synchronize()  # a thread's first call binds it to PyTorch's context, which modules live in
+        self._module = ctypes.c_void_p()
+        _check(_driver().cuModuleLoadData(ctypes.byref(self._module), cubin), "loading kernels")
+        self._functions: dict[str, ctypes.c_void_p] = {}
+
+    def launch(
+        self, name: str, grid: tuple[int, int, int], num_threads: int, arguments: Sequence[Any]
+    ) -> None:
+        """On PyTorch's current stream, so that a graph being captured records it."""
+        if name not in self._functions:
+            function = ctypes.c_void_p()
+            _check(
+                _driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()),
+                f"finding {name}",
+            )
+            self._functions[name] = function
+        pointers = as_pointers(arguments)
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        code = _driver().cuLaunchKernel(
+            self._functions[name], *grid, num_threads, 1, 1, 0, stream, pointers, None
+        )
+        _check(code, f"launching {name}")
+
+
+def as_pointers(arguments: Sequence[Any]) -> Any:
+    """How a launch is told its arguments: the addresses of ctypes values, which the caller keeps alive."""
+    addresses = [ctypes.addressof(argument) for argument in arguments]
+    return (ctypes.c_void_p * len(arguments))(*addresses)
+
+
+@functools.cache
+def load_kernels(source: Path, defines: tuple[tuple[str, int], ...], device: int) -> Kernels:
+    """The functions of a file for one GPU and one set of defines, compiled on the first call."""
+    major, minor = torch.cuda.get_device_capability(device)
+    with torch.cuda.device(device):
+        return LoadedKernels(compile_source(source, f"sm_{major}{minor}", dict(defines)))
