@@ -29,13 +29,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from torch import nn
 
 from infer.errors import ConfigError, InferError
+from infer.layers.moe import ExpertLinear
 from infer.layers.norm import AddNorm, RMSNorm
 from infer.models.model import Model
 from infer.models.registry import find_family
-from infer.models.weight_map import Target, WeightMap
+from infer.models.weight_map import Target, WeightMap, names_an_expert
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -66,6 +66,14 @@ class FamilyTokens:
     plain: tuple[str, ...] = field(default=())  # one token each, but shown to people
 
 
+_MISTRAL = FamilyTokens(
+    ("<unk>", "<s>", "</s>", "[INST]", "[/INST]"), eos=("</s>",), bos="<s>", adds_bos=True
+)
+_QWEN3 = FamilyTokens(
+    ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    eos=("<|im_end|>", "<|endoftext|>"),
+    plain=("<think>", "</think>"),
+)
 TOKENS = {
     "llama": FamilyTokens(
         ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
@@ -73,17 +81,13 @@ TOKENS = {
         bos="<|begin_of_text|>",
         adds_bos=True,
     ),
-    "mistral": FamilyTokens(
-        ("<unk>", "<s>", "</s>", "[INST]", "[/INST]"), eos=("</s>",), bos="<s>", adds_bos=True
-    ),
+    "mistral": _MISTRAL,
+    "mixtral": _MISTRAL,
     "qwen2": FamilyTokens(
         ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), eos=("<|im_end|>", "<|endoftext|>")
     ),
-    "qwen3": FamilyTokens(
-        ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-        eos=("<|im_end|>", "<|endoftext|>"),
-        plain=("<think>", "</think>"),
-    ),
+    "qwen3": _QWEN3,
+    "qwen3_moe": _QWEN3,
     "gemma3": FamilyTokens(
         ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"),
         eos=("<end_of_turn>", "<eos>"),
@@ -105,6 +109,8 @@ class Sizes:
     vocab_size: int = 512
     context_len: int = 256
     window: int = 16  # of the families that have one
+    num_experts: int = 6  # likewise
+    num_choices: int = 2
 
 
 def make_checkpoint(
@@ -187,6 +193,24 @@ def raw_config(family: str, sizes: Sizes) -> dict[str, Any]:
         },
         "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False},
         "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": head_dim},
+        "mixtral": {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": sizes.num_experts,
+            "num_experts_per_tok": sizes.num_choices,
+            "sliding_window": None,
+        },
+        "qwen3_moe": {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "head_dim": head_dim,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": sizes.hidden_size // 2,
+            "norm_topk_prob": True,
+            "num_experts": sizes.num_experts,
+            "num_experts_per_tok": sizes.num_choices,
+        },
         "gemma3": {
             "architectures": ["Gemma3ForCausalLM"],
             "model_type": "gemma3_text",
@@ -210,21 +234,28 @@ def random_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a checkpoint under the name and in the layout that checkpoints use."""
     generator = torch.Generator().manual_seed(seed)
+    modules: dict[str, Any] = dict(model.named_modules())
     filled: set[tuple[str, str | None]] = set()
     for key, target in weight_map.items():
-        is_spare_name = (target.module, target.part) in filled  # a second spelling of the same module
         is_tied = target.module == "head" and model.config.tie_embeddings
-        if target.ignored or is_spare_name or is_tied:
+        if target.ignored or is_tied:
             continue
-        filled.add((target.module, target.part))
         for layer in range(model.config.num_layers if "{}" in key else 1):
-            module = model.get_submodule(target.module.format(layer))
-            for leaf, parameter in module.named_parameters(recurse=False):
-                tensor = _random_tensor(module, leaf, _shape(module, parameter, target), generator)
-                yield f"{key.format(layer)}.{leaf}", tensor.to(dtype)
+            path = target.module.format(layer)
+            module = modules.get(path)  # None: not every layer has a router
+            is_stack = isinstance(module, ExpertLinear)
+            is_spare_name = (path, target.part) in filled  # a second spelling of the same module
+            if module is None or is_spare_name or is_stack != names_an_expert(key, target):
+                continue
+            filled.add((path, target.part))
+            for expert in range(len(module.weight) if is_stack else 1):
+                for leaf, parameter in module.named_parameters(recurse=False):
+                    shape = _shape(module, parameter[expert] if is_stack else parameter, target)
+                    tensor = _random_tensor(module, leaf, shape, generator)
+                    yield f"{key.format(layer, expert)}.{leaf}", tensor.to(dtype)
 
 
-def _shape(module: Any, parameter: nn.Parameter, target: Target) -> tuple[int, ...]:
+def _shape(module: Any, parameter: torch.Tensor, target: Target) -> tuple[int, ...]:
     shape = list(parameter.shape)
     if target.part is not None:
         rows = module.part_rows(target.part)
@@ -241,7 +272,7 @@ def _random_tensor(
     if len(shape) == 1:  # a norm: around 1, or around 0 where the norm itself adds the 1
         centre = 1.0 - module.offset if isinstance(module, RMSNorm | AddNorm) else 1.0
         return 0.1 * noise + centre
-    in_features: int = module.weight.shape[1]  # our weights are [out, in], whatever the file's layout
+    in_features: int = module.weight.shape[-1]  # our weights are [out, in], whatever the file's layout
     return noise / math.sqrt(in_features)
 
 

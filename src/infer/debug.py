@@ -38,7 +38,7 @@ from infer.layers.linear import Linear
 from infer.layers.whole_sequence import WholeSequence
 from infer.models.model import Model
 from infer.models.registry import get_family
-from infer.models.weight_map import WeightMap
+from infer.models.weight_map import WeightMap, names_an_expert
 
 # Relative to the largest value of the reference: rounding stays below it, a wrong number does not.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
@@ -161,7 +161,7 @@ def _line_up(
         (target.module.format(layer), target.part): key.format(layer)
         for key, target in weight_map.items()
         for layer in range(ours.config.num_layers)
-        if not target.ignored and key.format(layer) in expected
+        if not (target.ignored or names_an_expert(key, target)) and key.format(layer) in expected
     }
     parts: Recording = {}
     pairs: dict[str, str] = {}

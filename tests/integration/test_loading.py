@@ -21,7 +21,7 @@ from infer.loader.gguf import read_gguf
 from infer.loader.load import LoadedModel, choose_device, load_model
 from infer.loader.source import resolve_model
 from infer.models.model import Model
-from tests.support.checkpoints import FAMILIES, build_like, reference_model
+from tests.support.checkpoints import FAMILIES, MOE_FAMILIES, build_like, reference_model
 from tests.unit.loader.tiny_files import state, write_directory, write_gguf, write_weights
 
 
@@ -37,7 +37,7 @@ def assert_same_parameters(ours: Model, expected: Model) -> None:
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + MOE_FAMILIES)
 def test_a_saved_model_loads_bit_for_bit(tmp_path: Path, family: str, num_shards: int) -> None:
     reference = reference_model(family)
     loaded = load(write_directory(tmp_path, reference, num_shards=num_shards))
@@ -47,11 +47,14 @@ def test_a_saved_model_loads_bit_for_bit(tmp_path: Path, family: str, num_shards
     assert loaded.gguf_metadata is None
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + MOE_FAMILIES)
 def test_a_gguf_file_loads_bit_for_bit(tmp_path: Path, family: str) -> None:
     """The converter's reordered rows, added ones and transposed matrices are all undone."""
-    changes: dict[str, Any] = {"query_pre_attn_scalar": 16, "sliding_window_pattern": 6, "layer_types": None}
-    reference = reference_model(family, **(changes if family == "gemma3" else {}))
+    changes: dict[str, dict[str, Any]] = {
+        "gemma3": {"query_pre_attn_scalar": 16, "sliding_window_pattern": 6, "layer_types": None},
+        "qwen3_moe": {"mlp_only_layers": []},  # the format knows no plain layers
+    }
+    reference = reference_model(family, **changes.get(family, {}))
     loaded = load(write_gguf(tmp_path / "model.gguf", reference))
     expected = build_like(reference)
     if family == "gemma3":  # w + 1 - 1 is not w in float32
@@ -296,3 +299,64 @@ def test_the_default_model_is_fetched_once(tmp_path: Path, monkeypatch: pytest.M
     assert left == [".lock", default_model.FILE]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # the second time needs no network
     assert resolve_model(None, show_progress=False) == source
+
+
+def published_names(reference: Any) -> dict[str, torch.Tensor]:
+    """The tensors as Mixtral's published files hold them: three matrices per expert."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in state(reference).items():
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+        start, _, leaf = name.rpartition(".")
+        for expert in range(len(tensor) if tensor.dim() == 3 else 0):
+            if leaf == "gate_up_proj":
+                gate, up = tensor[expert].chunk(2)
+                found |= {
+                    f"{start}.{expert}.w1.weight": gate.contiguous(),
+                    f"{start}.{expert}.w3.weight": up.contiguous(),
+                }
+            else:
+                found[f"{start}.{expert}.w2.weight"] = tensor[expert].contiguous()
+        if tensor.dim() != 3:
+            found[name] = tensor
+    return found
+
+
+def test_the_matrices_of_single_experts_are_stacked(tmp_path: Path) -> None:
+    reference = reference_model("mixtral")
+    path = write_directory(tmp_path, reference)
+    write_weights(path, published_names(reference))
+    assert_same_parameters(load(path).model, build_like(reference))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("without", r"1 missing: model\.layers\.1\.block_sparse_moe\.experts\.3\.w3\.weight"),
+        ("beyond", r"1 not part of this model: model\.layers\.1\.block_sparse_moe\.experts\.5\.w1\.weight"),
+        ("flat", r"experts\.3\.w1\.weight is \[79, 48\], not \[80, 48\]"),
+        ("both", r"fill the same place"),
+        ("deep", r"experts\.down_proj is \[4, 48, 80\], not \[5, 48, 80\]"),
+    ],
+)
+def test_experts_that_do_not_fit_are_named(tmp_path: Path, change: str, message: str) -> None:
+    reference = reference_model("mixtral")
+    tensors = published_names(reference)
+    expert = "model.layers.1.block_sparse_moe.experts.{}.w{}.weight"
+    stack = "model.layers.1.mlp.experts.down_proj"
+    if change == "without":
+        del tensors[expert.format(3, 3)]
+    elif change == "beyond":
+        tensors[expert.format(5, 1)] = tensors[expert.format(4, 1)].clone()
+    elif change == "flat":
+        tensors[expert.format(3, 1)] = tensors[expert.format(3, 1)][1:].clone()
+    elif change == "both":
+        tensors[stack] = state(reference)[stack].clone()
+    else:
+        tensors = {
+            name: t for name, t in tensors.items() if not name.endswith("w2.weight") or ".1." not in name
+        }
+        tensors[stack] = state(reference)[stack][1:].clone()
+    path = write_directory(tmp_path, reference)
+    write_weights(path, tensors)
+    with pytest.raises(CheckpointError, match=message):
+        load(path)

@@ -13,7 +13,14 @@ import pytest
 import torch
 
 from infer.models.model import Model
-from tests.support.checkpoints import FAMILIES, VOCAB_SIZE, build_like, raw_config, reference_model
+from tests.support.checkpoints import (
+    FAMILIES,
+    MOE_FAMILIES,
+    VOCAB_SIZE,
+    build_like,
+    raw_config,
+    reference_model,
+)
 from tests.support.step import ListCache, ListStep, generate_greedy, run_step
 
 FLOAT32_BOUND = 1e-5
@@ -53,6 +60,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3: normalised heads": ("qwen3", {}),
     "qwen3: tied head and biases": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    "mixtral: 2 of 5 experts": ("mixtral", {}),
+    "mixtral: one expert, sliding window": ("mixtral", {"num_experts_per_tok": 1, "sliding_window": 5}),
+    "qwen3_moe: 3 of 7 experts, one plain layer": ("qwen3_moe", {}),
+    "qwen3_moe: plain probabilities, every second layer, window": (
+        "qwen3_moe",
+        {
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [],
+            "use_sliding_window": True,
+            "sliding_window": 5,
+        },
+    ),
     "gemma3: local and global layers": ("gemma3", {}),
     "gemma3: untied head": ("gemma3", {"tie_word_embeddings": False}),
     "gemma3: linear rope scaling of the global layers": ("gemma3", {"rope_parameters": GEMMA_LINEAR_ROPE}),
@@ -65,7 +85,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2: unscaled scores": ("gpt2", {"scale_attn_weights": False}),
 }
 all_cases = pytest.mark.parametrize("case", CASES)
-all_families = pytest.mark.parametrize("family", FAMILIES)
+all_families = pytest.mark.parametrize("family", FAMILIES + MOE_FAMILIES)
 
 
 def random_tokens(length: int, seed: int = 1) -> list[int]:
@@ -97,7 +117,7 @@ def test_logits_match_transformers(case: str) -> None:
     assert error(run_step(ours, [tokens])[0], reference_logits(reference, tokens)) < FLOAT32_BOUND
 
 
-@all_families
+@pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_as_near_to_the_truth_as_transformers(family: str) -> None:
     """The truth is the reference in float32 on the same bfloat16 weights."""
     tokens = random_tokens(23)
@@ -109,6 +129,22 @@ def test_bfloat16_is_as_near_to_the_truth_as_transformers(family: str) -> None:
     our_error, their_error = (ours - truth).square().mean().sqrt(), (theirs - truth).square().mean().sqrt()
     assert our_error < 1.25 * their_error
     assert error(ours, truth) < 0.2
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_bfloat16_of_experts_is_as_near_to_the_truth_as_transformers(family: str) -> None:
+    """Of the typical token: rounding sends one here and there to another expert, in the reference as well."""
+    tokens = random_tokens(23)
+    low = reference_model(family, dtype=torch.bfloat16)
+    ours = run_step(build_like(low), [tokens])[0].float()
+    theirs = reference_logits(low, tokens)
+    truth = reference_logits(low.float(), tokens)
+
+    our_error, their_error = (
+        (logits - truth).square().mean(dim=-1).sqrt().median() for logits in (ours, theirs)
+    )
+    assert our_error < 1.25 * their_error
+    assert our_error < 0.05 * truth.std()
 
 
 @all_families

@@ -20,6 +20,7 @@ from infer.models.weight_map import WeightMap, find_target
 
 VOCAB_SIZE = 199  # a prime: nothing else in a tiny model has this size
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt2")
+MOE_FAMILIES = ("mixtral", "qwen3_moe")  # apart, because most tests need no second kind of MLP
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -35,6 +36,16 @@ _TINY: dict[str, dict[str, Any]] = {
     "mistral": _COMMON | {"sliding_window": 5},
     "qwen2": _COMMON,
     "qwen3": _COMMON | {"head_dim": 16},
+    "mixtral": _COMMON | {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen3_moe": _COMMON
+    | {
+        "head_dim": 16,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 56,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
     "gemma3": _COMMON
     | {
         "num_hidden_layers": 4,
@@ -56,6 +67,8 @@ def reference_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.fl
         "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
         "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
         "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
     }

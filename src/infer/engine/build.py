@@ -256,9 +256,12 @@ def _make_store(config: EngineConfig, loaded: LoadedModel, size: CacheSize) -> K
 
 def layer_sizes(config: ModelConfig) -> LayerSizes:
     """The sizes that decide how much a step needs."""
+    widest_mlp = max(config.mlp_size(layer) for layer in range(config.num_layers))
+    if config.experts is not None:  # each of a token's experts has a result of its own until they are added
+        widest_mlp += config.experts.num_choices * config.hidden_size
     return LayerSizes(
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=widest_mlp,
         num_layers=config.num_layers,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,

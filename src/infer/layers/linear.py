@@ -82,16 +82,21 @@ class Linear(nn.Module):
 
     def part_rows(self, name: str) -> slice:
         """The rows of the weight (and of the bias) that part `name` fills."""
-        assert name in self.parts, f"no part {name!r} in {list(self.parts)}"
-        start = 0
-        for part, num_rows in self.parts.items():
-            if part == name:
-                break
-            start += num_rows
-        return slice(start, start + self.parts[name])
+        return rows_of_part(self.parts, name)
 
     def extra_repr(self) -> str:
         """Shape and parts, for print(model)."""
         out_features, in_features = self.weight.shape
         parts = f", parts={self.parts}" if self.parts else ""
         return f"{in_features} -> {out_features}, bias={self.bias is not None}{parts}"
+
+
+def rows_of_part(parts: Mapping[str, int], name: str) -> slice:
+    """Where part `name` lies among parts that are given with their numbers of rows, in order."""
+    assert name in parts, f"no part {name!r} in {list(parts)}"
+    start = 0
+    for part, num_rows in parts.items():
+        if part == name:
+            break
+        start += num_rows
+    return slice(start, start + parts[name])

@@ -83,6 +83,10 @@ class StoredTensor(Protocol):
         """The rows of a matrix in order, so many at a time: float32, or in groups if so stored."""
         ...
 
+    def matrix(self, index: int) -> StoredTensor:
+        """One matrix of a stack of them, [n, rows, columns]."""
+        ...
+
 
 @dataclass(slots=True)
 class _File:
@@ -147,6 +151,12 @@ class SafeTensor:
         for rows in torch.split(self._view(), num_rows):
             yield rows.float()
         self.file.forget(self.start, self.stop)
+
+    def matrix(self, index: int) -> StoredTensor:
+        """One matrix of a stack: a part of the same bytes."""
+        num_bytes = self.num_bytes // self.shape[0]
+        start = self.start + index * num_bytes
+        return SafeTensor(self.file, self.type_name, self.shape[1:], start, start + num_bytes)
 
     def _view(self) -> torch.Tensor:
         dtype = FLOATS[self.type_name]

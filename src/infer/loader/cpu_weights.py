@@ -25,6 +25,7 @@ from infer.errors import ConfigError
 from infer.kernels.cpu.build import cpu_flags
 from infer.kernels.cpu.library import Library, library, why_not
 from infer.layers.linear import Linear
+from infer.layers.moe import ExpertLinear
 from infer.loader.checkpoint import QuantizedRows, StoredTensor
 from infer.loader.dtype import choose_dtype
 from infer.models.model import Model
@@ -90,7 +91,7 @@ def _bf16(dtype: str) -> WeightFormat:
 
 
 def pack_layers(model: Model, name: str, stored: torch.dtype | None) -> None:
-    """Give every linear layer an empty packed matrix, and a tied embedding the head's."""
+    """Give every linear layer and every expert an empty packed matrix, and a tied embedding the head's."""
     c = library()
     assert c is not None, why_not()
     memory = WeightMemory()
@@ -98,6 +99,10 @@ def pack_layers(model: Model, name: str, stored: torch.dtype | None) -> None:
         if isinstance(layer, Linear):
             bits = 8 if layer_name == "head" else BITS[name]
             _pack_layer(c, layer, bits, memory)
+        elif isinstance(layer, ExpertLinear):
+            num_experts, num_rows, size = layer.weight.shape
+            layer.packed = [PackedMatrix(c, num_rows, size, BITS[name], memory) for _ in range(num_experts)]
+            layer.weight = _shell(layer.weight)
     embedding = model.embedding
     if model.config.tie_embeddings:
         assert isinstance(model.head.scheme, PackedMatrix)
@@ -120,8 +125,8 @@ def _shell(weight: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(torch.empty(weight.shape, device="meta"), requires_grad=False)
 
 
-def matrix_of(model: Model, parameter: str) -> PackedMatrix | None:
-    """The packed matrix that stands for a parameter, if there is one."""
+def matrix_of(model: Model, parameter: str, expert: int | None = None) -> PackedMatrix | None:
+    """The packed matrix that stands for a parameter, or for one expert's share of it, if there is one."""
     module_name, _, leaf = parameter.rpartition(".")
     if leaf != "weight":
         return None
@@ -129,6 +134,9 @@ def matrix_of(model: Model, parameter: str) -> PackedMatrix | None:
     if module is model.embedding:
         return model.embedding.packed
     scheme = module.scheme if isinstance(module, Linear) else None
+    if isinstance(module, ExpertLinear) and module.packed is not None:
+        assert expert is not None, parameter
+        scheme = module.packed[expert]
     return scheme if isinstance(scheme, PackedMatrix) else None
 
 

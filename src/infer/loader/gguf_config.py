@@ -3,6 +3,7 @@
     llama.embedding_length 576   ──►   hidden_size 576
     output.weight is absent      ──►   tie_word_embeddings true
     llama.attention.sliding_window     only Mistral has one: its files say llama too
+    llama.expert_count                 and so do Mixtral's, which have experts
 
 Llama 3's rope scaling is not described but tabulated, in a tensor with one divisor per pair of
 channels; the parameters are recovered from it, or the file is refused.
@@ -18,7 +19,7 @@ from infer.errors import CheckpointError, ConfigError
 from infer.loader.gguf import GGMLType, GGUFFile
 from infer.models.raw_config import MAX_LAYERS, MAX_SIZE
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3", "gpt2")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma3", "gpt2")
 ROPE_FACTORS = "rope_freqs.weight"
 
 # What every published Llama 3 uses: (low_freq_factor, high_freq_factor, original context)
@@ -117,6 +118,8 @@ def hf_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
 
 def _family_config(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     tensors, window = keys.file.tensors, keys.size("attention.sliding_window", 0)
+    if keys.size("expert_count", 0):
+        return _experts_config(keys, window)
     if keys.architecture == "llama" and window:
         return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
     if keys.architecture == "llama":
@@ -138,6 +141,25 @@ def _family_config(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
             "rope_local_base_freq": keys.number("rope.freq_base_swa", 10_000.0),
         }
     return {"architectures": [f"{keys.architecture.capitalize()}ForCausalLM"]}
+
+
+def _experts_config(keys: Keys, window: int) -> dict[str, Any]:
+    shared = {
+        "num_experts": keys.size("expert_count"),
+        "num_experts_per_tok": keys.size("expert_used_count"),
+        "sliding_window": window or None,
+    }
+    if keys.architecture == "llama":
+        return shared | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    if keys.architecture != "qwen3moe":
+        raise ConfigError(f"{keys.file.path} is a {keys.architecture} with experts, which is not supported")
+    return shared | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": keys.size("expert_feed_forward_length"),
+        "norm_topk_prob": True,  # no key says so: every published one does
+        "use_sliding_window": window > 0,
+    }
 
 
 def _layer_types(keys: Keys, num_layers: int) -> list[str]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,7 +27,7 @@ from infer.loader.gguf_config import ROPE_FACTORS, Keys
 from infer.loader.gguf_quants import SUPPORTED, dequantize, dequantize_into, integer_groups
 
 # fmt: off
-_LLAMA = {
+_DENSE = {
     "token_embd":              "model.embed_tokens",
     "blk.{}.attn_norm":        "model.layers.{}.input_layernorm",
     "blk.{}.attn_q":           "model.layers.{}.self_attn.q_proj",
@@ -41,7 +41,13 @@ _LLAMA = {
     "output_norm":             "model.norm",
     "output":                  "lm_head",
 }
-_QWEN3 = _LLAMA | {
+_LLAMA = _DENSE | {  # Mixtral says llama, too
+    "blk.{}.ffn_gate_inp":     "model.layers.{}.mlp.gate",
+    "blk.{}.ffn_gate_exps":    "model.layers.{}.mlp.experts.gate_proj",
+    "blk.{}.ffn_up_exps":      "model.layers.{}.mlp.experts.up_proj",
+    "blk.{}.ffn_down_exps":    "model.layers.{}.mlp.experts.down_proj",
+}
+_QWEN3 = _DENSE | {
     "blk.{}.attn_q_norm":      "model.layers.{}.self_attn.q_norm",
     "blk.{}.attn_k_norm":      "model.layers.{}.self_attn.k_norm",
 }
@@ -65,8 +71,9 @@ _GPT2 = {
 # fmt: on
 NAMES: dict[str, Mapping[str, str]] = {
     "llama": _LLAMA,
-    "qwen2": _LLAMA,
+    "qwen2": _DENSE,
     "qwen3": _QWEN3,
+    "qwen3moe": _LLAMA | _QWEN3,
     "gemma3": _GEMMA3,
     "gpt2": _GPT2,
 }
@@ -81,16 +88,18 @@ class PackedTensor:
     num_heads: int = 0  # > 0: rows are reordered for rotary positions, within each of so many heads
     offset: float = 0.0  # was added to every weight
     transposed: bool = False  # is stored as the transpose of what the name means
+    index: int | None = None  # of a stack of matrices, [n, rows, columns]: this one
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Its shape as the Hugging Face name means it."""
-        return self.stored.shape[::-1] if self.transposed else self.stored.shape
+        shape = self.stored.shape if self.index is None else self.stored.shape[1:]
+        return shape[::-1] if self.transposed else shape
 
     @property
     def num_bytes(self) -> int:
         """Its size on disk."""
-        return self.stored.num_bytes
+        return self.stored.num_bytes if self.index is None else self.stored.num_bytes // self.stored.shape[0]
 
     @property
     def type_name(self) -> str:
@@ -104,7 +113,7 @@ class PackedTensor:
 
     def copy_to(self, out: torch.Tensor) -> None:
         """Unpack into `out`, undoing what the converter did."""
-        packed = torch.from_numpy(self.file.packed_rows(self.stored.name))
+        packed = self._packed_rows()
         if out.dim() == 1:
             weights = dequantize(packed.to(out.device), self.stored.kind)[0]
             if self.num_heads:
@@ -118,12 +127,24 @@ class PackedTensor:
     def chunks(self, num_rows: int) -> Iterator[torch.Tensor | QuantizedRows]:
         """The rows of a matrix: their integers where the format is one scale for 32, else float32."""
         assert not self.transposed and not self.offset, self.stored.name
-        packed = torch.from_numpy(self.file.packed_rows(self.stored.name))
+        packed = self._packed_rows()
         if self.num_heads:
             packed = _restore_order(packed, self.num_heads)
         for rows in torch.split(packed, num_rows):
             groups = integer_groups(rows, self.stored.kind)
             yield dequantize(rows, self.stored.kind) if groups is None else QuantizedRows(*groups)
+
+    def matrix(self, index: int) -> StoredTensor:
+        """One matrix of a stack."""
+        return replace(self, index=index)
+
+    def _packed_rows(self) -> torch.Tensor:
+        packed = torch.from_numpy(self.file.packed_rows(self.stored.name))
+        return (
+            packed
+            if self.index is None
+            else packed.view(self.stored.shape[0], -1, packed.shape[1])[self.index]
+        )
 
 
 def _restore_order(rows: torch.Tensor, num_heads: int) -> torch.Tensor:

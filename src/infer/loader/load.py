@@ -199,7 +199,7 @@ def _fill(model: Model, moves: list[Move], *, label: str, show_progress: bool) -
     total = sum(move.source.num_bytes for move in moves)
     with progress(label, total, is_shown=show_progress, counts_bytes=True) as advance, torch.no_grad():
         for move in moves:
-            if (matrix := matrix_of(model, move.place.parameter)) is not None:
+            if (matrix := matrix_of(model, move.place.parameter, move.place.expert)) is not None:
                 first = 0 if move.rows is None else move.rows.start
                 fill_packed(matrix, move.source, first=first, transposed=move.transposed)
             else:

@@ -26,10 +26,21 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertConfig:
+    """The experts that stand in for the MLP of a layer (layers/moe.py)."""
+
+    num_experts: int
+    num_choices: int  # experts that a token is sent to
+    size: int  # the intermediate size of one expert
+    normalized: bool  # the weights of a token's experts add up to 1
+    dense_layers: tuple[int, ...] = ()  # layers that have a plain MLP of `intermediate_size` instead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The facts of one decoder-only transformer. Sizes in elements, `context_len` in tokens."""
 
-    family: str  # the registry's name: llama, mistral, qwen2, qwen3, gemma3, gpt2
+    family: str  # the registry's name: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma3, gpt2
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -56,12 +67,25 @@ class ModelConfig:
     learned_positions: bool = False  # GPT-2: a stored vector per position, instead of rotary tables
     local_rope_theta: float | None = None  # Gemma 3: the RoPE base of its sliding-window layers
 
+    experts: ExpertConfig | None = None  # Mixtral and Qwen 3 MoE
+
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
 
     def window(self, layer: int) -> int | None:
         """The sliding window of one layer in tokens, or None where it sees everything."""
         return self.layer_windows[layer] if self.layer_windows else None
+
+    def experts_of(self, layer: int) -> ExpertConfig | None:
+        """The experts of one layer, or None where it has a plain MLP."""
+        if self.experts is None or layer in self.experts.dense_layers:
+            return None
+        return self.experts
+
+    def mlp_size(self, layer: int) -> int:
+        """The intermediate numbers of one token in one layer: of all experts it is sent to."""
+        experts = self.experts_of(layer)
+        return self.intermediate_size if experts is None else experts.num_choices * experts.size
 
     @property
     def scale(self) -> float:

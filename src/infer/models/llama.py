@@ -11,7 +11,8 @@ What they differ in is three facts of ModelConfig, each read exactly once, in se
     layer_windows    Mistral 7B v0.1
 
 (`attention_out_bias` and `mlp_bias` are options of Llama's own config that few checkpoints use.)
-A model that needs a fourth switch gets its own file (gemma3.py, gpt2.py).
+A family with another MLP in the same block overrides `make_mlp` (mixtral.py); a model that needs a fourth
+switch gets its own file (gemma3.py, gpt2.py).
 
 Each (+) above is fused with the norm and the projection that follow it, so a layer takes and returns two
 tensors: the output of the last block, `x`, and the stream it is still to be added to, `residual`
@@ -30,9 +31,10 @@ from torch import nn
 
 from infer.layers.attention import StepContext
 from infer.layers.mlp import GatedMLP
+from infer.layers.moe import MixtureOfExperts
 from infer.layers.norm import AddNorm
 from infer.layers.rotary import Rotary
-from infer.models.config import ModelConfig
+from infer.models.config import ExpertConfig, ModelConfig
 from infer.models.model import Model, make_rotary
 from infer.models.raw_config import MAX_LAYERS, RawConfig, read_head_dim, read_heads, read_rope, read_windows
 from infer.models.self_attention import SelfAttention
@@ -63,6 +65,7 @@ def read_shared_config(
     qk_norm: bool = False,
     window: int | None = None,
     default_layer_types: Sequence[str] | None = None,
+    experts: ExpertConfig | None = None,
 ) -> ModelConfig:
     """Read what the families of this block spell alike; the arguments are what they spell differently."""
     hidden_size, vocab_size = raw.size("hidden_size"), raw.size("vocab_size")
@@ -93,6 +96,7 @@ def read_shared_config(
         layer_windows=read_windows(
             raw, num_layers, window, default_layer_types or ["full_attention"] * num_layers
         ),
+        experts=experts,
         bos_id=bos_ids[0] if bos_ids else None,
         eos_ids=raw.token_ids("eos_token_id", vocab_size),
     )
@@ -101,14 +105,14 @@ def read_shared_config(
 class Block(nn.Module):
     """Attention, then the MLP, each after a norm and each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, layer: int, rotary: Rotary) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, rotary: Rotary, mlp: GatedMLP | MixtureOfExperts
+    ) -> None:
         super().__init__()
         self.attention_norm = AddNorm(config.hidden_size, eps=config.norm_eps)
         self.attention = SelfAttention(config, layer, rotary)
         self.mlp_norm = AddNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = GatedMLP(
-            config.hidden_size, config.intermediate_size, activation=config.activation, bias=config.mlp_bias
-        )
+        self.mlp = mlp
 
     def forward(
         self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, step: StepContext
@@ -124,8 +128,18 @@ class Llama(Model):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.rotary = make_rotary(config, config.rope_theta, config.rope_scaling)
-        self.layers = nn.ModuleList(Block(config, i, self.rotary) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            Block(config, layer, self.rotary, self.make_mlp(config, layer))
+            for layer in range(config.num_layers)
+        )
         self.norm = AddNorm(config.hidden_size, eps=config.norm_eps)
+
+    @staticmethod
+    def make_mlp(config: ModelConfig, layer: int) -> GatedMLP | MixtureOfExperts:
+        """The MLP of one layer."""
+        return GatedMLP(
+            config.hidden_size, config.intermediate_size, activation=config.activation, bias=config.mlp_bias
+        )
 
     def forward(self, tokens_T: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Return the hidden states of all tokens after the final norm, [T, D]."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infer.errors import CheckpointError, ConfigError
-from infer.models import gemma3, gpt2, llama, mistral, qwen2, qwen3
+from infer.models import gemma3, gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from infer.models.config import ModelConfig
 from infer.models.model import Model
 from infer.models.weight_map import WeightMap
@@ -35,10 +35,14 @@ FAMILIES: tuple[Family, ...] = (
            llama.read_config, llama.Llama, llama.WEIGHT_MAP),
     Family("mistral", ("MistralForCausalLM",), ("mistral",),
            mistral.read_config, llama.Llama, mistral.WEIGHT_MAP),
+    Family("mixtral", ("MixtralForCausalLM",), ("mixtral",),
+           mixtral.read_config, mixtral.Mixtral, mixtral.WEIGHT_MAP),
     Family("qwen2", ("Qwen2ForCausalLM",), ("qwen2",),
            qwen2.read_config, llama.Llama, qwen2.WEIGHT_MAP),
     Family("qwen3", ("Qwen3ForCausalLM",), ("qwen3",),
            qwen3.read_config, llama.Llama, qwen3.WEIGHT_MAP),
+    Family("qwen3_moe", ("Qwen3MoeForCausalLM",), ("qwen3_moe",),
+           qwen3_moe.read_config, mixtral.Mixtral, qwen3_moe.WEIGHT_MAP),
     Family("gemma3", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), ("gemma3_text", "gemma3"),
            gemma3.read_config, gemma3.Gemma3, gemma3.WEIGHT_MAP),
     Family("gpt2", ("GPT2LMHeadModel",), ("gpt2",),

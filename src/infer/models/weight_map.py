@@ -7,6 +7,14 @@ it is split along its outputs. The table names *modules*; the last part of a ten
 (`weight`, `bias`; later `qweight`, `scales`), belongs to the quantization scheme, so one table serves
 every format of a family.
 
+A module of a mixture of experts has two numbers, its layer's and its expert's; ours is one stack of all
+experts, so the second number becomes the target's `expert`. A checkpoint may also hold the stack itself:
+
+    "model.layers.{}.mlp.experts.{}.up_proj": Target("layers.{}.mlp.gate_up", part="up")     expert 5: [F, D]
+    "model.layers.{}.mlp.experts.up_proj":    Target("layers.{}.mlp.gate_up", part="up")     all: [E, F, D]
+
+A tensor without a leaf (stacks are saved so) is its module's weight, and its whole name is the key.
+
 A key that ends in `.*` stands for a module and all below it, for the parts of a checkpoint we do not use:
 
     "vision_tower.*": IGNORED
@@ -16,7 +24,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from infer.errors import CheckpointError
@@ -40,6 +48,7 @@ class Target:
     part: str | None = None  # the name of its slice in a fused module
     transposed: bool = False  # stored [in, out], as GPT-2's Conv1D does; ours are [out, in]
     ignored: bool = False  # known, and of no use to us
+    expert: int | None = None  # found in the tensor's name, never in a table
 
 
 IGNORED = Target("", ignored=True)
@@ -47,19 +56,27 @@ IGNORED = Target("", ignored=True)
 WeightMap = Mapping[str, Target]
 
 _INDEX = re.compile(r"\.(\d+)(?=\.|$)")
+_MAX_DIGITS = 9  # of an expert's number: a longer one is cut, and still beyond any model
 
 
 def find_target(tensor_name: str, weight_map: WeightMap) -> tuple[Target, str]:
-    """Return the target with its layer number filled in, and the tensor's leaf."""
+    """Return the target with the numbers of its layer and expert filled in, and the tensor's leaf."""
     module, _, leaf = tensor_name.rpartition(".")
-    indices = _INDEX.findall(module)
     key = _INDEX.sub(".{}", module)
     target = weight_map.get(key) or _wildcard_target(key, weight_map)
     if target is None:
+        module, leaf = tensor_name, "weight"
+        target = weight_map.get(_INDEX.sub(".{}", module))
+    if target is None:
         raise CheckpointError(f"tensor {tensor_name!r} is not in this model's weight map")
-    return Target(
-        target.module.format(*indices), target.shard, target.part, target.transposed, target.ignored
-    ), leaf
+    indices = _INDEX.findall(module)
+    expert = int(indices[1][:_MAX_DIGITS]) if names_an_expert(key, target) else None
+    return replace(target, module=target.module.format(*indices), expert=expert), leaf
+
+
+def names_an_expert(key: str, target: Target) -> bool:
+    """Whether a row of a table is for the tensors of single experts: it has a number more than its target."""
+    return not target.ignored and key.count("{}") == 2 and target.module.count("{}") == 1
 
 
 def _wildcard_target(key: str, weight_map: WeightMap) -> Target | None:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from tests.support.checkpoints import raw_config
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-ARCHITECTURES |= {"gemma3": "gemma3", "gpt2": "gpt2"}
+ARCHITECTURES |= {"gemma3": "gemma3", "gpt2": "gpt2", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
 
 
 def state(reference: Any) -> dict[str, torch.Tensor]:
@@ -62,7 +62,7 @@ def write_gguf(
     add_metadata(writer, reference.config, family)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, reference.config.num_hidden_layers)
-    for name, tensor in state(reference).items():
+    for name, tensor in _split_gate_up(state(reference)).items():
         stored_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored_name is not None, name
         add_tensor(writer, stored_name, convert(architecture, name, tensor, reference.config), kind)
@@ -73,6 +73,23 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _split_gate_up(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The stacks of experts as the format has them: gate and up apart, [E, F, D] each."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".gate_up_proj"):
+            found |= dict(
+                zip(
+                    (name.replace("gate_up", part) for part in ("gate", "up")),
+                    tensor.chunk(2, dim=1),
+                    strict=True,
+                )
+            )
+        else:
+            found[name] = tensor
+    return {name + ".weight" * name.endswith("_proj"): tensor for name, tensor in found.items()}
 
 
 def add_metadata(writer: gguf.GGUFWriter, config: Any, family: str) -> None:
@@ -95,6 +112,11 @@ def add_metadata(writer: gguf.GGUFWriter, config: Any, family: str) -> None:
     writer.add_key_length(head_dim)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
+    if family in ("mixtral", "qwen3_moe"):
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if family == "qwen3_moe":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if family in ("mistral", "gemma3"):
         writer.add_sliding_window(config.sliding_window)
 

@@ -9,12 +9,12 @@ from torch import nn
 from infer.debug import TOLERANCE, Report, compare, diff_models, main, record
 from infer.errors import ConfigError
 from scripts.make_checkpoint import make_checkpoint
-from tests.support.checkpoints import FAMILIES, build_like, reference_model
+from tests.support.checkpoints import FAMILIES, MOE_FAMILIES, build_like, reference_model
 
 TOKENS = [5, 9, 2, 11, 7, 3, 8, 1, 4]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + MOE_FAMILIES)
 def test_a_correct_model_agrees_in_every_module_of_the_weight_map(family: str) -> None:
     reference = reference_model(family)
     report = diff_models(build_like(reference), reference, TOKENS)
@@ -24,6 +24,7 @@ def test_a_correct_model_agrees_in_every_module_of_the_weight_map(family: str) -
     assert names[0] == "embedding"
     assert names[-1] == "head"
     assert any(name.startswith("layers.2.attention.qkv") for name in names)
+    assert ("layers.2.mlp.router" in names) == (family in MOE_FAMILIES)
     assert max(row.relative for row in report.rows) < TOLERANCE[torch.float32] / 10
 
 

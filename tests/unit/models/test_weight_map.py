@@ -22,6 +22,30 @@ def test_the_layer_number_and_the_leaf_are_filled_in() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "target", "leaf"),
+    [
+        (
+            "model.layers.7.mlp.experts.12.up_proj.weight",
+            Target("layers.7.mlp.gate_up", Shard.COLUMN, part="up", expert=12),
+            "weight",
+        ),
+        ("model.layers.7.mlp.experts.down_proj", Target("layers.7.mlp.down", Shard.ROW), "weight"),
+        ("model.layers.7.mlp.experts.gate_up_proj", Target("layers.7.mlp.gate_up", Shard.COLUMN), "weight"),
+        ("model.layers.7.mlp.up_proj.bias", Target("layers.7.mlp.gate_up", Shard.COLUMN, part="up"), "bias"),
+    ],
+)
+def test_the_number_of_an_expert_is_found_and_a_stack_needs_none(
+    name: str, target: Target, leaf: str
+) -> None:
+    assert find_target(name, get_family("qwen3_moe").weight_map) == (target, leaf)
+
+
+def test_an_endless_number_is_no_expert() -> None:
+    name = f"model.layers.0.mlp.experts.{'9' * 5000}.up_proj.weight"
+    assert find_target(name, get_family("qwen3_moe").weight_map)[0].expert == 999_999_999
+
+
+@pytest.mark.parametrize(
     ("family", "name"),
     [
         ("llama", "model.layers.3.self_attn.rotary_emb.inv_freq"),

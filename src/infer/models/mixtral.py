@@ -1,0 +1,112 @@
+"""Mixtral: Mistral's block with a mixture of experts for its MLP; Qwen 3 MoE shares the network.
+
+    router  ──►  2 of 8 experts, whose weights are made to add up to 1  ──►  weighted sum
+
+Published files hold three matrices per expert, called w1 (gate), w3 (up) and w2 (down); others may hold the
+stacks of all experts instead, as the reference keeps them in memory. Both spellings are known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from infer.errors import CheckpointError
+from infer.layers.mlp import GatedMLP
+from infer.layers.moe import MixtureOfExperts
+from infer.models import llama
+from infer.models.config import ExpertConfig, ModelConfig
+from infer.models.raw_config import MAX_LAYERS, RawConfig
+from infer.models.weight_map import Shard, Target, WeightMap
+
+MAX_EXPERTS = 4096
+_DEFAULTS = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5}  # the reference's, where a config says nothing
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Read the config of a `MixtralForCausalLM`."""
+    keys = RawConfig(_DEFAULTS | {name: value for name, value in raw.items() if value is not None})
+    return read_moe_config(
+        keys,
+        family="mixtral",
+        experts=read_experts(
+            keys,
+            default_experts=8,
+            default_choices=2,
+            size=keys.size("intermediate_size"),
+            normalized=True,
+        ),
+        window=None if keys.get("sliding_window") is None else keys.size("sliding_window"),
+    )
+
+
+def read_experts(
+    raw: RawConfig,
+    *,
+    default_experts: int,
+    default_choices: int,
+    size: int,
+    normalized: bool,
+    dense_layers: tuple[int, ...] = (),
+) -> ExpertConfig:
+    """What both families spell alike."""
+    num_experts = raw.size("num_local_experts", "num_experts", default=default_experts, at_most=MAX_EXPERTS)
+    num_choices = raw.size("num_experts_per_tok", default=default_choices, at_most=MAX_EXPERTS)
+    if num_choices > num_experts:
+        raise CheckpointError(
+            f"'num_experts_per_tok' in {raw.where} is {num_choices}, but there are {num_experts} experts"
+        )
+    return ExpertConfig(
+        num_experts=num_experts,
+        num_choices=num_choices,
+        size=size,
+        normalized=normalized,
+        dense_layers=dense_layers,
+    )
+
+
+def read_moe_config(raw: RawConfig, *, window: int | None, **facts: Any) -> ModelConfig:
+    """Llama's keys; a window, if there is one, is every layer's."""
+    layer_type = "full_attention" if window is None else "sliding_attention"
+    num_layers = raw.size("num_hidden_layers", at_most=MAX_LAYERS)
+    return llama.read_shared_config(
+        raw, window=window, default_layer_types=[layer_type] * num_layers, **facts
+    )
+
+
+class Mixtral(llama.Llama):
+    """Llama's stack, in which a layer has experts unless the config says that it has none."""
+
+    @staticmethod
+    def make_mlp(config: ModelConfig, layer: int) -> GatedMLP | MixtureOfExperts:
+        """The experts of one layer, or its plain MLP."""
+        experts = config.experts_of(layer)
+        if experts is None:
+            return llama.Llama.make_mlp(config, layer)
+        return MixtureOfExperts(
+            config.hidden_size,
+            experts.size,
+            num_experts=experts.num_experts,
+            num_choices=experts.num_choices,
+            normalized=experts.normalized,
+            activation=config.activation,
+        )
+
+
+# fmt: off
+STACKED_EXPERTS: WeightMap = {
+    "model.layers.{}.mlp.gate":                        Target("layers.{}.mlp.router"),
+    "model.layers.{}.mlp.experts.gate_up_proj":        Target("layers.{}.mlp.gate_up", Shard.COLUMN),
+    "model.layers.{}.mlp.experts.gate_proj":           Target("layers.{}.mlp.gate_up", Shard.COLUMN, "gate"),
+    "model.layers.{}.mlp.experts.up_proj":             Target("layers.{}.mlp.gate_up", Shard.COLUMN, "up"),
+    "model.layers.{}.mlp.experts.down_proj":           Target("layers.{}.mlp.down", Shard.ROW),
+}
+WEIGHT_MAP: WeightMap = {
+    **{key: target for key, target in llama.WEIGHT_MAP.items() if ".mlp." not in key},
+    "model.layers.{}.block_sparse_moe.gate":           Target("layers.{}.mlp.router"),
+    "model.layers.{}.block_sparse_moe.experts.{}.w1":  Target("layers.{}.mlp.gate_up", Shard.COLUMN, "gate"),
+    "model.layers.{}.block_sparse_moe.experts.{}.w3":  Target("layers.{}.mlp.gate_up", Shard.COLUMN, "up"),
+    "model.layers.{}.block_sparse_moe.experts.{}.w2":  Target("layers.{}.mlp.down", Shard.ROW),
+    **STACKED_EXPERTS,
+}
+# fmt: on

@@ -1,0 +1,64 @@
+"""Qwen 3 MoE: Qwen 3's attention and Mixtral's experts, smaller and more of them (8 of 128).
+
+norm_topk_prob        whether the weights of a token's experts are made to add up to 1
+decoder_sparse_step   every so many layers has experts; 1 in all published models
+mlp_only_layers       layers that have a plain MLP of `intermediate_size`; none in published models
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from infer.errors import CheckpointError
+from infer.models import qwen3
+from infer.models.config import ModelConfig
+from infer.models.mixtral import STACKED_EXPERTS, read_experts, read_moe_config
+from infer.models.raw_config import MAX_LAYERS, RawConfig, read_window
+from infer.models.weight_map import Shard, Target, WeightMap
+
+DEFAULT_WINDOW = 4096
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Read the config of a `Qwen3MoeForCausalLM`."""
+    keys = RawConfig(raw)
+    has_bias = keys.flag("attention_bias", default=False)
+    return read_moe_config(
+        keys,
+        family="qwen3_moe",
+        qkv_bias=has_bias,
+        attention_out_bias=has_bias,
+        qk_norm=True,
+        experts=read_experts(
+            keys,
+            default_experts=128,
+            default_choices=8,
+            size=keys.size("moe_intermediate_size", default=768),
+            normalized=keys.flag("norm_topk_prob", default=False),
+            dense_layers=_read_dense_layers(keys),
+        ),
+        window=read_window(keys, DEFAULT_WINDOW) if keys.flag("use_sliding_window", default=False) else None,
+    )
+
+
+def _read_dense_layers(raw: RawConfig) -> tuple[int, ...]:
+    num_layers = raw.size("num_hidden_layers", at_most=MAX_LAYERS)
+    every = raw.size("decoder_sparse_step", default=1)
+    named = raw.get("mlp_only_layers") or []
+    if not isinstance(named, list) or not all(type(layer) is int for layer in named):
+        raise CheckpointError(
+            f"'mlp_only_layers' in {raw.where} must be a list of layer numbers, got {named!r}"
+        )
+    return tuple(layer for layer in range(num_layers) if layer in named or (layer + 1) % every)
+
+
+# fmt: off
+WEIGHT_MAP: WeightMap = {
+    **qwen3.WEIGHT_MAP,
+    "model.layers.{}.mlp.experts.{}.gate_proj":   Target("layers.{}.mlp.gate_up", Shard.COLUMN, part="gate"),
+    "model.layers.{}.mlp.experts.{}.up_proj":     Target("layers.{}.mlp.gate_up", Shard.COLUMN, part="up"),
+    "model.layers.{}.mlp.experts.{}.down_proj":   Target("layers.{}.mlp.down", Shard.ROW),
+    **STACKED_EXPERTS,
+}
+# fmt: on

@@ -1,0 +1,134 @@
+"""Mixtures of experts through the whole engine: tokens, packed weights, memory, templates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infer.bench.floors import shape_of
+from infer.config import EngineConfig, LoadConfig
+from infer.engine.build import build_engine, layer_sizes
+from infer.engine.memory_plan import count_parameters, weight_bytes
+from infer.front import TextFront
+from infer.kernels.cpu.library import library
+from infer.layers.linear import Linear
+from infer.layers.moe import ExpertLinear, MixtureOfExperts
+from infer.loader.load import LoadedModel, load_model, read_headers
+from infer.loader.source import resolve_model
+from infer.quant.packed import PackedMatrix
+from scripts.make_checkpoint import make_checkpoint
+from tests.integration.test_engine_toggles import REQUESTS, expected, run_row
+from tests.support.checkpoints import MOE_FAMILIES, reference_model
+from tests.support.step import run_step
+from tests.support.tiny import SIZES, make_engine, random_prompts, run_engine
+from tests.support.toggles import pairwise_rows
+from tests.unit.loader.tiny_files import write_directory, write_gguf
+
+both_families = pytest.mark.parametrize("family", MOE_FAMILIES)
+needs_c = pytest.mark.skipif(library() is None, reason="needs a C compiler")
+
+
+def load(path: Path, **knobs: Any) -> LoadedModel:
+    return load_model(resolve_model(str(path), show_progress=False), device="cpu", **knobs)
+
+
+@pytest.mark.parametrize("number", range(0, len(pairwise_rows()), 5), ids=lambda number: f"row {number + 1}")
+def test_no_toggle_changes_a_token(number: int) -> None:
+    family = MOE_FAMILIES[number % 2]
+    assert run_row(family, number) == expected(family)
+
+
+@both_families
+def test_neither_defaults_nor_preemption_change_a_token(family: str) -> None:
+    assert run_engine(make_engine(family), REQUESTS) == expected(family)
+    engine = make_engine(family, block_size=2, num_blocks=30, prefill_chunk_size=5, preemption="recompute")
+    assert run_engine(engine, REQUESTS) == expected(family)
+    assert engine.scheduler.num_preemptions > 0
+
+
+@needs_c
+@both_families
+def test_packed_experts_are_near_to_what_they_stand_for(family: str, tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path, sizes=SIZES, seed=1)
+    packed, dense = load(tmp_path, cpu_weights="int8").model, load(tmp_path, cpu_weights="fp32").model
+    matrices = [m for m in packed.modules() if isinstance(m, Linear | ExpertLinear)]
+    assert all(matrix.weight.is_meta for matrix in matrices)
+    mlp = packed.get_submodule("layers.1.mlp")
+    assert isinstance(mlp, MixtureOfExperts) and mlp.router.weight.dtype == torch.float32
+    tokens = random_prompts(3)[1]
+    logits = run_step(dense, [tokens])[0]
+    errors = (run_step(packed, [tokens])[0] - logits).norm(dim=1) / logits.norm(dim=1)
+    assert errors.median() < 0.06  # of the typical token: rounding sends one here and there to another expert
+
+
+@needs_c
+def test_packed_experts_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    make_checkpoint("qwen3_moe", tmp_path, sizes=SIZES, seed=1)
+    loaded = load(tmp_path, cpu_weights="int8")
+    requests = [request for request in REQUESTS if request[1].is_greedy][:4]
+
+    def run(some: list[Any], **knobs: Any) -> list[list[list[int]]]:
+        config = EngineConfig.from_knobs(num_blocks=64, **knobs)
+        return run_engine(build_engine(config, loaded), some)
+
+    alone = [run([request], max_batch_size=1, use_prefix_caching=False)[0] for request in requests]
+    assert run(requests) == alone
+
+
+@needs_c
+def test_a_stack_is_packed_as_its_matrices_are(tmp_path: Path) -> None:
+    """From safetensors expert by expert, as one stack, and from the blocks of a GGUF file."""
+    reference = reference_model("mixtral", hidden_size=64, intermediate_size=96)
+    stacked = load(write_directory(tmp_path / "stacked", reference), cpu_weights="int8").model
+    reference.save_pretrained(tmp_path / "single")
+    assert (
+        "model.layers.0.block_sparse_moe.experts.0.w1.weight"
+        in read_headers(resolve_model(str(tmp_path / "single"), show_progress=False)).tensors
+    )
+    single = load(tmp_path / "single", cpu_weights="int8").model
+    blocks = load(write_gguf(tmp_path / "m.gguf", reference, kind="Q8_0"), cpu_weights="int8").model
+    for name in ("gate_up", "down"):
+        ours, same, near = (
+            model.get_submodule(f"layers.1.mlp.{name}") for model in (stacked, single, blocks)
+        )
+        for matrices in zip(ours.packed, same.packed, near.packed, strict=True):  # type: ignore[arg-type]
+            a, b, c = (matrix.dequantized() for matrix in matrices)
+            assert torch.equal(a, b)
+            torch.testing.assert_close(a, c, atol=0.01, rtol=0)
+
+
+@both_families
+def test_the_plan_counts_every_expert_and_the_floor_only_the_chosen(family: str, tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path, sizes=SIZES, seed=1)
+    headers = read_headers(resolve_model(str(tmp_path), show_progress=False))
+    model = load(tmp_path, dtype="float32").model
+    num_parameters, _ = count_parameters(headers)
+    assert num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    config, experts = headers.config, headers.config.experts
+    assert experts is not None and num_parameters > 2 * 6 * 3 * 64 * experts.size  # layers, experts, matrices
+    assert layer_sizes(config).intermediate_size == 2 * (experts.size + 64)
+    shape = shape_of(config, weight_bytes=2, kv_bytes=2)
+    assert shape.layer_params == 2 * (64 * (2 * 64 + 2 * 32) + 2 * 3 * 64 * experts.size)
+
+
+@needs_c
+def test_the_plan_knows_what_packed_experts_take(tmp_path: Path) -> None:
+    make_checkpoint("mixtral", tmp_path, sizes=SIZES, seed=1, hidden_size=256, intermediate_size=512)
+    headers = read_headers(resolve_model(str(tmp_path), show_progress=False))
+    model = load(tmp_path, cpu_weights="int8").model
+    matrices = [m.scheme for m in model.modules() if isinstance(m, Linear)]
+    matrices += [one for m in model.modules() if isinstance(m, ExpertLinear) for one in m.packed or ()]
+    kept = sum(matrix.num_bytes for matrix in matrices if isinstance(matrix, PackedMatrix))
+    kept += model.embedding.weight.numel() * 2
+    num_parameters, _ = count_parameters(headers)
+    assert weight_bytes(headers.config, num_parameters, "float32", "int8") == pytest.approx(kept, rel=0.01)
+
+
+@pytest.mark.parametrize(("family", "mark"), [("mixtral", "[INST]"), ("qwen3_moe", "<|im_start|>")])
+def test_a_chat_has_the_template_of_its_dense_sibling(family: str, mark: str, tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path, sizes=SIZES)
+    front = TextFront(LoadConfig(), read_headers(resolve_model(str(tmp_path), show_progress=False)))
+    assert front.tokenizer.token_id(mark) in front.encode_chat([{"role": "user", "content": "hello"}])

@@ -1,0 +1,12 @@
+"""The contract of the expert kernels under Triton's interpreter; run by `test_moe.py`, in its own process.
+
+By hand:  TRITON_INTERPRET=1 python -m pytest tests/unit/kernels/interpreted_moe.py
+"""
+
+from __future__ import annotations
+
+from tests.unit.kernels.moe_contract import MoeContract
+
+
+class TestInterpretedExperts(MoeContract):
+    device = "cpu"

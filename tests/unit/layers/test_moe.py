@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from infer.layers.moe import MixtureOfExperts
+from infer.layers.norm import AddNorm
+
+
+def make_mixture(*, num_choices: int, normalized: bool) -> MixtureOfExperts:
+    torch.manual_seed(0)
+    mixture = MixtureOfExperts(
+        8, 6, num_experts=4, num_choices=num_choices, normalized=normalized, activation="silu"
+    )
+    for parameter in mixture.parameters():
+        parameter.data = torch.randn(parameter.shape)
+    return mixture
+
+
+def one_expert(mixture: MixtureOfExperts, expert: int, x: torch.Tensor) -> torch.Tensor:
+    gate, up = (mixture.gate_up.weight[expert] @ x).chunk(2)
+    return mixture.down.weight[expert] @ (F.silu(gate) * up)
+
+
+def test_a_token_is_the_mix_of_its_best_experts() -> None:
+    for normalized in (True, False):
+        mixture = make_mixture(num_choices=2, normalized=normalized)
+        x = torch.randn(5, 8)
+        shares = F.softmax(x @ mixture.router.weight.T, dim=-1)
+        for row, y in enumerate(mixture(x)):
+            best = shares[row].argsort(descending=True)[:2].tolist()
+            total = shares[row, best].sum() if normalized else 1.0
+            expected = sum(shares[row, e] / total * one_expert(mixture, e, x[row]) for e in best)
+            torch.testing.assert_close(y, expected)
+
+
+def test_all_experts_may_be_chosen() -> None:
+    mixture = make_mixture(num_choices=4, normalized=False)
+    x = torch.randn(1, 8)
+    shares = F.softmax(x @ mixture.router.weight.T, dim=-1)[0]
+    expected = sum(shares[e] * one_expert(mixture, e, x[0]) for e in range(4))
+    torch.testing.assert_close(mixture(x)[0], expected)
+
+
+def test_after_a_norm_the_stream_comes_back_with_it() -> None:
+    mixture = make_mixture(num_choices=2, normalized=True)
+    norm = AddNorm(8, eps=1e-6)
+    norm.weight.data = torch.rand(8) + 0.5
+    x, residual = torch.randn(3, 8), torch.randn(3, 8)
+    y, stream = mixture.after(norm, x, residual)
+    torch.testing.assert_close(stream, x + residual)
+    torch.testing.assert_close(y, mixture(norm(x, residual)[0]))
+
+
+def test_the_router_is_printed_with_its_experts() -> None:
+    text = str(make_mixture(num_choices=2, normalized=True))
+    assert "8 -> 4 experts" in text and "4 x (8 -> 12)" in text

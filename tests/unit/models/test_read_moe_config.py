@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from infer.errors import CheckpointError, InferError
+from infer.models.config import ExpertConfig
+from tests.unit.models.test_read_config import MISTRAL_7B, QWEN_3_0_6B, read, without
+
+# Facts of published configs; keys that no reader looks at are left out.
+MIXTRAL_8X7B: dict[str, Any] = MISTRAL_7B | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+}
+QWEN_3_30B_A3B: dict[str, Any] = QWEN_3_0_6B | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+
+
+def test_mixtures_have_their_experts() -> None:
+    mixtral, qwen = read(MIXTRAL_8X7B), read(QWEN_3_30B_A3B)
+
+    assert mixtral.experts == ExpertConfig(num_experts=8, num_choices=2, size=14336, normalized=True)
+    assert (mixtral.rope_theta, mixtral.layer_windows, mixtral.head_dim) == (1e6, (), 128)
+    assert qwen.experts == ExpertConfig(num_experts=128, num_choices=8, size=768, normalized=True)
+    assert (qwen.qk_norm, qwen.head_dim, qwen.mlp_size(0)) == (True, 128, 8 * 768)
+
+
+def test_mixtures_take_the_defaults_of_the_reference() -> None:
+    mixtral = read(
+        without(MIXTRAL_8X7B, "num_local_experts", "num_experts_per_tok", "rope_theta", "rms_norm_eps")
+    )
+    qwen = read(without(QWEN_3_30B_A3B, "num_experts", "norm_topk_prob", "moe_intermediate_size"))
+
+    assert mixtral == read(MIXTRAL_8X7B)
+    assert qwen.experts == ExpertConfig(num_experts=128, num_choices=8, size=768, normalized=False)
+
+
+def test_some_layers_of_a_mixture_may_be_plain() -> None:
+    config = read(QWEN_3_30B_A3B, num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
+
+    assert [layer for layer in range(6) if config.experts_of(layer)] == [1, 5]
+    assert (config.mlp_size(0), config.mlp_size(1)) == (6144, 8 * 768)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 129}, "there are 128 experts"),
+        ({"num_experts": 0}, "num_experts"),
+        ({"mlp_only_layers": ["3"]}, "mlp_only_layers"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob"),
+    ],
+)
+def test_a_damaged_mixture_is_refused_by_its_key(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read(QWEN_3_30B_A3B, **changes)
+
+
+@pytest.mark.parametrize("raw", [MIXTRAL_8X7B, QWEN_3_30B_A3B], ids=["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("damage", [-1, 0, True, "x", 2.5, [], {}, 2**40], ids=repr)
+def test_no_damage_to_any_key_is_more_than_an_error_of_ours(raw: dict[str, Any], damage: Any) -> None:
+    for key in raw:
+        try:
+            read(raw, **{key: damage})
+        except InferError as error:
+            assert str(error)
