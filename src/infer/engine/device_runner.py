@@ -34,7 +34,12 @@ from infer.engine.step_inputs import MAX_CHUNKS, DeviceInputs, Prompts
 from infer.errors import DeviceLost
 from infer.kernels.attention_decode import DecodeWork
 from infer.kernels.attention_prefill import Chunk as PrefillChunk
-from infer.kernels.attention_prefill import PrefillChunks, build_prefill_chunks, tokens_per_tile
+from infer.kernels.attention_prefill import (
+    PrefillChunks,
+    build_prefill_chunks,
+    check_flash,
+    tokens_per_tile,
+)
 from infer.kernels.cuda.paged_attention import compile_attend_decode
 from infer.kernels.sample_rows import SampleScratch, sample_rows
 from infer.kernels.step_state import advance_rows, gather_step
@@ -98,6 +103,8 @@ class DeviceRunner(ModelRunner):
         max_blocks = -(-max_seq_len // pool.block_size)
         self._device = device
         self._backend = attention_backend
+        if attention_backend == "flash":
+            check_flash(device, config.head_dim)
         if attention_backend == "cuda":
             compile_attend_decode(
                 store.keys[0].dtype, device, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,

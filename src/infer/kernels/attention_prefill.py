@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from infer.errors import ConfigError
 from infer.kernels.attention import attend_naive
 from infer.kernels.dispatch import jit, next_power_of_two, tl, use_triton
 
@@ -335,6 +336,21 @@ def attend_prefill(
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out
+
+
+def check_flash(device: torch.device, head_dim: int) -> None:
+    """ConfigError unless PyTorch's FlashAttention runs on this GPU with heads of this size."""
+    reason = ""
+    if not torch.backends.cuda.is_flash_attention_available():
+        reason = "this build of PyTorch has none"
+    elif torch.cuda.get_device_capability(device) < (8, 0):
+        reason = "it needs a GPU of compute capability 8.0 or later"
+    elif head_dim % 8 or head_dim > 256:
+        reason = f"it needs heads of a multiple of 8 up to 256, and this model's have {head_dim}"
+    if reason:
+        raise ConfigError(
+            f"attention_backend=flash is PyTorch's FlashAttention, and {reason}; use attention_backend=triton"
+        )
 
 
 def attend_fresh(

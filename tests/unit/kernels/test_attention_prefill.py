@@ -7,12 +7,14 @@ import importlib.util
 import pytest
 import torch
 
+from infer.errors import ConfigError
 from infer.kernels.attention import attend_naive
 from infer.kernels.attention_prefill import (
     Chunk,
     PrefillChunks,
     attend_prefill,
     build_prefill_chunks,
+    check_flash,
     tokens_per_tile,
 )
 from tests.unit.kernels.attention_contract import Heads, make_paged
@@ -79,3 +81,31 @@ def test_chunks_are_fresh_if_they_lie_end_to_end_and_start_their_rows(
 ) -> None:
     tiles = torch.from_numpy(build_prefill_chunks(chunks, tokens_per_tile=64))
     assert PrefillChunks.from_arrays(tiles, chunks).are_fresh is are_fresh
+
+
+@pytest.mark.parametrize(
+    ("is_built", "capability", "head_dim", "reason"),
+    [
+        (False, (9, 0), 128, "this build of PyTorch has none"),
+        (True, (7, 5), 128, "it needs a GPU of compute capability 8.0 or later"),
+        (True, (8, 0), 100, "this model's have 100"),
+        (True, (9, 0), 512, "this model's have 512"),
+        (True, (8, 0), 256, None),
+    ],
+)
+def test_flash_attention_that_could_not_run_is_refused_at_the_start(
+    is_built: bool,
+    capability: tuple[int, int],
+    head_dim: int,
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: is_built)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    if reason is None:
+        check_flash(torch.device("cuda"), head_dim)
+        return
+    with pytest.raises(
+        ConfigError, match=f"^attention_backend=flash .*{reason}; use attention_backend=triton$"
+    ):
+        check_flash(torch.device("cuda"), head_dim)
