@@ -32,7 +32,7 @@ class Embedding(nn.Module):
         """Return [T, D]."""
         packed = self.packed
         x_TD = embed(ids_T, self.weight, self.dtype) if packed is None else packed.lookup(ids_T)
-        return x_TD if self.scale is None else x_TD * round_to(self.scale, self.weight.dtype)
+        return x_TD if self.scale is None else x_TD * round_to(self.scale, self.dtype)
 
     def extra_repr(self) -> str:
         """Shape and factor, for print(model)."""

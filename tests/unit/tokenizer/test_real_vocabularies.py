@@ -191,4 +191,4 @@ def test_a_chat_has_the_ids_of_the_published_template(
                 continue
             arguments = {key: value for key, value in case.items() if key not in ("name", "rendered")}
             expected = library.encode(case["rendered"], add_special_tokens=False).ids
-            assert ours.encode_chat(**arguments) == expected
+            assert ours.encode_chat(arguments.pop("messages"), **arguments) == expected
