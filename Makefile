@@ -61,4 +61,5 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.model: $(VENV)/.installed
 	@$(BIN)/infer fetch
+	@$(BIN)/infer doctor > /dev/null  # builds the C kernels for this machine, if it has a compiler
 	@touch $@

@@ -204,6 +204,7 @@ def measure(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
         "load_to_first_token_s": round(startup, 2),
         "capture_all_graphs_s": round(capture, 2),
         "knobs": args.knobs,
+        "peers": [peer for peer in args.peers if peer.get("model") == directory.name],
     }
     print(
         f"{directory.name}: first token {startup:.1f} s, graphs {capture:.1f} s, ceilings {ceilings}",
@@ -216,8 +217,8 @@ def measure(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
         row = found[name]
         peers = "  ".join(
             f"{peer['engine']} {peer[name]['out_tok_s']:.0f}/{peer[name]['in_tok_s']:.0f}"
-            for peer in args.peers
-            if peer.get("model") == directory.name and name in peer
+            for peer in found["peers"]
+            if name in peer
         )
         print(
             f"{directory.name:14} {name:15} {row['out_tok_s']:9.0f} out/s {row['in_tok_s']:10.0f} in/s "

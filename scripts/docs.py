@@ -1,6 +1,7 @@
 """Write the parts of the docs that the code knows better: the knobs, the help texts, the benchmarks' tables.
 
     python scripts/docs.py            write docs/knobs.md, docs/cli.md and the tables of docs/benchmarks.md
+                                      and docs/features/gpu.md
     python scripts/docs.py --check    write nothing; fail if any is not what would be written
 
 The first two are whole outputs of this script, so there is nothing in them to edit by hand. In
@@ -10,6 +11,7 @@ docs/benchmarks.md only what stands between `<!-- report FILE: COMMAND -->` and 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from pathlib import Path
@@ -104,6 +106,28 @@ def benchmarks_page(page: str) -> str:
     return REPORT.sub(table, page)
 
 
+GPU_TABLE = re.compile(r"(<!-- gpu reports -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def gpu_page(text: str) -> str:
+    """The page with its table made anew from benchmarks/reports/gpu-*.json."""
+    lines = ["| shape | workload | tokens per second | of the floor | peers |", "|---|---|---|---|---|"]
+    for path in sorted((DOCS.parent / "benchmarks" / "reports").glob("gpu-*.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        for name, row in found.items():
+            if not isinstance(row, dict) or "floor_share" not in row:
+                continue
+            figure = "in_tok_s" if name.startswith("prefill") else "out_tok_s"
+            peers = ", ".join(
+                f"{peer['engine']} {peer[name][figure]:,.0f}" for peer in found["peers"] if name in peer
+            )
+            kind = " in" if figure == "in_tok_s" else ""
+            lines.append(
+                f"| {found['model']} | `{name}` | {row[figure]:,.0f}{kind} | {row['floor_share']:.0%} | {peers} |"
+            )
+    return GPU_TABLE.sub(lambda match: match[1] + "\n".join(lines) + "\n" + match[2], text)
+
+
 def main() -> int:
     """Write the pages, or compare them."""
     parser = argparse.ArgumentParser(description="Write the generated pages of docs/.")
@@ -112,6 +136,8 @@ def main() -> int:
     pages = {DOCS / "knobs.md": knobs_page(), DOCS / "cli.md": cli_page()}
     benchmarks = DOCS / "benchmarks.md"
     pages[benchmarks] = benchmarks_page(benchmarks.read_text(encoding="utf-8"))
+    gpu = DOCS / "features" / "gpu.md"
+    pages[gpu] = gpu_page(gpu.read_text(encoding="utf-8"))
     if not args.check:
         for path, text in pages.items():
             path.write_text(text, encoding="utf-8")
