@@ -121,10 +121,8 @@ def gpu_page(text: str) -> str:
             peers = ", ".join(
                 f"{peer['engine']} {peer[name][figure]:,.0f}" for peer in found["peers"] if name in peer
             )
-            kind = " in" if figure == "in_tok_s" else ""
-            lines.append(
-                f"| {found['model']} | `{name}` | {row[figure]:,.0f}{kind} | {row['floor_share']:.0%} | {peers} |"
-            )
+            speed = f"{row[figure]:,.0f}" + (" in" if figure == "in_tok_s" else "")
+            lines.append(f"| {found['model']} | `{name}` | {speed} | {row['floor_share']:.0%} | {peers} |")
     return GPU_TABLE.sub(lambda match: match[1] + "\n".join(lines) + "\n" + match[2], text)
 
 
