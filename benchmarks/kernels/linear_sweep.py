@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from benchmarks.kernels.linear_small import EPS, Call, Matrix, Model, make_inputs, make_weights
 from benchmarks.kernels.timing import time_calls
-from infer.kernels import linear_configs, linear_small
+from infer.kernels import dispatch, linear_configs
 from infer.kernels.dispatch import triton
 from infer.kernels.gated_activation import gated_activation
 from infer.kernels.linear_configs import GemvConfig, Key, SkinnyConfig, bucket, fit_stages
@@ -222,7 +222,7 @@ def run_sweep(models: list[Model], budget: float, *, apply: bool, out: Path | No
         for matrix in (*model.layer, model.head):
             times = 1 if matrix.name == "head" else model.num_layers
             matrices.setdefault(_key(matrix, 0), (times * matrix.num_bytes, matrix))
-    linear_small.PDL = False  # a neighbour that is the same kernel again would flatter it
+    dispatch.PDL = False  # a neighbour that is the same kernel again would flatter it
     sweep = Sweep(budget)
     for _, matrix in sorted(matrices.values(), key=lambda pair: pair[0], reverse=True):
         if sweep.is_over:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from infer.kernels import linear_small
+from infer.kernels import dispatch, linear_small
 from infer.kernels.linear_small import gated_linear, linear, norm_gated_linear, norm_linear
 from tests.unit.kernels.linear_contract import LinearContract, assert_near, gate
 
@@ -92,9 +92,9 @@ class TestRealShapes:
 
         for num_tokens in (1, 2, 4, 32):
             x = random(num_tokens, 2048)
-            monkeypatch.setattr(linear_small, "PDL", False)
+            monkeypatch.setattr(dispatch, "PDL", False)
             chain(x)
-            monkeypatch.setattr(linear_small, "PDL", True)
+            monkeypatch.setattr(dispatch, "PDL", True)
             chain(x)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -104,9 +104,9 @@ class TestRealShapes:
                 x.copy_(random(num_tokens, 2048))
                 graph.replay()
                 ahead = chain(x)
-                monkeypatch.setattr(linear_small, "PDL", False)
+                monkeypatch.setattr(dispatch, "PDL", False)
                 expected = chain(x)
-                monkeypatch.setattr(linear_small, "PDL", True)
+                monkeypatch.setattr(dispatch, "PDL", True)
                 assert torch.equal(y, expected) and torch.equal(ahead, expected)
 
     def test_a_graph_replays_on_new_numbers(self) -> None:

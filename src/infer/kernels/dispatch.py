@@ -11,6 +11,21 @@ looked for, because importing it costs about as much as starting the rest of the
 
 Triton reads TRITON_INTERPRET when a function is decorated, which is when a kernel file is imported.
 It is read here at the same moment, so that both always agree; set it before the first import.
+
+Programmatic dependent launch (PDL) lets a kernel start while the one before it still runs. On Hopper and
+later GPUs the kernels of a decode step are all launched so, and each of them is written in this order:
+
+    read what is older than the kernel before         weights, positions, block tables: latency that is hidden
+    gdc_launch_dependents                             the next kernel may start once all programs came by here
+    gdc_wait                                          the kernel before has ended, its writes can be seen
+    read and write everything else                    activations, the cache, scratch memory, counters
+
+Three rules keep this free of races. Every such kernel waits, whatever it has to do: then the end of one means
+the end of all before it, though several may have started. Nothing is written before the wait, for an earlier
+kernel may still read it. And between a write and a read that does not wait for it, some kernel must have been
+launched the ordinary way: it started after the end of all before it, and whatever came since started later.
+Kernels that know nothing of PDL may stand anywhere: without a `gdc_launch_dependents` the next one starts at
+the end, and whoever is launched the ordinary way starts when all is done.
 """
 
 from __future__ import annotations
@@ -18,6 +33,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,6 +41,8 @@ import torch
 from infer.kernels.cpu.library import Library, library
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+PDL = True  # launch kernels while the one before still runs, where the GPU can: `launch_options`
 
 
 def _import_triton() -> tuple[Any, Any]:
@@ -55,6 +73,18 @@ def use_c(x: torch.Tensor) -> Library | None:
     if x.dtype is not torch.float32 or x.device.type != "cpu" or x.stride(-1) != 1 or x.requires_grad:
         return None
     return library()
+
+
+@lru_cache(maxsize=16)
+def _can_launch_ahead(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def launch_options(device: torch.device) -> dict[str, Any]:
+    """What a kernel that waits for its input is launched with: `PDL`, and to start early if it can."""
+    return {"PDL": True, "launch_pdl": True} if PDL and _can_launch_ahead(device) else {"PDL": False}
 
 
 def next_power_of_two(size: int) -> int:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from infer.errors import ConfigError, closest
 from infer.kernels.cpu import operations
-from infer.kernels.dispatch import jit, tl, use_c, use_triton
+from infer.kernels.dispatch import jit, launch_options, tl, use_c, use_triton
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -73,10 +73,14 @@ def _gated_activation_kernel(
     F,
     ACTIVATION: tl.constexpr,
     BLOCK_F: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)  # int64: T * 2F may pass 2^31
     cols = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     in_row = cols < F
+    if PDL:  # see dispatch.py
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
     gate_ptrs = gate_up_ptr + row * gate_up_row_stride + cols
     gate = tl.load(gate_ptrs, mask=in_row, other=0.0).to(tl.float32)
@@ -97,6 +101,7 @@ def gated_activation(gate_up: torch.Tensor, *, activation: str) -> torch.Tensor:
     y_TF = torch.empty((T, intermediate_size), dtype=gate_up.dtype, device=gate_up.device)
     grid = (T, -(-intermediate_size // _BLOCK_F))
     _gated_activation_kernel[grid](
-        gate_up, y_TF, gate_up.stride(0), intermediate_size, ACTIVATION=activation, BLOCK_F=_BLOCK_F
-    )
+        gate_up, y_TF, gate_up.stride(0), intermediate_size, ACTIVATION=activation, BLOCK_F=_BLOCK_F,
+        **launch_options(gate_up.device),
+    )  # fmt: skip
     return y_TF

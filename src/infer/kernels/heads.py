@@ -17,6 +17,9 @@ nobody should need them, for the cache has the real ones.
 Memory-bound: reads X elements per token and writes as many. The partner of an element in the rotation is
 read a second time instead of being moved between threads; it comes from the first-level cache.
 
+Of few tokens, weights, positions and angles are read before the projection has ended (`dispatch.py` has the
+rules): positions must be older than that. Of many, the registers they would occupy cost more than they gain.
+
 Shapes:  T tokens, N query heads, G kv heads, H head size, R = H / 2, X = (N + 2 G) H, P positions in the
 tables or slots in the cache.
 """
@@ -25,9 +28,11 @@ from __future__ import annotations
 
 import torch
 
-from infer.kernels.dispatch import jit, next_power_of_two, tl, use_triton
+from infer.kernels.dispatch import jit, launch_options, next_power_of_two, tl, use_triton
 from infer.kernels.rms_norm import rms_norm, rms_norm_reference
 from infer.kernels.rope import rope, rope_reference
+
+_MAX_AHEAD = 256  # tokens: above, the registers that hold what was read early cost more than a launch
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -83,12 +88,20 @@ def split_heads(qkv_TX: torch.Tensor, num_heads: int, num_kv_heads: int) -> Head
 
 
 @jit
-def _normed(x, inv_rms, q_weight_ptr, k_weight_ptr, cols, is_q, in_head, offset):
-    """Scaled by the weight of the head's kind, and rounded as a norm of its own would round."""
+def _weights(q_weight_ptr, k_weight_ptr, cols, is_q, in_head):
+    """Of the norm of each head's kind."""
     q_weight = tl.load(q_weight_ptr + cols, mask=in_head, other=0.0).to(tl.float32)
     k_weight = tl.load(k_weight_ptr + cols, mask=in_head, other=0.0).to(tl.float32)
-    weight = tl.where(is_q[:, None], q_weight[None, :], k_weight[None, :])
-    return x * inv_rms[:, None] * (weight + offset)
+    return tl.where(is_q[:, None], q_weight[None, :], k_weight[None, :])
+
+
+@jit
+def _turn(cos_ptr, sin_ptr, positions_ptr, token, cols, R, in_head):
+    """The cosine and the sine that belong to each element of a head."""
+    angle = tl.load(positions_ptr + token).to(tl.int64) * R + tl.where(cols < R, cols, cols - R)
+    cos = tl.load(cos_ptr + angle, mask=in_head, other=0.0)[None, :]
+    sin = tl.load(sin_ptr + angle, mask=in_head, other=0.0)[None, :]
+    return cos, sin
 
 
 @jit
@@ -113,6 +126,7 @@ def _norm_rope_write_kernel(
     HAS_CACHE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,  # next power of two >= H
+    PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)  # int64: T * X may pass 2^31
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # queries, then keys, then values
@@ -124,6 +138,16 @@ def _norm_rope_write_kernel(
     is_first = cols < R
     partner_cols = tl.where(is_first, cols + R, cols - R)
 
+    if PDL:  # positions must be older than the projection: see dispatch.py
+        if HAS_NORM:
+            weight = _weights(q_weight_ptr, k_weight_ptr, cols, is_q, in_head)
+            partner_weight = _weights(q_weight_ptr, k_weight_ptr, partner_cols, is_q, in_head)
+        cos, sin = _turn(cos_ptr, sin_ptr, positions_ptr, token, cols, R, in_head)
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+    if HAS_CACHE and PDL:
+        slot = tl.load(slots_ptr + token).to(tl.int64)
     row = qkv_ptr + token * qkv_token_stride + heads[:, None] * H
     in_tile = (heads < N + 2 * G)[:, None] & in_head[None, :]
     x_raw = tl.load(row + cols[None, :], mask=in_tile, other=0.0)
@@ -133,14 +157,16 @@ def _norm_rope_write_kernel(
     if HAS_NORM:
         inv_rms = tl.rsqrt(tl.sum(x * x, axis=1) / H + eps)
         dtype = x_raw.dtype
-        x = _normed(x, inv_rms, q_weight_ptr, k_weight_ptr, cols, is_q, in_head, offset)
-        x = x.to(dtype).to(tl.float32)
-        partner = _normed(partner, inv_rms, q_weight_ptr, k_weight_ptr, partner_cols, is_q, in_head, offset)
+        if not PDL:
+            weight = _weights(q_weight_ptr, k_weight_ptr, cols, is_q, in_head)
+            partner_weight = _weights(q_weight_ptr, k_weight_ptr, partner_cols, is_q, in_head)
+        x = x * inv_rms[:, None] * (weight + offset)
+        x = x.to(dtype).to(tl.float32)  # rounded as a norm of its own would round
+        partner = partner * inv_rms[:, None] * (partner_weight + offset)
         partner = partner.to(dtype).to(tl.float32)
 
-    angle = tl.load(positions_ptr + token).to(tl.int64) * R + tl.where(is_first, cols, cols - R)
-    cos = tl.load(cos_ptr + angle, mask=in_head, other=0.0)[None, :]
-    sin = tl.load(sin_ptr + angle, mask=in_head, other=0.0)[None, :]
+    if not PDL:
+        cos, sin = _turn(cos_ptr, sin_ptr, positions_ptr, token, cols, R, in_head)
     turned = tl.where(is_first[None, :], x * cos - partner * sin, x * cos + partner * sin)
     turned = turned.to(q_out_ptr.dtype.element_ty)
 
@@ -148,7 +174,9 @@ def _norm_rope_write_kernel(
     tl.store(q_out_ptr + q_rows + cols[None, :], turned, mask=is_q[:, None] & in_head[None, :])
     places = token + tl.zeros_like(heads)
     if HAS_CACHE:
-        places = tl.load(slots_ptr + token).to(tl.int64) + tl.zeros_like(heads)
+        if not PDL:
+            slot = tl.load(slots_ptr + token).to(tl.int64)
+        places = slot + tl.zeros_like(heads)
         values_rows = (places * G + heads - N - G)[:, None] * H
         is_v = (heads >= N + G) & (heads < N + 2 * G) & (places >= 0)
         tl.store(values_ptr + values_rows + cols[None, :], x_raw, mask=is_v[:, None] & in_head[None, :])
@@ -215,5 +243,6 @@ def norm_rope_write(
         q_out, k_out, q_out if values_PGH is None else values_PGH,
         qkv_TX.stride(0), N, G, H, eps, offset,
         HAS_NORM=q_weight_H is not None, HAS_CACHE=has_cache, BLOCK_HEADS=block_heads, BLOCK_H=block_h,
+        **(launch_options(qkv_TX.device) if T <= _MAX_AHEAD else {"PDL": False}),
     )  # fmt: skip
     return (q_out, k_out, v_TGH) if keys_PGH is None else (q_out, k_TGH, v_TGH)

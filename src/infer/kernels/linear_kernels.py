@@ -32,10 +32,8 @@ so one walk along K collects both the dot products and the sum of squares, and t
 Rows past the end are clamped to the last row instead of masked: the values are thrown away, and a load
 without a mask is cheaper. Only the store is masked.
 
-Programmatic dependent launch (PDL) lets a kernel start while the one before it still runs. Everything that
-does not depend on that kernel comes first (the first tile of W), then `gdc_wait`, then the activations.
-Kernels that know nothing of it may stand before and after: the wait is for the end of the kernel before,
-announced or not, and whoever does not ask to start early starts when all is done.
+With programmatic dependent launch (`dispatch.py`), the first tile of W is read while the kernel before still
+runs; the activations are read after the wait.
 
 Shapes:  M tokens, N outputs (rows of W, of its gate half when gated), K inputs.
 """

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from infer.kernels.dispatch import INTERPRETED, use_triton
+from infer.kernels.dispatch import INTERPRETED, launch_options, use_triton
 from infer.kernels.gated_activation import _known, gated_activation, gated_activation_reference
 from infer.kernels.linear_configs import (
     GEMV_MAX_M,
@@ -54,7 +54,6 @@ from infer.kernels.linear_kernels import gemv_kernel, skinny_kernel
 from infer.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 
 FOLD_NORM_MAX_M = 1
-PDL = True  # launch while the kernel before still runs, where the GPU can; the kernels wait for their input
 
 _MAX_TILES = 1024  # of a layer whose K is split: with more tiles than this there is no need to
 _NUM_COUNTER_SLOTS = 64
@@ -207,7 +206,6 @@ def _launch(
     )  # fmt: skip
     strides = (x_MK.stride(0), residual.stride(0), w.stride(0))
     eps, offset = (0.0, 0.0) if norm is None else (norm.eps, norm.offset)
-    launches_ahead = PDL and _can_launch_ahead(x_MK.device)
     options: dict[str, Any] = {
         "BLOCK_M": bucket(M) if isinstance(plan, GemvConfig) else max(bucket(M), 16),
         "BLOCK_N": plan.block_n,
@@ -216,11 +214,8 @@ def _launch(
         "RESIDUAL": norm is not None and norm.residual is not None,
         "BIAS": bias_N is not None,
         "ACTIVATION": activation,
-        "PDL": launches_ahead,
         "num_warps": plan.num_warps,
-    }
-    if launches_ahead:
-        options["launch_pdl"] = True
+    } | launch_options(x_MK.device)
     num_tiles = -(-N // plan.block_n)
     if isinstance(plan, GemvConfig):
         gemv_kernel[(num_tiles,)](
@@ -251,11 +246,6 @@ def _workspace(
     partial_len = num_tiles * num_splits * (tile_len + options["BLOCK_M"])
     partial = torch.empty(partial_len, dtype=torch.float32, device=device)
     return partial, counters[next(_next_call) % _NUM_COUNTER_SLOTS]
-
-
-@lru_cache(maxsize=16)
-def _can_launch_ahead(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @lru_cache(maxsize=16)

@@ -9,7 +9,8 @@ The sum r is rounded to the input type *before* it is normalised: fused or not, 
 
 Memory-bound: each element is read once and written once, so the target is the bandwidth of a copy
 (benchmarks/kernels/rms_norm.py prints the share of it we reach). A program takes a tile of whole rows:
-one row of a hidden state, or several rows where they are short, as the heads of a QK-norm are.
+one row of a hidden state, or several rows where they are short, as the heads of a QK-norm are. In a decode
+step the launch counts for more than the bytes; the weights are there when the input is (PDL, `dispatch.py`).
 
 Shapes:  T tokens, N heads, D the normalised dimension (hidden size, or head size for a QK-norm).
 """
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from infer.kernels.cpu import operations
-from infer.kernels.dispatch import jit, next_power_of_two, tl, use_c, use_triton
+from infer.kernels.dispatch import jit, launch_options, next_power_of_two, tl, use_c, use_triton
 
 
 def rms_norm_reference(x: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
@@ -40,8 +41,7 @@ def add_rms_norm_reference(
 
 
 @jit
-def _normalise(x, weight_ptr, cols, D, eps, offset):
-    weight = tl.load(weight_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
+def _normalise(x, weight, D, eps, offset):
     inv_rms = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)  # lanes outside the row are 0: the sum is exact
     return x * inv_rms[:, None] * (weight + offset)[None, :]
 
@@ -60,15 +60,20 @@ def _rms_norm_kernel(
     offset,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,  # next power of two >= D: whole rows in one block
+    PDL: tl.constexpr,
 ):
     # int64: T * N * D passes 2^31 on long prefills
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_D)
     in_tile = (rows < num_rows)[:, None] & (cols < D)[None, :]
+    weight = tl.load(weight_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
     x_rows = rows // N * x_token_stride + rows % N * x_head_stride
     x = tl.load(x_ptr + x_rows[:, None] + cols[None, :], mask=in_tile, other=0.0).to(tl.float32)
-    y = _normalise(x, weight_ptr, cols, D, eps, offset)
+    y = _normalise(x, weight, D, eps, offset)
     tl.store(y_ptr + rows[:, None] * D + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=in_tile)
 
 
@@ -87,17 +92,22 @@ def _add_rms_norm_kernel(
     offset,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_D)
     in_tile = (rows < num_rows)[:, None] & (cols < D)[None, :]
+    weight = tl.load(weight_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
     x = tl.load(x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask=in_tile, other=0.0)
     residual = tl.load(
         residual_ptr + rows[:, None] * residual_row_stride + cols[None, :], mask=in_tile, other=0.0
     )
     total = (x.to(tl.float32) + residual.to(tl.float32)).to(new_residual_ptr.dtype.element_ty)
-    y = _normalise(total.to(tl.float32), weight_ptr, cols, D, eps, offset)
+    y = _normalise(total.to(tl.float32), weight, D, eps, offset)
 
     out = rows[:, None] * D + cols[None, :]
     tl.store(new_residual_ptr + out, total, mask=in_tile)
@@ -118,6 +128,7 @@ def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, *, eps: float, offset: flo
     _rms_norm_kernel[tile.grid](
         x, weight_D, y, x.stride(0), head_stride, T * N, N, D, eps, offset,
         BLOCK_ROWS=tile.num_rows, BLOCK_D=tile.num_cols, num_warps=tile.num_warps,
+        **launch_options(x.device),
     )  # fmt: skip
     return y
 
@@ -141,6 +152,7 @@ def add_rms_norm(
         x_TD, residual_TD, weight_D, y_TD, new_residual_TD, x_TD.stride(0), residual_TD.stride(0), T, D,
         eps, offset,
         BLOCK_ROWS=tile.num_rows, BLOCK_D=tile.num_cols, num_warps=tile.num_warps,
+        **launch_options(x_TD.device),
     )  # fmt: skip
     return y_TD, new_residual_TD
 
