@@ -23,6 +23,9 @@ It also puts the ticket counter back to zero for the next layer.
 Where a row is cut depends on its own length and on S, the number of rows the graph was captured for, never
 on the other rows. A row of length 0 is padding: nothing of it is read and zeros are written.
 
+The list and the tables are read before the kernel that made the queries has ended (`dispatch.py` has the
+rules). So the first launch after `plan` is an ordinary one, and tables must not change between the two.
+
 The query heads that share a kv head are the rows of one matrix product, padded to the tensor cores' 16.
 
 Shapes:  S rows, N query heads, G kv heads, M = N/G query heads per kv head, H head size, P slots, R rows of
@@ -32,14 +35,13 @@ Shapes:  S rows, N query heads, G kv heads, M = N/G query heads per kv head, H h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from infer.kernels.attention import attend_naive
-from infer.kernels.dispatch import jit, next_power_of_two, tl, triton, use_triton
+from infer.kernels.attention_decode_kernels import decode_kernel, plan_kernel
+from infer.kernels.dispatch import launch_options, next_power_of_two, use_triton
 
 LOG2E = math.log2(math.e)
 
@@ -68,6 +70,8 @@ _FEW_HEADS, _PROGRAMS_FOR_FEW = 512, 2  # up to so many S * G each program gets 
 # (S * G up to, shortest split): only short splits let few rows fill the machine, but each item waits for its
 # table and first keys. Rows too long for `max_splits` of these get splits twice, four times ... as long.
 _SPLIT_LENS = ((16, 64), (32, 128), (64, 256), (128, 512), (math.inf, 1024))
+_PREFETCHED = 128  # positions of a program's first item; of few heads alone: all of them must fit L2
+_MAX_REGISTERS = 168  # with which three programs of four warps share a multiprocessor, heads of 256 bytes
 _ITEMS_WANTED = 128  # per step and at least: one for nearly each multiprocessor of a large GPU
 _INTERPRETED_SMS = 3  # few, so that a program takes several items
 _ITEM_INTS = 8  # row of the batch, row of the tables, first position, last position + 1, split, splits, -, -
@@ -89,199 +93,6 @@ def attend_decode_reference(
             q_SNH[index : index + 1], keys_PGH[slots_L], values_PGH[slots_L], scale=scale, window=None
         )[0]
     return out_SNH
-
-
-def _jit_for_any(*names: str) -> Callable[[Callable[..., Any]], Any]:
-    """`jit`, but compiled once whatever these integers are, be they 1 or multiples of 16."""
-    return jit if triton is None else triton.jit(do_not_specialize=list(names))
-
-
-@_jit_for_any("num_rows", "split_len", "window")
-def _plan_kernel(
-    rows_ptr,
-    lens_ptr,
-    items_ptr,
-    num_items_ptr,
-    num_rows,
-    split_len,
-    window,
-    MAX_SPLITS: tl.constexpr,
-    NUM_DOUBLINGS: tl.constexpr,
-    ITEM_INTS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    s = tl.arange(0, BLOCK_S)
-    in_batch = s < num_rows
-    row = tl.load(rows_ptr + s, mask=in_batch, other=0)
-    end = tl.load(lens_ptr + s, mask=in_batch, other=0)
-    first = tl.maximum(end - window, 0)
-
-    length = tl.zeros((BLOCK_S,), tl.int32) + split_len
-    for _ in tl.static_range(NUM_DOUBLINGS):
-        too_many = (end + length - 1) // length - first // length > MAX_SPLITS
-        length = tl.where(too_many, length * 2, length)
-    first_split = first // length
-    num_splits = tl.maximum((end + length - 1) // length - first_split, 1)  # padding: one empty item
-    num_splits = tl.where(in_batch, num_splits, 0)
-    tl.store(num_items_ptr, tl.sum(num_splits, axis=0))
-
-    is_row = num_splits > 0
-    num_whole = tl.where(is_row, num_splits - 1, 0)
-    first_whole = tl.cumsum(num_whole, axis=0) - num_whole
-    last_item = tl.sum(num_whole, axis=0) + tl.cumsum(is_row.to(tl.int32), axis=0) - 1
-    for split in range(tl.max(num_splits, axis=0)):
-        item = tl.where(split == num_splits - 1, last_item, first_whole + split)
-        to = items_ptr + item * ITEM_INTS
-        exists = split < num_splits
-        start = (first_split + split) * length
-        tl.store(to, s, mask=exists)
-        tl.store(to + 1, row, mask=exists)
-        tl.store(to + 2, tl.maximum(start, first), mask=exists)
-        tl.store(to + 3, tl.minimum(start + length, end), mask=exists)
-        tl.store(to + 4, tl.zeros((BLOCK_S,), tl.int32) + split, mask=exists)
-        tl.store(to + 5, num_splits, mask=exists)
-
-
-@jit
-def _merge_splits(
-    sums_ptr,  # of this row and kv head: [MAX_SPLITS, M, H] with N * H between splits
-    maxima_ptr,
-    denominators_ptr,
-    out_ptr,
-    num_splits,
-    N: tl.constexpr,
-    M: tl.constexpr,
-    H: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    MERGE_SPLITS: tl.constexpr,
-    MERGE_M: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    # .cg: what other multiprocessors wrote is in L2; our own L1 must not be asked
-    m = tl.arange(0, MERGE_M)
-    h = tl.arange(0, BLOCK_H)
-    split = tl.arange(0, MAX_SPLITS)
-    at = split[:, None] * N + m[None, :]
-    exists = (split < num_splits)[:, None] & (m < M)[None, :]
-    maxima = tl.load(maxima_ptr + at, mask=exists, other=float("-inf"), cache_modifier=".cg")
-    denominators = tl.load(denominators_ptr + at, mask=exists, other=0.0, cache_modifier=".cg")
-    maximum = tl.max(maxima, axis=0)
-    maximum = tl.where(maximum == float("-inf"), 0.0, maximum)  # heads that are padding
-    denominator = tl.sum(denominators * tl.exp2(maxima - maximum[None, :]), axis=0)
-
-    total = tl.zeros((MERGE_M, BLOCK_H), tl.float32)
-    for first in range(0, num_splits, MERGE_SPLITS):
-        split_c = first + tl.arange(0, MERGE_SPLITS)
-        at_c = split_c[:, None] * N + m[None, :]
-        exists_c = (split_c < num_splits)[:, None] & (m < M)[None, :]
-        maxima_c = tl.load(maxima_ptr + at_c, mask=exists_c, other=float("-inf"), cache_modifier=".cg")
-        sums = tl.load(
-            sums_ptr + at_c[:, :, None] * H + h[None, None, :],
-            mask=exists_c[:, :, None] & (h < H)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        total += tl.sum(sums * tl.exp2(maxima_c - maximum[None, :])[:, :, None], axis=0)
-
-    out = total / tl.where(denominator == 0.0, 1.0, denominator)[:, None]
-    in_heads = (m < M)[:, None] & (h < H)[None, :]
-    tl.store(out_ptr + m[:, None] * H + h[None, :], out.to(out_ptr.dtype.element_ty), mask=in_heads)
-
-
-@jit
-def _decode_kernel(
-    q_ptr,
-    keys_ptr,
-    values_ptr,
-    tables_ptr,
-    out_ptr,
-    items_ptr,
-    num_items_ptr,
-    sums_ptr,
-    maxima_ptr,
-    denominators_ptr,
-    tickets_ptr,
-    q_row_stride,
-    q_head_stride,
-    table_stride,
-    scale_log2e,
-    G: tl.constexpr,
-    M: tl.constexpr,
-    H: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    MERGE_SPLITS: tl.constexpr,
-    MERGE_M: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    ITEM_INTS: tl.constexpr,
-):
-    N: tl.constexpr = G * M
-    m = tl.arange(0, BLOCK_M)
-    n = tl.arange(0, BLOCK_N)
-    h = tl.arange(0, BLOCK_H)
-    in_heads = (m < M)[:, None] & (h < H)[None, :]
-
-    # Neighbouring programs take the kv heads of one split: their keys lie side by side in memory.
-    num_work = tl.load(num_items_ptr) * G
-    for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        item_ptr = items_ptr + work // G * ITEM_INTS
-        g = work % G
-        s = tl.load(item_ptr).to(tl.int64)
-        table_ptr = tables_ptr + tl.load(item_ptr + 1).to(tl.int64) * table_stride
-        first = tl.load(item_ptr + 2)
-        end = tl.load(item_ptr + 3)
-        split = tl.load(item_ptr + 4)
-        num_splits = tl.load(item_ptr + 5)
-
-        q_at = s * q_row_stride + (g * M + m)[:, None] * q_head_stride + h[None, :]
-        q = tl.load(q_ptr + q_at, mask=in_heads, other=0.0)
-        maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        denominator = tl.zeros((BLOCK_M,), tl.float32)
-        total = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
-
-        # The blocks of the next tile are looked up one tile ahead: keys need not wait for the table.
-        block = tl.load(table_ptr + (first + n) // BLOCK_SIZE, mask=first + n < end, other=0)
-        for start in range(first, end, BLOCK_N):  # the first position of a tile is always a real one
-            position = start + n
-            in_split = position < end
-            slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE  # int64: P * G * H passes 2^31
-            at = (slot * (G * H) + g * H)[:, None] + h[None, :]
-            in_tile = in_split[:, None] & (h < H)[None, :]
-            ahead = position + BLOCK_N
-            block = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
-
-            k = tl.load(keys_ptr + at, mask=in_tile, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
-            scores = tl.where(in_split[None, :], scores, float("-inf"))
-            new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
-            rescale = tl.exp2(maximum - new_maximum)
-            weights = tl.exp2(scores - new_maximum[:, None])
-            denominator = denominator * rescale + tl.sum(weights, axis=1)
-            v = tl.load(values_ptr + at, mask=in_tile, other=0.0)
-            total = tl.dot(weights.to(v.dtype), v, total * rescale[:, None], input_precision="ieee")
-            maximum = new_maximum
-
-        head = s * N + g * M
-        if num_splits == 1:
-            out = total / tl.where(denominator == 0.0, 1.0, denominator)[:, None]  # 0: padding
-            to = out_ptr + head * H + m[:, None] * H + h[None, :]
-            tl.store(to, out.to(out_ptr.dtype.element_ty), mask=in_heads)
-        else:
-            row_head = s * MAX_SPLITS * N + g * M
-            part = row_head + split * N
-            tl.store(sums_ptr + part * H + m[:, None] * H + h[None, :], total, mask=in_heads)
-            tl.store(maxima_ptr + part + m, maximum, mask=m < M)
-            tl.store(denominators_ptr + part + m, denominator, mask=m < M)
-            tl.debug_barrier()  # every thread has stored before one of them takes the ticket
-            ticket_ptr = tickets_ptr + s * G + g
-            if tl.atomic_add(ticket_ptr, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
-                tl.store(ticket_ptr, 0)
-                _merge_splits(
-                    sums_ptr + row_head * H, maxima_ptr + row_head, denominators_ptr + row_head,
-                    out_ptr + head * H, num_splits, N, M, H, MAX_SPLITS, MERGE_SPLITS, MERGE_M, BLOCK_H,
-                )  # fmt: skip
 
 
 class DecodeWork:
@@ -310,6 +121,7 @@ class DecodeWork:
         self.maxima = torch.empty(heads, dtype=torch.float32, device=device)
         self.denominators = torch.empty(heads, dtype=torch.float32, device=device)
         self.tickets = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
+        self.is_fresh = True  # planned, and not read since
         self.num_sms = _INTERPRETED_SMS
         if self.tickets.is_cuda:
             self.num_sms = torch.cuda.get_device_properties(self.tickets.device).multi_processor_count
@@ -344,7 +156,8 @@ class DecodeWork:
         items_W8, num_items = self.work_list(window)
         split_len, max_splits = self.split_len(num_rows), self.max_splits(num_rows)
         num_doublings = (self.max_len // (split_len * max_splits)).bit_length()
-        _plan_kernel[(1,)](
+        self.is_fresh = True
+        plan_kernel[(1,)](
             rows_S, lens_S, items_W8, num_items, num_rows, split_len, window or 2**30,
             MAX_SPLITS=max_splits, NUM_DOUBLINGS=num_doublings, ITEM_INTS=_ITEM_INTS,
             BLOCK_S=max(next_power_of_two(num_rows), 16), num_warps=4,
@@ -383,18 +196,27 @@ def attend_decode(
     if S == 0:
         return out
     block_h, merge_m = max(next_power_of_two(H), 16), next_power_of_two(N // G)
+    are_few = S * G <= _FEW_HEADS
     if config is None:
         config = _CONFIGS[min(max(block_h * keys_PGH.element_size(), 128), 1024)]
-        config = replace(config, programs_per_sm=_PROGRAMS_FOR_FEW) if S * G <= _FEW_HEADS else config
+        config = replace(config, programs_per_sm=_PROGRAMS_FOR_FEW) if are_few else config
     max_splits = work.max_splits(S)
+    merge_splits = max(2048 * config.num_warps // (merge_m * block_h), 1)  # 64 registers
     items_W8, num_items = work.work_list(window)
-    _decode_kernel[(min(work.num_sms * config.programs_per_sm, S * max_splits * G),)](
+    options = launch_options(q_SNH.device)
+    if work.is_fresh:  # the list is read before `gdc_wait`: its author must not be the kernel before
+        options.pop("launch_pdl", None)
+        work.is_fresh = False
+    if options["PDL"] and not are_few and config.num_warps == 4 and block_h * keys_PGH.element_size() == 256:
+        options["maxnreg"] = _MAX_REGISTERS
+    decode_kernel[(min(work.num_sms * config.programs_per_sm, S * max_splits * G),)](
         q_SNH, keys_PGH, values_PGH, tables_RB, out, items_W8, num_items,
         work.sums, work.maxima, work.denominators, work.tickets,
         q_SNH.stride(0), q_SNH.stride(1), tables_RB.stride(0), scale * LOG2E,
         G=G, M=N // G, H=H, BLOCK_SIZE=block_size, MAX_SPLITS=max_splits,
-        MERGE_SPLITS=min(max_splits, max(8192 // (merge_m * block_h), 1)), MERGE_M=merge_m,  # 64 registers
+        MERGE_SPLITS=min(max_splits, merge_splits), MERGE_M=merge_m,
         BLOCK_M=max(merge_m, 16), BLOCK_N=config.block_n, BLOCK_H=block_h, ITEM_INTS=_ITEM_INTS,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        PREFETCH_N=_PREFETCHED if are_few else 0, LINE=min(128 // keys_PGH.element_size(), block_h),
+        num_warps=config.num_warps, num_stages=config.num_stages, **options,
     )  # fmt: skip
     return out
