@@ -16,7 +16,7 @@ from scripts.make_checkpoint import make_checkpoint
 
 pytestmark = pytest.mark.gpu
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt2")
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "gpt2")
 PROMPTS = [[(7 * i + j) % 200 + 10 for j in range(3 + 5 * i)] for i in range(5)]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 TOGGLES: list[dict[str, Any]] = [

@@ -10,7 +10,9 @@ import torch
 
 from infer.bench.floors import shape_of
 from infer.config import EngineConfig, LoadConfig
+from infer.engine import build
 from infer.engine.build import build_engine, layer_sizes
+from infer.engine.device_runner import DeviceRunner
 from infer.engine.memory_plan import count_parameters, weight_bytes
 from infer.front import TextFront
 from infer.kernels.cpu.library import library
@@ -47,6 +49,14 @@ def test_neither_defaults_nor_preemption_change_a_token(family: str) -> None:
     engine = make_engine(family, block_size=2, num_blocks=30, prefill_chunk_size=5, preemption="recompute")
     assert run_engine(engine, REQUESTS) == expected(family)
     assert engine.scheduler.num_preemptions > 0
+
+
+@both_families
+def test_the_runner_of_a_gpu_gives_the_same_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "keeps_state_on_device", lambda backend, device: True)
+    engine = make_engine(family)
+    assert isinstance(engine._runner, DeviceRunner)
+    assert run_engine(engine, REQUESTS) == expected(family)
 
 
 @needs_c

@@ -23,6 +23,7 @@ Shapes:  T tokens, C choices per token, E experts, D hidden size, F intermediate
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -158,11 +159,10 @@ def order_rows(experts_TC: torch.Tensor, num_experts: int, block_t: int) -> tupl
     counts_E = torch.empty(num_experts, dtype=torch.int32, device=device)
     row_order = torch.empty(num_blocks * block_t, dtype=torch.int32, device=device)
     block_experts = torch.empty(num_blocks, dtype=torch.int32, device=device)
-    chunk = min(_CHUNK, next_power_of_two(num_rows))
-    count_kernel[(num_experts,)](experts_TC, counts_E, num_rows, CHUNK=chunk)
+    count_kernel[(num_experts,)](experts_TC, counts_E, num_rows, CHUNK=_CHUNK)
     order_kernel[(num_experts,)](
         experts_TC, counts_E, row_order, block_experts, num_rows, num_experts, num_blocks,
-        BLOCK_T=block_t, BLOCK_E=next_power_of_two(num_experts), CHUNK=chunk,
+        BLOCK_T=block_t, BLOCK_E=next_power_of_two(num_experts), CHUNK=_CHUNK,
     )  # fmt: skip
     return row_order, block_experts
 
@@ -213,6 +213,10 @@ def _num_stages(tiles: Tiles, gated: bool, x: torch.Tensor) -> int:
     if INTERPRETED:
         return 1
     tile_bytes = ((1 + gated) * tiles.block_n + tiles.block_t) * tiles.block_k * x.element_size()
-    properties = torch.cuda.get_device_properties(x.device)
-    available: int = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
-    return min(max((available - 8192) // tile_bytes, 1), 4)
+    return min(max((_shared_bytes(x.device) - 8192) // tile_bytes, 1), 4)
+
+
+@lru_cache(maxsize=16)
+def _shared_bytes(device: torch.device) -> int:
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))

@@ -95,7 +95,7 @@ class MoeContract:
     def test_every_activation(self, activation: str) -> None:
         self.check(self.choices(3, 4, 2), 4, torch.float32, activation)
 
-    @pytest.mark.parametrize("expert", [0, 2, 3])
+    @pytest.mark.parametrize("expert", [0, 3])
     def test_all_tokens_may_choose_the_same_expert(self, expert: int) -> None:
         self.check(torch.full((33, 1), expert, dtype=torch.int32, device=self.device), 4, torch.float32)
 
