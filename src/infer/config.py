@@ -29,7 +29,7 @@ from infer.errors import ConfigError, closest
 DEFAULT_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 2048, 8192
 DEFAULT_BATCH_SIZE, GPU_BATCH_SIZE = 64, 256
 DEFAULT_CHUNK_SIZE = 512
-GPU_MIXED_TOKENS = 512
+GPU_MIXED_TOKENS = 256
 MAX_THREADS = 1024  # far more makes the thread library crash
 
 
@@ -161,7 +161,7 @@ class SchedulerConfig:
     )
     mixed_prefill_tokens: int | None = knob(
         None,
-        "tokens of prompts that a step may compute while others decode, more if the backlog is long; "
+        "tokens of prompts that a step may compute while others decode, unless a long backlog waits; "
         f"default: on a GPU {GPU_MIXED_TOKENS}, elsewhere what the step may compute",
     )
     preemption: str = knob(

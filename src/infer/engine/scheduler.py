@@ -32,7 +32,7 @@ from infer.engine.preemption import PreemptionCost
 from infer.engine.sequence import Sequence
 
 RETRY_STEPS = 16  # who found no room looks again after so many steps even if no block came free
-BACKLOG_STEPS = 8  # in which prompts that wait are computed, if their chunks would otherwise be shorter
+BACKLOG_STEPS = 16  # prompts that wait and would take more steps than these are computed at full speed
 MAX_STALE = 64  # queue entries of sequences that left, beyond one for each that waits
 
 
@@ -240,11 +240,12 @@ class Scheduler:
         self._decode_gap = self._decode_gap + 1 if num_served < len(one_behind) else 0
 
     def _limit_prompts(self, further_behind: list[Sequence], draft: _Draft) -> None:
-        """Keep a step short while somebody decodes: few tokens of prompts, more if many are waiting."""
+        """Keep a step short while somebody decodes: few tokens of prompts, unless many are waiting."""
         limit = self.config.mixed_prefill_tokens
         if limit is not None and draft.chunks:
             backlog = self._waiting_tokens + sum(seq.num_tokens - seq.num_computed for seq in further_behind)
-            draft.budget = min(draft.budget, max(limit, backlog // BACKLOG_STEPS))
+            if backlog <= BACKLOG_STEPS * limit:
+                draft.budget = min(draft.budget, limit)
 
     def _decode_beams(self, seq: Sequence, draft: _Draft, budget: int) -> int:
         """Beams advance together or not at all: each step chooses among the continuations of all of them."""

@@ -62,8 +62,36 @@ def norm_rope_write_reference(
     q, k = rope_reference(q, k, cos_PR, sin_PR, positions_T)
     if keys_PGH is None or values_PGH is None or slots_T is None:
         return q.contiguous(), k.contiguous(), v_TGH
-    write_slots(k, v_TGH, keys_PGH, values_PGH, slots_T)
+    is_real_T = slots_T >= 0
+    keys_PGH[slots_T[is_real_T].long()] = k[is_real_T]
+    values_PGH[slots_T[is_real_T].long()] = v_TGH[is_real_T]
     return q.contiguous(), k_TGH, v_TGH
+
+
+@jit
+def _write_slots_kernel(
+    k_ptr,
+    v_ptr,
+    keys_ptr,
+    values_ptr,
+    slots_ptr,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    GH,
+    H,
+    BLOCK: tl.constexpr,  # next power of two >= G * H
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    index = tl.arange(0, BLOCK)
+    head, element = index // H, index % H
+    mask = (index < GH) & (slot >= 0)
+    k = tl.load(k_ptr + token * k_token_stride + head * k_head_stride + element, mask=mask, other=0.0)
+    v = tl.load(v_ptr + token * v_token_stride + head * v_head_stride + element, mask=mask, other=0.0)
+    tl.store(keys_ptr + slot * GH + index, k, mask=mask)
+    tl.store(values_ptr + slot * GH + index, v, mask=mask)
 
 
 def write_slots(
@@ -74,6 +102,15 @@ def write_slots(
     slots_T: torch.Tensor,
 ) -> None:
     """Put keys and values where the slots say; -1: nowhere."""
+    if use_triton(k_TGH):
+        T, G, H = k_TGH.shape
+        assert k_TGH.stride(2) == v_TGH.stride(2) == 1, "the elements of a head must be contiguous"
+        assert keys_PGH.is_contiguous() and values_PGH.is_contiguous(), "the cache must be contiguous"
+        _write_slots_kernel[(T,)](
+            k_TGH, v_TGH, keys_PGH, values_PGH, slots_T, k_TGH.stride(0), k_TGH.stride(1),
+            v_TGH.stride(0), v_TGH.stride(1), G * H, H, BLOCK=next_power_of_two(G * H),
+        )  # fmt: skip
+        return
     is_real_T = slots_T >= 0
     slots = slots_T[is_real_T].long()
     keys_PGH[slots] = k_TGH[is_real_T]

@@ -57,13 +57,13 @@ def test_prompts_come_in_small_pieces_while_somebody_decodes() -> None:
     assert step(world) == {"a": (21, 22), "b": (4, 8)}
 
 
-def test_a_long_backlog_is_computed_in_larger_pieces() -> None:
+def test_a_long_backlog_is_computed_at_full_speed() -> None:
     world = make_world(mixed_prefill_tokens=4, max_batch_size=8, max_num_batched_tokens=64)
     world.add("a", prompt_of(2), max_tokens=30)
     step(world)
     for name in "bcde":
         world.add(name, prompt_of(40, start=ord(name)))
-    assert step(world) == {"a": (2, 3), "b": (0, 20)}, "160 tokens in eight steps"
+    assert step(world) == {"a": (2, 3), "b": (0, 40), "c": (0, 23)}, "160 tokens would take 40 steps"
 
 
 def test_decoding_goes_on_while_a_prompt_fills_what_is_left_of_the_budget() -> None:
