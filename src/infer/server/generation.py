@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any, NamedTuple
+
+import msgspec
 
 from infer.engine.request import StepOutput
 from infer.errors import EngineError, EngineStopped, RequestTimeout
@@ -153,7 +154,7 @@ def one_token_each(output: StepOutput) -> Iterator[StepOutput]:
         yield output
         return
     for i, token_id in enumerate(output.token_ids):
-        yield replace(
+        yield msgspec.structs.replace(
             output,
             token_ids=(token_id,),
             logprobs=output.logprobs[i : i + 1],
