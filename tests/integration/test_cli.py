@@ -119,6 +119,7 @@ def test_ctrl_c_ends_generate_with_130(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.network
 def test_the_default_model_answers_a_question() -> None:
-    answer = generate_json("What is the capital of France?", "--temperature", "0", "--max-tokens", "16")
+    question = "What is the capital of France? Answer in one word."
+    answer = generate_json(question, "--temperature", "0", "--max-tokens", "16")
     assert "Paris" in str(answer["text"])
     assert answer["finish_reason"] == "stop"

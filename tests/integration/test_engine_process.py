@@ -255,7 +255,7 @@ def test_when_the_engine_dies_everybody_is_told_and_a_new_one_serves(order: int,
         async with running() as client:
             first_pid = client.pid
             others = [asyncio.create_task(collect(client, make_request(i, max_tokens=380))) for i in range(5)]
-            await until(lambda: client.stats().num_output_tokens > 0)
+            await asyncio.sleep(0)  # they are on their way, and not yet done
             num_counted = client.stats().num_output_tokens
             start = time.monotonic()
             with pytest.raises(EngineStopped, match=reason):

@@ -28,7 +28,7 @@ from tests.support.server_process import (
     wait_until,
 )
 
-LENGTH = 120
+LENGTH = 200
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
@@ -125,7 +125,7 @@ def test_sigterm_under_load_finishes_what_runs_and_refuses_what_comes(
     checkpoint: str, oracle: LLM, tmp_path: Path
 ) -> None:
     arguments = (f"tiny={checkpoint}", "--num-blocks", "256", "--max-batch-size", "2")
-    prompts = [f"question {i}" for i in range(12)]
+    prompts = [f"question {i}" for i in range(24)]
     with start_server(tmp_path, *arguments) as server, ThreadPoolExecutor(len(prompts)) as pool:
         engines = server.children()
         answers = [pool.submit(ask, server.url, prompt, LENGTH) for prompt in prompts]
