@@ -131,7 +131,9 @@ def test_the_printed_flags_give_the_planned_cache(infer: Infer, model: Path, kno
 def test_contexts_and_concurrency_follow_from_the_blocks(infer: Infer, model: Path) -> None:
     plan = planned(infer, model, "--gpu-memory", "100MiB", "--num-blocks", "40", "--max-batch-size", "20")
     assert plan["contexts"] == {"256": 2}  # 16 blocks each
-    outcome = infer("plan", str(model), "--gpu-memory", "100MiB", "--num-blocks", "80", "--max-batch-size", "64")
+    outcome = infer(
+        "plan", str(model), "--gpu-memory", "100MiB", "--num-blocks", "80", "--max-batch-size", "64"
+    )
     [row] = [line.split() for line in outcome.out.splitlines() if line.split()[:1] == ["256"]]
     assert row[3:] == ["5", "yes", "yes", "-", "-"]  # five at once: 1 and 4 fit, 16 and 64 do not
 
