@@ -1,0 +1,214 @@
+/* Every kernel of the C library on the same invented numbers: `c_driver LIBRARY OUTPUT`.
+ *
+ * For processors that can be emulated but have no Python here. It computes what it is told to and judges
+ * nothing: the results go to OUTPUT, and whoever runs it for two libraries compares the two files.
+ *
+ *     a line "<name> bytes <size>"     then so many bytes, which must be equal
+ *     a line "<name> floats <size>"    then so many bytes of floats, which may differ in their last digits
+ *
+ * Sizes are awkward on purpose: no multiple of a tile, of a group or of a vector. All arguments of a kernel
+ * are 8 bytes wide, so a list of int64_t is what the library expects (kernels/cpu/operations.py). */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef int64_t word;
+typedef struct {
+    void *run;
+    word *args, kind, chunks, rows_per_chunk;
+} operation;
+
+enum { FIXED, PER_ROW };
+static void *library;
+static FILE *output;
+static uint64_t random_state = 88172645463325252u;
+
+static void *find(const char *name) {
+    void *found = dlsym(library, name);
+    if (!found) fprintf(stderr, "%s\n", dlerror()), exit(2);
+    return found;
+}
+
+/* Zeroed, and aligned as the callers of the library align. */
+static void *room(size_t num_bytes) {
+    size_t whole = (num_bytes + 127) / 64 * 64;
+    void *memory = aligned_alloc(64, whole);
+    return memory ? memset(memory, 0, whole) : (exit(2), NULL);
+}
+
+static uint32_t random_bits(void) { /* xorshift */
+    random_state ^= random_state << 13, random_state ^= random_state >> 7, random_state ^= random_state << 17;
+    return (uint32_t)(random_state >> 32);
+}
+static float random_float(void) { return (float)(int32_t)random_bits() * (1.0f / 1073741824.0f); } /* -2 .. 2 */
+static float *random_floats(word count) {
+    float *numbers = room((size_t)count * sizeof(float));
+    for (word i = 0; i < count; i++) numbers[i] = random_float();
+    return numbers;
+}
+
+static word p(const void *pointer) { return (word)(intptr_t)pointer; }
+static word d(double value) {
+    word bits;
+    memcpy(&bits, &value, 8);
+    return bits;
+}
+
+static void emit(const char *name, const char *type, const void *data, word size) {
+    fprintf(output, "%s %s %lld\n", name, type, (long long)size);
+    fwrite(data, 1, (size_t)size, output);
+}
+static void emit_floats(const char *name, const float *data, word count) { emit(name, "floats", data, count * 4); }
+
+#define RUN(name, chunks, ...) \
+    ((void (*)(void *, word, word *))find("infer_run_one"))(find(name), chunks, (word[]){__VA_ARGS__})
+
+/* Quantise x and multiply, as a list of two operations; y and the quantised x. */
+static void multiply(const char *name, const char *type, const float *x, const void *data, const void *scales,
+                     const float *bias, word M, word N, word K, word bits) {
+    word scratch_size = ((word(*)(word, word))find("infer_linear_scratch"))(M, K), tiles = (N + 15) / 16;
+    float *y = room((size_t)(M * N) * 4);
+    void *scratch = room((size_t)scratch_size);
+    char label[100];
+    word args[] = {0, p(x), K, p(y), N, p(data), p(scales), p(bias), p(scratch), N, K, bits, 1, 3};
+    operation ops[] = {{find("infer_linear_quantize"), args, PER_ROW, 1, 3},
+                       {find(bits == 8 ? "infer_linear_int8" : "infer_linear_int4"), args, FIXED, tiles, 0}};
+    ((void (*)(operation *, word, word, word))find("infer_run"))(ops, 2, M, 0);
+    snprintf(label, sizeof label, "%s_int%d_%dx%dx%d", name, (int)bits, (int)M, (int)N, (int)K);
+    emit(label, type, y, M * N * 4);
+    word num_groups = M * ((K + 31) / 32);
+    emit("quantized_x", "bytes", scratch, num_groups * 32);
+    emit_floats("quantized_x_scales", (float *)((char *)scratch + num_groups * 32), num_groups);
+    emit("quantized_x_starts", "bytes", (char *)scratch + num_groups * 36, num_groups * 4);
+}
+
+static void run_matrices(word M, word N, word K, word bits) {
+    word groups = (K + 31) / 32, cells = (N + 15) / 16 * groups, num_bytes = cells * 64 * bits;
+    uint8_t *data = room((size_t)num_bytes);
+    uint16_t *scales = room((size_t)cells * 32);
+    float *x = random_floats(M * K), *bias = random_floats(N);
+
+    /* From floats, in two parts, as a fused matrix arrives. */
+    float *rows = random_floats(N * K);
+    for (word n = 0; n < N; n++) /* down to scales that are subnormal halves */
+        for (word k = 0; k < K; k++) rows[n * K + k] = ldexpf(rows[n * K + k], (int)(n % 8) * -3);
+    RUN("infer_pack", (N - 5 + 2) / 3, N - 5, p(rows), 0, 0, K, 0, p(data), p(scales), bits, 3);
+    RUN("infer_pack", 1, 5, p(rows + (N - 5) * K), 0, 0, K, N - 5, p(data), p(scales), bits, 8);
+    emit("packed", "bytes", data, num_bytes);
+    emit("packed_scales", "bytes", scales, cells * 32);
+    memset(x, 0, (size_t)(K < 32 ? K : 32) * 4); /* a group of zeros */
+    multiply("product", "floats", x, data, scales, bias, M, N, K, bits);
+    x[(M - 1) * K + K / 2] = NAN;
+    multiply("product_with_nan", "floats", x, data, scales, NULL, M, N, K, bits);
+
+    word ids[] = {0, N - 1, 1, N, -1, 7}, num_ids = 6;
+    float *out = room((size_t)(num_ids * K) * 4);
+    RUN("infer_embed", 3, num_ids, p(ids), p(out), K, N, p(data), p(scales), bits, 2);
+    emit("lookup", "bytes", out, num_ids * K * 4);
+
+    /* From integers, the largest among them, with scales that are powers of two: no float is ever rounded,
+     * so the results show the integer sums to the last bit. */
+    int8_t *q = room((size_t)(N * K));
+    uint16_t *row_scales = room((size_t)(N * groups) * 2);
+    int low = bits == 8 ? -127 : -8, high = bits == 8 ? 127 : 7;
+    for (word i = 0; i < N * K; i++) q[i] = (int8_t)(low + (int)(random_bits() % (uint32_t)(high - low + 1)));
+    for (word i = 0; i < 2 * K; i++) q[i] = (int8_t)(i < K ? low : high);
+    for (word i = 0; i < N * groups; i++) row_scales[i] = i % 2 ? 0x3c00 : 0x3800; /* 1, 0.5 */
+    RUN("infer_pack", N, N, 0, p(q), p(row_scales), K, 0, p(data), p(scales), bits, 1);
+    emit("packed_integers", "bytes", data, num_bytes);
+    for (word i = 0; i < M * K; i++) x[i] = i % K % 32 == 0 ? -127.0f : (float)((int)(random_bits() % 255) - 127);
+    for (word i = K; i < 2 * K && i < M * K; i++) x[i] = -127.0f;
+    multiply("exact_product", "bytes", x, data, scales, NULL, M, N, K, bits);
+}
+
+static void run_dense_lookups(void) {
+    enum { V = 9, K = 45, T = 5 };
+    word ids[T] = {8, 0, 9, -3, 4}, kinds[] = {16, 17, 32};
+    uint16_t *halves = room(V * K * 2);
+    for (int i = 0; i < V * K; i++) halves[i] = (uint16_t)(random_bits() & 0xbbff); /* subnormal too; none infinite */
+    float *floats = random_floats(V * K), *out = room(T * K * 4);
+    for (int i = 0; i < 3; i++) {
+        RUN("infer_embed", T, T, p(ids), p(out), K, V, kinds[i] == 32 ? p(floats) : p(halves), 0, kinds[i], 1);
+        emit("dense_lookup", "bytes", out, T * K * 4);
+    }
+}
+
+static void run_norms(word D) {
+    enum { T = 5, N = 3 };
+    float *x = random_floats(T * (N * D + 4)), *residual = random_floats(T * N * D), *weight = random_floats(D);
+    float *y = room((size_t)(T * N * D) * 4), *sum = room((size_t)(T * N * D) * 4);
+    RUN("infer_rms_norm", 3, T, p(x), N * D + 4, D, 0, 0, p(weight), p(y), 0, N, D, d(1e-5), d(1.0), 2);
+    emit_floats("norm_of_heads", y, T * N * D);
+    RUN("infer_rms_norm", 5, T, p(x), D + 1, 0, p(residual), D, p(weight), p(y), p(sum), 1, D, d(1e-6), d(0.0), 1);
+    emit_floats("norm_of_sum", y, T * D);
+    emit("norm_sum", "bytes", sum, T * D * 4);
+}
+
+static void run_gates(word F) {
+    enum { T = 4 };
+    float *x = random_floats(T * 2 * F), *y = room((size_t)(T * F) * 4);
+    for (word i = 0; i < F; i++) x[i] *= 60.0f; /* one row of extremes */
+    x[0] = -INFINITY, x[1] = NAN, x[2] = INFINITY, x[3] = -0.0f;
+    for (word kind = 0; kind < 3; kind++) {
+        RUN("infer_gated_activation", T * ((F + 31) / 32), T, p(x), 2 * F, p(y), F, kind, 32);
+        emit_floats("gated_activation", y, T * F);
+    }
+}
+
+static void run_heads(word H, int has_norm, int has_cache) {
+    enum { T = 5, N = 4, G = 2, POSITIONS = 9, SLOTS = 12 };
+    word R = H / 2, positions[T] = {0, 8, 3, 3, 1}, slots[T] = {11, 0, -1, 4, 5}, stride = (N + 2 * G) * H;
+    float *qkv = random_floats(T * stride), *cos = random_floats(POSITIONS * R), *sin = random_floats(POSITIONS * R);
+    float *q_weight = random_floats(H), *k_weight = random_floats(H), *q_out = room((size_t)(T * N * H) * 4);
+    float *keys = random_floats(SLOTS * G * H), *values = random_floats(SLOTS * G * H);
+    float *k = qkv + N * H, *v = k + G * H;
+    RUN("infer_heads", 3, T, p(qkv), p(k), has_cache ? p(v) : 0, stride, stride, stride, has_norm ? p(q_weight) : 0,
+        has_norm ? p(k_weight) : 0, d(1e-5), d(1.0), p(cos), p(sin), p(positions), has_cache ? p(slots) : 0, p(q_out),
+        p(keys), has_cache ? p(values) : 0, N, G, R, 2);
+    emit_floats("turned_queries", q_out, T * N * H);
+    emit_floats("turned_keys", keys, SLOTS * G * H);
+    emit("written_values", "bytes", values, SLOTS * G * H * 4);
+    RUN("infer_write_cache", 3, T, p(k), p(v), stride, stride, p(keys), p(values), p(slots), G * H, 2);
+    emit_floats("cache_keys", keys, SLOTS * G * H);
+    emit("cache_values", "bytes", values, SLOTS * G * H * 4);
+}
+
+static void run_attention(word H, word window) {
+    enum { N = 4, G = 2, BLOCK = 16, BLOCKS = 8, T = 22 };
+    word table[2][4] = {{5, 2, 7, 1}, {3, 0, 6, 4}};
+    word items[4][4] = {{0, 1, 0, 0}, {1, 1, 1, 50}, {2, 16, 0, 21}, {18, 4, 1, 15}}; /* first, count, row, start */
+    float *q = random_floats(T * (N * H + 3)), *out = room((size_t)(T * N * H) * 4);
+    float *keys = random_floats(BLOCKS * BLOCK * G * H), *values = random_floats(BLOCKS * BLOCK * G * H);
+    RUN("infer_attend", 4 * G, T, p(q), N * H + 3, p(out), p(keys), p(values), p(table), 4, p(items), N, G, H, BLOCK,
+        window, d(1.0 / sqrt((double)H)));
+    emit_floats("attention", out, T * N * H);
+}
+
+int main(int argc, char **argv) {
+    if (argc != 3) return 2;
+    library = dlopen(argv[1], RTLD_NOW | RTLD_LOCAL);
+    if (!library) return fprintf(stderr, "%s\n", dlerror()), 2;
+    output = fopen(argv[2], "wb");
+    if (!output) return perror(argv[2]), 2;
+    const char *variant = ((const char *(*)(void))find("infer_variant"))();
+    ((word(*)(word))find("infer_set_threads"))(3);
+
+    static const word shapes[][3] = {{1, 16, 32}, {1, 37, 100}, {3, 17, 45}, {7, 33, 64}, {19, 37, 100}, {40, 9, 31}};
+    for (int i = 0; i < 6; i++)
+        for (word bits = 4; bits <= 8; bits += 4) run_matrices(shapes[i][0], shapes[i][1], shapes[i][2], bits);
+    run_dense_lookups();
+    static const word sizes[] = {7, 45, 64};
+    for (int i = 0; i < 3; i++) run_norms(sizes[i]), run_gates(sizes[i]);
+    static const word head_sizes[] = {20, 64, 128};
+    for (int i = 0; i < 3; i++) {
+        for (int both = 0; both < 4; both++) run_heads(head_sizes[i], both & 1, both >> 1);
+        run_attention(head_sizes[i], 0), run_attention(head_sizes[i], 9);
+    }
+    ((word(*)(word))find("infer_set_threads"))(1);
+    if (fclose(output)) return perror(argv[2]), 2;
+    return puts(variant) < 0;
+}
