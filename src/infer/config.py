@@ -161,7 +161,8 @@ class SchedulerConfig:
     )
     mixed_prefill_tokens: int | None = knob(
         None,
-        "tokens of prompts that a step may compute while others decode, unless a long backlog waits; "
+        "tokens of prompts that a step may compute while others decode, unless a long backlog waits "
+        "(continuous batching, policies that put decoding first); "
         f"default: on a GPU {GPU_MIXED_TOKENS}, elsewhere what the step may compute",
     )
     preemption: str = knob(

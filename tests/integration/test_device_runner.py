@@ -98,6 +98,10 @@ def test_preemption_changes_no_token(knobs: dict[str, Any]) -> None:
         {"batching_mode": "static", "max_batch_size": 4},
         {"kv_cache_backend": "naive"},
         {"scheduler_policy": "prefill_first", "max_batch_size": 4, "prefill_chunk_size": 3},
+        {"prefill_chunk_size": 1},  # one token of a prompt is no row that decodes
+        {"max_num_batched_tokens": 11, "max_batch_size": 8},
+        {"mixed_prefill_tokens": 4, "max_batch_size": 4},
+        {"kv_cache_backend": "contiguous", "max_seq_len": 100},
     ],
     ids=str,
 )

@@ -138,7 +138,7 @@ def _facts(config: EngineConfig, loaded: LoadedModel, size: CacheSize, cost: Pre
 
 def _resolved_weights(loaded: LoadedModel) -> dict[str, str]:
     """What `auto` meant here: a replay must keep the weights in the same form."""
-    return {"cpu_weights": loaded.weights} if loaded.weights in ("int8", "int4", "fp32", "bf16") else {}
+    return {"cpu_weights": loaded.weights} if loaded.weights in ("int8", "int4", "fp32") else {}
 
 
 def resolve_scheduler(config: EngineConfig, max_seq_len: int, *, is_gpu: bool = False) -> SchedulerConfig:

@@ -69,6 +69,8 @@ class DeviceRows:
         if row is not None:
             self._free.append(row)
             self._tokens.pop(row, None)
+            if self._diffs:  # of a step that was never launched
+                self._diffs = [diff for diff in self._diffs if diff[0] != row]
             if row in self._entered:
                 self._entered.remove(row)
 

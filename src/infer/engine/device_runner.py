@@ -174,15 +174,17 @@ class DeviceRunner(ModelRunner):
         if samples_here:
             num_tokens = sum(stop - start for _, start, stop, _ in plan.chunks if stop - start > 1)
             num_prompts = sum(stop - start > 1 for _, start, stop, _ in plan.chunks)
+            # one token of a prompt that goes on is neither a row that decodes nor worth a size of its own
+            is_odd = any(stop - start == 1 and not samples for _, start, stop, samples in plan.chunks)
             size = self._graphs.size_for(len(rows) - num_prompts, num_tokens)
-            if size is not None and num_prompts <= MAX_CHUNKS:
+            if size is not None and num_prompts <= MAX_CHUNKS and not is_odd:
                 return self._launch_sized(plan, sequences, rows, size)
         return self._launch_ragged(plan, sequences, rows)
 
     def _sync(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> tuple[list[int], bool]:
         """Bring the rows of a plan up to date; whether all of it can be sampled on the device."""
         state, by_seq, next_token = self._state, self._state.by_seq, self._state.next_token
-        mask, has_moved = self._pool.block_size - 1, bool(plan.transfers)
+        block_size, has_moved = self._pool.block_size, bool(plan.transfers)
         block_table = self._pool.block_table
         rows: list[int] = []
         all_here = True
@@ -191,11 +193,12 @@ class DeviceRunner(ModelRunner):
             if row is None:
                 row = state.enter(seq, sequence_seed(seq.group.seed, seq.index))
                 state.sync_table(row, block_table(seq_id), 0)
-            elif has_moved or not start & mask or stop - start > 1:
-                state.sync_table(row, block_table(seq_id), start // (mask + 1))
+            elif has_moved or start % block_size == 0 or stop - start > 1:
+                state.sync_table(row, block_table(seq_id), start // block_size)
             rows.append(row)
             group = seq.group
-            if num_samples > 1 or group.samples_on_host or group.request.params.prompt_logprobs is not None:
+            needs_logits = group.request.params.prompt_logprobs is not None and start < seq.num_prompt - 1
+            if num_samples > 1 or group.samples_on_host or needs_logits:
                 all_here = False
             if stop - start == 1 and next_token[row] != start:
                 state.send_token(row, seq.tokens[start], start)

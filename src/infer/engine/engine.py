@@ -27,6 +27,7 @@ The engine speaks token ids. Stop *strings* are found by whoever turns ids into 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from time import perf_counter
@@ -115,7 +116,7 @@ class Engine:
         self._unreported: list[StepOutput] = []  # of a step that was interrupted; the next one brings them
         self._overlap = overlap
         self.prepare = prepare  # for idle time: makes later steps quicker; False: all is done
-        self._in_flight: _Flight | None = None
+        self._flights: deque[_Flight] = deque()  # one step that the device works on; two after an interrupt
         self._blocking: set[str] = set()  # requests that allow no overlap
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
@@ -135,8 +136,6 @@ class Engine:
         self._num_requests += 1
         self.scheduler.add(leader)
         self._groups[request.request_id] = group
-        if leader.num_samples > 1 or group.samples_on_host:
-            self._blocking.add(request.request_id)
 
     def abort(self, request_id: str, index: int | None = None) -> list[StepOutput]:
         """End a request, or one sequence of it, at any stage; returns the last output of each it ended."""
@@ -156,12 +155,12 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether any request is waiting or running, or a step still under way."""
-        return self.scheduler.has_work or self._in_flight is not None
+        return self.scheduler.has_work or bool(self._flights)
 
     @property
     def has_step_in_flight(self) -> bool:
         """Whether the device is still working on a step: the next `step()` will report it."""
-        return self._in_flight is not None
+        return bool(self._flights)
 
     @property
     def num_requests(self) -> int:
@@ -218,15 +217,15 @@ class Engine:
 
     def _step(self) -> list[StepOutput]:
         can_overlap = self._overlap and not self._blocking
-        outputs = [] if can_overlap else self._retire()
+        outputs = self._retire(all_but=int(can_overlap))
         plan = self.scheduler.plan()
         sequences = [self.scheduler.get(chunk.seq_id) for chunk in plan.chunks]
         if not plan.chunks and not plan.transfers:
-            return outputs + (self._retire() if self._in_flight else self._step_without_work())
+            return outputs + (self._retire() if self._flights else self._step_without_work())
         self._empty_steps = 0
         for seq in sequences:
             if seq.group.queue_s is None:
-                seq.group.queue_s = perf_counter() - seq.group.added_at
+                self._note_first_step(seq)
         try:
             wait = self._runner.launch(plan, sequences)
             result = None if can_overlap else wait()
@@ -242,18 +241,29 @@ class Engine:
         self.scheduler.advance(plan)
         if result is not None:
             return outputs + self._conclude(plan, sequences, result)
-        outputs = self._retire()
-        self._in_flight = _Flight(plan, sequences, wait)
-        return outputs
+        self._flights.append(_Flight(plan, sequences, wait))
+        return outputs + self._retire(all_but=1)
 
-    def _retire(self) -> list[StepOutput]:
-        """Wait for the step under way, if there is one, and conclude it."""
-        if self._in_flight is None:
-            return []
-        plan, sequences, wait = self._in_flight
-        result = wait()
-        self._in_flight = None
-        return self._conclude(plan, sequences, result)
+    def _note_first_step(self, leader: Sequence) -> None:
+        """A request leaves the queue; from the next step on, one that needs the host allows no overlap."""
+        group = leader.group
+        group.queue_s = perf_counter() - group.added_at
+        if leader.num_samples > 1 or group.samples_on_host:
+            self._blocking.add(group.request.request_id)
+
+    def _retire(self, *, all_but: int = 0) -> list[StepOutput]:
+        """Wait for the steps under way, but for the last ones, and conclude them in order."""
+        outputs: list[StepOutput] = []
+        while len(self._flights) > all_but:
+            plan, sequences, wait = self._flights[0]
+            try:
+                result = wait()
+            except BaseException:
+                self._unreported += outputs
+                raise
+            self._flights.popleft()
+            outputs += self._conclude(plan, sequences, result)
+        return outputs
 
     def _conclude(self, plan: StepPlan, sequences: Seq[Sequence], result: StepResult) -> list[StepOutput]:
         self.scheduler.commit(plan)

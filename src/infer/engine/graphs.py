@@ -15,11 +15,14 @@ never waits for graphs it does not use. All graphs share one memory pool, becaus
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 _SMALL = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 _STEP = 32  # between the sizes above
@@ -58,6 +61,7 @@ class StepGraphs:
         self._mixed_rows = [*(rows for rows in MIXED_ROWS if rows < max_rows), max_rows]
         self._mixed_tokens = [tokens for tokens in MIXED_TOKENS if tokens <= max_tokens]
         self._graphs: dict[StepSize, torch.cuda.CUDAGraph] = {}
+        self._uncaptured: set[StepSize] = set()
         self._pool: Any = None  # a handle
 
     def size_for(self, num_rows: int, num_tokens: int) -> StepSize | None:
@@ -70,14 +74,20 @@ class StepGraphs:
 
     def ensure(self, size: StepSize) -> bool:
         """Capture a size if that is still to be done; True: it was, and the inputs are all padding now."""
-        if not self._captures or size in self._graphs:
+        if not self._captures or size in self._graphs or size in self._uncaptured:
             return False
-        self._capture(size)
+        try:
+            self._capture(size)
+        except torch.AcceleratorError:
+            raise
+        except Exception:  # out of memory, or a kernel that does not compile: the step may still run
+            logger.exception("steps of %s are launched kernel by kernel: no graph of them can be made", size)
+            self._uncaptured.add(size)
         return True
 
     def run(self, size: StepSize) -> None:
         """Launch a step of this size over the inputs that are there; `ensure` comes before."""
-        if self._captures:
+        if size in self._graphs:
             self._graphs[size].replay()
         else:
             self._launch(size)

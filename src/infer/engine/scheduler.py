@@ -177,8 +177,15 @@ class Scheduler:
             self._batch_is_closed = not draft.chunks
         if self._batch_is_closed:
             self._decode(one_behind, draft)
-            if not draft.chunks:  # beams of this batch that wait for one of them to come back
+            if not draft.chunks and self._awaits_a_beam():
                 self._admit(draft)
+
+    def _awaits_a_beam(self) -> bool:
+        """Whether beams of a closed batch wait for one of them to come back."""
+        if not self.num_waiting:
+            return False
+        first = self._next_waiting()
+        return first.is_beam and first.was_admitted
 
     def advance(self, plan: StepPlan) -> None:
         """The step is under way: counts move on, and sampled tokens get their place before they are known."""

@@ -190,7 +190,6 @@ def attend_decode(
     G = keys_PGH.shape[1]
     assert q_SNH.stride(2) == 1, f"the head dimension must be contiguous, got strides {q_SNH.stride()}"
     assert keys_PGH.is_contiguous() and values_PGH.is_contiguous(), "the store must be contiguous"
-    assert block_size & (block_size - 1) == 0, f"block_size must be a power of two, got {block_size}"
     if out is None:
         out = torch.empty((S, N, H), dtype=q_SNH.dtype, device=q_SNH.device)
     if S == 0:

@@ -513,3 +513,40 @@ def test_an_idle_engine_steps_in_vain_and_says_nothing(caplog: pytest.LogCapture
     with caplog.at_level(logging.DEBUG):
         assert [world.step() for _ in range(5)] == [[]] * 5
     assert caplog.text == ""
+
+
+def test_an_interrupt_while_waiting_loses_no_step() -> None:
+    """Ctrl-C arrives where the time is spent: in the wait for a step, with the next one already launched."""
+    world = make_world(overlap=True)
+    for name in "ab":
+        world.add(name, prompt_of(5, start=ord(name)), max_tokens=12)
+    for _ in range(4):
+        world.step()
+    flight = world.engine._flights[0]
+    interrupts = [KeyboardInterrupt()]
+
+    def wait() -> Any:
+        if interrupts:
+            raise interrupts.pop()
+        return flight.wait()
+
+    world.engine._flights[0] = flight._replace(wait=wait)
+    with pytest.raises(KeyboardInterrupt):
+        world.step()
+    world.run()
+
+    assert world.verify() == 2
+    world.check_idle()
+
+
+def test_a_static_batch_stays_closed_while_its_last_tokens_are_on_their_way() -> None:
+    def most_running(overlap: bool) -> list[int]:
+        world = make_world(batching_mode="static", max_batch_size=4, overlap=overlap)
+        for number in range(8):
+            world.add(str(number), prompt_of(4, start=number), max_tokens=(3, 4, 5, 8)[number % 4])
+        world.run()
+        assert world.verify() == 8
+        first_steps = [plan for plan in world.plans if any(chunk.start == 0 for chunk in plan.chunks)]
+        return [len(plan.chunks) for plan in first_steps]
+
+    assert most_running(overlap=True) == most_running(overlap=False) == [4, 4]
