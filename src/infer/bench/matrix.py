@@ -23,6 +23,7 @@ from infer.bench.subject import Subject
 from infer.bench.workloads import make_workload
 from infer.cache.memory import kv_bytes_per_token
 from infer.config import knob_table
+from infer.errors import ConfigError, closest
 
 SEQUENCES = 6  # that a contiguous cache holds: few, so that memory is a limit
 MAX_BATCH = 48
@@ -159,6 +160,10 @@ def bench_matrix(
     subject: Subject, *, seed: int, repeats: int, tell: Tell, only: Sequence[str] = ()
 ) -> Report:
     """Every toggle that this machine has, in order; `only` names those to run."""
+    names = [toggle.name for toggle in TOGGLES]
+    for name in only:
+        if name not in names:
+            raise ConfigError(f"unknown toggle {name!r}{closest(name, names)}; known: {', '.join(names)}")
     bench = _Bench(subject, seed=seed, repeats=repeats, tell=tell)
     known = knob_table()
     knobs = {name: value for name, value in BASE.items() if name in known}

@@ -101,7 +101,11 @@ class MemoryPlan:
 
     def flags(self) -> list[str]:
         """What to start with, to get exactly this cache."""
-        chosen: dict[str, object] = {"dtype": self.dtype, "max_seq_len": self.longest_sequence}
+        is_packed = self.weight_format in BITS  # a dtype would keep the weights in it
+        chosen: dict[str, object] = (
+            {"cpu_weights": self.weight_format} if is_packed else {"dtype": self.dtype}
+        )
+        chosen["max_seq_len"] = self.longest_sequence
         chosen["max_batch_size"] = self.config.scheduler.max_batch_size
         chosen["max_num_batched_tokens"] = self.config.scheduler.max_num_batched_tokens
         chosen["kv_cache_backend"] = self.config.cache.kv_cache_backend

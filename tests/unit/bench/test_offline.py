@@ -28,6 +28,7 @@ from infer.bench.offline import batch, bench_decode, bench_latency, bench_offlin
 from infer.bench.report import write_report
 from infer.bench.subject import TINY, Subject, open_subject
 from infer.bench.workloads import SERVING, Arrival, Session, Turn, Workload, make_workload
+from infer.errors import ConfigError
 from infer.models.registry import find_family
 
 
@@ -179,3 +180,8 @@ def test_packed_weights_are_counted_by_their_size(subject: Subject) -> None:
 def test_ceilings_are_measured(subject: Subject) -> None:
     found = measure_ceilings(subject.device, subject.loaded.dtype, scale=0.05)
     assert found.copy_bytes_per_s > 1e6 and found.matmul_flops_per_s > 1e6
+
+
+def test_an_unknown_toggle_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown toggle 'pagd'; did you mean 'paged'"):
+        bench_matrix(None, seed=1, repeats=1, tell=print, only=("pagd",))  # type: ignore[arg-type]

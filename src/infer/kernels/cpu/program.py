@@ -120,6 +120,10 @@ class Recorder:
 class _Watch(TorchDispatchMode):
     """Notes every PyTorch operation that is neither a view nor an allocation."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else PyTorch loads its compiler, a second of start-up, to tell it to look away
+
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
