@@ -5,12 +5,12 @@ The engine is scripted, so that a body that happens to be valid costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import gc
+import gc
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import Iterator
 import pytest
 
 pytest.importorskip("schemathesis")
