@@ -202,9 +202,11 @@ def test_a_request_id_in_use_is_refused_and_its_first_owner_served() -> None:
         async with running() as client:
             request = make_request(1, max_tokens=200)
             first = client.generate(request)
-            tokens = list((await anext(first)).token_ids)
+            begun = asyncio.ensure_future(anext(first))
+            await asyncio.sleep(0)  # it is on its way, and not yet done
             with pytest.raises(RequestError, match="already being served"):
                 await collect(client, request)
+            tokens = list((await begun).token_ids)
             tokens += [i async for output in first for i in output.token_ids]
             assert tokens == expected_output(request.prompt, 200, seed=1)
 

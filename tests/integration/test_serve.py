@@ -180,7 +180,7 @@ def test_a_second_signal_exits_at_once(checkpoint: str, tmp_path: Path) -> None:
         assert server.stop(signal.SIGINT, timeout_s=5) == 130
         wait_until(lambda: not any(is_alive(pid) for pid in engines))
         for each in asked:
-            assert each.exception() is not None or each.result().status_code == 200
+            assert each.exception() is not None or each.result().status_code in (200, 503)
 
 
 def test_a_unix_socket_is_private_and_removed_at_the_end(checkpoint: str, tmp_path: Path) -> None:
