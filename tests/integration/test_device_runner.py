@@ -14,6 +14,7 @@ import pytest
 from infer.engine import build
 from infer.engine.device_runner import DeviceRunner
 from infer.engine.engine import Engine
+from infer.engine.request import Request
 from infer.sampling.params import SamplingParams
 from tests.support.checkpoints import FAMILIES
 from tests.support.tiny import make_engine, random_prompts, run_engine
@@ -107,3 +108,20 @@ def test_preemption_changes_no_token(knobs: dict[str, Any]) -> None:
 )
 def test_toggles_change_no_token(knobs: dict[str, Any]) -> None:
     assert run_engine(make_device_engine("llama", **knobs), PLAIN) == expected("llama", False)
+
+
+@pytest.mark.usefixtures("on_device")
+def test_a_request_for_the_host_may_leave_before_its_first_step_is_read() -> None:
+    """The others of that step were sampled on the host too: the device does not have their tokens."""
+    engine = make_device_engine("llama")
+    (prompt, params), tokens = PLAIN[9], list[int]()
+    engine.add(Request(request_id="stays", prompt=tuple(prompt), params=params))
+    for _ in range(3):
+        tokens += [i for output in engine.step() for i in output.token_ids]
+    asks = SamplingParams(temperature=0.0, logprobs=1, max_tokens=20, ignore_eos=True)
+    engine.add(Request(request_id="leaves", prompt=tuple(PLAIN[1][0]), params=asks))
+    tokens += [i for output in engine.step() if output.request_id == "stays" for i in output.token_ids]
+    engine.abort("leaves")
+    while engine.has_work:
+        tokens += [i for output in engine.step() for i in output.token_ids]
+    assert [tokens] == expected("llama", False)[9]

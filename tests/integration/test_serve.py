@@ -74,11 +74,11 @@ def test_answers_over_the_wire_are_the_offline_answers(server: ServerProcess, or
 
 def test_the_log_has_a_timeline_and_the_requests_but_no_prompt_and_no_key(server: ServerProcess) -> None:
     ask(server.url, "an unmistakable prompt", 2)
-    wait_until(lambda: 'path="/v1/completions" status=200' in server.log.read_text())
+    wait_until(lambda: "output_tokens=2 " in server.log.read_text())  # the line follows the answer
     log = server.log.read_text()
+    assert 'path="/v1/completions" status=200' in log
     assert "listening on" in log and "model tiny: 1 engine(s) after" in log and "ready after" in log
     assert "unmistakable" not in log and "Bearer" not in log
-    assert "output_tokens=2" in log
 
 
 def test_a_second_server_on_the_port_fails_at_once_and_says_so(

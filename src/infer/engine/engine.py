@@ -216,8 +216,7 @@ class Engine:
         return outputs
 
     def _step(self) -> list[StepOutput]:
-        can_overlap = self._overlap and not self._blocking
-        outputs = self._retire(all_but=int(can_overlap))
+        outputs = self._retire(all_but=int(self._can_overlap))
         plan = self.scheduler.plan()
         sequences = [self.scheduler.get(chunk.seq_id) for chunk in plan.chunks]
         if not plan.chunks and not plan.transfers:
@@ -228,7 +227,6 @@ class Engine:
                 self._note_first_step(seq)
         try:
             wait = self._runner.launch(plan, sequences)
-            result = None if can_overlap else wait()
         except DeviceLost:  # every further step would fail as well: whoever supervises must start anew
             raise
         except Exception as error:  # whatever the model raised, its requests end and the engine lives on
@@ -239,13 +237,16 @@ class Engine:
             self._unreported += outputs + self._give_up(plan, sequences, error)
             raise
         self.scheduler.advance(plan)
-        if result is not None:
-            return outputs + self._conclude(plan, sequences, result)
         self._flights.append(_Flight(plan, sequences, wait))
-        return outputs + self._retire(all_but=1)
+        return outputs + self._retire(all_but=int(self._can_overlap))
+
+    @property
+    def _can_overlap(self) -> bool:
+        """Whether the next step may be planned before the last one is known."""
+        return self._overlap and not self._blocking
 
     def _note_first_step(self, leader: Sequence) -> None:
-        """A request leaves the queue; from the next step on, one that needs the host allows no overlap."""
+        """A request leaves the queue; from this step on, one that needs the host allows no overlap."""
         group = leader.group
         group.queue_s = perf_counter() - group.added_at
         if leader.num_samples > 1 or group.samples_on_host:
