@@ -23,6 +23,7 @@ from collections.abc import Sequence
 
 from infer import __version__
 from infer.cli import bench, chat, doctor, fetch, flags, generate, plan, replay, serve, simulate
+from infer.cli.parser import Parser
 from infer.errors import InferError
 from infer.log import setup_logging
 
@@ -34,7 +35,7 @@ SmolLM2-135M-Instruct is used; it is downloaded once.
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every subcommand; scripts/docs.py prints its help into the docs."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="infer",
         description="Run large language models on this machine.",
         usage="infer COMMAND [options]",

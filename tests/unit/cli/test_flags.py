@@ -108,7 +108,7 @@ def test_sampling_flags_reach_their_fields() -> None:
         (["--logit-bias", "7"], "expected ID=BIAS, for example 42=-100, got '7'"),
         (["--logit-bias", "x=1"], "invalid ID=BIAS value: 'x=1'"),
         (["--dtype", "int3"], "invalid choice: 'int3'"),
-        (["--temp", "1"], "unrecognized arguments: --temp"),
+        (["--temp", "1"], "unknown option --temp; did you mean --temperature?"),
         (["--temperature", "nan"], "temperature must be a number in [0, 100], got nan"),
         (["--min-tokens", "9", "--max-tokens", "3"], "min_tokens must not exceed max_tokens"),
         (["--config", "absent.yaml"], "cannot read config file absent.yaml"),

@@ -33,6 +33,47 @@ def test_no_command_shows_the_help_on_standard_error(infer: Infer) -> None:
     assert "hold a conversation in the terminal" in outcome.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--port", "x"], "infer serve: error: argument --port: invalid int value: 'x'"),
+        (["bench", "serve"], "infer bench serve: error: the following arguments are required: --url"),
+        (["--verison"], "infer: error: unknown option --verison; did you mean --version?"),
+        (
+            ["serve", "--max-batchsize=8"],
+            "infer serve: error: unknown option --max-batchsize; did you mean --max-batch-size?",
+        ),
+        (
+            ["bench", "compare", "a", "b", "--nois", "1"],
+            "infer bench compare: error: unknown option --nois; did you mean --noise?",
+        ),
+        (
+            ["generate", "hi", "--xyzzy"],
+            "infer generate: error: unknown option --xyzzy; 'infer generate --help' lists the options",
+        ),
+        (
+            ["generate", "two", "words"],
+            "infer generate: error: unexpected argument 'words'; quote a text that holds spaces",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_blamed_on_its_command_and_the_option_meant_is_named(
+    infer: Infer, arguments: list[str], message: str
+) -> None:
+    outcome = infer(*arguments)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.splitlines()[-1] == message
+
+
+@pytest.mark.parametrize("command", [(), ("serve",), ("bench",), ("bench", "compare")])
+def test_every_usage_line_begins_with_the_command_as_it_is_typed(
+    infer: Infer, command: tuple[str, ...]
+) -> None:
+    usage = infer(*command, "--help").out.splitlines()[0]
+    assert usage.startswith(" ".join(["usage: infer", *command]) + " ")
+    assert usage.count("infer") == 1
+
+
 def test_an_error_is_one_line_and_its_traceback_waits_for_debug(infer: Infer) -> None:
     assert "Traceback" not in infer("generate", "").err
     outcome = infer("generate", "", "--debug")

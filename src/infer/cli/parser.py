@@ -1,0 +1,41 @@
+"""The parser of `infer` and of each of its subcommands: argparse, with errors that help.
+
+    infer serve: error: unknown option --max-batchsize; did you mean --max-batch-size?
+
+argparse leaves what a subcommand does not know to the parser above it, which can neither name the
+subcommand nor compare with its options. Here each parser complains for itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose subcommands are called `prog NAME`, and that suggests the option that was meant."""
+
+    def add_subparsers(self, **options: Any) -> argparse._SubParsersAction[Any]:
+        """Make room for subcommands; argparse would put our whole usage line before their names."""
+        return super().add_subparsers(**{"prog": self.prog, **options})
+
+    def parse_known_args(  # type: ignore[override]  # the overloads of the base differ in the namespace alone
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Parse, and refuse here what is not known; the list returned is always empty."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(self._complaint(unknown))
+        return parsed, unknown
+
+    def _complaint(self, unknown: Sequence[str]) -> str:
+        options = [argument.partition("=")[0] for argument in unknown if argument.startswith("-")]
+        if not options:
+            return f"unexpected argument {unknown[0]!r}; quote a text that holds spaces"
+        known = list(self._option_string_actions)
+        matches = [name for name in known if name.startswith(options[0])]  # --temp is --temperature cut short
+        matches = matches or difflib.get_close_matches(options[0], known, n=1)
+        hint = f"did you mean {matches[0]}?" if matches else f"'{self.prog} --help' lists the options"
+        return f"unknown option {options[0]}; {hint}"
