@@ -20,7 +20,8 @@ from infer.bench.render import markdown_table, provenance
 from infer.bench.report import read_report
 from infer.cli.flags import LIBRARY_ONLY, SAMPLING_HELP
 from infer.cli.main import build_parser
-from infer.config import KnobRow, ServerConfig, engine_sections, knob_table
+from infer.config import ServerConfig, engine_sections, knob_table
+from infer.knobs import KnobRow
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

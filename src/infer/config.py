@@ -1,6 +1,6 @@
 """Every knob of the engine, each defined exactly once.
 
-A *knob* is one field of a frozen section: its default, its help line, its command-line flag
+A *knob* (`knobs.py`) is one field of a frozen section: its default, its help line, its command-line flag
 (`cli/flags.py`), its YAML key and its row in docs/knobs.md all come from the field below. There are
 no environment variables that change behaviour.
 
@@ -18,30 +18,17 @@ Knob names are unique across the sections, so people write them flat: `LLM("dir"
 from __future__ import annotations
 
 import math
-import os
-import re
-import types
-from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from infer.errors import ConfigError, closest
+from infer.knobs import KnobRow, check_choice, check_positive, knob, knob_rows, parse_bytes, parse_knob
 
 DEFAULT_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 2048, 8192
 DEFAULT_BATCH_SIZE, GPU_BATCH_SIZE = 64, 256
 DEFAULT_CHUNK_SIZE = 512
 GPU_MIXED_TOKENS = 256
 MAX_THREADS = 1024  # far more makes the thread library crash
-
-
-def knob(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple[str, ...] = (),
-    aliases: tuple[str, ...] = (),
-) -> Any:
-    """Declare a field that people may set; `aliases` are extra flag names, without the dashes."""
-    return field(default=default, metadata={"help": help, "choices": choices, "aliases": aliases})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +62,9 @@ class LoadConfig:
     num_threads: int | None = knob(None, "CPU threads; default: one per physical core")
 
     def __post_init__(self) -> None:
-        _check_choice(self, "dtype")
-        _check_choice(self, "cpu_weights")
-        _check_positive(self, "max_seq_len", "num_threads")
+        check_choice(self, "dtype")
+        check_choice(self, "cpu_weights")
+        check_positive(self, "max_seq_len", "num_threads")
         if self.num_threads is not None and self.num_threads > MAX_THREADS:
             raise ConfigError(f"num_threads must be at most {MAX_THREADS}, got {self.num_threads}")
         device, _, index = self.device.partition(":")
@@ -112,9 +99,9 @@ class CacheConfig:
     )
 
     def __post_init__(self) -> None:
-        _check_choice(self, "kv_cache_backend")
-        _check_choice(self, "attention_backend")
-        _check_positive(self, "block_size", "num_blocks")
+        check_choice(self, "kv_cache_backend")
+        check_choice(self, "attention_backend")
+        check_positive(self, "block_size", "num_blocks")
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
         if not isinstance(self.num_host_blocks, int) or self.num_host_blocks < 0:
@@ -180,10 +167,10 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         for name in ("batching_mode", "scheduler_policy", "preemption"):
-            _check_choice(self, name)
-        _check_positive(self, "max_batch_size", "max_num_batched_tokens", "prefill_chunk_size")
-        _check_positive(self, "mixed_prefill_tokens")
-        _check_positive(self, "max_wait_steps", "max_decode_gap", "max_waiting")
+            check_choice(self, name)
+        check_positive(self, "max_batch_size", "max_num_batched_tokens", "prefill_chunk_size")
+        check_positive(self, "mixed_prefill_tokens")
+        check_positive(self, "max_wait_steps", "max_decode_gap", "max_waiting")
         budget = self.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
         if self.width > budget:
             raise ConfigError(
@@ -246,13 +233,9 @@ class EngineConfig:
             if name not in table:
                 raise ConfigError(f"unknown knob {name!r}{closest(name, table)}; known: {', '.join(table)}")
         sections: dict[str, Any] = {}
-        for section in fields(cls):
-            section_type = section.default_factory
-            assert section_type is not MISSING
-            chosen = {
-                k: parse_knob(table[k], v) for k, v in knobs.items() if table[k].section == section.name
-            }
-            sections[section.name] = section_type(**chosen)
+        for section, section_type in engine_sections().items():
+            chosen = {k: parse_knob(table[k], v) for k, v in knobs.items() if table[k].section == section}
+            sections[section] = section_type(**chosen)
         return cls(**sections)
 
     def knobs(self) -> dict[str, Any]:
@@ -294,7 +277,7 @@ class ServerConfig:
     ui: bool = knob(True, "serve the page for people at / and /ui")
 
     def __post_init__(self) -> None:
-        _check_positive(self, "max_prompts", "max_n", "replicas")
+        check_positive(self, "max_prompts", "max_n", "replicas")
         parse_bytes(self.max_body_size)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in 0..65535, got {self.port}")
@@ -306,21 +289,6 @@ class ServerConfig:
             raise ConfigError("tls_cert and tls_key belong together; give both or neither")
         if any(not key for key in self.api_key) or self.admin_key == "":
             raise ConfigError("an empty key would let everybody in; give a key or none")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KnobRow:
-    """What the flag, the YAML reader and the docs need to know about one knob."""
-
-    name: str
-    section: str
-    kind: type  # bool, int, float or str
-    is_optional: bool
-    default: Any
-    help: str
-    choices: tuple[str, ...]
-    aliases: tuple[str, ...]
-    is_many: bool = False  # a tuple: the flag may be given several times
 
 
 def engine_sections() -> dict[str, type]:
@@ -335,72 +303,9 @@ def engine_sections() -> dict[str, type]:
 def knob_table(*, with_server: bool = False) -> dict[str, KnobRow]:
     """Every knob by name, in the order of the sections above; those of the server only on request."""
     table: dict[str, KnobRow] = {}
-    for section, section_type in (
-        engine_sections() | ({"server": ServerConfig} if with_server else {})
-    ).items():
-        hints = get_type_hints(section_type)
-        for knob_field in fields(section_type):
-            assert knob_field.name not in table, f"knob {knob_field.name} exists twice"
-            table[knob_field.name] = _row(section, knob_field, hints[knob_field.name])
+    sections = engine_sections() | ({"server": ServerConfig} if with_server else {})
+    for section, section_type in sections.items():
+        for row in knob_rows(section, section_type):
+            assert row.name not in table, f"knob {row.name} exists twice"
+            table[row.name] = row
     return table
-
-
-def _row(section: str, knob_field: Field[Any], hint: Any) -> KnobRow:
-    is_union = get_origin(hint) in (Union, types.UnionType)
-    is_many = get_origin(hint) is tuple
-    members = [t for t in get_args(hint) if t not in (type(None), ...)] if is_union or is_many else [hint]
-    assert len(members) == 1, f"knob {knob_field.name} must have one type, optionally None; got {hint}"
-    return KnobRow(
-        name=knob_field.name,
-        section=section,
-        kind=members[0],
-        is_optional=is_union,
-        is_many=is_many,
-        default=knob_field.default,
-        **knob_field.metadata,
-    )
-
-
-def parse_knob(row: KnobRow, value: Any) -> Any:
-    """Check a value from YAML or from a keyword against the knob's type, or say what is allowed."""
-    if value is None and row.is_optional:
-        return None
-    if row.kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if row.is_many:
-        values = value if isinstance(value, list | tuple) else [value]
-        if not all(isinstance(each, row.kind) for each in values):
-            raise ConfigError(f"{row.name} must be {row.kind.__name__} values, got {value!r}")
-        return tuple(values)
-    if row.kind is str and isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    if not isinstance(value, row.kind) or (row.kind is int and isinstance(value, bool)):
-        raise ConfigError(f"{row.name} must be {row.kind.__name__}, got {value!r}")
-    return value
-
-
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_UNITS |= {"k": 2**10, "m": 2**20, "g": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-
-
-def parse_bytes(text: str) -> int:
-    """Read a size such as 512MiB, 4GiB or 1.5GB."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    unit = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None or float(match[1]) == 0:
-        raise ConfigError(f"a size looks like 512MiB or 4GiB, got {text!r}")
-    return int(float(match[1]) * unit)
-
-
-def _check_choice(section: Any, name: str) -> None:
-    choices = next(f for f in fields(section) if f.name == name).metadata["choices"]
-    value = getattr(section, name)
-    if value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-
-
-def _check_positive(section: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(section, name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ConfigError(f"{name} must be a positive integer, got {value!r}")

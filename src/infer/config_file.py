@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infer.config import KnobRow, parse_knob
 from infer.errors import ConfigError, closest
+from infer.knobs import KnobRow, parse_knob
 
 
 def read_config_file(path: Path, table: Mapping[str, KnobRow]) -> dict[str, Any]:

@@ -5,14 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from infer.config import (
-    EngineConfig,
-    LoadConfig,
-    knob_table,
-    parse_knob,
-)
+from infer.config import EngineConfig, LoadConfig, knob_table
 from infer.config_file import read_config_file
 from infer.errors import ConfigError
+from infer.knobs import parse_knob
 
 
 def write(folder: Path, text: str) -> Path:

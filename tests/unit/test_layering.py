@@ -17,11 +17,12 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "src" / "infer"
 
-EVERYONE_MAY_IMPORT = {"errors", "config", "config_file", "log"}
+EVERYONE_MAY_IMPORT = {"errors", "config", "config_file", "knobs", "log"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
-    "config": set(),
-    "config_file": {"config"},
+    "knobs": set(),
+    "config": {"knobs"},
+    "config_file": {"knobs"},
     "log": set(),
     "kernels": set(),
     "quant": {"kernels"},

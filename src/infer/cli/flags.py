@@ -20,14 +20,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from infer.config import (
-    KnobRow,
-    ServerConfig,
-    engine_sections,
-    knob_table,
-    parse_knob,
-)
+from infer.config import ServerConfig, engine_sections, knob_table
 from infer.config_file import read_config_file
+from infer.knobs import KnobRow, parse_knob
 from infer.loader.hf_config import SAMPLING_KEYS
 from infer.log import LEVELS
 from infer.sampling.params import SamplingParams

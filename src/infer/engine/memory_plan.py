@@ -31,9 +31,10 @@ from infer.cache.memory import (
     workspace_share,
 )
 from infer.cache.memory import format_bytes as format_bytes
-from infer.config import EngineConfig, parse_bytes
+from infer.config import EngineConfig
 from infer.engine.build import layer_sizes, resolve_scheduler
 from infer.errors import ConfigError
+from infer.knobs import parse_bytes
 from infer.loader.cpu_weights import BITS, choose_format
 from infer.loader.dtype import DTYPES, stored_dtype
 from infer.loader.hf_config import MAX_CONFIG_BYTES, GenerationDefaults, read_json

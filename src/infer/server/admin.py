@@ -14,8 +14,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from infer.config import EngineConfig, knob_table, parse_knob
+from infer.config import EngineConfig, knob_table
 from infer.errors import CheckpointError, ConfigError, RequestError
+from infer.knobs import parse_knob
 from infer.server.fleet import Fleet
 
 router = APIRouter(prefix="/admin", tags=["admin"])

@@ -16,7 +16,7 @@ import asyncio
 from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from infer.config import parse_bytes
+from infer.knobs import parse_bytes
 from infer.server.auth import is_admin, is_open
 from infer.server.errors import RETRY_LATER_S, ApiError
 from infer.server.refusal import refuse

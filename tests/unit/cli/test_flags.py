@@ -10,7 +10,8 @@ import pytest
 
 from infer.cli import flags
 from infer.cli.main import build_parser
-from infer.config import KnobRow, knob_table
+from infer.config import knob_table
+from infer.knobs import KnobRow
 from infer.sampling.params import SamplingParams
 
 
