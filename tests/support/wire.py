@@ -66,13 +66,13 @@ class Wire:
         answer: dict[str, Any] = response.json()
         return answer
 
-    def refused(self, path: str, body: Any, status: int) -> dict[str, Any]:
-        """POST what must be refused with a status; returns the error."""
+    def refused(self, path: str, body: Any, status: int, code: str | None = None) -> dict[str, Any]:
+        """POST what must be refused with a status, and a code if that is another; returns the error."""
         response = self.post(path, body)
         assert response.status_code == status, response.text
         error: dict[str, Any] = response.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
-        assert error["code"] == status
+        assert error["code"] == (code or status)
         return error
 
     def frames(self, path: str, body: Any) -> list[Any]:

@@ -4,6 +4,7 @@
     MalformedRequest, wrong JSON type       400     mend the program
     NameTaken                               409     choose another name
     RequestError                            422     mend the values
+    UnknownModel                            422     ask for one that is served; `code` is model_not_found
     QueueFull, EngineStopped                503     try again, after Retry-After seconds
     RequestTimeout                          504     ask for less, or for more time; not the same again
     EngineError, anything else              500     tell the operator
@@ -38,6 +39,7 @@ from infer.errors import (
     RequestError,
     RequestTimeout,
     TemplateError,
+    UnknownModel,
 )
 from infer.server.record import current_id
 
@@ -47,6 +49,7 @@ RETRY_SOON_S = 1  # a full queue moves within a second or so
 RETRY_LATER_S = 5  # a model is loading, an engine restarts, or this server is about to leave
 CLIENT_GONE = 499  # what proxies log for it; nobody is there to read it
 MAX_MESSAGE_LEN = 1000
+MODEL_NOT_FOUND = "model_not_found"
 
 ERROR_TYPES = {  # as vLLM calls them; openai's client maps by status
     400: "BadRequestError",
@@ -89,6 +92,7 @@ class ApiError:
     status: int
     message: str
     param: str | None = None
+    code: str | None = None  # what programs branch on, where OpenAI has a word for it; None: the status
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -97,7 +101,8 @@ class ApiError:
         kind = ERROR_TYPES.get(
             self.status, "InternalServerError" if self.status >= 500 else "BadRequestError"
         )
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+        code = self.code or self.status
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": code}}
 
     def response(self) -> Response:
         """The error as a whole answer."""
@@ -127,7 +132,8 @@ def to_api_error(error: BaseException) -> ApiError:
     if isinstance(error, RequestError):
         status = 400 if isinstance(error, MalformedRequest) else 409 if isinstance(error, NameTaken) else 422
         message = scrub(str(error)) if isinstance(error, TemplateError) else shorten(str(error))
-        return ApiError(status=status, message=message, param=error.param)
+        code = MODEL_NOT_FOUND if isinstance(error, UnknownModel) else None
+        return ApiError(status=status, message=message, param=error.param, code=code)
     if isinstance(error, QueueFull | EngineStopped):
         seconds = RETRY_SOON_S if isinstance(error, QueueFull) else RETRY_LATER_S
         return ApiError(status=503, message=scrub(str(error)), headers={"Retry-After": str(seconds)})

@@ -1,19 +1,24 @@
-"""`GET /v1/models`: what is served here, with the fields that clients of vLLM read as well."""
+"""`GET /v1/models`: what is served here, with the fields that clients of vLLM read as well.
+
+`HEAD` has the same status and headers and no body, for whoever only wants to know whether a model is there.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request, Response
 
 from infer.errors import UnknownModel
-from infer.server.errors import ApiError, to_api_error
+from infer.server.errors import to_api_error
 from infer.server.routing import json_response, make_router, server_state
 from infer.server.state import ServedModel, ServerState
 
 router = make_router()
 
 
+@router.head("/v1/models", response_model=None, include_in_schema=False)
 @router.get("/v1/models", response_model=None)
 async def list_models(http: Request) -> Response:
     """Every model, and every other name it goes by."""
@@ -22,6 +27,7 @@ async def list_models(http: Request) -> Response:
     return json_response({"object": "list", "data": [model_card(state, name) for name in names]})
 
 
+@router.head("/v1/models/{name:path}", response_model=None, include_in_schema=False)
 @router.get("/v1/models/{name:path}", response_model=None)
 async def get_model(name: str, http: Request) -> Response:
     """One model."""
@@ -29,7 +35,7 @@ async def get_model(name: str, http: Request) -> Response:
     try:
         return json_response(model_card(state, name))
     except UnknownModel as error:  # here the name is the resource, so an unknown one is not found
-        return ApiError(status=404, message=to_api_error(error).message, param="model").response()
+        return replace(to_api_error(error), status=404).response()
 
 
 def model_card(state: ServerState, name: str) -> dict[str, Any]:

@@ -74,6 +74,8 @@ class ServerState:
         found = self.models.get(self.aliases.get(wanted, wanted)) if wanted is not None else None
         if found is None:
             known = [*self.models, *self.aliases]
+            if not known:
+                raise UnknownModel("no model is served at the moment; ask the operator", param="model")
             raise UnknownModel(
                 f"model {name!r} is not served here{closest(name or '', known)}; served: {', '.join(known)}",
                 param="model",

@@ -66,7 +66,8 @@ def test_every_error_has_its_status_also_before_a_stream(
     oracle: LLM, error: Exception, status: int, stream: bool
 ) -> None:
     wire = failing(oracle, error)
-    refused = wire.refused("/v1/completions", {"prompt": "x", "stream": stream}, status)
+    code = "model_not_found" if isinstance(error, UnknownModel) else None
+    refused = wire.refused("/v1/completions", {"prompt": "x", "stream": stream}, status, code)
     if status == 500 and not isinstance(error, EngineError):
         assert refused["message"] == "the server failed to answer this request; its log says why"
     elif str(error) != "x":

@@ -25,6 +25,43 @@ def test_models_are_listed_with_the_length_of_their_context(wire: Wire, oracle: 
     assert wire.ok("/v1/completions", {"model": "nick", "prompt": "x", "max_tokens": 1})["model"] == "nick"
 
 
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny", "/v1/models/absent"])
+def test_head_answers_as_get_does(wire: Wire, path: str) -> None:
+    head, get = wire.request("HEAD", path), wire.get(path)
+    assert head.status_code == get.status_code
+    assert head.headers["content-length"] == get.headers["content-length"]
+    assert head.headers["content-type"] == get.headers["content-type"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/completions", {"prompt": "x", "stream": True}),
+        ("/v1/completions/stream", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/embeddings", {"input": "x"}),
+        ("/tokenize", {"prompt": "x"}),
+        ("/detokenize", {"tokens": [1]}),
+    ],
+)
+def test_every_route_says_in_the_same_words_that_a_model_is_not_served(
+    wire: Wire, path: str, body: dict[str, object]
+) -> None:
+    error = wire.refused(path, body | {"model": "tinny"}, 422, "model_not_found")
+    assert error["param"] == "model"
+    assert error["message"] == "model 'tinny' is not served here; did you mean 'tiny'?; served: tiny"
+    missing = wire.get("/v1/models/tinny")
+    assert missing.status_code == 404
+    assert missing.json()["error"] == error | {"type": "NotFoundError"}
+
+
+def test_a_server_without_models_says_so(wire: Wire) -> None:
+    wire.state.models, wire.state.default_model = {}, None
+    error = wire.refused("/v1/completions", {"prompt": "x"}, 422, "model_not_found")
+    assert error["message"] == "no model is served at the moment; ask the operator"
+
+
 def test_tokenize_says_what_would_run(wire: Wire, oracle: LLM) -> None:
     answer = wire.ok("/tokenize", {"model": "tiny", "prompt": "the river", "return_token_strs": True})
     assert answer["tokens"] == oracle.encode("the river")
