@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from infer.cache.block_allocator import BlockAllocator
-from infer.cache.kv_pool import PagedKVCachePool
+from infer.cache.paged_pool import PagedKVCachePool
 
 LONG_PROMPT_LEN = 32768
 

@@ -26,7 +26,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.machine import facts
-from infer.cache.kv_pool import KVCachePool, PagedKVCachePool, SlottedKVCachePool
+from infer.cache.kv_pool import KVCachePool
+from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
 from infer.config import SchedulerConfig
 from infer.engine.request import Request
 from infer.engine.scheduler import Scheduler

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import facts
-from infer.cache.kv_pool import PagedKVCachePool
+from infer.cache.paged_pool import PagedKVCachePool
 from infer.config import SchedulerConfig
 from infer.engine.request import Request
 from infer.engine.scheduler import Scheduler

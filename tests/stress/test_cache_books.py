@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infer.cache.kv_pool import PagedKVCachePool, SlottedKVCachePool
+from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
 from tests.unit.cache.traffic import RandomTraffic
 
 

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from infer.cache.kv_pool import KVCachePool, PagedKVCachePool, SlottedKVCachePool
+from infer.cache.kv_pool import KVCachePool
+from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
 from infer.config import SchedulerConfig
 from infer.engine.batch import BlockRows
 from infer.engine.engine import Engine, EngineObserver
@@ -228,7 +229,7 @@ class OracleWorld:
         config = SchedulerConfig(**({"max_batch_size": 8, "max_num_batched_tokens": 64} | scheduler_knobs))
         keeps_cache = kv_cache_backend != "naive"
         self.scheduler = Scheduler(self.pool, config, cost=cost, keeps_cache=keeps_cache)
-        self.runner = OracleRunner(self.pool, num_host_blocks, max_batch_size=config.max_batch_size)
+        self.runner = OracleRunner(self.pool, num_host_blocks, max_batch_size=config.width)
         self.observer = PlanList()
         self.eos_ids = eos_ids
         self.engine = Engine(
@@ -308,7 +309,7 @@ class OracleWorld:
         assert scheduler.running == sorted((s for s in live if s.is_running), key=lambda s: s.sort_key)
         assert scheduler.num_waiting == sum(not s.is_running for s in live)
         num_slots = sum(seq.num_slots for seq in scheduler.running)
-        assert scheduler._slots_used == num_slots <= scheduler.config.max_batch_size
+        assert scheduler._slots_used == num_slots <= scheduler.config.width
         for seq in live:
             assert seq.finish_reason is None
             num_late = seq.num_tokens - len(seq.tokens)

@@ -50,6 +50,7 @@ INTEGERS_ONLY = [
     "cache/block_table.py",
     "cache/prefix_tree.py",
     "cache/kv_pool.py",
+    "cache/paged_pool.py",
     "engine/plan.py",
     "engine/policies.py",
     "engine/request.py",

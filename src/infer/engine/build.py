@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from infer import __version__
-from infer.cache.kv_pool import KVCachePool, PagedKVCachePool, SlottedKVCachePool
+from infer.cache.kv_pool import KVCachePool
 from infer.cache.kv_store import KVStore
 from infer.cache.memory import (
     CPU_SHARE,
@@ -24,6 +24,7 @@ from infer.cache.memory import (
     format_bytes,
     free_host_bytes,
 )
+from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
 from infer.config import (
     DEFAULT_BATCH_SIZE,
     DEFAULT_BATCHED_TOKENS,

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from infer.cache.kv_pool import KVCachePool, PagedKVCachePool, SlottedKVCachePool
+from infer.cache.kv_pool import KVCachePool
+from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
 from infer.errors import ConfigError, EngineError
 from tests.unit.cache.traffic import RandomTraffic, Traffic
 

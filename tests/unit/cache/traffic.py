@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from infer.cache.kv_pool import PagedKVCachePool
+from infer.cache.paged_pool import PagedKVCachePool
 
 History = tuple[str | None, tuple[int, ...]]
 Memory = dict[int, dict[int, History]]  # block, offset in it

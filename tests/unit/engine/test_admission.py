@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from infer.cache.kv_pool import KVCachePool, PagedKVCachePool, SlottedKVCachePool
+from infer.cache.kv_pool import KVCachePool
+from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
 from infer.engine.admission import check_token_ids, check_width, longest_total
 from infer.engine.request import Request
 from infer.errors import ContextOverflow, RequestError

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from infer.cache.kv_pool import PagedKVCachePool
 from infer.cache.kv_store import KVStore
+from infer.cache.paged_pool import PagedKVCachePool
 from infer.engine.batch import BlockRows, PagedStep, StepBatch
 from infer.engine.plan import Chunk, StepPlan
 from infer.engine.request import Request

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from infer.cache.kv_pool import PagedKVCachePool
+from infer.cache.paged_pool import PagedKVCachePool
 from infer.config import SchedulerConfig
 from infer.engine import callers
 from infer.engine.client import InProcessClient

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import zmq
 
-from infer.cache.kv_pool import PagedKVCachePool
+from infer.cache.paged_pool import PagedKVCachePool
 from infer.config import SchedulerConfig
 from infer.engine.engine import Engine
 from infer.engine.messages import (

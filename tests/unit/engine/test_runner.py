@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.cache.kv_pool import PagedKVCachePool
 from infer.cache.kv_store import KVStore
+from infer.cache.paged_pool import PagedKVCachePool
 from infer.engine import runner as runner_module
 from infer.engine.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, StepPlan, Transfer
 from infer.engine.request import Request
