@@ -79,9 +79,12 @@ def activation_bytes(sizes: LayerSizes, *, num_tokens: int, num_rows: int, bytes
     return max(ALLOCATOR_FACTOR * layer, logits)
 
 
-def workspace_share(num_layers: int) -> float:
-    """How much of the KV cache's size attention needs once more: one layer of it, padded to at most twice."""
-    return 2 / num_layers
+def workspace_share(num_layers: int, *, gathers: bool = True) -> float:
+    """How much of the KV cache's size attention needs once more: one layer of it, padded to at most twice.
+
+    Nothing if it does not gather: kernels that read keys and values where they lie copy none of them.
+    """
+    return 2 / num_layers if gathers else 0.0
 
 
 def step_bytes(
@@ -106,13 +109,14 @@ def fit_cache(
     bytes_per_element: int,
     free_bytes: int,
     share: float,
+    gathers: bool = True,
 ) -> CacheSize:
     """Size the cache for what is free once the weights are there, beside a step's activations and workspace.
 
     A cache that nobody sized takes at most `share` of what is free; one that was asked for must fit.
     """
     activations = step_bytes(scheduler, sizes, max_seq_len=max_seq_len, bytes_per_element=bytes_per_element)
-    room = int((free_bytes - activations) / (1 + workspace_share(sizes.num_layers)))
+    room = int((free_bytes - activations) / (1 + workspace_share(sizes.num_layers, gathers=gathers)))
     bytes_per_token = kv_bytes_per_token(
         sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, bytes_per_element
     )

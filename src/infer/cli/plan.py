@@ -137,8 +137,9 @@ def to_text(plan: MemoryPlan, model: str | None) -> str:
             f"{cache.num_blocks} blocks of {cache.block_size} tokens: {cache.num_tokens:,} tokens, "
             f"{format_bytes(cache.bytes_per_token)} each",
         ),
-        ("workspace", plan.workspace, "of attention"),
     ]
+    if plan.workspace:
+        rows.append(("workspace", plan.workspace, "of attention"))
     if plan.machine.runtime:
         rows.append(("runtime", plan.machine.runtime, "of the GPU"))
     rows.append(("in all", plan.total, f"of {format_bytes(plan.machine.memory)}"))

@@ -35,6 +35,7 @@ from infer.config import (
     EngineConfig,
     SchedulerConfig,
 )
+from infer.engine.cpu_step import attention_gathers
 from infer.engine.device_runner import DeviceRunner
 from infer.engine.engine import Engine, EngineObserver
 from infer.engine.facts import RunFacts, fingerprint, shareable_knobs
@@ -230,6 +231,9 @@ def _fit_to_device(config: EngineConfig, scheduler: SchedulerConfig, loaded: Loa
         bytes_per_element=loaded.dtype.itemsize,
         free_bytes=torch.cuda.mem_get_info(loaded.device)[0] if is_gpu else free_host,
         share=GPU_SHARE if is_gpu else CPU_SHARE,
+        gathers=attention_gathers(
+            config.cache.attention_backend, loaded.device, loaded.dtype, loaded.config.head_dim
+        ),
     )
     check_host_blocks(config.cache.num_host_blocks, size, free_host if is_gpu else free_host - size.num_bytes)
     return size

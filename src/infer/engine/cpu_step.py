@@ -30,7 +30,7 @@ from infer.engine.batch import BlockRows
 from infer.engine.plan import StepPlan
 from infer.engine.sequence import Sequence as TokenSequence
 from infer.kernels.cpu import operations
-from infer.kernels.cpu.library import Library
+from infer.kernels.cpu.library import Library, library
 from infer.kernels.cpu.program import Program, Recorder
 from infer.layers.attention import StepContext
 from infer.models.model import Model
@@ -171,9 +171,15 @@ class CpuSteps:
 
 
 def can_run(model: Model, store: KVStore) -> bool:
-    """Whether attention.c can read this store: float32, heads it has room for."""
-    return (
-        store.device.type == "cpu"
-        and store.keys[0].dtype is torch.float32
-        and (model.config.head_dim <= operations.MAX_HEAD)
-    )
+    """Whether attention.c can read this store."""
+    return can_read(store.device, store.keys[0].dtype, model.config.head_dim)
+
+
+def can_read(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether attention.c can read keys and values where they lie: in float32, heads it has room for."""
+    return device.type == "cpu" and dtype is torch.float32 and head_dim <= operations.MAX_HEAD
+
+
+def attention_gathers(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether attention copies keys and values together before it reads them, as all but attention.c may."""
+    return not (backend == "auto" and can_read(device, dtype, head_dim) and library() is not None)

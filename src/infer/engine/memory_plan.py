@@ -33,6 +33,7 @@ from infer.cache.memory import (
 from infer.cache.memory import format_bytes as format_bytes
 from infer.config import EngineConfig
 from infer.engine.build import layer_sizes, resolve_scheduler
+from infer.engine.cpu_step import attention_gathers
 from infer.errors import ConfigError
 from infer.knobs import parse_bytes
 from infer.loader.cpu_weights import BITS, choose_format
@@ -131,7 +132,9 @@ def plan_memory(config: EngineConfig, headers: ModelHeaders, machine: Machine, *
     bytes_per_token = kv_bytes_per_token(
         model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, bytes_each
     )
-    share = workspace_share(model_config.num_layers)
+    device = torch.device("cuda" if machine.kind == "gpu" else "cpu")
+    gathers = attention_gathers(config.cache.attention_backend, device, DTYPES[dtype], model_config.head_dim)
+    share = workspace_share(model_config.num_layers, gathers=gathers)
     left = machine.memory - weights - machine.runtime
     parts = f"{format_bytes(weights)} of weights and {format_bytes(activations)} of activations"
     if (left - activations) / (1 + share) < config.cache.block_size * bytes_per_token:
@@ -144,6 +147,7 @@ def plan_memory(config: EngineConfig, headers: ModelHeaders, machine: Machine, *
         bytes_per_element=bytes_each,
         free_bytes=left,
         share=machine.cache_share,
+        gathers=gathers,
     )
     if machine.kind == "cpu":
         check_host_blocks(config.cache.num_host_blocks, cache, left - activations - cache.num_bytes)

@@ -85,6 +85,7 @@ def test_activations_grow_with_the_step_or_with_the_rows_that_sample() -> None:
 
 def test_the_workspace_is_one_layer_padded_to_twice() -> None:
     assert workspace_share(30) * 30 == 2
+    assert workspace_share(30, gathers=False) == 0
 
 
 def test_sizes_are_written_for_people() -> None:
@@ -97,7 +98,7 @@ def test_sizes_are_written_for_people() -> None:
     ]
 
 
-def fit(free_bytes: int, **knobs: object) -> CacheSize:
+def fit(free_bytes: int, *, gathers: bool = True, **knobs: object) -> CacheSize:
     return fit_cache(
         CacheConfig(**knobs),  # type: ignore[arg-type]
         SchedulerConfig(max_batch_size=8, max_num_batched_tokens=2048),
@@ -106,6 +107,7 @@ def fit(free_bytes: int, **knobs: object) -> CacheSize:
         bytes_per_element=4,
         free_bytes=free_bytes,
         share=0.9,
+        gathers=gathers,
     )
 
 
@@ -116,6 +118,8 @@ def test_the_cache_leaves_room_for_a_step_and_its_workspace() -> None:
     assert size.num_bytes > 0.75 * (1 << 30)
     assert fit(1 << 30, num_blocks=size.num_blocks) == size
     assert fit(40 << 30).num_tokens == 8 * 8192  # never more than can be used
+    in_place = fit(1 << 30, gathers=False)
+    assert size.num_bytes < in_place.num_bytes <= (1 << 30) - activations
 
 
 def test_a_cache_larger_than_its_room_is_refused_with_what_fits() -> None:

@@ -12,7 +12,7 @@ from infer.cache.memory import size_cache
 from infer.cli.flags import knobs_from
 from infer.cli.main import build_parser
 from infer.config import EngineConfig
-from infer.engine import build, memory_plan
+from infer.engine import build, cpu_step, memory_plan
 from infer.engine.build import resolve_scheduler
 from infer.errors import ConfigError
 from infer.loader.load import load_model
@@ -126,6 +126,28 @@ def test_the_printed_flags_give_the_planned_cache(infer: Infer, model: Path, kno
         free_bytes=0,
     )
     assert (made.num_blocks, made.block_size) == (plan["num_blocks"], plan["block_size"])
+
+
+@pytest.mark.parametrize(
+    ("config", "has_c", "needs_workspace"),
+    [("", True, False), ("", False, True), ("attention_backend: sdpa", True, True)],
+)
+def test_attention_that_reads_in_place_is_charged_no_workspace(
+    infer: Infer,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    config: str,
+    has_c: bool,
+    needs_workspace: bool,
+) -> None:
+    monkeypatch.setattr(cpu_step, "library", lambda: object() if has_c else None)
+    (tmp_path / "knobs.yaml").write_text(config)
+    asked = ("--device", "cpu", "--dtype", "float32", "--config", tmp_path / "knobs.yaml")
+    plan = planned(infer, model, *asked)
+    assert (plan["workspace"] > 0) == needs_workspace
+    assert plan["total"] == plan["weights"] + plan["activations"] + plan["kv_cache"] + plan["workspace"]
+    assert ("of attention" in infer("plan", str(model), *map(str, asked)).out) == needs_workspace
 
 
 def test_contexts_and_concurrency_follow_from_the_blocks(infer: Infer, model: Path) -> None:
