@@ -31,7 +31,7 @@ from infer.kernels import dispatch, linear_configs
 from infer.kernels.dispatch import triton
 from infer.kernels.gated_activation import gated_activation
 from infer.kernels.linear_configs import GemvConfig, Key, SkinnyConfig, bucket, fit_stages
-from infer.kernels.linear_small import FOLD_NORM_MAX_M, _launch, _Norm
+from infer.kernels.linear_small import FOLD_NORM_MAX_M, _Norm, launch
 
 TABLE_FILE = Path(linear_configs.__file__)
 _BEGIN, _END = "# table: begin\n", "# table: end\n"
@@ -150,7 +150,7 @@ def _time(
 
     def call(x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         norm = _Norm(x, residual, gain, EPS, 0.0) if folds_norm else None
-        return _launch(tile_to_time, x, w, activation=activation, norm=norm)
+        return launch(tile_to_time, x, w, activation=activation, norm=norm)
 
     return time_calls(call, make_inputs(matrix, num_tokens, weights), weights[0].device)
 

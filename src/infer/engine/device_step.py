@@ -11,6 +11,7 @@ replayed while sequences grow.
     triton      Triton                Triton
     cuda        CUDA C++              Triton
     flash       Triton                PyTorch's FlashAttention if every chunk is fresh, otherwise Triton
+    invariant   Triton's kernel for prompts, for both: one order of additions, wherever a token is computed
 
 Shapes:  T tokens, S of them rows that decode, N query heads, G kv heads, H head size.
 """
@@ -25,6 +26,7 @@ from infer.cache.kv_store import KVStore
 from infer.kernels.attention_decode import DecodeWork, attend_decode
 from infer.kernels.attention_prefill import PrefillChunks, attend_prefill
 from infer.kernels.cuda.paged_attention import attend_decode_cuda
+from infer.kernels.dispatch import use_triton
 from infer.layers.attention import CacheSlots, StepContext
 
 
@@ -52,7 +54,10 @@ class DeviceStep(StepContext):
         self._rows_S, self._lens_S = rows_S, lens_S
         self._chunks = chunks
         self._backend = backend
-        if len(rows_S) and backend != "cuda":
+        if backend == "invariant" and len(rows_S) and use_triton(lens_S):
+            self._chunks = _with_rows(chunks, rows_S, lens_S)
+            self._rows_S = rows_S[:0]
+        elif len(rows_S) and backend != "cuda":
             for window in windows:
                 work.plan(rows_S, lens_S, window=window)
 
@@ -94,5 +99,16 @@ class DeviceStep(StepContext):
                 q_TNH, keys, values, self._tables_RB, self._chunks,
                 block_size=self._block_size, scale=scale, window=window, out=out_TNH,
                 fresh_slots_T=self._slots_T if self._backend == "flash" else None,
+                invariant=self._backend == "invariant",
             )  # fmt: skip
         return out_TNH
+
+
+def _with_rows(chunks: PrefillChunks | None, rows_S: torch.Tensor, lens_S: torch.Tensor) -> PrefillChunks:
+    """A chunk of one token for each row that decodes; their lengths are known to the device alone."""
+    places_S = torch.arange(len(rows_S), dtype=torch.int32, device=rows_S.device)
+    lens_S = lens_S.int()
+    tiles_S4 = torch.stack((places_S, lens_S.clamp(max=1), rows_S.int(), lens_S - 1), dim=1)
+    if chunks is None:
+        return PrefillChunks.from_arrays(tiles_S4)
+    return PrefillChunks.from_arrays(torch.cat((tiles_S4, chunks.tiles_W4)), chunks.chunks)

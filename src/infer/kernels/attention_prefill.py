@@ -15,6 +15,10 @@ causal diagonal, and a short chunk fills its rows sooner. Of the keys of a tile 
     keys      0 ............ first token's window | seen by all tokens | up to the tile's last token
               never read      masked                no mask              masked
 
+With `invariant`, all keys take the masked way, in tiles that start at multiples of their length. Then a token
+has the same bits whatever else its tile, its chunk and the step hold, be it a chunk of its own or part of a
+prompt: a tile that a token does not see adds zeros to its sums.
+
 The tiles are listed on the host, which knows the chunks, longest first so that none starts late; a list is
 padded to the capacity a graph was captured for with empty tiles, whose programs leave at once.
 
@@ -223,6 +227,7 @@ def _prefill_kernel(
     window,
     scale_log2e,
     WINDOWED: tl.constexpr,
+    INVARIANT: tl.constexpr,
     G: tl.constexpr,
     M: tl.constexpr,
     H: tl.constexpr,
@@ -256,7 +261,11 @@ def _prefill_kernel(
         total = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
         maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         denominator = tl.zeros((BLOCK_M,), tl.float32)
-        if WINDOWED:
+        if INVARIANT:
+            seen_by_all = 0
+            if WINDOWED:
+                seen_by_all = tl.maximum(start - window + 1, 0) // BLOCK_N * BLOCK_N
+        elif WINDOWED:
             lowest = tl.maximum(start - window + 1, 0)
             num_edge = (tl.maximum(end - window - lowest, 0) + BLOCK_N - 1) // BLOCK_N
             edge_end = lowest + num_edge * BLOCK_N
@@ -267,12 +276,13 @@ def _prefill_kernel(
             )  # fmt: skip
         else:
             edge_end = 0
-        seen_by_all = edge_end + tl.maximum(start + 1 - edge_end, 0) // BLOCK_N * BLOCK_N
-        total, maximum, denominator = _attend_keys(
-            q, total, maximum, denominator, position, edge_end, seen_by_all,
-            keys_ptr, values_ptr, table_ptr, window, scale_log2e,
-            False, WINDOWED, G * H, H, BLOCK_SIZE, BLOCK_N, BLOCK_H,
-        )  # fmt: skip
+        if not INVARIANT:
+            seen_by_all = edge_end + tl.maximum(start + 1 - edge_end, 0) // BLOCK_N * BLOCK_N
+            total, maximum, denominator = _attend_keys(
+                q, total, maximum, denominator, position, edge_end, seen_by_all,
+                keys_ptr, values_ptr, table_ptr, window, scale_log2e,
+                False, WINDOWED, G * H, H, BLOCK_SIZE, BLOCK_N, BLOCK_H,
+            )  # fmt: skip
         total, maximum, denominator = _attend_keys(
             q, total, maximum, denominator, position, seen_by_all, end,
             keys_ptr, values_ptr, table_ptr, window, scale_log2e,
@@ -297,6 +307,7 @@ def attend_prefill(
     fresh_slots_T: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     config: PrefillConfig | None = None,
+    invariant: bool = False,
 ) -> torch.Tensor:
     """Attend with the tokens of the chunks; the other tokens of `out` are left as they are.
 
@@ -330,7 +341,7 @@ def attend_prefill(
     _prefill_kernel[(chunks.tiles_W4.shape[0] * G * config.num_parts,)](
         q_TNH, keys_PGH, values_PGH, tables_RB, chunks.tiles_W4, out,
         q_TNH.stride(0), q_TNH.stride(1), out.stride(0), tables_RB.stride(0), window or 2**30, scale * LOG2E,
-        WINDOWED=window is not None, G=G, M=N // G, H=H, BLOCK_SIZE=block_size,
+        WINDOWED=window is not None, INVARIANT=invariant, G=G, M=N // G, H=H, BLOCK_SIZE=block_size,
         NUM_PARTS=config.num_parts, BLOCK_M=config.block_m // config.num_parts,
         BLOCK_N=config.block_n, BLOCK_H=block_h,
         num_warps=config.num_warps, num_stages=config.num_stages,

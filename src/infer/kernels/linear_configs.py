@@ -83,6 +83,17 @@ def skinny_config(
     return fit_stages(replace(config, block_k=config.block_k * 2 // item_bytes), block_m, gated, item_bytes)
 
 
+@lru_cache(maxsize=1024)
+def invariant_config(N: int, K: int, block_m: int, device: torch.device, item_bytes: int = 2) -> SkinnyConfig:
+    """What adds in the same order for every number of tokens, also where the library would be faster."""
+    for size in (16, 32, 64, MAX_SMALL_M):
+        if config := skinny_config(N, K, False, size, device, item_bytes):
+            return fit_stages(config, block_m, False, item_bytes)
+    config = default_skinny_config(N, K, gated=False)
+    config = replace(config, block_k=config.block_k * 2 // item_bytes)
+    return fit_stages(config, block_m, False, item_bytes)
+
+
 def fit_stages(config: SkinnyConfig, block_m: int, gated: bool, item_bytes: int = 2) -> SkinnyConfig:
     """As many stages as fit the shared memory, at most those asked for."""
     stage_bytes = (config.block_n * (2 if gated else 1) + block_m) * config.block_k * item_bytes

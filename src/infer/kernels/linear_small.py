@@ -88,7 +88,7 @@ def linear(x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None =
     plan = _plan(x_MK, w_NK, gated=False)
     if plan is None:
         return F.linear(x_MK, w_NK, bias_N)
-    return _launch(plan, x_MK, w_NK, bias_N=bias_N)
+    return launch(plan, x_MK, w_NK, bias_N=bias_N)
 
 
 def gated_linear(x_MK: torch.Tensor, w_2FK: torch.Tensor, activation: str) -> torch.Tensor:
@@ -97,7 +97,7 @@ def gated_linear(x_MK: torch.Tensor, w_2FK: torch.Tensor, activation: str) -> to
     plan = _plan(x_MK, w_2FK, gated=True)
     if plan is None:
         return gated_activation(F.linear(x_MK, w_2FK), activation=activation)
-    return _launch(plan, x_MK, w_2FK, activation=activation)
+    return launch(plan, x_MK, w_2FK, activation=activation)
 
 
 def norm_linear(
@@ -115,7 +115,7 @@ def norm_linear(
         normed_MK, new_residual_MK = _norm(x_MK, residual_MK, norm_weight_K, eps, offset)
         return linear(normed_MK, w_NK, bias_N), new_residual_MK
     norm = _Norm(x_MK, residual_MK, norm_weight_K, eps, offset)
-    return _launch(plan, x_MK, w_NK, bias_N=bias_N, norm=norm), norm.new_residual
+    return launch(plan, x_MK, w_NK, bias_N=bias_N, norm=norm), norm.new_residual
 
 
 def norm_gated_linear(
@@ -134,7 +134,7 @@ def norm_gated_linear(
         normed_MK, new_residual_MK = _norm(x_MK, residual_MK, norm_weight_K, eps, offset)
         return gated_linear(normed_MK, w_2FK, activation), new_residual_MK
     norm = _Norm(x_MK, residual_MK, norm_weight_K, eps, offset)
-    return _launch(plan, x_MK, w_2FK, activation=activation, norm=norm), norm.new_residual
+    return launch(plan, x_MK, w_2FK, activation=activation, norm=norm), norm.new_residual
 
 
 class _Norm:
@@ -184,7 +184,7 @@ def _plan(x_MK: torch.Tensor, w: torch.Tensor, *, gated: bool) -> GemvConfig | S
     return dots or skinny_config(N, K, gated, max(bucket(M), 16), x_MK.device, x_MK.element_size())
 
 
-def _launch(
+def launch(
     plan: GemvConfig | SkinnyConfig,
     x_MK: torch.Tensor,
     w: torch.Tensor,
@@ -192,13 +192,14 @@ def _launch(
     bias_N: torch.Tensor | None = None,
     activation: str = "",
     norm: _Norm | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run the kernel that `plan` is for."""
     M, K = x_MK.shape
     N = w.shape[0] // 2 if activation else w.shape[0]
     assert w.shape[1] == K, f"rows of {K} cannot be multiplied with rows of {w.shape[1]}"
     assert x_MK.stride(1) == w.stride(1) == 1, f"columns must be contiguous: {x_MK.stride()}, {w.stride()}"
-    y_MN = torch.empty((M, N), dtype=x_MK.dtype, device=x_MK.device)
+    y_MN = torch.empty((M, N), dtype=x_MK.dtype, device=x_MK.device) if out is None else out
     residual = x_MK if norm is None or norm.residual is None else norm.residual
     tensors = (
         x_MK, residual, x_MK if norm is None else norm.weight, w, x_MK if bias_N is None else bias_N, y_MN,

@@ -123,8 +123,12 @@ def experts_mlp(
     down_EDF: torch.Tensor,
     *,
     activation: str,
+    invariant: bool = False,
 ) -> torch.Tensor:
-    """Send each token through its experts and mix the results; see `experts_mlp_reference`."""
+    """Send each token through its experts and mix the results; see `experts_mlp_reference`.
+
+    `invariant`: tiles of one shape, however many tokens there are, so that the same instructions add.
+    """
     if not use_triton(x_TD):
         return experts_mlp_reference(x_TD, experts_TC, weights_TC, gate_up_EFD, down_EDF, activation)
     _known(activation)
@@ -138,7 +142,7 @@ def experts_mlp(
         return y_TD
 
     num_rows = T * num_choices
-    tiles = choose_tiles(num_rows, num_experts, x_TD.element_size())
+    tiles = choose_tiles(1 if invariant else num_rows, num_experts, x_TD.element_size())
     row_order, block_experts = order_rows(experts_TC, num_experts, tiles.block_t)
 
     gated_RF = torch.empty((num_rows, size), dtype=x_TD.dtype, device=x_TD.device)

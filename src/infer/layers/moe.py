@@ -22,15 +22,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from infer.kernels.dispatch import use_triton
 from infer.kernels.gated_activation import gated_activation
-from infer.kernels.linear_small import linear
 from infer.kernels.moe import by_expert, experts_mlp, route
 from infer.layers.linear import rows_of_part
 from infer.layers.norm import AddNorm
+from infer.quant.dense import DENSE, INVARIANT
 from infer.quant.scheme import Scheme
 
 
@@ -39,11 +38,12 @@ class Router(nn.Module):
 
     def __init__(self, hidden_size: int, num_experts: int) -> None:
         super().__init__()
+        self.scheme: Scheme = DENSE
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size), requires_grad=False)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Return [T, E]."""
-        return linear(x_TD, self.weight)
+        return self.scheme.multiply(x_TD, self.weight, None)
 
     def extra_repr(self) -> str:
         """Sizes, for print(model)."""
@@ -64,13 +64,14 @@ class ExpertLinear(nn.Module):
         self.parts = dict(parts or {})
         assert not self.parts or sum(self.parts.values()) == out_features, (self.parts, out_features)
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features), requires_grad=False)
+        self.scheme: Scheme = DENSE
         self.packed: Sequence[Scheme] | None = None
 
     def forward(self, x_MK: torch.Tensor, expert: int) -> torch.Tensor:
         """Multiply with the matrix of one expert."""
         if self.packed is not None:
             return self.packed[expert].multiply(x_MK, self.weight, None)
-        return F.linear(x_MK, self.weight[expert])
+        return self.scheme.multiply(x_MK, self.weight[expert], None)
 
     def part_rows(self, name: str) -> slice:
         """The rows of each expert's matrix that part `name` fills."""
@@ -117,6 +118,7 @@ class MixtureOfExperts(nn.Module):
                 self.gate_up.weight,
                 self.down.weight,
                 activation=self.activation,
+                invariant=self.gate_up.scheme is INVARIANT,
             )
         return by_expert(x_TD, experts_TC, weights_TC, self._one_expert)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from infer.kernels.linear_invariant import linear_invariant
 from infer.kernels.linear_small import linear
 
 
@@ -16,4 +17,13 @@ class Dense:
         return linear(x, weight, bias) if x.dim() == 2 else F.linear(x, weight, bias)
 
 
+class InvariantDense:
+    """The same weights, multiplied so that a row's bits do not depend on the other rows."""
+
+    def multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return x Wᵀ + b."""
+        return linear_invariant(x, weight, bias)
+
+
 DENSE = Dense()
+INVARIANT = InvariantDense()

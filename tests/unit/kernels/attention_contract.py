@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
+from infer.cache.kv_store import KVStore
+from infer.engine.device_step import DeviceStep
 from infer.kernels.attention_decode import DecodeWork, attend_decode, attend_decode_reference
 from infer.kernels.attention_prefill import (
     Chunk,
@@ -273,3 +276,52 @@ class PrefillContract(OnDevice):
 
     def test_prefill_with_larger_blocks(self) -> None:
         self.check([(0, 65), (64, 5)], Heads(2, 1, 32), block_size=64)
+
+    @pytest.mark.parametrize("window", [None, 20])
+    def test_an_invariant_token_has_the_same_bits_however_its_prompt_is_cut(self, window: int | None) -> None:
+        heads, num = Heads(4, 2, 16), 70
+        for dtype in (torch.float32, *self.half_precision[:1]):
+            paged = make_paged([7, num], heads, block_size=16, dtype=dtype, device=self.device)
+            q = torch.randn(num, heads.num_heads, heads.head_dim, device=self.device).to(dtype)
+
+            def attend(starts: list[int], q: torch.Tensor = q, paged: Paged = paged) -> torch.Tensor:
+                ends = [*starts[1:], num]
+                chunks = [
+                    Chunk(start, end - start, 1, start) for start, end in zip(starts, ends, strict=True)
+                ]
+                tiles = build_prefill_chunks(chunks, tokens_per_tile=tokens_per_tile(4, 2))
+                batch = PrefillChunks.from_arrays(torch.from_numpy(tiles).to(self.device), chunks)
+                return attend_prefill(
+                    q, paged.keys, paged.values, paged.tables, batch,
+                    block_size=16, scale=0.3, window=window, invariant=True,
+                )  # fmt: skip
+
+            whole = attend([0])
+            assert torch.equal(attend([0, 1, 33, 68, 69]), whole)
+
+    def test_an_invariant_step_computes_rows_that_decode_as_if_they_were_prompts(self) -> None:
+        heads, dtype = Heads(4, 2, 16), torch.float32
+        paged = make_paged([9, 40, 3], heads, block_size=16, dtype=dtype, device=self.device)
+        store = SimpleNamespace(keys=[paged.keys], values=[paged.values])
+        q = torch.randn(5, 4, 16, device=self.device)
+        work = DecodeWork(
+            max_rows=5, max_len=64, num_heads=4, num_kv_heads=2, head_dim=16, device=self.device
+        )
+
+        def attend(lens: list[int], chunks: list[Chunk]) -> torch.Tensor:
+            """The first queries decode rows 0, 1, ...; a length of 0 is padding."""
+            tiles = build_prefill_chunks(chunks, tokens_per_tile=tokens_per_tile(4, 2))
+            step = DeviceStep(
+                cast(KVStore, store), paged.tables, work, block_size=16,
+                positions_T=q.new_zeros(5), slots_T=q.new_zeros(5),
+                rows_S=torch.arange(len(lens), dtype=torch.int32, device=self.device),
+                lens_S=torch.tensor(lens, dtype=torch.int32, device=self.device),
+                chunks=PrefillChunks.from_arrays(torch.from_numpy(tiles).to(self.device), chunks),
+                backend="invariant",
+            )  # fmt: skip
+            return step.attend(0, q, q, q, scale=0.3, window=None)
+
+        decoded = attend([9, 40, 0], [Chunk(first=3, num=2, row=2, start=1)])
+        prompts = attend([], [Chunk(0, 1, 0, 8), Chunk(1, 1, 1, 39), Chunk(3, 2, 2, 1)])
+        for place in (0, 1, 3, 4):
+            assert torch.equal(decoded[place], prompts[place]), place

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from infer.errors import ConfigError
-from infer.kernels import linear_configs, linear_small
+from infer.kernels import linear_configs, linear_invariant, linear_small
 from infer.kernels.dispatch import use_triton
 from infer.kernels.gated_activation import ACTIVATIONS
 from infer.kernels.linear_configs import GemvConfig, SkinnyConfig
@@ -56,6 +56,7 @@ class LinearContract:
         monkeypatch.setattr(linear_small, "gemv_config", lambda *_: gemv)
         monkeypatch.setattr(linear_small, "skinny_config", lambda *_: skinny)
         monkeypatch.setattr(linear_small, "FOLD_NORM_MAX_M", 8)  # in either kernel
+        monkeypatch.setattr(linear_invariant, "invariant_config", lambda *_: skinny)
 
     def framed(self, *shape: int, dtype: torch.dtype) -> FramedTensor:
         return FramedTensor(shape, dtype, self.device)
@@ -156,6 +157,17 @@ class LinearContract:
         whole = run(x)
         for size in sizes:
             assert torch.equal(run(x[:size]), whole[:size]), size
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_invariant_rows_have_the_same_bits_wherever_they_stand(self, dtype: torch.dtype) -> None:
+        x, w = self.framed(150, K, dtype=dtype), self.framed(N, K, dtype=dtype)
+        bias = self.vector(N, dtype)
+        with nan_in_fresh_memory():
+            whole = linear_invariant.linear_invariant(x.view, w.view, bias)
+        assert_near(whole, x.view.double() @ w.view.double().T + bias.double())
+        for first, last in ((0, 1), (127, 130), (149, 150), (3, 20), (100, 150)):
+            part = linear_invariant.linear_invariant(x.view[first:last], w.view, bias)
+            assert torch.equal(part, whole[first:last]), (first, last)
 
     def test_the_counters_of_a_split_are_back_at_zero(self) -> None:
         x, w = torch.randn(6, K, device=self.device), torch.randn(N, K, device=self.device)

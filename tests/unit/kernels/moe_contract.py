@@ -122,6 +122,17 @@ class MoeContract:
             y = experts_mlp(x[some], experts_TC[some], weights_TC[some], gate_up, down, activation="silu")
             assert torch.equal(y, whole[some])
 
+    def test_invariant_tiles_do_not_depend_on_the_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen = []
+        monkeypatch.setattr(moe, "choose_tiles", lambda *sizes: seen.append(sizes[0]) or choose_tiles(*sizes))
+        x, weights_TC = torch.randn(20, D, device=self.device), torch.rand(20, 2, device=self.device)
+        experts_TC, (gate_up, down) = self.choices(20, 4, 2), self.experts(4, torch.float32)
+        whole = experts_mlp(x, experts_TC, weights_TC, gate_up, down, activation="silu", invariant=True)
+        y = experts_mlp(
+            x[:1], experts_TC[:1], weights_TC[:1], gate_up, down, activation="silu", invariant=True
+        )
+        assert torch.equal(y, whole[:1]) and seen == [1, 1]
+
     def test_an_unknown_activation_is_refused(self) -> None:
         gate_up, down = self.experts(4, torch.float32)
         x = torch.zeros(1, D, device=self.device)

@@ -26,8 +26,10 @@ from infer.kernels.linear_configs import (
     default_skinny_config,
     fit_stages,
     gemv_config,
+    invariant_config,
     skinny_config,
 )
+from infer.kernels.linear_invariant import linear_invariant
 from infer.kernels.linear_small import gated_linear, linear, norm_gated_linear, norm_linear
 
 HERE = Path(__file__).parent
@@ -148,3 +150,34 @@ def test_the_sweep_rewrites_the_table_and_nothing_else(tmp_path: Path) -> None:
     assert names["HOPPER_GEMV"] == linear_configs.HOPPER_GEMV | {(7, 9, False, 1): gemv}
     expected = linear_configs.HOPPER_SKINNY | {(7, 9, True, 16): skinny, (7, 9, True, 32): None}
     assert names["HOPPER_SKINNY"] == expected
+
+
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(70, 150), (960, 576), (1, 1), (49, 1536)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_the_cpu_an_invariant_row_has_the_same_bits_wherever_it_stands(
+    num_outputs: int, num_inputs: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(67, num_inputs).to(dtype)
+    w, bias = torch.randn(num_outputs, num_inputs).to(dtype), torch.randn(num_outputs).to(dtype)
+    whole = linear_invariant(x, w, bias)
+    torch.testing.assert_close(whole, F.linear(x, w, bias))
+    for first, last in ((0, 1), (1, 2), (15, 17), (66, 67), (3, 20), (5, 67)):
+        assert torch.equal(linear_invariant(x[first:last], w, bias), whole[first:last]), (first, last)
+    assert torch.equal(linear_invariant(x.view(1, 67, -1), w, bias), whole.view(1, 67, -1))
+    assert linear_invariant(x[:0], w, bias).shape == (0, num_outputs)
+
+
+@pytest.mark.parametrize("is_hopper", [True, False])
+@pytest.mark.parametrize(("N", "K"), SHAPES)
+def test_an_invariant_configuration_adds_in_one_order(
+    N: int, K: int, is_hopper: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_configs, "_is_hopper", lambda _: is_hopper)
+    linear_configs.skinny_config.cache_clear()
+    linear_configs.invariant_config.cache_clear()
+    device = torch.device("cuda")
+    configs = [invariant_config(N, K, size, device) for size in (16, 32, 64, 128)]
+    assert len({(config.block_k, config.split_k) for config in configs}) == 1
+    linear_configs.skinny_config.cache_clear()
+    linear_configs.invariant_config.cache_clear()
