@@ -3,6 +3,9 @@
     method=POST path="/v1/completions" status=200 ms=41.3 prompt_tokens=5 output_tokens=16 request_id=req-7f
 
 The id is the client's `x-request-id` if it is short and plain, else a fresh one; either is sent back.
+Polls of `/health` come every few seconds for as long as the server lives: the first one is logged, then those
+whose status is another than the last one's; the rest are there at the level debug.
+
 What a request costs is gathered in its `RequestRecord` (record.py): no prompt, no answer and no key is ever
 in it.
 
@@ -18,8 +21,10 @@ import secrets
 from time import perf_counter
 
 import orjson
+from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from infer.server.auth import HEALTH_PATH
 from infer.server.errors import ApiError
 from infer.server.metrics import ServerMetrics
 from infer.server.record import RECORD, RequestRecord
@@ -38,6 +43,7 @@ class AccessLog:
         self._app = app
         self._metrics = metrics
         self._is_logged = is_logged
+        self._health_status = 0  # of the last poll
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, and say so."""
@@ -90,7 +96,8 @@ class AccessLog:
         method = scope["method"]
         self._metrics.count_http(method, _route_of(scope), record.status, is_gone=record.is_gone)
         if self._is_logged:
-            logger.info(
+            logger.log(
+                self._level(scope, record.status),
                 "method=%s path=%s status=%d ms=%.1f prompt_tokens=%d output_tokens=%d%s request_id=%s",
                 method,
                 orjson.dumps(scope["path"][:MAX_LOGGED_PATH]).decode(),  # quoted: a path may hold a newline
@@ -101,6 +108,12 @@ class AccessLog:
                 " client=gone" if record.is_gone else "",
                 record.request_id,
             )
+
+    def _level(self, scope: Scope, status: int) -> int:
+        if get_route_path(scope) != HEALTH_PATH:
+            return logging.INFO
+        is_news, self._health_status = status != self._health_status, status
+        return logging.INFO if is_news else logging.DEBUG
 
 
 def _request_id(scope: Scope) -> str:

@@ -57,6 +57,29 @@ def test_a_path_cannot_forge_a_line_of_the_log(caplog: pytest.LogCaptureFixture)
     assert "\n" not in line and len(line) < 400
 
 
+def test_a_poll_of_health_is_logged_when_its_status_is_news(caplog: pytest.LogCaptureFixture) -> None:
+    site = Site()
+    caplog.set_level(logging.DEBUG, logger="infer.server.access_log")
+    for is_starting in (True, True, False, False, True):
+        site.state.is_starting = is_starting
+        site.request("GET", "/health")
+        site.request("GET", "/version")
+    levels = [
+        (record.levelname, re.search(r"status=\d+", record.getMessage())[0])  # type: ignore[index]
+        for record in caplog.records
+        if "/health" in record.getMessage()
+    ]
+    assert levels == [
+        ("INFO", "status=503"),
+        ("DEBUG", "status=503"),
+        ("INFO", "status=200"),
+        ("DEBUG", "status=200"),
+        ("INFO", "status=503"),
+    ]
+    others = [record.levelname for record in caplog.records if "/version" in record.getMessage()]
+    assert others == ["INFO"] * 5
+
+
 def test_the_access_log_can_be_switched_off(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="infer.server.access_log"):
         Site(access_log=False).request("GET", "/health")
