@@ -56,6 +56,7 @@ INTEGERS_ONLY = [
     "engine/request.py",
     "engine/scheduler.py",
     "engine/sequence.py",
+    "engine/waiting.py",
 ]
 
 

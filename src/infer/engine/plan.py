@@ -46,3 +46,29 @@ class StepPlan(NamedTuple):
     def num_tokens(self) -> int:
         """How many tokens the model will see."""
         return sum(chunk.stop - chunk.start for chunk in self.chunks)
+
+
+class PlanDraft:
+    """A plan in the making: a chunk can still be taken back when its sequence is preempted."""
+
+    __slots__ = ("budget", "chunks", "preempted", "transfers")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.chunks: dict[int, Chunk] = {}
+        self.preempted: list[int] = []
+        self.transfers: list[Transfer] = []  # never taken back: a later one may rely on an earlier one
+
+    def transfer(self, kind: str, pairs: list[tuple[int, int]]) -> None:
+        """Move these blocks too, after all that move already."""
+        self.transfers.extend([Transfer(kind, source, destination) for source, destination in pairs])
+
+    def drop(self, seq_id: int) -> None:
+        """Take a chunk back, if there is one."""
+        chunk = self.chunks.pop(seq_id, None)
+        if chunk is not None:
+            self.budget += chunk.stop - chunk.start
+
+    def to_plan(self, step: int) -> StepPlan:
+        """What it has become."""
+        return StepPlan(step, tuple(self.chunks.values()), tuple(self.preempted), tuple(self.transfers))

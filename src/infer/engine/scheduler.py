@@ -20,43 +20,18 @@ GPU and no sleep(), and why a simulator can run it a thousand times faster than 
 
 from __future__ import annotations
 
-import heapq
-import math
 from bisect import bisect_left, insort
 
 from infer.cache.kv_pool import KVCachePool
 from infer.config import DEFAULT_BATCHED_TOKENS, SchedulerConfig
-from infer.engine.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, StepPlan, Transfer
+from infer.engine.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, PlanDraft, StepPlan
 from infer.engine.policies import make_policy
 from infer.engine.preemption import PreemptionCost
 from infer.engine.sequence import Sequence
+from infer.engine.waiting import WaitingQueue
 
 RETRY_STEPS = 16  # who found no room looks again after so many steps even if no block came free
 BACKLOG_STEPS = 16  # prompts that wait and would take more steps than these are computed at full speed
-MAX_STALE = 64  # queue entries of sequences that left, beyond one for each that waits
-
-
-class _Draft:
-    """A plan in the making: a chunk can still be taken back when its sequence is preempted."""
-
-    __slots__ = ("budget", "chunks", "preempted", "transfers")
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.chunks: dict[int, Chunk] = {}
-        self.preempted: list[int] = []
-        self.transfers: list[Transfer] = []  # never taken back: a later one may rely on an earlier one
-
-    def transfer(self, kind: str, pairs: list[tuple[int, int]]) -> None:
-        self.transfers.extend([Transfer(kind, source, destination) for source, destination in pairs])
-
-    def drop(self, seq_id: int) -> None:
-        chunk = self.chunks.pop(seq_id, None)
-        if chunk is not None:
-            self.budget += chunk.stop - chunk.start
-
-    def to_plan(self, step: int) -> StepPlan:
-        return StepPlan(step, tuple(self.chunks.values()), tuple(self.preempted), tuple(self.transfers))
 
 
 class Scheduler:
@@ -78,14 +53,9 @@ class Scheduler:
         self.keeps_cache = keeps_cache  # False: every step starts from an empty cache (the naive baseline)
         self.step = 0
         self.running: list[Sequence] = []  # by sort_key: the first is the most urgent
-        self.num_waiting = 0
-        self._waiting_tokens = 0
         self.num_preemptions = 0
         self._by_id: dict[int, Sequence] = {}
-        # A sequence that waits holds a ticket; queue entries with another ticket are stale and skipped.
-        self._waiting: list[tuple[tuple[float, int], int, Sequence]] = []  # a heap of (key, ticket, seq)
-        self._by_age: list[tuple[int, int, Sequence]] = []  # a heap of (waiting_since, ticket, seq)
-        self._last_ticket = 0
+        self._waiting = WaitingQueue(config.max_wait_steps)
         self._no_room = (0, 0, 0)  # of the last refusal for want of blocks: ticket, free blocks, step
         self._slots_used = 0  # running sequences, counting those a running one will fork into
         self._decode_gap = 0  # steps in a row in which somebody one behind was left out
@@ -98,7 +68,7 @@ class Scheduler:
         """Let a new sequence wait for its turn."""
         seq.sort_key = self.policy.key(seq)
         self._by_id[seq.seq_id] = seq
-        self._wait(seq)
+        self._waiting.push(seq, self.step)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a child run beside its parent on shared blocks; whoever writes first gets a copy."""
@@ -121,7 +91,7 @@ class Scheduler:
         if seq.is_running:
             self._stop_running(seq)
         else:
-            self._stop_waiting(seq)
+            self._waiting.remove(seq)
         self.pool.release(seq.seq_id)
 
     def get(self, seq_id: int) -> Sequence:
@@ -133,6 +103,11 @@ class Scheduler:
         """Whether any sequence still has tokens to make."""
         return bool(self._by_id)
 
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that do not run yet, or not at the moment."""
+        return len(self._waiting)
+
     def sequences(self) -> list[Sequence]:
         """Every live sequence, running or waiting."""
         return list(self._by_id.values())
@@ -142,7 +117,7 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Choose the work of one step and reserve the blocks it needs."""
         self.step += 1
-        draft = _Draft(self._max_num_batched_tokens)
+        draft = PlanDraft(self._max_num_batched_tokens)
         one_behind: list[Sequence] = []
         further_behind: list[Sequence] = []
         for seq in self.running:
@@ -167,7 +142,9 @@ class Scheduler:
             self._admit(draft)
         return draft.to_plan(self.step)
 
-    def _plan_static(self, one_behind: list[Sequence], further_behind: list[Sequence], draft: _Draft) -> None:
+    def _plan_static(
+        self, one_behind: list[Sequence], further_behind: list[Sequence], draft: PlanDraft
+    ) -> None:
         """Fill a batch and compute its prompts, then decode until the last of it is done; then the next."""
         if not self.running:
             self._batch_is_closed = False
@@ -182,9 +159,9 @@ class Scheduler:
 
     def _awaits_a_beam(self) -> bool:
         """Whether beams of a closed batch wait for one of them to come back."""
-        if not self.num_waiting:
+        if not self._waiting:
             return False
-        first = self._next_waiting()
+        first = self._waiting.first(self.step)
         return first.is_beam and first.was_admitted
 
     def advance(self, plan: StepPlan) -> None:
@@ -218,7 +195,7 @@ class Scheduler:
         for seq in [s for s in self.running if not moved.isdisjoint(self.pool.block_table(s.seq_id))]:
             self._stop_running(seq)  # beams that came in without a chunk of their own
             self._forget_cache(seq)
-            self._wait(seq)
+            self._waiting.push(seq, self.step)
 
     def _forget_cache(self, seq: Sequence) -> None:
         self.pool.release(seq.seq_id)
@@ -226,7 +203,7 @@ class Scheduler:
         if seq.is_running:  # the naive baseline: it stays, and starts over in the next step
             self.pool.match_prefix(seq.seq_id, ())
 
-    def _decode(self, one_behind: list[Sequence], draft: _Draft) -> None:
+    def _decode(self, one_behind: list[Sequence], draft: PlanDraft) -> None:
         """Serve those that are one token behind. This loop is most of what a step costs on the CPU."""
         chunks, budget = draft.chunks, draft.budget
         num_served = 0
@@ -246,17 +223,19 @@ class Scheduler:
         self._rotation += num_served
         self._decode_gap = self._decode_gap + 1 if num_served < len(one_behind) else 0
 
-    def _limit_prompts(self, further_behind: list[Sequence], draft: _Draft) -> None:
+    def _limit_prompts(self, further_behind: list[Sequence], draft: PlanDraft) -> None:
         """Keep a step short while somebody decodes: few tokens of prompts, unless many are waiting."""
         limit = self.config.mixed_prefill_tokens
         if limit is not None and draft.chunks:
-            backlog = self._waiting_tokens + sum(seq.num_tokens - seq.num_computed for seq in further_behind)
+            backlog = self._waiting.num_tokens + sum(
+                seq.num_tokens - seq.num_computed for seq in further_behind
+            )
             if backlog <= BACKLOG_STEPS * limit:
                 draft.budget = min(draft.budget, limit)
 
-    def _decode_beams(self, seq: Sequence, draft: _Draft, budget: int) -> int:
+    def _decode_beams(self, seq: Sequence, draft: PlanDraft, budget: int) -> int:
         """Beams advance together or not at all: each step chooses among the continuations of all of them."""
-        beams = [beam for beam in seq.group.sequences if not beam.is_finished]
+        beams = seq.group.unfinished
         is_ready = all(beam.is_running and beam.num_pending == 1 for beam in beams)
         if seq is not beams[0] or not is_ready or budget < len(beams):
             return 0
@@ -267,7 +246,7 @@ class Scheduler:
             draft.chunks[beam.seq_id] = Chunk(beam.seq_id, beam.num_computed, beam.num_tokens, 1)
         return len(beams)
 
-    def _continue_prompts(self, further_behind: list[Sequence], draft: _Draft) -> None:
+    def _continue_prompts(self, further_behind: list[Sequence], draft: PlanDraft) -> None:
         for seq in further_behind:
             length = self._chunk_len(seq, draft.budget)
             if length == 0:
@@ -276,14 +255,12 @@ class Scheduler:
             if seq.is_running and (stop <= seq.num_reserved or self._reserve(seq, stop, draft)):
                 self._add_chunk(seq, stop, draft)
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, draft: PlanDraft) -> None:
         """Let waiting sequences in, strictly in order, while budget, slots and blocks last."""
         # A preemption means memory is short: admitting newcomers now would only preempt again.
-        while self.num_waiting and draft.budget and not draft.preempted:
-            seq = self._next_waiting()
-            group = (
-                [seq] if not seq.is_beam else [beam for beam in seq.group.sequences if not beam.is_finished]
-            )
+        while self._waiting and draft.budget and not draft.preempted:
+            seq = self._waiting.first(self.step)
+            group = seq.group.unfinished if seq.is_beam else [seq]
             if self._slots_used + sum(member.num_slots for member in group) > self.config.width:
                 break
             # Beams that came back one by one could wait for each other for ever, each holding blocks.
@@ -292,7 +269,7 @@ class Scheduler:
             if not all(self._admit_one(member, draft) for member in group):
                 break
 
-    def _admit_one(self, seq: Sequence, draft: _Draft) -> bool:
+    def _admit_one(self, seq: Sequence, draft: PlanDraft) -> bool:
         """Give a waiting sequence its blocks and its first chunk, or leave everything as it was."""
         pool, seq_id = self.pool, seq.seq_id
         if seq.is_swapped:
@@ -320,7 +297,7 @@ class Scheduler:
         seq.num_reserved = seq.num_tokens
         if not seq.was_admitted:  # later its own blocks are among those it finds
             seq.num_cached = seq.num_computed
-        self._stop_waiting(seq)
+        self._waiting.remove(seq)
         self._run(seq)
         if length:
             self._add_chunk(seq, seq.num_computed + length, draft)
@@ -360,12 +337,12 @@ class Scheduler:
     def _num_blocks(self, seq: Sequence) -> int:
         return -(-seq.num_tokens // self.pool.block_size)
 
-    def _add_chunk(self, seq: Sequence, stop: int, draft: _Draft) -> None:
+    def _add_chunk(self, seq: Sequence, stop: int, draft: PlanDraft) -> None:
         num_samples = seq.num_samples if stop == seq.num_tokens else 0
         draft.chunks[seq.seq_id] = Chunk(seq.seq_id, seq.num_computed, stop, num_samples)
         draft.budget -= stop - seq.num_computed
 
-    def _reserve(self, seq: Sequence, num_tokens: int, draft: _Draft) -> bool:
+    def _reserve(self, seq: Sequence, num_tokens: int, draft: PlanDraft) -> bool:
         """Make room for its first `num_tokens`, preempting from the back; False: it was preempted itself."""
         while seq.is_running:
             copies = self.pool.reserve(seq.seq_id, num_tokens)
@@ -377,7 +354,7 @@ class Scheduler:
             self._preempt(self.running[-1], draft)
         return False
 
-    def _preempt(self, victim: Sequence, draft: _Draft) -> None:
+    def _preempt(self, victim: Sequence, draft: PlanDraft) -> None:
         """Take back a sequence's blocks; the beams of one search go together."""
         group = [victim] if not victim.is_beam else [s for s in victim.group.sequences if s.is_running]
         for seq in group:
@@ -394,42 +371,7 @@ class Scheduler:
                 seq.num_reserved = 0
             draft.preempted.append(seq.seq_id)
             self.num_preemptions += 1
-            self._wait(seq)
-
-    def _wait(self, seq: Sequence) -> None:
-        self._last_ticket += 1
-        seq.ticket = self._last_ticket
-        if seq.num_tokens != seq.num_tokens_then:  # else it was let in, and preempted before its next token
-            seq.waiting_since, seq.num_tokens_then = self.step, seq.num_tokens
-        heapq.heappush(self._waiting, (seq.sort_key, seq.ticket, seq))
-        heapq.heappush(self._by_age, (seq.waiting_since, seq.ticket, seq))
-        self.num_waiting += 1
-        self._waiting_tokens += seq.num_tokens
-
-    def _stop_waiting(self, seq: Sequence) -> None:
-        seq.ticket = 0
-        self.num_waiting -= 1
-        self._waiting_tokens -= seq.num_tokens
-        if not self.num_waiting:
-            self._waiting.clear()
-            self._by_age.clear()
-        elif max(len(self._waiting), len(self._by_age)) > 2 * self.num_waiting + MAX_STALE:
-            self._waiting = [entry for entry in self._waiting if _is_current(*entry)]
-            self._by_age = [entry for entry in self._by_age if entry[1] == entry[2].ticket]
-            heapq.heapify(self._waiting)
-            heapq.heapify(self._by_age)
-
-    def _next_waiting(self) -> Sequence:
-        """The waiting sequence whose turn it is; promotes the oldest if it has waited too long."""
-        while self._by_age[0][1] != self._by_age[0][2].ticket:
-            heapq.heappop(self._by_age)
-        oldest = self._by_age[0][2]
-        if self.step - oldest.waiting_since >= self.config.max_wait_steps and oldest.sort_key[0] != -math.inf:
-            oldest.sort_key = (-math.inf, oldest.arrival)
-            heapq.heappush(self._waiting, (oldest.sort_key, oldest.ticket, oldest))
-        while not _is_current(*self._waiting[0]):
-            heapq.heappop(self._waiting)
-        return self._waiting[0][2]
+            self._waiting.push(seq, self.step)
 
     def _run(self, seq: Sequence) -> None:
         seq.is_running = seq.was_admitted = True
@@ -442,10 +384,6 @@ class Scheduler:
         del self.running[place]
         seq.is_running = False
         self._slots_used -= seq.num_slots
-
-
-def _is_current(key: tuple[float, int], ticket: int, seq: Sequence) -> bool:
-    return ticket == seq.ticket and key == seq.sort_key
 
 
 def _sort_key(seq: Sequence) -> tuple[float, int]:

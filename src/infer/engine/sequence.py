@@ -149,6 +149,11 @@ class SequenceGroup:
         return self.request.params.use_beam_search
 
     @property
+    def unfinished(self) -> list[Sequence]:
+        """The sequences that will make more tokens."""
+        return [seq for seq in self.sequences if seq.finish_reason is None]
+
+    @property
     def is_finished(self) -> bool:
         """Whether no sequence of it will make another token."""
         return all(seq.is_finished for seq in self.sequences)

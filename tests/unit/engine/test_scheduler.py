@@ -253,7 +253,8 @@ def test_aborted_sequences_leave_no_trace_in_the_queue() -> None:
 
 
 def num_entries(world: OracleWorld) -> int:
-    return max(len(world.scheduler._waiting), len(world.scheduler._by_age))
+    waiting = world.scheduler._waiting
+    return max(len(waiting._by_key), len(waiting._by_age))
 
 
 def test_the_queue_forgets_those_who_left_it_waiting() -> None:
