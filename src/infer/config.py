@@ -107,7 +107,7 @@ class CacheConfig:
         if not isinstance(self.num_host_blocks, int) or self.num_host_blocks < 0:
             raise ConfigError(f"num_host_blocks must be an integer >= 0, got {self.num_host_blocks!r}")
         if self.kv_cache_memory is not None:
-            parse_bytes(self.kv_cache_memory)
+            parse_bytes(self.kv_cache_memory, "kv_cache_memory")
             if self.num_blocks is not None:
                 raise ConfigError("num_blocks and kv_cache_memory both size the KV cache; give one of them")
 
@@ -278,7 +278,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "max_prompts", "max_n", "replicas")
-        parse_bytes(self.max_body_size)
+        parse_bytes(self.max_body_size, "max_body_size")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in 0..65535, got {self.port}")
         for name in ("request_timeout", "drain_timeout", "stuck_timeout"):

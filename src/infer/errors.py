@@ -62,11 +62,14 @@ class ContextOverflow(RequestError):
     ) -> None:
         """Refuse a prompt of so many tokens, or of so many at least where nobody has counted."""
         room = context_len - num_prompt_tokens
-        advice = f"shorten the prompt or set max_tokens <= {room}" if room > 0 else "shorten the prompt"
-        at_least = "at least " if is_least else ""
+        given = f"prompt has {'at least ' if is_least else ''}{num_prompt_tokens} tokens"
+        if room > 0:
+            given += f" and max_tokens is {max_tokens}"
+            advice = f"shorten the prompt or set max_tokens <= {room}"
+        else:  # no max_tokens would help
+            advice = f"shorten the prompt to at most {context_len - 1} tokens"
         super().__init__(
-            f"prompt has {at_least}{num_prompt_tokens} tokens and max_tokens is {max_tokens}, "
-            f"but this model's context is {context_len}; {advice}",
+            f"{given}, but this model's context is {context_len}; {advice}",
             param="max_tokens" if room > 0 else "prompt",
         )
 

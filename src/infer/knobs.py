@@ -83,6 +83,10 @@ def parse_knob(row: KnobRow, value: Any) -> Any:
         value = os.fspath(value)
     if not isinstance(value, row.kind) or (row.kind is int and isinstance(value, bool)):
         raise ConfigError(f"{row.name} must be {row.kind.__name__}, got {value!r}")
+    if isinstance(value, int) and value.bit_length() > 63:  # what a tensor and every wire format can hold
+        raise ConfigError(
+            f"{row.name} must be from -2^63 + 1 to 2^63 - 1, got a number of {value.bit_length()} bits"
+        )
     return value
 
 
@@ -90,13 +94,14 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS |= {"k": 2**10, "m": 2**20, "g": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 
-def parse_bytes(text: str) -> int:
-    """Read a size such as 512MiB, 4GiB or 1.5GB."""
+def parse_bytes(text: str, name: str = "a size") -> int:
+    """Read a size such as 512MiB, 4GiB or 1.5GB; `name` is whose it is, for the error."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     unit = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None or float(match[1]) == 0:
-        raise ConfigError(f"a size looks like 512MiB or 4GiB, got {text!r}")
-    return int(float(match[1]) * unit)
+    size = float(match[1]) * unit if match is not None and unit is not None else 0.0
+    if not 1 <= size < 2**63:
+        raise ConfigError(f"{name} must be a size above 0, such as 512MiB or 4GiB, got {text!r}")
+    return int(size)
 
 
 def check_choice(section: Any, name: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infer.config import EngineConfig, LoadConfig, knob_table
+from infer.config import EngineConfig, LoadConfig, ServerConfig, knob_table
 from infer.config_file import read_config_file
 from infer.errors import ConfigError
 from infer.knobs import parse_knob
@@ -66,6 +66,11 @@ def test_an_unknown_knob_names_the_closest_one() -> None:
         ({"num_threads": True}, "num_threads must be int, got True"),
         ({"max_seq_len": 1.5}, "got 1.5"),
         ({"use_prefix_caching": "no"}, "use_prefix_caching must be bool, got 'no'"),
+        ({"seed": 2**80}, r"seed must be from -2\^63 \+ 1 to 2\^63 - 1, got a number of 81 bits"),
+        ({"max_wait_steps": 10**5000}, "max_wait_steps must be from .* got a number of 16610 bits"),
+        ({"kv_cache_memory": "0"}, "kv_cache_memory must be a size above 0, such as 512MiB or 4GiB, got '0'"),
+        ({"kv_cache_memory": "0.4b"}, "kv_cache_memory must be a size above 0"),
+        ({"kv_cache_memory": "9" * 400}, "kv_cache_memory must be a size above 0"),
         ({"seed": "1"}, "seed must be int, got '1'"),
         ({"kv_cache_memory": 512}, "kv_cache_memory must be str, got 512"),
         ({"device": 5}, "device must be str, got 5"),
@@ -75,6 +80,13 @@ def test_an_unknown_knob_names_the_closest_one() -> None:
 def test_an_impossible_value_is_refused(knobs: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig.from_knobs(**knobs)
+
+
+def test_a_body_of_no_size_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="max_body_size must be a size above 0, such as 512MiB or 4GiB, got '0'"
+    ):
+        ServerConfig(max_body_size="0")
 
 
 def test_a_file_may_write_dashes_underscores_and_aliases(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from infer.sampling.params import SamplingParams
 SAMPLING_HELP = {
     "temperature": "how far to stray from the likeliest token; 0: never (greedy)",
     "top_p": "draw from the likeliest tokens that together have this probability",
-    "top_k": "draw from this many likeliest tokens; 0: all",
+    "top_k": "draw from this many likeliest tokens; 0 or -1: all",
     "min_p": "drop tokens less likely than this share of the likeliest one",
     "repetition_penalty": "divide the logits of tokens already seen, prompt included; 1: off",
     "presence_penalty": "subtract from the logits of tokens already generated; 0: off",
@@ -84,8 +84,8 @@ def add_knob_flags(
     groups = {}
     sections = engine_sections() | ({"server": ServerConfig} if with_server else {})
     for section, section_type in sections.items():
-        title = (section_type.__doc__ or "").rstrip(".").lower()
-        groups[section] = parser.add_argument_group(f"{section}: {title}")
+        title = (section_type.__doc__ or "").rstrip(".")
+        groups[section] = parser.add_argument_group(f"{section}: {title[:1].lower()}{title[1:]}")
     for row in knob_table(with_server=with_server).values():
         if row.name not in without:
             _add_knob(groups[row.section], row)

@@ -7,13 +7,14 @@ be finished: at worst alone, after everybody else was preempted.
 
 from __future__ import annotations
 
-import math
+import sys
 
 from infer.cache.kv_pool import KVCachePool
 from infer.engine.request import Request
 from infer.errors import ContextOverflow, RequestError
 
 MAX_PRIORITY = 2**63 - 1
+MAX_DEADLINE = sys.float_info.max
 
 
 def check_token_ids(request: Request, vocab_size: int) -> None:
@@ -41,10 +42,10 @@ def check_order(request: Request) -> None:
         raise RequestError(
             f"priority must be from {-MAX_PRIORITY - 1} to {MAX_PRIORITY}, got {shown}", param="priority"
         )
-    if request.deadline is not None and not math.isfinite(request.deadline):
-        raise RequestError(
-            f"deadline must be a finite number of seconds, got {request.deadline}", param="deadline"
-        )
+    if request.deadline is not None and not -MAX_DEADLINE <= request.deadline <= MAX_DEADLINE:
+        is_huge = isinstance(request.deadline, int)  # more digits than Python agrees to print
+        shown = "an integer of too many digits" if is_huge else f"{request.deadline}"
+        raise RequestError(f"deadline must be a finite number of seconds, got {shown}", param="deadline")
 
 
 def check_width(request: Request, max_batch_size: int) -> None:

@@ -272,7 +272,7 @@ def _headers_of_config(path: Path, name: str) -> ModelHeaders:
 def find_machine(device: str, gpu_memory: str | None) -> Machine:
     """A GPU of the given memory, or the device that would be used here with what is free on it."""
     if gpu_memory is not None:
-        memory = parse_bytes(gpu_memory)
+        memory = parse_bytes(gpu_memory, "gpu_memory")
         return Machine(kind="gpu", memory=memory, cache_share=GPU_SHARE, runtime=GPU_RUNTIME_BYTES)
     chosen = choose_device(device)
     if chosen.type == "cuda":

@@ -68,7 +68,7 @@ class SamplingParams:
             if self.min_tokens > self.max_tokens:
                 raise RequestError(
                     f"min_tokens is {self.min_tokens} but max_tokens is {self.max_tokens}; "
-                    "min_tokens must not exceed max_tokens",
+                    f"lower min_tokens to at most {self.max_tokens} or raise max_tokens",
                     param="min_tokens",
                 )
         if self.seed is not None:

@@ -85,7 +85,10 @@ def test_a_message_too_long_for_the_context_is_refused_and_the_talk_goes_on(infe
     outcome = infer("chat", "--max-tokens", "10", stdin="x" * 50 + "\nhi\n", context_len=40)
     assert outcome.code == 0
     assert outcome.out == "HI\n"
-    assert "infer: error: prompt has 56 tokens" in outcome.err
+    assert outcome.err == (
+        "infer: error: prompt has 56 tokens, but this model's context is 40; "
+        "shorten the prompt to at most 39 tokens\n"
+    )
     assert outcome.llm.chats[-1] == [user("hi")]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from infer.cli import flags
 from infer.cli.main import build_parser
-from infer.config import knob_table
+from infer.config import LoadConfig, knob_table
 from infer.knobs import KnobRow
 from infer.sampling.params import SamplingParams
 
@@ -111,7 +111,7 @@ def test_sampling_flags_reach_their_fields() -> None:
         (["--dtype", "int3"], "invalid choice: 'int3'"),
         (["--temp", "1"], "unknown option --temp; did you mean --temperature?"),
         (["--temperature", "nan"], "temperature must be a number in [0, 100], got nan"),
-        (["--min-tokens", "9", "--max-tokens", "3"], "min_tokens must not exceed max_tokens"),
+        (["--min-tokens", "9", "--max-tokens", "3"], "lower min_tokens to at most 3 or raise max_tokens"),
         (["--config", "absent.yaml"], "cannot read config file absent.yaml"),
     ],
 )
@@ -159,6 +159,16 @@ def build_subcommand_help(name: str) -> str:
     actions = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     help_text: str = actions[0].choices[name].format_help()
     return help_text
+
+
+def test_groups_are_titled_as_their_sections_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LoadConfig, "__doc__", "Which model a GPU gets.")
+    assert "\nload: which model a GPU gets:\n" in build_subcommand_help("generate")
+
+
+def test_the_value_that_other_engines_write_for_no_top_k_is_named() -> None:
+    assert "; 0 or -1: all" in build_subcommand_help("generate")
+    assert flags.sampling_from(parse("--top-k", "-1")).top_k == -1
 
 
 def test_a_seed_in_the_config_file_counts(tmp_path: Path) -> None:

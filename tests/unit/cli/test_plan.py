@@ -174,7 +174,7 @@ def test_swapping_is_counted_as_host_memory(infer: Infer, model: Path) -> None:
         (["--gpu-memory", "24GiB", "--dtype", "float32"], "what would fit: dtype=bfloat16"),
         (["--gpu-memory", "24GiB", "--max-seq-len", "100000"], "what would fit: max_seq_len="),
         (["--gpu-memory", "24GiB", "--num-blocks", "90000"], "a KV cache of 175.8 GiB was asked for, but"),
-        (["--gpu-memory", "much"], "a size looks like 512MiB or 4GiB, got 'much'"),
+        (["--gpu-memory", "much"], "gpu_memory must be a size above 0, such as 512MiB or 4GiB, got 'much'"),
         (["--gpu-memory", "8GiB", "--device", "cpu"], "leave out --device"),
         (["--max-seq-len", "900000"], "max_seq_len must be in 1..131072"),
     ],

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from infer.cache.kv_pool import KVCachePool
 from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
-from infer.engine.admission import check_token_ids, check_width, longest_total
+from infer.engine.admission import check_order, check_token_ids, check_width, longest_total
 from infer.engine.request import Request
 from infer.errors import ContextOverflow, RequestError
 from infer.sampling.params import SamplingParams
@@ -31,6 +32,20 @@ def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(RequestError, match="the prompt has no tokens; give at least one") as caught:
         check_token_ids(make_request(0), 10)
     assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"priority": 2**80}, "priority must be from .*, got a number of 81 bits"),
+        ({"deadline": float("nan")}, "deadline must be a finite number of seconds, got nan"),
+        ({"deadline": float("-inf")}, "got -inf"),
+        ({"deadline": 10**400}, "got an integer of too many digits"),
+    ],
+)
+def test_an_order_that_no_queue_can_keep_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        check_order(replace(make_request(3), **options))
 
 
 @pytest.mark.parametrize(

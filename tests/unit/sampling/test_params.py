@@ -129,7 +129,7 @@ def test_a_flag_must_be_true_or_false(name: str, value: object) -> None:
 
 
 def test_parameters_must_not_contradict_each_other() -> None:
-    assert "must not exceed max_tokens" in refusal(max_tokens=4, min_tokens=5)
+    assert "lower min_tokens to at most 4 or raise max_tokens" in refusal(max_tokens=4, min_tokens=5)
     assert "best_of must be at least n" in refusal(n=3, best_of=2)
     for knobs in ({}, {"top_k": 1}, {"temperature": 0.0, "top_p": 0.5}, {"presence_penalty": 1.0}):
         assert "set temperature=0" in refusal(**knobs, use_beam_search=True)
