@@ -192,15 +192,20 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """How steps are carried out on a GPU; a CPU has nothing to gain from either."""
+    """How steps are carried out."""
 
     use_cuda_graphs: bool = knob(
-        True, "replay decode steps as CUDA graphs instead of launching kernel after kernel"
+        True,
+        "replay decode steps as CUDA graphs instead of launching kernel after kernel",
+        aliases=("cuda-graphs",),
     )
     use_overlap: bool = knob(
         True,
         "plan and launch the next step while the GPU computes this one",
-        aliases=("async-scheduling",),
+        aliases=("overlap", "async-scheduling"),
+    )
+    deterministic: bool = knob(
+        False, "a request's tokens do not depend on the batch, chunking or caching, to the last bit; slower"
     )
 
 

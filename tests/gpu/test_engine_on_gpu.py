@@ -34,6 +34,8 @@ TOGGLES: list[dict[str, Any]] = [
     {"block_size": 4, "num_blocks": 24, "preemption": "recompute"},
     {"block_size": 4, "num_blocks": 24, "preemption": "swap", "num_host_blocks": 40},
     {"prefill_chunk_size": 5, "use_prefix_caching": False},
+    {"deterministic": True},
+    {"deterministic": True, "use_cuda_graphs": False, "max_batch_size": 3},
 ]
 
 
@@ -113,6 +115,23 @@ def test_out_of_memory_ends_the_request_and_not_the_engine(
         llm.generate([[1, 2, 3, 4]], GREEDY)
     monkeypatch.setattr(runner, "_launch_sized", real)
     assert [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)] == expected
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_deterministic_numbers_do_not_depend_on_the_batch(checkpoint: str, dtype: str) -> None:
+    """Alone, together, in chunks of a prompt, preempted: the same log-probabilities to the last bit."""
+    asking = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
+
+    def numbers(params: SamplingParams, one_by_one: bool = False, **knobs: Any) -> list[Any]:
+        llm = LLM(checkpoint, device="cuda", dtype=dtype, deterministic=True, **knobs)
+        batches = [[prompt] for prompt in PROMPTS] if one_by_one else [PROMPTS]
+        answers = [answer for batch in batches for answer in llm.generate(batch, params)]
+        return [(a.token_ids, [row.logprob for row in a.outputs[0].logprobs or ()]) for a in answers]
+
+    alone = numbers(asking, one_by_one=True, use_prefix_caching=False)
+    for knobs in ({}, {"prefill_chunk_size": 5}, {"block_size": 4, "num_blocks": 24}):
+        assert numbers(asking, **knobs) == alone, knobs
+        assert [ids for ids, _ in numbers(GREEDY, **knobs)] == [ids for ids, _ in alone], knobs
 
 
 @contextlib.contextmanager

@@ -44,6 +44,7 @@ from infer.engine.runner import ModelRunner
 from infer.engine.scheduler import Scheduler
 from infer.errors import ConfigError
 from infer.kernels.attention import attend_sdpa
+from infer.layers.linear import set_invariant
 from infer.layers.whole_sequence import WholeSequence
 from infer.loader.load import LoadedModel
 from infer.models.config import ModelConfig
@@ -64,6 +65,7 @@ def build_engine(
     model_config = loaded.config
     is_gpu = loaded.device.type == "cuda"
     scheduler_config = resolve_scheduler(config, loaded.max_seq_len, is_gpu=is_gpu)
+    _choose_products(config, loaded)
     size = _fit_to_device(config, scheduler_config, loaded)
     store = _make_store(config, loaded, size)
     pool = make_pool(config, size)
@@ -85,6 +87,26 @@ def build_engine(
         overlap=config.run.use_overlap and isinstance(runner, DeviceRunner) and keeps_cache,
         prepare=runner.prepare,
     )
+
+
+def _choose_products(config: EngineConfig, loaded: LoadedModel) -> None:
+    """Fast matrix products, or with `deterministic` those that know nothing of the rest of the batch."""
+    is_wanted, backend = config.run.deterministic, config.cache.attention_backend
+    if is_wanted and loaded.device.type == "cuda" and backend not in ("auto", "triton"):
+        raise ConfigError(
+            f"deterministic needs attention_backend=auto or triton, not {backend}; leave one of the two out"
+        )
+    if (
+        is_wanted
+        and loaded.device.type != "cuda"
+        and attention_gathers(backend, loaded.device, loaded.dtype, loaded.config.head_dim)
+    ):
+        raise ConfigError(
+            "deterministic needs the attention kernel in C, which reads float32 with attention_backend=auto; "
+            f"this is {str(loaded.dtype).removeprefix('torch.')} on {loaded.device} with {backend} "
+            "(`infer doctor` says what is missing)"
+        )
+    set_invariant(loaded.model, is_wanted)
 
 
 def _make_runner(
@@ -109,7 +131,9 @@ def _make_runner(
         max_tokens=scheduler.max_num_batched_tokens,
         max_seq_len=loaded.max_seq_len,
         use_cuda_graphs=config.run.use_cuda_graphs,
-        attention_backend=backend if backend in DEVICE_BACKENDS else "triton",
+        attention_backend=(
+            "invariant" if config.run.deterministic else backend if backend in DEVICE_BACKENDS else "triton"
+        ),
     )
 
 

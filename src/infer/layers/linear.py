@@ -26,7 +26,7 @@ from infer.kernels.dispatch import use_triton
 from infer.kernels.gated_activation import gated_activation
 from infer.kernels.linear_small import norm_gated_linear, norm_linear
 from infer.layers.norm import AddNorm
-from infer.quant.dense import DENSE
+from infer.quant.dense import DENSE, INVARIANT
 from infer.quant.scheme import Scheme
 
 
@@ -89,6 +89,13 @@ class Linear(nn.Module):
         out_features, in_features = self.weight.shape
         parts = f", parts={self.parts}" if self.parts else ""
         return f"{in_features} -> {out_features}, bias={self.bias is not None}{parts}"
+
+
+def set_invariant(model: nn.Module, invariant: bool) -> None:
+    """Whether plain matrices, also of routers and experts, are multiplied row by row or as fast as can be."""
+    for module in model.modules():
+        if getattr(module, "scheme", None) in (DENSE, INVARIANT):
+            setattr(module, "scheme", INVARIANT if invariant else DENSE)  # noqa: B010
 
 
 def rows_of_part(parts: Mapping[str, int], name: str) -> slice:

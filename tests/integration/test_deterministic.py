@@ -1,0 +1,77 @@
+"""`deterministic`: log-probabilities, to the last bit, whatever the engine does around a request."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from infer.engine.engine import Engine
+from infer.engine.request import Request
+from infer.errors import ConfigError
+from infer.kernels.cpu.library import library
+from infer.sampling.params import SamplingParams
+from tests.support.checkpoints import FAMILIES
+from tests.support.tiny import drain, make_engine, random_prompts
+from tests.support.toggles import engine_knobs, pairwise_rows
+
+NUM_REQUESTS = 5
+PROMPTS = random_prompts(NUM_REQUESTS)
+Numbers = list[tuple[int, float]]  # each token and its log-probability
+
+
+def knobs_of(**knobs: Any) -> dict[str, Any]:
+    return {"attention_backend": "auto", "deterministic": True} | knobs
+
+
+def run(engine: Engine, numbers: range) -> list[Numbers]:
+    for number in numbers:
+        params = SamplingParams(
+            temperature=0.0 if number % 3 else 0.9,
+            seed=number,
+            max_tokens=6 + number,
+            ignore_eos=True,
+            logprobs=1,
+        )
+        engine.add(Request(request_id=str(number), prompt=tuple(PROMPTS[number]), params=params))
+    made: dict[str, Numbers] = {str(number): [] for number in numbers}
+    for output in drain(engine):
+        assert output.finish_reason != "error", output
+        for token, chosen in zip(output.token_ids, output.logprobs or (), strict=True):
+            made[output.request_id].append((token, chosen.logprob))
+    return list(made.values())
+
+
+def tokens_of(rows: list[Numbers]) -> list[list[int]]:
+    return [[token for token, _ in row] for row in rows]
+
+
+@functools.cache
+def alone(family: str) -> list[Numbers]:
+    """Every request by itself in an engine that runs one sequence and shares nothing."""
+    knobs = knobs_of(max_batch_size=1, use_prefix_caching=False)
+    return [run(make_engine(family, **knobs), range(n, n + 1))[0] for n in range(NUM_REQUESTS)]
+
+
+@pytest.mark.skipif(library() is None, reason="needs a C compiler")
+@pytest.mark.parametrize("number", range(0, len(pairwise_rows()), 2), ids=lambda number: f"row {number + 1}")
+def test_no_toggle_changes_a_bit(number: int) -> None:
+    family = FAMILIES[number % len(FAMILIES)]
+    knobs = engine_knobs(pairwise_rows()[number]) | knobs_of()
+    assert run(make_engine(family, **knobs), range(NUM_REQUESTS)) == alone(family)
+
+
+@pytest.mark.skipif(library() is None, reason="needs a C compiler")
+def test_a_model_may_be_used_with_and_without() -> None:
+    usual = run(make_engine("llama", attention_backend="auto"), range(2))
+    assert [[token for token, _ in row] for row in usual] == [
+        [token for token, _ in row] for row in alone("llama")[:2]
+    ]
+    assert run(make_engine("llama", attention_backend="auto"), range(2)) == usual
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "naive"])
+def test_attention_in_pytorch_is_refused(backend: str) -> None:
+    with pytest.raises(ConfigError, match=f"attention kernel in C.*float32 on cpu with {backend}"):
+        make_engine(**knobs_of(attention_backend=backend))
