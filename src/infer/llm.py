@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from infer.config import EngineConfig
@@ -239,7 +240,7 @@ class LLM:
 class _Stream:
     """One request on its way: its builder, and the pieces nobody has read yet, if somebody will."""
 
-    __slots__ = ("builder", "deltas", "error", "keeps_deltas", "request")
+    __slots__ = ("builder", "deltas", "error", "first_s", "keeps_deltas", "last_s", "opened_at", "request")
 
     def __init__(self, request: Request, builder: OutputBuilder, *, keeps_deltas: bool) -> None:
         self.request = request
@@ -247,8 +248,13 @@ class _Stream:
         self.keeps_deltas = keeps_deltas
         self.deltas: deque[TextDelta] = deque()
         self.error: str | None = None
+        self.opened_at = perf_counter()
+        self.first_s = self.last_s = 0.0  # from then to the first token, and to the latest piece
 
     def take(self, delta: TextDelta) -> None:
+        self.last_s = perf_counter() - self.opened_at
+        if delta.token_ids and not self.first_s:
+            self.first_s = self.last_s
         self.error = self.error or delta.error
         if self.keeps_deltas:
             self.deltas.append(delta)
@@ -285,6 +291,11 @@ class TextStream(Iterator[TextDelta]):
             self.close()
             raise
         return delta
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """From the call to the first token and to the latest piece, whenever those are read."""
+        return self._stream.first_s, self._stream.last_s
 
     def close(self) -> None:
         """End the request, wherever it is; nothing more will come."""

@@ -92,6 +92,19 @@ def test_errors_are_one_line_on_standard_error(model: Path, tmp_path: Path) -> N
         assert done.stderr.count("\n") == 1, done.stderr
 
 
+def test_the_prompts_of_a_file_run_together_and_get_what_they_get_alone(model: Path, tmp_path: Path) -> None:
+    flags = ("--model", model, "--raw", "--seed", "7", "--max-tokens", "12", "--ignore-eos")
+    prompts, record = tmp_path / "prompts.txt", tmp_path / "run.jsonl"
+    prompts.write_text("once upon\n" + "a river " * 500 + "\nthe cat\n")
+    done = infer("generate", "--json", "--prompts-file", prompts, "--record", record, *flags)
+    first, second, third = map(json.loads, done.stdout.splitlines())
+    assert done.returncode == 1, done.stderr
+    assert second["line"] == 2 and "this model's context is" in second["error"]
+    assert first["token_ids"] == generate_json("once upon", *flags)["token_ids"]
+    assert third["usage"]["completion_tokens"] == 12
+    assert '"step":13' not in record.read_text().replace(" ", "")  # 12 steps answer both
+
+
 @pytest.mark.slow
 def test_ctrl_c_ends_generate_with_130(model: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"

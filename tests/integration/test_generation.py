@@ -381,6 +381,17 @@ def test_interleaved_streams_and_a_batch_between_them_get_their_own_tokens(llm: 
     assert got == [generate_greedy(model, prompt, 10) for prompt in prompts[:3]]
 
 
+def test_a_stream_knows_its_times_though_it_is_read_later(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    early, late = llm.stream("the cat", params), llm.stream("the dog", params)
+    assert late.seconds == (0.0, 0.0)
+    list(early)
+    ran = late.seconds
+    assert 0 < ran[0] < ran[1]
+    list(late)
+    assert late.seconds == ran
+
+
 @pytest.mark.parametrize("num_read", [0, 1, 3])
 def test_closing_a_stream_gives_its_blocks_back_at_once(llm: LLM, num_read: int) -> None:
     """Even one that nobody has begun to read."""

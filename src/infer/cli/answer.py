@@ -79,16 +79,18 @@ def show_answer(
             show(delta.text)
         if is_stopped():
             break
-    close = getattr(deltas, "close", None)
-    if close is not None:
-        close()  # ends the request now, not when the stream happens to be collected
+    total_s = perf_counter() - started
+    if hasattr(deltas, "seconds"):  # it ran before we began to read
+        first_token_s, total_s = deltas.seconds
+    if hasattr(deltas, "close"):
+        deltas.close()  # ends the request now, not when the stream happens to be collected
     return Answer(
         text="".join(pieces),
         token_ids=tuple(token_ids),
         finish_reason=finish_reason,
         stop_reason=stop_reason,
         first_token_s=first_token_s,
-        total_s=perf_counter() - started,
+        total_s=total_s,
     )
 
 

@@ -8,6 +8,10 @@ Where a prompt comes from                          What is done with it
 
 Standard output holds the answers and nothing else: text as it is generated, or with `--json` one
 object per line and prompt.
+
+The prompts of a file are all in the engine together, which batches them; their answers are printed in the
+order of the file, each as soon as those before it are out. A prompt that fails is reported by its line and
+costs the others nothing; the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -15,18 +19,29 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infer.cli import flags
 from infer.cli.answer import Answer, notice, open_llm, show_answer, write_out
-from infer.errors import ConfigError, RequestError
+from infer.errors import (
+    ConfigError,
+    DeviceLost,
+    EngineError,
+    EngineStopped,
+    InferError,
+    QueueFull,
+    RequestError,
+)
 
 if TYPE_CHECKING:
     from infer.engine.engine import EngineObserver
-    from infer.llm import LLM
+    from infer.llm import LLM, TextStream
     from infer.sampling.params import SamplingParams
 
 EXAMPLES = """\
@@ -36,6 +51,22 @@ examples:
   cat letter.txt | infer generate --system "Summarise in one sentence." --max-tokens 60
   infer generate --prompts-file questions.txt --seed 1 --json > answers.jsonl
 """
+
+
+class Prompt(NamedTuple):
+    """What was asked, and in which line of which file, if it was one of many."""
+
+    text: str
+    line: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt on its way through the engine, or the reason why it is not."""
+
+    prompt: Prompt
+    prompt_ids: list[int]
+    stream: TextStream | InferError
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -54,7 +85,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     prompt.add_argument(
         "prompt", nargs="?", metavar="PROMPT", help="the text; '-' or nothing: standard input"
     )
-    prompt.add_argument("--prompts-file", metavar="FILE", type=Path, help="answer each line of this file")
+    prompt.add_argument(
+        "--prompts-file",
+        metavar="FILE",
+        type=Path,
+        help="answer each line of this file, all at once and printed in order",
+    )
     prompt.add_argument("--system", metavar="TEXT", help="the system message to put before the prompt")
     prompt.add_argument("--raw", action="store_true", help="continue the text as is, without a chat template")
     flags.add_thinking_flag(prompt)
@@ -74,35 +110,110 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer every prompt in turn."""
+    """Answer every prompt; exit code 1 if some of a file's have no answer."""
     if args.raw and args.system is not None:
         raise ConfigError("--system needs the chat template that --raw turns off; give one of the two")
     params = flags.sampling_from(args)
     prompts = read_prompts(args)
     with recording(args.record) as observer:
-        answer_all(prompts, params, args, observer)
-    return 0
+        num_failed = answer_all(prompts, params, args, observer)
+    if num_failed:
+        notice(
+            f"infer: error: {num_failed} of {len(prompts)} prompts have no answer; the lines above say why"
+        )
+    return 1 if num_failed else 0
 
 
 def answer_all(
-    prompts: list[str], params: SamplingParams, args: argparse.Namespace, observer: EngineObserver | None
-) -> None:
-    """Load the model and answer one prompt after the other."""
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    args: argparse.Namespace,
+    observer: EngineObserver | None,
+) -> int:
+    """Load the model, ask it everything, print the answers in order; returns how many prompts failed."""
     started = perf_counter()
     llm = open_llm(args, observer)
     load_s = perf_counter() - started
     params = flags.fit_to_model(params, args, llm.context_len, llm.sampling_defaults)
-    for index, prompt in enumerate(prompts):
+    answers: list[Answer] = []
+    for number, asked in enumerate(ask_all(llm, prompts, params, args), start=1):
+        prompt = asked.prompt
         if len(prompts) > 1 and not args.json:
-            notice(f"[{index + 1}/{len(prompts)}] {prompt}")
-        prompt_ids = encode_prompt(llm, prompt, args)
-        answer = answer_prompt(llm, prompt_ids, params, is_shown=not args.json)
+            notice(f"[{number}/{len(prompts)}] {prompt.text}")
+        try:
+            answer = read_answer(asked, is_shown=not args.json)
+        except (RequestError, EngineError) as error:
+            if prompt.line is None or isinstance(error, DeviceLost | EngineStopped):
+                raise
+            notice(f"infer: error: line {prompt.line}: {error}")
+            if args.json:
+                _write_json({"prompt": prompt.text, "line": prompt.line, "error": str(error)})
+            continue
+        answers.append(answer)
         if args.json:
-            write_out(
-                json.dumps(to_json(prompt, prompt_ids, params, answer, load_s), ensure_ascii=False) + "\n"
-            )
+            _write_json(to_json(prompt.text, asked.prompt_ids, params, answer, load_s))
         if args.stats:
             notice(f"load {load_s:.2f} s, {answer.stats()}")
+    if args.stats and len(prompts) > 1:
+        total_s = perf_counter() - started - load_s
+        num_tokens = sum(len(answer.token_ids) for answer in answers)
+        speed = num_tokens / total_s
+        notice(f"{len(answers)} answers, {num_tokens} tokens in {total_s:.2f} s, {speed:.1f} tokens/s")
+    return len(prompts) - len(answers)
+
+
+def ask_all(
+    llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, args: argparse.Namespace
+) -> Iterator[Asked]:
+    """Put every prompt into the engine, and give them out in order; all go on while the first is read.
+
+    Where `max_waiting` limits the engine's queue, the rest follow as answers are read.
+    """
+    waiting, asked = deque(prompts), deque[Asked]()
+    while waiting or asked:
+        while waiting:
+            try:
+                asked.append(_ask(llm, waiting[0], params, args))
+            except QueueFull:
+                if not asked:
+                    raise
+                break
+            waiting.popleft()
+        yield asked.popleft()
+
+
+def _ask(llm: LLM, prompt: Prompt, params: SamplingParams, args: argparse.Namespace) -> Asked:
+    try:
+        prompt_ids = encode_prompt(llm, prompt.text, args)
+        return Asked(prompt, prompt_ids, llm.stream(prompt_ids, params))
+    except RequestError as error:  # to be told in its turn
+        return Asked(prompt, [], error)
+
+
+def read_answer(asked: Asked, *, is_shown: bool) -> Answer:
+    """Wait for one answer, on standard output as it comes if `is_shown`."""
+    if isinstance(asked.stream, InferError):
+        raise asked.stream
+    is_begun = False
+
+    def show(text: str) -> None:
+        nonlocal is_begun
+        is_begun = True
+        write_out(text)
+
+    try:
+        answer = show_answer(asked.stream, show if is_shown else lambda text: None)
+    except InferError:
+        if is_begun:
+            write_out("\n")
+        raise
+    if is_shown:
+        write_out("\n")
+    return answer
+
+
+def _write_json(data: dict[str, Any]) -> None:
+    write_out(json.dumps(data, ensure_ascii=False) + "\n")
 
 
 def recording(path: Path | None) -> AbstractContextManager[EngineObserver | None]:
@@ -114,30 +225,30 @@ def recording(path: Path | None) -> AbstractContextManager[EngineObserver | None
     return Recorder(path)
 
 
-def read_prompts(args: argparse.Namespace) -> list[str]:
+def read_prompts(args: argparse.Namespace) -> list[Prompt]:
     """The prompts, from wherever the user put them."""
     if args.prompts_file is not None:
         if args.prompt is not None:
             raise ConfigError("give a PROMPT or --prompts-file, not both")
         try:
-            lines = args.prompts_file.read_text(encoding="utf-8").splitlines()
+            lines = args.prompts_file.read_text(encoding="utf-8").split("\n")
         except OSError as error:
             raise ConfigError(f"cannot read --prompts-file {args.prompts_file}: {error.strerror}") from None
         except UnicodeDecodeError as error:
             raise ConfigError(f"--prompts-file {args.prompts_file} is not UTF-8: {error}") from None
-        prompts = [line for line in lines if line.strip()]
+        prompts = [Prompt(text, line) for line, text in enumerate(lines, start=1) if text.strip()]
         if not prompts:
             raise ConfigError(f"--prompts-file {args.prompts_file} holds no prompt; write one per line")
         return prompts
     if args.prompt not in (None, "-"):
-        return [args.prompt]
+        return [Prompt(args.prompt)]
     if args.prompt is None and sys.stdin.isatty():
         raise ConfigError("no prompt: write one after 'infer generate', pipe one in, or use --prompts-file")
     try:
         text = sys.stdin.read()
     except UnicodeDecodeError as error:
         raise RequestError(f"the prompt on standard input is not UTF-8: {error}", param="prompt") from None
-    return [text.removesuffix("\n")]
+    return [Prompt(text.removesuffix("\n"))]
 
 
 def encode_prompt(llm: LLM, prompt: str, args: argparse.Namespace) -> list[int]:
@@ -151,14 +262,6 @@ def encode_prompt(llm: LLM, prompt: str, args: argparse.Namespace) -> list[int]:
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     messages = [*system, {"role": "user", "content": prompt}]
     return llm.encode_chat(messages, template_options=flags.template_options(args))
-
-
-def answer_prompt(llm: LLM, prompt_ids: list[int], params: SamplingParams, *, is_shown: bool) -> Answer:
-    """Generate one answer, on standard output as it comes if `is_shown`."""
-    answer = show_answer(llm.stream(prompt_ids, params), write_out if is_shown else lambda text: None)
-    if is_shown:
-        write_out("\n")
-    return answer
 
 
 def to_json(

@@ -2,7 +2,8 @@
 
     0     done
     1     `infer replay`: the runs differ; `infer serve`: every engine is down for good;
-          `infer bench`: a figure got worse, or requests failed
+          `infer bench`: a figure got worse, or requests failed; `infer generate --prompts-file`:
+          some prompts have no answer
     2     the user asked for something impossible: one line on standard error says what to do
     130   interrupted with Ctrl-C
     141   whoever read our output has gone (`infer generate ... | head -1`); not worth a message

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infer.errors import ContextOverflow, TemplateError
+from infer.errors import ContextOverflow, EngineError, QueueFull, TemplateError
 from infer.sampling.params import SamplingParams
 
 
@@ -28,14 +28,17 @@ class FakeLLM:
     name = "fake"
     sampling_defaults: Mapping[str, float] = {}
 
-    def __init__(self, *, context_len: int = 1000, has_chat_template: bool = True, **knobs: Any) -> None:
+    def __init__(
+        self, *, context_len: int = 1000, has_chat_template: bool = True, max_open: int = 1000, **knobs: Any
+    ) -> None:
         self.context_len = context_len
+        self.max_open = max_open  # requests the engine takes before it says that its queue is full
         self.has_chat_template = has_chat_template
         self.knobs = knobs
         self.params: list[SamplingParams] = []
         self.chats: list[list[dict[str, str]]] = []
         self.options: list[Mapping[str, object] | None] = []
-        self.num_closed = 0
+        self.num_opened = self.num_closed = 0
         self.before_token: Callable[[int], None] = lambda index: None
 
     def encode(self, prompt: str) -> list[int]:
@@ -56,15 +59,24 @@ class FakeLLM:
         return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages))
 
     def stream(self, prompt: list[int], params: SamplingParams) -> Iterator[FakeDelta]:
-        self.params.append(params)
+        """Open at once, as the real one does; a prompt that holds "broken" fails after its first letter."""
         room = self.context_len - len(prompt)
         if (params.max_tokens or 1) > room:
             raise ContextOverflow(len(prompt), params.max_tokens or 1, self.context_len)
+        if self.num_opened - self.num_closed >= self.max_open:
+            raise QueueFull("the queue is full")
+        self.params.append(params)
+        self.num_opened += 1
+        return self._deltas(prompt, params, room)
+
+    def _deltas(self, prompt: list[int], params: SamplingParams, room: int) -> Iterator[FakeDelta]:
         answer = "".join(map(chr, prompt)).rpartition(">")[2].upper()
         limit = params.max_tokens or room
         try:
             for index, letter in enumerate(answer[:limit]):
                 self.before_token(index)
+                if index == 1 and "BROKEN" in answer:
+                    raise EngineError("the step failed")
                 yield FakeDelta(letter, (ord(letter),), None)
             yield FakeDelta("", (), "stop" if len(answer) <= limit else "length")
         finally:

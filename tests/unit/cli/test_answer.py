@@ -21,6 +21,13 @@ class Deltas(Iterator[TextDelta]):
         self.is_closed = True
 
 
+def test_the_times_are_those_of_the_stream_if_it_ran_before_it_was_read() -> None:
+    deltas = Deltas()
+    deltas.seconds = (2.0, 5.0)  # type: ignore[attr-defined]
+    answer = show_answer(deltas, lambda text: None, lambda: deltas.num_read == 4)
+    assert (answer.first_token_s, answer.total_s, answer.tokens_per_s) == (2.0, 5.0, 1.0)
+
+
 def test_stopping_an_answer_ends_its_request_at_once() -> None:
     deltas, shown = Deltas(), list[str]()
     answer = show_answer(deltas, shown.append, lambda: len(shown) == 3)

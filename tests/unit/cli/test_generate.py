@@ -9,8 +9,10 @@ import pytest
 
 from infer.cli.answer import Answer, show_answer
 from infer.cli.generate import to_json
+from infer.errors import DeviceLost
 from infer.outputs import TextDelta
 from infer.sampling.params import SamplingParams
+from tests.unit.cli.fake_llm import FakeLLM
 
 Infer = Callable[..., Any]
 
@@ -50,6 +52,80 @@ def test_each_line_of_a_prompts_file_is_answered_in_order(infer: Infer, tmp_path
     outcome = infer("generate", "--prompts-file", str(file))
     assert outcome.out == "ONE\nZWEI Ü\n"
     assert outcome.err == "[1/2] one\n[2/2] zwei ü\n"
+
+
+def test_all_prompts_of_a_file_are_in_the_engine_before_the_first_is_answered(
+    infer: Infer, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\ntwo\nthree\n")
+    llm = FakeLLM()
+    opened: list[int] = []
+    llm.before_token = lambda index: opened.append(llm.num_opened)
+    assert infer("generate", "--prompts-file", str(file), llm=llm).out == "ONE\nTWO\nTHREE\n"
+    assert opened[0] == 3
+
+
+@pytest.mark.parametrize("max_open", [1, 2])
+def test_a_full_queue_holds_prompts_back_until_there_is_room(
+    infer: Infer, tmp_path: Path, max_open: int
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("a\nb\nc\nd\n")
+    outcome = infer("generate", "--prompts-file", str(file), max_open=max_open)
+    assert (outcome.code, outcome.out) == (0, "A\nB\nC\nD\n")
+    none_fits = infer("generate", "--prompts-file", str(file), max_open=0)
+    assert (none_fits.code, none_fits.err) == (2, "infer: error: the queue is full\n")
+
+
+def test_a_prompt_that_fails_is_reported_by_its_line_and_the_others_are_answered(
+    infer: Infer, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\n\n" + "x" * 80 + "\nforbidden\nbroken\nlast\n")
+    outcome = infer("generate", "--prompts-file", str(file), "--max-tokens", "9", context_len=60)
+    assert outcome.code == 1
+    assert outcome.out == "ONE\nB\nLAST\n"
+    errors = [line for line in outcome.err.splitlines() if not line.startswith("[")]
+    assert errors == [
+        "infer: error: line 3: prompt has 86 tokens, but this model's context is 60; "
+        "shorten the prompt to at most 59 tokens",
+        "infer: error: line 4: the template refuses this message",
+        "infer: error: line 5: the step failed",
+        "infer: error: 3 of 5 prompts have no answer; the lines above say why",
+    ]
+    outcome = infer("generate", "--prompts-file", str(file), "--json", "--max-tokens", "9", context_len=60)
+    found = [json.loads(line) for line in outcome.out.splitlines()]
+    assert [answer["prompt"][:9] for answer in found] == ["one", "x" * 9, "forbidden", "broken", "last"]
+    assert [answer.get("text") for answer in found] == ["ONE", None, None, None, "LAST"]
+    assert found[2] == {"prompt": "forbidden", "line": 4, "error": "the template refuses this message"}
+
+
+def test_an_engine_that_is_gone_is_reported_once(infer: Infer, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\ntwo\n")
+    llm = FakeLLM()
+
+    def lose(index: int) -> None:
+        raise DeviceLost("the device failed in step 3")
+
+    llm.before_token = lose
+    outcome = infer("generate", "--prompts-file", str(file), "--json", llm=llm)
+    assert (outcome.code, outcome.err) == (2, "infer: error: the device failed in step 3\n")
+
+
+def test_a_line_ends_where_an_editor_ends_it(infer: Infer, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("a\u2028b\x0cc\r\nd".encode())
+    assert infer("generate", "--prompts-file", str(file)).out == "A\u2028B\x0cC\nD\n"
+
+
+def test_the_stats_of_many_prompts_end_with_all_of_them(infer: Infer, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\nthree\n")
+    lines = infer("generate", "--prompts-file", str(file), "--stats").err.splitlines()
+    assert lines[-1].startswith("2 answers, 8 tokens in ")
+    assert len([line for line in lines if line.startswith("load ")]) == 2
 
 
 def test_json_is_one_object_per_prompt(infer: Infer, tmp_path: Path) -> None:
