@@ -33,7 +33,7 @@ from infer.layers.mlp import GatedMLP
 from infer.layers.norm import AddNorm, RMSNorm
 from infer.layers.rotary import Rotary
 from infer.models.config import ModelConfig, RopeScaling
-from infer.models.model import Model, make_rotary
+from infer.models.model import ResidualStack, make_rotary
 from infer.models.raw_config import (
     MAX_LAYERS,
     RawConfig,
@@ -152,7 +152,7 @@ class Block(nn.Module):
         return self.post_mlp_norm(x_TD), residual_TD
 
 
-class Gemma3(Model):
+class Gemma3(ResidualStack):
     """A stack of local and global blocks, with one rotary table for each kind."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -165,14 +165,6 @@ class Gemma3(Model):
 
     def _rotary(self, layer: int) -> Rotary:
         return self.global_rotary if self.config.window(layer) is None else self.local_rotary
-
-    def forward(self, tokens_T: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """Return the hidden states of all tokens after the final norm, [T, D]."""
-        x_TD, residual_TD = self.embedding(tokens_T), None
-        for layer in self.layers:
-            x_TD, residual_TD = layer(x_TD, residual_TD, step)
-        hidden_TD: torch.Tensor = self.norm(x_TD, residual_TD)[0]
-        return hidden_TD
 
 
 # fmt: off

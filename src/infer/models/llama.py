@@ -35,7 +35,7 @@ from infer.layers.moe import MixtureOfExperts
 from infer.layers.norm import AddNorm
 from infer.layers.rotary import Rotary
 from infer.models.config import ExpertConfig, ModelConfig
-from infer.models.model import Model, make_rotary
+from infer.models.model import ResidualStack, make_rotary
 from infer.models.raw_config import MAX_LAYERS, RawConfig, read_head_dim, read_heads, read_rope, read_windows
 from infer.models.self_attention import SelfAttention
 from infer.models.weight_map import IGNORED, Shard, Target, WeightMap
@@ -122,7 +122,7 @@ class Block(nn.Module):
         return self.mlp.after(self.mlp_norm, self.attention(qkv_TX, step), residual_TD)
 
 
-class Llama(Model):
+class Llama(ResidualStack):
     """A stack of blocks that keep their global numbers."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -140,14 +140,6 @@ class Llama(Model):
         return GatedMLP(
             config.hidden_size, config.intermediate_size, activation=config.activation, bias=config.mlp_bias
         )
-
-    def forward(self, tokens_T: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """Return the hidden states of all tokens after the final norm, [T, D]."""
-        x_TD, residual_TD = self.embedding(tokens_T), None
-        for layer in self.layers:
-            x_TD, residual_TD = layer(x_TD, residual_TD, step)
-        hidden_TD: torch.Tensor = self.norm(x_TD, residual_TD)[0]
-        return hidden_TD
 
 
 # fmt: off

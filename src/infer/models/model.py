@@ -24,6 +24,7 @@ from torch import nn
 from infer.layers.attention import StepContext
 from infer.layers.embedding import Embedding
 from infer.layers.linear import Linear
+from infer.layers.norm import AddNorm
 from infer.layers.rotary import Rotary, frequencies, stretch_llama3
 from infer.models.config import ModelConfig, RopeScaling
 
@@ -48,6 +49,20 @@ class Model(nn.Module, ABC):
         """Return [S, V] for those rows of `forward`'s result that need them."""
         logits_SV: torch.Tensor = self.head(hidden_SD)
         return logits_SV
+
+
+class ResidualStack(Model):
+    """Layers that hand on their output and the stream it is still to be added to (layers/norm.py)."""
+
+    norm: AddNorm
+
+    def forward(self, tokens_T: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """Return the hidden states of all tokens after the final norm, [T, D]."""
+        x_TD, residual_TD = self.embedding(tokens_T), None
+        for layer in self.layers:
+            x_TD, residual_TD = layer(x_TD, residual_TD, step)
+        hidden_TD: torch.Tensor = self.norm(x_TD, residual_TD)[0]
+        return hidden_TD
 
 
 def make_rotary(config: ModelConfig, theta: float, scaling: RopeScaling | None) -> Rotary:
