@@ -7,6 +7,7 @@
 One repeat has no spread, so it gets a wider band: a single run can be off by so much on a busy machine.
 Figures that are neither better high nor better low (counts of tokens asked for, sizes chosen by a knob) are
 not judged. What differs in machine, model, config or seed is listed: it may be the whole explanation.
+Reports that have no such figure in common are about different things, and to compare them is an error.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 
 from infer.bench.metrics import MEASURES
 from infer.bench.report import Figure, Report
+from infer.errors import ConfigError
 
 LEAST_BAND = 0.02
 SINGLE_BAND = 0.08  # where one of the two has only one repeat
@@ -50,7 +52,7 @@ class Comparison:
 
 
 def compare(before: Report, after: Report, *, least_band: float = LEAST_BAND) -> Comparison:
-    """Judge every figure that both have and that has a direction."""
+    """Judge every figure that both have and that has a direction; ConfigError where there is none."""
     old = {row.name: row for row in before.rows if row.figures}
     new = {row.name: row for row in after.rows if row.figures}
     verdicts = []
@@ -61,6 +63,11 @@ def compare(before: Report, after: Report, *, least_band: float = LEAST_BAND) ->
             measure, other = MEASURES.get(figure), new[name].figures.get(figure)
             if measure is not None and measure.better and other is not None:
                 verdicts.append(_judge(name, figure, measure.better, value, other, least_band))
+    if not verdicts:
+        raise ConfigError(
+            f"nothing to compare: the first is {_describe(before)}, the second {_describe(after)}, "
+            "and no row has the same name and a figure that both measured"
+        )
     return Comparison(
         verdicts=verdicts,
         only_before=[name for name in old if name not in new],
@@ -72,6 +79,13 @@ def compare(before: Report, after: Report, *, least_band: float = LEAST_BAND) ->
 def spread(figure: Figure) -> float:
     """Half the distance between the extremes of the repeats, relative to their median."""
     return (figure.high - figure.low) / abs(figure.median) / 2 if figure.median else 0.0
+
+
+def _describe(report: Report) -> str:
+    """Kind and rows, as short as names them."""
+    names = [row.name for row in report.rows if row.figures]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"a report of {report.kind!r} on {', '.join(names[:3]) or 'nothing'}{more}"
 
 
 def _judge(row: str, name: str, better: str, before: Figure, after: Figure, least: float) -> Verdict:
@@ -106,9 +120,13 @@ def _differences(before: Report, after: Report) -> list[str]:
         ("model", before.model, after.model),
         ("config", before.config, after.config),
     ):
-        for name in old:
-            if name in new and old[name] != new[name]:
-                found.append(f"{title} {name}: {old[name]} and {new[name]}")
+        # a server's config comes from the labels of a metric, where every number is text
+        found += [
+            f"{title} {name}: {old[name]} and {new[name]}"
+            for name in old
+            if name in new and str(old[name]) != str(new[name])
+        ]
     if before.seed != after.seed and before.machine and after.machine:
         found.append(f"seed: {before.seed} and {after.seed}")
-    return found
+    cut = [title for title, report in (("first", before), ("second", after)) if report.is_partial]
+    return found + [f"completeness: the {title} was interrupted" for title in cut]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -255,10 +256,28 @@ async def fetch(target: Target, path: str) -> bytes:
         async with asyncio.timeout(CONNECT_S):
             connection = await client.connect()
             return await connection.get(target.message("GET", path))
-    except (BrokenAnswer, OSError, TimeoutError) as error:
-        reason = str(error) or type(error).__name__
-        raise ConfigError(f"cannot read {target.url}{path}: {reason}; is the server running?") from None
+    except BrokenAnswer as error:
+        raise ConfigError(f"cannot read {target.url}{path}: {error}{_advice(target, error.status)}") from None
+    except (OSError, TimeoutError) as error:
+        raise ConfigError(
+            f"no server answers at {target.url}: {_reason(error)}; is the server running?"
+        ) from None
     finally:
         if connection is not None:
             with contextlib.suppress(OSError):
                 connection.close()
+
+
+def _advice(target: Target, status: int | None) -> str:
+    """What to do about a refusal."""
+    if status in (401, 403):
+        return "; is this key right?" if target.api_key else "; give the server's key with --api-key"
+    return "; is this an OpenAI-compatible server?" if status in (None, 404, 405) else ""
+
+
+def _reason(error: OSError) -> str:
+    """In a few words; asyncio repeats the address in its own."""
+    if isinstance(error, TimeoutError):
+        return f"no answer within {CONNECT_S:g} s"
+    known = error.errno is not None and error.errno > 0
+    return os.strerror(error.errno).lower() if known and error.errno else str(error).lower()

@@ -11,114 +11,28 @@ everything that was switched on before it. The memory is the same for all: as ma
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
 
 from infer.bench.adapt import fit
+from infer.bench.compare import spread
 from infer.bench.metrics import MEASURES, show
-from infer.bench.offline import WARM_UP, run_repeats, warm_up
+from infer.bench.offline import WARM_UP, run_once, warm_up
 from infer.bench.report import Report, Row, make_report, make_row, skip_row
+from infer.bench.rows import run_rows
 from infer.bench.subject import Subject
+from infer.bench.toggles import BASE, TOGGLES, Look, Toggle
 from infer.bench.workloads import make_workload
 from infer.cache.memory import kv_bytes_per_token
-from infer.config import knob_table
 from infer.errors import ConfigError, closest
 
 SEQUENCES = 6  # that a contiguous cache holds: few, so that memory is a limit
 MAX_BATCH = 48
-NOISE = 0.05  # a smaller change is called none
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Toggle:
-    """One idea, its switch, and where it shows."""
-
-    name: str
-    knobs: Mapping[str, Any]
-    helps_on: str  # a workload, and the figure to look at
-    helps_figure: str
-    hurts_on: str
-    hurts_figure: str
-    why: str  # what it does, in a sentence
-    why_not: str  # why it may not show
-    needs_gpu: bool = False
-
-
-TOGGLES = (
-    Toggle(
-        name="continuous",
-        knobs={"batching_mode": "continuous"},
-        helps_on="continuous_batching",
-        helps_figure="ttft_p50_s",
-        hurts_on="baseline",
-        hurts_figure="output_tokens_per_s",
-        why="who arrives joins at the next step, and does not wait until a whole batch is done",
-        why_not="with one request at a time there is no batch to join",
-    ),
-    Toggle(
-        name="paged",
-        knobs={"kv_cache_backend": "paged"},
-        helps_on="paged_attention",
-        helps_figure="output_tokens_per_s",
-        hurts_on="w1_single",
-        hurts_figure="output_tokens_per_s",
-        why="a sequence takes the blocks it fills and not the longest length, so more run in the same memory",
-        why_not="one sequence has memory enough either way, and its blocks must be found through a table",
-    ),
-    Toggle(
-        name="chunked",
-        knobs={"use_chunked_prefill": True, "prefill_chunk_size": 256, "max_num_batched_tokens": 256},
-        helps_on="chunked_prefill",
-        helps_figure="itl_p99_s",
-        hurts_on="prefill_8x4096",
-        hurts_figure="ttft_p50_s",
-        # Pieces alone do not shorten a step: under the default budget several prompts' pieces share one.
-        why="prompts come in pieces and a step holds 256 tokens in all, so whoever decodes waits for less",
-        why_not="nobody decodes meanwhile, and every piece pays for a step of its own",
-    ),
-    Toggle(
-        name="prefix",
-        knobs={"use_prefix_caching": True},
-        helps_on="prefix_caching",
-        helps_figure="ttft_p50_s",
-        hurts_on="w2_mixed",
-        hurts_figure="output_tokens_per_s",
-        why="a start that somebody has computed is taken from the cache",
-        why_not="nothing is shared, so looking it up and keeping it is all there is",
-    ),
-    Toggle(
-        name="graphs",
-        knobs={"use_cuda_graphs": True},
-        helps_on="b1_256_256",
-        helps_figure="output_tokens_per_s",
-        hurts_on="b128_256_256",
-        hurts_figure="output_tokens_per_s",
-        why="a decode step is launched as one graph, so Python no longer sets the pace",
-        why_not="a large batch keeps the GPU busy while Python launches, and padding costs a little",
-        needs_gpu=True,
-    ),
-    Toggle(
-        name="overlap",
-        knobs={"use_overlap": True},
-        helps_on="b32_256_256",
-        helps_figure="output_tokens_per_s",
-        hurts_on="b1_256_256",
-        hurts_figure="output_tokens_per_s",
-        why="the next step is planned while the GPU computes this one",
-        why_not="there is little to plan for one sequence",
-        needs_gpu=True,
-    ),
-)
-
-BASE: Mapping[str, Any] = {
-    "batching_mode": "static",
-    "kv_cache_backend": "contiguous",
-    "use_chunked_prefill": False,
-    "use_prefix_caching": False,
-    "use_cuda_graphs": False,
-    "use_overlap": False,
-}
+NOISE = 0.05  # a smaller change is called none, and so is one within the spread of the repeats
 
 Tell = Callable[[str], None]
 
@@ -149,11 +63,26 @@ class _Bench:
                 context_len=engine.context_len,
                 vocab_size=subject.vocab_size,
             )
-            results = run_repeats(engine, workload, self._repeats, subject.vocab_size)
-            self._found[key] = [result.figures() for result in results]
+            self._found[key] = [
+                run_once(engine, workload, repeat, subject.vocab_size).figures()
+                for repeat in range(self._repeats)
+            ]
             speed = self._found[key][-1].get("output_tokens_per_s", 0.0)
             self._tell(f"{stage} on {name}: {speed:.1f} tok/s")
         return self._found[key]
+
+    def row(self, toggle: Toggle, look: Look, before: _Stage, after: _Stage) -> Row:
+        """One toggle on one workload."""
+        old = self.run(before.name, before.knobs, look.workload)
+        new = self.run(after.name, after.knobs, look.workload)
+        return _row(toggle, look, old, new)
+
+
+class _Stage(NamedTuple):
+    """How far the switches are on."""
+
+    name: str
+    knobs: Mapping[str, Any]
 
 
 def bench_matrix(
@@ -165,85 +94,71 @@ def bench_matrix(
         if name not in names:
             raise ConfigError(f"unknown toggle {name!r}{closest(name, names)}; known: {', '.join(names)}")
     bench = _Bench(subject, seed=seed, repeats=repeats, tell=tell)
-    known = knob_table()
-    knobs = {name: value for name, value in BASE.items() if name in known}
-    stage = "static"
-    rows: list[Row] = []
+    stage = _Stage("static", BASE)
+    jobs: dict[str, Callable[[], Row]] = {}
     for toggle in TOGGLES:
-        reason = _cannot(toggle, subject)
-        if reason or (only and toggle.name not in only):
-            rows += [
-                skip_row(f"+{toggle.name} {workload}", toggle.why, reason or "not asked for")
-                for workload in (toggle.helps_on, toggle.hurts_on)
-            ]
-            if not reason:
-                knobs |= toggle.knobs
-                stage = f"+{toggle.name}"
-            continue
-        after = knobs | dict(toggle.knobs)
-        for workload, figure, is_best in (
-            (toggle.helps_on, toggle.helps_figure, True),
-            (toggle.hurts_on, toggle.hurts_figure, False),
-        ):
-            before_runs = bench.run(stage, knobs, workload)
-            after_runs = bench.run(f"+{toggle.name}", after, workload)
-            rows.append(_row(toggle, workload, figure, before_runs, after_runs, is_best=is_best))
-        knobs, stage = after, f"+{toggle.name}"
+        is_possible = subject.device.type == "cuda" or not toggle.needs_gpu
+        after = _Stage(f"+{toggle.name}", {**stage.knobs, **toggle.knobs}) if is_possible else stage
+        for look in (toggle.best, toggle.risk):
+            if is_possible and (not only or toggle.name in only):
+                jobs[_name(toggle, look)] = partial(bench.row, toggle, look, stage, after)
+            else:
+                reason = "not asked for" if is_possible else "needs a GPU"
+                jobs[_name(toggle, look)] = partial(_skipped, toggle, look, reason)
+        stage = after
+    rows, is_partial = run_rows(jobs)
     return make_report(
         "matrix",
         rows,
         model=subject.facts(),
         config=subject.knobs()
         | {"kv_cache_memory": bench.memory, "max_batch_size": MAX_BATCH}
-        | {"base": {name: value for name, value in BASE.items() if name in known}},
+        | {"base": dict(BASE)},
         seed=seed,
         repeats=repeats,
         warmup=WARM_UP,
+        is_partial=is_partial,
     )
 
 
-def _cannot(toggle: Toggle, subject: Subject) -> str:
-    if toggle.needs_gpu and subject.device.type != "cuda":
-        return "needs a GPU"
-    missing = [name for name in toggle.knobs if name not in knob_table()]
-    return f"no knob {', '.join(missing)} in this version" if missing else ""
+def _name(toggle: Toggle, look: Look) -> str:
+    return f"+{toggle.name} {look.workload}"
 
 
-def _row(
-    toggle: Toggle,
-    workload: str,
-    figure: str,
-    before: list[dict[str, float]],
-    after: list[dict[str, float]],
-    *,
-    is_best: bool,
-) -> Row:
-    higher = MEASURES[figure].better == "higher"
+def _settings(toggle: Toggle, look: Look) -> dict[str, Any]:
+    shows = "best" if look is toggle.best else "risk"
+    return {"knobs": dict(toggle.knobs), "figure": look.figure, "shows": shows}
+
+
+def _skipped(toggle: Toggle, look: Look, reason: str) -> Row:
+    note = f"not measured, {reason}: {toggle.why if look is toggle.best else toggle.price}."
+    return skip_row(_name(toggle, look), "", reason, _settings(toggle, look), note=note)
+
+
+def _row(toggle: Toggle, look: Look, before: list[dict[str, float]], after: list[dict[str, float]]) -> Row:
+    figure, measure = look.figure, MEASURES[look.figure]
     runs = []
     for old, new in zip(before, after, strict=True):
-        ratio = new[figure] / old[figure] if higher else old[figure] / new[figure]
+        ratio = new[figure] / old[figure] if measure.better == "higher" else old[figure] / new[figure]
         runs.append(new | {"speed_up": ratio})
-    made = make_row(f"+{toggle.name} {workload}", toggle.why, runs)
-    gain = made.figures["speed_up"].median
-    middle = sorted(run[figure] for run in before)[len(before) // 2]
-    seen = f"{MEASURES[figure].title} {show(figure, middle)} -> {show(figure, made.figures[figure].median)}"
-    note = f"{seen}: {_sentence(toggle, gain, is_best=is_best)}"
-    settings = {"knobs": dict(toggle.knobs), "figure": figure, "shows": "best" if is_best else "risk"}
-    return make_row(made.name, toggle.why, runs, settings=settings, note=note)
+    old_value, new_value = (statistics.median(run[figure] for run in side) for side in (before, after))
+    made = make_row(_name(toggle, look), "", runs, settings=_settings(toggle, look))
+    gain = made.figures["speed_up"]
+    sentence = _sentence(toggle, gain.median, max(NOISE, spread(gain)), is_best=look is toggle.best)
+    note = f"{measure.title} {show(figure, old_value)} -> {show(figure, new_value)}: {sentence}"
+    return msgspec.structs.replace(made, note=note)
 
 
-def _sentence(toggle: Toggle, gain: float, *, is_best: bool) -> str:
+def _sentence(toggle: Toggle, gain: float, band: float, *, is_best: bool) -> str:
     """What the ratio means, in words that hold whichever way it went."""
-    if gain > 1 + NOISE:
-        return (
-            f"{gain:.2f} times better, because {toggle.why}." if is_best else f"{gain:.2f} times better too."
-        )
-    if gain < 1 - NOISE:
-        reason = "the machine is not limited by what it removes" if is_best else toggle.why_not
+    if gain > 1 + band:
+        return f"{gain:.2f} times better{f', because {toggle.why}' if is_best else ' here too'}."
+    if gain < 1 / (1 + band):
+        reason = toggle.unless if is_best else f"this is its price, {toggle.price}"
         return f"{1 / gain:.2f} times worse: {reason}."
     if is_best:
-        return "no difference here: the load or the model is too small for it to show."
-    return f"no difference, as it should be: {toggle.why_not}."
+        return f"no difference beyond {band:.0%}: {toggle.unless}."
+    return f"no difference beyond {band:.0%}, as it should be: {toggle.price}."
 
 
 def speed_ups(report: Report) -> list[tuple[str, float]]:

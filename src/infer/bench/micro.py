@@ -12,19 +12,24 @@ import random
 import resource
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 
 from infer.bench.floors import best_seconds, measure_ceilings
-from infer.bench.report import Report, Row, make_report, make_row
+from infer.bench.report import Report, Row, make_report, make_row, skip_row
+from infer.bench.rows import measure_row, run_rows
 from infer.bench.subject import Subject
 from infer.bench.virtual import run_virtual
 from infer.bench.workloads import Arrival, Session, Turn, Workload
 from infer.cache.memory import kv_bytes_per_token, step_bytes
 from infer.engine.build import layer_sizes, resolve_scheduler
+from infer.errors import EngineError
 from infer.kernels.paged_attention import attend_paged
 
 BLOCK_SIZE = 16
@@ -47,24 +52,27 @@ def bench_attention(
     """Decode attention of one layer, blocks in random order as a running server has them."""
     loaded, config = subject.loaded, subject.loaded.config
     ceilings = measure_ceilings(loaded.device, loaded.dtype)
-    rows: list[Row] = []
-    for batch in batches:
-        for context in contexts:
-            work, num_bytes = _attention(subject, batch, context, seed)
-            runs = []
-            for _ in range(repeats):
-                seconds = best_seconds(work, loaded.device)
-                runs.append(
-                    {
-                        "call_p50_s": seconds,
-                        "gb_per_s": num_bytes / seconds / 1e9,
-                        "floor_s": num_bytes / ceilings.copy_bytes_per_s,
-                        "floor_share": num_bytes / ceilings.copy_bytes_per_s / seconds,
-                    }
-                )
-            name = f"batch {batch}, context {context}"
-            rows.append(make_row(name, "one layer, one query per sequence, scattered blocks", runs))
-            tell(f"attention {name}: {runs[-1]['gb_per_s']:.1f} GB/s")
+
+    def row(name: str, batch: int, context: int) -> Row:
+        work, num_bytes = _attention(subject, batch, context, seed)
+        floor = num_bytes / ceilings.copy_bytes_per_s
+
+        def run(repeat: int) -> dict[str, float]:
+            seconds = best_seconds(work, loaded.device)
+            tell(f"attention {name}: {num_bytes / seconds / 1e9:.1f} GB/s")
+            return {
+                "call_p50_s": seconds,
+                "gb_per_s": num_bytes / seconds / 1e9,
+                "floor_s": floor,
+                "floor_share": floor / seconds,
+            }
+
+        return measure_row(name, "one layer, one query per sequence, scattered blocks", repeats, run)
+
+    cases = {
+        f"batch {batch}, context {context}": (batch, context) for batch in batches for context in contexts
+    }
+    rows, is_partial = run_rows({name: partial(row, name, *case) for name, case in cases.items()})
     sizes = ("num_heads", "num_kv_heads", "head_dim")
     return make_report(
         "attention",
@@ -75,6 +83,7 @@ def bench_attention(
         repeats=repeats,
         warmup=1,
         notes=[f"copy {ceilings.copy_bytes_per_s / 1e9:.1f} GB/s in this run"],
+        is_partial=is_partial,
     )
 
 
@@ -176,6 +185,7 @@ def capacity_rows(*, seed: int, num_requests: int = 300) -> list[Row]:
 def bench_startup(*, model: str | None, repeats: int, tell: Tell) -> Report:
     """Fresh processes with warm file caches: the cost we can change, not the disk's."""
     infer = [sys.executable, "-m", "infer"]
+    chosen = ["--model", model] if model else []
     commands: dict[str, tuple[str, list[str]]] = {
         "python": ("an interpreter that does nothing", [sys.executable, "-c", ""]),
         "import infer": ("the package", [sys.executable, "-c", "import infer"]),
@@ -183,25 +193,48 @@ def bench_startup(*, model: str | None, repeats: int, tell: Tell) -> Report:
         "import torch": ("what every model needs", [sys.executable, "-c", "import torch"]),
         "first token": (
             "from the start of the process to the first byte of an answer",
-            [*infer, "generate", "Hello", "--max-tokens", "4", *(["--model", model] if model else [])],
+            [*infer, "generate", "Hello", "--max-tokens", "4", "--temperature", "0", *chosen],
         ),
     }
-    rows = []
-    for name, (about, command) in commands.items():
-        runs = [{"seconds": _first_byte_s(command)} for _ in range(repeats)]
-        rows.append(make_row(name, about, runs))
-        tell(f"{name}: {min(run['seconds'] for run in runs):.2f} s")
+
+    def row(name: str, about: str, command: list[str]) -> Row:
+        def run(repeat: int) -> dict[str, float]:
+            seconds = first_byte_s(command)
+            tell(f"{name}: {seconds:.2f} s")
+            return {"seconds": seconds}
+
+        try:
+            first_byte_s(command)  # so that its files are in memory
+            return measure_row(name, about, repeats, run)
+        except EngineError as error:
+            return skip_row(name, about, f"failed: {error}")
+
+    rows, is_partial = run_rows({name: partial(row, name, *job) for name, job in commands.items()})
     return make_report(
-        "startup", rows, model={"name": model or "default"}, config={}, seed=0, repeats=repeats, warmup=0
+        "startup",
+        rows,
+        model={"name": Path(model).name if model else "the default model"},
+        config={},
+        seed=0,
+        repeats=repeats,
+        warmup=1,
+        is_partial=is_partial,
     )
 
 
-def _first_byte_s(command: list[str]) -> float:
-    """Seconds until a process has written its first byte, or ended without."""
+def first_byte_s(command: list[str]) -> float:
+    """Seconds until a process has written its first byte, or ended well without; EngineError if it failed."""
     started = perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    with (
+        tempfile.TemporaryFile() as said,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said) as process,
+    ):
         assert process.stdout is not None
         process.stdout.read(1)
         seconds = perf_counter() - started
         process.stdout.read()
+        if process.wait() != 0:
+            said.seek(0)
+            lines = said.read().decode(errors="replace").strip().splitlines()
+            raise EngineError(lines[-1] if lines else f"exit code {process.returncode}")
     return seconds

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 from infer.bench.adapt import fit, vary
 from infer.bench.drive import DriveResult, drive
@@ -26,10 +26,12 @@ from infer.bench.floors import (
     workload_floor,
 )
 from infer.bench.metrics import percentile
-from infer.bench.report import Report, Row, make_report, make_row, skip_row
+from infer.bench.report import Report, Row, make_report, skip_row
+from infer.bench.rows import measure_row, run_rows
 from infer.bench.subject import PACKED_BYTES, Subject
 from infer.bench.workloads import DEFAULT_VOCAB, FIRST_ID, Arrival, Session, Turn, Workload, make_workload
 from infer.engine.engine import Engine
+from infer.errors import ConfigError
 
 TEMPERATURE = 0.6  # greedy decoding of random weights falls into cycles, which caches would find
 WARM_UP = 2
@@ -37,13 +39,14 @@ WARM_UP = 2
 Tell = Callable[[str], None]
 
 
-def run_repeats(engine: Engine, workload: Workload, repeats: int, vocab_size: int) -> list[DriveResult]:
-    """The workload several times, each with other tokens and an empty prefix cache."""
-    results = []
-    for repeat in range(repeats):
-        engine.reset_prefix_cache()
-        results.append(drive(engine, vary(workload, repeat, vocab_size), temperature=TEMPERATURE))
-    return results
+def run_once(engine: Engine, workload: Workload, repeat: int, vocab_size: int) -> DriveResult:
+    """One repeat: other tokens than any before, and an empty prefix cache. A request that failed ends it."""
+    engine.reset_prefix_cache()
+    result = drive(engine, vary(workload, repeat, vocab_size), temperature=TEMPERATURE)
+    for trace in result.traces:
+        if trace.error is not None:
+            raise ConfigError(f"a request of {workload.name} failed: {trace.error}")
+    return result
 
 
 def warm_up(engine: Engine, subject: Subject) -> None:
@@ -78,23 +81,27 @@ def bench_offline(subject: Subject, names: Sequence[str], *, seed: int, repeats:
     ceilings = measure_ceilings(subject.device, subject.loaded.dtype)
     engine = subject.engine()
     warm_up(engine, subject)
-    rows = []
-    for name, whole in zip(names, made, strict=True):
-        workload = fit(whole, context_len=engine.context_len, vocab_size=subject.vocab_size)
-        results = run_repeats(engine, workload, repeats, subject.vocab_size)
-        runs = [result.figures() | _floors(subject, ceilings, result) for result in results]
-        rows.append(make_row(name, workload.about, runs, settings={"arrival": workload.arrival.describe()}))
-        tell(
-            f"{name}: {runs[-1]['output_tokens_per_s']:.1f} tok/s, "
-            f"{runs[-1]['floor_share']:.0%} of what this machine could do"
-        )
-    return _report("offline", rows, subject, ceilings, seed, repeats)
+
+    def row(workload: Workload) -> Row:
+        def run(repeat: int) -> dict[str, float]:
+            result = run_once(engine, workload, repeat, subject.vocab_size)
+            figures = result.figures() | _floors(subject, ceilings, result)
+            tell(
+                f"{workload.name} {repeat + 1}/{repeats}: {figures['output_tokens_per_s']:.1f} tok/s, "
+                f"{figures['floor_share']:.0%} of what this machine could do"
+            )
+            return figures
+
+        settings = {"arrival": workload.arrival.describe()}
+        return measure_row(workload.name, workload.about, repeats, run, settings=settings)
+
+    fitted = [fit(whole, context_len=engine.context_len, vocab_size=subject.vocab_size) for whole in made]
+    found = run_rows({workload.name: partial(row, workload) for workload in fitted})
+    return _report("offline", found, subject, ceilings, seed, repeats)
 
 
 def _floors(subject: Subject, ceilings: Ceilings, result: DriveResult) -> dict[str, float]:
-    lengths = [(trace.num_prompt, trace.num_output) for trace in result.traces if trace.is_ok]
-    if not lengths:
-        return {}
+    lengths = [(trace.num_prompt, trace.num_output) for trace in result.traces]
     floor = workload_floor(subject.shape(), ceilings, lengths)
     return {"floor_s": floor, "floor_share": floor / result.seconds, **_ceiling_figures(ceilings)}
 
@@ -110,21 +117,30 @@ def bench_latency(subject: Subject, *, seed: int, repeats: int, tell: Tell) -> R
     """One request at a time, at three sizes."""
     engine = subject.engine()
     warm_up(engine, subject)
-    rows = []
-    for prompt_len, output_len in ((32, 32), (128, 128), (1024, 64)):
+
+    def row(prompt_len: int, output_len: int) -> Row:
+        name = f"{prompt_len}/{output_len}"
+        about = f"3 requests one after the other, {prompt_len} tokens in, {output_len} out"
         if prompt_len + output_len > engine.context_len:
-            continue
+            return skip_row(name, about, f"the context is {engine.context_len}")
         requests = batch(3, prompt_len, output_len, subject.vocab_size, seed=seed)
         one_by_one = Workload(
-            name=f"{prompt_len}/{output_len}",
-            about=f"3 requests one after the other, {prompt_len} tokens in, {output_len} out",
+            name=name,
+            about=about,
             arrival=Arrival(kind="closed", concurrency=1),
             sessions=requests.sessions,
         )
-        results = run_repeats(engine, one_by_one, repeats, subject.vocab_size)
-        rows.append(make_row(one_by_one.name, one_by_one.about, [result.figures() for result in results]))
-        tell(f"latency {one_by_one.name}: TTFT {1000 * rows[-1].figures['ttft_p50_s'].median:.1f} ms")
-    return _report("latency", rows, subject, None, seed, repeats)
+
+        def run(repeat: int) -> dict[str, float]:
+            figures = run_once(engine, one_by_one, repeat, subject.vocab_size).figures()
+            tell(f"latency {name}: TTFT {1000 * figures['ttft_p50_s']:.1f} ms")
+            return figures
+
+        return measure_row(name, about, repeats, run)
+
+    sizes = ((32, 32), (128, 128), (1024, 64))
+    found = run_rows({f"{prompt}/{output}": partial(row, prompt, output) for prompt, output in sizes})
+    return _report("latency", found, subject, None, seed, repeats)
 
 
 def bench_prefill(subject: Subject, *, lengths: Sequence[int], seed: int, repeats: int, tell: Tell) -> Report:
@@ -132,28 +148,29 @@ def bench_prefill(subject: Subject, *, lengths: Sequence[int], seed: int, repeat
     ceilings = measure_ceilings(subject.device, subject.loaded.dtype)
     engine, shape = subject.engine(), subject.shape()
     warm_up(engine, subject)
-    rows: list[Row] = []
-    for length in lengths:
+
+    def row(length: int) -> Row:
         about = f"one prompt of {length} tokens, one token out"
         if length + 1 > engine.context_len:
-            rows.append(skip_row(str(length), about, f"the context is {engine.context_len}"))
-            continue
+            return skip_row(str(length), about, f"the context is {engine.context_len}")
         workload = batch(1, length, 1, subject.vocab_size, seed=seed)
-        runs = []
-        for result in run_repeats(engine, workload, repeats, subject.vocab_size):
-            seconds, floor = result.traces[0].ttft, prefill_floor(shape, ceilings, length)
-            runs.append(
-                {
-                    "input_tokens_per_s": length / seconds,
-                    "ttft_p50_s": seconds,
-                    "floor_s": floor,
-                    "floor_share": floor / seconds,
-                    "mfu": prefill_flops(shape, length) / seconds / ceilings.matmul_flops_per_s,
-                }
-            )
-        rows.append(make_row(str(length), about, runs))
-        tell(f"prefill {length}: {runs[-1]['input_tokens_per_s']:.0f} tok/s")
-    return _report("prefill", rows, subject, ceilings, seed, repeats)
+        floor = prefill_floor(shape, ceilings, length)
+
+        def run(repeat: int) -> dict[str, float]:
+            seconds = run_once(engine, workload, repeat, subject.vocab_size).traces[0].ttft
+            tell(f"prefill {length}: {length / seconds:.0f} tok/s")
+            return {
+                "input_tokens_per_s": length / seconds,
+                "ttft_p50_s": seconds,
+                "floor_s": floor,
+                "floor_share": floor / seconds,
+                "mfu": prefill_flops(shape, length) / seconds / ceilings.matmul_flops_per_s,
+            }
+
+        return measure_row(str(length), about, repeats, run)
+
+    found = run_rows({str(length): partial(row, length) for length in lengths})
+    return _report("prefill", found, subject, ceilings, seed, repeats)
 
 
 def bench_decode(
@@ -168,37 +185,44 @@ def bench_decode(
 ) -> Report:
     """A batch that is past its prompts: the median step, and the floor of such a step."""
     ceilings = measure_ceilings(subject.device, subject.loaded.dtype)
-    rows: list[Row] = []
-    for size in batches:
+
+    def row(size: int) -> Row:
         engine = subject.engine(max_batch_size=size)
         warm_up(engine, subject)
         prompt_len = max(1, min(context, engine.context_len - num_steps))
         workload = batch(size, prompt_len, num_steps, subject.vocab_size, seed=seed)
         middle = prompt_len + num_steps / 2
         floor = decode_floor(subject.shape(), ceilings, batch=size, context=middle)
-        runs = []
-        for result in run_repeats(engine, workload, repeats, subject.vocab_size):
+
+        def run(repeat: int) -> dict[str, float]:
+            result = run_once(engine, workload, repeat, subject.vocab_size)
             gaps = [gap for trace in result.traces for gap in trace.gaps()]
             step = percentile(gaps, 50) if gaps else result.seconds
-            runs.append(
-                {
-                    "output_tokens_per_s": size / step,
-                    "step_p50_s": step,
-                    "itl_p99_s": percentile(gaps, 99) if gaps else step,
-                    "floor_s": floor,
-                    "floor_share": floor / step,
-                }
-            )
-        rows.append(make_row(f"batch {size}", f"{size} sequences of about {middle:.0f} tokens", runs))
-        tell(f"decode batch {size}: {runs[-1]['output_tokens_per_s']:.1f} tok/s")
-    return _report("decode", rows, subject, ceilings, seed, repeats)
+            tell(f"decode batch {size}: {size / step:.1f} tok/s")
+            return {
+                "output_tokens_per_s": size / step,
+                "step_p50_s": step,
+                "itl_p99_s": percentile(gaps, 99) if gaps else step,
+                "floor_s": floor,
+                "floor_share": floor / step,
+            }
+
+        return measure_row(f"batch {size}", f"{size} sequences of about {middle:.0f} tokens", repeats, run)
+
+    found = run_rows({f"batch {size}": partial(row, size) for size in batches})
+    return _report("decode", found, subject, ceilings, seed, repeats)
 
 
 def _report(
-    kind: str, rows: Sequence[Row], subject: Subject, ceilings: Ceilings | None, seed: int, repeats: int
+    kind: str,
+    found: tuple[Sequence[Row], bool],
+    subject: Subject,
+    ceilings: Ceilings | None,
+    seed: int,
+    repeats: int,
 ) -> Report:
+    rows, is_partial = found
     notes: list[str] = []
-    config: dict[str, Any] = subject.knobs()
     if ceilings is not None:
         notes.append(
             f"ceilings measured in this run: copy {ceilings.copy_bytes_per_s / 1e9:.1f} GB/s, "
@@ -213,9 +237,10 @@ def _report(
         kind,
         rows,
         model=subject.facts(),
-        config=config,
+        config=subject.knobs(),
         seed=seed,
         repeats=repeats,
         warmup=WARM_UP,
         notes=notes,
+        is_partial=is_partial,
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -121,6 +122,7 @@ def _run_here(target: Target, workload: Workload, on_done: Callable[[int], None]
 
 def _work(pipe: Pipe, target: Target, workload: Workload) -> None:
     """A worker's whole life."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, who ends its workers
     pipe.send("ready")
     starts_at = pipe.recv()
     with asyncio.Runner(loop_factory=fast_loop) as runner:

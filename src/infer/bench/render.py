@@ -6,75 +6,108 @@ scripts/docs.py can check that it still says what the file says.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from infer.bench.compare import Comparison
-from infer.bench.metrics import MEASURES, show
+from infer.bench.metrics import MEASURES, PERCENTS, show
 from infer.bench.report import Figure, Report, Row
+from infer.errors import ConfigError
 
-# Which figures a table shows, in this order, as far as any row has them.
-SHOWN = {
+LATENCIES = ("ttft", "itl", "tpot", "e2e")
+
+# Which figures a report shows, table by table, in this order, as far as any row has them. A latency by itself
+# stands for its three percentiles in one column.
+SHOWN: dict[str, tuple[tuple[str, ...], ...]] = {
     "serve": (
-        "output_tokens_per_s",
-        "requests_per_s",
-        "goodput_share",
-        "ttft_p50_s",
-        "ttft_p99_s",
-        "itl_p50_s",
-        "itl_p99_s",
-        "tpot_p50_s",
-        "e2e_p50_s",
-        "e2e_p95_s",
-        "queue_mean_s",
-        "cache_hit_share",
-        "num_errors",
-        "client_cpu_share",
+        (
+            "output_tokens_per_s",
+            "requests_per_s",
+            "goodput_per_s",
+            "goodput_share",
+            "queue_mean_s",
+            "cache_hit_share",
+            "num_preemptions",
+            "num_errors",
+            "client_cpu_share",
+        ),
+        LATENCIES,
     ),
     "offline": (
-        "output_tokens_per_s",
-        "input_tokens_per_s",
-        "seconds",
-        "floor_s",
-        "floor_share",
-        "num_steps",
+        (
+            "output_tokens_per_s",
+            "input_tokens_per_s",
+            "seconds",
+            "floor_s",
+            "floor_share",
+            "num_steps",
+        ),
     ),
-    "latency": (
-        "ttft_p50_s",
-        "ttft_p99_s",
-        "tpot_p50_s",
-        "tpot_p99_s",
-        "itl_p99_s",
-        "e2e_p50_s",
-        "e2e_p99_s",
-    ),
+    "latency": (LATENCIES,),
     "matrix": (
-        "output_tokens_per_s",
-        "ttft_p50_s",
-        "ttft_p99_s",
-        "itl_p99_s",
-        "longest_gap_s",
-        "mean_running",
-        "kv_use",
-        "cache_hit_share",
-        "num_preemptions",
-        "speed_up",
+        (
+            "speed_up",
+            "output_tokens_per_s",
+            "ttft_p50_s",
+            "ttft_p99_s",
+            "itl_p99_s",
+            "longest_wait_s",
+            "num_starved",
+            "mean_running",
+            "kv_use",
+            "cache_hit_share",
+            "num_preemptions",
+        ),
     ),
 }
+NOT_TOLD = {"queue_mean_s": "not told"}  # of a server: only its own metrics can say
 
 
-def columns(report: Report) -> list[str]:
-    """The figures worth showing: the kind's own choice, or all that rows have."""
+def columns(report: Report) -> list[list[str]]:
+    """The figures worth showing, table by table: the kind's own choice, or all that rows have."""
     present = dict.fromkeys(name for row in report.rows for name in row.figures)
-    wanted = SHOWN.get(report.kind, tuple(present))
-    return [name for name in wanted if name in present]
+    present |= dict.fromkeys(name for name in LATENCIES if f"{name}_p50_s" in present)
+    if report.kind == "serve":
+        present |= dict.fromkeys(NOT_TOLD)
+    plain = tuple(name for name in present if name not in LATENCIES and name not in NOT_TOLD)
+    tables = SHOWN.get(report.kind, (plain,))
+    return [[name for name in table if name in present] for table in tables]
+
+
+def title(name: str) -> str:
+    """The head of a column."""
+    if name in LATENCIES:
+        return f"{name.upper()} ms, {' / '.join(f'p{percent}' for percent in PERCENTS)}"
+    return MEASURES[name].title if name in MEASURES else name
+
+
+def cell_of(row: Row, name: str) -> str:
+    """What a row says in a column."""
+    if name not in LATENCIES:
+        return cell(name, row.figures.get(name)) or NOT_TOLD.get(name, "")
+    figures = {key: row.figures.get(key) for key in (f"{name}_p{percent}_s" for percent in PERCENTS)}
+    return " / ".join(cell(key, figure).replace(" ms", "") for key, figure in figures.items() if figure)
+
+
+def table_of(report: Report, names: Sequence[str]) -> list[list[str]]:
+    """Heads and cells of one table; a row that was skipped says so in its first cell."""
+    rows = [["", *map(title, names)]]
+    for row in report.rows:
+        cells = [cell_of(row, name) for name in names]
+        if row.skipped:
+            cells = [row.skipped, *[""] * (len(names) - 1)]
+        rows.append([row.name, *cells])
+    return rows
 
 
 def cell(name: str, figure: Figure | None) -> str:
     """The median, and the spread of the repeats where there is one."""
     if figure is None:
         return ""
+    if name == "num_errors":
+        return show(name, figure.high)  # a median would hide the one repeat that had them
     text = show(name, figure.median)
     if len(figure.values) > 1 and figure.median and MEASURES.get(name) and MEASURES[name].better:
         half = (figure.high - figure.low) / 2 / abs(figure.median)
@@ -84,28 +117,34 @@ def cell(name: str, figure: Figure | None) -> str:
 
 
 def markdown_table(report: Report) -> str:
-    """One row per row; the sentence that explains it, if there is one, below the table."""
-    names = columns(report)
-    titles = [MEASURES[name].title if name in MEASURES else name for name in names]
-    lines = ["| " + " | ".join(["", *titles]) + " |", "|---" + "|---:" * len(names) + "|"]
-    for row in report.rows:
-        cells = [cell(name, row.figures.get(name)) for name in names]
-        if row.skipped:
-            cells = [row.skipped, *[""] * (len(names) - 1)]
-        lines.append("| " + " | ".join([f"`{row.name}`", *cells]) + " |")
-    return "\n".join(lines) + "\n"
+    """The tables of the report, one row per row."""
+    made = []
+    for names in columns(report):
+        (_, *titles), *body = table_of(report, names)
+        lines = ["| " + " | ".join(["", *titles]) + " |", "|---" + "|---:" * len(titles) + "|"]
+        lines += ["| " + " | ".join([f"`{name}`", *cells]) + " |" for name, *cells in body]
+        made.append("\n".join(lines) + "\n")
+    return "\n".join(made)
+
+
+def explanations(report: Report) -> str:
+    """A list of what must be said in words: a sentence for each row that has one, then what holds for all."""
+    lines = [f"- `{row.name}`: {row.note}" for row in report.rows if row.note]
+    lines += [f"- {note}" for note in report.notes]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def provenance(report: Report) -> str:
     """One paragraph: where, with what and how the figures were made."""
     machine = report.machine
     where = f"{machine.get('cpu', 'an unknown CPU')}, {machine.get('num_cpus', '?')} cores"
-    if "gpu" in machine:
+    if "gpu" in machine and report.model.get("device") != "cpu":
         where = f"{machine['gpu']}, {where}"
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    model = ", ".join(
-        str(report.model[name]) for name in ("name", "dtype", "device") if report.model.get(name)
-    )
+    facts = [str(report.model[name]) for name in ("name", "dtype", "device") if report.model.get(name)]
+    if weights := report.model.get("weights"):
+        facts.insert(1, f"weights {weights}")
+    model = ", ".join(facts)
     return (
         f"{model or 'no model'} on {where}; {versions}; commit {report.commit or 'unknown'}; "
         f"seed {report.seed}, {report.warmup} warm-up, medians of {report.repeats} "
@@ -115,34 +154,27 @@ def provenance(report: Report) -> str:
 
 def to_markdown(report: Report) -> str:
     """The whole report as a page."""
-    parts = [f"# {report.kind}\n", provenance(report) + "\n", markdown_table(report)]
-    explained = [f"- `{row.name}`: {_explain(row)}" for row in report.rows if _explain(row)]
-    if explained:
-        parts.append("\n".join(explained) + "\n")
-    if report.notes:
-        parts.append("\n".join(f"- {note}" for note in report.notes) + "\n")
+    heading = f"# {report.kind}{' (interrupted)' if report.is_partial else ''}\n"
+    parts = [heading, provenance(report) + "\n", markdown_table(report)]
+    if report.rows and any(row.about for row in report.rows):
+        parts.append("".join(f"- `{row.name}`: {row.about}\n" for row in report.rows if row.about))
+    if said := explanations(report):
+        parts.append(said)
     if report.config:
         settings = "\n".join(f"{name}: {value}" for name, value in report.config.items() if value is not None)
         parts.append(f"```yaml\n{settings}\n```\n")
     return "\n".join(parts)
 
 
-def _explain(row: Row) -> str:
-    return " ".join(filter(None, (row.about, row.note)))
-
-
 def terminal(report: Report) -> str:
-    """The table for a terminal, rows and columns exchanged where that is narrower."""
-    names = columns(report)
-    titles = [MEASURES[name].title if name in MEASURES else name for name in names]
-    body = [[row.name, *(cell(name, row.figures.get(name)) for name in names)] for row in report.rows]
-    for row, cells in zip(report.rows, body, strict=True):
-        if row.skipped:
-            cells[1:] = [row.skipped, *[""] * (len(names) - 1)] if names else [row.skipped]
-    upright, lying = align([["", *titles], *body]), align(transpose([["", *titles], *body]))
-    lines = min(upright, lying, key=lambda made: max(map(len, made)))
+    """The tables for a terminal, rows and columns exchanged where that is narrower."""
+    lines: list[str] = []
+    for names in columns(report):
+        table = table_of(report, names)
+        upright, lying = align(table), align(transpose(table))
+        lines += [*min(upright, lying, key=lambda made: max(map(len, made))), ""]
     notes = [f"{row.name}: {row.note}" for row in report.rows if row.note] + list(report.notes)
-    return "\n".join([*lines, *([""] if notes else []), *notes]) + "\n"
+    return "\n".join([*lines, *notes]).rstrip("\n") + "\n"
 
 
 def transpose(rows: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -206,21 +238,28 @@ def bars(pairs: Sequence[tuple[str, float]], *, unit: str = "", width: int = 40)
     return "".join(lines) + ("(logarithmic)\n" if is_log else "")
 
 
-def write_png(title: str, pairs: Sequence[tuple[str, float]], path: Path, *, unit: str = "") -> bool:
-    """The same as a picture; False where matplotlib (extra `bench`) is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
+def can_draw() -> bool:
+    """Whether matplotlib (extra `bench`) is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def write_png(title: str, pairs: Sequence[tuple[str, float]], path: Path, *, unit: str = "") -> None:
+    """The same as a picture, in the format that the name ends in."""
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(pairs) + 1))
     axes.barh([label for label, _ in pairs], [value for _, value in pairs])
+    axes.axvline(1.0, color="black", linewidth=0.8)  # left of it: worse
     axes.invert_yaxis()
     axes.set_title(title)
     axes.set_xlabel(unit)
     figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
-    return True
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot write the chart {path}: {error}") from None
+    finally:
+        pyplot.close(figure)

@@ -6,7 +6,8 @@
 
 Reports are JSON, checked when they are written and when they are read: a field too many, too few or of
 the wrong type is an error that names it. `version` grows when a field changes its meaning; an older
-reader refuses what it does not know, rather than misread it.
+reader refuses what it does not know, rather than misread it. A run that was interrupted is reported too:
+`is_partial` is set, and a row that is missing repeats, or all of them, says so.
 
 Other engines' results, `{"engine": ..., "model": ..., "WORKLOAD": {"s": ..., "out_tok_s": ...}}`, are read
 as reports too, so that they can be compared with ours.
@@ -18,6 +19,7 @@ import datetime
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,6 +34,7 @@ from infer.errors import ConfigError
 
 SCHEMA = "infer-bench"
 VERSION = 1
+SECRETS = ("--api-key",)
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,6 +75,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     warmup: int  # requests or calls before the first that counts
     rows: list[Row]
     notes: list[str] = []
+    is_partial: bool = False  # interrupted: rows may lack repeats, or be skipped
 
 
 def make_row(
@@ -90,9 +94,11 @@ def make_row(
     return Row(name=name, about=about, settings=dict(settings or {}), figures=figures, note=note)
 
 
-def skip_row(name: str, about: str, reason: str, settings: Mapping[str, Any] | None = None) -> Row:
+def skip_row(
+    name: str, about: str, reason: str, settings: Mapping[str, Any] | None = None, *, note: str = ""
+) -> Row:
     """A row that could not be measured here."""
-    return Row(name=name, about=about, settings=dict(settings or {}), figures={}, skipped=reason)
+    return Row(name=name, about=about, settings=dict(settings or {}), figures={}, skipped=reason, note=note)
 
 
 def make_report(
@@ -105,16 +111,18 @@ def make_report(
     repeats: int,
     warmup: int,
     notes: Sequence[str] = (),
+    is_partial: bool = False,
+    served_by: str = "",
 ) -> Report:
-    """A report of rows measured here and now."""
+    """A report of rows measured here and now; `served_by` is the version of a server, where it tells."""
     return Report(
         schema=SCHEMA,
         version=VERSION,
         kind=kind,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        command="infer " + " ".join(map(_without_home, sys.argv[1:])),
+        command=command_line(sys.argv[1:]),
         machine=machine(),
-        versions=versions(),
+        versions=versions() | ({"server": served_by} if served_by else {}),
         commit=commit(),
         model=dict(model),
         config=dict(config),
@@ -122,7 +130,8 @@ def make_report(
         repeats=repeats,
         warmup=warmup,
         rows=list(rows),
-        notes=list(notes),
+        notes=[*(["interrupted: this report is not complete"] if is_partial else []), *notes],
+        is_partial=is_partial,
     )
 
 
@@ -166,9 +175,11 @@ def check_report(data: bytes, where: str) -> Report:
         if bool(row.figures) == bool(row.skipped):
             raise ConfigError(f"{where}: row {row.name!r} must have figures, or say why it was skipped")
         for name, figure in row.figures.items():
-            if len(figure.values) != report.repeats or not figure.low <= figure.median <= figure.high:
+            count = len(figure.values)
+            is_complete = count == report.repeats or (report.is_partial and 0 < count < report.repeats)
+            if not is_complete or not figure.low <= figure.median <= figure.high:
                 raise ConfigError(
-                    f"{where}: {name} of row {row.name!r} has {len(figure.values)} values for "
+                    f"{where}: {name} of row {row.name!r} has {count} values for "
                     f"{report.repeats} repeats, or a median outside them"
                 )
     return report
@@ -193,11 +204,11 @@ def _from_engine(raw: Mapping[str, Any], where: str) -> Report:
         schema=SCHEMA,
         version=VERSION,
         kind="offline",
-        created="",
+        created=str(raw.get("created", "")),
         command="",
         machine={},
-        versions={"engine": str(raw["engine"])},
-        commit="",
+        versions={"engine": " ".join(filter(None, (str(raw["engine"]), str(raw.get("version", "")))))},
+        commit=str(raw.get("commit", "")),
         model={"name": str(raw.get("model", ""))},
         config={},
         seed=0,
@@ -218,13 +229,18 @@ def machine() -> dict[str, str | int]:
         "memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20,
         "system": f"{platform.system()} {platform.machine()}",
     }
-    if "torch" in sys.modules:
-        import torch
+    return found | _gpu()
 
-        if torch.cuda.is_available():
-            properties = torch.cuda.get_device_properties(0)
-            found |= {"gpu": properties.name, "gpu_memory_mib": properties.total_memory >> 20}
-    return found
+
+def _gpu() -> dict[str, str | int]:
+    """The first GPU as its driver names it; a client of a server has no other way to see one."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+        name, _, memory = done.stdout.splitlines()[0].rpartition(", ")
+        return {"gpu": name, "gpu_memory_mib": int(memory)}
+    except (OSError, subprocess.SubprocessError, LookupError, ValueError):
+        return {}
 
 
 def versions() -> dict[str, str]:
@@ -258,6 +274,21 @@ def _cpu_name() -> str:
     )
 
 
-def _without_home(argument: str) -> str:
-    """An argument without the directories of this machine: reports are handed around."""
-    return Path(argument).name if os.sep in argument and "://" not in argument else argument
+def command_line(arguments: Sequence[str]) -> str:
+    """The command for a report, which is handed around: without keys and without this machine's places."""
+    said, hides_next = ["infer"], False
+    for argument in arguments:
+        name, has_value, _ = argument.partition("=")
+        said.append(
+            "..." if hides_next else f"{name}=..." if name in SECRETS and has_value else _short(argument)
+        )
+        hides_next = argument in SECRETS
+    return shlex.join(said)
+
+
+def _short(argument: str) -> str:
+    """An argument without the directories of this machine, and a URL without its user."""
+    if "://" in argument:
+        scheme, _, rest = argument.partition("://")
+        return f"{scheme}://{rest.rpartition('@')[2]}"
+    return Path(argument).name if os.sep in argument else argument

@@ -1,6 +1,6 @@
 """`infer bench serve`: workloads against a server, repeat by repeat, into one report.
 
-ask who is there ──► warm up ──► for each workload, for each repeat: other tokens, run, count
+who is there? ──► which ids does it take? ──► warm up ──► each workload, each repeat: other tokens, run, count
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from infer.bench import scrape
@@ -17,7 +18,8 @@ from infer.bench.adapt import fit, vary
 from infer.bench.load import LoadResult, Target, fetch
 from infer.bench.metrics import Slo, summarise
 from infer.bench.processes import run_load
-from infer.bench.report import Report, Row, make_report, make_row
+from infer.bench.report import Report, Row, make_report
+from infer.bench.rows import measure_row, run_rows
 from infer.bench.workloads import (
     DEFAULT_VOCAB,
     WORDS,
@@ -32,6 +34,7 @@ from infer.log import progress
 
 BUSY_CLIENT = 0.8  # of a core: from here on the client may be what is measured
 LATE_S = 0.05
+LEAST_VOCAB = 100  # a server that refuses ids below it takes none at all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +45,11 @@ class Plan:
     seed: int = 42
     repeats: int = 1
     warmup: int = 4
-    vocab_size: int = DEFAULT_VOCAB
+    vocab_size: int | None = None  # token ids stay below it; None: as large as the server takes
     as_text: bool = False  # words instead of token ids
     processes: int | None = None
     slo: Slo = field(default_factory=Slo)
+    note: str = ""  # for the report: what the server does not tell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,23 +58,30 @@ class Served:
 
     model: str
     context_len: int | None
+    version: str  # empty: not told
     config: dict[str, Any]
 
 
 def ask_server(target: Target) -> Served:
     """The model to ask for, and how the server is set up as far as it tells."""
-    cards = json.loads(asyncio.run(fetch(target, "/v1/models"))).get("data") or []
-    names = [str(card["id"]) for card in cards]
+    try:
+        cards = json.loads(asyncio.run(fetch(target, "/v1/models")))["data"]
+        names = [str(card["id"]) for card in cards]
+        lengths = [card.get("max_model_len") for card in cards]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise ConfigError(
+            f"{target.url}/v1/models holds no list of models; is this an OpenAI-compatible server?"
+        ) from None
     if not names:
         raise ConfigError(f"{target.url} serves no model")
     if target.model and target.model not in names:
         raise ConfigError(f"{target.url} serves {', '.join(names)}, not {target.model!r}")
-    card = cards[names.index(target.model) if target.model else 0]
-    context_len = card.get("max_model_len")
+    chosen = names.index(target.model) if target.model else 0
     return Served(
-        model=str(card["id"]),
-        context_len=int(context_len) if context_len else None,
-        config=dict(scrape.read_config(_metrics(target))),
+        model=names[chosen],
+        context_len=int(lengths[chosen]) if lengths[chosen] else None,
+        version=_version(target),
+        config=dict(scrape.read_config(_page(target, "/metrics"))),
     )
 
 
@@ -78,32 +89,71 @@ def bench_server(target: Target, plan: Plan, *, tell: Callable[[str], None] = la
     """Run every workload and report; `tell` gets a line for each repeat as it ends."""
     served = ask_server(target)
     target = replace(target, model=served.model)
+    notes: list[str] = []
+    plan = _with_ids(target, plan, notes)
+    for note in notes:
+        tell(note)
     workloads = [_prepare(name, plan, served) for name in plan.workloads]
     _warm_up(target, plan)
-    rows, notes = [], []
-    for workload in workloads:
-        row, said = _bench(target, workload, plan, tell)
-        rows.append(row)
-        notes += said
-    url = target.url.partition("://")[0]
+    jobs = {workload.name: partial(_bench, target, workload, plan, tell, notes) for workload in workloads}
+    rows, is_partial = run_rows(jobs)
     return make_report(
         "serve",
         rows,
         model={"name": served.model, "context_len": served.context_len},
         config={
             **served.config,
-            "transport": url,
+            "transport": target.url.partition("://")[0],
             "sent": dict(target.extra),
+            "prompts": "words" if plan.as_text else f"token ids below {plan.vocab_size}",
             "slo": {name: getattr(plan.slo, name) for name in ("ttft", "tpot", "e2e")},
         },
         seed=plan.seed,
         repeats=plan.repeats,
         warmup=plan.warmup,
-        notes=list(dict.fromkeys(notes)),
+        notes=list(dict.fromkeys([*filter(None, [plan.note]), *notes])),
+        is_partial=is_partial,
+        served_by=served.version,
     )
 
 
+def _with_ids(target: Target, plan: Plan, notes: list[str]) -> Plan:
+    """The plan with ids that this server takes, which its model's vocabulary decides; or with words.
+
+    One request per guess, the largest first: nearly every server is content with the first.
+    """
+    if plan.as_text or plan.vocab_size is not None:
+        return replace(plan, vocab_size=plan.vocab_size or DEFAULT_VOCAB)
+    if all(make_workload(name).is_chat for name in plan.workloads):
+        return replace(plan, vocab_size=DEFAULT_VOCAB)
+    size, refusal = DEFAULT_VOCAB, ""
+    while size > LEAST_VOCAB:
+        turn = Turn(ids=(size - 1,) * 8, max_tokens=1)
+        error = _try(target, turn)
+        if error is None:
+            if refusal:
+                notes.append(f"the server refused larger token ids, so all are below {size}: {refusal}")
+            return replace(plan, vocab_size=size)
+        if not error.startswith(("HTTP 400", "HTTP 422")):
+            raise ConfigError(
+                f"the server answers no request: {error}; --text sends words in place of token ids"
+            )
+        refusal, size = error, size // 2
+    if (error := _try(target, Turn(text="the time", max_tokens=1))) is not None:
+        raise ConfigError(_no_answer(error))
+    notes.append(f"the server takes no token ids, so prompts are words and about as long: {refusal}")
+    return replace(plan, as_text=True, vocab_size=DEFAULT_VOCAB)
+
+
+def _try(target: Target, turn: Turn) -> str | None:
+    """What is wrong with this request, if anything."""
+    arrival = Arrival(kind="closed", concurrency=1)
+    workload = Workload(name="try", about="", arrival=arrival, sessions=(Session(turns=(turn,)),))
+    return run_load(target, workload, processes=1).traces[0].error
+
+
 def _prepare(name: str, plan: Plan, served: Served) -> Workload:
+    assert plan.vocab_size is not None
     workload = make_workload(name, seed=plan.seed, vocab_size=plan.vocab_size)
     if plan.as_text and not workload.is_chat:
         workload = _as_text(workload)
@@ -136,34 +186,41 @@ def _warm_up(target: Target, plan: Plan) -> None:
         )
         errors = [trace.error for trace in result.traces if trace.error]
         if len(errors) == len(sessions):
-            raise ConfigError(f"the server answers no request: {errors[0]}")
+            raise ConfigError(_no_answer(errors[0]))
+
+
+def _no_answer(error: str | None) -> str:
+    hint = "; --no-ignore-eos leaves the field out" if "ignore_eos" in str(error) else ""
+    return f"the server answers no request: {error}{hint}"
 
 
 def _bench(
-    target: Target, workload: Workload, plan: Plan, tell: Callable[[str], None]
-) -> tuple[Row, list[str]]:
-    runs, notes = [], []
-    for repeat in range(plan.repeats):
-        before = scrape.read_counters(_metrics(target))
+    target: Target, workload: Workload, plan: Plan, tell: Callable[[str], None], notes: list[str]
+) -> Row:
+    """All repeats of one workload; what a reader must know goes into the notes."""
+
+    def run(repeat: int) -> dict[str, float]:
+        before = scrape.read_counters(_page(target, "/metrics"))
         label = f"{workload.name} {repeat + 1}/{plan.repeats}"
         with progress(label, total=workload.num_requests) as advance:
-            varied = vary(workload, repeat, plan.vocab_size)
+            varied = vary(workload, repeat, plan.vocab_size or DEFAULT_VOCAB)
             result = run_load(target, varied, processes=plan.processes, on_done=advance)
         figures = summarise(result.traces, seconds=result.seconds, slo=plan.slo)
         figures["client_cpu_share"] = result.cpu_share
-        figures |= scrape.figures(before, scrape.read_counters(_metrics(target)))
-        runs.append(figures)
-        notes += _notes(workload.name, result)
+        figures |= scrape.figures(before, scrape.read_counters(_page(target, "/metrics")))
+        notes.extend(_notes(workload.name, result))
         tell(
             f"{label}: {figures.get('output_tokens_per_s', 0):.1f} tok/s, "
             f"{figures['num_errors']:.0f} errors, client at {result.cpu_share:.0%} of a core"
         )
+        return figures
+
     settings = {
         "arrival": workload.arrival.describe(),
         "num_requests": workload.num_requests,
         "endpoint": "chat" if workload.is_chat else "completions",
     }
-    return make_row(workload.name, workload.about, runs, settings=settings), notes
+    return measure_row(workload.name, workload.about, plan.repeats, run, settings=settings)
 
 
 def _notes(name: str, result: LoadResult) -> list[str]:
@@ -185,8 +242,17 @@ def _notes(name: str, result: LoadResult) -> list[str]:
     return notes
 
 
-def _metrics(target: Target) -> str:
+def _version(target: Target) -> str:
+    """What the server says of its version, if it has a page for that."""
     try:
-        return asyncio.run(fetch(target, "/metrics")).decode(errors="replace")
+        return str(json.loads(_page(target, "/version"))["version"])
+    except (ValueError, LookupError, TypeError):
+        return ""
+
+
+def _page(target: Target, path: str) -> str:
+    """A page that a server may have; empty where it has none."""
+    try:
+        return asyncio.run(fetch(target, path)).decode(errors="replace")
     except ConfigError:
         return ""

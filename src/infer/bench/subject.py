@@ -15,6 +15,7 @@ from infer.config import EngineConfig
 from infer.engine.build import build_engine
 from infer.engine.engine import Engine
 from infer.engine.facts import shareable_knobs
+from infer.errors import ConfigError
 from infer.front import open_model
 from infer.loader.load import LoadedModel
 from infer.loader.random_weights import load_random
@@ -87,7 +88,7 @@ class Subject:
             "name": self.loaded.name,
             "dtype": str(self.loaded.dtype).removeprefix("torch."),
             "device": self.loaded.device.type,
-            "weights": self.loaded.weights,
+            "weights": self.weights,
             "family": config.family,
             "num_layers": config.num_layers,
             "hidden_size": config.hidden_size,
@@ -96,8 +97,18 @@ class Subject:
         }
 
     def knobs(self) -> dict[str, Any]:
-        """What a report says about the configuration."""
-        return shareable_knobs(self.config)
+        """What a report says about the configuration: what `auto` meant here, not that it was asked for."""
+        found = shareable_knobs(self.config) | {"num_threads": torch.get_num_threads()}
+        if self.device.type == "cpu":
+            found["cpu_weights"] = self.weights
+        return found
+
+    @property
+    def weights(self) -> str:
+        """The form the weights are kept in; random ones on a CPU have that of the dtype."""
+        if self.loaded.weights != "as stored" or self.device.type != "cpu":
+            return self.loaded.weights
+        return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self.loaded.dtype, "fp32")
 
 
 def open_subject(
@@ -105,8 +116,16 @@ def open_subject(
 ) -> Subject:
     """Load the model of the knobs, or make one of random weights."""
     config = EngineConfig.from_knobs(**knobs)
-    if config.load.num_threads is not None:
-        torch.set_num_threads(config.load.num_threads)
+    is_random = model_config is not None or is_tiny
+    if is_random and config.load.cpu_weights != "auto":
+        raise ConfigError(
+            f"cpu_weights is {config.load.cpu_weights}, but random weights are kept as their dtype says; "
+            "give a --model, or --dtype"
+        )
+    if (
+        config.load.num_threads is not None or is_tiny
+    ):  # a second thread has nothing to do in so small a model
+        torch.set_num_threads(config.load.num_threads or 1)
     options: dict[str, Any] = {
         "dtype": config.load.dtype,
         "device": config.load.device,

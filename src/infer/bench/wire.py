@@ -32,7 +32,11 @@ MAX_EVENT = 1 << 24
 
 
 class BrokenAnswer(Exception):
-    """The answer cannot be used; the message is for the trace."""
+    """The answer cannot be used; the message is for the trace, the status is that of a refusal."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class EventReader:
@@ -257,7 +261,7 @@ class Connection(asyncio.Protocol):
                 message = error_message(orjson.loads(self._body))
             except ValueError:
                 message = self._body[:100].decode(errors="replace")
-            raise BrokenAnswer(f"HTTP {status}: {message}")
+            raise BrokenAnswer(f"HTTP {status}: {message}", status)
         if not self._is_plain:
             if not self._is_stream:
                 self._reader.whole(self._body, self._now)

@@ -339,4 +339,4 @@ def read_names(text: str, *, group: str) -> list[str]:
         return list(SERVING if group == "serving" else OFFLINE)
     if text == "peer":
         return list(OFFLINE)
-    return text.split(",")
+    return list(dict.fromkeys(name.strip() for name in text.split(",")))

@@ -13,7 +13,7 @@ from pathlib import Path
 from infer.cli import flags
 from infer.cli.answer import notice, write_out
 from infer.cli.bench_engine import add_engine_benches
-from infer.cli.bench_report import WORKLOADS, add_output, finish, new_bench, positive
+from infer.cli.bench_report import WORKLOADS, add_output, finish, natural, new_bench, positive
 
 EXAMPLES = """\
 examples:
@@ -67,7 +67,10 @@ def _add_serve(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     group.add_argument("--url", required=True, help="http://host:port, https://... or unix:///path/of/socket")
     group.add_argument("--workload", metavar="NAMES", default="all", help="names with commas (default: all)")
     group.add_argument("--model", metavar="NAME", default="", help="default: the first one it serves")
-    group.add_argument("--api-key", metavar="KEY", help="bearer token")
+    group.add_argument("--api-key", metavar="KEY", help="bearer token; reports do not hold it")
+    group.add_argument(
+        "--note", metavar="TEXT", default="", help="for the report: how the server was started, and on what"
+    )
     add_output(group, repeats=1)
     group = parser.add_argument_group("how to ask")
     group.add_argument(
@@ -79,7 +82,7 @@ def _add_serve(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     group.add_argument(
         "--warmup",
         metavar="N",
-        type=int,
+        type=natural,
         default=4,
         help="requests before the first that counts (default: 4)",
     )
@@ -87,9 +90,14 @@ def _add_serve(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--temperature", metavar="X", type=float, default=0.6, help="of every request (default: 0.6)"
     )
     group.add_argument(
-        "--vocab-size", metavar="N", type=int, default=10_000, help="token ids stay below (default: 10000)"
+        "--vocab-size",
+        metavar="N",
+        type=positive,
+        help="token ids stay below; default: 10000 if it takes those",
     )
-    group.add_argument("--text", action="store_true", help="send words, for servers that take no token ids")
+    group.add_argument(
+        "--text", action="store_true", help="send words; the default for servers that take no token ids"
+    )
     group.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
@@ -124,10 +132,9 @@ def _serve(args: argparse.Namespace) -> int:
         as_text=args.text,
         processes=args.processes,
         slo=read_slo(args.slo),
+        note=args.note,
     )
-    report = bench_server(target, plan, tell=notice)
-    finish(args, report)
-    return 1 if any(row.figures["num_errors"].median for row in report.rows) else 0
+    return finish(args, bench_server(target, plan, tell=notice))
 
 
 # -- no model -----------------------------------------------------------------------------------------
@@ -137,22 +144,21 @@ def _add_startup(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = new_bench(benches, "startup", "fresh processes: imports, help, first token", _startup)
     group = parser.add_argument_group("what to run")
     group.add_argument("--model", metavar="MODEL", help="default: the default model")
-    add_output(group)
+    add_output(group, has_seed=False)
     flags.add_common_flags(parser)
 
 
 def _startup(args: argparse.Namespace) -> int:
     from infer.bench.micro import bench_startup
 
-    finish(args, bench_startup(model=args.model, repeats=args.repeats, tell=notice))
-    return 0
+    return finish(args, bench_startup(model=args.model, repeats=args.repeats, tell=notice))
 
 
 def _add_policies(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = new_bench(benches, "policies", "every scheduling policy under two simulated loads", _policies)
     group = parser.add_argument_group("what to run")
     group.add_argument("--num-requests", metavar="N", type=positive, default=200, help="(default: 200)")
-    add_output(group, repeats=1)
+    add_output(group, repeats=None)
     flags.add_common_flags(parser)
 
 
@@ -165,15 +171,15 @@ def _policies(args: argparse.Namespace) -> int:
     report = make_report(
         "policies", rows, model={}, config={}, seed=args.seed, repeats=1, warmup=0, notes=[note]
     )
-    finish(args, report)
-    return 0
+    return finish(args, report)
 
 
 def _add_compare(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = new_bench(
         benches,
         "compare",
-        "two reports side by side, with a verdict per figure; exit code 1 if anything got worse",
+        "two reports side by side, with a verdict per figure; exit code 1 if anything got worse, 2 if "
+        "they have nothing in common",
         _compare,
         usage="BEFORE AFTER [options]",
     )

@@ -35,9 +35,7 @@ def _add_engine(
     run: Callable[[argparse.Namespace, Subject], Report],
 ) -> None:
     def measure(args: argparse.Namespace) -> int:
-        report = run(args, _open(args))
-        finish(args, report)
-        return 0
+        return finish(args, run(args, _open(args)))
 
     parser = new_bench(benches, name, help_text, measure, epilog=WORKLOADS if name == "offline" else "")
     group = parser.add_argument_group("what to run")
@@ -68,13 +66,18 @@ def _add_engine(
     if name == "matrix":
         group.add_argument("--only", metavar="NAMES", help="toggles to run, with commas")
         group.add_argument("--png", metavar="FILE", type=Path, help="also draw a chart (needs matplotlib)")
-    add_output(group, repeats=1 if name in ("matrix", "memory") else 3)
+    add_output(group, repeats={"memory": None, "matrix": 1}.get(name, 3))
     flags.add_knob_flags(parser, without={"seed"})
     flags.add_common_flags(parser)
 
 
 def _open(args: argparse.Namespace) -> Subject:
     knobs = flags.knobs_from(args)
+    if getattr(args, "png", None) is not None:
+        from infer.bench.render import can_draw
+
+        if not can_draw():  # better now than after the minutes that the figures take
+            raise ConfigError("--png needs matplotlib: pip install 'infer[bench]', or leave --png out")
     if args.model_config is not None and knobs.get("model") is not None:
         raise ConfigError("--model and --model-config both name a model; give one of them")
     from infer.bench.subject import open_subject
@@ -143,8 +146,9 @@ def _matrix(args: argparse.Namespace, subject: Subject) -> Report:
 
     only = args.only.split(",") if args.only else ()
     report = bench_matrix(subject, seed=args.seed, repeats=args.repeats, tell=notice, only=only)
-    chart = speed_ups(report)
-    write_out(bars(chart, unit="x") + "\n")
-    if args.png is not None and not write_png("what each idea is worth", chart, args.png, unit="speed-up"):
-        notice("no picture: matplotlib is not installed (pip install 'infer[bench]')")
+    if chart := speed_ups(report):
+        write_out(bars(chart, unit="x") + "\n")
+        if args.png is not None:
+            write_png("what each idea is worth", chart, args.png, unit="speed-up")
+            notice(f"drew {args.png}")
     return report

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ from infer.bench.floors import (
     workload_floor,
 )
 from infer.bench.matrix import TOGGLES, bench_matrix, speed_ups
+from infer.bench.matrix import _sentence as sentence_of
 from infer.bench.micro import bench_attention, bench_memory
-from infer.bench.offline import batch, bench_decode, bench_latency, bench_offline, bench_prefill, run_repeats
+from infer.bench.offline import batch, bench_decode, bench_latency, bench_offline, bench_prefill, run_once
+from infer.bench.render import provenance
 from infer.bench.report import write_report
 from infer.bench.subject import TINY, Subject, open_subject
 from infer.bench.workloads import SERVING, Arrival, Session, Turn, Workload, make_workload
-from infer.errors import ConfigError
+from infer.errors import ConfigError, EngineError
 from infer.models.registry import find_family
 
 
@@ -89,7 +92,8 @@ def test_a_request_that_does_not_fit_is_an_error_of_its_own(subject: Subject) ->
 
 
 def test_repeats_find_nothing_in_the_cache(subject: Subject) -> None:
-    results = run_repeats(subject.engine(), batch(2, 40, 2, 64, seed=0), 3, subject.vocab_size)
+    engine, workload = subject.engine(), batch(2, 40, 2, 64, seed=0)
+    results = [run_once(engine, workload, repeat, subject.vocab_size) for repeat in range(3)]
     assert [result.counters["num_hit_tokens"] for result in results] == [0, 0, 0]
 
 
@@ -117,6 +121,8 @@ def test_every_offline_bench_reports(
     for report in reports:
         write_report(report, tmp_path / f"{report.kind}.json")  # checks it
         assert report.model["device"] == "cpu" and report.model["dtype"] == "float32"
+        assert report.model["weights"] == "fp32" and "weights fp32" in provenance(report)
+        assert report.config.get("cpu_weights", "fp32") == "fp32"  # and never "auto"
     offline, _, prefill, decode, _, memory = reports
     floor = offline.rows[0].figures
     assert floor["floor_share"].values[0] == pytest.approx(
@@ -136,7 +142,9 @@ def test_the_matrix_explains_every_row(subject: Subject) -> None:
     assert rows["+continuous baseline"].skipped == "not asked for"
     assert [name for name, _ in speed_ups(report)] == ["+paged paged_attention", "+paged w1_single"]
     for name in ("+paged paged_attention", "+paged w1_single"):
-        assert rows[name].note.endswith(".") and "->" in rows[name].note
+        assert "->" in rows[name].note
+    assert all(row.note.endswith(".") for row in report.rows)  # a sentence, also where nothing was measured
+    assert "a decode step is launched as one graph" in rows["+graphs b1_256_256"].note
     paged = rows["+paged paged_attention"].figures
     assert paged["mean_running"].median > 6  # a contiguous cache holds six
 
@@ -185,3 +193,55 @@ def test_ceilings_are_measured(subject: Subject) -> None:
 def test_an_unknown_toggle_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown toggle 'pagd'; did you mean 'paged'"):
         bench_matrix(None, seed=1, repeats=1, tell=print, only=("pagd",))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("gain", "is_best", "said"),
+    [
+        (2.0, True, "2.00 times better, because a start that somebody has computed"),
+        (2.0, False, "2.00 times better here too"),
+        (0.5, True, "2.00 times worse: the shared start is computed so fast"),
+        (0.5, False, "2.00 times worse: this is its price, nothing is shared"),
+        (1.09, True, "no difference beyond 10%: the shared start is computed so fast"),
+        (0.92, False, "no difference beyond 10%, as it should be: nothing is shared"),
+    ],
+)
+def test_a_sentence_holds_whichever_way_it_went(gain: float, is_best: bool, said: str) -> None:
+    prefix = next(toggle for toggle in TOGGLES if toggle.name == "prefix")
+    sentence = sentence_of(prefix, gain, 0.1, is_best=is_best)
+    assert sentence.startswith(said) and sentence.endswith(".")
+
+
+def test_ctrl_c_keeps_what_was_measured(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    ceilings = Ceilings(copy_bytes_per_s=1e9, matmul_flops_per_s=1e9)
+    monkeypatch.setattr(offline_benches, "measure_ceilings", lambda device, dtype: ceilings)
+    lines: list[str] = []
+
+    def tell(line: str) -> None:
+        lines.append(line)
+        if len(lines) == 4:
+            raise KeyboardInterrupt
+
+    report = bench_prefill(subject, lengths=[8, 16, 32], seed=1, repeats=2, tell=tell)
+    assert report.is_partial
+    first, second, third = report.rows
+    assert len(first.figures["ttft_p50_s"].values) == 2
+    assert len(second.figures["ttft_p50_s"].values) == 1
+    assert second.note == "interrupted after 1 of 2 repeats"
+    assert third.skipped == "interrupted"
+
+
+def test_random_weights_have_no_other_form(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cpu_weights is int8, but random weights are kept as"):
+        open_subject({"device": "cpu", "cpu_weights": "int8"}, is_tiny=True)
+
+
+def test_a_request_that_fails_is_no_figure(subject: Subject) -> None:
+    with pytest.raises(ConfigError, match="a request of 1 x 300/5 failed: "):
+        run_once(subject.engine(), batch(1, 300, 5, 64, seed=0), 0, subject.vocab_size)
+
+
+def test_a_process_that_fails_has_no_first_byte() -> None:
+    with pytest.raises(EngineError, match="ValueError: no such model"):
+        micro.first_byte_s([sys.executable, "-c", "raise ValueError('no such model')"])
+    assert micro.first_byte_s([sys.executable, "-c", ""]) > 0

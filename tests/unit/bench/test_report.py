@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 
 from infer.bench.compare import compare
-from infer.bench.report import Report, make_report, make_row, read_report, skip_row, write_report
+from infer.bench.render import cell, markdown_table, to_markdown
+from infer.bench.report import (
+    Report,
+    command_line,
+    make_report,
+    make_row,
+    read_report,
+    skip_row,
+    write_report,
+)
 from infer.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -81,7 +90,6 @@ def test_lower_is_better_where_time_is_measured() -> None:
     assert [verdict.figure for verdict in slower.worse] == ["ttft_p50_s"]
     faster = compare(report(1.2, 1.2, figure="ttft_p50_s"), report(1.0, 1.0, figure="ttft_p50_s"))
     assert not faster.worse
-    assert compare(report(1.0, figure="num_requests"), report(9.0, figure="num_requests")).verdicts == []
 
 
 def test_one_repeat_gets_a_wider_band() -> None:
@@ -94,17 +102,74 @@ def test_errors_out_of_nowhere_are_worse() -> None:
     assert not compare(report(0.0, figure="num_errors"), report(0.0, figure="num_errors")).worse
 
 
+def both(*names: str, **fields: Any) -> Report:
+    rows = [make_row(name, "", [{"output_tokens_per_s": 1.0}]) for name in names]
+    facts: dict[str, Any] = {"model": {"name": "tiny"}, "config": {}, "seed": 1, "warmup": 0} | fields
+    return make_report("offline", rows, repeats=1, **facts)
+
+
 def test_what_is_not_comparable_is_said() -> None:
-    found = compare(report(1.0, name="a"), report(1.0, name="b", model={"name": "large"}, seed=2))
+    found = compare(both("w", "a"), both("w", "b", model={"name": "large"}, seed=2))
     assert (found.only_before, found.only_after) == (["a"], ["b"])
     assert found.differences == ["model name: tiny and large", "seed: 1 and 2"]
 
 
+def test_equal_values_are_no_difference_however_they_are_written() -> None:
+    """A server's labels are text, an engine's knobs are not."""
+    text, numbers = {"block_size": "16", "use": "True"}, {"block_size": 16, "use": True}
+    assert compare(both("w", config=text), both("w", config=numbers)).differences == []
+
+
+def test_reports_with_nothing_in_common_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"nothing to compare: .* 'offline' on a, b, c and 1 more"):
+        compare(both("a", "b", "c", "d"), both("w"))
+    with pytest.raises(
+        ConfigError, match="nothing to compare"
+    ):  # the same row, but no figure with a direction
+        compare(report(1.0, figure="num_requests"), report(9.0, figure="num_requests"))
+
+
 def test_a_skipped_row_is_not_compared() -> None:
-    made = report(1.0)
     row = skip_row("graphs", "decode as one graph", "needs a GPU")
-    both = make_report("matrix", [row], model={}, config={}, seed=1, repeats=1, warmup=0)
-    assert compare(made, both).only_before == ["w"]
+    rows = [*both("w").rows, row]
+    skipped = make_report("matrix", rows, model={}, config={}, seed=1, repeats=1, warmup=0)
+    found = compare(both("w", "graphs"), skipped)
+    assert (found.only_before, [verdict.row for verdict in found.verdicts]) == (["graphs"], ["w"])
+
+
+def test_an_interrupted_report_is_valid_and_says_so(tmp_path: Path) -> None:
+    rows = [make_row("w", "", [{"output_tokens_per_s": 1.0}]), skip_row("x", "", "interrupted")]
+    facts: dict[str, Any] = {"model": {}, "config": {}, "seed": 1, "warmup": 0, "repeats": 3}
+    cut = make_report("offline", rows, is_partial=True, **facts)
+    write_report(cut, tmp_path / "cut.json")
+    assert read_report(tmp_path / "cut.json").is_partial
+    assert "interrupted: this report is not complete" in cut.notes
+    assert to_markdown(cut).startswith("# offline (interrupted)")
+    assert compare(cut, report(1.0)).differences[-1] == "completeness: the first was interrupted"
+    with pytest.raises(ConfigError, match="1 values for 3 repeats"):
+        write_report(make_report("offline", rows, **facts), tmp_path / "whole.json")
+
+
+def test_a_report_holds_no_key_and_no_place() -> None:
+    arguments = ["bench", "serve", "--url", "http://me:secret@host:1/v1", "--api-key", "secret"]
+    assert command_line(arguments) == "infer bench serve --url http://host:1/v1 --api-key ..."
+    assert (
+        command_line(["--api-key=secret", "--out", "/home/me/r.json"]) == "infer --api-key=... --out r.json"
+    )
+    assert command_line(["--note", "two words"]) == "infer --note 'two words'"
+
+
+def test_errors_of_one_repeat_are_not_hidden_by_a_median() -> None:
+    assert cell("num_errors", report(0.0, 0.0, 3.0, figure="num_errors").rows[0].figures["num_errors"]) == "3"
+
+
+def test_a_table_of_a_server_says_what_was_not_told() -> None:
+    figures = {f"ttft_p{percent}_s": percent / 1000 for percent in (50, 95, 99)}
+    rows = [make_row("w", "", [figures | {"queue_mean_s": 0.25}]), make_row("v", "", [figures])]
+    made = make_report("serve", rows, model={}, config={}, seed=1, repeats=1, warmup=0)
+    table = markdown_table(made)
+    assert "| `w` | 250 ms |" in table and "| `v` | not told |" in table
+    assert "| `w` | 50 / 95 / 99 |" in table
 
 
 def test_other_engines_results_are_read_too(tmp_path: Path) -> None:

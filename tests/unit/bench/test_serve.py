@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +19,12 @@ from infer.bench import scrape
 from infer.bench.load import Target
 from infer.bench.metrics import Slo
 from infer.bench.processes import num_processes, run_load, split
+from infer.bench.render import terminal
+from infer.bench.report import read_report, write_report
 from infer.bench.serve import Plan, bench_server
-from infer.bench.workloads import Arrival, Session, Turn, Workload, make_workload
+from infer.bench.workloads import Arrival, Session, Turn, Workload, make_workload, read_names
 from infer.errors import ConfigError
-from tests.unit.bench.fake_server import FakeServer, steady
+from tests.unit.bench.fake_server import FakeServer, Script, Wire, steady
 
 METRICS = """\
 # HELP infer_num_preemptions_total x
@@ -32,10 +38,15 @@ infer_cache_config_info{block_size="16",kv_cache_backend="paged"} 1
 class ThreadServer:
     """The fake server on a real clock in a thread: for code that brings its own event loop."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, script: Script | None = None) -> None:
         self.num_scrapes = 0
+        self.pages: dict[bytes, tuple[int, str]] = {
+            b"/v1/models": (200, json.dumps({"data": [{"id": "m", "max_model_len": 4096}]})),
+            b"/version": (200, json.dumps({"version": "7.1"})),
+        }
+        self.has_metrics = True
         path = str(directory / "s")
-        self._fake = FakeServer(steady(0.0, 0.0), path)
+        self._fake = FakeServer(script or steady(0.0, 0.0), path)
         self.url = self._fake.url
         self._loop = asyncio.new_event_loop()
         self._listening = self._loop.run_until_complete(asyncio.start_unix_server(self._serve, path))
@@ -56,12 +67,12 @@ class ThreadServer:
             pump.cancel()
             return
         path = (await reader.readuntil(b"\r\n\r\n")).split()[0]
-        if path == b"/v1/models":
-            body = json.dumps({"data": [{"id": "m", "max_model_len": 4096}]})
-        else:
+        status, body = self.pages.get(path, (404, "not here"))
+        if path == b"/metrics" and self.has_metrics:
             self.num_scrapes += 1
+            status = 200
             body = METRICS % (self.num_scrapes, 0.5 * self.num_scrapes, 2 * self.num_scrapes)
-        head = f"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"HTTP/1.1 {status} X\r\ncontent-type: text/plain\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write((head + body).encode())
         await writer.drain()
         writer.close()
@@ -101,6 +112,7 @@ def test_a_server_is_benchmarked_into_a_report(server: ThreadServer) -> None:
     baseline = report.rows[0]
     assert (report.kind, report.repeats, report.model["name"]) == ("serve", 2, "m")
     assert report.config["kv_cache_backend"] == "paged"
+    assert report.versions["server"] == "7.1"
     assert baseline.settings["arrival"] == "closed loop, 1 at once"
     figures = baseline.figures
     assert figures["num_errors"].values == [0, 0]
@@ -120,6 +132,103 @@ def test_a_server_is_benchmarked_into_a_report(server: ThreadServer) -> None:
 def test_text_can_stand_for_ids(server: ThreadServer) -> None:
     bench_server(Target(url=server.url), Plan(workloads=["w1_single"], as_text=True, warmup=0))
     assert len(server.bodies[0]["prompt"].split()) == 256
+
+
+def picky(most: int) -> Script:
+    """A server that refuses token ids of `most` and more, as a small vocabulary does; 0: all of them."""
+    answer = steady(0.0, 0.0)
+
+    async def script(wire: Wire, body: Mapping[str, Any]) -> None:
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and max(prompt) >= most:
+            wire.raw(b"HTTP/1.1 400 X\r\ncontent-length: 20\r\n\r\n" + b'{"error": "bad ids"}')
+            return
+        await answer(wire, body)
+
+    return script
+
+
+@pytest.mark.parametrize(("most", "said"), [(700, "all are below 625"), (0, "prompts are words")])
+def test_a_server_is_asked_which_token_ids_it_takes(tmp_path: Path, most: int, said: str) -> None:
+    server = ThreadServer(tmp_path, picky(most))
+    try:
+        report = bench_server(Target(url=server.url), Plan(workloads=["w1_single"], warmup=0))
+    finally:
+        server.close()
+    assert report.rows[0].figures["num_errors"].median == 0
+    assert said in report.notes[0] and "HTTP 400" in report.notes[0]
+
+
+def test_every_workload_runs_against_a_server_that_tells_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No metrics, no version, no context length; the arrivals are not waited for."""
+
+    def at_once(name: str, **options: Any) -> Workload:
+        made = make_workload(name, **options)
+        return replace(made, sessions=tuple(replace(session, start_s=0.0) for session in made.sessions))
+
+    monkeypatch.setattr("infer.bench.serve.make_workload", at_once)
+    server = ThreadServer(tmp_path, steady(0.0, 0.0, per_frame=16))
+    server.has_metrics, server.pages = False, {b"/v1/models": (200, '{"data": [{"id": "other"}]}')}
+    try:
+        report = bench_server(Target(url=server.url), Plan(workloads=read_names("all", group="serving")))
+    finally:
+        server.close()
+    assert len(report.rows) == 10
+    assert all(row.figures["num_errors"].median == 0 for row in report.rows), report.notes
+    assert "server" not in report.versions and not report.is_partial
+    write_report(report, tmp_path / "r.json")  # checks it
+    assert terminal(read_report(tmp_path / "r.json")).count("not told") == 10
+
+
+@pytest.mark.parametrize(
+    ("key", "page", "message"),
+    [
+        (None, (401, "{}"), "HTTP 401.*; give the server's key with --api-key"),
+        ("wrong", (401, "{}"), "HTTP 401.*; is this key right"),
+        (None, (404, "gone"), "HTTP 404.*; is this an OpenAI-compatible server"),
+        (None, (200, "<html>"), "holds no list of models; is this an OpenAI-compatible server"),
+        (None, (200, '{"data": [3]}'), "holds no list of models"),
+        (None, (200, '{"data": []}'), "serves no model"),
+    ],
+)
+def test_a_server_that_will_not_do_is_explained(
+    server: ThreadServer, key: str | None, page: tuple[int, str], message: str
+) -> None:
+    server.pages[b"/v1/models"] = page
+    with pytest.raises(ConfigError, match=message):
+        bench_server(Target(url=server.url, api_key=key), Plan(workloads=["baseline"]))
+
+
+def test_ctrl_c_leaves_a_partial_report(tmp_path: Path) -> None:
+    """The whole command: one workload is done, the next one hangs, the user has had enough."""
+    answer, is_stuck = steady(0.0, 0.0), threading.Event()
+
+    async def script(wire: Wire, body: Mapping[str, Any]) -> None:
+        if body["max_tokens"] == 256:  # w1_single
+            is_stuck.set()
+            await asyncio.sleep(60)
+        await answer(wire, body)
+
+    server = ThreadServer(tmp_path, script)
+    path = tmp_path / "r.json"
+    command = [sys.executable, "-m", "infer", "bench", "serve", "--url", server.url, "--out", str(path)]
+    command += ["--workload", "baseline,w1_single,w2_mixed", "--warmup", "0", "--api-key", "secret"]
+    try:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert is_stuck.wait(60)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+    finally:
+        server.close()
+    assert process.returncode == 130, err
+    assert b"interrupted: this report is not complete" in out and b"Traceback" not in err
+    report = read_report(path)
+    assert report.is_partial
+    assert [bool(row.figures) for row in report.rows] == [True, False, False]
+    assert report.rows[2].skipped == "interrupted"
+    assert "secret" not in path.read_text() + path.with_suffix(".md").read_text()
 
 
 def test_a_wrong_model_is_said_at_once(server: ThreadServer) -> None:

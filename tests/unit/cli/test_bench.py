@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
 from infer.bench.floors import Ceilings
 from infer.bench.report import make_report, make_row, read_report, write_report
+from infer.errors import EngineError
 from tests.unit.cli.conftest import Outcome
 
 Infer = Callable[..., Outcome]
@@ -37,6 +40,83 @@ def test_a_report_that_is_none_is_refused(infer: Infer, tmp_path: Path) -> None:
     outcome = infer("bench", "compare", str(path), str(path))
     assert outcome.code == 2
     assert "is not a benchmark report" in outcome.err
+
+
+def test_reports_of_different_things_are_not_compared(infer: Infer, tmp_path: Path) -> None:
+    policies = Path(__file__).parents[3] / "benchmarks" / "reports" / "policies.json"
+    outcome = infer("bench", "compare", write(tmp_path / "a.json", 100.0), str(policies))
+    assert outcome.code == 2
+    assert "nothing to compare" in outcome.err and "0 better" not in outcome.out
+
+
+def test_a_picture_is_refused_before_the_work_if_it_cannot_be_drawn(
+    infer: Infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infer.bench.render.can_draw", lambda: False)
+    outcome = infer("bench", "matrix", "--png", str(tmp_path / "x.png"))
+    assert outcome.code == 2
+    assert "--png needs matplotlib: pip install 'infer[bench]'" in outcome.err
+
+
+def test_the_matrix_is_drawn(infer: Infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chart in the terminal, and the same numbers for matplotlib, which need not be installed."""
+    row = make_row("+paged w1_single", "", [{"speed_up": 1.5}], note="it is faster.")
+    report = make_report("matrix", [row], model={}, config={}, seed=1, repeats=1, warmup=0)
+    pyplot = MagicMock()
+    pyplot.subplots.return_value = (MagicMock(), MagicMock())
+    monkeypatch.setitem(sys.modules, "matplotlib", MagicMock(pyplot=pyplot))
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", pyplot)
+    monkeypatch.setattr("infer.bench.render.can_draw", lambda: True)
+    monkeypatch.setattr("infer.bench.subject.open_subject", lambda *args, **options: None)
+    monkeypatch.setattr("infer.bench.matrix.bench_matrix", lambda *args, **options: report)
+    path = tmp_path / "x.png"
+    outcome = infer("bench", "matrix", "--png", str(path))
+    assert outcome.code == 0, outcome.err
+    assert "█ 1.5x" in outcome.out and "+paged w1_single: it is faster." in outcome.out
+    figure, axes = pyplot.subplots.return_value
+    axes.barh.assert_called_once_with(["+paged w1_single"], [1.5])
+    figure.savefig.assert_called_once_with(path)
+    figure.savefig.side_effect = ValueError("format 'pgn' is not supported")
+    outcome = infer("bench", "matrix", "--png", str(path))
+    assert outcome.code == 2 and "cannot write the chart" in outcome.err
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(infer: Infer, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    outcome = infer("bench", "matrix", "--out", str(tmp_path / "file" / "r.json"))
+    assert outcome.code == 2
+    assert "cannot write the report" in outcome.err
+
+
+def test_an_interrupted_run_is_written_and_says_so_in_its_exit_code(
+    infer: Infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(command: list[str]) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("infer.bench.micro.first_byte_s", stop)
+    outcome = infer("bench", "startup", "--out", str(tmp_path / "s.json"))
+    assert outcome.code == 130
+    assert read_report(tmp_path / "s.json").is_partial
+    assert "interrupted" in outcome.out
+
+
+def test_a_command_that_fails_is_not_timed(
+    infer: Infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that is not there must not look like one that answers at once."""
+
+    def fail(command: list[str]) -> float:
+        if "generate" in command:
+            raise EngineError("no such model")
+        return 0.1
+
+    monkeypatch.setattr("infer.bench.micro.first_byte_s", fail)
+    outcome = infer("bench", "startup", "--out", str(tmp_path / "s.json"))
+    assert outcome.code == 0, outcome.err
+    assert {row.name: row.skipped for row in read_report(tmp_path / "s.json").rows}["first token"] == (
+        "failed: no such model"
+    )
 
 
 def test_without_a_command_there_is_help(infer: Infer) -> None:
@@ -78,6 +158,9 @@ def test_a_tiny_model_is_timed_and_reported(
         (("serve", "--url", "http://127.0.0.1:9"), "is the server running"),
         (("serve", "--url", "http://127.0.0.1:9", "--slo", "x"), "an SLO looks like"),
         (("matrix", "--repeats", "0"), "must be 1 or more"),
+        (("matrix", "--cpu-weights", "int8"), "random weights are kept as their dtype says"),
+        (("serve", "--url", "http://127.0.0.1:9", "--warmup", "-1"), "must be 0 or more"),
+        (("serve", "--url", "http://127.0.0.1:9"), "connection refused"),
     ],
 )
 def test_mistakes_are_explained(infer: Infer, arguments: tuple[str, ...], message: str) -> None:

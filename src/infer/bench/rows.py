@@ -1,0 +1,58 @@
+"""Rows measured one after the other, so that Ctrl-C costs the repeat under way and nothing before it.
+
+    run_rows      row ──► row ──► row ✗ Ctrl-C          the rest is skipped, and says why
+    measure_row   repeat ──► repeat ──► repeat ✗        what is complete is kept, and the row says how much
+
+A repeat that was cut short is dropped: half a workload has another load, and its figures would be of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from infer.bench.report import Row, make_row, skip_row
+
+INTERRUPTED = "interrupted"
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C in the middle of a row, with as much of the row as there is."""
+
+    def __init__(self, row: Row) -> None:
+        super().__init__()
+        self.row = row
+
+
+def run_rows(jobs: Mapping[str, Callable[[], Row]]) -> tuple[list[Row], bool]:
+    """The row of every job by its name, and whether it is less than all because of Ctrl-C."""
+    rows: list[Row] = []
+    try:
+        for measure in jobs.values():
+            rows.append(measure())
+    except KeyboardInterrupt as stop:
+        rows += [stop.row] if isinstance(stop, Interrupted) else []
+        rows += [skip_row(name, "", INTERRUPTED) for name in list(jobs)[len(rows) :]]
+        return rows, True
+    return rows, False
+
+
+def measure_row(
+    name: str,
+    about: str,
+    repeats: int,
+    measure: Callable[[int], Mapping[str, float]],
+    *,
+    settings: Mapping[str, Any] | None = None,
+) -> Row:
+    """The figures of `measure(0)`, `measure(1)` and so on; raises Interrupted with those it has."""
+    runs: list[Mapping[str, float]] = []
+    try:
+        for repeat in range(repeats):
+            runs.append(measure(repeat))
+    except KeyboardInterrupt:
+        if not runs:
+            raise Interrupted(skip_row(name, about, INTERRUPTED, settings)) from None
+        note = f"interrupted after {len(runs)} of {repeats} repeats"
+        raise Interrupted(make_row(name, about, runs, settings=settings, note=note)) from None
+    return make_row(name, about, runs, settings=settings)

@@ -1,0 +1,102 @@
+"""The ideas that the matrix switches on one after the other, as data.
+
+Each has a place where it should show and a place where it could hurt, and words for both: why it helps,
+what it means if it did not (`unless`), and what it costs where it cannot help (`price`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class Look(NamedTuple):
+    """Where to look: a workload, and the figure that tells."""
+
+    workload: str
+    figure: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Toggle:
+    """One idea, its switch, and where it shows."""
+
+    name: str
+    knobs: Mapping[str, Any]
+    best: Look
+    risk: Look
+    why: str  # it helps
+    unless: str  # what is so where it ought to help and does not
+    price: str  # what it does where it cannot help
+    needs_gpu: bool = False
+
+
+BASE: Mapping[str, Any] = {
+    "batching_mode": "static",
+    "kv_cache_backend": "contiguous",
+    "use_chunked_prefill": False,
+    "use_prefix_caching": False,
+    "use_cuda_graphs": False,
+    "use_overlap": False,
+}
+
+TOGGLES = (
+    Toggle(
+        name="continuous",
+        knobs={"batching_mode": "continuous"},
+        best=Look("continuous_batching", "ttft_p50_s"),
+        risk=Look("baseline", "output_tokens_per_s"),
+        why="who arrives joins at the next step, and does not wait until a whole batch is done",
+        unless="batches are done before the next request comes, so nobody waits for one",
+        price="with one request at a time there is no batch to join",
+    ),
+    Toggle(
+        name="paged",
+        knobs={"kv_cache_backend": "paged"},
+        best=Look("paged_attention", "output_tokens_per_s"),
+        risk=Look("w1_single", "output_tokens_per_s"),
+        why="a sequence takes the blocks it fills and not the longest length, so more run in the same memory",
+        unless="more sequences at once are no faster here: the machine is busy with those it has",
+        price="one sequence has memory enough either way, and its blocks must be found through a table",
+    ),
+    Toggle(
+        name="chunked",
+        # Pieces alone do not shorten a step: under the default budget several prompts' pieces share one.
+        knobs={"use_chunked_prefill": True, "prefill_chunk_size": 256, "max_num_batched_tokens": 256},
+        best=Look("chunked_prefill", "itl_p99_s"),
+        risk=Look("prefill_8x4096", "ttft_p50_s"),
+        why="prompts come in pieces and a step holds 256 tokens in all, so whoever decodes waits for less",
+        unless="a whole prompt is computed so fast that it holds nobody up",
+        price="nobody decodes meanwhile, and every piece pays for a step of its own",
+    ),
+    Toggle(
+        name="prefix",
+        knobs={"use_prefix_caching": True},
+        best=Look("prefix_caching", "ttft_p50_s"),
+        risk=Look("w2_mixed", "output_tokens_per_s"),
+        why="a start that somebody has computed is taken from the cache",
+        unless="the shared start is computed so fast that finding it saves nothing",
+        price="nothing is shared, so looking it up and keeping it is all there is",
+    ),
+    Toggle(
+        name="graphs",
+        knobs={"use_cuda_graphs": True},
+        best=Look("b1_256_256", "output_tokens_per_s"),
+        risk=Look("b128_256_256", "output_tokens_per_s"),
+        why="a decode step is launched as one graph, so Python no longer sets the pace",
+        unless="the GPU takes longer for a step than Python does to launch it",
+        price="a large batch keeps the GPU busy while Python launches, and padding costs a little",
+        needs_gpu=True,
+    ),
+    Toggle(
+        name="overlap",
+        knobs={"use_overlap": True},
+        best=Look("b32_256_256", "output_tokens_per_s"),
+        risk=Look("b1_256_256", "output_tokens_per_s"),
+        why="the next step is planned while the GPU computes this one",
+        unless="a plan takes so little time that hiding it changes nothing",
+        price="there is little to plan for one sequence",
+        needs_gpu=True,
+    ),
+)
