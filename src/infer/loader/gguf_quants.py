@@ -8,11 +8,21 @@ minimum m), stored as float16, and each weight is a small integer q:
     Q5_0   32           d, one high bit each    w = d * (q - 16)      q: 5 bits
     Q5_1   32           d, m, high bits         w = d * q + m
     Q8_0   32           d                       w = d * q             q: int8
-    Q4_K   256 = 8x32   d, dmin, 8 x (s, t)     w = (d * s) * q - (dmin * t)      s, t: 6 bits each
+    Q2_K   256 = 16x16  d, dmin, 16 x (s, t)    w = (d * s) * q - (dmin * t)      q: 2 bits; s, t: 4 bits each
+    Q3_K   256 = 16x16  d, 16 x s               w = (d * (s - 32)) * (q - 4)      q: 3 bits; s: 6 bits
+    Q4_K   256 = 8x32   d, dmin, 8 x (s, t)     w = (d * s) * q - (dmin * t)      q: 4 bits; s, t: 6 bits each
     Q5_K   256 = 8x32   the same, high bits     q: 5 bits
     Q6_K   256 = 16x16  d, 16 x s (int8)        w = (d * s) * (q - 32)            q: 6 bits
+    IQ4_NL 32           d                       w = d * V[q]          V: 16 values, denser around 0
+    IQ4_XS 256 = 8x32   d, 8 x s                w = (d * (s - 32)) * V[q]         s: 6 bits
+    MXFP4  32           2^e                     w = 2^e * (a 4-bit float)
+    TQ1_0  256          d                       w = d * q             q: -1, 0 or 1, five to a byte
+    TQ2_0  256          d                       w = d * q             q: -1, 0 or 1, four to a byte
 
-Each function below maps the bytes of B blocks, [B, bytes], to their weights, [B, weights]. The
+The formats of under 3.5 bits whose integers are points of a grid are in `gguf_grids.py`.
+
+Each function below maps the bytes of B blocks, [B, bytes], to their weights, [B, weights], or, where
+there are no minima, to int8 numbers [B, weights] and float32 scales [B, groups]: w = scale * q. The
 arithmetic is float32 in the order written above, and multiplication and addition stay two operations
 (a fused one rounds differently), so the result equals the format's reference bit for bit.
 
@@ -26,9 +36,12 @@ from collections.abc import Callable
 import torch
 
 from infer.errors import CheckpointError
+from infer.loader import gguf_grids
 from infer.loader.gguf import BLOCK, GGMLType
+from infer.loader.gguf_bits import fields, half, look_up
 
 _CHUNK_WEIGHTS = 1 << 20  # 4 MiB of float32: a chunk stays in the CPU's cache between the passes over it
+_GROUP = 32  # what kernels/cpu multiplies with: so many numbers share a scale
 
 
 def dequantize_into(out: torch.Tensor, packed: torch.Tensor, kind: GGMLType) -> None:
@@ -45,81 +58,92 @@ def dequantize_into(out: torch.Tensor, packed: torch.Tensor, kind: GGMLType) -> 
 
 def dequantize(packed: torch.Tensor, kind: GGMLType) -> torch.Tensor:
     """Unpack rows of bytes, [rows, bytes], into float32, [rows, weights]."""
-    unpack = _UNPACK.get(kind)
-    if unpack is None:
+    blocks = packed.reshape(-1, BLOCK[kind][1])
+    if kind in _SCALED:
+        q, scales = _SCALED[kind](blocks)
+        weights = q.float().view(*scales.shape, -1).mul_(scales[:, :, None])
+    elif kind in _UNPACK:
+        weights = _UNPACK[kind](blocks)
+    else:
         raise CheckpointError(
             f"tensors of type {kind.name} are not supported; supported types: {', '.join(SUPPORTED)}"
         )
-    num_rows = packed.shape[0]
-    return unpack(packed.reshape(-1, BLOCK[kind][1])).view(num_rows, -1)
+    return weights.view(packed.shape[0], -1)
 
 
 def integer_groups(packed: torch.Tensor, kind: GGMLType) -> tuple[torch.Tensor, torch.Tensor, int] | None:
-    """Rows of bytes as integers, scales and bits, where a block is one scale for 32 of them; else None.
+    """Rows of bytes as integers, scales and bits, where 32 of them share one scale; else None.
 
     These formats are what kernels/cpu multiplies with, so nothing needs to be unpacked and rounded again.
+    A scale that is itself a product (IQ and TQ) is rounded to float16, by one part in 2000.
     """
-    if kind not in (GGMLType.Q4_0, GGMLType.Q5_0, GGMLType.Q8_0):
+    if kind not in _SCALED:
+        return None
+    q, scales = _SCALED[kind](packed.reshape(-1, BLOCK[kind][1]))
+    if q.shape[1] // scales.shape[1] < _GROUP:
         return None
     num_rows = packed.shape[0]
-    blocks = packed.reshape(-1, BLOCK[kind][1])
-    scales = blocks[:, :2].contiguous().view(torch.float16).view(num_rows, -1)
-    if kind == GGMLType.Q8_0:
-        return blocks[:, 2:].contiguous().view(torch.int8).view(num_rows, -1), scales, 8
-    if kind == GGMLType.Q4_0:
-        q_B32, middle, bits = _nibbles(blocks[:, 2:], 16, torch.uint8), 8, 4
-    else:
-        q_B32, middle, bits = _nibbles(blocks[:, 6:], 16, torch.uint8) | _high_bits(blocks[:, 2:6]), 16, 8
-    return q_B32.view(torch.int8).sub_(middle).view(num_rows, -1), scales, bits
+    scales = scales.half().repeat_interleave(q.shape[1] // scales.shape[1] // _GROUP, dim=1)
+    bits = 4 if kind in (GGMLType.Q4_0, GGMLType.TQ1_0, GGMLType.TQ2_0) else 8
+    return q.reshape(num_rows, -1), scales.view(num_rows, -1), bits
 
 
 def _f32(blocks: torch.Tensor) -> torch.Tensor:
     return blocks.contiguous().view(torch.float32)
 
 
-def _f16(blocks: torch.Tensor) -> torch.Tensor:
-    return blocks.contiguous().view(torch.float16).float()
-
-
 def _bf16(blocks: torch.Tensor) -> torch.Tensor:
     return blocks.contiguous().view(torch.bfloat16).float()
 
 
-def _nibbles(packed_B: torch.Tensor, group: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Split bytes into 4-bit numbers: of every `group` bytes, all low halves, then all high halves."""
-    grouped = packed_B.reshape(packed_B.shape[0], -1, group)
-    q = torch.empty(*grouped.shape[:2], 2, group, dtype=dtype, device=packed_B.device)
-    q[:, :, 0] = grouped & 15
-    q[:, :, 1] = grouped >> 4
-    return q.flatten(1)
+def _minus(q: torch.Tensor, middle: int) -> torch.Tensor:
+    """Unsigned numbers around zero."""
+    return q.view(torch.int8).sub_(middle)
 
 
-def _high_bits(packed_B4: torch.Tensor) -> torch.Tensor:
-    """The 32 bits of each block's 4 bytes, lowest first, moved to the place of a fifth bit."""
-    masks_8 = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=packed_B4.device)
-    return ((packed_B4[:, :, None] & masks_8) != 0).flatten(1).to(torch.uint8) << 4
-
-
-def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _nibbles(blocks[:, 2:], 16).sub_(8).mul_(_f16(blocks[:, :2]))
+def _q4_0(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return _minus(fields(blocks[:, 2:], 4, 16), 8), half(blocks[:, :2])
 
 
 def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
-    return _nibbles(blocks[:, 4:], 16).mul_(_f16(blocks[:, :2])).add_(_f16(blocks[:, 2:4]))
+    return fields(blocks[:, 4:], 4, 16, torch.float32).mul_(half(blocks[:, :2])).add_(half(blocks[:, 2:4]))
 
 
-def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
-    q_B32 = _nibbles(blocks[:, 6:], 16, torch.uint8) | _high_bits(blocks[:, 2:6])
-    return q_B32.float().sub_(16).mul_(_f16(blocks[:, :2]))
+def _q5_0(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    q_B32 = fields(blocks[:, 6:], 4, 16) | fields(blocks[:, 2:6], 1, 1) << 4
+    return _minus(q_B32, 16), half(blocks[:, :2])
 
 
 def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
-    q_B32 = _nibbles(blocks[:, 8:], 16, torch.uint8) | _high_bits(blocks[:, 4:8])
-    return q_B32.float().mul_(_f16(blocks[:, :2])).add_(_f16(blocks[:, 2:4]))
+    q_B32 = fields(blocks[:, 8:], 4, 16) | fields(blocks[:, 4:8], 1, 1) << 4
+    return q_B32.float().mul_(half(blocks[:, :2])).add_(half(blocks[:, 2:4]))
 
 
-def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    return blocks[:, 2:].view(torch.int8).float().mul_(_f16(blocks[:, :2]))
+def _q8_0(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return blocks[:, 2:].contiguous().view(torch.int8), half(blocks[:, :2])
+
+
+def _with_minima(
+    q_B256: torch.Tensor, d_B4: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor
+) -> torch.Tensor:
+    """(d * s) * q - (dmin * t), group by group: the second half of Q2_K, Q4_K and Q5_K."""
+    scales = scales * half(d_B4[:, :2])
+    minima = minima * half(d_B4[:, 2:])
+    w = q_B256.float().view(*scales.shape, -1).mul_(scales[:, :, None])
+    return w.sub_(minima[:, :, None]).flatten(1)
+
+
+def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
+    return _with_minima(
+        fields(blocks[:, 16:80], 2, 32), blocks[:, 80:], blocks[:, :16] & 15, blocks[:, :16] >> 4
+    )
+
+
+def _q3_k(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    # 32 bytes of high bits: bit g of byte i belongs to weight i of the g-th 32
+    q_B256 = fields(blocks[:, 32:96], 2, 32) | fields(blocks[:, :32], 1, 32) << 2
+    scales_B16 = fields(blocks[:, 96:104], 4, 8) | fields(blocks[:, 104:108], 2, 4) << 4
+    return _minus(q_B256, 4), _minus(scales_B16, 32) * half(blocks[:, 108:])
 
 
 def _scales_and_minima(packed_B12: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,50 +156,91 @@ def _scales_and_minima(packed_B12: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     scale_B4, minimum_B4, rest_B4 = packed_B12[:, :4], packed_B12[:, 4:8], packed_B12[:, 8:]
     scales_B8 = torch.cat((scale_B4 & 63, (rest_B4 & 15) | ((scale_B4 >> 6) << 4)), dim=1)
     minima_B8 = torch.cat((minimum_B4 & 63, (rest_B4 >> 4) | ((minimum_B4 >> 6) << 4)), dim=1)
-    return scales_B8.float(), minima_B8.float()
-
-
-def _eight_groups(blocks: torch.Tensor, q_B256: torch.Tensor) -> torch.Tensor:
-    """(d * s) * q - (dmin * t) over eight groups of 32: the second half of Q4_K and Q5_K."""
-    scales_B8, minima_B8 = _scales_and_minima(blocks[:, 4:16])
-    scales_B8 *= _f16(blocks[:, :2])
-    minima_B8 *= _f16(blocks[:, 2:4])
-    w_B8x32 = q_B256.float().view(-1, 8, 32).mul_(scales_B8[:, :, None])
-    return w_B8x32.sub_(minima_B8[:, :, None]).flatten(1)
+    return scales_B8, minima_B8
 
 
 def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
-    return _eight_groups(blocks, _nibbles(blocks[:, 16:], 32))
+    return _with_minima(fields(blocks[:, 16:], 4, 32), blocks[:, :4], *_scales_and_minima(blocks[:, 4:16]))
 
 
 def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
     # 32 bytes of high bits: bit g of byte i belongs to weight i of group g
-    high_B32 = blocks[:, 16:48]
-    high_B256 = torch.stack([(high_B32 >> group) & 1 for group in range(8)], dim=1).flatten(1) << 4
-    return _eight_groups(blocks, _nibbles(blocks[:, 48:], 32, torch.uint8) | high_B256)
+    q_B256 = fields(blocks[:, 48:], 4, 32) | fields(blocks[:, 16:48], 1, 32) << 4
+    return _with_minima(q_B256, blocks[:, :4], *_scales_and_minima(blocks[:, 4:16]))
 
 
-def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
+def _q6_k(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # 2 halves of 128 weights, each: 64 bytes of low halves, 32 bytes of 2 high bits for 4 runs of 32
-    low_B256 = _nibbles(blocks[:, :128], 64, torch.uint8)
-    high_B2x32 = blocks[:, 128:192].reshape(-1, 2, 32)
-    high_B256 = torch.stack([(high_B2x32 >> shift) & 3 for shift in (0, 2, 4, 6)], dim=2).flatten(1) << 4
-    scales_B16 = blocks[:, 192:208].view(torch.int8).float() * _f16(blocks[:, 208:])
-    w_B16x16 = (low_B256 | high_B256).float().sub_(32).view(-1, 16, 16)
-    return w_B16x16.mul_(scales_B16[:, :, None]).flatten(1)
+    q_B256 = fields(blocks[:, :128], 4, 64) | fields(blocks[:, 128:192], 2, 32) << 4
+    return _minus(q_B256, 32), blocks[:, 192:208].view(torch.int8) * half(blocks[:, 208:])
 
 
+def _valued(q: torch.Tensor, values: tuple[int, ...]) -> torch.Tensor:
+    return look_up(torch.tensor(values, dtype=torch.int8, device=q.device), q)
+
+
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the number
+
+
+def _iq4_nl(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return _valued(fields(blocks[:, 2:], 4, 16), _IQ4), half(blocks[:, :2])
+
+
+def _iq4_xs(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scales_B8 = fields(blocks[:, 4:8], 4, 1) | fields(blocks[:, 2:4], 2, 1) << 4
+    return _valued(fields(blocks[:, 8:], 4, 16), _IQ4), _minus(scales_B8, 32) * half(blocks[:, :2])
+
+
+def _mxfp4(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    # half of 2^(e - 127), because the values are twice theirs; put together from the bits of a float32
+    exponents_B1 = blocks[:, :1].int()
+    bits_B1 = torch.where(exponents_B1 < 2, 0x200000 << exponents_B1, (exponents_B1 - 1) << 23)
+    return _valued(fields(blocks[:, 1:], 4, 16), _FP4), bits_B1.view(torch.float32)
+
+
+def _tq1_0(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A byte is a fraction of 256 in base 3: times 3, the digit is what overflows, and so on."""
+
+    def digits(bytes_B: torch.Tensor, count: int) -> list[torch.Tensor]:
+        return [bytes_B * 3**place for place in range(count)]
+
+    fractions = digits(blocks[:, :32], 5) + digits(blocks[:, 32:48], 5) + digits(blocks[:, 48:52], 4)
+    q_B256 = (torch.cat(fractions, dim=1).int() * 3 >> 8).to(torch.int8).sub_(1)
+    return q_B256, half(blocks[:, 52:])
+
+
+def _tq2_0(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return _minus(fields(blocks[:, :64], 2, 32), 1), half(blocks[:, 64:])
+
+
+_SCALED: dict[GGMLType, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
+    GGMLType.Q4_0: _q4_0,
+    GGMLType.Q5_0: _q5_0,
+    GGMLType.Q8_0: _q8_0,
+    GGMLType.Q3_K: _q3_k,
+    GGMLType.Q6_K: _q6_k,
+    GGMLType.IQ1_S: gguf_grids.iq1_s,
+    GGMLType.IQ1_M: gguf_grids.iq1_m,
+    GGMLType.IQ2_XXS: gguf_grids.iq2_xxs,
+    GGMLType.IQ2_XS: gguf_grids.iq2_xs,
+    GGMLType.IQ2_S: gguf_grids.iq2_s,
+    GGMLType.IQ3_XXS: gguf_grids.iq3_xxs,
+    GGMLType.IQ3_S: gguf_grids.iq3_s,
+    GGMLType.IQ4_NL: _iq4_nl,
+    GGMLType.IQ4_XS: _iq4_xs,
+    GGMLType.MXFP4: _mxfp4,
+    GGMLType.TQ1_0: _tq1_0,
+    GGMLType.TQ2_0: _tq2_0,
+}
 _UNPACK: dict[GGMLType, Callable[[torch.Tensor], torch.Tensor]] = {
     GGMLType.F32: _f32,
-    GGMLType.F16: _f16,
+    GGMLType.F16: half,
     GGMLType.BF16: _bf16,
-    GGMLType.Q4_0: _q4_0,
     GGMLType.Q4_1: _q4_1,
-    GGMLType.Q5_0: _q5_0,
     GGMLType.Q5_1: _q5_1,
-    GGMLType.Q8_0: _q8_0,
+    GGMLType.Q2_K: _q2_k,
     GGMLType.Q4_K: _q4_k,
     GGMLType.Q5_K: _q5_k,
-    GGMLType.Q6_K: _q6_k,
 }
-SUPPORTED = tuple(kind.name for kind in _UNPACK)
+SUPPORTED = tuple(kind.name for kind in sorted({*_SCALED, *_UNPACK}))

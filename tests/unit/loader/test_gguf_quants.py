@@ -10,12 +10,19 @@ import pytest
 import torch
 
 from infer.errors import CheckpointError
+from infer.loader.checkpoint import QuantizedRows
 from infer.loader.gguf import BLOCK, GGMLType
-from infer.loader.gguf_quants import SUPPORTED, dequantize, dequantize_into
+from infer.loader.gguf_quants import SUPPORTED, dequantize, dequantize_into, integer_groups
 
 # Where a block holds float16 scales: random bytes there would often be NaN or infinite.
 SCALES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0]}
-SCALES |= {"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "F16": [0], "BF16": [], "F32": []}
+SCALES |= {"Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
+SCALES |= {
+    name: [0] for name in ("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS")
+}
+SCALES |= {"IQ1_M": [], "MXFP4": [], "TQ1_0": [52], "TQ2_0": [64], "F16": [0], "BF16": [], "F32": []}
+GROUPS_OF_32 = {"Q4_0", "Q5_0", "Q8_0", "IQ1_S", "IQ2_XXS", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "MXFP4"}
+GROUPS_OF_32 |= {"TQ1_0", "TQ2_0"}  # of 256: the same scale eight times
 
 
 def random_blocks(
@@ -27,6 +34,12 @@ def random_blocks(
     for at in SCALES[kind.name]:
         scales = rng.normal(size=(rows * blocks, 1)).astype(np.float16)
         packed[:, at : at + 2] = scales.view(np.uint8)
+    if kind.name == "MXFP4":
+        packed[:, 0] = np.minimum(packed[:, 0], 250)  # a power of two that can be multiplied
+    if kind.name == "IQ1_M":  # its scale is four times four bits, at the top of four words
+        words = packed[:, 48:].view(np.uint16)
+        scales = rng.normal(size=(rows * blocks, 1)).astype(np.float16).view(np.uint16)
+        words[:] = words & 0x0FFF | (scales >> np.array([0, 4, 8, 12], dtype=np.uint16) & 15) << 12
     if kind.name in ("F32", "BF16"):
         numbers = rng.normal(size=rows * blocks).astype(np.float32)
         raw = (
@@ -57,6 +70,23 @@ def test_what_was_packed_comes_back_close(name: str) -> None:
     assert error < {"4": 0.4, "5": 0.2, "8": 0.03, "1": 0.02}[name[1] if name != "BF16" else "1"]
 
 
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_integers_are_kept_where_32_weights_share_a_scale(name: str) -> None:
+    """Then only the scale may be rounded, to float16; formats of other groups are left to be packed."""
+    kind = GGMLType[name]
+    packed = torch.from_numpy(random_blocks(kind, rows=7, blocks=4))
+    if kind is GGMLType.MXFP4:
+        packed.view(7, 4, -1)[:, :, 0] = 120  # a scale that float16 has
+    groups = integer_groups(packed, kind)
+    assert (groups is not None) == (name in GROUPS_OF_32)
+    if groups is not None:
+        rows = QuantizedRows(*groups)
+        assert rows.integers.dtype is torch.int8 and rows.scales.dtype is torch.float16
+        assert rows.bits == 8 or bool((rows.integers.abs() <= 8).all())
+        exact = dequantize(packed, kind)
+        torch.testing.assert_close(rows.floats(), exact, rtol=2**-11, atol=127 * 2.0**-25)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_filling_in_steps_equals_unpacking_at_once(dtype: torch.dtype) -> None:
     packed = torch.from_numpy(random_blocks(GGMLType.Q4_K, rows=900, blocks=8))  # several chunks
@@ -73,10 +103,8 @@ def test_a_transposed_view_can_be_filled() -> None:
 
 
 def test_a_format_we_cannot_unpack_is_named_with_those_we_can() -> None:
-    with pytest.raises(
-        CheckpointError, match=r"type IQ2_XXS are not supported; supported types: F32, .*Q6_K"
-    ):
-        dequantize(torch.zeros(1, 66, dtype=torch.uint8), GGMLType.IQ2_XXS)
+    with pytest.raises(CheckpointError, match=r"type Q8_K are not supported; supported types: F32, .*Q6_K"):
+        dequantize(torch.zeros(1, 292, dtype=torch.uint8), GGMLType.Q8_K)
 
 
 def test_block_sizes_agree_with_the_format_library() -> None:
