@@ -11,10 +11,40 @@ import sys
 
 from infer.cache.kv_pool import KVCachePool
 from infer.engine.request import Request
-from infer.errors import ContextOverflow, RequestError
+from infer.engine.scheduler import Scheduler
+from infer.engine.sequence import SequenceGroup
+from infer.errors import ContextOverflow, QueueFull, RequestError
 
 MAX_PRIORITY = 2**63 - 1
+SEED_STRIDE = 0x9E3779B97F4A7C15  # odd and large: engines with other seeds give other seeds
 MAX_DEADLINE = sys.float_info.max
+
+
+def admit(
+    request: Request,
+    scheduler: Scheduler,
+    *,
+    number: int,
+    context_len: int,
+    vocab_size: int,
+    eos_ids: tuple[int, ...],
+) -> SequenceGroup:
+    """Check a request against this model, this cache and this queue; what it may have if it is let in.
+
+    A request without a seed gets one that follows from its `number`: equal runs give equal answers.
+    """
+    params, config, num_waiting = request.params, scheduler.config, scheduler.num_waiting
+    if config.max_waiting is not None and num_waiting >= config.max_waiting:
+        raise QueueFull(f"{num_waiting} sequences are waiting and max_waiting is {config.max_waiting}")
+    if params.use_beam_search and not scheduler.keeps_cache:
+        raise RequestError("beam search needs a KV cache, and kv_cache_backend=naive keeps none")
+    check_token_ids(request, vocab_size)
+    check_order(request)
+    check_width(request, config.width)
+    max_total = longest_total(request, context_len, scheduler.pool)
+    stop_ids = params.stop_token_ids if params.ignore_eos else (*eos_ids, *params.stop_token_ids)
+    seed = config.seed * SEED_STRIDE + number if params.seed is None else params.seed
+    return SequenceGroup(request, max_total=max_total, stop_ids=tuple(dict.fromkeys(stop_ids)), seed=seed)
 
 
 def check_token_ids(request: Request, vocab_size: int) -> None:

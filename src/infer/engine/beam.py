@@ -15,9 +15,11 @@ A beam continued twice forks: its blocks are shared, and copied when one of the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from infer.engine.request import StepOutput
 from infer.engine.sequence import FinishedBeam, Sequence, SequenceGroup
 from infer.sampling.params import RowLogprobs
 
@@ -34,6 +36,36 @@ class Continuation:
 def num_offers(group: SequenceGroup) -> int:
     """How many next tokens each beam must offer, so that stops never take a continuation's place."""
     return group.request.params.num_sequences + len(group.stop_ids)
+
+
+def advance_beams(
+    group: SequenceGroup,
+    offers: Seq[tuple[Sequence, RowLogprobs]],
+    *,
+    fork: Callable[[Sequence], Sequence],
+    drop: Callable[[Sequence], None],
+) -> bool:
+    """Replace the beams of a search by the next ones; False: it has ended, with `finished_beams` found.
+
+    `fork` makes a second sequence beside a beam that is continued twice, `drop` ends one that is not.
+    """
+    chosen = next_beams(group, offers)
+    if not chosen:
+        return False
+    heirs: list[tuple[Sequence, Continuation]] = []
+    continued: set[int] = set()
+    for pick in chosen:  # the first pick of a parent goes on in its place
+        heir = fork(pick.parent) if pick.parent.seq_id in continued else pick.parent
+        heirs.append((heir, pick))
+        continued.add(pick.parent.seq_id)
+    for beam, _ in offers:
+        if beam.seq_id not in continued:
+            drop(beam)
+    for heir, pick in heirs:
+        heir.tokens.append(pick.token_id)
+        heir.cumulative_logprob = pick.score
+    group.sequences = group.unfinished
+    return True
 
 
 def next_beams(group: SequenceGroup, offers: Seq[tuple[Sequence, RowLogprobs]]) -> list[Continuation]:
@@ -70,6 +102,24 @@ def next_beams(group: SequenceGroup, offers: Seq[tuple[Sequence, RowLogprobs]]) 
     if chosen and is_full and _mean(group, chosen[0]) <= group.finished_beams[-1].score:
         return []
     return chosen
+
+
+def best_outputs(group: SequenceGroup) -> list[StepOutput]:
+    """The n best hypotheses of a search that has ended."""
+    return [
+        StepOutput(
+            request_id=group.request.request_id,
+            index=index,
+            token_ids=tuple(beam.output),
+            finish_reason=beam.finish_reason,
+            stop_reason=beam.stop_reason,
+            cumulative_logprob=beam.cumulative_logprob,
+            queue_s=group.queue_s or 0.0,
+            num_cached=group.sequences[0].num_cached,
+            prompt_logprobs=group.asked_prompt_logprobs,
+        )
+        for index, beam in enumerate(group.finished_beams[: group.request.params.n])
+    ]
 
 
 def _finish(group: SequenceGroup, offer: Continuation, reason: str) -> None:

@@ -3,7 +3,7 @@
     plan     the scheduler picks chunks and reserves blocks            (integers)
     launch   the runner moves blocks, runs the model, samples          (tensors)
     commit   full blocks enter the prefix tree                         (integers)
-    report   stop conditions are checked, the finished let go          (integers)
+    report   stop conditions are checked, the finished let go          (integers; engine/live.py)
 
 A device works by itself once a step is launched. With *overlap* the last two moves come one step late,
 so that the CPU plans step N + 1 while the device computes step N:
@@ -30,29 +30,24 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from time import perf_counter
 from typing import NamedTuple
 
-import msgspec
-
-from infer.engine.admission import check_order, check_token_ids, check_width, longest_total
-from infer.engine.beam import next_beams
+from infer.engine.admission import admit, check_token_ids
 from infer.engine.facts import RunFacts
+from infer.engine.live import LiveRequests
 from infer.engine.plan import StepPlan
 from infer.engine.request import Request, StepOutput
 from infer.engine.runner import POOLINGS, Runner, StepResult
 from infer.engine.scheduler import Scheduler
-from infer.engine.sequence import Sequence, SequenceGroup
+from infer.engine.sequence import Sequence
 from infer.engine.stats import STEP_TOKENS, EngineStats, Histogram
-from infer.errors import ContextOverflow, DeviceLost, EngineError, QueueFull, RequestError
-from infer.sampling.params import RowLogprobs
+from infer.errors import ContextOverflow, DeviceLost, EngineError, RequestError
 from infer.sampling.sampler import NO_TOKEN
 
 logger = logging.getLogger(__name__)
 
 Embedder = Callable[[Seq[int], str], list[float]]  # (prompt, pooling) -> embedding
 
-ARRIVALS_PER_GROUP = 1 << 20  # arrival numbers leave room for the forks of a group beside each other
 MAX_EMPTY_STEPS = 3
 
 
@@ -109,48 +104,47 @@ class Engine:
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._observer = observer or EngineObserver()
-        self._groups: dict[str, SequenceGroup] = {}
-        self._num_requests = 0
-        self._next_seq_id = 0
+        self._live = LiveRequests(scheduler, runner)
         self._empty_steps = 0
         self._unreported: list[StepOutput] = []  # of a step that was interrupted; the next one brings them
         self._overlap = overlap
         self.prepare = prepare  # for idle time: makes later steps quicker; False: all is done
         self._flights: deque[_Flight] = deque()  # one step that the device works on; two after an interrupt
-        self._blocking: set[str] = set()  # requests that allow no overlap
-        self._num_prompt_tokens = 0
-        self._num_output_tokens = 0
         self._step_tokens = Histogram(STEP_TOKENS)
 
     # -- requests ---------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Accept a request, or raise a `RequestError` that says why it can never be served."""
-        group = self._make_group(request)
+        if self.is_serving(request.request_id):
+            raise RequestError(
+                f"request id {request.request_id!r} is already being served", param="request_id"
+            )
+        group = admit(
+            request,
+            self.scheduler,
+            number=self._live.num_added,
+            context_len=self.context_len,
+            vocab_size=self._vocab_size,
+            eos_ids=self._eos_ids,
+        )
         self._observer.on_add(self.scheduler.step, request)
-        group.added_at = perf_counter()
-        leader = self._new_sequence(group, 0, list(request.prompt))
-        leader.arrival = self._num_requests * ARRIVALS_PER_GROUP
-        leader.num_slots = request.params.num_sequences
-        leader.num_samples = 1 if group.is_beam else request.params.num_sequences
-        self._num_requests += 1
-        self.scheduler.add(leader)
-        self._groups[request.request_id] = group
+        self._live.add(group)
 
     def abort(self, request_id: str, index: int | None = None) -> list[StepOutput]:
         """End a request, or one sequence of it, at any stage; returns the last output of each it ended."""
-        group = self._groups.get(request_id)
+        group = self._live.groups.get(request_id)
         if group is None:
             return []
-        if index is not None and (group.is_beam or group.sequences[0].num_samples > 1):
+        if index is not None and group.is_one_for_all:
             raise EngineError(f"request {request_id!r} has no sequence {index} (yet); abort the whole of it")
         self._observer.on_abort(self.scheduler.step, request_id, index)
-        ended = [seq for seq in group.sequences if not seq.is_finished and index in (None, seq.index)]
-        return self._end(group, ended, "abort")
+        ended = [seq for seq in group.unfinished if index in (None, seq.index)]
+        return self._live.end(group, ended, "abort")
 
     def is_serving(self, request_id: str) -> bool:
         """Whether a request is waiting or running."""
-        return request_id in self._groups
+        return request_id in self._live.groups
 
     @property
     def has_work(self) -> bool:
@@ -165,7 +159,7 @@ class Engine:
     @property
     def num_requests(self) -> int:
         """Requests waiting or running."""
-        return len(self._groups)
+        return len(self._live.groups)
 
     def stats(self) -> EngineStats:
         """Counts for metrics, health and the router, as of now."""
@@ -175,8 +169,8 @@ class Engine:
             num_running=len(self.scheduler.running),
             num_waiting=self.scheduler.num_waiting,
             num_preemptions=self.scheduler.num_preemptions,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_output_tokens=self._num_output_tokens,
+            num_prompt_tokens=self._live.num_prompt_tokens,
+            num_output_tokens=self._live.num_output_tokens,
             num_step_tokens=int(self._step_tokens.total),
             step_sizes=tuple(self._step_tokens.counts),
             num_queried_tokens=usage.num_queried_tokens,
@@ -224,7 +218,7 @@ class Engine:
         self._empty_steps = 0
         for seq in sequences:
             if seq.group.queue_s is None:
-                self._note_first_step(seq)
+                self._live.begin(seq)
         try:
             wait = self._runner.launch(plan, sequences)
         except DeviceLost:  # every further step would fail as well: whoever supervises must start anew
@@ -243,14 +237,7 @@ class Engine:
     @property
     def _can_overlap(self) -> bool:
         """Whether the next step may be planned before the last one is known."""
-        return self._overlap and not self._blocking
-
-    def _note_first_step(self, leader: Sequence) -> None:
-        """A request leaves the queue; from this step on, one that needs the host allows no overlap."""
-        group = leader.group
-        group.queue_s = perf_counter() - group.added_at
-        if leader.num_samples > 1 or group.samples_on_host:
-            self._blocking.add(group.request.request_id)
+        return self._overlap and not self._live.need_the_host
 
     def _retire(self, *, all_but: int = 0) -> list[StepOutput]:
         """Wait for the steps under way, but for the last ones, and conclude them in order."""
@@ -270,7 +257,10 @@ class Engine:
         self.scheduler.commit(plan)
         self._step_tokens.observe(plan.num_tokens)
         self._observer.on_step(plan, result.ids)
-        return self._report(plan, sequences, result)
+        broken = [seq for seq, ids in zip(sequences, result.ids, strict=True) if NO_TOKEN in ids]
+        reason = "the model's logits for it are not finite, or every token is forbidden"
+        failed = self._fail(broken, reason) if broken else []
+        return failed + self._live.report(plan, sequences, result)
 
     def _give_up(self, plan: StepPlan, sequences: Seq[Sequence], error: BaseException) -> list[StepOutput]:
         """End the requests of a plan that did not run; whoever else it touched starts over."""
@@ -297,238 +287,5 @@ class Engine:
         self._observer.on_failure(self.scheduler.step, reason)
         outputs = []
         for group in {id(seq.group): seq.group for seq in sequences}.values():
-            unfinished = [seq for seq in group.sequences if not seq.is_finished]
-            outputs += self._end(group, unfinished, "error", error=reason)
+            outputs += self._live.end(group, group.unfinished, "error", error=reason)
         return outputs
-
-    def _end(
-        self, group: SequenceGroup, ended: Seq[Sequence], reason: str, *, error: str | None = None
-    ) -> list[StepOutput]:
-        """Finish sequences of a request before their time; one last output for each the client waits for."""
-        for seq in ended:
-            self._finish(seq, reason)
-        self._forget_if_done(group)
-        outputs = [self._output(seq, (), (), error=error) for seq in ended]
-        if not group.is_beam and group.sequences[0].num_samples == 1:
-            return outputs
-        # one sequence stood for all that the client waits for
-        params = group.request.params
-        return [
-            msgspec.structs.replace(outputs[0], index=i)
-            for i in range(params.n if group.is_beam else params.num_sequences)
-        ]
-
-    def _report(self, plan: StepPlan, sequences: Seq[Sequence], result: StepResult) -> list[StepOutput]:
-        outputs: list[StepOutput] = []
-        offers: dict[int, tuple[SequenceGroup, list[tuple[Sequence, RowLogprobs]]]] = {}
-        if result.prompt_logprobs:
-            for chunk, seq in zip(plan.chunks, sequences, strict=True):
-                # from its own position on: a prompt that was preempted half way is computed again
-                seq.group.prompt_logprobs[chunk.start :] = result.prompt_logprobs.get(seq.seq_id, ())
-        broken = [seq for seq, ids in zip(sequences, result.ids, strict=True) if NO_TOKEN in ids]
-        if broken:
-            outputs += self._fail(
-                broken, "the model's logits for it are not finite, or every token is forbidden"
-            )
-        for seq, ids, logprobs in zip(sequences, result.ids, result.logprobs, strict=True):
-            if not ids or seq.finish_reason is not None:
-                continue
-            if len(ids) == 1 and logprobs[0] is None and self._goes_on(seq, ids[0]):
-                outputs.append(self._continue(seq, ids))
-                continue
-            if seq.is_beam:
-                row = logprobs[0]
-                assert row is not None, "beams always ask for logprobs"
-                offers.setdefault(id(seq.group), (seq.group, []))[1].append((seq, row))
-                continue
-            members = [seq, *self._fork(seq, len(ids) - 1)] if len(ids) > 1 else [seq]
-            for member, token_id, row in zip(members, ids, logprobs, strict=True):
-                outputs.append(self._advance(member, token_id, row))
-            if any(member.is_finished for member in members):
-                self._forget_if_done(seq.group)
-        for group, beams in offers.values():
-            if not group.is_finished:
-                outputs.extend(self._advance_beams(group, beams))
-        return outputs
-
-    # -- one sequence -----------------------------------------------------------------------------
-
-    @staticmethod
-    def _goes_on(seq: Sequence, token_id: int) -> bool:
-        """Whether a token is neither the first nor the last of its sequence: by far the most are neither."""
-        num_known = len(seq.tokens)
-        return seq.num_prompt < num_known < seq.max_total - 1 and token_id not in seq.group.stop_ids
-
-    def _continue(self, seq: Sequence, ids: tuple[int, ...]) -> StepOutput:
-        """What `_advance` does for such a token, in a quarter of the time."""
-        seq.tokens.append(ids[0])
-        self._num_output_tokens += 1
-        group = seq.group
-        return StepOutput(
-            request_id=group.request.request_id,
-            index=seq.index,
-            token_ids=ids,
-            cumulative_logprob=seq.cumulative_logprob,
-            queue_s=group.queue_s or 0.0,
-            num_cached=seq.num_cached,
-        )
-
-    def _advance(self, seq: Sequence, token_id: int, row: RowLogprobs | None) -> StepOutput:
-        """Append a sampled token and see whether it was the last."""
-        group = seq.group
-        is_first = len(seq.tokens) == seq.num_prompt
-        seq.tokens.append(token_id)
-        self._num_output_tokens += 1
-        if is_first and seq.index == 0:
-            self._num_prompt_tokens += seq.num_prompt
-        if row is not None:
-            seq.cumulative_logprob += row.logprob
-        if token_id in group.stop_ids:
-            seq.stop_reason = token_id if token_id in group.request.params.stop_token_ids else None
-            self._finish(seq, "stop")
-        elif len(seq.tokens) >= seq.max_total:
-            self._finish(seq, "length")
-        asks = group.request.params.logprobs is not None
-        return self._output(seq, (token_id,), (row,) if asks and row is not None else (), is_first=is_first)
-
-    def _output(
-        self,
-        seq: Sequence,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[RowLogprobs, ...],
-        *,
-        is_first: bool = False,
-        error: str | None = None,
-    ) -> StepOutput:
-        group = seq.group
-        wants_prompt = is_first and group.request.params.prompt_logprobs is not None
-        return StepOutput(
-            request_id=group.request.request_id,
-            index=seq.index,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            finish_reason=seq.finish_reason,
-            stop_reason=seq.stop_reason,
-            cumulative_logprob=seq.cumulative_logprob,
-            queue_s=group.queue_s or 0.0,
-            num_cached=seq.num_cached,
-            prompt_logprobs=(None, *group.prompt_logprobs) if wants_prompt else None,
-            error=error,
-        )
-
-    def _fork(self, leader: Sequence, count: int) -> list[Sequence]:
-        """Make the other sequences of a request, once its prompt is computed."""
-        leader.num_samples = 1
-        if not leader.group.samples_on_host:
-            self._blocking.discard(leader.group.request.request_id)
-        children = []
-        for index in range(1, count + 1):
-            child = self._new_sequence(leader.group, index, list(leader.tokens))
-            self._join(leader, child)
-            children.append(child)
-        return children
-
-    def _join(self, parent: Sequence, child: Sequence) -> None:
-        """Let a child continue beside its parent; its next token already has its place."""
-        child.num_tokens = parent.num_tokens
-        child.num_cached = parent.num_cached
-        child.arrival = parent.arrival - parent.arrival % ARRIVALS_PER_GROUP + parent.group.num_made
-        self.scheduler.fork(parent, child)
-
-    def _advance_beams(
-        self, group: SequenceGroup, offers: list[tuple[Sequence, RowLogprobs]]
-    ) -> list[StepOutput]:
-        """Replace the beams of a search by the next ones, or end it."""
-        first = offers[0][0]
-        if first.num_output == 1:
-            self._num_prompt_tokens += first.num_prompt
-        chosen = next_beams(group, offers)
-        if not chosen:
-            return self._finish_beams(group)
-        taken: set[int] = set()
-        forks = []
-        for pick in chosen:
-            if pick.parent.seq_id in taken:
-                child = self._new_sequence(group, pick.parent.index, list(pick.parent.tokens))
-                self._join(pick.parent, child)
-                forks.append((child, pick))
-            taken.add(pick.parent.seq_id)
-        for beam, _ in offers:
-            if beam.seq_id not in taken:
-                self._finish(beam, "dropped")
-        for child, pick in forks:
-            child.tokens.append(pick.token_id)
-            child.cumulative_logprob = pick.score
-        for pick in chosen:
-            if pick.parent.seq_id in taken:  # the first pick of a parent goes on in its place
-                taken.remove(pick.parent.seq_id)
-                pick.parent.tokens.append(pick.token_id)
-                pick.parent.cumulative_logprob = pick.score
-        group.sequences = [seq for seq in group.sequences if not seq.is_finished]
-        return []
-
-    def _finish_beams(self, group: SequenceGroup) -> list[StepOutput]:
-        """Report the n best hypotheses of a search that has ended."""
-        num_found, params = len(group.finished_beams), group.request.params
-        if num_found < params.n:
-            reason = f"beam search found {num_found} outputs, {params.n} were asked for"
-            return self._end(group, group.sequences, "error", error=reason)
-        for seq in group.sequences:
-            self._finish(seq, "stop")
-        self._forget_if_done(group)
-        wants_prompt = params.prompt_logprobs is not None
-        best = group.finished_beams[: params.n]
-        self._num_output_tokens += sum(len(beam.output) for beam in best)
-        return [
-            StepOutput(
-                request_id=group.request.request_id,
-                index=index,
-                token_ids=tuple(beam.output),
-                finish_reason=beam.finish_reason,
-                stop_reason=beam.stop_reason,
-                cumulative_logprob=beam.cumulative_logprob,
-                queue_s=group.queue_s or 0.0,
-                num_cached=group.sequences[0].num_cached,
-                prompt_logprobs=(None, *group.prompt_logprobs) if wants_prompt else None,
-            )
-            for index, beam in enumerate(best)
-        ]
-
-    def _finish(self, seq: Sequence, reason: str) -> None:
-        seq.finish_reason = reason
-        self.scheduler.remove(seq)
-        self._runner.forget(seq.seq_id)
-
-    def _forget_if_done(self, group: SequenceGroup) -> None:
-        if group.is_finished:
-            self._groups.pop(group.request.request_id, None)
-            self._blocking.discard(group.request.request_id)
-
-    def _new_sequence(self, group: SequenceGroup, index: int, tokens: list[int]) -> Sequence:
-        seq = Sequence(self._next_seq_id, group, index, tokens)
-        self._next_seq_id += 1
-        group.sequences.append(seq)
-        group.num_made += 1
-        return seq
-
-    def _make_group(self, request: Request) -> SequenceGroup:
-        """Check a request against this model, this cache and this queue."""
-        params, scheduler = request.params, self.scheduler
-        if request.request_id in self._groups:
-            raise RequestError(
-                f"request id {request.request_id!r} is already being served", param="request_id"
-            )
-        limit = scheduler.config.max_waiting
-        if limit is not None and scheduler.num_waiting >= limit:
-            raise QueueFull(f"{scheduler.num_waiting} sequences are waiting and max_waiting is {limit}")
-        if params.use_beam_search and not scheduler.keeps_cache:
-            raise RequestError("beam search needs a KV cache, and kv_cache_backend=naive keeps none")
-        check_token_ids(request, self._vocab_size)
-        check_order(request)
-        check_width(request, scheduler.config.width)
-        max_total = longest_total(request, self.context_len, scheduler.pool)
-        stop_ids = params.stop_token_ids if params.ignore_eos else (*self._eos_ids, *params.stop_token_ids)
-        seed = params.seed
-        if seed is None:
-            seed = scheduler.config.seed * 0x9E3779B97F4A7C15 + self._num_requests
-        return SequenceGroup(request, max_total=max_total, stop_ids=tuple(dict.fromkeys(stop_ids)), seed=seed)

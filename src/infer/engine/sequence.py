@@ -149,6 +149,17 @@ class SequenceGroup:
         return self.request.params.use_beam_search
 
     @property
+    def is_one_for_all(self) -> bool:
+        """Whether one sequence stands for several outputs: before the fork, or in a beam search."""
+        return self.is_beam or self.sequences[0].num_samples > 1
+
+    @property
+    def asked_prompt_logprobs(self) -> tuple[RowLogprobs | None, ...] | None:
+        """Those of the prompt's tokens, of which the first has none; None unless the request asked."""
+        is_asked = self.request.params.prompt_logprobs is not None
+        return (None, *self.prompt_logprobs) if is_asked else None
+
+    @property
     def unfinished(self) -> list[Sequence]:
         """The sequences that will make more tokens."""
         return [seq for seq in self.sequences if seq.finish_reason is None]
