@@ -51,9 +51,9 @@ def _case(num_tokens: int, heads: tuple[int, int, int], dtype: torch.dtype, devi
     def in_one(*inputs: torch.Tensor) -> Inputs:
         qkv, q_weight, k_weight, cos, sin, positions, keys, values, slots = inputs
         q, _, _ = norm_rope_write(
-            qkv, q_weight, k_weight, cos, sin, positions,
+            qkv, (q_weight, k_weight), cos, sin, positions,
             num_heads=num_heads, num_kv_heads=num_kv_heads, eps=EPS,
-            keys_PGH=keys, values_PGH=values, slots_T=slots,
+            cache=(keys, values, slots),
         )  # fmt: skip
         return q, keys, values
 
@@ -61,9 +61,9 @@ def _case(num_tokens: int, heads: tuple[int, int, int], dtype: torch.dtype, devi
         qkv, q_weight, k_weight, cos, sin, positions, keys, values, slots = inputs
         keys, values = keys.clone(), values.clone()
         q, _, _ = norm_rope_write_reference(
-            qkv, q_weight, k_weight, cos, sin, positions,
+            qkv, (q_weight, k_weight), cos, sin, positions,
             num_heads=num_heads, num_kv_heads=num_kv_heads, eps=EPS,
-            keys_PGH=keys, values_PGH=values, slots_T=slots,
+            cache=(keys, values, slots),
         )  # fmt: skip
         return q, keys, values
 

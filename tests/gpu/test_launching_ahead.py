@@ -51,9 +51,9 @@ class Step:
         for qkv_weight, out_weight in self.weights:
             x, residual = add_rms_norm(x, residual, self.gain, eps=EPS)
             q, _, _ = norm_rope_write(
-                linear(x, qkv_weight), self.head_gain, self.head_gain, self.cos, self.sin, self.positions,
+                linear(x, qkv_weight), (self.head_gain, self.head_gain), self.cos, self.sin, self.positions,
                 num_heads=N, num_kv_heads=G, eps=EPS,
-                keys_PGH=self.paged.keys, values_PGH=self.paged.values, slots_T=self.slots,
+                cache=(self.paged.keys, self.paged.values, self.slots),
             )  # fmt: skip
             out = attend_decode(
                 q, self.paged.keys, self.paged.values, self.paged.tables, self.rows, self.lens, self.work,
@@ -92,9 +92,9 @@ def test_a_head_has_the_same_bits_whatever_the_number_of_tokens() -> None:
     def heads(tokens: slice) -> list[torch.Tensor]:
         caches = [torch.zeros(T, G, H, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
         q, _, _ = norm_rope_write(
-            qkv[tokens], gain, gain, angles.cos(), angles.sin(), positions[tokens],
+            qkv[tokens], (gain, gain), angles.cos(), angles.sin(), positions[tokens],
             num_heads=N, num_kv_heads=G, eps=EPS,
-            keys_PGH=caches[0], values_PGH=caches[1], slots_T=positions[tokens],
+            cache=(caches[0], caches[1], positions[tokens]),
         )  # fmt: skip
         return [q, *(cache[tokens] for cache in caches)]
 

@@ -111,8 +111,8 @@ class TestCompiledStep(StepContract):
 
         def step() -> None:
             q, _, _ = norm_rope_write(
-                qkv, q_weight, k_weight, *tables, positions, num_heads=16, num_kv_heads=8, eps=1e-6,
-                keys_PGH=caches[0], values_PGH=caches[1], slots_T=slots,
+                qkv, (q_weight, k_weight), *tables, positions, num_heads=16, num_kv_heads=8, eps=1e-6,
+                cache=(caches[0], caches[1], slots),
             )  # fmt: skip
             q_out.copy_(q)
 
@@ -123,8 +123,8 @@ class TestCompiledStep(StepContract):
         qkv.copy_(self.randn(*qkv.shape))
         graph.replay()
         expected, _, _ = norm_rope_write_reference(
-            qkv, q_weight, k_weight, *tables, positions, num_heads=16, num_kv_heads=8, eps=1e-6,
-            keys_PGH=caches[2], values_PGH=caches[3], slots_T=slots,
+            qkv, (q_weight, k_weight), *tables, positions, num_heads=16, num_kv_heads=8, eps=1e-6,
+            cache=(caches[2], caches[3], slots),
         )  # fmt: skip
         assert_same(q_out.bfloat16(), expected)
         assert_same(caches[0], caches[2])

@@ -34,13 +34,14 @@ from infer.kernels.rope import rope, rope_reference
 
 _MAX_AHEAD = 256  # tokens: above, the registers that hold what was read early cost more than a launch
 
-Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q_TNH, k_TGH, v_TGH
+Cache = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # keys_PGH, values_PGH, slots_T
+NormWeights = tuple[torch.Tensor, torch.Tensor]  # of the queries and of the keys, [H] each
 
 
 def norm_rope_write_reference(
     qkv_TX: torch.Tensor,
-    q_weight_H: torch.Tensor | None,
-    k_weight_H: torch.Tensor | None,
+    norm_weights: NormWeights | None,
     cos_PR: torch.Tensor,
     sin_PR: torch.Tensor,
     positions_T: torch.Tensor,
@@ -49,19 +50,18 @@ def norm_rope_write_reference(
     num_kv_heads: int,
     eps: float,
     offset: float = 0.0,
-    keys_PGH: torch.Tensor | None = None,
-    values_PGH: torch.Tensor | None = None,
-    slots_T: torch.Tensor | None = None,
+    cache: Cache | None = None,
 ) -> Heads:
     """The specification: what the kernel must equal."""
     q_TNH, k_TGH, v_TGH = split_heads(qkv_TX, num_heads, num_kv_heads)
     q, k = q_TNH, k_TGH
-    if q_weight_H is not None and k_weight_H is not None:
-        q = rms_norm_reference(q, q_weight_H, eps, offset)
-        k = rms_norm_reference(k, k_weight_H, eps, offset)
+    if norm_weights is not None:
+        q = rms_norm_reference(q, norm_weights[0], eps, offset)
+        k = rms_norm_reference(k, norm_weights[1], eps, offset)
     q, k = rope_reference(q, k, cos_PR, sin_PR, positions_T)
-    if keys_PGH is None or values_PGH is None or slots_T is None:
+    if cache is None:
         return q.contiguous(), k.contiguous(), v_TGH
+    keys_PGH, values_PGH, slots_T = cache
     is_real_T = slots_T >= 0
     keys_PGH[slots_T[is_real_T].long()] = k[is_real_T]
     values_PGH[slots_T[is_real_T].long()] = v_TGH[is_real_T]
@@ -224,8 +224,7 @@ def _norm_rope_write_kernel(
 
 def norm_rope_write(
     qkv_TX: torch.Tensor,
-    q_weight_H: torch.Tensor | None,
-    k_weight_H: torch.Tensor | None,
+    norm_weights: NormWeights | None,
     cos_PR: torch.Tensor,
     sin_PR: torch.Tensor,
     positions_T: torch.Tensor,
@@ -234,27 +233,17 @@ def norm_rope_write(
     num_kv_heads: int,
     eps: float,
     offset: float = 0.0,
-    keys_PGH: torch.Tensor | None = None,
-    values_PGH: torch.Tensor | None = None,
-    slots_T: torch.Tensor | None = None,
+    cache: Cache | None = None,
 ) -> Heads:
-    """Queries, keys and values ready for attention; with a cache, keys and values go to their slots.
-
-    Give both norm weights or neither, and all of `keys_PGH`, `values_PGH`, `slots_T` or none of them.
-    """
-    assert (q_weight_H is None) == (k_weight_H is None), "a QK-norm has two weights"
-    has_cache = keys_PGH is not None
-    assert has_cache == (values_PGH is not None) == (slots_T is not None), (
-        "a cache has keys, values and slots"
-    )
+    """Queries, keys and values ready for attention; with a cache, keys and values go to their slots."""
     if not use_triton(qkv_TX):
         q_TNH, k_TGH, v_TGH = split_heads(qkv_TX, num_heads, num_kv_heads)
-        if q_weight_H is not None and k_weight_H is not None:
-            q_TNH = rms_norm(q_TNH, q_weight_H, eps=eps, offset=offset)
-            k_TGH = rms_norm(k_TGH, k_weight_H, eps=eps, offset=offset)
+        if norm_weights is not None:
+            q_TNH = rms_norm(q_TNH, norm_weights[0], eps=eps, offset=offset)
+            k_TGH = rms_norm(k_TGH, norm_weights[1], eps=eps, offset=offset)
         q_TNH, k_TGH = rope(q_TNH, k_TGH, cos_PR, sin_PR, positions_T)
-        if keys_PGH is not None and values_PGH is not None and slots_T is not None:
-            write_slots(k_TGH, v_TGH, keys_PGH, values_PGH, slots_T)
+        if cache is not None:
+            write_slots(k_TGH, v_TGH, *cache)
         return q_TNH.contiguous(), k_TGH.contiguous(), v_TGH
     T, N, G = qkv_TX.shape[0], num_heads, num_kv_heads
     H = qkv_TX.shape[1] // (N + 2 * G)
@@ -264,22 +253,25 @@ def norm_rope_write(
     assert cos_PR.is_contiguous() and sin_PR.is_contiguous(), "the tables must be contiguous"
     assert positions_T.is_contiguous(), "positions must be contiguous"
     q_out = torch.empty((T, N, H), dtype=qkv_TX.dtype, device=qkv_TX.device)
-    k_out = torch.empty((T, G, H), dtype=qkv_TX.dtype, device=qkv_TX.device) if keys_PGH is None else keys_PGH
-    if keys_PGH is not None and values_PGH is not None and slots_T is not None:
-        for name, cache in (("keys", keys_PGH), ("values", values_PGH)):
-            assert cache.is_contiguous() and cache.shape[1:] == (G, H), f"{name} are {tuple(cache.shape)}"
-            assert cache.dtype == qkv_TX.dtype, f"{name} are {cache.dtype}, the projection {qkv_TX.dtype}"
+    if cache is not None:
+        k_out, v_out, slots_T = cache
+        for name, part in (("keys", k_out), ("values", v_out)):
+            assert part.is_contiguous() and part.shape[1:] == (G, H), f"{name} are {tuple(part.shape)}"
+            assert part.dtype == qkv_TX.dtype, f"{name} are {part.dtype}, the projection {qkv_TX.dtype}"
         assert slots_T.is_contiguous(), "slots must be contiguous"
+    else:
+        k_out = torch.empty((T, G, H), dtype=qkv_TX.dtype, device=qkv_TX.device)
+        v_out, slots_T = q_out, positions_T  # not looked at, like the weights of no norm
+    q_weight_H, k_weight_H = norm_weights or (qkv_TX, qkv_TX)
     block_h = next_power_of_two(H)
-    num_turned = N + G if keys_PGH is None else N + 2 * G
+    num_turned = N + G if cache is None else N + 2 * G
     block_heads = max(1, 1024 // block_h)  # the tile of kernels/rms_norm.py: the same sums in the same order
     grid = (T, -(-num_turned // block_heads))
     _norm_rope_write_kernel[grid](
-        qkv_TX, qkv_TX if q_weight_H is None else q_weight_H, qkv_TX if k_weight_H is None else k_weight_H,
-        cos_PR, sin_PR, positions_T, positions_T if slots_T is None else slots_T,
-        q_out, k_out, q_out if values_PGH is None else values_PGH,
+        qkv_TX, q_weight_H, k_weight_H, cos_PR, sin_PR, positions_T, slots_T, q_out, k_out, v_out,
         qkv_TX.stride(0), N, G, H, eps, offset,
-        HAS_NORM=q_weight_H is not None, HAS_CACHE=has_cache, BLOCK_HEADS=block_heads, BLOCK_H=block_h,
+        HAS_NORM=norm_weights is not None, HAS_CACHE=cache is not None,
+        BLOCK_HEADS=block_heads, BLOCK_H=block_h,
         **(launch_options(qkv_TX.device) if T <= _MAX_AHEAD else {"PDL": False}),
     )  # fmt: skip
-    return (q_out, k_out, v_TGH) if keys_PGH is None else (q_out, k_TGH, v_TGH)
+    return (q_out, k_out, v_TGH) if cache is None else (q_out, k_TGH, v_TGH)

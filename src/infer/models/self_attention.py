@@ -52,11 +52,9 @@ class SelfAttention(nn.Module):
 
     def forward(self, qkv_TX: torch.Tensor, step: StepContext) -> torch.Tensor:
         """From the projected queries, keys and values to [T, D]: let each token look at its past."""
-        keys_PGH, values_PGH, slots_T = step.slots(self.layer) or (None, None, None)
         q_TNH, k_TGH, v_TGH = norm_rope_write(
             qkv_TX,
-            None if self.q_norm is None else self.q_norm.weight,
-            None if self.k_norm is None else self.k_norm.weight,
+            (self.q_norm.weight, self.k_norm.weight) if self.q_norm and self.k_norm else None,
             self.rotary.cos_PR,
             self.rotary.sin_PR,
             step.positions,
@@ -64,9 +62,7 @@ class SelfAttention(nn.Module):
             num_kv_heads=self.num_kv_heads,
             eps=self.eps,
             offset=self.norm_offset,
-            keys_PGH=keys_PGH,
-            values_PGH=values_PGH,
-            slots_T=slots_T,
+            cache=step.slots(self.layer),
         )
         seen_TNH = step.attend(self.layer, q_TNH, k_TGH, v_TGH, scale=self.scale, window=self.window)
         y_TD: torch.Tensor = self.out(seen_TNH.flatten(-2))

@@ -130,8 +130,7 @@ class StepContract:
     ) -> None:
         num_tokens, num_heads, num_kv_heads, head_dim = shape
         qkv, tables = self.qkv(shape, dtype), self.tables(head_dim)
-        q_weight = self.randn(head_dim).to(dtype) if has_norm else None
-        k_weight = self.randn(head_dim).to(dtype) if has_norm else None
+        weights = (self.randn(head_dim).to(dtype), self.randn(head_dim).to(dtype)) if has_norm else None
         slots = torch.randperm(NUM_SLOTS, device=self.device)[:num_tokens]
         slots[1:2] = -1  # padding
         caches = [
@@ -141,13 +140,12 @@ class StepContract:
         positions = self.positions(num_tokens, torch.int32)
         with nan_in_fresh_memory():
             q, k, v = norm_rope_write(
-                qkv.view, q_weight, k_weight, *tables, positions,
-                num_heads=num_heads, num_kv_heads=num_kv_heads, eps=EPS, offset=1.0,
-                keys_PGH=caches[0], values_PGH=caches[1], slots_T=slots.int(),
+                qkv.view, weights, *tables, positions, num_heads=num_heads, num_kv_heads=num_kv_heads,
+                eps=EPS, offset=1.0, cache=(caches[0], caches[1], slots.int()),
             )  # fmt: skip
         expected_q, _, _ = norm_rope_write_reference(
-            qkv.view, q_weight, k_weight, *tables, positions, num_heads=num_heads, num_kv_heads=num_kv_heads,
-            eps=EPS, offset=1.0, keys_PGH=caches[2], values_PGH=caches[3], slots_T=slots,
+            qkv.view, weights, *tables, positions, num_heads=num_heads, num_kv_heads=num_kv_heads,
+            eps=EPS, offset=1.0, cache=(caches[2], caches[3], slots),
         )  # fmt: skip
         assert_same(q, expected_q)
         assert_same(caches[0], caches[2])
@@ -165,7 +163,7 @@ class StepContract:
         q_weight, k_weight = self.randn(80).to(dtype), self.randn(80).to(dtype)
         with nan_in_fresh_memory():
             q, k, v = norm_rope_write(
-                qkv.view, q_weight, k_weight, *tables, positions,
+                qkv.view, (q_weight, k_weight), *tables, positions,
                 num_heads=6, num_kv_heads=2, eps=EPS, offset=offset,
             )  # fmt: skip
         raw_q, raw_k, raw_v = split_heads(qkv.view, 6, 2)
