@@ -43,7 +43,8 @@ class LoadConfig:
     tokenizer: str | None = knob(None, "directory or tokenizer.json to use instead of the model's own")
     chat_template: str | None = knob(
         None,
-        "Jinja file that overrides the family's chat template; 'checkpoint': the one shipped with the model",
+        "Jinja file that overrides the family's chat template; 'checkpoint': the one shipped with the model; "
+        "'family': the family's, also for a model shipped without one",
     )
     dtype: str = knob(
         "auto",

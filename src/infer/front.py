@@ -45,12 +45,27 @@ class TextFront:
         self.sampling_defaults = headers.defaults.sampling  # what the model's authors recommend
         self.tokenizer = _load_tokenizer(config, headers)
         self._template = _find_template(config, headers.config.family, self.tokenizer)
+        # A base model often has the tokens of its family's chat format, but it comes without a template.
+        self.ships_chat_template = (
+            config.chat_template is not None or self.tokenizer.published_chat_template is not None
+        )
         self._numbers = itertools.count()
 
     @property
     def has_chat_template(self) -> bool:
         """Whether conversations can be turned into prompts."""
         return isinstance(self._template, ChatTemplate)
+
+    @property
+    def template_warning(self) -> str | None:
+        """What to tell whoever lets people chat with a model that may not know how; None: nothing."""
+        if self.ships_chat_template or not isinstance(self._template, ChatTemplate):
+            return None
+        return (
+            f"{self.name} came without a chat template, as base models do; conversations are written with "
+            f"the {self._template.name!r} template of its family, which it may never have seen; "
+            "--chat-template FILE gives another, --chat-template family says that this one is right"
+        )
 
     def encode(self, text: str) -> list[int]:
         """A plain prompt's ids, BOS included where the model wants it; special-token text stays text."""

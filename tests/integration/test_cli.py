@@ -18,6 +18,8 @@ from scripts.make_checkpoint import make_checkpoint
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny") / "tiny-qwen3"
     make_checkpoint("qwen3", folder)
+    # what tells a chat model from a base model; which template is used follows from the family all the same
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
 
 

@@ -1,9 +1,9 @@
 """`infer generate`: answer prompts and leave.
 
 Where a prompt comes from                          What is done with it
-  infer generate "Why is the sky blue?"              a model with a chat template gets it as a user's
-  cat question.txt | infer generate                  message; `--raw`, or a model without a template,
-  infer generate -                                   continues the text itself
+  infer generate "Why is the sky blue?"              a model that came with a chat template gets it as a
+  cat question.txt | infer generate                  user's message; `--raw`, or a model that came without
+  infer generate -                                   one, as base models do, continues the text itself
   infer generate --prompts-file FILE   (one per line)
 
 Standard output holds the answers and nothing else: text as it is generated, or with `--json` one
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from infer.engine.engine import EngineObserver
     from infer.llm import LLM, TextStream
     from infer.sampling.params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 EXAMPLES = """\
 examples:
@@ -135,6 +138,8 @@ def answer_all(
     llm = open_llm(args, observer)
     load_s = perf_counter() - started
     params = flags.fit_to_model(params, args, llm.context_len, llm.sampling_defaults)
+    if not (args.raw or llm.front.ships_chat_template):
+        logger.info("%s came without a chat template: prompts are continued as plain text", llm.name)
     answers: list[Answer] = []
     for number, asked in enumerate(ask_all(llm, prompts, params, args), start=1):
         prompt = asked.prompt
@@ -252,12 +257,15 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
 
 
 def encode_prompt(llm: LLM, prompt: str, args: argparse.Namespace) -> list[int]:
-    """The prompt's tokens: as a user's message where the model has a template, else as plain text."""
+    """The prompt's tokens: as a user's message where the model came with a template, else as plain text."""
     if not prompt:
         raise RequestError("the prompt is empty; write at least one character", param="prompt")
-    if args.raw or not llm.has_chat_template:
+    if args.raw or not llm.front.ships_chat_template:
         if args.system is not None:
-            raise ConfigError(f"--system needs a chat template, and {llm.name} has none; see --chat-template")
+            raise ConfigError(
+                f"--system needs a chat template, and {llm.name} came without one; give it one with "
+                "--chat-template FILE, or its family's with --chat-template family"
+            )
         return llm.encode(prompt)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     messages = [*system, {"role": "user", "content": prompt}]

@@ -156,6 +156,8 @@ class Fleet:
             clients.append(client)
         seconds = time.perf_counter() - started
         logger.info("model %s: %d engine(s) after %.2f s", name, len(clients), seconds)
+        if front.template_warning is not None:
+            logger.warning("%s", front.template_warning)
         return ServedModel(
             name=name,
             front=front,

@@ -163,13 +163,14 @@ class ChatTemplate:
 def find_template(model_type: str, tokenizer: Tokenizer, override: str | None = None) -> ChatTemplate:
     """Choose a model's chat template: the override, or our own for its family.
 
-    `override` is a Jinja file, or 'checkpoint' for the template that was shipped with the model.
+    `override` is a Jinja file, or 'checkpoint' for the template that was shipped with the model, or 'family'
+    for ours, which is the default for models that fit one.
     """
     if override == "checkpoint":
         if tokenizer.published_chat_template is None:
             raise ConfigError("--chat-template checkpoint: this model was shipped without a chat template")
         return ChatTemplate(tokenizer.published_chat_template, tokenizer, name="checkpoint")
-    if override is not None:
+    if override not in (None, "family"):
         try:
             source = Path(override).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

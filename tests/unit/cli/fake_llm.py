@@ -29,8 +29,18 @@ class FakeLLM:
     sampling_defaults: Mapping[str, float] = {}
 
     def __init__(
-        self, *, context_len: int = 1000, has_chat_template: bool = True, max_open: int = 1000, **knobs: Any
+        self,
+        *,
+        context_len: int = 1000,
+        has_chat_template: bool = True,
+        ships_chat_template: bool = True,
+        max_open: int = 1000,
+        **knobs: Any,
     ) -> None:
+        self.front = self  # its own text side
+        self.ships_chat_template = has_chat_template and ships_chat_template
+        warns = has_chat_template and not ships_chat_template
+        self.template_warning = "fake came without a chat template" if warns else None
         self.context_len = context_len
         self.max_open = max_open  # requests the engine takes before it says that its queue is full
         self.has_chat_template = has_chat_template

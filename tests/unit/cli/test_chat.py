@@ -166,6 +166,13 @@ def test_at_the_prompt_only_two_ctrl_c_in_a_row_leave(infer: Infer, monkeypatch:
     assert outcome.err.count("Ctrl-C again, or Ctrl-D, leaves") == 2
 
 
+def test_a_model_that_came_without_a_template_chats_with_a_warning(infer: Infer) -> None:
+    outcome = infer("chat", stdin="hi\nho\n", ships_chat_template=False)
+    assert (outcome.code, outcome.out) == (0, "HI\nHO\n")
+    assert outcome.err == "infer: warning: fake came without a chat template\n"
+    assert infer("chat", stdin="hi\n").err == ""
+
+
 def test_a_model_without_a_template_cannot_chat(infer: Infer) -> None:
     outcome = infer("chat", stdin="hi\n", has_chat_template=False)
     assert outcome.code == 2

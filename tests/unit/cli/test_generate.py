@@ -31,11 +31,14 @@ def test_a_model_with_a_template_gets_the_prompt_as_a_message(infer: Infer) -> N
     assert outcome.llm.options == [{"enable_thinking": False}]
 
 
-@pytest.mark.parametrize(("arguments", "has_template"), [(["--raw"], True), ([], False)])
+@pytest.mark.parametrize(
+    ("arguments", "fake"),
+    [(["--raw"], {}), ([], {"has_chat_template": False}), ([], {"ships_chat_template": False})],
+)
 def test_raw_text_and_base_models_bypass_the_template(
-    infer: Infer, arguments: list[str], has_template: bool
+    infer: Infer, arguments: list[str], fake: dict[str, bool]
 ) -> None:
-    outcome = infer("generate", "once", *arguments, has_chat_template=has_template)
+    outcome = infer("generate", "once", *arguments, **fake)
     assert outcome.out == "ONCE\n"
     assert outcome.llm.chats == []
 
@@ -192,7 +195,16 @@ def test_an_impossible_request_is_refused_in_one_line(
 def test_a_system_message_needs_a_template(infer: Infer) -> None:
     outcome = infer("generate", "hi", "--system", "x", has_chat_template=False)
     assert outcome.code == 2
-    assert "--system needs a chat template, and fake has none" in outcome.err
+    assert "--system needs a chat template, and fake came without one" in outcome.err
+
+
+def test_one_line_of_the_log_says_that_a_base_model_continues_the_text(infer: Infer, tmp_path: Path) -> None:
+    (tmp_path / "two.txt").write_text("a\nb\n")
+    flags = ("generate", "--prompts-file", str(tmp_path / "two.txt"), "--log-level", "info")
+    said = "fake came without a chat template: prompts are continued as plain text"
+    assert infer(*flags, ships_chat_template=False).err.count(said) == 1
+    assert said not in infer(*flags).err
+    assert said not in infer(*flags, "--raw", ships_chat_template=False).err
 
 
 def test_a_terminal_without_a_prompt_is_told_how_to_give_one(infer: Infer) -> None:

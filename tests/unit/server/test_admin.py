@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -96,7 +95,9 @@ def test_a_queue_is_bounded_unless_the_operator_said_how() -> None:
     assert with_server_defaults(own) is own
 
 
-def test_models_are_loaded_served_and_unloaded_while_the_server_runs(checkpoint: str) -> None:
+def test_models_are_loaded_served_and_unloaded_while_the_server_runs(
+    checkpoint: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def live() -> None:
         config = ServerConfig(in_process=True, replicas=2, admin_key="root")
         state = ServerState(config=config)
@@ -108,6 +109,8 @@ def test_models_are_loaded_served_and_unloaded_while_the_server_runs(checkpoint:
             body = {"name": "b", "model": checkpoint, "knobs": knobs}
             loaded = await client.post("/admin/models/load", json=body, timeout=60)
             assert loaded.json()["num_engines"] == 2, loaded.text
+            warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+            assert sum("came without a chat template" in message for message in warned) == 1
             assert [row["id"] for row in (await client.get("/v1/models")).json()["data"]] == ["b"]
             ask = {"model": "b", "prompt": "The engine", "max_tokens": 3}
             assert (await client.post("/v1/completions", json=ask)).status_code == 200
@@ -144,7 +147,7 @@ def test_a_name_that_is_being_loaded_is_taken(monkeypatch: pytest.MonkeyPatch) -
 
         async def start_slowly(self: Fleet, config: EngineConfig) -> tuple[Any, list[EngineClient]]:
             await going_on.wait()
-            return site.state.models["fake"].front, [FakeClient()]
+            return SimpleNamespace(name="fake", context_len=9, template_warning=None), [FakeClient()]
 
         monkeypatch.setattr(Fleet, "_start_threads", start_slowly)
         transport = httpx.ASGITransport(site.app)
@@ -159,8 +162,7 @@ def test_a_name_that_is_being_loaded_is_taken(monkeypatch: pytest.MonkeyPatch) -
             assert "being loaded" in alias.text and "being loaded" in again.text
             assert alias.json()["error"]["type"] == "ConflictError"
             going_on.set()
-            with contextlib.suppress(AttributeError):  # there is no text side to describe
-                await loading
+            assert (await loading).json()["max_model_len"] == 9
             assert site.state.models["b"].name == "b" and not site.state.aliases
             assert not fleet._is_loading
         await fleet.close()

@@ -1,0 +1,61 @@
+"""The text side of a model: which template, and whether the model is likely to know it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from infer.config import LoadConfig
+from infer.front import TextFront, find_headers
+from scripts.make_checkpoint import make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint as base models are published: with the tokens of a chat format, without a template."""
+    path = tmp_path_factory.mktemp("base") / "tiny-gemma3"
+    make_checkpoint("gemma3", path)
+    return path
+
+
+def front_of(folder: Path, **knobs: str) -> TextFront:
+    config = LoadConfig(model=str(folder), **knobs)
+    return TextFront(config, find_headers(config, show_progress=False))
+
+
+def test_a_model_that_came_without_a_template_may_not_know_its_familys(folder: Path) -> None:
+    front = front_of(folder)
+    assert front.has_chat_template and not front.ships_chat_template
+    warning = front.template_warning
+    assert warning is not None
+    assert "tiny-gemma3 came without a chat template, as base models do" in warning
+    assert "'gemma3' template of its family" in warning
+    assert "--chat-template family" in warning
+
+
+def test_who_names_a_template_is_not_warned(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}")
+    named = front_of(folder, chat_template=str(tmp_path / "mine.jinja"))
+    family = front_of(folder, chat_template="family")
+    for front in (named, family):
+        assert front.ships_chat_template and front.template_warning is None
+    message = [{"role": "user", "content": "hi"}]
+    assert family.encode_chat(message) == front_of(folder).encode_chat(message) != named.encode_chat(message)
+
+
+def test_a_model_that_came_with_a_template_is_a_chat_model(folder: Path) -> None:
+    template = folder / "chat_template.jinja"
+    template.write_text("{{ messages[0].content }}")
+    try:
+        front = front_of(folder)
+    finally:
+        template.unlink()
+    assert front.ships_chat_template and front.template_warning is None
+
+
+def test_a_model_without_any_template_needs_no_warning(tmp_path: Path) -> None:
+    make_checkpoint("gpt2", tmp_path / "gpt2")
+    front = front_of(tmp_path / "gpt2")
+    assert not front.has_chat_template and not front.ships_chat_template
+    assert front.template_warning is None
