@@ -15,23 +15,19 @@ import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
-from infer.config import EngineConfig
-from infer.engine.build import build_engine
 from infer.engine.client import EngineClient, InProcessClient
 from infer.engine.engine import EngineObserver
 from infer.engine.request import Request
 from infer.errors import EngineError, RequestError
-from infer.front import Message, Prompt, RequestOptions, open_model
+from infer.front import Message, Prompt, RequestOptions
+from infer.llm import TextModel
 from infer.outputs import OutputBuilder, RequestOutput, TextDelta
 from infer.sampling.params import SamplingParams
 
-if TYPE_CHECKING:
-    from infer.tokenizer.tokenizer import Tokenizer
 
-
-class AsyncLLM:
+class AsyncLLM(TextModel):
     """A model for one event loop; keywords are the knobs of docs/knobs.md."""
 
     def __init__(
@@ -42,10 +38,7 @@ class AsyncLLM:
         observer: EngineObserver | None = None,
         **knobs: Any,
     ) -> None:
-        self.config = EngineConfig.from_knobs(model=model, **knobs)
-        self.front, loaded = open_model(self.config.load, show_progress=show_progress)
-        engine = build_engine(self.config, loaded, observer=observer)
-        self.context_len = engine.context_len
+        engine = self._open_engine(model, knobs, observer, show_progress=show_progress)
         self.client: EngineClient = InProcessClient(engine)
 
     async def __aenter__(self) -> AsyncLLM:
@@ -59,26 +52,6 @@ class AsyncLLM:
     async def close(self) -> None:
         """Stop the engine; requests still running end with `EngineStopped`."""
         await self.client.close()
-
-    @property
-    def name(self) -> str:
-        """What people call the model."""
-        return self.front.name
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return self.front.tokenizer
-
-    @property
-    def sampling_defaults(self) -> Mapping[str, float]:
-        """How the model's authors advise to sample from it; empty if they do not say."""
-        return self.front.sampling_defaults
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether `chat` works with this model."""
-        return self.front.has_chat_template
 
     async def encode(self, text: str) -> list[int]:
         """The ids of a plain prompt; in a thread, as a long text takes its time."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from infer.config import EngineConfig
 from infer.engine.build import build_engine
-from infer.engine.engine import EngineObserver
+from infer.engine.engine import Engine, EngineObserver
 from infer.errors import BatchFailed, EngineError, RequestError
 from infer.front import Message, Prompt, RequestOptions, is_token_id, open_model
 from infer.log import progress
@@ -32,33 +32,28 @@ if TYPE_CHECKING:
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "TextDelta"]
 
 
-class LLM:
-    """A model that answers prompts; keywords are the knobs of docs/knobs.md."""
+class TextModel:
+    """What `LLM` and `AsyncLLM` have in common: a model with its text side, and an engine made for it."""
 
-    def __init__(
+    def _open_engine(
         self,
-        model: str | PathLike[str] | None = None,
+        model: str | PathLike[str] | None,
+        knobs: Mapping[str, Any],
+        observer: EngineObserver | None,
         *,
-        show_progress: bool = False,
-        observer: EngineObserver | None = None,
-        **knobs: Any,
-    ) -> None:
+        show_progress: bool,
+    ) -> Engine:
         self.config = EngineConfig.from_knobs(model=model, **knobs)
         self.front, loaded = open_model(self.config.load, show_progress=show_progress)
-        self.engine = build_engine(self.config, loaded, observer=observer)
+        engine = build_engine(self.config, loaded, observer=observer)
         self.model_config = loaded.config
-        self._streams: dict[str, _Stream] = {}
-        self._dropped: deque[_Stream] = deque()  # nobody reads them any more; to be closed between steps
+        self.context_len = engine.context_len  # the longest prompt + output in tokens
+        return engine
 
     @property
     def name(self) -> str:
         """What people call the model."""
         return self.front.name
-
-    @property
-    def context_len(self) -> int:
-        """The longest prompt + output in tokens."""
-        return self.engine.context_len
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -74,6 +69,22 @@ class LLM:
     def has_chat_template(self) -> bool:
         """Whether `chat` works with this model."""
         return self.front.has_chat_template
+
+
+class LLM(TextModel):
+    """A model that answers prompts; keywords are the knobs of docs/knobs.md."""
+
+    def __init__(
+        self,
+        model: str | PathLike[str] | None = None,
+        *,
+        show_progress: bool = False,
+        observer: EngineObserver | None = None,
+        **knobs: Any,
+    ) -> None:
+        self.engine = self._open_engine(model, knobs, observer, show_progress=show_progress)
+        self._streams: dict[str, _Stream] = {}
+        self._dropped: deque[_Stream] = deque()  # nobody reads them any more; to be closed between steps
 
     def encode(self, text: str) -> list[int]:
         """The ids of a plain prompt."""

@@ -44,6 +44,7 @@ from infer.kernels.cuda.paged_attention import compile_attend_decode
 from infer.kernels.sample_rows import SampleScratch, sample_rows
 from infer.kernels.step_state import advance_rows, gather_step
 from infer.models.model import Model
+from infer.sampling.params import RowLogprobs
 
 _IN_FLIGHT = 3  # result buffers: one step under way, one being read, one spare
 
@@ -81,6 +82,14 @@ class _Results:
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def _to_result(
+    num_chunks: int, ids: dict[int, int], prompt_logprobs: dict[int, list[RowLogprobs]]
+) -> StepResult:
+    """What was sampled on the device, one id at most for each chunk."""
+    rows: list[tuple[int, ...]] = [(ids[n],) if n in ids else () for n in range(num_chunks)]
+    return StepResult(rows, [(None,) * len(row) for row in rows], prompt_logprobs)
 
 
 class DeviceRunner(ModelRunner):
@@ -241,10 +250,8 @@ class DeviceRunner(ModelRunner):
             drawn = wait()
             if is_decode:
                 return StepResult([(token,) for token in drawn], [(None,)] * len(drawn), {})
-            ids: list[tuple[int, ...]] = [()] * len(plan.chunks)
-            for number, place in zip(sampling, places, strict=False):
-                ids[number] = (drawn[place],)
-            return StepResult(ids, [(None,) * len(row) for row in ids], {})
+            by_chunk = {number: drawn[place] for number, place in zip(sampling, places, strict=False)}
+            return _to_result(len(plan.chunks), by_chunk, {})
 
         return result
 
@@ -319,13 +326,7 @@ class DeviceRunner(ModelRunner):
         advance_rows(rows_S.int(), ids_S, positions_S, self._state.last_token_R, self._state.position_R)
         wait = self._results.take(ids_S)
 
-        def result() -> StepResult:
-            ids: list[tuple[int, ...]] = [()] * len(plan.chunks)
-            for number, token in zip(sampling, wait(), strict=True):
-                ids[number] = (token,)
-            return StepResult(ids, [(None,) * len(row) for row in ids], prompt_logprobs)
-
-        return result
+        return lambda: _to_result(len(plan.chunks), dict(zip(sampling, wait(), strict=True)), prompt_logprobs)
 
     def _hidden_of(
         self, plan: StepPlan, sequences: Sequence[TokenSequence], rows: list[int]
