@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Unpack
 
 from infer.engine.client import EngineClient, InProcessClient
-from infer.engine.engine import EngineObserver
+from infer.engine.observer import EngineObserver
 from infer.engine.request import Request
 from infer.errors import EngineError, RequestError
 from infer.front import Message, Prompt, RequestOptions

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from infer.config import EngineConfig
 from infer.engine.build import build_engine
-from infer.engine.engine import Engine, EngineObserver
+from infer.engine.engine import Engine
+from infer.engine.observer import EngineObserver
 from infer.errors import BatchFailed, EngineError, RequestError
 from infer.front import Message, Prompt, RequestOptions, is_token_id, open_model
 from infer.log import progress

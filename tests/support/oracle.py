@@ -22,7 +22,8 @@ from infer.cache.kv_pool import KVCachePool
 from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
 from infer.config import SchedulerConfig
 from infer.engine.batch import BlockRows
-from infer.engine.engine import Engine, EngineObserver
+from infer.engine.engine import Engine
+from infer.engine.observer import EngineObserver
 from infer.engine.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, StepPlan
 from infer.engine.preemption import PreemptionCost
 from infer.engine.request import Request, StepOutput

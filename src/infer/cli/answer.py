@@ -20,7 +20,7 @@ from infer.cli.flags import knobs_from
 
 if TYPE_CHECKING:
     from infer.cli.remote import RemoteDelta
-    from infer.engine.engine import EngineObserver
+    from infer.engine.observer import EngineObserver
     from infer.llm import LLM, TextDelta
 
 

@@ -41,7 +41,7 @@ from infer.errors import (
 )
 
 if TYPE_CHECKING:
-    from infer.engine.engine import EngineObserver
+    from infer.engine.observer import EngineObserver
     from infer.llm import LLM, TextStream
     from infer.sampling.params import SamplingParams
 
@@ -107,6 +107,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=Path,
         help="write down the run, for 'infer replay'; holds the prompts",
     )
+    prompt.add_argument("--overwrite", action="store_true", help="let --record replace a file that is there")
     flags.add_sampling_flags(parser)
     flags.add_knob_flags(parser, without=flags.SAMPLING_HELP)
     flags.add_common_flags(parser)
@@ -118,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--system needs the chat template that --raw turns off; give one of the two")
     params = flags.sampling_from(args)
     prompts = read_prompts(args)
-    with recording(args.record) as observer:
+    with recording(args.record, may_replace=args.overwrite) as observer:
         num_failed = answer_all(prompts, params, args, observer)
     if num_failed:
         notice(
@@ -221,10 +222,19 @@ def _write_json(data: dict[str, Any]) -> None:
     write_out(json.dumps(data, ensure_ascii=False) + "\n")
 
 
-def recording(path: Path | None) -> AbstractContextManager[EngineObserver | None]:
-    """Whoever writes the run down to `path`, and closes the file at the end; nobody without a path."""
+def recording(
+    path: Path | None, *, may_replace: bool = False
+) -> AbstractContextManager[EngineObserver | None]:
+    """Whoever writes the run down to `path`, and closes the file at the end; nobody without a path.
+
+    A run cannot be repeated once its record is gone, so a file that holds something stays unless told otherwise.
+    """
     if path is None:
         return nullcontext()
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"cannot record to {path}: it is not a plain file; give the name of a new one")
+    if path.is_file() and path.stat().st_size and not may_replace:
+        raise ConfigError(f"{path} is there already; record to another name, or replace it with --overwrite")
     from infer.engine.record import Recorder
 
     return Recorder(path)

@@ -37,8 +37,9 @@ from infer.config import (
 )
 from infer.engine.cpu_step import attention_gathers
 from infer.engine.device_runner import DeviceRunner
-from infer.engine.engine import Engine, EngineObserver
+from infer.engine.engine import Engine
 from infer.engine.facts import RunFacts, fingerprint, shareable_knobs
+from infer.engine.observer import EngineObserver
 from infer.engine.preemption import PreemptionCost
 from infer.engine.runner import ModelRunner
 from infer.engine.scheduler import Scheduler

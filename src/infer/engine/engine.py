@@ -33,8 +33,8 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from infer.engine.admission import admit, check_token_ids
-from infer.engine.facts import RunFacts
 from infer.engine.live import LiveRequests
+from infer.engine.observer import EngineObserver
 from infer.engine.plan import StepPlan
 from infer.engine.request import Request, StepOutput
 from infer.engine.runner import POOLINGS, Runner, StepResult
@@ -49,28 +49,6 @@ logger = logging.getLogger(__name__)
 Embedder = Callable[[Seq[int], str], list[float]]  # (prompt, pooling) -> embedding
 
 MAX_EMPTY_STEPS = 3
-
-
-class EngineObserver:
-    """Sees everything that happens, in order; the recorder is one. The default looks away."""
-
-    def on_start(self, facts: RunFacts) -> None:
-        """The engine was built; together with the requests this decides all that follows."""
-
-    def on_add(self, step: int, request: Request) -> None:
-        """A request was accepted after this step."""
-
-    def on_abort(self, step: int, request_id: str, index: int | None) -> None:
-        """A request, or one sequence of it, was aborted after this step."""
-
-    def on_reset(self, step: int) -> None:
-        """All cached prefixes were forgotten after this step."""
-
-    def on_step(self, plan: StepPlan, ids: Seq[tuple[int, ...]]) -> None:
-        """A plan ran and these ids were sampled, chunk by chunk."""
-
-    def on_failure(self, step: int, reason: str) -> None:
-        """The plan of this step could not run, and its requests ended with an error."""
 
 
 class _Flight(NamedTuple):

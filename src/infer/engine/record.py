@@ -32,8 +32,8 @@ from pathlib import Path
 from time import perf_counter
 from types import TracebackType
 
-from infer.engine.engine import EngineObserver
 from infer.engine.facts import RunFacts
+from infer.engine.observer import EngineObserver
 from infer.engine.plan import StepPlan
 from infer.engine.request import Request
 from infer.errors import ConfigError

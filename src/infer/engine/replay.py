@@ -22,8 +22,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from infer.config import EngineConfig, knob_table
-from infer.engine.engine import Engine, EngineObserver
+from infer.engine.engine import Engine
 from infer.engine.facts import PLACES, RunFacts, fingerprint
+from infer.engine.observer import EngineObserver
 from infer.engine.plan import StepPlan
 from infer.engine.record_reader import Aborted, Added, Event, Failed, Ran, Record, Reset
 from infer.engine.sequence import Sequence

@@ -8,8 +8,9 @@ from pathlib import Path
 from infer.cache.memory import CacheSize
 from infer.config import EngineConfig
 from infer.engine.build import make_pool
-from infer.engine.engine import Engine, EngineObserver
+from infer.engine.engine import Engine
 from infer.engine.facts import RunFacts, shareable_knobs
+from infer.engine.observer import EngineObserver
 from infer.engine.preemption import PreemptionCost
 from infer.engine.record import Recorder
 from infer.engine.request import Request

@@ -11,7 +11,8 @@ import pytest
 from infer.cache.memory import CacheSize, size_cache
 from infer.config import EngineConfig
 from infer.engine.build import build_engine
-from infer.engine.engine import Engine, EngineObserver
+from infer.engine.engine import Engine
+from infer.engine.observer import EngineObserver
 from infer.engine.plan import StepPlan
 from infer.engine.record import Recorder
 from infer.engine.record_reader import Record

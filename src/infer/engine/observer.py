@@ -1,0 +1,36 @@
+"""What an engine tells about itself: everything that decides its plans and its ids, in the order it happened.
+
+An engine's clock is its step. Requests, aborts and resets are told with the step they came after, so whoever
+writes all of this down can have it happen again: that is what the recorder (record.py) and the replay
+(replay.py) are made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from infer.engine.facts import RunFacts
+from infer.engine.plan import StepPlan
+from infer.engine.request import Request
+
+
+class EngineObserver:
+    """Sees everything that happens, in order; the recorder is one. The default looks away."""
+
+    def on_start(self, facts: RunFacts) -> None:
+        """The engine was built; together with the requests this decides all that follows."""
+
+    def on_add(self, step: int, request: Request) -> None:
+        """A request was accepted after this step."""
+
+    def on_abort(self, step: int, request_id: str, index: int | None) -> None:
+        """A request, or one sequence of it, was aborted after this step."""
+
+    def on_reset(self, step: int) -> None:
+        """All cached prefixes were forgotten after this step."""
+
+    def on_step(self, plan: StepPlan, ids: Sequence[tuple[int, ...]]) -> None:
+        """A plan ran and these ids were sampled, chunk by chunk."""
+
+    def on_failure(self, step: int, reason: str) -> None:
+        """The plan of this step could not run, and its requests ended with an error."""
