@@ -28,8 +28,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import facts
-
 DECODE_TOKENS, PROMPT, PREFILL = 48, 16, 512
 OURS = ("ours int8", "ours int4", "ours fp32")
 PEERS = ("transformers fp32", "llama.cpp Q8_0", "llama.cpp Q4_0")
@@ -47,6 +45,24 @@ def rates(num_tokens: int, seconds: tuple[float, float]) -> dict[str, float]:
     return {"per_s": round(num_tokens / seconds[0], 1), "per_cpu_s": round(num_tokens / seconds[1], 1)}
 
 
+def three_figures(generate: Callable[[int, int, int], None]) -> dict[str, Any]:
+    """The figures of an engine with `generate(rows, prompt length, new tokens)`; it must be warm.
+
+    Decoding alone is the difference between making many tokens and making one.
+    """
+
+    def decode(rows: int) -> dict[str, float]:
+        first = timed(lambda: generate(rows, PROMPT, 1))
+        whole = timed(lambda: generate(rows, PROMPT, DECODE_TOKENS + 1))
+        return rates(rows * DECODE_TOKENS, (whole[0] - first[0], whole[1] - first[1]))
+
+    return {
+        "decode 1": decode(1),
+        "decode 8": decode(8),
+        "prefill": rates(PREFILL, timed(lambda: generate(1, PREFILL, 1))),
+    }
+
+
 def measure_ours(weights: str, threads: int) -> dict[str, Any]:
     """The engine as `LLM` runs it: scheduler, sampling and all."""
     from infer import LLM, SamplingParams
@@ -59,17 +75,8 @@ def measure_ours(weights: str, threads: int) -> dict[str, Any]:
         prompts = [[1000 + row + at for at in range(length)] for row in range(rows)]
         llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
 
-    def decode(rows: int) -> dict[str, float]:
-        first = timed(lambda: generate(rows, PROMPT, 1))
-        whole = timed(lambda: generate(rows, PROMPT, DECODE_TOKENS + 1))
-        return rates(rows * DECODE_TOKENS, (whole[0] - first[0], whole[1] - first[1]))
-
     generate(8, PROMPT, 4)
-    return {
-        "decode 1": decode(1),
-        "decode 8": decode(8),
-        "prefill": rates(PREFILL, timed(lambda: generate(1, PREFILL, 1))),
-    }
+    return three_figures(generate)
 
 
 def measure_transformers(path: Path, threads: int) -> dict[str, Any]:
@@ -97,17 +104,8 @@ def measure_transformers(path: Path, threads: int) -> dict[str, Any]:
             pad_token_id=0,
         )
 
-    def decode(rows: int) -> dict[str, float]:
-        first = timed(lambda: generate(rows, PROMPT, 1))
-        whole = timed(lambda: generate(rows, PROMPT, DECODE_TOKENS + 1))
-        return rates(rows * DECODE_TOKENS, (whole[0] - first[0], whole[1] - first[1]))
-
     generate(1, PROMPT, 2)
-    return {
-        "decode 1": decode(1),
-        "decode 8": decode(8),
-        "prefill": rates(PREFILL, timed(lambda: generate(1, PREFILL, 1))),
-    }
+    return three_figures(generate)
 
 
 def measure_llama(path: Path, threads: int) -> dict[str, Any]:
@@ -166,13 +164,17 @@ def quantize_for_llama(source: Path, target: Path, name: str) -> None:
 
 
 def measure(engine: str, path: Path, threads: int) -> dict[str, Any]:
-    """One engine in this process."""
+    """One engine in this process: its figures, and which version it is."""
     family, _, kind = engine.partition(" ")
+    package = {"ours": "infer", "transformers": "transformers", "llama.cpp": "llama_cpp"}[family]
     if family == "ours":
-        return measure_ours(kind, threads)
-    if family == "transformers":
-        return measure_transformers(path, threads)
-    return measure_llama(path, threads)
+        figures = measure_ours(kind, threads)
+    elif family == "transformers":
+        figures = measure_transformers(path, threads)
+    else:
+        figures = measure_llama(path, threads)
+    version = f"{package} {getattr(sys.modules[package], '__version__', 'of unknown version')}"
+    return {"version": version, "figures": figures}
 
 
 def run_elsewhere(python: str, engine: str, path: Path, threads: int) -> dict[str, Any] | None:
@@ -220,10 +222,12 @@ def main() -> None:
         quantize_for_llama(args.file, Path(args.quantize.partition(":")[2]), args.quantize.partition(":")[0])
         return
 
+    from benchmarks.machine import facts  # not above: the peers' environment need not have our packages
     from infer.loader.default_model import default_model_file
 
     source = default_model_file()
     results: dict[str, list[dict[str, Any]]] = {}
+    versions: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as directory:
         files = dict.fromkeys((*OURS, *PEERS), source)
         for name in ("Q8_0", "Q4_0"):
@@ -237,12 +241,14 @@ def main() -> None:
             for engine, path in files.items():
                 python = args.peer_python if engine.startswith("llama") else sys.executable
                 if (found := run_elsewhere(python, engine, path, args.threads)) is not None:
-                    results.setdefault(engine, []).append(found)
+                    results.setdefault(engine, []).append(found["figures"])
+                    versions[engine] = found["version"]
                     print(engine, found, flush=True)
     report = {
         "machine": facts(),
         "threads": args.threads,
         "rounds": args.rounds,
+        "versions": versions,
         "load": [round(load, 1) for load in os.getloadavg()],
         "engines": {engine: median_of(rounds) for engine, rounds in results.items()},
     }

@@ -9,7 +9,8 @@ workload takes if every weight and every cached key is read once per step at tha
 For each shape one JSON file in the shape the peers' results have: {"engine", "model", "nano256": {"s",
 "out_tok_s", "in_tok_s"}, ...}, and beside them what the peers do not say: shares of the floor, the
 microseconds of CPU a step takes, the milliseconds to the first token of a cached and of a cold prompt, the
-gaps between tokens while long prompts arrive.
+gaps between tokens while long prompts arrive. And what makes a figure worth quoting: the date, the commit,
+the versions, the machine, and the version of each peer, from its file or from `--peer-version vllm=1.2.3`.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.machine import today
 from infer.bench.floors import Ceilings, measure_ceilings, workload_floor
 from infer.bench.metrics import percentile
+from infer.bench.report import commit, machine, versions
 from infer.bench.subject import Subject
 from infer.bench.workloads import make_workload
 from infer.config import EngineConfig
@@ -182,6 +186,29 @@ def gaps_under_load(engine: Engine, num_streams: int = 32, prompt_len: int = 204
     }
 
 
+def provenance() -> dict[str, Any]:
+    """When, of which commit, with what and where."""
+    return {
+        "created": today(),
+        "commit": commit(),
+        "command": f"python -m benchmarks.gpu_table {' '.join(Path(word).name for word in sys.argv[1:])}",
+        "versions": versions(),
+        "machine": machine(),
+    }
+
+
+def read_peers(paths: Sequence[Path], known: Sequence[str]) -> list[dict[str, Any]]:
+    """The peers' results; a version that a file does not hold comes from `known`, as NAME=VERSION."""
+    named = dict(pair.partition("=")[::2] for pair in known)
+    found = []
+    for path in paths:
+        peer = json.loads(path.read_text(encoding="utf-8"))
+        if "version" not in peer and peer["engine"] in named:
+            peer = {"engine": peer["engine"], "version": named[peer["engine"]], **peer}
+        found.append(peer)
+    return found
+
+
 def measure(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Everything about one shape."""
     start = time.perf_counter()
@@ -198,6 +225,7 @@ def measure(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {
         "engine": "infer",
         "model": directory.name,
+        **provenance(),
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "ceilings": asdict(ceilings),
@@ -241,6 +269,7 @@ def main() -> int:
     parser.add_argument("configs", nargs="+", type=Path, metavar="CFG_DIR")
     parser.add_argument("--out-dir", type=Path)
     parser.add_argument("--peer", action="append", default=[], type=Path, help="a peer's results file")
+    parser.add_argument("--peer-version", action="append", default=[], metavar="NAME=VERSION")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--max-seq-len", type=int, default=8448)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
@@ -250,7 +279,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("this benchmark needs a CUDA GPU", file=sys.stderr)
         return 2
-    args.peers = [json.loads(path.read_text()) for path in args.peer]
+    args.peers = read_peers(args.peer, args.peer_version)
     for directory in args.configs:
         found = measure(directory, args)
         if args.out_dir:

@@ -13,4 +13,5 @@ import sys
 from infer.cli.main import main
 
 if __name__ == "__main__":
-    raise SystemExit(main(["bench", "matrix", *sys.argv[1:]]) or main(["bench", "policies"]))
+    sys.argv[1:1] = ["bench", "matrix"]  # a report holds the command it was made with
+    raise SystemExit(main() or main(["bench", "policies"]))

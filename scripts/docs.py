@@ -5,7 +5,8 @@
     python scripts/docs.py --check    write nothing; fail if any is not what would be written
 
 The first two are whole outputs of this script, so there is nothing in them to edit by hand. In
-docs/benchmarks.md only what stands between `<!-- report FILE: COMMAND -->` and `<!-- end -->` is.
+docs/benchmarks.md only what stands between `<!-- report FILE: COMMAND -->` or `<!-- toggles -->` and
+`<!-- end -->` is.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
-from infer.bench.render import markdown_table, provenance
+from infer.bench.metrics import MEASURES
+from infer.bench.render import explanations, markdown_table, provenance
 from infer.bench.report import read_report
+from infer.bench.toggles import TOGGLES
 from infer.cli.flags import LIBRARY_ONLY, SAMPLING_HELP
 from infer.cli.main import build_parser
 from infer.config import ServerConfig, engine_sections, knob_table
@@ -99,22 +103,39 @@ def benchmarks_page(page: str) -> str:
         if not path.exists():
             return f"{match[1]}*Not measured yet.* `{match[3]}`\n{match[4]}"
         report = read_report(path)
-        notes = [f"- `{row.name}`: {row.note}" for row in report.rows if row.note]
-        notes += [f"- {note}" for note in report.notes]
-        parts = [markdown_table(report), *(["\n".join(notes) + "\n"] if notes else []), provenance(report)]
+        if report.is_partial:
+            raise SystemExit(f"{path.name} was interrupted: a page shows whole reports only; make it again")
+        parts = [markdown_table(report), *filter(None, [explanations(report)]), provenance(report)]
         return f"{match[1]}\n" + "\n".join(parts) + f"\n{match[4]}"
 
     return REPORT.sub(table, page)
 
 
+TOGGLE_TABLE = re.compile(r"(<!-- toggles -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def toggle_table(page: str) -> str:
+    """The page with a row for each toggle of the matrix: its switch, and both of its sentences."""
+    lines = ["| toggle | switches on | shows best on | could hurt |", "|---|---|---|---|"]
+    for toggle in TOGGLES:
+        knobs = ", ".join(f"`{name}={value}`" for name, value in toggle.knobs.items())
+        looks = [f"`{look.workload}`, {MEASURES[look.figure].title}" for look in (toggle.best, toggle.risk)]
+        cells = [f"`+{toggle.name}`", knobs, f"{looks[0]}: {toggle.why}", f"{looks[1]}: {toggle.price}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return TOGGLE_TABLE.sub(lambda match: match[1] + "\n".join(lines) + "\n" + match[2], page)
+
+
+NOT_RECORDED = "not recorded"
 GPU_TABLE = re.compile(r"(<!-- gpu reports -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def gpu_page(text: str) -> str:
     """The page with its table made anew from benchmarks/reports/gpu-*.json."""
     lines = ["| shape | workload | tokens per second | of the floor | peers |", "|---|---|---|---|---|"]
+    origins = [""]
     for path in sorted((DOCS.parent / "benchmarks" / "reports").glob("gpu-*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
+        origins.append(gpu_origin(found))
         for name, row in found.items():
             if not isinstance(row, dict) or "floor_share" not in row:
                 continue
@@ -124,7 +145,21 @@ def gpu_page(text: str) -> str:
             )
             speed = f"{row[figure]:,.0f}" + (" in" if figure == "in_tok_s" else "")
             lines.append(f"| {found['model']} | `{name}` | {speed} | {row['floor_share']:.0%} | {peers} |")
-    return GPU_TABLE.sub(lambda match: match[1] + "\n".join(lines) + "\n" + match[2], text)
+    return GPU_TABLE.sub(lambda match: match[1] + "\n".join(lines + origins) + "\n" + match[2], text)
+
+
+def gpu_origin(found: dict[str, Any]) -> str:
+    """Where the figures of one shape come from; what an older report does not hold is not guessed."""
+    versions = found.get("versions") or {"torch": found["torch"]}
+    used = ", ".join(f"{name} {version}" for name, version in versions.items())
+    peers = [f"{peer['engine']} {peer.get('version', NOT_RECORDED)}" for peer in found["peers"]]
+    said = [
+        f"{found['device']}; {used}",
+        f"commit {found.get('commit', NOT_RECORDED)}",
+        f"date {found['created'][:10] if 'created' in found else NOT_RECORDED}",
+        f"version of the peers: {', '.join(peers) or 'none'}",
+    ]
+    return f"- {found['model']}: {'; '.join(said)}"
 
 
 def main() -> int:
@@ -134,7 +169,7 @@ def main() -> int:
     args = parser.parse_args()
     pages = {DOCS / "knobs.md": knobs_page(), DOCS / "cli.md": cli_page()}
     benchmarks = DOCS / "benchmarks.md"
-    pages[benchmarks] = benchmarks_page(benchmarks.read_text(encoding="utf-8"))
+    pages[benchmarks] = toggle_table(benchmarks_page(benchmarks.read_text(encoding="utf-8")))
     gpu = DOCS / "features" / "gpu.md"
     pages[gpu] = gpu_page(gpu.read_text(encoding="utf-8"))
     if not args.check:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from infer.bench.adapt import fit
-from infer.bench.compare import spread
+from infer.bench.compare import SINGLE_BAND, spread
 from infer.bench.metrics import MEASURES, show
 from infer.bench.offline import WARM_UP, run_once, warm_up
 from infer.bench.report import Report, Row, make_report, make_row, skip_row
@@ -144,7 +144,8 @@ def _row(toggle: Toggle, look: Look, before: list[dict[str, float]], after: list
     old_value, new_value = (statistics.median(run[figure] for run in side) for side in (before, after))
     made = make_row(_name(toggle, look), "", runs, settings=_settings(toggle, look))
     gain = made.figures["speed_up"]
-    sentence = _sentence(toggle, gain.median, max(NOISE, spread(gain)), is_best=look is toggle.best)
+    band = max(NOISE, spread(gain), SINGLE_BAND if len(runs) == 1 else 0.0)
+    sentence = _sentence(toggle, gain.median, band, is_best=look is toggle.best)
     note = f"{measure.title} {show(figure, old_value)} -> {show(figure, new_value)}: {sentence}"
     return msgspec.structs.replace(made, note=note)
 
@@ -154,8 +155,8 @@ def _sentence(toggle: Toggle, gain: float, band: float, *, is_best: bool) -> str
     if gain > 1 + band:
         return f"{gain:.2f} times better{f', because {toggle.why}' if is_best else ' here too'}."
     if gain < 1 / (1 + band):
-        reason = toggle.unless if is_best else f"this is its price, {toggle.price}"
-        return f"{1 / gain:.2f} times worse: {reason}."
+        reason = f": {toggle.unless}" if is_best else f", and it has nothing to give here: {toggle.price}"
+        return f"{1 / gain:.2f} times worse{reason}."
     if is_best:
         return f"no difference beyond {band:.0%}: {toggle.unless}."
     return f"no difference beyond {band:.0%}, as it should be: {toggle.price}."

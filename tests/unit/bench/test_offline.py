@@ -201,7 +201,7 @@ def test_an_unknown_toggle_is_refused() -> None:
         (2.0, True, "2.00 times better, because a start that somebody has computed"),
         (2.0, False, "2.00 times better here too"),
         (0.5, True, "2.00 times worse: the shared start is computed so fast"),
-        (0.5, False, "2.00 times worse: this is its price, nothing is shared"),
+        (0.5, False, "2.00 times worse, and it has nothing to give here: nothing is shared"),
         (1.09, True, "no difference beyond 10%: the shared start is computed so fast"),
         (0.92, False, "no difference beyond 10%, as it should be: nothing is shared"),
     ],
