@@ -17,7 +17,7 @@ import torch
 
 from infer.errors import CheckpointError, ConfigError
 from infer.loader import default_model
-from infer.loader.gguf import read_gguf
+from infer.loader.gguf import GGMLType, read_gguf
 from infer.loader.load import LoadedModel, choose_device, load_model
 from infer.loader.source import resolve_model
 from infer.models.model import Model
@@ -208,9 +208,15 @@ def peak_memory() -> int:
 
 
 def test_an_unpackable_block_format_is_named_with_the_supported_ones(tmp_path: Path) -> None:
-    reference = reference_model("llama", hidden_size=256, intermediate_size=256)
-    path = write_gguf(tmp_path / "m.gguf", reference, kind="TQ2_0")
-    with pytest.raises(CheckpointError, match=r"TQ2_0"):
+    reference = reference_model("llama")
+    path = write_gguf(tmp_path / "m.gguf", reference, kind="F32")
+    table = reference.model.embed_tokens.weight
+    name = b"token_embd.weight"
+    raw = path.read_bytes()
+    type_at = raw.index(name) + len(name) + 4 + 8 * table.dim()  # after the rank and the shape
+    assert raw[type_at : type_at + 4] == bytes(4)  # F32
+    path.write_bytes(raw[:type_at] + bytes([GGMLType.I32, 0, 0, 0]) + raw[type_at + 4 :])
+    with pytest.raises(CheckpointError, match=r"I32"):
         load(path)
 
 

@@ -111,9 +111,14 @@ class _File:
 
     def forget(self, start: int, stop: int) -> None:
         """Let the system have the pages of these bytes back."""
-        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
-        if last > first and hasattr(mmap, "MADV_DONTNEED"):
-            self.map().madvise(mmap.MADV_DONTNEED, first, last - first)
+        forget_pages(self.map(), start, stop)
+
+
+def forget_pages(mapped: mmap.mmap, start: int, stop: int) -> None:
+    """Let the system have the pages between two bytes of a mapped file back; it can read them again."""
+    first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+    if last > first and hasattr(mmap, "MADV_DONTNEED"):
+        mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,13 +120,13 @@ class GGUFFile:
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
-    data: np.ndarray[Any, np.dtype[np.uint8]]  # the whole file, mapped: nothing is read until touched
+    mapped: mmap.mmap  # the whole file: nothing is read until touched
 
     def packed_rows(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The bytes of a tensor as stored, one row of numbers (its last dimension) per row; a view."""
         tensor = self.tensors[name]
-        rows = math.prod(tensor.shape[:-1])
-        return self.data[tensor.offset : tensor.offset + tensor.num_bytes].reshape(rows, -1)
+        data = np.frombuffer(self.mapped, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
+        return data.reshape(math.prod(tensor.shape[:-1]), -1)
 
 
 def read_gguf(path: Path) -> GGUFFile:
@@ -170,7 +170,7 @@ class _Header:
             self.fail(f"it is one of {metadata['split.count']} pieces; join them into one file first")
         infos = [self.tensor_info() for _ in range(num_tensors)]
         tensors = self.place(infos, self.alignment(metadata))
-        return GGUFFile(self.path, metadata, tensors, np.frombuffer(self.mapped, dtype=np.uint8))
+        return GGUFFile(self.path, metadata, tensors, self.mapped)
 
     def fail(self, reason: str) -> NoReturn:
         raise CheckpointError(f"{self.path} cannot be loaded: {reason}")

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from infer.errors import CheckpointError
-from infer.loader.checkpoint import QuantizedRows, StoredTensor
+from infer.loader.checkpoint import QuantizedRows, StoredTensor, forget_pages
 from infer.loader.gguf import GGUFFile, GGUFTensor
 from infer.loader.gguf_config import ROPE_FACTORS, Keys
 from infer.loader.gguf_quants import SUPPORTED, dequantize, dequantize_into, integer_groups
@@ -123,6 +123,7 @@ class PackedTensor:
         if self.num_heads:
             packed = _restore_order(packed, self.num_heads)
         dequantize_into(out.T if self.transposed else out, packed, self.stored.kind)
+        self._forget()
 
     def chunks(self, num_rows: int) -> Iterator[torch.Tensor | QuantizedRows]:
         """The rows of a matrix: their integers where the format is one scale for 32, else float32."""
@@ -133,10 +134,16 @@ class PackedTensor:
         for rows in torch.split(packed, num_rows):
             groups = integer_groups(rows, self.stored.kind)
             yield dequantize(rows, self.stored.kind) if groups is None else QuantizedRows(*groups)
+        self._forget()
 
     def matrix(self, index: int) -> StoredTensor:
         """One matrix of a stack."""
         return replace(self, index=index)
+
+    def _forget(self) -> None:
+        """What was read need not stay in memory beside what was made of it."""
+        start = self.stored.offset + (self.index or 0) * self.num_bytes
+        forget_pages(self.file.mapped, start, start + self.num_bytes)
 
     def _packed_rows(self) -> torch.Tensor:
         packed = torch.from_numpy(self.file.packed_rows(self.stored.name))
