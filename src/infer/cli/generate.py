@@ -227,7 +227,7 @@ def recording(
 ) -> AbstractContextManager[EngineObserver | None]:
     """Whoever writes the run down to `path`, and closes the file at the end; nobody without a path.
 
-    A run cannot be repeated once its record is gone, so a file that holds something stays unless told otherwise.
+    A run cannot be had again once its record is gone, so a file that holds something is not replaced unasked.
     """
     if path is None:
         return nullcontext()

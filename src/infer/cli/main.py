@@ -55,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `infer` with these arguments (default: those of the process) and return its exit code."""
+    _replace_closed_streams()
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.run is None:
@@ -85,6 +86,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         _silence_stdout()
         print(f"infer: error: cannot write the answer: {error.strerror}", file=sys.stderr)
         return 2
+
+
+def _replace_closed_streams() -> None:
+    """Whoever starts us with a standard stream closed (`>&-`) wants to hear or to say nothing there."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (for as long as we run)
 
 
 def _silence_stdout() -> None:

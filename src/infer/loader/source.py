@@ -80,6 +80,10 @@ def _local(path: Path) -> ModelSource:
     if path.is_dir():
         name = path.resolve().name or str(path)
         return ModelSource(path=_checked_directory(path, str(path)), name=name, is_gguf=False)
+    if not path.is_file():  # to read from a pipe would mean to wait for whoever writes to it
+        raise ModelSourceError(
+            f"{path} is a pipe, a socket or a device; give a model directory or a GGUF file"
+        )
     return ModelSource(path=_checked_gguf(path), name=path.stem, is_gguf=True)
 
 

@@ -120,6 +120,22 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_streams_that_were_closed_by_who_started_us_are_no_error() -> None:
+    """`infer ... <&- >&- 2>&-`: Python then has None in the place of each."""
+    script = (
+        "import sys\n"
+        "from infer.cli import fetch, main\n"
+        "from infer.cli.answer import notice, write_out\n"
+        "fetch.run = lambda args: len(sys.stdin.read()) or write_out('text') or notice('text') or 0\n"
+        "sys.exit(main.main(['fetch']))"
+    )
+
+    def close_all() -> None:
+        os.closerange(0, 3)
+
+    assert subprocess.run([sys.executable, "-c", script], preexec_fn=close_all).returncode == 0
+
+
 def test_a_letter_the_terminal_cannot_show_does_not_end_the_program(
     infer: Infer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

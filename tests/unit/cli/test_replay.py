@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,29 @@ def test_an_impossible_replay_is_refused_in_one_line(
     assert outcome.code == 2
     assert outcome.err.startswith(f"infer: error: {message}")
     assert outcome.err.count("\n") == 1
+
+
+def test_a_record_that_is_there_is_replaced_only_when_told_to(infer: Infer, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text("precious\n")
+    outcome = infer("generate", "hi", "--record", str(path))
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == (
+        f"infer: error: {path} is there already; record to another name, or replace it with --overwrite\n"
+    )
+    assert outcome.llm.params == [] and path.read_text() == "precious\n"
+    assert infer("generate", "hi", "--record", str(path), "--overwrite").code == 0
+    (tmp_path / "empty").touch()  # as mktemp makes them
+    assert infer("generate", "hi", "--record", str(tmp_path / "empty")).code == 0
+
+
+def test_a_record_is_not_written_into_a_pipe(infer: Infer, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)  # so that to open it would not wait
+    outcome = infer("generate", "hi", "--record", str(tmp_path / "pipe"))
+    os.close(reader)
+    assert outcome.code == 2
+    assert "it is not a plain file" in outcome.err
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_the_model_is_loaded(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,18 @@ def refusal(model: str | None, **knobs: Any) -> str:
     message = str(caught.value)
     assert not message.endswith(".")
     return message
+
+
+def test_a_pipe_or_a_device_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "model.gguf"
+    os.mkfifo(pipe)
+    both_ends = os.open(pipe, os.O_RDWR)
+    os.write(both_ends, b"GGUF rest")  # who would read it need not wait
+    assert refusal(str(pipe)) == (
+        f"{pipe} is a pipe, a socket or a device; give a model directory or a GGUF file"
+    )
+    os.close(both_ends)
+    assert "is a pipe, a socket or a device" in refusal("/dev/zero")
 
 
 def test_a_directory_is_used_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
