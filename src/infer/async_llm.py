@@ -81,7 +81,10 @@ class AsyncLLM(TextModel):
         request_id: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> RequestOutput:
-        """Continue a prompt and return the whole answer; cancelling the call ends the request."""
+        """Continue a prompt and return the whole answer; cancelling the call ends the request.
+
+        Options are those of `RequestOptions`: priority, deadline and cache_salt.
+        """
         return await self._generate(prompt, params, request_id, options, is_chat=False)
 
     def stream(

@@ -17,7 +17,7 @@ import torch
 
 from infer.config import LoadConfig
 from infer.engine.request import Request
-from infer.errors import ConfigError, RequestError
+from infer.errors import ConfigError, RequestError, closest
 from infer.loader.load import LoadedModel, ModelHeaders, check_length, load_model, read_headers
 from infer.loader.source import resolve_model
 from infer.sampling.params import SamplingParams
@@ -131,7 +131,15 @@ def read_token_ids(prompt: object) -> list[int]:
 
 
 def _check_options(options: RequestOptions) -> None:
-    """Refuse options of the wrong type here, where there is somebody to tell."""
+    """Refuse unknown options and those of the wrong type here, where there is somebody to tell."""
+    for name in options:
+        if name in SamplingParams.__dataclass_fields__:
+            raise RequestError(f"{name} belongs to the params: SamplingParams({name}=...)", param=name)
+        if name not in RequestOptions.__annotations__:
+            known = RequestOptions.__annotations__
+            raise RequestError(
+                f"unknown option {name!r}{closest(name, known)}; known: {', '.join(known)}", param=name
+            )
     priority, deadline = options.get("priority", 0), options.get("deadline")
     if not is_token_id(priority):
         raise RequestError(f"priority must be an integer, got {priority!r}", param="priority")

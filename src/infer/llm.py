@@ -111,6 +111,9 @@ class LLM(TextModel):
     ) -> list[RequestOutput]:
         """Continue one prompt or many; text or token ids, one `SamplingParams` for all or one for each.
 
+        How many outputs, of how many tries, with which logprobs: `SamplingParams(n=, best_of=, logprobs=)`.
+        Options are those of `RequestOptions`: priority, deadline and cache_salt, the same for every prompt.
+
         If the engine fails some of several prompts, `BatchFailed` names them and holds the other answers.
         """
         return self._generate(_as_batch(prompts), params, options, show_progress=show_progress)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from infer.config import LoadConfig
+from infer.errors import RequestError
 from infer.front import TextFront, find_headers
 from scripts.make_checkpoint import make_checkpoint
 
@@ -59,3 +61,29 @@ def test_a_model_without_any_template_needs_no_warning(tmp_path: Path) -> None:
     front = front_of(tmp_path / "gpt2")
     assert not front.has_chat_template and not front.ships_chat_template
     assert front.template_warning is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"prioritty": 1},
+            "unknown option 'prioritty'; did you mean 'priority'?; known: priority, deadline, cache_salt",
+        ),
+        ({"temperature": 0.5}, "temperature belongs to the params: SamplingParams(temperature=...)"),
+        ({"n": 2}, "n belongs to the params: SamplingParams(n=...)"),
+        ({"deadline": True}, "deadline must be a number of seconds, got True"),
+    ],
+)
+def test_an_option_that_no_request_has_is_refused_with_the_one_that_was_meant(
+    folder: Path, options: Any, message: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        front_of(folder).make_request([1, 2], None, **options)
+    assert str(caught.value) == message
+    assert caught.value.param in options
+
+
+def test_a_request_has_its_options(folder: Path) -> None:
+    request = front_of(folder).make_request([1, 2], None, priority=-1, deadline=2.5, cache_salt="tenant")
+    assert (request.priority, request.deadline, request.cache_salt) == (-1, 2.5, "tenant")
