@@ -29,6 +29,10 @@ from infer.errors import ConfigError
 CONNECT_S = 10.0
 
 
+class NotReady(ConfigError):
+    """No server is there, or it says that it cannot serve yet: a little later it may."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """Where the server is, and what is sent to it with every request."""
@@ -257,9 +261,10 @@ async def fetch(target: Target, path: str) -> bytes:
             connection = await client.connect()
             return await connection.get(target.message("GET", path))
     except BrokenAnswer as error:
-        raise ConfigError(f"cannot read {target.url}{path}: {error}{_advice(target, error.status)}") from None
+        kind = NotReady if (error.status or 0) >= 500 else ConfigError
+        raise kind(f"cannot read {target.url}{path}: {error}{_advice(target, error.status)}") from None
     except (OSError, TimeoutError) as error:
-        raise ConfigError(
+        raise NotReady(
             f"no server answers at {target.url}: {_reason(error)}; is the server running?"
         ) from None
     finally:

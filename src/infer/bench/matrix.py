@@ -1,6 +1,6 @@
 """What each idea is worth on this machine: switch one on after the other, and look where it should show.
 
-    static -> +continuous -> +paged -> +chunked -> +prefix -> +graphs -> +overlap
+    static -> +continuous -> +paged -> +chunked -> +prefix -> +graphs -> +overlap -> +quant
 
 Each toggle is run on the workload that shows it best and on one that it could hurt, before and after, with
 everything that was switched on before it. The memory is the same for all: as many tokens of KV cache as
@@ -25,7 +25,7 @@ from infer.bench.offline import WARM_UP, run_once, warm_up
 from infer.bench.report import Report, Row, make_report, make_row, skip_row
 from infer.bench.rows import run_rows
 from infer.bench.subject import Subject
-from infer.bench.toggles import BASE, TOGGLES, Look, Toggle
+from infer.bench.toggles import BASE, CPU_MODEL, GPU, TOGGLES, Look, Toggle
 from infer.bench.workloads import make_workload
 from infer.cache.memory import kv_bytes_per_token
 from infer.errors import ConfigError, closest
@@ -44,6 +44,7 @@ class _Bench:
         self._subject = subject
         self._seed, self._repeats, self._tell = seed, repeats, tell
         self._found: dict[tuple[str, str], list[dict[str, float]]] = {}
+        self._forms: dict[str, Subject] = {}
         config = subject.loaded.config
         per_token = kv_bytes_per_token(
             config.num_layers, config.num_kv_heads, config.head_dim, subject.loaded.dtype.itemsize
@@ -54,7 +55,7 @@ class _Bench:
         """The figures of every repeat."""
         key = (stage, name)
         if key not in self._found:
-            subject = self._subject
+            subject = self._in_form(knobs)
             size = {"kv_cache_memory": self.memory, "num_blocks": None, "max_batch_size": MAX_BATCH}
             engine = subject.engine(**(dict(knobs) | size))
             warm_up(engine, subject)
@@ -70,6 +71,12 @@ class _Bench:
             speed = self._found[key][-1].get("output_tokens_per_s", 0.0)
             self._tell(f"{stage} on {name}: {speed:.1f} tok/s")
         return self._found[key]
+
+    def _in_form(self, knobs: Mapping[str, Any]) -> Subject:
+        form = knobs.get("cpu_weights", self._subject.weights)
+        if form not in self._forms:
+            self._forms[form] = self._subject.in_form(form)
+        return self._forms[form]
 
     def row(self, toggle: Toggle, look: Look, before: _Stage, after: _Stage) -> Row:
         """One toggle on one workload."""
@@ -97,15 +104,17 @@ def bench_matrix(
     stage = _Stage("static", BASE)
     jobs: dict[str, Callable[[], Row]] = {}
     for toggle in TOGGLES:
-        is_possible = subject.device.type == "cuda" or not toggle.needs_gpu
-        after = _Stage(f"+{toggle.name}", {**stage.knobs, **toggle.knobs}) if is_possible else stage
+        reason = toggle.needs if toggle.needs not in ("", *_has(subject)) else ""
+        before = stage
+        if toggle.without:
+            before = _Stage(f"{stage.name} without {toggle.name}", {**stage.knobs, **toggle.without})
+        after = _Stage(f"+{toggle.name}", {**stage.knobs, **toggle.knobs})
         for look in (toggle.best, toggle.risk):
-            if is_possible and (not only or toggle.name in only):
-                jobs[_name(toggle, look)] = partial(bench.row, toggle, look, stage, after)
-            else:
-                reason = "not asked for" if is_possible else "needs a GPU"
-                jobs[_name(toggle, look)] = partial(_skipped, toggle, look, reason)
-        stage = after
+            job: Callable[[], Row] = partial(bench.row, toggle, look, before, after)
+            if reason or (only and toggle.name not in only):
+                job = partial(_skipped, toggle, look, reason or "not asked for")
+            jobs[_name(toggle, look)] = job
+        stage = stage if reason else after
     rows, is_partial = run_rows(jobs)
     return make_report(
         "matrix",
@@ -119,6 +128,13 @@ def bench_matrix(
         warmup=WARM_UP,
         is_partial=is_partial,
     )
+
+
+def _has(subject: Subject) -> list[str]:
+    """Which needs of toggles are met here."""
+    if subject.device.type == "cuda":
+        return [GPU]
+    return [] if subject.is_random else [CPU_MODEL]
 
 
 def _name(toggle: Toggle, look: Look) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from infer.bench.floors import best_seconds, measure_ceilings
-from infer.bench.report import Report, Row, make_report, make_row, skip_row
+from infer.bench.report import Report, Row, make_report, make_row
 from infer.bench.rows import measure_row, run_rows
 from infer.bench.subject import Subject
 from infer.bench.virtual import run_virtual
@@ -203,11 +203,8 @@ def bench_startup(*, model: str | None, repeats: int, tell: Tell) -> Report:
             tell(f"{name}: {seconds:.2f} s")
             return {"seconds": seconds}
 
-        try:
-            first_byte_s(command)  # so that its files are in memory
-            return measure_row(name, about, repeats, run)
-        except EngineError as error:
-            return skip_row(name, about, f"failed: {error}")
+        first_byte_s(command)  # so that its files are in memory
+        return measure_row(name, about, repeats, run)
 
     rows, is_partial = run_rows({name: partial(row, name, *job) for name, job in commands.items()})
     return make_report(

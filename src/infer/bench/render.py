@@ -62,6 +62,7 @@ SHOWN: dict[str, tuple[tuple[str, ...], ...]] = {
         ),
     ),
 }
+SHORT = 24  # letters of a reason that a cell can hold; a longer one stands below the table
 NOT_TOLD = {"queue_mean_s": "not told"}  # of a server: only its own metrics can say
 
 
@@ -97,7 +98,7 @@ def table_of(report: Report, names: Sequence[str]) -> list[list[str]]:
     for row in report.rows:
         cells = [cell_of(row, name) for name in names]
         if row.skipped:
-            cells = [row.skipped, *[""] * (len(names) - 1)]
+            cells = [row.skipped if len(row.skipped) <= SHORT else "not measured", *[""] * (len(names) - 1)]
         rows.append([row.name, *cells])
     return rows
 
@@ -129,9 +130,15 @@ def markdown_table(report: Report) -> str:
 
 def explanations(report: Report) -> str:
     """A list of what must be said in words: a sentence for each row that has one, then what holds for all."""
-    lines = [f"- `{row.name}`: {row.note}" for row in report.rows if row.note]
+    lines = [f"- `{name}`: {sentence}" for name, sentence in sentences(report)]
     lines += [f"- {note}" for note in report.notes]
     return "".join(f"{line}\n" for line in lines)
+
+
+def sentences(report: Report) -> list[tuple[str, str]]:
+    """Rows with a note, or with a reason for being skipped that has no room in the table."""
+    said = [(row.name, row.note or (row.skipped if len(row.skipped) > SHORT else "")) for row in report.rows]
+    return [(name, sentence) for name, sentence in said if sentence]
 
 
 def provenance(report: Report) -> str:
@@ -173,7 +180,7 @@ def terminal(report: Report) -> str:
         table = table_of(report, names)
         upright, lying = align(table), align(transpose(table))
         lines += [*min(upright, lying, key=lambda made: max(map(len, made))), ""]
-    notes = [f"{row.name}: {row.note}" for row in report.rows if row.note] + list(report.notes)
+    notes = [f"{name}: {sentence}" for name, sentence in sentences(report)] + list(report.notes)
     return "\n".join([*lines, *notes]).rstrip("\n") + "\n"
 
 

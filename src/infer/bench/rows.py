@@ -4,6 +4,7 @@
     measure_row   repeat ──► repeat ──► repeat ✗        what is complete is kept, and the row says how much
 
 A repeat that was cut short is dropped: half a workload has another load, and its figures would be of that.
+A row that cannot be measured is skipped with its reason and the others go on; it is an error if all fail.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from infer.bench.report import Row, make_row, skip_row
+from infer.errors import InferError
 
 INTERRUPTED = "interrupted"
 
@@ -27,13 +29,20 @@ class Interrupted(KeyboardInterrupt):
 def run_rows(jobs: Mapping[str, Callable[[], Row]]) -> tuple[list[Row], bool]:
     """The row of every job by its name, and whether it is less than all because of Ctrl-C."""
     rows: list[Row] = []
+    errors: list[InferError] = []
     try:
-        for measure in jobs.values():
-            rows.append(measure())
+        for name, measure in jobs.items():
+            try:
+                rows.append(measure())
+            except InferError as error:
+                errors.append(error)
+                rows.append(skip_row(name, "", f"failed: {error}"))
     except KeyboardInterrupt as stop:
         rows += [stop.row] if isinstance(stop, Interrupted) else []
         rows += [skip_row(name, "", INTERRUPTED) for name in list(jobs)[len(rows) :]]
         return rows, True
+    if errors and not any(row.figures for row in rows):
+        raise errors[0]
     return rows, False
 
 

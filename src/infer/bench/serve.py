@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any
 
 from infer.bench import scrape
 from infer.bench.adapt import fit, vary
-from infer.bench.load import LoadResult, Target, fetch
+from infer.bench.load import LoadResult, NotReady, Target, fetch
 from infer.bench.metrics import Slo, summarise
 from infer.bench.processes import run_load
 from infer.bench.report import Report, Row, make_report
@@ -34,6 +35,7 @@ from infer.log import progress
 
 BUSY_CLIENT = 0.8  # of a core: from here on the client may be what is measured
 LATE_S = 0.05
+POLL_S = 0.2
 LEAST_VOCAB = 100  # a server that refuses ids below it takes none at all
 
 
@@ -49,6 +51,7 @@ class Plan:
     as_text: bool = False  # words instead of token ids
     processes: int | None = None
     slo: Slo = field(default_factory=Slo)
+    wait_s: float = 0.0  # for the server to be ready
     note: str = ""  # for the report: what the server does not tell
 
 
@@ -62,10 +65,11 @@ class Served:
     config: dict[str, Any]
 
 
-def ask_server(target: Target) -> Served:
-    """The model to ask for, and how the server is set up as far as it tells."""
+def ask_server(target: Target, *, wait_s: float = 0.0) -> Served:
+    """The model to ask for, and what the server tells of itself; it may take `wait_s` to start."""
+    page = _wait_for(target, "/v1/models", wait_s)
     try:
-        cards = json.loads(asyncio.run(fetch(target, "/v1/models")))["data"]
+        cards = json.loads(page)["data"]
         names = [str(card["id"]) for card in cards]
         lengths = [card.get("max_model_len") for card in cards]
     except (ValueError, LookupError, TypeError, AttributeError):
@@ -85,9 +89,20 @@ def ask_server(target: Target) -> Served:
     )
 
 
+def _wait_for(target: Target, path: str, wait_s: float) -> bytes:
+    gives_up = time.monotonic() + wait_s
+    while True:
+        try:
+            return asyncio.run(fetch(target, path))
+        except NotReady:
+            if time.monotonic() >= gives_up:
+                raise
+            time.sleep(POLL_S)
+
+
 def bench_server(target: Target, plan: Plan, *, tell: Callable[[str], None] = lambda line: None) -> Report:
     """Run every workload and report; `tell` gets a line for each repeat as it ends."""
-    served = ask_server(target)
+    served = ask_server(target, wait_s=plan.wait_s)
     target = replace(target, model=served.model)
     notes: list[str] = []
     plan = _with_ids(target, plan, notes)

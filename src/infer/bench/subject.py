@@ -50,6 +50,15 @@ class Subject:
 
     loaded: LoadedModel
     config: EngineConfig
+    is_random: bool = False  # weights out of thin air, which have no other form
+
+    def in_form(self, cpu_weights: str) -> Subject:
+        """The same model with its weights in another form, loaded anew; the same one if they are in it."""
+        if self.weights == cpu_weights:
+            return self
+        assert not self.is_random
+        config = EngineConfig.from_knobs(**(self.config.knobs() | {"cpu_weights": cpu_weights}))
+        return Subject(loaded=open_model(config.load, show_progress=True)[1], config=config)
 
     def engine(self, **knobs: Any) -> Engine:
         """A fresh engine with these knobs over the others."""
@@ -133,12 +142,12 @@ def open_subject(
     }
     if model_config is not None:
         directory = model_config.parent if model_config.name == "config.json" else model_config
-        return Subject(loaded=load_random(directory, **options), config=config)
+        return Subject(loaded=load_random(directory, **options), config=config, is_random=True)
     if is_tiny:
         with tempfile.TemporaryDirectory() as made:
             directory = Path(made) / "tiny"
             directory.mkdir()
             (directory / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
-            return Subject(loaded=load_random(directory, **options), config=config)
+            return Subject(loaded=load_random(directory, **options), config=config, is_random=True)
     _, loaded = open_model(config.load, show_progress=True)
     return Subject(loaded=loaded, config=config)

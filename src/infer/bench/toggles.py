@@ -7,8 +7,11 @@ what it means if it did not (`unless`), and what it costs where it cannot help (
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+GPU = "needs a GPU"
+CPU_MODEL = "needs a model on a CPU"
 
 
 class Look(NamedTuple):
@@ -29,7 +32,8 @@ class Toggle:
     why: str  # it helps
     unless: str  # what is so where it ought to help and does not
     price: str  # what it does where it cannot help
-    needs_gpu: bool = False
+    without: Mapping[str, Any] = field(default_factory=dict)  # knobs of its own "before", where not BASE's
+    needs: str = ""  # a GPU, or a model on a CPU
 
 
 BASE: Mapping[str, Any] = {
@@ -87,7 +91,7 @@ TOGGLES = (
         why="a decode step is launched as one graph, so Python no longer sets the pace",
         unless="the GPU takes longer for a step than Python does to launch it",
         price="a large batch keeps the GPU busy while Python launches, and padding costs a little",
-        needs_gpu=True,
+        needs=GPU,
     ),
     Toggle(
         name="overlap",
@@ -97,6 +101,17 @@ TOGGLES = (
         why="the next step is planned while the GPU computes this one",
         unless="a plan takes so little time that hiding it changes nothing",
         price="there is little to plan for one sequence",
-        needs_gpu=True,
+        needs=GPU,
+    ),
+    Toggle(
+        name="quant",
+        knobs={"cpu_weights": "int8"},
+        without={"cpu_weights": "fp32"},  # all above run in the form the model was loaded in
+        best=Look("b1_256_256", "output_tokens_per_s"),
+        risk=Look("prefill_8x4096", "ttft_p50_s"),
+        why="a step reads every weight, and they are a quarter of the bytes",
+        unless="reading the weights is not what takes the time here",
+        price="a prompt is limited by its multiplications and not by reading weights",
+        needs=CPU_MODEL,
     ),
 )

@@ -17,7 +17,7 @@ from infer.cli.bench_report import WORKLOADS, add_output, finish, natural, new_b
 
 EXAMPLES = """\
 examples:
-  infer bench serve --url http://127.0.0.1:8000 --workload all --seed 42
+  infer bench serve --url http://127.0.0.1:8000 --workload all --seed 42 --wait 60
   infer bench serve --url http://127.0.0.1:8000 --workload w2_mixed:64,chat_serving:mid --repeats 3
   infer bench offline --workload nano256 --model-config llama-3.2-1b/
   infer bench matrix --out matrix.json
@@ -73,6 +73,9 @@ def _add_serve(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     add_output(group, repeats=1)
     group = parser.add_argument_group("how to ask")
+    group.add_argument(
+        "--wait", metavar="S", type=float, default=0.0, help="seconds for the server to start (default: 0)"
+    )
     group.add_argument(
         "--slo",
         metavar="LIMITS",
@@ -132,6 +135,7 @@ def _serve(args: argparse.Namespace) -> int:
         as_text=args.text,
         processes=args.processes,
         slo=read_slo(args.slo),
+        wait_s=args.wait,
         note=args.note,
     )
     return finish(args, bench_server(target, plan, tell=notice))

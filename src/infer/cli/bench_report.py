@@ -82,6 +82,7 @@ def finish(args: argparse.Namespace, report: Report) -> int:
         path.with_suffix(".md").write_text(to_markdown(report), encoding="utf-8")
         notice(f"wrote {path} and {path.with_suffix('.md').name}")
     has_errors = any(row.figures["num_errors"].high for row in report.rows if "num_errors" in row.figures)
+    has_errors |= any(row.skipped.startswith("failed") for row in report.rows)
     return INTERRUPTED if report.is_partial else 1 if has_errors else 0
 
 

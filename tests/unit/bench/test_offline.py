@@ -28,7 +28,8 @@ from infer.bench.matrix import _sentence as sentence_of
 from infer.bench.micro import bench_attention, bench_memory
 from infer.bench.offline import batch, bench_decode, bench_latency, bench_offline, bench_prefill, run_once
 from infer.bench.render import provenance
-from infer.bench.report import write_report
+from infer.bench.report import Row, make_row, write_report
+from infer.bench.rows import run_rows
 from infer.bench.subject import TINY, Subject, open_subject
 from infer.bench.workloads import SERVING, Arrival, Session, Turn, Workload, make_workload
 from infer.errors import ConfigError, EngineError
@@ -139,6 +140,7 @@ def test_the_matrix_explains_every_row(subject: Subject) -> None:
     rows = {row.name: row for row in report.rows}
     assert len(rows) == 2 * len(TOGGLES)
     assert rows["+graphs b1_256_256"].skipped == "needs a GPU"
+    assert rows["+quant b1_256_256"].skipped == "needs a model on a CPU"
     assert rows["+continuous baseline"].skipped == "not asked for"
     assert [name for name, _ in speed_ups(report)] == ["+paged paged_attention", "+paged w1_single"]
     for name in ("+paged paged_attention", "+paged w1_single"):
@@ -229,6 +231,36 @@ def test_ctrl_c_keeps_what_was_measured(subject: Subject, monkeypatch: pytest.Mo
     assert len(second.figures["ttft_p50_s"].values) == 1
     assert second.note == "interrupted after 1 of 2 repeats"
     assert third.skipped == "interrupted"
+
+
+def test_a_row_that_fails_does_not_take_the_others_with_it() -> None:
+    def fail() -> Row:
+        raise ConfigError("no room")
+
+    good = make_row("good", "", [{"seconds": 1.0}])
+    rows, is_partial = run_rows({"bad": fail, "good": lambda: good})
+    assert (rows[0].skipped, rows[1], is_partial) == ("failed: no room", good, False)
+    with pytest.raises(ConfigError, match="no room"):
+        run_rows({"bad": fail, "worse": fail})
+
+
+def test_weights_in_another_form_are_compared_with_plain_ones(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the tiny model came from a file: the same one is loaded in both forms."""
+    assert subject.in_form("fp32") is subject  # which it has already
+    forms: list[str] = []
+
+    def in_form(self: Subject, cpu_weights: str) -> Subject:
+        forms.append(cpu_weights)
+        return self
+
+    monkeypatch.setattr(Subject, "in_form", in_form)
+    real = dataclasses.replace(subject, is_random=False)
+    rows = bench_matrix(real, seed=1, repeats=1, tell=quiet, only=["quant"]).rows
+    assert forms == ["fp32", "int8"]
+    measured = [row.name for row in rows if row.figures]
+    assert measured == ["+quant b1_256_256", "+quant prefill_8x4096"]
 
 
 def test_random_weights_have_no_other_form(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from infer.bench.metrics import Slo
 from infer.bench.processes import num_processes, run_load, split
 from infer.bench.render import terminal
 from infer.bench.report import read_report, write_report
-from infer.bench.serve import Plan, bench_server
+from infer.bench.serve import Plan, ask_server, bench_server
 from infer.bench.workloads import Arrival, Session, Turn, Workload, make_workload, read_names
 from infer.errors import ConfigError
 from tests.unit.bench.fake_server import FakeServer, Script, Wire, steady
@@ -199,6 +199,28 @@ def test_a_server_that_will_not_do_is_explained(
     server.pages[b"/v1/models"] = page
     with pytest.raises(ConfigError, match=message):
         bench_server(Target(url=server.url, api_key=key), Plan(workloads=["baseline"]))
+
+
+def test_a_server_that_is_starting_is_waited_for(
+    server: ThreadServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready, slept = server.pages[b"/v1/models"], []
+    server.pages[b"/v1/models"] = (503, "starting")
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            server.pages[b"/v1/models"] = ready
+
+    monkeypatch.setattr("infer.bench.serve.time.sleep", sleep)
+    with pytest.raises(ConfigError, match="HTTP 503: starting"):
+        ask_server(Target(url=server.url))
+    assert not slept
+    assert ask_server(Target(url=server.url), wait_s=60).model == "m"
+    assert len(slept) == 3
+    server.pages[b"/v1/models"] = (401, "{}")
+    with pytest.raises(ConfigError, match="--api-key"):  # which waiting does not change
+        ask_server(Target(url=server.url), wait_s=60)
 
 
 def test_ctrl_c_leaves_a_partial_report(tmp_path: Path) -> None:

@@ -108,14 +108,15 @@ def test_a_command_that_fails_is_not_timed(
 
     def fail(command: list[str]) -> float:
         if "generate" in command:
-            raise EngineError("no such model")
+            raise EngineError("no such model here")
         return 0.1
 
     monkeypatch.setattr("infer.bench.micro.first_byte_s", fail)
     outcome = infer("bench", "startup", "--out", str(tmp_path / "s.json"))
-    assert outcome.code == 0, outcome.err
+    assert outcome.code == 1
+    assert "first token: failed: no such model" in outcome.out
     assert {row.name: row.skipped for row in read_report(tmp_path / "s.json").rows}["first token"] == (
-        "failed: no such model"
+        "failed: no such model here"
     )
 
 
