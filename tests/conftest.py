@@ -6,6 +6,8 @@ user's own configuration counts.
 
 Property tests draw the same examples in every run, so that a failure is of the change and not of the
 day; `pytest --hypothesis-profile=default` draws fresh ones.
+
+`checkpoint` is the one tiny model of whoever needs any: a Llama with random weights, to be read only.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -46,3 +49,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "integration" in item.path.parts:
             # Other people's clients leave sockets and loops to the garbage collector, which runs whenever.
             item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from scripts.make_checkpoint import make_checkpoint
+
+    directory: Path = tmp_path_factory.mktemp("tiny") / "llama"
+    make_checkpoint("llama", directory)
+    return str(directory)

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
 from infer import LLM, AsyncLLM, SamplingParams
 from infer.errors import RequestError
-from scripts.make_checkpoint import make_checkpoint
 
 PROMPTS = [f"the {word} of the story is" for word in ("end", "start", "middle", "point", "moral")]
 KNOBS = {"dtype": "float32", "num_blocks": 64, "block_size": 4, "num_threads": 1}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory: Path = tmp_path_factory.mktemp("tiny") / "llama"
-    make_checkpoint("llama", directory)
-    return str(directory)
 
 
 def test_many_callers_get_what_they_would_get_alone(checkpoint: str) -> None:

@@ -26,7 +26,6 @@ from infer.engine.process_client import ProcessClient
 from infer.engine.request import Request
 from infer.engine.supervisor import RestartPolicy
 from infer.errors import CheckpointError, ConfigError, EngineError, EngineStopped, QueueFull, RequestError
-from scripts.make_checkpoint import make_checkpoint
 from tests.support.faulty_engine import CRASH, FORKED, RAISE, STUCK
 from tests.support.oracle import VOCAB_SIZE, expected_output
 
@@ -98,13 +97,6 @@ def run(main: Awaitable[None]) -> None:
             await main
 
     asyncio.run(bounded())
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory: Path = tmp_path_factory.mktemp("tiny") / "llama"
-    make_checkpoint("llama", directory)
-    return str(directory)
 
 
 # -- the same answers -----------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,18 +13,10 @@ import torch
 from infer import LLM, AsyncLLM, SamplingParams
 from infer.engine.request import Request, StepOutput
 from infer.errors import BatchFailed, ContextOverflow, DeviceLost, RequestError
-from scripts.make_checkpoint import make_checkpoint
 
 KNOBS: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "block_size": 4, "num_threads": 1}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 IDS = [300, 301, 302]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory: Path = tmp_path_factory.mktemp("tiny") / "llama"
-    make_checkpoint("llama", directory)
-    return str(directory)
 
 
 @pytest.fixture(scope="module")

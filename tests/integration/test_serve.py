@@ -18,7 +18,6 @@ import pytest
 
 from infer.llm import LLM
 from infer.sampling.params import SamplingParams
-from scripts.make_checkpoint import make_checkpoint
 from tests.support.server_process import (
     ServerProcess,
     command,
@@ -30,13 +29,6 @@ from tests.support.server_process import (
 
 LENGTH = 200
 GREEDY = {"temperature": 0, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory = tmp_path_factory.mktemp("serve") / "llama"
-    make_checkpoint("llama", directory)
-    return str(directory)
 
 
 @pytest.fixture(scope="module")

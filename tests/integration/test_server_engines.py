@@ -14,18 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
-from scripts.make_checkpoint import make_checkpoint
 from tests.support.faulty_server import CRASH, MAX_RESTARTS, STUCK, THIS
 from tests.support.server_process import ServerProcess, is_alive, start_server, wait_until
 
 STUCK_S = 1.5
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory = tmp_path_factory.mktemp("engines") / "llama"
-    make_checkpoint("llama", directory)
-    return str(directory)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -28,7 +27,6 @@ from infer.sampling.params import SamplingParams
 from infer.server.app import build_app
 from infer.server.connection import MAX_HEAD_BYTES, GuardedConnection
 from infer.server.state import ServedModel, ServerState
-from scripts.make_checkpoint import make_checkpoint
 from tests.support.server_process import wait_until
 
 JSON = {"content-type": "application/json"}
@@ -64,13 +62,6 @@ class Live:
         stats = self.engine.stats()
         busy = stats.num_running + stats.num_waiting + stats.num_used_blocks + self.state.num_active
         return busy == 0
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory: Path = tmp_path_factory.mktemp("faults") / "llama"
-    make_checkpoint("llama", directory)
-    return str(directory)
 
 
 @pytest.fixture(scope="module")

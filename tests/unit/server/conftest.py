@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,17 +13,9 @@ from infer.engine.build import build_engine
 from infer.engine.client import InProcessClient
 from infer.front import open_model
 from infer.llm import LLM
-from scripts.make_checkpoint import make_checkpoint
 from tests.support.wire import Wire, make_state
 
 KNOBS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "num_blocks": 256, "block_size": 4}
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory: Path = tmp_path_factory.mktemp("served") / "llama"
-    make_checkpoint("llama", directory)
-    return str(directory)
 
 
 @pytest.fixture(scope="session")
