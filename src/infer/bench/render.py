@@ -230,19 +230,23 @@ def comparison_table(found: Comparison, *, shows_all: bool = False) -> str:
     return "\n".join([*lines, ", ".join(counts)]) + "\n"
 
 
-def bars(pairs: Sequence[tuple[str, float]], *, unit: str = "", width: int = 40) -> str:
-    """A bar chart made of characters; a logarithmic one where the values are far apart."""
+def ratio_bars(pairs: Sequence[tuple[str, float]], *, width: int = 48) -> str:
+    """Ratios as bars made of characters, on a logarithmic scale: to the right of the line better, left worse.
+
+    Twice as fast and half as fast are equally far from the line, which is at 1.
+    """
     if not pairs:
         return ""
-    values = [value for _, value in pairs]
-    is_log = max(values) > 20 * min(values)
-    lengths = [math.log1p(value) if is_log else value for value in values]
-    longest, most = max(len(label) for label, _ in pairs), max(lengths) or 1.0
-    lines = [
-        f"{label.ljust(longest)}  {'█' * max(1, round(width * length / most))} {value:.3g}{unit}\n"
-        for (label, value), length in zip(pairs, lengths, strict=True)
-    ]
-    return "".join(lines) + ("(logarithmic)\n" if is_log else "")
+    logs = [math.log(max(value, 1e-9)) for _, value in pairs]
+    left, right = max(0.0, -min(logs)), max(0.0, max(logs))
+    per_unit = width / ((left + right) or 1.0)
+    margin, longest = math.ceil(left * per_unit), max(len(label) for label, _ in pairs)
+    lines = []
+    for (label, value), log in zip(pairs, logs, strict=True):
+        bar = "█" * round(abs(log) * per_unit)
+        drawn = f"{bar.rjust(margin)}│" if log < 0 else f"{' ' * margin}│{bar}"
+        lines.append(f"{label.ljust(longest)}  {drawn} {value:.3g}x\n")
+    return "".join(lines)
 
 
 def can_draw() -> bool:
@@ -250,19 +254,24 @@ def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def write_png(title: str, pairs: Sequence[tuple[str, float]], path: Path, *, unit: str = "") -> None:
+def write_png(title: str, pairs: Sequence[tuple[str, float]], path: Path) -> None:
     """The same as a picture, in the format that the name ends in."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(pairs) + 1))
-    axes.barh([label for label, _ in pairs], [value for _, value in pairs])
-    axes.axvline(1.0, color="black", linewidth=0.8)  # left of it: worse
+    figure, axes = pyplot.subplots(figsize=(9, 0.5 * len(pairs) + 1))
+    labels, values = [label for label, _ in pairs], [value for _, value in pairs]
+    colors = ["tab:green" if value >= 1 else "tab:red" for value in values]
+    drawn = axes.barh(labels, [value - 1 for value in values], left=1.0, color=colors)
+    axes.bar_label(drawn, labels=[f"{value:.3g}x" for value in values], padding=3)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}x")
+    axes.margins(x=0.15)
+    axes.axvline(1.0, color="black", linewidth=0.8)
     axes.invert_yaxis()
     axes.set_title(title)
-    axes.set_xlabel(unit)
     figure.tight_layout()
     try:
         figure.savefig(path)

@@ -142,13 +142,13 @@ def _memory(args: argparse.Namespace, subject: Subject) -> Report:
 
 def _matrix(args: argparse.Namespace, subject: Subject) -> Report:
     from infer.bench.matrix import bench_matrix, speed_ups
-    from infer.bench.render import bars, write_png
+    from infer.bench.render import ratio_bars, write_png
 
     only = args.only.split(",") if args.only else ()
     report = bench_matrix(subject, seed=args.seed, repeats=args.repeats, tell=notice, only=only)
     if chart := speed_ups(report):
-        write_out(bars(chart, unit="x") + "\n")
+        write_out(ratio_bars(chart) + "\n")
         if args.png is not None:
-            write_png("what each idea is worth", chart, args.png, unit="speed-up")
+            write_png("what each idea is worth", chart, args.png)
             notice(f"drew {args.png}")
     return report

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from infer.bench.compare import compare
-from infer.bench.render import cell, markdown_table, to_markdown
+from infer.bench.render import cell, markdown_table, ratio_bars, to_markdown
 from infer.bench.report import (
     Report,
     command_line,
@@ -189,3 +189,9 @@ def test_other_engines_results_are_read_too(tmp_path: Path) -> None:
     path.write_text(json.dumps({"engine": "other", "w": 5}))
     with pytest.raises(ConfigError, match="no results that are understood"):
         read_report(path)
+
+
+def test_ratios_are_drawn_on_both_sides_of_one() -> None:
+    lines = ratio_bars([("a", 4.0), ("half", 0.5), ("none", 1.0)], width=6).splitlines()
+    assert lines == ["a       │████ 4x", "half  ██│ 0.5x", "none    │ 1x"]
+    assert ratio_bars([]) == "" and ratio_bars([("none", 1.0)]) == "none  │ 1x\n"
