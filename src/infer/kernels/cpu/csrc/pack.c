@@ -61,48 +61,61 @@ static void put_group(const pack_args *a, int64_t row, int64_t g, int64_t groups
     }
 }
 
-static int clamp(long q, int low, int high) { return q < low ? low : q > high ? high : (int)q; }
-
-static float divide_by_scale(const float *w, float scale, int low, int high, int8_t *q) {
-    float inverse = scale != 0.0f ? 1.0f / scale : 0.0f, error = 0.0f;
+/* Every loop over a group is written so that a compiler finds nothing in it that must stay in order: packing
+ * a model is minutes of this. */
+static void divide(const float *w, float scale, float low, float high, float *q) {
+    float inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
     for (int k = 0; k < GROUP; k++) {
         float exact = w[k] * inverse;
-        exact = exact < -1000.0f ? -1000.0f : exact > 1000.0f ? 1000.0f : exact == exact ? exact : 0.0f;
-        q[k] = (int8_t)clamp((long)rintf(exact), low, high);
-        float off = w[k] - scale * (float)q[k];
-        error += off * off;
+        exact = exact < low ? low : exact;
+        q[k] = rintf(exact > high ? high : exact);
     }
-    return error;
 }
 
-/* The scale and the integers of 32 weights. A group with a NaN gets the scale NaN, so nothing hides it. */
-static uint16_t quantize_group(const float *w, int64_t bits, int8_t *q) {
-    float peak = 0.0f, signed_peak = 0.0f, probe = 0.0f;
+static float squared_error(const float *w, float scale, const float *q) {
+    float squares[GROUP];
     for (int k = 0; k < GROUP; k++) {
-        probe += w[k] * 0.0f;
-        if (fabsf(w[k]) > peak) peak = fabsf(w[k]), signed_peak = w[k];
+        float off = w[k] - scale * q[k];
+        squares[k] = off * off;
     }
-    if (probe != 0.0f) {
-        memset(q, 1, GROUP);
+    for (int k = 0; k < GROUP / 2; k++) squares[k] += squares[k + GROUP / 2];
+    for (int k = 0; k < GROUP / 4; k++) squares[k] += squares[k + GROUP / 4];
+    return ((squares[0] + squares[1]) + (squares[2] + squares[3])) +
+           ((squares[4] + squares[5]) + (squares[6] + squares[7]));
+}
+
+/* The scale and the integers of 32 weights. A group with a NaN or an infinity gets the scale NaN, so nothing
+ * hides it. Floats without their sign are in the order of their bits, so the peak is found among integers. */
+static uint16_t quantize_group(const float *w, int64_t bits, int8_t *out) {
+    int32_t raw[GROUP], peak_bits = 0, highest_bits = 0;
+    memcpy(raw, w, sizeof(raw));
+    for (int k = 0; k < GROUP; k++) {
+        int32_t magnitude = raw[k] & 0x7fffffff;
+        peak_bits = magnitude > peak_bits ? magnitude : peak_bits;
+        highest_bits = raw[k] > highest_bits ? raw[k] : highest_bits;
+    }
+    if (peak_bits >= 0x7f800000) {
+        memset(out, 1, GROUP);
         return 0x7e00u;
     }
-    if (bits == 8) {
-        uint16_t d = float_to_half(peak / 127.0f);
-        divide_by_scale(w, half_to_float(d), -127, 127, q);
-        return d;
-    }
-    /* 4 bits: the largest weight becomes -8, and a few smaller scales are tried for a smaller error. */
+    float peak, q[GROUP];
+    memcpy(&peak, &peak_bits, 4);
     uint16_t best = 0;
-    float best_error = INFINITY;
-    int8_t trial[GROUP];
-    for (int step = 0; step <= 8; step++) {
-        uint16_t d = float_to_half(signed_peak / (-8.0f + 0.2f * (float)step));
-        float error = divide_by_scale(w, half_to_float(d), -8, 7, trial);
-        if (error < best_error) {
-            best_error = error, best = d;
-            memcpy(q, trial, GROUP);
+    if (bits == 8) {
+        best = float_to_half(peak / 127.0f);
+        divide(w, half_to_float(best), -127.0f, 127.0f, q);
+    } else { /* the largest weight becomes -8, and a few larger scales are tried for a smaller error */
+        float best_error = INFINITY, signed_peak = highest_bits == peak_bits ? peak : -peak;
+        for (int step = 0; step <= 8; step++) {
+            uint16_t d = float_to_half(signed_peak / (-8.0f + 0.2f * (float)step));
+            float scale = half_to_float(d);
+            divide(w, scale, -8.0f, 7.0f, q);
+            float error = squared_error(w, scale, q);
+            if (error < best_error) best_error = error, best = d;
         }
+        divide(w, half_to_float(best), -8.0f, 7.0f, q);
     }
+    for (int k = 0; k < GROUP; k++) out[k] = (int8_t)(int)q[k];
     return best;
 }
 
