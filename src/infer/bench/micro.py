@@ -130,7 +130,10 @@ def bench_memory(subject: Subject, *, seed: int, tell: Tell) -> Report:
         "graph_bytes": 0.0,
         "process_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
     }
-    about = "weights and cache as allocated, activations as planned for the largest step, process at its peak"
+    about = (
+        "weights and cache as allocated, activations as planned for the largest step; the process is smaller "
+        "than their sum, for a cache takes no memory until it is written to"
+    )
     if loaded.device.type == "cuda":
         torch.cuda.synchronize(loaded.device)
         known = split["weights_bytes"] + split["kv_bytes"]

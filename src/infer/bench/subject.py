@@ -12,7 +12,7 @@ import torch
 
 from infer.bench.floors import Shape, shape_of
 from infer.config import EngineConfig
-from infer.engine.build import build_engine
+from infer.engine.build import build_engine, resolve_scheduler
 from infer.engine.engine import Engine
 from infer.engine.facts import shareable_knobs
 from infer.errors import ConfigError
@@ -78,7 +78,9 @@ class Subject:
     def weight_bytes(self) -> int:
         """Bytes of all weights, tied ones once; packed matrices are no parameters and come by their size."""
         plain = sum(
-            parameter.numel() * parameter.element_size() for parameter in self.loaded.model.parameters()
+            parameter.numel() * parameter.element_size()
+            for parameter in self.loaded.model.parameters()
+            if not parameter.is_meta  # which stands for a packed one, and has no memory
         )
         shape = self.shape()
         packed = shape.layer_params + shape.head_params if self.loaded.weights in PACKED_BYTES else 0
@@ -107,10 +109,15 @@ class Subject:
 
     def knobs(self) -> dict[str, Any]:
         """What a report says about the configuration: what `auto` meant here, not that it was asked for."""
-        found = shareable_knobs(self.config) | {"num_threads": torch.get_num_threads()}
+        max_seq_len = self.loaded.max_seq_len
+        scheduler = resolve_scheduler(self.config, max_seq_len, is_gpu=self.device.type == "cuda")
+        chosen = {name: getattr(scheduler, name, None) for name in shareable_knobs(self.config)}
+        chosen |= {"dtype": str(self.loaded.dtype).removeprefix("torch."), "device": self.device.type}
+        chosen |= {"max_seq_len": max_seq_len, "num_threads": torch.get_num_threads()}
         if self.device.type == "cpu":
-            found["cpu_weights"] = self.weights
-        return found
+            chosen["cpu_weights"] = self.weights
+        known = {name: value for name, value in chosen.items() if value is not None}
+        return shareable_knobs(self.config) | known
 
     @property
     def weights(self) -> str:

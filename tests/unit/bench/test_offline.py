@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from infer.bench import micro
 from infer.bench import offline as offline_benches
@@ -187,6 +189,19 @@ def test_packed_weights_are_counted_by_their_size(subject: Subject) -> None:
     assert more == int((shape.layer_params + shape.head_params) * 8.5 / 8)
 
 
+def test_a_packed_weight_is_not_counted_twice(subject: Subject) -> None:
+    """Its parameter is a shell on the meta device: a shape, and no bytes."""
+    model = copy.deepcopy(subject.loaded.model)
+    before = dataclasses.replace(
+        subject, loaded=dataclasses.replace(subject.loaded, model=model)
+    ).weight_bytes
+    qkv = model.get_submodule("layers.0.attention.qkv")
+    num_bytes = qkv.weight.numel() * qkv.weight.element_size()
+    qkv.weight = torch.nn.Parameter(torch.empty(qkv.weight.shape, device="meta"), requires_grad=False)
+    shell = dataclasses.replace(subject, loaded=dataclasses.replace(subject.loaded, model=model))
+    assert shell.weight_bytes == before - num_bytes
+
+
 def test_ceilings_are_measured(subject: Subject) -> None:
     found = measure_ceilings(subject.device, subject.loaded.dtype, scale=0.05)
     assert found.copy_bytes_per_s > 1e6 and found.matmul_flops_per_s > 1e6
@@ -261,6 +276,13 @@ def test_weights_in_another_form_are_compared_with_plain_ones(
     assert forms == ["fp32", "int8"]
     measured = [row.name for row in rows if row.figures]
     assert measured == ["+quant b1_256_256", "+quant prefill_8x4096"]
+
+
+def test_a_report_holds_what_auto_meant(subject: Subject) -> None:
+    knobs = subject.knobs()
+    assert (knobs["dtype"], knobs["device"], knobs["max_seq_len"]) == ("float32", "cpu", 256)
+    assert knobs["max_batch_size"] and knobs["max_num_batched_tokens"] and knobs["prefill_chunk_size"]
+    assert knobs["num_blocks"] == 64 and "model" not in knobs
 
 
 def test_random_weights_have_no_other_form(tmp_path: Path) -> None:
