@@ -205,6 +205,11 @@ class RunConfig:
         "plan and launch the next step while the GPU computes this one",
         aliases=("overlap", "async-scheduling"),
     )
+    use_cpu_program: bool = knob(
+        True,
+        "run a decode step on a CPU as one recorded list of C kernels instead of calling them from Python",
+        aliases=("cpu-program",),
+    )
     deterministic: bool = knob(
         False, "a request's tokens do not depend on the batch, chunking or caching, to the last bit; slower"
     )

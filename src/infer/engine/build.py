@@ -121,7 +121,12 @@ def _make_runner(
     backend = config.cache.attention_backend
     if not keeps_state_on_device(backend, loaded.device):
         return ModelRunner(
-            loaded.model, store, pool, max_batch_size=scheduler.width, attention_backend=backend
+            loaded.model,
+            store,
+            pool,
+            max_batch_size=scheduler.width,
+            attention_backend=backend,
+            use_cpu_program=config.run.use_cpu_program,
         )
     assert scheduler.max_num_batched_tokens is not None
     return DeviceRunner(

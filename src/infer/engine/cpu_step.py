@@ -139,13 +139,16 @@ class CpuSteps:
         pool: KVCachePool,
         rows: BlockRows,
         max_rows: int,
+        *,
+        use_program: bool,
     ) -> None:
         self._library, self._model, self._store, self._pool, self._rows = library, model, store, pool, rows
         library.set_threads(torch.get_num_threads())  # may have changed since the library was loaded
         self._inputs = StepInputs(max_rows)
         self._program: Program | None = None
         self._hidden_TD = torch.empty(0)
-        self._record(max_rows)
+        if use_program:
+            self._record(max_rows)
 
     def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> tuple[torch.Tensor, list[int]]:
         """The hidden states of a plan's tokens, and where each chunk's last one is.

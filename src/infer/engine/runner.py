@@ -24,6 +24,7 @@ from infer.engine.beam import num_offers
 from infer.engine.cpu_step import CpuSteps, can_run
 from infer.engine.plan import StepPlan
 from infer.engine.sequence import Sequence as TokenSequence
+from infer.engine.torch_threads import threads_for
 from infer.errors import DeviceLost
 from infer.kernels.attention import attend_sdpa
 from infer.kernels.cpu.library import library
@@ -75,7 +76,14 @@ class ModelRunner(SyncRunner):
     """The real one: a model, a store, and one device."""
 
     def __init__(
-        self, model: Model, store: KVStore, pool: KVCachePool, *, max_batch_size: int, attention_backend: str
+        self,
+        model: Model,
+        store: KVStore,
+        pool: KVCachePool,
+        *,
+        max_batch_size: int,
+        attention_backend: str,
+        use_cpu_program: bool = True,
     ) -> None:
         self._model = model
         self._store = store
@@ -86,7 +94,9 @@ class ModelRunner(SyncRunner):
         self._rows = BlockRows(2 * max_batch_size, max_blocks)
         self._cpu: CpuSteps | None = None
         if attention_backend == "auto" and can_run(model, store) and (c := library()):
-            self._cpu = CpuSteps(c, model, store, pool, self._rows, max_rows=max_batch_size)
+            self._cpu = CpuSteps(
+                c, model, store, pool, self._rows, max_batch_size, use_program=use_cpu_program
+            )
 
     def forget(self, seq_id: int) -> None:
         """Free the row of a sequence that has left."""
@@ -155,7 +165,9 @@ class ModelRunner(SyncRunner):
             return ids, logprobs
         # Decoding: every token is its chunk's last. Equal counts alone could be one chunk about to fork.
         all_sample = len(places) == hidden_TD.shape[0] and places == list(range(len(places)))
-        samples = sample(self._model.logits(hidden_TD if all_sample else hidden_TD[places]), rows)
+        logits_SV = self._model.logits(hidden_TD if all_sample else hidden_TD[places])
+        with threads_for(len(rows)):
+            samples = sample(logits_SV, rows)
         first = 0
         for number, chunk in enumerate(plan.chunks):
             last = first + chunk.num_samples

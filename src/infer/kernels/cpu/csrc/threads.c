@@ -8,11 +8,23 @@
  *              └─────────────────────────┴─────────────────┴─────────────────┘
  *
  * An operation is over when its chunks are done, not when every thread has been seen: a worker that the
- * system has put aside delays nobody unless it holds a chunk. That is what keeps a busy machine from
- * bringing everything to a halt, as barriers do. There is no order among threads, so results must not
- * depend on who computes what; they do not, since chunks never share an output.
+ * system has put aside delays nobody unless it holds a chunk. There is no order among threads, so results
+ * must not depend on who computes what; they do not, since chunks never share an output.
  *
- * Idle means idle: a worker looks for work for a few microseconds and then sleeps in the kernel. */
+ * On cores that other programs keep busy, workers are put aside with a chunk in hand again and again, for a
+ * whole turn of somebody else's: milliseconds of waiting for microseconds of work. Or they are given the
+ * caller's own core, and then the two take turns at the work of one. So help is taken while it is worth
+ * it. Workers 0 .. `helpers` - 1 may take chunks, and
+ *
+ *     a chunk that comes late, or a worker     costs one helper, for as long a time of work as 32 times
+ *     that wakes up on the caller's core       what was lost by it
+ *     when that time is over                   one helper more; again after the same time, until all are back
+ *
+ * Whatever else runs on the machine, waiting thus costs a thirtieth of the time at most, and threads that
+ * had no room are tried again after a second or two. The clock decides who computes, never what comes out.
+ *
+ * Idle means idle: a worker looks for work for a tenth of a millisecond and then sleeps in the kernel, as
+ * does a caller that waits longer for a chunk. */
 #define _GNU_SOURCE
 #include "infer.h"
 
@@ -20,29 +32,58 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <time.h>
 
 #define MAX_CHUNKS ((1 << 20) - 1)
 #define MAX_WORKERS 255
 #define SPINS_BEFORE_SLEEP 3000
-#define SPINS_BEFORE_YIELD 500
+#define LATE 200000ll              /* nanoseconds, beyond what the caller's own chunks took */
+#define LOST_BY_WAKING 20000ll     /* nanoseconds: two changes of threads on the caller's core */
+#define PAUSE_PER_LOSS 32          /* time of work with one helper less, per time lost */
+#define LONGEST_PAUSE 2000000000ll /* nanoseconds */
+
+typedef struct {
+    pthread_t thread;
+    pthread_cond_t wake;
+    _Atomic int is_asleep;
+} worker;
 
 static _Atomic uint64_t ticket;
 static _Atomic int64_t chunks_done;
 static _Atomic(const operation *) current;
 static _Atomic int stopping;
-static _Atomic int sleepers;
+static _Atomic int helpers;               /* workers that may take chunks; only the caller changes it */
+static _Atomic int caller_core = -1;      /* where this operation was begun */
+static _Atomic int has_worker_on_its_core;
+static _Atomic int caller_is_asleep;      /* until the last chunk is done */
 static pthread_mutex_t caller_lock = PTHREAD_MUTEX_INITIALIZER; /* one program at a time */
 static pthread_mutex_t sleep_lock = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
-static pthread_t workers[MAX_WORKERS];
+static pthread_cond_t all_done = PTHREAD_COND_INITIALIZER;
+static worker workers[MAX_WORKERS];
 static int num_workers;
 static uint64_t op_number;
+static int64_t pause_length, pause_left; /* nanoseconds of work until one helper more is tried */
 
 static inline void relax(void) {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
     __asm__ volatile("yield");
+#endif
+}
+
+static int64_t now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* The number of the core that this thread is on, -1 where the system does not say. */
+static int this_core(void) {
+#if defined(__linux__)
+    return sched_getcpu();
+#else
+    return -1;
 #endif
 }
 
@@ -57,58 +98,109 @@ static int do_one_chunk(void) {
             /* We hold a chunk, so `current` cannot move on before we count it as done. */
             const operation *op = atomic_load_explicit(&current, memory_order_acquire);
             op->run(op->args, (int64_t)next);
-            atomic_fetch_add_explicit(&chunks_done, 1, memory_order_release);
+            atomic_fetch_add(&chunks_done, 1);
+            if (atomic_load(&caller_is_asleep)) { /* read after the count was raised: see wait_for */
+                pthread_mutex_lock(&sleep_lock);
+                pthread_cond_signal(&all_done);
+                pthread_mutex_unlock(&sleep_lock);
+            }
             return 1;
         }
     }
 }
 
-static int has_work(void) {
+static int has_work(const worker *self) {
     uint64_t seen = atomic_load(&ticket);
-    return (seen & MAX_CHUNKS) < (seen >> 20 & MAX_CHUNKS);
+    return self < workers + atomic_load(&helpers) && (seen & MAX_CHUNKS) < (seen >> 20 & MAX_CHUNKS);
 }
 
-static void *work(void *unused) {
+/* Sleep until there is work, or, `ignoring` what there is now, until the next call for help. */
+static void sleep_until_called(worker *self, int ignoring) {
+    pthread_mutex_lock(&sleep_lock);
+    atomic_store(&self->is_asleep, 1);
+    while ((ignoring || !has_work(self)) && !atomic_load(&stopping)) {
+        pthread_cond_wait(&self->wake, &sleep_lock);
+        ignoring = 0;
+    }
+    atomic_store(&self->is_asleep, 0);
+    pthread_mutex_unlock(&sleep_lock);
+}
+
+static void *work(void *argument) {
+    worker *self = argument;
     int idle = 0;
-    (void)unused;
     while (!atomic_load_explicit(&stopping, memory_order_acquire)) {
-        if (do_one_chunk()) {
+        int core = this_core();
+        int is_in_the_way = core >= 0 && core == atomic_load_explicit(&caller_core, memory_order_relaxed);
+        if (is_in_the_way && has_work(self)) {
+            atomic_store(&has_worker_on_its_core, 1);
+            sleep_until_called(self, 1);
             idle = 0;
-        } else if (++idle < SPINS_BEFORE_SLEEP) {
+        } else if (has_work(self) && do_one_chunk()) {
+            idle = 0;
+        } else if (!is_in_the_way && ++idle < SPINS_BEFORE_SLEEP) {
             relax();
         } else {
-            pthread_mutex_lock(&sleep_lock);
-            atomic_fetch_add(&sleepers, 1);
-            while (!has_work() && !atomic_load(&stopping)) pthread_cond_wait(&wake, &sleep_lock);
-            atomic_fetch_sub(&sleepers, 1);
-            pthread_mutex_unlock(&sleep_lock);
+            sleep_until_called(self, 0);
             idle = 0;
         }
     }
     return NULL;
 }
 
-static void wake_sleepers(void) {
-    if (atomic_load(&sleepers) == 0) return;
+static void call_helpers(void) {
+    for (worker *each = workers; each < workers + helpers; each++) {
+        if (!atomic_load(&each->is_asleep)) continue;
+        pthread_mutex_lock(&sleep_lock);
+        pthread_cond_signal(&each->wake);
+        pthread_mutex_unlock(&sleep_lock);
+    }
+}
+
+/* Wait for the chunks that others hold. */
+static void wait_for(int64_t count) {
+    for (int spins = 0; spins < SPINS_BEFORE_SLEEP; spins++) {
+        if (atomic_load_explicit(&chunks_done, memory_order_acquire) == count) return;
+        relax();
+    }
     pthread_mutex_lock(&sleep_lock);
-    pthread_cond_broadcast(&wake);
+    atomic_store(&caller_is_asleep, 1); /* before the count is read: one of the two sees the other */
+    while (atomic_load(&chunks_done) < count) pthread_cond_wait(&all_done, &sleep_lock);
+    atomic_store(&caller_is_asleep, 0);
     pthread_mutex_unlock(&sleep_lock);
 }
 
-static void run_shared(const operation *op, int64_t count) {
-    int idle = 0;
+/* Do an operation together; returns the nanoseconds that were lost by it. */
+static int64_t run_shared(const operation *op, int64_t count) {
+    int64_t start = now(), waited = 0;
     atomic_store_explicit(&chunks_done, 0, memory_order_relaxed);
     atomic_store_explicit(&current, op, memory_order_release);
+    atomic_store_explicit(&caller_core, this_core(), memory_order_relaxed);
     op_number++;
-    /* Sequentially consistent, with `sleepers` read after it: a worker that goes to sleep now has either
-     * seen this ticket or is counted. */
+    /* Sequentially consistent, with `is_asleep` read after it: a worker that goes to sleep now has either
+     * seen this ticket or is seen asleep. */
     atomic_store(&ticket, op_number << 40 | (uint64_t)count << 20);
-    wake_sleepers();
+    call_helpers();
     while (do_one_chunk()) {
     }
-    while (atomic_load_explicit(&chunks_done, memory_order_acquire) < count) {
-        relax();
-        if (++idle > SPINS_BEFORE_YIELD) sched_yield(); /* whoever holds the chunk may need this core */
+    if (atomic_load_explicit(&chunks_done, memory_order_acquire) < count) {
+        int64_t end = now();
+        wait_for(count);
+        waited = now() - end;
+        if (waited <= LATE + end - start) waited = 0; /* some chunk has to be the last */
+    }
+    return atomic_exchange(&has_worker_on_its_core, 0) && !waited ? LOST_BY_WAKING : waited;
+}
+
+/* After an operation of so many nanoseconds, of which `lost` were lost: how many may help with the next. */
+static void choose_helpers(int64_t nanoseconds, int64_t lost) {
+    if (lost) {
+        helpers--;
+        pause_length = lost < LONGEST_PAUSE / PAUSE_PER_LOSS ? lost * PAUSE_PER_LOSS : LONGEST_PAUSE;
+        pause_left = pause_length;
+    } else if ((pause_left -= nanoseconds) <= 0) {
+        helpers++;
+        pause_left = pause_length;
     }
 }
 
@@ -119,10 +211,13 @@ static int64_t count_chunks(const operation *op, int64_t num_rows, int64_t num_i
 }
 
 static void run_locked(const operation *op, int64_t count) {
-    if (num_workers > 0 && count > 1 && count <= MAX_CHUNKS)
-        run_shared(op, count);
+    int is_short_of_help = helpers < num_workers;
+    int64_t start = is_short_of_help ? now() : 0, lost = 0;
+    if (helpers > 0 && count > 1 && count <= MAX_CHUNKS)
+        lost = run_shared(op, count);
     else
         for (int64_t chunk = 0; chunk < count; chunk++) op->run(op->args, chunk);
+    if (lost || is_short_of_help) choose_helpers(lost ? 0 : now() - start, lost);
 }
 
 /* Run operations in order, for so many rows and items; each sees what those before it have written. */
@@ -146,21 +241,27 @@ void infer_run_one(chunk_fn run, int64_t num_chunks, int64_t *args) {
 static void join_workers(void) {
     atomic_store(&stopping, 1);
     pthread_mutex_lock(&sleep_lock);
-    pthread_cond_broadcast(&wake);
+    for (int i = 0; i < num_workers; i++) pthread_cond_signal(&workers[i].wake);
     pthread_mutex_unlock(&sleep_lock);
-    for (int i = 0; i < num_workers; i++) pthread_join(workers[i], NULL);
-    num_workers = 0;
+    for (int i = 0; i < num_workers; i++) pthread_join(workers[i].thread, NULL);
+    helpers = num_workers = 0;
     atomic_store(&stopping, 0);
 }
 
 /* A forked child has none of its parent's threads, and locks in whatever state they were. */
 static void forget_workers(void) {
-    num_workers = 0;
-    atomic_store(&sleepers, 0);
+    helpers = num_workers = 0;
     atomic_store(&ticket, 0);
+    atomic_store(&caller_is_asleep, 0);
     pthread_mutex_init(&caller_lock, NULL);
     pthread_mutex_init(&sleep_lock, NULL);
-    pthread_cond_init(&wake, NULL);
+    pthread_cond_init(&all_done, NULL);
+}
+
+static int start_worker(worker *it) {
+    pthread_cond_init(&it->wake, NULL);
+    atomic_store(&it->is_asleep, 0);
+    return pthread_create(&it->thread, NULL, work, it);
 }
 
 /* Compute with `num_threads` threads from now on, the caller's included; returns how many there are. */
@@ -174,9 +275,10 @@ int64_t infer_set_threads(int64_t num_threads) {
     if (num_threads - 1 != num_workers) {
         join_workers();
         while (num_workers < num_threads - 1 && num_workers < MAX_WORKERS) {
-            if (pthread_create(&workers[num_workers], NULL, work, NULL)) break; /* fewer will do */
+            if (start_worker(&workers[num_workers])) break; /* fewer will do */
             num_workers++;
         }
+        helpers = num_workers;
     }
     int64_t have = num_workers + 1;
     pthread_mutex_unlock(&caller_lock);

@@ -1,0 +1,42 @@
+"""PyTorch's threads while it samples: few for few rows, and as before afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from infer.engine import runner
+from infer.engine.torch_threads import threads_for
+from infer.sampling.params import SamplingParams
+from tests.support.tiny import make_engine, run_engine
+
+
+@pytest.fixture(autouse=True)
+def three_threads() -> Iterator[None]:
+    usual = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(usual)
+
+
+@pytest.mark.parametrize(("num_rows", "expected"), [(0, 1), (1, 1), (8, 1), (9, 2), (17, 3), (400, 3)])
+def test_a_thread_for_eight_rows(num_rows: int, expected: int) -> None:
+    with threads_for(num_rows):
+        assert torch.get_num_threads() == expected
+    assert torch.get_num_threads() == 3
+
+
+def test_a_failure_leaves_them_as_they_were() -> None:
+    with pytest.raises(ZeroDivisionError), threads_for(1):
+        raise ZeroDivisionError
+    assert torch.get_num_threads() == 3
+
+
+def test_the_runner_samples_one_row_with_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    sample = runner.sample
+    monkeypatch.setattr(runner, "sample", lambda *args: seen.append(torch.get_num_threads()) or sample(*args))
+    run_engine(make_engine(), [([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))])
+    assert seen == [1, 1, 1] and torch.get_num_threads() == 3
