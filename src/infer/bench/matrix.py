@@ -109,10 +109,10 @@ def bench_matrix(
         if toggle.without:
             before = _Stage(f"{stage.name} without {toggle.name}", {**stage.knobs, **toggle.without})
         after = _Stage(f"+{toggle.name}", {**stage.knobs, **toggle.knobs})
-        for look in (toggle.best, toggle.risk):
+        for look in (toggle.best, toggle.risk) if not only or toggle.name in only else ():
             job: Callable[[], Row] = partial(bench.row, toggle, look, before, after)
-            if reason or (only and toggle.name not in only):
-                job = partial(_skipped, toggle, look, reason or "not asked for")
+            if reason:
+                job = partial(_skipped, toggle, look, reason)
             jobs[_name(toggle, look)] = job
         stage = stage if reason else after
     rows, is_partial = run_rows(jobs)

@@ -114,4 +114,15 @@ TOGGLES = (
         price="a prompt is limited by its multiplications and not by reading weights",
         needs=CPU_MODEL,
     ),
+    Toggle(
+        name="program",
+        knobs={"use_cpu_program": True},
+        without={"use_cpu_program": False},  # all above have it, where the model can be recorded
+        best=Look("b1_256_256", "output_tokens_per_s"),
+        risk=Look("prefill_8x4096", "ttft_p50_s"),
+        why="the kernels of a decode step are a list that C runs, and Python calls it once",
+        unless="the kernels take so long that what Python adds between them does not count",
+        price="the kernels of a prompt are called one by one either way",
+        needs=CPU_MODEL,
+    ),
 )
