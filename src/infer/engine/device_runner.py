@@ -42,7 +42,7 @@ from infer.kernels.attention_prefill import (
 )
 from infer.kernels.cuda.paged_attention import compile_attend_decode
 from infer.kernels.sample_rows import SampleScratch, sample_rows
-from infer.kernels.step_state import advance_rows, gather_step
+from infer.kernels.step_state import StepInputs, advance_rows, gather_step
 from infer.models.model import Model
 from infer.sampling.params import RowLogprobs
 
@@ -257,14 +257,9 @@ class DeviceRunner(ModelRunner):
 
     def _launch_kernels(self, size: StepSize) -> None:
         """All kernels of a step of this size: everything is read from the device and advanced there."""
-        state, inputs, num_rows = self._state, self._inputs, size.num_rows
+        inputs, num_rows = self._inputs, size.num_rows
         rows_S, num_tokens = inputs.rows_S[:num_rows], num_rows + size.num_tokens
-        decode = inputs.decode(num_rows)
-        if num_rows:
-            gather_step(
-                rows_S, state.last_token_R, state.position_R, state.tables_RB,
-                block_size=self._pool.block_size, out=decode,
-            )  # fmt: skip
+        decode = self._gather(rows_S)
         tiles = None
         if size.num_tokens:
             num_tiles = inputs.num_tiles(size.num_tokens)
@@ -275,11 +270,26 @@ class DeviceRunner(ModelRunner):
             # the sampled token's place is the one after its input's
             positions_S = decode.positions_S + 1
         else:
-            places_C, rows_C, positions_S = inputs.samples_3C[:, : num_rows + MAX_CHUNKS].unbind()
+            places_C, rows_S, positions_S = inputs.samples_3C[:, : num_rows + MAX_CHUNKS].unbind()
             logits_SV = self._model.logits(hidden_TD[places_C])
-            rows_S = rows_C.int()
-        ids_S = sample_rows(logits_SV, state.sampling, rows_S, positions_S.contiguous(), self._scratch)
-        advance_rows(rows_S, ids_S, positions_S.contiguous(), state.last_token_R, state.position_R)
+        self._draw(logits_SV, rows_S, positions_S)
+
+    def _gather(self, rows_S: torch.Tensor) -> StepInputs:
+        """Tokens, positions, slots and lengths of rows that decode, from their state."""
+        state, decode = self._state, self._inputs.decode(len(rows_S))
+        if len(rows_S):
+            gather_step(
+                rows_S, state.last_token_R, state.position_R, state.tables_RB,
+                block_size=self._pool.block_size, out=decode,
+            )  # fmt: skip
+        return decode
+
+    def _draw(self, logits_SV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Tensor) -> torch.Tensor:
+        """Sample a token for each row at its position; the rows' state goes on from there."""
+        state, rows_S, positions_S = self._state, rows_S.int(), positions_S.contiguous()
+        ids_S = sample_rows(logits_SV, state.sampling, rows_S, positions_S, self._scratch)
+        advance_rows(rows_S, ids_S, positions_S, state.last_token_R, state.position_R)
+        return ids_S
 
     def _forward(self, num_tokens: int, rows_S: torch.Tensor, tiles: PrefillChunks | None) -> torch.Tensor:
         table_3T = self._inputs.table_3T
@@ -321,10 +331,7 @@ class DeviceRunner(ModelRunner):
             dtype=np.int64,
         )
         places, rows_S, positions_S = send(torch.from_numpy(packed), self._device).unbind()
-        logits_SV = self._model.logits(hidden_TD[places])
-        ids_S = sample_rows(logits_SV, self._state.sampling, rows_S.int(), positions_S, self._scratch)
-        advance_rows(rows_S.int(), ids_S, positions_S, self._state.last_token_R, self._state.position_R)
-        wait = self._results.take(ids_S)
+        wait = self._results.take(self._draw(self._model.logits(hidden_TD[places]), rows_S, positions_S))
 
         return lambda: _to_result(len(plan.chunks), dict(zip(sampling, wait(), strict=True)), prompt_logprobs)
 
@@ -332,15 +339,11 @@ class DeviceRunner(ModelRunner):
         self, plan: StepPlan, sequences: Sequence[TokenSequence], rows: list[int]
     ) -> tuple[list[int], torch.Tensor]:
         """Hidden states of a ragged step, and the place of each chunk's last token in them."""
-        inputs, state = self._inputs, self._state
-        prompts = Prompts(plan, sequences, rows, self._pool)
+        inputs, prompts = self._inputs, Prompts(plan, sequences, rows, self._pool)
         rows_S = inputs.rows_S[:0]
         if prompts.decoding:
             rows_S = send(torch.tensor([rows[n] for n in prompts.decoding], dtype=torch.int32), self._device)
-            gather_step(
-                rows_S, state.last_token_R, state.position_R, state.tables_RB,
-                block_size=self._pool.block_size, out=inputs.decode(len(rows_S)),
-            )  # fmt: skip
+            self._gather(rows_S)
         tiles: PrefillChunks | None = None
         if prompts.numbers:
             inputs.table_3T[:, prompts.first : prompts.end].copy_(
