@@ -262,7 +262,8 @@ async def fetch(target: Target, path: str) -> bytes:
             return await connection.get(target.message("GET", path))
     except BrokenAnswer as error:
         kind = NotReady if (error.status or 0) >= 500 else ConfigError
-        raise kind(f"cannot read {target.url}{path}: {error}{_advice(target, error.status)}") from None
+        page = target.url.rstrip("/").removesuffix("/v1") + path
+        raise kind(f"cannot read {page}: {error}{_advice(target, error.status)}") from None
     except (OSError, TimeoutError) as error:
         raise NotReady(
             f"no server answers at {target.url}: {_reason(error)}; is the server running?"
