@@ -54,6 +54,13 @@ class Target:
         path = "" if urlsplit(self.url).scheme == "unix" else urlsplit(self.url).path
         return path.rstrip("/").removesuffix("/v1")
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the server is on this machine, as far as its address tells."""
+        parts = urlsplit(self.url)
+        host = parts.hostname or ""
+        return parts.scheme == "unix" or host in ("localhost", "::1") or host.startswith("127.")
+
     def message(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         """An HTTP request as bytes."""
         payload = b"" if body is None else orjson.dumps(body)

@@ -36,6 +36,7 @@ from infer.log import progress
 BUSY_CLIENT = 0.8  # of a core: from here on the client may be what is measured
 LATE_S = 0.05
 POLL_S = 0.2
+ELSEWHERE = "the machine and the commit are the client's; the server is at another address"
 LEAST_VOCAB = 100  # a server that refuses ids below it takes none at all
 
 
@@ -104,7 +105,7 @@ def bench_server(target: Target, plan: Plan, *, tell: Callable[[str], None] = la
     """Run every workload and report; `tell` gets a line for each repeat as it ends."""
     served = ask_server(target, wait_s=plan.wait_s)
     target = replace(target, model=served.model)
-    notes: list[str] = []
+    notes: list[str] = [] if target.is_here else [ELSEWHERE]
     plan = _with_ids(target, plan, notes)
     for note in notes:
         tell(note)

@@ -223,6 +223,21 @@ def test_a_server_that_is_starting_is_waited_for(
         ask_server(Target(url=server.url), wait_s=60)
 
 
+@pytest.mark.parametrize(
+    ("url", "is_here"),
+    [
+        ("http://127.0.0.1:8000", True),
+        ("http://localhost:8000/v1", True),
+        ("http://[::1]:8000", True),
+        ("unix:///tmp/s", True),
+        ("http://10.0.0.7:8000", False),
+        ("https://localhost.example.com", False),
+    ],
+)
+def test_a_server_elsewhere_is_not_this_machine(url: str, is_here: bool) -> None:
+    assert Target(url=url).is_here is is_here
+
+
 def test_ctrl_c_leaves_a_partial_report(tmp_path: Path) -> None:
     """The whole command: one workload is done, the next one hangs, the user has had enough."""
     answer, is_stuck = steady(0.0, 0.0), threading.Event()
