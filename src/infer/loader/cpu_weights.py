@@ -23,7 +23,7 @@ from torch import nn
 
 from infer.errors import ConfigError
 from infer.kernels.cpu.build import cpu_flags
-from infer.kernels.cpu.library import Library, library, why_not
+from infer.kernels.cpu.library import library, why_not
 from infer.layers.linear import Linear
 from infer.layers.moe import ExpertLinear
 from infer.loader.checkpoint import QuantizedRows, StoredTensor
@@ -32,6 +32,7 @@ from infer.models.model import Model
 from infer.quant.packed import PackedMatrix, WeightMemory
 
 BITS = {"int8": 8, "int4": 4}
+TWO_DIGITS = ("qkv", "head")  # whose activations keep two digits: most accuracy for the least work
 _CHUNK_NUMBERS = 1 << 20  # 4 MiB of float32 at a time
 
 
@@ -97,8 +98,11 @@ def pack_layers(model: Model, name: str, stored: torch.dtype | None) -> None:
     memory = WeightMemory()
     for layer_name, layer in model.named_modules():
         if isinstance(layer, Linear):
-            bits = 8 if layer_name == "head" else BITS[name]
-            _pack_layer(c, layer, bits, memory)
+            kind = layer_name.rpartition(".")[2]
+            bits, digits = 8 if kind == "head" else BITS[name], 2 if kind in TWO_DIGITS else 1
+            num_rows, size = layer.weight.shape
+            layer.scheme = PackedMatrix(c, num_rows, size, bits, memory, digits=digits)
+            layer.weight = _shell(layer.weight)
         elif isinstance(layer, ExpertLinear):
             num_experts, num_rows, size = layer.weight.shape
             layer.packed = [PackedMatrix(c, num_rows, size, BITS[name], memory) for _ in range(num_experts)]
@@ -112,12 +116,6 @@ def pack_layers(model: Model, name: str, stored: torch.dtype | None) -> None:
     else:
         half = torch.bfloat16 if stored is torch.bfloat16 else torch.float16
         embedding.weight = nn.Parameter(torch.empty_like(embedding.weight, dtype=half), requires_grad=False)
-
-
-def _pack_layer(c: Library, layer: Linear, bits: int, memory: WeightMemory) -> None:
-    num_rows, size = layer.weight.shape
-    layer.scheme = PackedMatrix(c, num_rows, size, bits, memory)
-    layer.weight = _shell(layer.weight)
 
 
 def _shell(weight: torch.Tensor) -> nn.Parameter:

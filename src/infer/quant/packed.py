@@ -3,8 +3,12 @@
     int8   w = d * q,  q in -127 .. 127      8.5 bits per weight; perplexity within a percent of the original
     int4   w = d * q,  q in -8 .. 7          4.5 bits per weight; visibly worse, and smaller
 
-Activations are quantised on the way, 32 at a time, so the products are integer arithmetic. A matrix is
-filled row by row in any order, so a fused matrix takes its parts as they come from the disk, and
+Activations are quantised on the way, 32 at a time, so the products are integer arithmetic. They cost more
+accuracy than the weights do, because a few channels are much louder than the rest, so a matrix may ask for two
+`digits` of them (csrc/linear.c): free where one token is decoded, half as slow again in a long prompt. The
+number of digits belongs to the matrix, never to the batch, so a token's bits do not depend on its neighbours.
+
+A matrix is filled row by row in any order, so a fused matrix takes its parts as they come from the disk, and
 nothing the size of the model in float32 ever exists.
 
 `bits` of the head is 8 even in an int4 model: its errors would go straight into the logits. A tied
@@ -28,10 +32,17 @@ class PackedMatrix:
     """One [out, in] matrix of small integers; a scheme of layers/linear.py."""
 
     def __init__(
-        self, library: Library, num_rows: int, size: int, bits: int, memory: WeightMemory | None = None
+        self,
+        library: Library,
+        num_rows: int,
+        size: int,
+        bits: int,
+        memory: WeightMemory | None = None,
+        *,
+        digits: int = 1,
     ) -> None:
-        assert bits in (4, 8), bits
-        self.num_rows, self.size, self.bits = num_rows, size, bits
+        assert bits in (4, 8) and digits in (1, 2), (bits, digits)
+        self.num_rows, self.size, self.bits, self.digits = num_rows, size, bits, digits
         self._library = library
         data_bytes, scale_bytes = operations.packed_bytes(num_rows, size, bits)
         # Fresh memory is zero, also where the last tile has no row: those lanes are computed and thrown away.
@@ -56,7 +67,14 @@ class PackedMatrix:
         """Return x Wᵀ + b; `weight` is an empty shell."""
         rows = x if x.dim() == 2 else x.reshape(-1, self.size)
         y = operations.linear(
-            self._library, rows, self.data, self.scales, bias, num_rows=self.num_rows, bits=self.bits
+            self._library,
+            rows,
+            self.data,
+            self.scales,
+            bias,
+            num_rows=self.num_rows,
+            bits=self.bits,
+            digits=self.digits,
         )
         return y if x.dim() == 2 else y.view(*x.shape[:-1], self.num_rows)
 

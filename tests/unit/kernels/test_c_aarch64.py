@@ -25,7 +25,8 @@ EMULATOR = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
 LOADER = Path("lib/ld-linux-aarch64.so.1")
 DRIVER = Path(__file__).with_name("c_driver.c")
 TUNING = "-march=armv8.2-a+dotprod"  # what -mcpu=native means on a processor with the instructions
-PORTABLE = ("-DINFER_PORTABLE", "-O1")  # -O1: the slower code is compiled faster
+# -O1: the slower code is compiled faster; the third flag: multiplications and additions fuse all the same
+PORTABLE = ("-DINFER_PORTABLE", "-O1", "-fexpensive-optimizations")
 TOLERANCE = 1e-5
 
 

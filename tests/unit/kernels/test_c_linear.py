@@ -13,6 +13,8 @@ from tests.unit.kernels.c_builds import BUILDS, c_library
 GROUP = operations.GROUP
 SHAPES = [(1, 16, 32), (1, 100, 576), (3, 17, 45), (8, 48, 64), (15, 33, 100), (70, 5, 7)]  # M, N, K
 STEP = {8: 1 / 127, 4: 1 / 8}  # of the integers, relative to the largest weight of a group
+FORMS = [(8, 1), (8, 2), (4, 1), (4, 2)]  # bits of the weights, digits of the activations
+LARGEST = {1: 127, 2: 127 * 128}  # integer of an activation
 
 
 @pytest.fixture(params=BUILDS)
@@ -20,24 +22,30 @@ def c(request: pytest.FixtureRequest) -> Library:
     return c_library(request.param)
 
 
-def packed(c: Library, weight: torch.Tensor, bits: int) -> PackedMatrix:
-    matrix = PackedMatrix(c, weight.shape[0], weight.shape[1], bits)
+def packed(c: Library, weight: torch.Tensor, bits: int, digits: int = 1) -> PackedMatrix:
+    matrix = PackedMatrix(c, weight.shape[0], weight.shape[1], bits, digits=digits)
     matrix.fill(weight, 0)
     return matrix
 
 
-def quantized_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantized_groups(x: torch.Tensor, digits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The specification of what happens to activations: integers [M, G, 32] and scales [M, G]."""
     padded = torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
     peak = padded.abs().amax(dim=2)
-    inverse = torch.where(peak > 0, 127 / peak, 0.0)
-    return torch.round(padded * inverse[:, :, None]), peak / 127
+    largest = torch.tensor(
+        LARGEST[digits]
+    )  # a tensor: number / tensor is number * (1 / tensor), rounded twice
+    inverse = torch.where(peak > 0, largest / peak, 0.0)
+    integers = torch.round(padded.double() * inverse[:, :, None].double())  # rounded once, as the kernel does
+    return integers, peak / largest
 
 
-def product_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def product_reference(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, digits: int
+) -> torch.Tensor:
     """Compute x Wᵀ + b with the activations rounded as the kernel rounds them, in float64."""
-    integers, scales = quantized_groups(x)
-    rounded = (integers.double() * scales.double()[:, :, None]).flatten(1)[:, : x.shape[1]]
+    integers, scales = quantized_groups(x, digits)
+    rounded = (integers * scales.double()[:, :, None]).flatten(1)[:, : x.shape[1]]
     y = rounded @ weight.double().T
     return (y if bias is None else y + bias.double()).float()
 
@@ -57,34 +65,59 @@ def test_packing_keeps_every_weight_within_half_a_step(
     assert ((kept - weight).abs() <= allowed + 1e-6).all()
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("bits", "digits"), FORMS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_the_product_equals_the_reference(
-    c: Library, shape: tuple[int, int, int], bits: int, has_bias: bool
+    c: Library, shape: tuple[int, int, int], bits: int, digits: int, has_bias: bool
 ) -> None:
     num_rows, out, size = shape
     x, bias = torch.randn(num_rows, size), torch.randn(out) if has_bias else None
-    matrix = packed(c, torch.randn(out, size), bits)
+    matrix = packed(c, torch.randn(out, size), bits, digits)
     y = matrix.multiply(x, torch.empty(0), bias)
-    expected = product_reference(x, matrix.dequantized(), bias)
+    expected = product_reference(x, matrix.dequantized(), bias, digits)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_row_does_not_depend_on_its_neighbours(c: Library, bits: int) -> None:
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_two_digits_keep_what_lies_beside_a_loud_channel(c: Library, num_rows: int) -> None:
+    x, weight = torch.randn(num_rows, 96), torch.randn(40, 96)
+    x[:, 33] = 100.0
+    errors = []
+    for digits in (1, 2):
+        matrix = packed(c, weight, 8, digits)
+        exact = x.double() @ matrix.dequantized().double().T
+        errors.append((matrix.multiply(x, torch.empty(0), None) - exact).norm().item())
+    assert errors[1] < errors[0] / 50
+
+
+@pytest.mark.parametrize("digits", [1, 2])
+def test_the_largest_integers_do_not_overflow(c: Library, digits: int) -> None:
+    """All weights at one end and all activations at the other: the integers' sum is as large as it gets."""
+    matrix = packed(c, torch.full((16, 64), 1.0), 8, digits)
+    for sign in (1.0, -1.0):
+        y = matrix.multiply(torch.full((9, 64), 127.0 * sign), torch.empty(0), None)
+        torch.testing.assert_close(y, torch.full((9, 16), 64 * 127.0 * sign), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize(("bits", "digits"), FORMS)
+def test_a_row_does_not_depend_on_its_neighbours(c: Library, bits: int, digits: int) -> None:
     x = torch.randn(21, 70)
-    matrix = packed(c, torch.randn(37, 70), bits)
+    matrix = packed(c, torch.randn(37, 70), bits, digits)
     together = matrix.multiply(x, torch.empty(0), None)
     alone = torch.cat([matrix.multiply(row[None], torch.empty(0), None) for row in x])
     assert torch.equal(together, alone)
 
 
-def test_both_builds_agree_but_for_the_last_bit() -> None:
+def test_all_builds_agree_but_for_the_last_bit() -> None:
     x, weight = torch.randn(5, 96), torch.randn(40, 96)
-    for bits in (8, 4):
-        ys = [packed(c_library(build), weight, bits).multiply(x, torch.empty(0), None) for build in BUILDS]
-        torch.testing.assert_close(ys[0], ys[1], rtol=1e-5, atol=1e-5)
+    for bits, digits in FORMS:
+        ys = [
+            packed(c_library(build), weight, bits, digits).multiply(x, torch.empty(0), None)
+            for build in BUILDS
+        ]
+        for y in ys[1:]:
+            torch.testing.assert_close(y, ys[0], rtol=1e-5, atol=1e-5)
 
 
 def test_threads_change_no_bit(c: Library) -> None:
@@ -129,11 +162,12 @@ def test_stored_integers_are_kept_as_they_are(c: Library, bits: int) -> None:
     assert torch.equal(matrix.dequantized(), expected.flatten(1))
 
 
+@pytest.mark.parametrize("digits", [1, 2])
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
-def test_a_broken_activation_breaks_its_row_and_no_other(c: Library, broken: float) -> None:
+def test_a_broken_activation_breaks_its_row_and_no_other(c: Library, broken: float, digits: int) -> None:
     x = torch.randn(3, 64)
     x[1, 40] = broken
-    y = packed(c, torch.randn(9, 64), 8).multiply(x, torch.empty(0), None)
+    y = packed(c, torch.randn(9, 64), 8, digits).multiply(x, torch.empty(0), None)
     assert not y[1].isfinite().any() and y[[0, 2]].isfinite().all()
 
 
@@ -147,8 +181,9 @@ def test_a_weight_that_is_not_a_number_is_not_hidden(c: Library) -> None:
 def test_zero_rows_and_zero_groups_give_zero(c: Library) -> None:
     matrix = packed(c, torch.zeros(3, 64), 8)
     assert torch.equal(matrix.multiply(torch.randn(2, 64), torch.empty(0), None), torch.zeros(2, 3))
-    matrix = packed(c, torch.randn(3, 64), 8)
-    assert torch.equal(matrix.multiply(torch.zeros(2, 64), torch.empty(0), None), torch.zeros(2, 3))
+    for digits in (1, 2):
+        matrix = packed(c, torch.randn(3, 64), 8, digits)
+        assert torch.equal(matrix.multiply(torch.zeros(2, 64), torch.empty(0), None), torch.zeros(2, 3))
 
 
 def test_an_id_outside_the_table_reads_nothing(c: Library) -> None:

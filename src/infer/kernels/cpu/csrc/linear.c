@@ -3,8 +3,12 @@
  * Weights: 32 neighbours of a row (a *group*) share one scale d, a half; each weight is d * q.
  *     int8   q in -127 .. 127              8.5 bits per weight
  *     int4   q in -8 .. 7                  4.5 bits per weight
- * Activations are brought to the same form when they arrive: 32 of them share max|x| / 127. The dot
- * product of two groups is then exact integer arithmetic, and the result of a row is
+ * Activations are brought to a similar form when they arrive: 32 of them share a scale, max|x| over the
+ * largest integer, and an integer has one or two *digits*, each an int8:
+ *     1 digit    q               up to 127: little is left of what lies beside one very loud channel
+ *     2 digits   128 * q0 + q1   up to 16256: no error worth mentioning, for twice the arithmetic
+ * The dot product of two groups is exact (two digits:  128 * (q_w . q0) + q_w . q1,  below 2^28), and the
+ * result of a row is
  *
  *     y[m][n] = bias[n] + sum over groups g, in order, of  (d_w[n][g] * d_x[m][g]) * (q_w . q_x)
  *
@@ -22,8 +26,8 @@
  * constant c (128, or 8 for int4), and  sum (q_w + c) q_x = sum q_w q_x + c sum q_x  is put right by
  * starting each sum at  -c sum q_x,  which is known when the activations are quantised.
  *
- * Processors with AMX multiply 16 rows by a whole tile in one instruction, in this same layout; the
- * integer sums are the same, so the results are, too.
+ * Processors with AMX multiply 16 rows (8 of two digits) by a whole tile in one instruction, in this same
+ * layout; the integer sums are the same, so the results are, too.
  *
  * Bound by reading the weights for one row, by arithmetic from about eight rows on. */
 #define _GNU_SOURCE
@@ -36,6 +40,7 @@
 #endif
 
 #define GROUP 32
+#define LINES 16
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
 #if defined(HAVE_AVX512)
@@ -56,31 +61,39 @@ typedef struct {
     const uint8_t *data;
     const uint16_t *scales;
     const float *bias; /* may be NULL */
-    uint8_t *scratch;  /* quantised x: see activations() */
+    uint8_t *scratch;  /* quantised x: see `activations` */
     int64_t N, K;
-    int64_t bits;
-    int64_t tiles_per_chunk;
-    int64_t rows_per_chunk; /* of infer_linear_quantize */
+    int64_t bits, digits;                    /* of a weight, of an activation */
+    int64_t tiles_per_chunk, rows_per_chunk; /* of the product, of infer_linear_quantize */
 } linear_args;
 
+/* Quantised rows. A *line* is one digit of one row; 16 lines are a block, which has all their first groups,
+ * then all their second ones, and so on: what is read together lies together. */
 typedef struct {
-    int8_t *q;       /* [M][groups * 32] */
-    float *scales;   /* [M][groups] */
-    int32_t *starts; /* [M][groups]: what the integer sum of a group starts with */
-    int64_t groups;
+    int8_t *q;       /* [blocks][groups][16 lines][32], the digits of a row in neighbouring lines */
+    float *scales;   /* [blocks][groups][rows of a block] */
+    int32_t *starts; /* the same: what the integer sum of the last digit starts with */
+    int64_t groups, rows;
 } activations;
 
+int64_t infer_linear_scratch(int64_t M, int64_t K, int64_t digits) {
+    int64_t rows = LINES / digits, groups = (K + GROUP - 1) / GROUP;
+    return (M + rows - 1) / rows * groups * (LINES * GROUP + rows * 8);
+}
+
 static activations split_scratch(const linear_args *a) {
-    activations act;
-    act.groups = (a->K + GROUP - 1) / GROUP;
+    activations act = {.groups = (a->K + GROUP - 1) / GROUP, .rows = LINES / a->digits};
+    int64_t cells = (a->M + act.rows - 1) / act.rows * act.groups;
     act.q = (int8_t *)a->scratch;
-    act.scales = (float *)(a->scratch + a->M * act.groups * GROUP);
-    act.starts = (int32_t *)(act.scales + a->M * act.groups);
+    act.scales = (float *)(a->scratch + cells * LINES * GROUP);
+    act.starts = (int32_t *)(act.scales + cells * act.rows);
     return act;
 }
 
-/* Bytes of scratch that `M` rows of `K` need. */
-int64_t infer_linear_scratch(int64_t M, int64_t K) { return M * ((K + GROUP - 1) / GROUP) * (GROUP + 8); }
+/* Where the first group of row m is: an index of `scales`; the next one is `rows` further on. */
+static inline int64_t place_of(const activations *act, int64_t m) {
+    return m / act->rows * act->groups * act->rows + m % act->rows;
+}
 
 static inline vf absolute(vf v) { return (vf)((vi)v & 0x7fffffff); }
 static inline vf larger(vf a, vf b) {
@@ -88,110 +101,125 @@ static inline vf larger(vf a, vf b) {
     return (vf)(((vi)a & mask) | ((vi)b & ~mask));
 }
 
-static inline float max_of_lanes(vf v) {
 #if defined(HAVE_AVX512)
-    return _mm512_reduce_max_ps((__m512)v);
+static inline float max_of_lanes(vf v) { return _mm512_reduce_max_ps((__m512)v); }
+static inline int32_t sum_of_ints(vi v) { return _mm512_reduce_add_epi32((__m512i)v); }
 #else
-    return max_lanes(v);
-#endif
-}
+static inline float max_of_lanes(vf v) { return max_lanes(v); }
 static inline int32_t sum_of_ints(vi v) {
-#if defined(HAVE_AVX512)
-    return _mm512_reduce_add_epi32((__m512i)v);
-#else
     int32_t total = 0;
     for (int i = 0; i < LANES; i++) total += v[i];
     return total;
+}
 #endif
+
+static inline void put_digits(vi whole, int8_t *q, int64_t digits) {
+    if (digits == 2) {
+        vi high = (whole + 64) >> 7;
+        *(bytes16 *)q = __builtin_convertvector(high, bytes16);
+        q += GROUP;
+        whole -= high << 7;
+    }
+    *(bytes16 *)q = __builtin_convertvector(whole, bytes16);
 }
 
-static void quantize_row(const float *x, int64_t K, int64_t groups, int32_t offset, int8_t *q, float *scales,
-                         int32_t *starts) {
+static void quantize_row(const linear_args *a, const activations *act, int64_t m) {
+    const float *x = a->x + m * a->x_stride;
+    const int32_t offset = a->bits == 4 ? INT4_OFFSET : INT8_OFFSET;
+    const int64_t digits = a->digits;
+    const float largest = digits == 2 ? 127.0f * 128.0f : 127.0f;
+    int64_t place = place_of(act, m);
     vf probe = {0}; /* stays 0 unless some x is NaN or infinite */
-    for (int64_t g = 0; g < groups; g++) {
+    for (int64_t g = 0; g < act->groups; g++, place += act->rows) {
         const float *group = x + g * GROUP;
-        int64_t left = K - g * GROUP;
+        int64_t left = a->K - g * GROUP;
         vf low = left >= 16 ? load(group) : load_some(group, left);
         vf high = left >= 32 ? load(group + 16) : left > 16 ? load_some(group + 16, left - 16) : (vf){0};
         probe += low * 0.0f + high * 0.0f;
         float peak = max_of_lanes(larger(absolute(low), absolute(high)));
-        float inverse = peak > 0.0f ? 127.0f / peak : 0.0f;
+        float inverse = peak > 0.0f ? largest / peak : 0.0f;
         if (!(inverse <= 3.0e38f)) inverse = 0.0f; /* all of the group is below what a float can divide by */
         /* adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the low bits */
         vi low_q = ((vi)(low * inverse + 12582912.0f) << 16) >> 16;
         vi high_q = ((vi)(high * inverse + 12582912.0f) << 16) >> 16;
-        *(bytes16 *)(q + g * GROUP) = __builtin_convertvector(low_q, bytes16);
-        *(bytes16 *)(q + g * GROUP + 16) = __builtin_convertvector(high_q, bytes16);
-        scales[g] = inverse > 0.0f ? peak / 127.0f : 0.0f;
-        starts[g] = -offset * sum_of_ints(low_q + high_q);
+        put_digits(low_q, act->q + place * digits * GROUP, digits);
+        put_digits(high_q, act->q + place * digits * GROUP + 16, digits);
+        act->scales[place] = inverse > 0.0f ? peak / largest : 0.0f;
+        act->starts[place] = -offset * sum_of_ints(low_q + high_q);
     }
     float broken = sum_lanes(probe);
-    if (broken != 0.0f) scales[0] = broken; /* NaN: the whole row must be NaN */
-}
-
-static void quantize_rows(const linear_args *a, int64_t first, int64_t last) {
-    activations act = split_scratch(a);
-    int32_t offset = a->bits == 4 ? INT4_OFFSET : INT8_OFFSET;
-    for (int64_t m = first; m < last; m++)
-        quantize_row(a->x + m * a->x_stride, a->K, act.groups, offset, act.q + m * act.groups * GROUP,
-                     act.scales + m * act.groups, act.starts + m * act.groups);
+    if (broken != 0.0f) act->scales[place_of(act, m)] = broken; /* NaN: the whole row must be NaN */
 }
 
 void infer_linear_quantize(const void *args, int64_t chunk) {
     const linear_args *a = args;
+    activations act = split_scratch(a);
     int64_t first = chunk * a->rows_per_chunk, last = first + a->rows_per_chunk;
-    quantize_rows(a, first, last < a->M ? last : a->M);
+    for (int64_t m = first; m < last && m < a->M; m++) quantize_row(a, &act, m);
 }
 
-/* One tile times `rows` rows of activations, from row m on. `rows` and `bits` are constants wherever this
- * is inlined, so the loops over them disappear. */
+/* One group more: total + sum * (d * x_scale), rounded twice and in the same way in every function here. */
+static inline vf add_group(vf total, vi sum, vf d, float x_scale) {
+#if defined(HAVE_AVX512)
+    return (vf)_mm512_fmadd_ps(_mm512_cvtepi32_ps((__m512i)sum), (__m512)(d * x_scale), (__m512)total);
+#else
+    return total + __builtin_convertvector(sum, vf) * (d * x_scale);
+#endif
+}
+
+static inline void finish_row(const linear_args *a, int64_t tile, int64_t m, vf total) {
+    int64_t n = tile * LANES, count = a->N - n;
+    float *y = a->y + m * a->y_stride + n;
+    if (count >= LANES) {
+        store(y, a->bias ? total + load(a->bias + n) : total);
+    } else {
+        store_some(y, a->bias ? total + load_some(a->bias + n, count) : total, count);
+    }
+}
+
+/* One tile times `rows` rows of activations, from row m on. `rows`, `bits` and `digits` are constants
+ * wherever this is inlined, so the loops over them disappear. */
 ALWAYS_INLINE void multiply_tile(const linear_args *a, const activations *act, int64_t tile, int64_t m,
-                                 const int rows, const int bits) {
+                                 const int rows, const int bits, const int digits) {
+    const int lines = rows * digits;
     const int64_t groups = act->groups;
     const int vectors = bits == 4 ? 4 : 8;
     const uint8_t *w = a->data + tile * groups * vectors * 64;
     const uint16_t *w_scales = a->scales + tile * groups * LANES;
-    const int8_t *q = act->q + m * groups * GROUP;
-    const float *x_scales = act->scales + m * groups;
-    const int32_t *starts = act->starts + m * groups;
-    vf total[rows];
+    vf total[LINES];
     for (int i = 0; i < rows; i++) total[i] = (vf){0};
-
-    for (int64_t g = 0; g < groups; g++, w += vectors * 64) {
+    int64_t place = place_of(act, m);
+    for (int64_t g = 0; g < groups; g++, w += vectors * 64, place += LINES / digits) {
+        const int8_t *q = act->q + place * digits * GROUP;
+        vi sums[LINES];
+        for (int i = 0; i < lines; i++)
+            sums[i] = (vi){0} + (i % digits == digits - 1 ? act->starts[place + i / digits] : 0);
 #if defined(HAVE_AVX512)
-        __m512i sum[rows];
-        for (int i = 0; i < rows; i++) sum[i] = _mm512_set1_epi32(starts[i * groups + g]);
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; v++) {
             __m512i raw = _mm512_loadu_si512(w + v * 64);
             __m512i low = bits == 4 ? _mm512_and_si512(raw, _mm512_set1_epi8(15)) : raw;
-            for (int i = 0; i < rows; i++) {
+            for (int i = 0; i < lines; i++) {
                 int32_t four;
-                memcpy(&four, q + (i * groups + g) * GROUP + v * 4, 4);
-                sum[i] = _mm512_dpbusd_epi32(sum[i], low, _mm512_set1_epi32(four));
+                memcpy(&four, q + i * GROUP + v * 4, 4);
+                sums[i] = (vi)_mm512_dpbusd_epi32((__m512i)sums[i], low, _mm512_set1_epi32(four));
             }
             if (bits == 4) {
                 __m512i high = _mm512_and_si512(_mm512_srli_epi16(raw, 4), _mm512_set1_epi8(15));
-                for (int i = 0; i < rows; i++) {
+                for (int i = 0; i < lines; i++) {
                     int32_t four;
-                    memcpy(&four, q + (i * groups + g) * GROUP + 16 + v * 4, 4);
-                    sum[i] = _mm512_dpbusd_epi32(sum[i], high, _mm512_set1_epi32(four));
+                    memcpy(&four, q + i * GROUP + 16 + v * 4, 4);
+                    sums[i] = (vi)_mm512_dpbusd_epi32((__m512i)sums[i], high, _mm512_set1_epi32(four));
                 }
             }
         }
-        __m512 d = (__m512)load_halves(w_scales + g * LANES);
-        for (int i = 0; i < rows; i++)
-            total[i] = (vf)_mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[i]),
-                                           _mm512_mul_ps(d, _mm512_set1_ps(x_scales[i * groups + g])),
-                                           (__m512)total[i]);
 #elif defined(HAVE_AVX2)
         const __m256i ones = _mm256_set1_epi16(1), nibble = _mm256_set1_epi8(15);
-        vf d = load_halves(w_scales + g * LANES);
-        for (int i = 0; i < rows; i++) {
-            const int8_t *x = q + (i * groups + g) * GROUP;
-            union { __m256i half[2]; vi all; } sum;
+        for (int i = 0; i < lines; i++) {
+            const int8_t *x = q + i * GROUP;
+            union { vi all; __m256i half[2]; } sum = {sums[i]};
             for (int h = 0; h < 2; h++) {
-                __m256i s = _mm256_set1_epi32(starts[i * groups + g]);
+                __m256i s = sum.half[h];
                 for (int v = 0; v < vectors; v++) {
                     __m256i raw = _mm256_loadu_si256((const __m256i *)(w + v * 64 + h * 32));
                     int32_t four;
@@ -211,16 +239,15 @@ ALWAYS_INLINE void multiply_tile(const linear_args *a, const activations *act, i
                 }
                 sum.half[h] = s;
             }
-            total[i] = total[i] + __builtin_convertvector(sum.all, vf) * (d * x_scales[i * groups + g]);
+            sums[i] = sum.all;
         }
 #elif defined(HAVE_NEON)
-        vf d = load_halves(w_scales + g * LANES);
-        for (int i = 0; i < rows; i++) {
-            const int8_t *x = q + (i * groups + g) * GROUP;
+        for (int i = 0; i < lines; i++) {
+            const int8_t *x = q + i * GROUP;
             int8x16_t x0 = vld1q_s8(x), x1 = vld1q_s8(x + 16);
-            union { int32x4_t quarter[4]; vi all; } sum;
+            union { vi all; int32x4_t quarter[4]; } sum = {sums[i]};
             for (int r = 0; r < 4; r++) {
-                int32x4_t s = vdupq_n_s32(starts[i * groups + g]);
+                int32x4_t s = sum.quarter[r];
                 const uint8_t *p = w + r * 16;
                 if (bits == 8) {
                     s = vdotq_laneq_s32(s, vld1q_s8((const int8_t *)p), x0, 0);
@@ -246,34 +273,27 @@ ALWAYS_INLINE void multiply_tile(const linear_args *a, const activations *act, i
                 }
                 sum.quarter[r] = s;
             }
-            total[i] = total[i] + __builtin_convertvector(sum.all, vf) * (d * x_scales[i * groups + g]);
+            sums[i] = sum.all;
         }
 #else
-        for (int i = 0; i < rows; i++) {
-            const int8_t *x = q + (i * groups + g) * GROUP;
-            for (int n = 0; n < LANES; n++) {
-                int32_t sum = starts[i * groups + g];
+        for (int i = 0; i < lines; i++) {
+            const int8_t *x = q + i * GROUP;
+            for (int n = 0; n < LANES; n++)
                 for (int k = 0; k < GROUP; k++) {
                     uint8_t raw = w[k / 4 % vectors * 64 + n * 4 + k % 4];
                     int32_t weight = bits == 8 ? (int8_t)raw : k < 16 ? raw & 15 : raw >> 4;
-                    sum += weight * x[k];
+                    sums[i][n] += weight * x[k];
                 }
-                float d = half_to_float(w_scales[g * LANES + n]) * x_scales[i * groups + g];
-                total[i][n] = total[i][n] + (float)sum * d;
-            }
         }
 #endif
-    }
-
-    int64_t n = tile * LANES, count = a->N - n;
-    for (int i = 0; i < rows; i++) {
-        float *y = a->y + (m + i) * a->y_stride + n;
-        if (count >= LANES) {
-            store(y, a->bias ? total[i] + load(a->bias + n) : total[i]);
-        } else {
-            store_some(y, a->bias ? total[i] + load_some(a->bias + n, count) : total[i], count);
+        vf d = load_halves(w_scales + g * LANES);
+        for (int i = 0; i < rows; i++) {
+            vi sum = digits == 2 ? (sums[2 * i] << 7) + sums[2 * i + 1] : sums[i];
+            total[i] = add_group(total[i], sum, d, act->scales[place + i]);
         }
     }
+#pragma GCC unroll 16
+    for (int i = 0; i < rows; i++) finish_row(a, tile, m + i, total[i]);
 }
 
 #if defined(HAVE_AMX)
@@ -291,7 +311,7 @@ typedef struct {
     uint8_t rows[16];
 } tile_config;
 
-/* Registers 0 and 1: sums, 16 x 16 integers. 2: activations, 16 rows of a group. 3: weights, one group. */
+/* Registers 0 and 1: sums, 16 x 16 integers. 2: activations, 16 lines of a group. 3: weights, one group. */
 static void configure_tiles(void) {
     tile_config config = {.palette = 1};
     config.bytes_per_row[0] = config.bytes_per_row[1] = config.bytes_per_row[3] = 64;
@@ -301,22 +321,21 @@ static void configure_tiles(void) {
     _tile_loadconfig(&config);
 }
 
-/* What multiply_tile does, for 16 rows. */
+/* What multiply_tile does, for 16 rows of one digit or 8 of two. */
 ALWAYS_INLINE void multiply_tile_amx(const linear_args *a, const activations *act, int64_t tile, int64_t m,
-                                     const int bits) {
+                                     const int bits, const int digits) {
+    const int rows = LINES / digits;
     const int64_t groups = act->groups;
-    const uint8_t *w = a->data + tile * groups * (bits == 4 ? 256 : 512);
+    const int64_t group_bytes = bits == 4 ? 256 : 512;
+    const uint8_t *w = a->data + tile * groups * group_bytes;
     const uint16_t *w_scales = a->scales + tile * groups * LANES;
-    const int8_t *q = act->q + m * groups * GROUP;
-    const float *x_scales = act->scales + m * groups;
-    const int32_t *starts = act->starts + m * groups;
-    int32_t sums[2][16 * LANES] __attribute__((aligned(64)));
+    vi sums[2][16];
     uint8_t nibbles[2][512] __attribute__((aligned(64)));
-    __m512 total[16];
-    for (int i = 0; i < 16; i++) total[i] = _mm512_setzero_ps();
-
-    for (int64_t g = 0; g < groups; g++) {
-        const uint8_t *weights = w + g * (bits == 4 ? 256 : 512);
+    vf total[LINES];
+    for (int i = 0; i < rows; i++) total[i] = (vf){0};
+    int64_t place = place_of(act, m);
+    for (int64_t g = 0; g < groups; g++, place += rows) {
+        const uint8_t *weights = w + g * group_bytes;
         if (bits == 4) {
             for (int v = 0; v < 4; v++) {
                 __m512i raw = _mm512_loadu_si512(weights + v * 64), mask = _mm512_set1_epi8(15);
@@ -326,7 +345,7 @@ ALWAYS_INLINE void multiply_tile_amx(const linear_args *a, const activations *ac
             }
             weights = nibbles[g & 1];
         }
-        _tile_loadd(2, q + g * GROUP, groups * GROUP);
+        _tile_loadd(2, act->q + place * digits * GROUP, GROUP);
         _tile_loadd(3, weights, 64);
         if (g & 1) { /* two sets of sums, so that a group need not wait for the one before it */
             _tile_zero(1);
@@ -337,48 +356,45 @@ ALWAYS_INLINE void multiply_tile_amx(const linear_args *a, const activations *ac
             _tile_dpbsud(0, 2, 3);
             _tile_stored(0, sums[0], 64);
         }
-        __m512 d = (__m512)load_halves(w_scales + g * LANES);
+        vf d = load_halves(w_scales + g * LANES);
+        const vi *line = sums[g & 1];
 #pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) {
-            __m512i sum = _mm512_add_epi32(_mm512_load_si512(sums[g & 1] + i * LANES),
-                                           _mm512_set1_epi32(starts[i * groups + g]));
-            total[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum),
-                                       _mm512_mul_ps(d, _mm512_set1_ps(x_scales[i * groups + g])), total[i]);
+        for (int i = 0; i < rows; i++) {
+            vi sum = digits == 2 ? (line[2 * i] << 7) + line[2 * i + 1] : line[i];
+            total[i] = add_group(total[i], sum + act->starts[place + i], d, act->scales[place + i]);
         }
     }
-    int64_t n = tile * LANES, count = a->N - n;
-    __mmask16 real = count >= LANES ? 0xffff : (__mmask16)((1u << count) - 1);
-    __m512 bias = a->bias ? _mm512_maskz_loadu_ps(real, a->bias + n) : _mm512_setzero_ps();
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; i++)
-        _mm512_mask_storeu_ps(a->y + (m + i) * a->y_stride + n, real,
-                              a->bias ? _mm512_add_ps(total[i], bias) : total[i]);
+    for (int i = 0; i < rows; i++) finish_row(a, tile, m + i, total[i]);
 }
 #endif
 
-ALWAYS_INLINE void multiply_chunk(const linear_args *a, int64_t chunk, const int bits) {
+ALWAYS_INLINE void multiply_chunk(const linear_args *a, int64_t chunk, const int bits, const int digits) {
     activations act = split_scratch(a);
     int64_t num_tiles = (a->N + LANES - 1) / LANES;
     int64_t first = chunk * a->tiles_per_chunk, last = first + a->tiles_per_chunk;
     if (last > num_tiles) last = num_tiles;
     int64_t m = 0;
 #if defined(HAVE_AMX)
-    if (may_use_amx && a->M >= 16) {
+    const int rows = LINES / digits;
+    if (may_use_amx && a->M >= rows) {
         configure_tiles();
-        for (; m + 16 <= a->M; m += 16)
-            for (int64_t tile = first; tile < last; tile++) multiply_tile_amx(a, &act, tile, m, bits);
+        for (; m + rows <= a->M; m += rows)
+            for (int64_t tile = first; tile < last; tile++) multiply_tile_amx(a, &act, tile, m, bits, digits);
         _tile_release();
     }
 #endif
-    for (; m + 8 <= a->M; m += 8)
-        for (int64_t tile = first; tile < last; tile++) multiply_tile(a, &act, tile, m, 8, bits);
-    for (; m + 4 <= a->M; m += 4)
-        for (int64_t tile = first; tile < last; tile++) multiply_tile(a, &act, tile, m, 4, bits);
-    for (; m + 2 <= a->M; m += 2)
-        for (int64_t tile = first; tile < last; tile++) multiply_tile(a, &act, tile, m, 2, bits);
-    for (; m < a->M; m++)
-        for (int64_t tile = first; tile < last; tile++) multiply_tile(a, &act, tile, m, 1, bits);
+#define MULTIPLY_BY(rows) \
+    for (; m + rows <= a->M; m += rows) \
+        for (int64_t tile = first; tile < last; tile++) multiply_tile(a, &act, tile, m, rows, bits, digits);
+    MULTIPLY_BY(8) MULTIPLY_BY(4) MULTIPLY_BY(2) MULTIPLY_BY(1)
 }
 
-void infer_linear_int8(const void *args, int64_t chunk) { multiply_chunk(args, chunk, 8); }
-void infer_linear_int4(const void *args, int64_t chunk) { multiply_chunk(args, chunk, 4); }
+void infer_linear_int8(const void *args, int64_t chunk) {
+    const linear_args *a = args;
+    a->digits == 2 ? multiply_chunk(a, chunk, 8, 2) : multiply_chunk(a, chunk, 8, 1);
+}
+void infer_linear_int4(const void *args, int64_t chunk) {
+    const linear_args *a = args;
+    a->digits == 2 ? multiply_chunk(a, chunk, 4, 2) : multiply_chunk(a, chunk, 4, 1);
+}
