@@ -46,6 +46,10 @@ SHOWN: dict[str, tuple[tuple[str, ...], ...]] = {
         ),
     ),
     "latency": (LATENCIES,),
+    "memory": (
+        ("weights_bytes", "kv_bytes", "activation_bytes", "graph_bytes", "process_bytes"),
+        ("mean_running", "peak_running", "num_preemptions", "num_steps", "speed_up"),
+    ),
     "matrix": (
         (
             "speed_up",
@@ -74,7 +78,8 @@ def columns(report: Report) -> list[list[str]]:
         present |= dict.fromkeys(NOT_TOLD)
     plain = tuple(name for name in present if name not in LATENCIES and name not in NOT_TOLD)
     tables = SHOWN.get(report.kind, (plain,))
-    return [[name for name in table if name in present] for table in tables]
+    shown = [[name for name in table if name in present] for table in tables]
+    return [names for names in shown if names] or [[]]
 
 
 def title(name: str) -> str:
@@ -93,13 +98,14 @@ def cell_of(row: Row, name: str) -> str:
 
 
 def table_of(report: Report, names: Sequence[str]) -> list[list[str]]:
-    """Heads and cells of one table; a row that was skipped says so in its first cell."""
-    rows = [["", *map(title, names)]]
+    """Heads and cells of one table; a skipped row says so in its first cell, one without figures is out."""
+    rows = [["", *(map(title, names) if names else [""])]]
     for row in report.rows:
         cells = [cell_of(row, name) for name in names]
         if row.skipped:
             cells = [row.skipped if len(row.skipped) <= SHORT else "not measured", *[""] * (len(names) - 1)]
-        rows.append([row.name, *cells])
+        if any(cells):
+            rows.append([row.name, *cells])
     return rows
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from infer.bench.compare import compare
-from infer.bench.render import cell, markdown_table, ratio_bars, to_markdown
+from infer.bench.render import cell, markdown_table, ratio_bars, terminal, to_markdown
 from infer.bench.report import (
     Report,
     command_line,
@@ -189,6 +189,25 @@ def test_other_engines_results_are_read_too(tmp_path: Path) -> None:
     path.write_text(json.dumps({"engine": "other", "w": 5}))
     with pytest.raises(ConfigError, match="no results that are understood"):
         read_report(path)
+
+
+def test_a_row_stands_in_the_tables_that_it_has_figures_for() -> None:
+    rows = [
+        make_row("split", "", [{"weights_bytes": 2.0**20}]),
+        make_row("paged", "", [{"mean_running": 3.0}]),
+    ]
+    made = make_report("memory", rows, model={}, config={}, seed=1, repeats=1, warmup=0)
+    first, second = markdown_table(made).split("\n\n")
+    assert "`split` | 1 MiB" in first and "paged" not in first
+    assert "`paged` | 3" in second and "split" not in second
+
+
+def test_a_report_of_nothing_has_a_table_still() -> None:
+    row = skip_row("w", "", "interrupted")
+    for kind in ("offline", "latency"):
+        made = make_report(kind, [row], model={}, config={}, seed=1, repeats=1, warmup=0, is_partial=True)
+        assert markdown_table(made) == "|  |  |\n|---|---:|\n| `w` | interrupted |\n"
+        assert "interrupted\n" in terminal(made)
 
 
 def test_ratios_are_drawn_on_both_sides_of_one() -> None:
