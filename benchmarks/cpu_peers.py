@@ -1,7 +1,8 @@
-"""The default model on this CPU: our engine beside its peers, in the same run.
+"""A model on this CPU, the default one if none is named: our engine beside its peers, in the same run.
 
     python benchmarks/cpu_peers.py --threads 1 --out benchmarks/reports/cpu.json
     python benchmarks/cpu_peers.py --peer-python path/to/python      an environment with llama-cpp-python
+    python benchmarks/cpu_peers.py --model FILE.gguf --engines "ours int8" "llama.cpp Q8_0"
 
 Every engine is a process of its own, and the engines take turns: one round of all of them, then the
 next, so that whatever else the machine does meets them all. The figure is the median of the rounds.
@@ -63,12 +64,17 @@ def three_figures(generate: Callable[[int, int, int], None]) -> dict[str, Any]:
     }
 
 
-def measure_ours(weights: str, threads: int) -> dict[str, Any]:
+def measure_ours(path: Path, weights: str, threads: int) -> dict[str, Any]:
     """The engine as `LLM` runs it: scheduler, sampling and all."""
     from infer import LLM, SamplingParams
 
     llm = LLM(
-        cpu_weights=weights, device="cpu", num_threads=threads, max_seq_len=1024, use_prefix_caching=False
+        str(path),
+        cpu_weights=weights,
+        device="cpu",
+        num_threads=threads,
+        max_seq_len=1024,
+        use_prefix_caching=False,
     )
 
     def generate(rows: int, length: int, max_tokens: int) -> None:
@@ -152,7 +158,7 @@ def measure_llama(path: Path, threads: int) -> dict[str, Any]:
 
 
 def quantize_for_llama(source: Path, target: Path, name: str) -> None:
-    """The default model's file in another of llama.cpp's formats: the speed is what matters here."""
+    """The model's file in another of llama.cpp's formats: the speed is what matters here."""
     import llama_cpp  # type: ignore[import-not-found,unused-ignore]
 
     params = llama_cpp.llama_model_quantize_default_params()
@@ -168,7 +174,7 @@ def measure(engine: str, path: Path, threads: int) -> dict[str, Any]:
     family, _, kind = engine.partition(" ")
     package = {"ours": "infer", "transformers": "transformers", "llama.cpp": "llama_cpp"}[family]
     if family == "ours":
-        figures = measure_ours(kind, threads)
+        figures = measure_ours(path, kind, threads)
     elif family == "transformers":
         figures = measure_transformers(path, threads)
     else:
@@ -209,6 +215,8 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", type=Path, help="a GGUF file; default: the default model")
+    parser.add_argument("--engines", nargs="+", choices=OURS + PEERS, default=OURS + PEERS)
     parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--measure", help=argparse.SUPPRESS)
@@ -225,13 +233,14 @@ def main() -> None:
     from benchmarks.machine import facts  # not above: the peers' environment need not have our packages
     from infer.loader.default_model import default_model_file
 
-    source = default_model_file()
+    source = args.model or default_model_file()
     results: dict[str, list[dict[str, Any]]] = {}
     versions: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as directory:
-        files = dict.fromkeys((*OURS, *PEERS), source)
-        for name in ("Q8_0", "Q4_0"):
-            target = files[f"llama.cpp {name}"] = Path(directory) / f"{name}.gguf"
+        files = dict.fromkeys(args.engines, source)
+        for engine in [engine for engine in files if engine.startswith("llama")]:
+            name = engine.split()[1]
+            target = files[engine] = Path(directory) / f"{name}.gguf"
             subprocess.run(
                 [args.peer_python, __file__, "--quantize", f"{name}:{target}", "--file", str(source)],
                 capture_output=True,
@@ -246,6 +255,7 @@ def main() -> None:
                     print(engine, found, flush=True)
     report = {
         "machine": facts(),
+        "model": source.name,
         "threads": args.threads,
         "rounds": args.rounds,
         "versions": versions,
