@@ -162,7 +162,7 @@ def test_each_layer_alone_matches_transformers(family: str) -> None:
     assert len(seen) == len(ours.layers) == ours.config.num_layers
     for layer, (x_TD, expected_TD) in zip(ours.layers, seen, strict=True):
         step = ListStep([ListCache()], [len(tokens)])
-        y_TD = layer(x_TD, step) if family == "gpt2" else sum(layer(x_TD, None, step))
+        y_TD = sum(layer(x_TD, None, step))
         assert error(y_TD, expected_TD.reshape(y_TD.shape)) < FLOAT32_BOUND
 
 

@@ -9,12 +9,10 @@ the packed matrix of a head it is tied to (`packed`). Rows are converted when th
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import nn
 
-from infer.kernels.embedding import embed
+from infer.kernels.embedding import embed, scaled
 from infer.quant.packed import PackedMatrix
 
 
@@ -26,13 +24,14 @@ class Embedding(nn.Module):
         self.scale = scale
         self.weight = nn.Parameter(torch.empty(num_rows, size), requires_grad=False)
         self.dtype = self.weight.dtype  # of the rows that come out
+        self.factor = None if scale is None else round_to(scale, self.dtype)
         self.packed: PackedMatrix | None = None
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Return [T, D]."""
         packed = self.packed
         x_TD = embed(ids_T, self.weight, self.dtype) if packed is None else packed.lookup(ids_T)
-        return x_TD if self.scale is None else x_TD * round_to(self.scale, self.dtype)
+        return x_TD if self.factor is None else scaled(x_TD, self.factor)
 
     def extra_repr(self) -> str:
         """Shape and factor, for print(model)."""
@@ -40,7 +39,6 @@ class Embedding(nn.Module):
         return f"{num_rows} x {size}" + ("" if self.scale is None else f", scale={self.scale:.4g}")
 
 
-@functools.cache
 def round_to(value: float, dtype: torch.dtype) -> float:
     """The number of `dtype` nearest to `value`."""
     return torch.tensor(value, dtype=dtype, device="cpu").item()

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
+from infer.kernels.layer_norm import add_layer_norm
 from infer.kernels.rms_norm import add_rms_norm, rms_norm
 
 
@@ -59,8 +59,8 @@ class AddNorm(nn.Module):
         return f"{self.weight.numel()}, eps={self.eps}, offset={self.offset}"
 
 
-class LayerNorm(nn.Module):
-    """Subtract the mean, divide by the standard deviation, scale and shift: what GPT-2 uses."""
+class AddLayerNorm(nn.Module):
+    """The same with GPT-2's norm: subtract the mean, divide by the standard deviation, scale and shift."""
 
     def __init__(self, size: int, *, eps: float) -> None:
         super().__init__()
@@ -68,9 +68,11 @@ class LayerNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(size), requires_grad=False)
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Normalise each row."""
-        return F.layer_norm(x_TD, self.weight.shape, self.weight, self.bias, self.eps)
+    def forward(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the normalised sum and the sum; with no residual yet, `x_TD` starts the stream."""
+        return add_layer_norm(x_TD, residual_TD, self.weight, self.bias, eps=self.eps)
 
     def extra_repr(self) -> str:
         """Size and constant, for print(model)."""

@@ -28,7 +28,7 @@ from infer.layers.attention import StepContext
 from infer.layers.embedding import Embedding
 from infer.layers.linear import Linear
 from infer.layers.mlp import MLP
-from infer.layers.norm import LayerNorm
+from infer.layers.norm import AddLayerNorm
 from infer.models.config import ModelConfig
 from infer.models.model import Model
 from infer.models.raw_config import MAX_LAYERS, RawConfig
@@ -99,33 +99,35 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.attention_norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.attention_norm = AddLayerNorm(config.hidden_size, eps=config.norm_eps)
         self.attention = Attention(config, layer)
-        self.mlp_norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp_norm = AddLayerNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = MLP(config.hidden_size, config.intermediate_size, activation=config.activation)
 
-    def forward(self, x_TD: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """Return the residual stream after this block."""
-        x_TD = x_TD + self.attention(self.attention_norm(x_TD), step)
-        y_TD: torch.Tensor = x_TD + self.mlp(self.mlp_norm(x_TD))
-        return y_TD
+    def forward(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, step: StepContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the second half's output and the stream it is still to be added to."""
+        x_TD, residual_TD = self.attention_norm(x_TD, residual_TD)
+        x_TD, residual_TD = self.mlp_norm(self.attention(x_TD, step), residual_TD)
+        return self.mlp(x_TD), residual_TD
 
 
 class GPT2(Model):
-    """A stack of blocks over the sum of token and position embeddings."""
+    """A stack of blocks over the sum of token and position embeddings, which the first norm adds."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.position_embedding = Embedding(config.context_len, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
-        self.norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.norm = AddLayerNorm(config.hidden_size, eps=config.norm_eps)
 
     def forward(self, tokens_T: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Return the hidden states of all tokens after the final norm, [T, D]."""
-        x_TD = self.embedding(tokens_T) + self.position_embedding(step.positions)
+        x_TD, residual_TD = self.embedding(tokens_T), self.position_embedding(step.positions)
         for layer in self.layers:
-            x_TD = layer(x_TD, step)
-        hidden_TD: torch.Tensor = self.norm(x_TD)
+            x_TD, residual_TD = layer(x_TD, residual_TD, step)
+        hidden_TD: torch.Tensor = self.norm(x_TD, residual_TD)[0]
         return hidden_TD
 
 

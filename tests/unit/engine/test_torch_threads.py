@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
-from infer.engine import runner
 from infer.engine.torch_threads import threads_for
 from infer.sampling.params import SamplingParams
+from infer.sampling.sampler import SampleRow, Samples, sample
 from tests.support.tiny import make_engine, run_engine
 
 
@@ -35,8 +35,12 @@ def test_a_failure_leaves_them_as_they_were() -> None:
 
 
 def test_the_runner_samples_one_row_with_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    sample = runner.sample
-    monkeypatch.setattr(runner, "sample", lambda *args: seen.append(torch.get_num_threads()) or sample(*args))
+    seen: list[int] = []
+
+    def watched(logits_SV: torch.Tensor, rows: Sequence[SampleRow]) -> Samples:
+        seen.append(torch.get_num_threads())
+        return sample(logits_SV, rows)
+
+    monkeypatch.setattr("infer.engine.runner.sample", watched)
     run_engine(make_engine(), [([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))])
     assert seen == [1, 1, 1] and torch.get_num_threads() == 3

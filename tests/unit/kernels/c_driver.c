@@ -155,6 +155,13 @@ static void run_norms(word D) {
     RUN("infer_rms_norm", 5, T, p(x), D + 1, 0, p(residual), D, p(weight), p(y), p(sum), 1, D, d(1e-6), d(0.0), 1);
     emit_floats("norm_of_sum", y, T * D);
     emit("norm_sum", "bytes", sum, T * D * 4);
+    RUN("infer_layer_norm", 3, T, p(x), D + 1, 0, 0, p(weight), p(residual), p(y), 0, D, d(1e-5), 2);
+    emit_floats("layer_norm", y, T * D);
+    RUN("infer_layer_norm", 5, T, p(x), D + 1, p(residual), D, p(weight), p(residual), p(y), p(sum), D, d(1e-5), 1);
+    emit_floats("layer_norm_of_sum", y, T * D);
+    emit("layer_norm_sum", "bytes", sum, T * D * 4);
+    RUN("infer_scale", 3, T, p(x), D + 1, p(y), D, d(33.94), 2);
+    emit("scaled", "bytes", y, T * D * 4);
 }
 
 static void run_gates(word F) {
@@ -163,8 +170,10 @@ static void run_gates(word F) {
     for (word i = 0; i < F; i++) x[i] *= 60.0f; /* one row of extremes */
     x[0] = -INFINITY, x[1] = NAN, x[2] = INFINITY, x[3] = -0.0f;
     for (word kind = 0; kind < 3; kind++) {
-        RUN("infer_gated_activation", T * ((F + 31) / 32), T, p(x), 2 * F, p(y), F, kind, 32);
-        emit_floats("gated_activation", y, T * F);
+        for (word is_gated = 0; is_gated < 2; is_gated++) {
+            RUN("infer_activation", T * ((F + 31) / 32), T, p(x), 2 * F, p(y), F, is_gated, kind, 32);
+            emit_floats("activation", y, T * F);
+        }
     }
 }
 

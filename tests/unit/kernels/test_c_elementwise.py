@@ -10,8 +10,14 @@ import torch
 
 from infer.kernels.cpu import operations
 from infer.kernels.cpu.library import Library, use_library
-from infer.kernels.embedding import embed, embed_reference
-from infer.kernels.gated_activation import ACTIVATIONS, gated_activation, gated_activation_reference
+from infer.kernels.embedding import embed, embed_reference, scaled, scaled_reference
+from infer.kernels.gated_activation import (
+    ACTIVATIONS,
+    activate,
+    gated_activation,
+    gated_activation_reference,
+)
+from infer.kernels.layer_norm import add_layer_norm, add_layer_norm_reference
 from infer.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from infer.kernels.rope import rope, rope_reference
 from tests.unit.kernels.c_builds import BUILDS, c_library
@@ -41,6 +47,35 @@ def test_add_rms_norm(c: Library, shape: tuple[int, int]) -> None:
     expected_y, expected_total = add_rms_norm_reference(x, residual, weight, 1e-6, 0.0)
     assert torch.equal(total, expected_total)
     assert_close(y, expected_y)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("mean", [0.0, 1000.0])  # far from 0: mean(x^2) - mean^2 would have no digit left
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_layer_norm(c: Library, shape: tuple[int, int], mean: float, has_residual: bool) -> None:
+    x, weight, bias = torch.randn(shape) + mean, torch.randn(shape[1]), torch.randn(shape[1])
+    wide = torch.randn(shape[0], shape[1] + 3)
+    residual = wide[:, : shape[1]] if has_residual else None
+    y, total = add_layer_norm(x, residual, weight, bias, eps=1e-5)
+    expected_y, expected_total = add_layer_norm_reference(
+        x.double(), None if residual is None else residual.double(), weight.double(), bias.double(), 1e-5
+    )
+    assert torch.equal(total, expected_total.float())
+    torch.testing.assert_close(y, expected_y.float(), rtol=2e-5, atol=1e-3 if mean else 2e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_scaled_rows_are_pytorch_s_to_the_last_bit(c: Library, shape: tuple[int, int]) -> None:
+    x = torch.randn(shape[0], shape[1] + 3)[:, : shape[1]]
+    assert torch.equal(scaled(x, 1152**0.5), scaled_reference(x, 1152**0.5))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("size", [1, 16, 45, 1500])
+def test_ungated_activation(c: Library, activation: str, size: int) -> None:
+    x = 20 * torch.randn(3, size + 2)[:, :size]
+    x[0, 0] = -300.0  # far below what an exponential can represent
+    torch.testing.assert_close(activate(x, activation), ACTIVATIONS[activation](x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

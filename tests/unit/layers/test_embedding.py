@@ -13,9 +13,12 @@ def test_rows_are_looked_up_by_id() -> None:
 
 
 def test_the_scale_is_rounded_to_the_dtype_of_the_rows() -> None:
-    embedding = Embedding(1, 1152, scale=1152**0.5)
-    embedding.weight.data = torch.full((1, 1152), 1.0703125, dtype=torch.bfloat16)
-    embedding.dtype = torch.bfloat16
+    torch.set_default_dtype(torch.bfloat16)  # as it is while a model in bfloat16 is being built
+    try:
+        embedding = Embedding(1, 1152, scale=1152**0.5)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    embedding.weight.data.fill_(1.0703125)
 
     # 1.0703125 * 34 = 36.39 rounds to 36.5 in bfloat16; with the exact 33.94 it would be 36.25
     assert set(embedding(torch.tensor([0]))[0].tolist()) == {36.5}

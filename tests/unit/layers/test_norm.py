@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from infer.layers.norm import AddNorm, LayerNorm, RMSNorm
+from infer.layers.norm import AddLayerNorm, AddNorm, RMSNorm
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -45,10 +45,18 @@ def test_without_a_residual_the_input_starts_the_stream() -> None:
 
 
 def test_layer_norm_matches_its_formula() -> None:
-    norm = LayerNorm(12, eps=1e-2)
+    norm = AddLayerNorm(12, eps=1e-2)
     norm.weight.data, norm.bias.data = random(12), random(12, seed=3)
-    x = random(5, 12, seed=1)
-    centred = x - x.mean(-1, keepdim=True)
+    x, residual = random(5, 12, seed=1), random(5, 12, seed=2)
 
-    expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-2).sqrt() * norm.weight + norm.bias
-    torch.testing.assert_close(norm(x), expected)
+    def formula(rows: torch.Tensor) -> torch.Tensor:
+        centred = rows - rows.mean(-1, keepdim=True)
+        return centred / (centred.square().mean(-1, keepdim=True) + 1e-2).sqrt() * norm.weight + norm.bias
+
+    y, total = norm(x, residual)
+    assert torch.equal(total, x + residual)
+    torch.testing.assert_close(y, formula(x + residual))
+
+    y, total = norm(x, None)
+    assert total is x
+    torch.testing.assert_close(y, formula(x))

@@ -28,7 +28,9 @@ _LINEAR = struct.Struct("qqqqqqqqqqqqqqq")
 _PACK = struct.Struct("qqqqqqqqqq")
 _EMBED = struct.Struct("qqqqqqqqq")
 _NORM = struct.Struct("qqqqqqqqqqqddq")
-_GATE = struct.Struct("qqqqqqq")
+_LAYER_NORM = struct.Struct("qqqqqqqqqqdq")
+_SCALE = struct.Struct("qqqqqdq")
+_GATE = struct.Struct("qqqqqqqq")
 _HEADS = struct.Struct("qqqqqqqqqddqqqqqqqqqqq")
 _WRITE = struct.Struct("qqqqqqqqqq")
 _ATTEND = struct.Struct("qqqqqqqqqqqqqqd")
@@ -56,9 +58,9 @@ def linear(
     *,
     num_rows: int,
     bits: int,
+    digits: int,
 ) -> torch.Tensor:
     """Return x Wᵀ + b with W packed, [M, N]; `num_rows` is N, `digits` those of x (csrc/linear.c)."""
-    digits: int,
     M, K = x_MK.shape
     if x_MK.stride(1) != 1:
         x_MK = x_MK.contiguous()
@@ -190,21 +192,55 @@ def add_rms_norm(
     return y_TD, sum_TD
 
 
+def layer_norm(
+    library: Library,
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor | None,
+    weight_D: torch.Tensor,
+    bias_D: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalise x + residual, mean and variance; the normalised sum and the sum."""
+    T, D = x_TD.shape
+    y_TD, sum_TD = empty((T, D)), x_TD if residual_TD is None else empty((T, D))
+    tokens_per_chunk = _rows_per_chunk(D)
+    args = _LAYER_NORM.pack(
+        T, x_TD.data_ptr(), x_TD.stride(0), _pointer(residual_TD),
+        0 if residual_TD is None else residual_TD.stride(0), weight_D.data_ptr(), bias_D.data_ptr(),
+        y_TD.data_ptr(), sum_TD.data_ptr(), D, eps, tokens_per_chunk,
+    )  # fmt: skip
+    launch(library, library.layer_norm, args, num_rows=T, kind=PER_ROW, rows_per_chunk=tokens_per_chunk)
+    return y_TD, sum_TD
+
+
+def scale(library: Library, x_TD: torch.Tensor, factor: float) -> torch.Tensor:
+    """Multiply every number by `factor`, which is rounded to float32 first."""
+    T, D = x_TD.shape
+    y_TD = empty((T, D))
+    tokens_per_chunk = _rows_per_chunk(D)
+    args = _SCALE.pack(T, x_TD.data_ptr(), x_TD.stride(0), y_TD.data_ptr(), D, factor, tokens_per_chunk)
+    launch(library, library.scale, args, num_rows=T, kind=PER_ROW, rows_per_chunk=tokens_per_chunk)
+    return y_TD
+
+
 def gated_activation(library: Library, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """Return act(gate) * up of [T, 2F]."""
-    T, size = gate_up.shape[0], gate_up.shape[1] // 2
+    return _activation(library, gate_up, gate_up.shape[1] // 2, activation, is_gated=True)
+
+
+def activation(library: Library, x_TF: torch.Tensor, name: str) -> torch.Tensor:
+    """Return act(x) of [T, F]."""
+    return _activation(library, x_TF, x_TF.shape[1], name, is_gated=False)
+
+
+def _activation(library: Library, x: torch.Tensor, size: int, name: str, *, is_gated: bool) -> torch.Tensor:
+    T = x.shape[0]
     y_TF = empty((T, size))
     columns = min(size, 1024)
     args = _GATE.pack(
-        T,
-        gate_up.data_ptr(),
-        gate_up.stride(0),
-        y_TF.data_ptr(),
-        size,
-        _ACTIVATION_KINDS[activation],
-        columns,
+        T, x.data_ptr(), x.stride(0), y_TF.data_ptr(), size, is_gated, _ACTIVATION_KINDS[name], columns
     )
-    launch(library, library.gated_activation, args, num_rows=T, kind=PER_ROW, chunks=-(-size // columns))
+    launch(library, library.activation, args, num_rows=T, kind=PER_ROW, chunks=-(-size // columns))
     return y_TF
 
 

@@ -1,4 +1,4 @@
-/* The small steps between the matrices: norms, rotary positions, gates, cache writes.
+/* The small steps between the matrices: norms, rotary positions, gates, scales, cache writes.
  *
  * Each touches every number once or twice; what they cost a program is not arithmetic but the calls.
  * Rows are independent, and a row is always computed by one thread in one order. */
@@ -60,10 +60,77 @@ void infer_rms_norm(const void *args, int64_t chunk) {
 
 typedef struct {
     int64_t T;
-    const float *gate_up; /* [T][2F]: gates, then ups */
+    const float *x;
+    int64_t stride;
+    const float *residual; /* NULL: there is nothing to add */
+    int64_t residual_stride;
+    const float *weight, *bias;
+    float *y;   /* contiguous, as is `sum` */
+    float *sum; /* x + residual */
+    int64_t D;
+    double eps;
+    int64_t tokens_per_chunk;
+} layer_norm_args;
+
+/* y = (x - mean) / sqrt(variance + eps) * weight + bias, of the rounded sum where there is one. The variance
+ * is that of the differences, in a pass of its own: mean(x^2) - mean^2 would cancel where x is far from 0. */
+void infer_layer_norm(const void *args, int64_t chunk) {
+    const layer_norm_args *a = args;
+    int64_t first = chunk * a->tokens_per_chunk, last = first + a->tokens_per_chunk, D = a->D;
+    if (last > a->T) last = a->T;
+    for (int64_t t = first; t < last; t++) {
+        const float *x = a->x + t * a->stride;
+        float *y = a->y + t * D;
+        vf total = {0}, squares = {0};
+        for (int64_t i = 0; i < D; i += LANES) {
+            vf v = load_up_to(x + i, D - i);
+            if (a->residual) {
+                v += load_up_to(a->residual + t * a->residual_stride + i, D - i);
+                store_up_to(a->sum + t * D + i, v, D - i);
+            }
+            total += v;
+        }
+        if (a->residual) x = a->sum + t * D;
+        float mean = sum_lanes(total) / (float)D;
+        for (int64_t i = 0; i < D; i += LANES) { /* y keeps the differences; past the row's end they count as 0 */
+            store_up_to(y + i, load_up_to(x + i, D - i) - mean, D - i);
+            vf v = load_up_to(y + i, D - i);
+            squares += v * v;
+        }
+        float inverse = 1.0f / sqrtf(sum_lanes(squares) / (float)D + (float)a->eps);
+        for (int64_t i = 0; i < D; i += LANES) {
+            vf scaled = load_up_to(y + i, D - i) * inverse * load_up_to(a->weight + i, D - i);
+            store_up_to(y + i, scaled + load_up_to(a->bias + i, D - i), D - i);
+        }
+    }
+}
+
+typedef struct {
+    int64_t T;
+    const float *x; /* [T][D] */
+    int64_t stride;
+    float *y; /* [T][D] */
+    int64_t D;
+    double factor;
+    int64_t tokens_per_chunk;
+} scale_args;
+
+void infer_scale(const void *args, int64_t chunk) {
+    const scale_args *a = args;
+    int64_t first = chunk * a->tokens_per_chunk, last = first + a->tokens_per_chunk, D = a->D;
+    if (last > a->T) last = a->T;
+    for (int64_t t = first; t < last; t++)
+        for (int64_t i = 0; i < D; i += LANES)
+            store_up_to(a->y + t * D + i, load_up_to(a->x + t * a->stride + i, D - i) * (float)a->factor, D - i);
+}
+
+typedef struct {
+    int64_t T;
+    const float *gate_up; /* [T][2F]: gates, then ups; [T][F] where there are no ups */
     int64_t stride;
     float *y; /* [T][F] */
     int64_t F;
+    int64_t is_gated;
     int64_t kind; /* 0 silu, 1 gelu by tanh, 2 gelu by erf */
     int64_t columns_per_chunk;
 } gate_args;
@@ -79,14 +146,16 @@ static inline vf activate(vf x, int64_t kind) {
     return x / (1.0f + exp_lanes(-u));
 }
 
-void infer_gated_activation(const void *args, int64_t chunk) {
+/* act(gate) * up, or act(gate) alone. */
+void infer_activation(const void *args, int64_t chunk) {
     const gate_args *a = args;
     int64_t per_row = (a->F + a->columns_per_chunk - 1) / a->columns_per_chunk;
     int64_t row = chunk / per_row, first = chunk % per_row * a->columns_per_chunk;
     int64_t last = first + a->columns_per_chunk < a->F ? first + a->columns_per_chunk : a->F;
     const float *gate = a->gate_up + row * a->stride, *up = gate + a->F;
     for (int64_t i = first; i < last; i += LANES) {
-        vf y = activate(load_up_to(gate + i, last - i), a->kind) * load_up_to(up + i, last - i);
+        vf y = activate(load_up_to(gate + i, last - i), a->kind);
+        if (a->is_gated) y *= load_up_to(up + i, last - i);
         store_up_to(a->y + row * a->F + i, y, last - i);
     }
 }

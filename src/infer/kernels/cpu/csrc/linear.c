@@ -311,7 +311,7 @@ typedef struct {
     uint8_t rows[16];
 } tile_config;
 
-/* Registers 0 and 1: sums, 16 x 16 integers. 2: activations, 16 lines of a group. 3: weights, one group. */
+/* Register 0: sums, 16 x 16 integers. 2: activations, 16 lines of a group. 3: weights, one group. */
 static void configure_tiles(void) {
     tile_config config = {.palette = 1};
     config.bytes_per_row[0] = config.bytes_per_row[1] = config.bytes_per_row[3] = 64;
@@ -334,9 +334,10 @@ ALWAYS_INLINE void multiply_tile_amx(const linear_args *a, const activations *ac
     vf total[LINES];
     for (int i = 0; i < rows; i++) total[i] = (vf){0};
     int64_t place = place_of(act, m);
-    for (int64_t g = 0; g < groups; g++, place += rows) {
+    /* Sums go through memory and take their time: those of a group are added when the next one is under way. */
+    for (int64_t g = 0; g <= groups; g++, place += rows) {
         const uint8_t *weights = w + g * group_bytes;
-        if (bits == 4) {
+        if (bits == 4 && g < groups) {
             for (int v = 0; v < 4; v++) {
                 __m512i raw = _mm512_loadu_si512(weights + v * 64), mask = _mm512_set1_epi8(15);
                 _mm512_store_si512(nibbles[g & 1] + v * 64, _mm512_and_si512(raw, mask));
@@ -345,23 +346,22 @@ ALWAYS_INLINE void multiply_tile_amx(const linear_args *a, const activations *ac
             }
             weights = nibbles[g & 1];
         }
-        _tile_loadd(2, act->q + place * digits * GROUP, GROUP);
-        _tile_loadd(3, weights, 64);
-        if (g & 1) { /* two sets of sums, so that a group need not wait for the one before it */
-            _tile_zero(1);
-            _tile_dpbsud(1, 2, 3);
-            _tile_stored(1, sums[1], 64);
-        } else {
+        if (g < groups) {
+            _tile_loadd(2, act->q + place * digits * GROUP, GROUP);
+            _tile_loadd(3, weights, 64);
             _tile_zero(0);
             _tile_dpbsud(0, 2, 3);
-            _tile_stored(0, sums[0], 64);
+            _tile_stored(0, sums[g & 1], 64);
         }
-        vf d = load_halves(w_scales + g * LANES);
-        const vi *line = sums[g & 1];
+        if (g == 0) continue;
+        vf d = load_halves(w_scales + (g - 1) * LANES);
+        const vi *line = sums[(g - 1) & 1];
+        const int32_t *starts = act->starts + place - rows;
+        const float *x_scales = act->scales + place - rows;
 #pragma GCC unroll 16
         for (int i = 0; i < rows; i++) {
             vi sum = digits == 2 ? (line[2 * i] << 7) + line[2 * i + 1] : line[i];
-            total[i] = add_group(total[i], sum + act->starts[place + i], d, act->scales[place + i]);
+            total[i] = add_group(total[i], sum + starts[i], d, x_scales[i]);
         }
     }
 #pragma GCC unroll 16
