@@ -97,3 +97,16 @@ def test_a_worker_on_the_caller_s_core_takes_nothing() -> None:
     core = min(os.sched_getaffinity(0))
     with crew(core, core) as two:
         assert all(two.run() == {"caller"} for _ in range(40))
+
+
+def test_workers_without_work_use_no_processor_time() -> None:
+    library = c_library("native")
+    library.set_threads(4)
+    try:
+        Crew(library).run()
+        time.sleep(0.1)
+        before = time.process_time()
+        time.sleep(0.5)  # three workers that went on looking would use up to two cores' worth of this
+        assert time.process_time() - before < 0.1
+    finally:
+        library.set_threads(1)
