@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from infer import LLM
 from infer.config import EngineConfig, LoadConfig
 from infer.engine.build import build_engine
 from infer.engine.engine import Engine
@@ -159,7 +160,25 @@ def test_int8_is_as_sure_of_a_text_as_float32() -> None:
         step.advance(len(tokens))
         return torch.nn.functional.cross_entropy(model.logits(model(tokens, step))[:-1], tokens[1:]).item()
 
-    assert surprise("int8") == pytest.approx(surprise("fp32"), abs=0.02)
+    assert surprise("int8") == pytest.approx(surprise("fp32"), abs=0.01)
+
+
+def test_int8_answers_the_first_question_as_float32_does() -> None:
+    """Its first token is nearly a tie: 'The' is 8 % likelier than the runner-up, which leads astray."""
+    llm = LLM(cpu_weights="int8", device="cpu", num_threads=1, max_seq_len=256)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = llm.chat(question, SamplingParams(temperature=0.0, max_tokens=16))[0].outputs[0]
+    assert answer.text == "The capital of France is Paris."
+
+
+def test_the_digits_of_activations_belong_to_the_kind_of_layer() -> None:
+    model = packed_model("llama").model
+    digits = {
+        (name.rpartition(".")[2], m.scheme.digits)  # type: ignore[attr-defined]
+        for name, m in model.named_modules()
+        if isinstance(m, Linear)
+    }
+    assert digits == {("qkv", 2), ("out", 1), ("gate_up", 2), ("down", 1), ("head", 2)}
 
 
 def test_the_plan_knows_what_packed_weights_take() -> None:

@@ -1,12 +1,13 @@
 """Weights in groups of 32 that share a scale, as int8 or int4, in the layout of kernels/cpu.
 
-    int8   w = d * q,  q in -127 .. 127      8.5 bits per weight; perplexity within a percent of the original
+    int8   w = d * q,  q in -127 .. 127      8.5 bits per weight; perplexity within half a percent
     int4   w = d * q,  q in -8 .. 7          4.5 bits per weight; visibly worse, and smaller
 
 Activations are quantised on the way, 32 at a time, so the products are integer arithmetic. They cost more
-accuracy than the weights do, because a few channels are much louder than the rest, so a matrix may ask for two
-`digits` of them (csrc/linear.c): free where one token is decoded, half as slow again in a long prompt. The
-number of digits belongs to the matrix, never to the batch, so a token's bits do not depend on its neighbours.
+accuracy than the weights do, because a few channels are much louder than the rest, so a matrix may ask for
+two `digits` of them (csrc/linear.c): nearly free where few tokens are decoded, half as slow again in a
+prompt. The number of digits belongs to the matrix, never to the batch, so a token's bits do not depend on
+its neighbours.
 
 A matrix is filled row by row in any order, so a fused matrix takes its parts as they come from the disk, and
 nothing the size of the model in float32 ever exists.

@@ -311,13 +311,13 @@ typedef struct {
     uint8_t rows[16];
 } tile_config;
 
-/* Register 0: sums, 16 x 16 integers. 2: activations, 16 lines of a group. 3: weights, one group. */
+/* Register 0: sums, 16 x 16 integers. 1: activations, 16 lines of a group. 2: weights, one group. */
 static void configure_tiles(void) {
     tile_config config = {.palette = 1};
-    config.bytes_per_row[0] = config.bytes_per_row[1] = config.bytes_per_row[3] = 64;
-    config.bytes_per_row[2] = GROUP;
-    config.rows[0] = config.rows[1] = config.rows[2] = 16;
-    config.rows[3] = 8;
+    config.bytes_per_row[0] = config.bytes_per_row[2] = 64;
+    config.bytes_per_row[1] = GROUP;
+    config.rows[0] = config.rows[1] = 16;
+    config.rows[2] = 8;
     _tile_loadconfig(&config);
 }
 
@@ -347,10 +347,10 @@ ALWAYS_INLINE void multiply_tile_amx(const linear_args *a, const activations *ac
             weights = nibbles[g & 1];
         }
         if (g < groups) {
-            _tile_loadd(2, act->q + place * digits * GROUP, GROUP);
-            _tile_loadd(3, weights, 64);
+            _tile_loadd(1, act->q + place * digits * GROUP, GROUP);
+            _tile_loadd(2, weights, 64);
             _tile_zero(0);
-            _tile_dpbsud(0, 2, 3);
+            _tile_dpbsud(0, 1, 2);
             _tile_stored(0, sums[g & 1], 64);
         }
         if (g == 0) continue;
