@@ -44,6 +44,10 @@ NO_MEMORY = {
     "max_decode_gap",
     "max_waiting",
     "seed",
+    "use_cuda_graphs",
+    "use_overlap",
+    "use_cpu_program",
+    "deterministic",
 }
 
 
