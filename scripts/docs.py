@@ -162,6 +162,27 @@ def gpu_origin(found: dict[str, Any]) -> str:
     return f"- {found['model']}: {'; '.join(said)}"
 
 
+CPU_TABLE = re.compile(r"(<!-- cpu report -->\n).*?(<!-- end -->)", re.DOTALL)
+CPU_FIGURES = ("decode 1", "decode 8", "prefill")
+
+
+def cpu_page(text: str) -> str:
+    """The page with its table of engines made anew from benchmarks/reports/cpu.json."""
+    found = json.loads((DOCS.parent / "benchmarks" / "reports" / "cpu.json").read_text(encoding="utf-8"))
+    lines = ["| engine | decode, 1 sequence | decode, 8 sequences | prefill 512 |", "|---|---|---|---|"]
+    for engine, figures in found["engines"].items():
+        cells = (f"{figures[name]['per_cpu_s']:,.0f}" for name in CPU_FIGURES)
+        lines.append(f"| {engine} | {' | '.join(cells)} |")
+    machine = found["machine"]
+    load, date = ", ".join(map(str, found["load"])), machine.get("date", NOT_RECORDED)[:10]
+    lines += [
+        "",
+        f"{machine['cpu']}, of which {found['threads']} used; load {load}; "
+        f"median of {found['rounds']} rounds; commit {machine['commit']}, {date}.",
+    ]
+    return CPU_TABLE.sub(lambda match: match[1] + "\n".join(lines) + "\n" + match[2], text)
+
+
 def main() -> int:
     """Write the pages, or compare them."""
     parser = argparse.ArgumentParser(description="Write the generated pages of docs/.")
@@ -172,6 +193,8 @@ def main() -> int:
     pages[benchmarks] = toggle_table(benchmarks_page(benchmarks.read_text(encoding="utf-8")))
     gpu = DOCS / "features" / "gpu.md"
     pages[gpu] = gpu_page(gpu.read_text(encoding="utf-8"))
+    cpu = DOCS / "features" / "cpu.md"
+    pages[cpu] = cpu_page(cpu.read_text(encoding="utf-8"))
     if not args.check:
         for path, text in pages.items():
             path.write_text(text, encoding="utf-8")
