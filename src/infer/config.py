@@ -19,16 +19,29 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from infer.errors import ConfigError, closest
 from infer.knobs import KnobRow, check_choice, check_positive, knob, knob_rows, parse_bytes, parse_knob
 
-DEFAULT_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 2048, 8192
-DEFAULT_BATCH_SIZE, GPU_BATCH_SIZE = 64, 256
-DEFAULT_CHUNK_SIZE = 512
-GPU_MIXED_TOKENS = 256
 MAX_THREADS = 1024  # far more makes the thread library crash
+
+
+class StepDefaults(NamedTuple):
+    """How large the steps of a device are where nobody says so: long enough to be efficient, and no longer.
+
+    Whoever decodes waits for the whole step. On a CPU 512 tokens of a prompt are nearly a second.
+    """
+
+    batch_size: int
+    batched_tokens: int
+    chunk_size: int | None  # None: the step's
+    mixed_tokens: int | None
+
+
+CPU_STEPS = StepDefaults(batch_size=64, batched_tokens=512, chunk_size=512, mixed_tokens=128)
+GPU_STEPS = StepDefaults(batch_size=256, batched_tokens=8192, chunk_size=None, mixed_tokens=256)
+SIMULATED_STEPS = StepDefaults(batch_size=64, batched_tokens=2048, chunk_size=512, mixed_tokens=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,13 +143,13 @@ class SchedulerConfig:
     )
     max_batch_size: int | None = knob(
         None,
-        f"sequences that may run at once; default: {DEFAULT_BATCH_SIZE}, on a GPU {GPU_BATCH_SIZE}",
+        f"sequences that may run at once; default: {CPU_STEPS.batch_size}, on a GPU {GPU_STEPS.batch_size}",
         aliases=("max-num-seqs",),
     )
     max_num_batched_tokens: int | None = knob(
         None,
-        f"tokens one step may compute, all sequences together; default: {DEFAULT_BATCHED_TOKENS}, on a GPU "
-        f"{GPU_BATCHED_TOKENS}, or max_seq_len if that is more and prompts are not chunked",
+        f"tokens one step may compute, all sequences together; default: {CPU_STEPS.batched_tokens}, on a GPU "
+        f"{GPU_STEPS.batched_tokens}, or more if max_batch_size or prompts that are not chunked need it",
     )
     use_chunked_prefill: bool = knob(
         True,
@@ -145,13 +158,13 @@ class SchedulerConfig:
     )
     prefill_chunk_size: int | None = knob(
         None,
-        f"tokens of one prompt that one step may compute; default: {DEFAULT_CHUNK_SIZE}, on a GPU the step's",
+        f"tokens of one prompt that one step may compute; default: {CPU_STEPS.chunk_size}, on a GPU no limit",
     )
     mixed_prefill_tokens: int | None = knob(
         None,
         "tokens of prompts that a step may compute while others decode, unless a long backlog waits "
         "(continuous batching, policies that put decoding first); "
-        f"default: on a GPU {GPU_MIXED_TOKENS}, elsewhere what the step may compute",
+        f"default: {CPU_STEPS.mixed_tokens}, on a GPU {GPU_STEPS.mixed_tokens}",
     )
     preemption: str = knob(
         "auto",
@@ -172,7 +185,7 @@ class SchedulerConfig:
         check_positive(self, "max_batch_size", "max_num_batched_tokens", "prefill_chunk_size")
         check_positive(self, "mixed_prefill_tokens")
         check_positive(self, "max_wait_steps", "max_decode_gap", "max_waiting")
-        budget = self.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
+        budget = self.budget
         if self.width > budget:
             raise ConfigError(
                 f"max_batch_size is {self.width} but a step computes at most "
@@ -183,12 +196,17 @@ class SchedulerConfig:
     @property
     def width(self) -> int:
         """Sequences that may run at once."""
-        return self.max_batch_size or DEFAULT_BATCH_SIZE
+        return self.max_batch_size or SIMULATED_STEPS.batch_size
+
+    @property
+    def budget(self) -> int:
+        """Tokens one step may compute."""
+        return self.max_num_batched_tokens or max(SIMULATED_STEPS.batched_tokens, self.width)
 
     @property
     def chunk_len(self) -> int:
         """Tokens of one prompt that one step may compute."""
-        return self.prefill_chunk_size or DEFAULT_CHUNK_SIZE
+        return self.prefill_chunk_size or SIMULATED_STEPS.chunk_size or self.budget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +229,7 @@ class RunConfig:
         aliases=("cpu-program",),
     )
     deterministic: bool = knob(
-        False, "a request's tokens do not depend on the batch, chunking or caching, to the last bit; slower"
+        False, "logits that do not depend on the batch, chunking or caching, to the last bit; slower"
     )
 
 

@@ -72,6 +72,10 @@ def parse_knob(row: KnobRow, value: Any) -> Any:
     """Check a value from YAML or from a keyword against the knob's type, or say what is allowed."""
     if value is None and row.is_optional:
         return None
+    if isinstance(value, int) and value.bit_length() > 63:  # what a tensor and every wire format can hold
+        raise ConfigError(
+            f"{row.name} must be from -2^63 + 1 to 2^63 - 1, got a number of {value.bit_length()} bits"
+        )
     if row.kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if row.is_many:
@@ -83,10 +87,6 @@ def parse_knob(row: KnobRow, value: Any) -> Any:
         value = os.fspath(value)
     if not isinstance(value, row.kind) or (row.kind is int and isinstance(value, bool)):
         raise ConfigError(f"{row.name} must be {row.kind.__name__}, got {value!r}")
-    if isinstance(value, int) and value.bit_length() > 63:  # what a tensor and every wire format can hold
-        raise ConfigError(
-            f"{row.name} must be from -2^63 + 1 to 2^63 - 1, got a number of {value.bit_length()} bits"
-        )
     return value
 
 

@@ -6,17 +6,21 @@ import functools
 from typing import Any
 
 import pytest
+import torch
 
 from infer.engine.engine import Engine
 from infer.engine.request import Request
 from infer.errors import ConfigError
 from infer.kernels.cpu.library import library
+from infer.layers.linear import Linear, set_invariant
+from infer.quant.dense import DENSE, INVARIANT
 from infer.sampling.params import SamplingParams
-from tests.support.checkpoints import FAMILIES
-from tests.support.tiny import drain, make_engine, random_prompts
+from tests.support.checkpoints import FAMILIES, MOE_FAMILIES
+from tests.support.tiny import drain, make_engine, random_prompts, tiny_model
 from tests.support.toggles import engine_knobs, pairwise_rows
 
 NUM_REQUESTS = 5
+ALL_FAMILIES = FAMILIES + MOE_FAMILIES
 PROMPTS = random_prompts(NUM_REQUESTS)
 Numbers = list[tuple[int, float]]  # each token and its log-probability
 
@@ -43,10 +47,6 @@ def run(engine: Engine, numbers: range) -> list[Numbers]:
     return list(made.values())
 
 
-def tokens_of(rows: list[Numbers]) -> list[list[int]]:
-    return [[token for token, _ in row] for row in rows]
-
-
 @functools.cache
 def alone(family: str) -> list[Numbers]:
     """Every request by itself in an engine that runs one sequence and shares nothing."""
@@ -57,18 +57,40 @@ def alone(family: str) -> list[Numbers]:
 @pytest.mark.skipif(library() is None, reason="needs a C compiler")
 @pytest.mark.parametrize("number", range(0, len(pairwise_rows()), 2), ids=lambda number: f"row {number + 1}")
 def test_no_toggle_changes_a_bit(number: int) -> None:
-    family = FAMILIES[number % len(FAMILIES)]
+    family = ALL_FAMILIES[number // 2 % len(ALL_FAMILIES)]
     knobs = engine_knobs(pairwise_rows()[number]) | knobs_of()
     assert run(make_engine(family, **knobs), range(NUM_REQUESTS)) == alone(family)
 
 
 @pytest.mark.skipif(library() is None, reason="needs a C compiler")
 def test_a_model_may_be_used_with_and_without() -> None:
+    layers = [m for m in tiny_model("llama").model.modules() if isinstance(m, Linear)]
     usual = run(make_engine("llama", attention_backend="auto"), range(2))
-    assert [[token for token, _ in row] for row in usual] == [
-        [token for token, _ in row] for row in alone("llama")[:2]
-    ]
+    assert all(layer.scheme is DENSE for layer in layers)
+    run(make_engine("llama", **knobs_of()), range(1))
+    assert all(layer.scheme is INVARIANT for layer in layers)
     assert run(make_engine("llama", attention_backend="auto"), range(2)) == usual
+    assert all(layer.scheme is DENSE for layer in layers)
+
+
+@pytest.mark.skipif(library() is None, reason="needs a C compiler")
+def test_it_holds_with_another_number_of_threads() -> None:
+    usual = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3 - min(usual, 2))  # the other of one and two
+        assert run(make_engine("llama", **knobs_of()), range(NUM_REQUESTS)) == [
+            run(make_engine("llama", **knobs_of(max_batch_size=1)), range(n, n + 1))[0]
+            for n in range(NUM_REQUESTS)
+        ]
+    finally:
+        torch.set_num_threads(usual)
+
+
+def test_a_library_that_does_not_keep_to_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.layers.linear.places_are_alike", lambda _: False)
+    with pytest.raises(ConfigError, match="adds up the rows of a batch in different orders"):
+        set_invariant(tiny_model("gpt2").model, True)
+    set_invariant(tiny_model("gpt2").model, False)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "naive"])

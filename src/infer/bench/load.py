@@ -27,6 +27,7 @@ from infer.bench.workloads import Session, Turn, Workload
 from infer.errors import ConfigError
 
 CONNECT_S = 10.0
+PAGE_S = 30.0  # for a page of a server that is busy
 
 
 class NotReady(ConfigError):
@@ -264,7 +265,7 @@ async def fetch(target: Target, path: str) -> bytes:
     client = Client(target)
     connection: Connection | None = None
     try:
-        async with asyncio.timeout(CONNECT_S):
+        async with asyncio.timeout(PAGE_S):
             connection = await client.connect()
             return await connection.get(target.message("GET", path))
     except BrokenAnswer as error:

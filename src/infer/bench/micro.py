@@ -28,7 +28,7 @@ from infer.bench.subject import Subject
 from infer.bench.virtual import run_virtual
 from infer.bench.workloads import Arrival, Session, Turn, Workload
 from infer.cache.memory import kv_bytes_per_token, step_bytes
-from infer.engine.build import layer_sizes, resolve_scheduler
+from infer.engine.build import layer_sizes, resolve_scheduler, step_defaults
 from infer.errors import EngineError
 from infer.kernels.paged_attention import attend_paged
 
@@ -112,7 +112,7 @@ def bench_memory(subject: Subject, *, seed: int, tell: Tell) -> Report:
     loaded, config = subject.loaded, subject.loaded.config
     engine = subject.engine()
     stats = engine.stats()
-    scheduler = resolve_scheduler(subject.config, loaded.max_seq_len)
+    scheduler = resolve_scheduler(subject.config, loaded.max_seq_len, step_defaults(loaded.device.type))
     per_token = kv_bytes_per_token(
         config.num_layers, config.num_kv_heads, config.head_dim, loaded.dtype.itemsize
     )

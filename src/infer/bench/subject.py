@@ -12,7 +12,7 @@ import torch
 
 from infer.bench.floors import Shape, shape_of
 from infer.config import EngineConfig
-from infer.engine.build import build_engine, resolve_scheduler
+from infer.engine.build import build_engine, resolve_scheduler, step_defaults
 from infer.engine.engine import Engine
 from infer.engine.facts import shareable_knobs
 from infer.errors import ConfigError
@@ -110,7 +110,7 @@ class Subject:
     def knobs(self) -> dict[str, Any]:
         """What a report says about the configuration: what `auto` meant here, not that it was asked for."""
         max_seq_len = self.loaded.max_seq_len
-        scheduler = resolve_scheduler(self.config, max_seq_len, is_gpu=self.device.type == "cuda")
+        scheduler = resolve_scheduler(self.config, max_seq_len, step_defaults(self.device.type))
         chosen = {name: getattr(scheduler, name, None) for name in shareable_knobs(self.config)}
         chosen |= {"dtype": str(self.loaded.dtype).removeprefix("torch."), "device": self.device.type}
         chosen |= {"max_seq_len": max_seq_len, "num_threads": torch.get_num_threads()}

@@ -15,7 +15,7 @@ from infer.bench.metrics import RequestTrace
 from infer.bench.report import Row, make_row
 from infer.bench.workloads import Arrival, Session, Turn, Workload, make_workload
 from infer.cache.memory import size_cache
-from infer.config import EngineConfig, knob_table
+from infer.config import SIMULATED_STEPS, EngineConfig, knob_table
 from infer.engine.build import make_pool, resolve_scheduler
 from infer.engine.engine import Engine
 from infer.engine.scheduler import Scheduler
@@ -39,7 +39,7 @@ def run_virtual(workload: Workload, cost: StepCost | None = None, **knobs: Any) 
     """A workload through the engine's decisions; `knobs` must give num_blocks."""
     config = EngineConfig.from_knobs(**knobs)
     max_seq_len = config.load.max_seq_len or workload.longest
-    scheduler_config = resolve_scheduler(config, max_seq_len)
+    scheduler_config = resolve_scheduler(config, max_seq_len, SIMULATED_STEPS)
     size = size_cache(
         config.cache, scheduler_config, max_seq_len=max_seq_len, bytes_per_token=1, free_bytes=0
     )

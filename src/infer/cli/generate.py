@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+OPEN_AT_ONCE = 1024  # prompts of a file in the engine: more than it runs at once, fewer than fill the memory
+
 EXAMPLES = """\
 examples:
   infer generate "Why is the sky blue?"
@@ -171,13 +173,13 @@ def answer_all(
 def ask_all(
     llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, args: argparse.Namespace
 ) -> Iterator[Asked]:
-    """Put every prompt into the engine, and give them out in order; all go on while the first is read.
+    """Put the prompts into the engine, and give them out in order; all go on while the first is read.
 
-    Where `max_waiting` limits the engine's queue, the rest follow as answers are read.
+    Of a long file, and where `max_waiting` limits the engine's queue, the rest follow as answers are read.
     """
     waiting, asked = deque(prompts), deque[Asked]()
     while waiting or asked:
-        while waiting:
+        while waiting and len(asked) < OPEN_AT_ONCE:
             try:
                 asked.append(_ask(llm, waiting[0], params, args))
             except QueueFull:

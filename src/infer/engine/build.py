@@ -25,16 +25,7 @@ from infer.cache.memory import (
     free_host_bytes,
 )
 from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
-from infer.config import (
-    DEFAULT_BATCH_SIZE,
-    DEFAULT_BATCHED_TOKENS,
-    DEFAULT_CHUNK_SIZE,
-    GPU_BATCH_SIZE,
-    GPU_BATCHED_TOKENS,
-    GPU_MIXED_TOKENS,
-    EngineConfig,
-    SchedulerConfig,
-)
+from infer.config import CPU_STEPS, GPU_STEPS, EngineConfig, SchedulerConfig, StepDefaults
 from infer.engine.cpu_step import attention_gathers
 from infer.engine.device_runner import DeviceRunner
 from infer.engine.engine import Engine
@@ -62,10 +53,12 @@ def build_engine(
     observer: EngineObserver | None = None,
     cost: PreemptionCost | None = None,
 ) -> Engine:
-    """Put the parts together; `cost` replaces the measured one, so that a recorded run can be repeated."""
+    """Put the parts together; `cost` replaces the measured one, so that a recorded run can be repeated.
+
+    A model may serve one engine after the other; `deterministic` of the last one built is the model's.
+    """
     model_config = loaded.config
-    is_gpu = loaded.device.type == "cuda"
-    scheduler_config = resolve_scheduler(config, loaded.max_seq_len, is_gpu=is_gpu)
+    scheduler_config = resolve_scheduler(config, loaded.max_seq_len, step_defaults(loaded.device.type))
     _choose_products(config, loaded)
     size = _fit_to_device(config, scheduler_config, loaded)
     store = _make_store(config, loaded, size)
@@ -173,31 +166,36 @@ def _resolved_weights(loaded: LoadedModel) -> dict[str, str]:
     return {"cpu_weights": loaded.weights} if loaded.weights in ("int8", "int4", "fp32") else {}
 
 
-def resolve_scheduler(config: EngineConfig, max_seq_len: int, *, is_gpu: bool = False) -> SchedulerConfig:
+def resolve_scheduler(
+    config: EngineConfig, max_seq_len: int, defaults: StepDefaults = CPU_STEPS
+) -> SchedulerConfig:
     """Fill in what depends on the device; without chunking a step must hold the longest prompt whole."""
     scheduler = config.scheduler
-    usual_budget = GPU_BATCHED_TOKENS if is_gpu else DEFAULT_BATCHED_TOKENS
     is_chunked = scheduler.use_chunked_prefill and config.cache.kv_cache_backend != "naive"
     budget = scheduler.max_num_batched_tokens
     if budget is None:
-        budget = usual_budget if is_chunked else max(usual_budget, max_seq_len)
+        needed = max(scheduler.max_batch_size or 1, 1 if is_chunked else max_seq_len)
+        budget = max(defaults.batched_tokens, needed)
     if not is_chunked and budget < max_seq_len:
         raise ConfigError(
             f"without chunked prefill a step must hold a whole sequence of up to {max_seq_len} tokens, but "
             f"max_num_batched_tokens is {budget}; raise it, lower max_seq_len, or turn use_chunked_prefill on"
         )
-    width = scheduler.max_batch_size or (min(GPU_BATCH_SIZE, budget) if is_gpu else DEFAULT_BATCH_SIZE)
-    chunk_len = scheduler.prefill_chunk_size or (budget if is_gpu else DEFAULT_CHUNK_SIZE)
-    mixed = scheduler.mixed_prefill_tokens or (
-        min(GPU_MIXED_TOKENS, budget) if is_gpu and is_chunked else None
-    )
+    mixed = scheduler.mixed_prefill_tokens
+    if mixed is None and defaults.mixed_tokens is not None and is_chunked:
+        mixed = min(defaults.mixed_tokens, budget)
     return replace(
         scheduler,
         max_num_batched_tokens=budget,
-        max_batch_size=width,
-        prefill_chunk_size=chunk_len,
+        max_batch_size=scheduler.max_batch_size or min(defaults.batch_size, budget),
+        prefill_chunk_size=scheduler.prefill_chunk_size or defaults.chunk_size or budget,
         mixed_prefill_tokens=mixed,
     )
+
+
+def step_defaults(device_type: str) -> StepDefaults:
+    """How large steps are on "cuda" or "cpu" unless somebody says so."""
+    return GPU_STEPS if device_type == "cuda" else CPU_STEPS
 
 
 def make_pool(config: EngineConfig, size: CacheSize, *, placement_seed: int | None = None) -> KVCachePool:

@@ -188,11 +188,11 @@ class Engine:
         return outputs
 
     def _step(self) -> list[StepOutput]:
-        outputs = self._retire(all_but=int(self._can_overlap))
+        outputs = self._retire([], all_but=int(self._can_overlap))
         plan = self.scheduler.plan()
         sequences = [self.scheduler.get(chunk.seq_id) for chunk in plan.chunks]
         if not plan.chunks and not plan.transfers:
-            return outputs + (self._retire() if self._flights else self._step_without_work())
+            return self._retire(outputs) if self._flights else outputs + self._step_without_work()
         self._empty_steps = 0
         for seq in sequences:
             if seq.group.queue_s is None:
@@ -204,28 +204,29 @@ class Engine:
         except Exception as error:  # whatever the model raised, its requests end and the engine lives on
             names = [seq.group.request.request_id for seq in sequences]
             logger.exception("step %d failed for %s", plan.step, ", ".join(dict.fromkeys(names)))
-            return outputs + self._retire() + self._give_up(plan, sequences, error)
+            return self._retire(outputs) + self._give_up(plan, sequences, error)
         except BaseException as error:  # Ctrl-C: whoever catches it finds the books balanced
             self._unreported += outputs + self._give_up(plan, sequences, error)
             raise
         self.scheduler.advance(plan)
         self._flights.append(_Flight(plan, sequences, wait))
-        return outputs + self._retire(all_but=int(self._can_overlap))
+        return self._retire(outputs, all_but=int(self._can_overlap))
 
     @property
     def _can_overlap(self) -> bool:
         """Whether the next step may be planned before the last one is known."""
         return self._overlap and not self._live.need_the_host
 
-    def _retire(self, *, all_but: int = 0) -> list[StepOutput]:
-        """Wait for the steps under way, but for the last ones, and conclude them in order."""
-        outputs: list[StepOutput] = []
+    def _retire(self, outputs: list[StepOutput], *, all_but: int = 0) -> list[StepOutput]:
+        """Wait for the steps under way, but for the last ones, and add to `outputs` what came of them."""
         while len(self._flights) > all_but:
             plan, sequences, wait = self._flights[0]
             try:
                 result = wait()
-            except BaseException:
+            except BaseException as error:
                 self._unreported += outputs
+                if isinstance(error, Exception) and not isinstance(error, DeviceLost):
+                    raise DeviceLost(f"what step {plan.step} computed cannot be read") from error
                 raise
             self._flights.popleft()
             outputs += self._conclude(plan, sequences, result)

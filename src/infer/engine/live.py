@@ -196,7 +196,7 @@ class LiveRequests:
             self._finish(seq, reason)
         self._forget_if_done(group)
         outputs = [_output(seq, error=error) for seq in ended]
-        if not group.is_one_for_all:
+        if not outputs or not group.is_one_for_all:
             return outputs
         params = group.request.params
         num_awaited = params.n if group.is_beam else params.num_sequences

@@ -31,7 +31,7 @@ from infer.cache.memory import (
     workspace_share,
 )
 from infer.cache.memory import format_bytes as format_bytes
-from infer.config import EngineConfig
+from infer.config import CPU_STEPS, GPU_STEPS, EngineConfig
 from infer.engine.build import layer_sizes, resolve_scheduler
 from infer.engine.cpu_step import attention_gathers
 from infer.errors import ConfigError
@@ -122,7 +122,7 @@ class MemoryPlan:
 def plan_memory(config: EngineConfig, headers: ModelHeaders, machine: Machine, *, dtype: str) -> MemoryPlan:
     """Divide the memory of a machine, or say what would fit instead."""
     max_seq_len = check_length(config.load.max_seq_len, headers.config)
-    scheduler = resolve_scheduler(config, max_seq_len, is_gpu=machine.kind == "gpu")
+    scheduler = resolve_scheduler(config, max_seq_len, GPU_STEPS if machine.kind == "gpu" else CPU_STEPS)
     model_config, bytes_each = headers.config, DTYPES[dtype].itemsize
     num_parameters, num_table_bytes = count_parameters(headers)
     weight_format = plan_format(config, headers, machine)
@@ -184,7 +184,9 @@ def _too_small(config: EngineConfig, headers: ModelHeaders, machine: Machine, dt
     advice = "give more memory"
     for name, settings, changed in _smaller(config, dtype):
         bytes_each = DTYPES[name].itemsize
-        scheduler = resolve_scheduler(settings, max_seq_len, is_gpu=machine.kind == "gpu")
+        scheduler = resolve_scheduler(
+            settings, max_seq_len, GPU_STEPS if machine.kind == "gpu" else CPU_STEPS
+        )
         step = step_bytes(
             scheduler, layer_sizes(model), max_seq_len=max_seq_len, bytes_per_element=bytes_each
         )

@@ -23,7 +23,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 
 from infer.cache.kv_pool import KVCachePool
-from infer.config import DEFAULT_BATCHED_TOKENS, SchedulerConfig
+from infer.config import SchedulerConfig
 from infer.engine.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, PlanDraft, StepPlan
 from infer.engine.policies import make_policy
 from infer.engine.preemption import PreemptionCost
@@ -48,7 +48,7 @@ class Scheduler:
         self.pool = pool
         self.config = config
         self.policy = make_policy(config.scheduler_policy)
-        self._max_num_batched_tokens = config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
+        self._max_num_batched_tokens = config.budget
         self.cost = cost or PreemptionCost()
         self.keeps_cache = keeps_cache  # False: every step starts from an empty cache (the naive baseline)
         self.step = 0

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 
 from infer.cache.memory import size_cache
-from infer.config import EngineConfig
+from infer.config import SIMULATED_STEPS, EngineConfig
 from infer.engine.build import make_pool, resolve_scheduler
 from infer.engine.engine import Engine
 from infer.engine.plan import StepPlan
@@ -197,7 +197,7 @@ def compare(
 
 def _make_engine(trace: Seq[TraceRequest], config: EngineConfig, runner: SimulatedRunner) -> Engine:
     max_seq_len = config.load.max_seq_len or max(item.prompt_len + item.output_len for item in trace)
-    scheduler_config = resolve_scheduler(config, max_seq_len)
+    scheduler_config = resolve_scheduler(config, max_seq_len, SIMULATED_STEPS)
     size = size_cache(
         config.cache, scheduler_config, max_seq_len=max_seq_len, bytes_per_token=1, free_bytes=0
     )

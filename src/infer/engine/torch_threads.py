@@ -6,10 +6,8 @@ that has done its share then looks for the next one in a loop, for about ten mil
 Sampling one token is a dozen such operations on one row of logits, a bad bargain: on an idle machine the
 loop takes a core from the next step, and on a busy one each operation waits until the system has given the
 other thread its turn. One token can then take longer to sample than fifty take to compute. Many rows are
-worth it:
-
-    rows to sample      1 .. 8     9 .. 16     17 .. 24     ...
-    threads, at most       1          2           3
+worth all threads. Nothing between: OpenMP ends the threads that it does not need for once, and starts others
+when it needs them again.
 """
 
 from __future__ import annotations
@@ -19,14 +17,14 @@ from contextlib import contextmanager
 
 import torch
 
-ROWS_PER_THREAD = 8
+FEW_ROWS = 8
 
 
 @contextmanager
 def threads_for(num_rows: int) -> Iterator[None]:
-    """Let PyTorch use as many of its threads as `num_rows` rows of logits are worth."""
+    """Let PyTorch use one thread for few rows of logits, and all of them for many."""
     usual = torch.get_num_threads()
-    torch.set_num_threads(min(usual, max(1, -(-num_rows // ROWS_PER_THREAD))))  # half a microsecond
+    torch.set_num_threads(1 if num_rows <= FEW_ROWS else usual)  # half a microsecond
     try:
         yield
     finally:

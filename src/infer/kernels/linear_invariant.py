@@ -7,9 +7,10 @@ is the price of speed and nearly always harmless; `deterministic` refuses to pay
 
     GPU     the one kernel for few tokens, with the way K is cut fixed by the matrix alone; many tokens go
             through it 128 at a time
-    CPU     the library, always with the same number of rows in the same piece of memory; missing rows are 0
+    CPU     the library, always with 16 rows in fresh memory; missing rows are 0. That a row's place among
+            them does not matter is promised by no library: `places_are_alike` tries it out
 
-Both read the weights once for every 128 (16) tokens, which prompts pay for and decoding hardly notices.
+Both read the weights once for every 128 (16) tokens, which prompts pay for.
 
 Shapes:  M tokens, N outputs, K inputs.
 """
@@ -24,6 +25,13 @@ from infer.kernels.linear_configs import MAX_SMALL_M, bucket, invariant_config
 from infer.kernels.linear_small import launch
 
 _CPU_ROWS = 16
+
+
+def places_are_alike(w_NK: torch.Tensor) -> bool:
+    """Whether this machine's library gives a row the same bits in all of the 16 places."""
+    row_K = torch.linspace(-1.7, 1.3, w_NK.shape[1], dtype=torch.float32).to(w_NK.dtype)
+    y_16N = F.linear(row_K.repeat(_CPU_ROWS, 1), w_NK).nan_to_num()
+    return torch.equal(y_16N, y_16N[:1].expand_as(y_16N))
 
 
 def linear_invariant(x: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:

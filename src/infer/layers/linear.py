@@ -22,8 +22,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from infer.errors import ConfigError
 from infer.kernels.dispatch import use_triton
 from infer.kernels.gated_activation import gated_activation
+from infer.kernels.linear_invariant import places_are_alike
 from infer.kernels.linear_small import norm_gated_linear, norm_linear
 from infer.layers.norm import AddNorm
 from infer.quant.dense import DENSE, INVARIANT
@@ -93,9 +95,22 @@ class Linear(nn.Module):
 
 def set_invariant(model: nn.Module, invariant: bool) -> None:
     """Whether plain matrices, also of routers and experts, are multiplied row by row or as fast as can be."""
-    for module in model.modules():
-        if getattr(module, "scheme", None) in (DENSE, INVARIANT):
-            setattr(module, "scheme", INVARIANT if invariant else DENSE)  # noqa: B010
+    tried: set[torch.Size] = set()
+    for name, module in model.named_modules():
+        if getattr(module, "scheme", None) not in (DENSE, INVARIANT):
+            continue
+        setattr(module, "scheme", INVARIANT if invariant else DENSE)  # noqa: B010
+        weight = module.weight
+        assert isinstance(weight, torch.Tensor)
+        w_NK = weight.flatten(0, -3)[0] if weight.dim() > 2 else weight  # of experts the first one
+        if not invariant or weight.device.type != "cpu" or weight.is_meta or w_NK.shape in tried:
+            continue
+        tried.add(w_NK.shape)
+        if not places_are_alike(w_NK):
+            raise ConfigError(
+                "deterministic cannot be had here: this machine's matrix library adds up the rows of a batch "
+                f"in different orders ({name}, {tuple(w_NK.shape)}); use cpu_weights=int8, which needs none"
+            )
 
 
 def rows_of_part(parts: Mapping[str, int], name: str) -> slice:

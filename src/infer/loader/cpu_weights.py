@@ -32,7 +32,7 @@ from infer.models.model import Model
 from infer.quant.packed import PackedMatrix, WeightMemory
 
 BITS = {"int8": 8, "int4": 4}
-TWO_DIGITS = ("qkv", "gate_up", "head")  # whose activations keep two digits: where it pays most
+TWO_DIGITS = ("qkv", "gate_up", "up", "head")  # whose activations keep two digits: where it pays most
 _CHUNK_NUMBERS = 1 << 20  # 4 MiB of float32 at a time
 
 

@@ -124,7 +124,7 @@ def _signed(points: torch.Tensor, signs_B32: torch.Tensor) -> torch.Tensor:
 
 def _words(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Bytes as little-endian integers of 16 or 32 bits, as int32 (of 32 bits: the sign is the top bit)."""
-    return blocks.contiguous().view(dtype).int()
+    return blocks.clone(memory_format=torch.contiguous_format).view(dtype).int()  # may start at an odd byte
 
 
 def _shifted(words_B: torch.Tensor, step: int, count: int) -> torch.Tensor:

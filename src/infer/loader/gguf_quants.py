@@ -75,15 +75,16 @@ def integer_groups(packed: torch.Tensor, kind: GGMLType) -> tuple[torch.Tensor, 
     """Rows of bytes as integers, scales and bits, where 32 of them share one scale; else None.
 
     These formats are what kernels/cpu multiplies with, so nothing needs to be unpacked and rounded again.
-    A scale that is itself a product (IQ and TQ) is rounded to float16, by one part in 2000.
+    A scale that is itself a product (IQ, TQ and MXFP4) is rounded to float16, by one part in 2000; where one
+    is too large or too small for that, the weights are packed again after all.
     """
-    if kind not in _SCALED:
+    if kind not in _SCALED or kind in _SHORT_GROUPS:
         return None
     q, scales = _SCALED[kind](packed.reshape(-1, BLOCK[kind][1]))
-    if q.shape[1] // scales.shape[1] < _GROUP:
+    num_rows, halves = packed.shape[0], scales.half()
+    if not bool(((halves.float() - scales).abs() <= scales.abs() / 1024).all()):
         return None
-    num_rows = packed.shape[0]
-    scales = scales.half().repeat_interleave(q.shape[1] // scales.shape[1] // _GROUP, dim=1)
+    scales = halves.repeat_interleave(q.shape[1] // scales.shape[1] // _GROUP, dim=1)
     bits = 4 if kind in (GGMLType.Q4_0, GGMLType.TQ1_0, GGMLType.TQ2_0) else 8
     return q.reshape(num_rows, -1), scales.view(num_rows, -1), bits
 
@@ -233,6 +234,7 @@ _SCALED: dict[GGMLType, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tenso
     GGMLType.TQ1_0: _tq1_0,
     GGMLType.TQ2_0: _tq2_0,
 }
+_SHORT_GROUPS = {GGMLType.Q3_K, GGMLType.Q6_K, GGMLType.IQ1_M, GGMLType.IQ2_XS, GGMLType.IQ2_S}  # of 16
 _UNPACK: dict[GGMLType, Callable[[torch.Tensor], torch.Tensor]] = {
     GGMLType.F32: _f32,
     GGMLType.F16: half,

@@ -11,7 +11,7 @@ import pytest
 from infer.cache.memory import size_cache
 from infer.cli.flags import knobs_from
 from infer.cli.main import build_parser
-from infer.config import EngineConfig
+from infer.config import GPU_STEPS, EngineConfig
 from infer.engine import build, cpu_step, memory_plan
 from infer.engine.build import resolve_scheduler
 from infer.errors import ConfigError
@@ -117,7 +117,7 @@ def test_the_printed_flags_give_the_planned_cache(infer: Infer, model: Path, kno
     assert config.load.model == str(model)
     max_seq_len = config.load.max_seq_len or 256
     assert max_seq_len == plan["max_seq_len"]
-    scheduler = resolve_scheduler(config, max_seq_len, is_gpu=True)
+    scheduler = resolve_scheduler(config, max_seq_len, GPU_STEPS)
     made = size_cache(
         config.cache,
         scheduler,

@@ -171,10 +171,12 @@ def test_a_broken_activation_breaks_its_row_and_no_other(c: Library, broken: flo
     assert not y[1].isfinite().any() and y[[0, 2]].isfinite().all()
 
 
-def test_a_weight_that_is_not_a_number_is_not_hidden(c: Library) -> None:
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("value", [float("nan"), -float("inf"), 1e9])
+def test_a_weight_that_cannot_be_packed_is_not_hidden(c: Library, value: float, bits: int) -> None:
     weight = torch.randn(4, 64)
-    weight[2, 5] = float("nan")
-    y = packed(c, weight, 8).multiply(torch.randn(1, 64), torch.empty(0), None)
+    weight[2, 5] = value
+    y = packed(c, weight, bits).multiply(torch.randn(1, 64), torch.empty(0), None)
     assert y[0].isnan().tolist() == [False, False, True, False]
 
 

@@ -51,13 +51,14 @@ def random_blocks(
     return packed.reshape(rows, -1)
 
 
+@pytest.mark.parametrize(("rows", "blocks"), [(37, 5), (1, 1)])
 @pytest.mark.parametrize("name", SUPPORTED)
-def test_unpacking_equals_the_reference_bit_for_bit(name: str) -> None:
+def test_unpacking_equals_the_reference_bit_for_bit(name: str, rows: int, blocks: int) -> None:
     kind = GGMLType[name]
-    packed = random_blocks(kind, rows=37, blocks=5)
+    packed = random_blocks(kind, rows, blocks)
     expected = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[name]).astype(np.float32)
     ours = dequantize(torch.from_numpy(packed), kind)
-    assert ours.dtype is torch.float32 and ours.shape == (37, 5 * BLOCK[kind][0])
+    assert ours.dtype is torch.float32 and ours.shape == (rows, blocks * BLOCK[kind][0])
     assert np.array_equal(ours.numpy().view(np.uint32), expected.view(np.uint32))
 
 
@@ -85,6 +86,14 @@ def test_integers_are_kept_where_32_weights_share_a_scale(name: str) -> None:
         assert rows.bits == 8 or bool((rows.integers.abs() <= 8).all())
         exact = dequantize(packed, kind)
         torch.testing.assert_close(rows.floats(), exact, rtol=2**-11, atol=127 * 2.0**-25)
+
+
+@pytest.mark.parametrize("exponent", [90, 200])
+def test_scales_that_float16_does_not_have_are_left_to_be_packed(exponent: int) -> None:
+    packed = torch.from_numpy(random_blocks(GGMLType.MXFP4, rows=7, blocks=4))
+    packed.view(7, 4, -1)[:, :, 0] = 120
+    packed[3, 0] = exponent
+    assert integer_groups(packed, GGMLType.MXFP4) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

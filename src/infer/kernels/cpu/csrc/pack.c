@@ -84,8 +84,9 @@ static float squared_error(const float *w, float scale, const float *q) {
            ((squares[4] + squares[5]) + (squares[6] + squares[7]));
 }
 
-/* The scale and the integers of 32 weights. A group with a NaN or an infinity gets the scale NaN, so nothing
- * hides it. Floats without their sign are in the order of their bits, so the peak is found among integers. */
+/* The scale and the integers of 32 weights. A group with a NaN, an infinity or weights too large for a
+ * half gets a scale that is not finite, so nothing hides it. Floats without their sign are in the order of their
+ * bits, so the peak is found among integers. */
 static uint16_t quantize_group(const float *w, int64_t bits, int8_t *out) {
     int32_t raw[GROUP], peak_bits = 0, highest_bits = 0;
     memcpy(raw, w, sizeof(raw));
@@ -112,6 +113,10 @@ static uint16_t quantize_group(const float *w, int64_t bits, int8_t *out) {
             divide(w, scale, -8.0f, 7.0f, q);
             float error = squared_error(w, scale, q);
             if (error < best_error) best_error = error, best = d;
+        }
+        if (best_error == INFINITY) { /* too large for any scale that a half can hold */
+            memset(out, 1, GROUP);
+            return 0x7e00u;
         }
         divide(w, half_to_float(best), -8.0f, 7.0f, q);
     }

@@ -20,8 +20,9 @@
  *     that wakes up on the caller's core       what was lost by it
  *     when that time is over                   one helper more; again after the same time, until all are back
  *
- * Whatever else runs on the machine, waiting thus costs a thirtieth of the time at most, and threads that
- * had no room are tried again after a second or two. The clock decides who computes, never what comes out.
+ * Whatever else runs on the machine, waiting thus costs about a thirtieth of the time, or more where a single
+ * wait is so long that the pause after it is cut short; and threads that had no room are tried again after
+ * two seconds at the latest. The clock decides who computes, never what comes out.
  *
  * Idle means idle: a worker looks for work for a tenth of a millisecond and then sleeps in the kernel, as
  * does a caller that waits longer for a chunk. */
