@@ -75,7 +75,10 @@ def main() -> None:
         parser.error(
             f"--windows must be at least 1 and --window-len 2, got {args.windows} and {args.window_len}"
         )
-    text = args.text.read_text(encoding="utf-8")
+    try:
+        text = args.text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"cannot read {args.text}: {error}; give a text file in UTF-8")
     model = {} if args.model is None else {"model": args.model}
     found: dict[str, Guesses] = {}
     table: dict[str, dict[str, float]] = {}
