@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LABEL_LEN = 100  # characters of a prompt that its answer is announced with
 OPEN_AT_ONCE = 1024  # prompts of a file in the engine: more than it runs at once, fewer than fill the memory
 
 EXAMPLES = """\
@@ -147,7 +148,7 @@ def answer_all(
     for number, asked in enumerate(ask_all(llm, prompts, params, args), start=1):
         prompt = asked.prompt
         if len(prompts) > 1 and not args.json:
-            notice(f"[{number}/{len(prompts)}] {prompt.text}")
+            notice(f"[{number}/{len(prompts)}] {shorten(prompt.text, LABEL_LEN)}")
         try:
             answer = read_answer(asked, is_shown=not args.json)
         except (RequestError, EngineError) as error:
@@ -168,6 +169,11 @@ def answer_all(
         speed = num_tokens / total_s
         notice(f"{len(answers)} answers, {num_tokens} tokens in {total_s:.2f} s, {speed:.1f} tokens/s")
     return len(prompts) - len(answers)
+
+
+def shorten(text: str, length: int) -> str:
+    """The beginning of a text, as a label for the rest."""
+    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def ask_all(

@@ -24,10 +24,10 @@ from infer.engine.beam import num_offers
 from infer.engine.cpu_step import CpuSteps, can_run
 from infer.engine.plan import StepPlan
 from infer.engine.sequence import Sequence as TokenSequence
-from infer.engine.torch_threads import threads_for
 from infer.errors import DeviceLost
 from infer.kernels.attention import attend_sdpa
 from infer.kernels.cpu.library import library
+from infer.kernels.torch_threads import threads_for
 from infer.layers.whole_sequence import WholeSequence
 from infer.models.model import Model
 from infer.sampling.logprobs import top_logprobs

@@ -224,12 +224,13 @@ class Scheduler:
         self._decode_gap = self._decode_gap + 1 if num_served < len(one_behind) else 0
 
     def _limit_prompts(self, further_behind: list[Sequence], draft: PlanDraft) -> None:
-        """Keep a step short while somebody decodes: few tokens of prompts, unless many are waiting."""
+        """Keep a step short while somebody decodes: few tokens of prompts, unless many wait behind them."""
         limit = self.config.mixed_prefill_tokens
         if limit is not None and draft.chunks:
-            backlog = self._waiting.num_tokens + sum(
-                seq.num_tokens - seq.num_computed for seq in further_behind
-            )
+            backlog = self._waiting.num_tokens
+            backlog += sum(seq.num_tokens - seq.num_computed for seq in further_behind[1:])
+            if not further_behind and self._waiting:  # then the first of those is next
+                backlog -= self._waiting.first(self.step).num_tokens
             if backlog <= BACKLOG_STEPS * limit:
                 draft.budget = min(draft.budget, limit)
 

@@ -24,6 +24,7 @@ from torch import nn
 from infer.errors import ConfigError
 from infer.kernels.cpu.build import cpu_flags
 from infer.kernels.cpu.library import library, why_not
+from infer.kernels.torch_threads import one_thread
 from infer.layers.linear import Linear
 from infer.layers.moe import ExpertLinear
 from infer.loader.checkpoint import QuantizedRows, StoredTensor
@@ -140,6 +141,11 @@ def matrix_of(model: Model, parameter: str, expert: int | None = None) -> Packed
 
 def fill_packed(matrix: PackedMatrix, source: StoredTensor, *, first: int, transposed: bool) -> None:
     """Quantise a stored tensor into the rows of a packed matrix from `first` on."""
+    with one_thread():  # of PyTorch's; packing has its own
+        _fill_packed(matrix, source, first=first, transposed=transposed)
+
+
+def _fill_packed(matrix: PackedMatrix, source: StoredTensor, *, first: int, transposed: bool) -> None:
     if transposed:
         whole = torch.empty(source.shape)
         source.copy_to(whole)

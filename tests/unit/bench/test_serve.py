@@ -245,18 +245,22 @@ def test_ctrl_c_leaves_a_partial_report(tmp_path: Path) -> None:
     async def script(wire: Wire, body: Mapping[str, Any]) -> None:
         if body["max_tokens"] == 256:  # w1_single
             is_stuck.set()
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         await answer(wire, body)
 
     server = ThreadServer(tmp_path, script)
     path = tmp_path / "r.json"
     command = [sys.executable, "-m", "infer", "bench", "serve", "--url", server.url, "--out", str(path)]
     command += ["--workload", "baseline,w1_single,w2_mixed", "--warmup", "0", "--api-key", "secret"]
+    usual = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell may have it off, for children too
     try:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-            assert is_stuck.wait(60)
+            signal.signal(signal.SIGINT, usual)
+            assert is_stuck.wait(180)
             process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=180)
     finally:
         server.close()
     assert process.returncode == 130, err

@@ -57,6 +57,17 @@ def test_prompts_come_in_small_pieces_while_somebody_decodes() -> None:
     assert step(world) == {"a": (21, 22), "b": (4, 8)}
 
 
+def test_one_long_prompt_is_no_backlog() -> None:
+    world = make_world(mixed_prefill_tokens=2, max_batch_size=8, max_num_batched_tokens=64)
+    world.add("a", prompt_of(2), max_tokens=30)
+    step(world)
+    world.add("b", prompt_of(50, start=50))
+    assert step(world) == {"a": (2, 3), "b": (0, 2)}, "25 steps, but nobody waits behind it"
+    assert step(world) == {"a": (3, 4), "b": (2, 4)}
+    world.add("c", prompt_of(20, start=200))
+    assert step(world) == {"a": (4, 5), "b": (4, 6)}
+
+
 def test_a_long_backlog_is_computed_at_full_speed() -> None:
     world = make_world(mixed_prefill_tokens=4, max_batch_size=8, max_num_batched_tokens=64)
     world.add("a", prompt_of(2), max_tokens=30)

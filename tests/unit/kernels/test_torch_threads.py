@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from infer.engine.torch_threads import threads_for
+from infer.kernels.torch_threads import threads_for
 from infer.sampling.params import SamplingParams
 from infer.sampling.sampler import SampleRow, Samples, sample
 from tests.support.tiny import make_engine, run_engine
