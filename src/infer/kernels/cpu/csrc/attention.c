@@ -23,6 +23,11 @@
 
 #define MAX_HEAD 256
 #define STATE_FLOATS 8192 /* of accumulators at a time: 32 KB */
+#if defined(HAVE_AVX512)
+#define QUERIES 4 /* together: their scores, and later their sums, take half of the registers */
+#else
+#define QUERIES 1
+#endif
 
 typedef struct {
     int64_t T;
@@ -79,62 +84,78 @@ typedef struct {
     float peak, total;
 } softmax_state;
 
-/* One query, one head, one block of 16 positions, of which lanes lo .. hi-1 are seen. */
-static inline __attribute__((always_inline)) void visit(const float *q, const float *keys_t,
-                                                        const float *const values[16], int lo, int hi,
-                                                        int64_t H, float scale, softmax_state *state,
-                                                        float *acc) {
-    vf s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0};
+/* `count` queries of one kv head and one block of 16 positions, of which lanes lo .. hi-1 are seen by all.
+ * What a query computes does not depend on the others: they share the loads of keys and values, and one's
+ * multiplications fill the time in which another's maximum or sum is awaited. */
+static inline __attribute__((always_inline)) void visit(const int count, const float *const q[],
+                                                        const float *keys_t, const float *const values[16],
+                                                        int lo, int hi, int64_t H, float scale,
+                                                        softmax_state *state, float *acc, int64_t padded) {
+    vf s[QUERIES][4] = {{{0}}};
+    float w[QUERIES][LANES];
     int64_t h = 0;
     for (; h + 4 <= H; h += 4) {
-        s0 += q[h] * load(keys_t + h * 16);
-        s1 += q[h + 1] * load(keys_t + h * 16 + 16);
-        s2 += q[h + 2] * load(keys_t + h * 16 + 32);
-        s3 += q[h + 3] * load(keys_t + h * 16 + 48);
+        vf k0 = load(keys_t + h * 16), k1 = load(keys_t + h * 16 + 16);
+        vf k2 = load(keys_t + h * 16 + 32), k3 = load(keys_t + h * 16 + 48);
+        for (int i = 0; i < count; i++) {
+            s[i][0] += q[i][h] * k0, s[i][1] += q[i][h + 1] * k1;
+            s[i][2] += q[i][h + 2] * k2, s[i][3] += q[i][h + 3] * k3;
+        }
     }
-    for (; h < H; h++) s0 += q[h] * load(keys_t + h * 16);
-    vf scores = ((s0 + s1) + (s2 + s3)) * scale;
+    for (; h < H; h++)
+        for (int i = 0; i < count; i++) s[i][0] += q[i][h] * load(keys_t + h * 16);
 
     const vi lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     vi seen = (lanes >= lo) & (lanes < hi);
-    scores = (vf)(((vi)scores & seen) | ((vi)splat(-INFINITY) & ~seen));
+    for (int i = 0; i < count; i++) {
+        vf scores = ((s[i][0] + s[i][1]) + (s[i][2] + s[i][3])) * scale;
+        scores = (vf)(((vi)scores & seen) | ((vi)splat(-INFINITY) & ~seen));
 #if defined(HAVE_AVX512)
-    float block_peak = _mm512_reduce_max_ps((__m512)scores);
+        float block_peak = _mm512_reduce_max_ps((__m512)scores);
 #else
-    float block_peak = max_lanes(scores);
+        float block_peak = max_lanes(scores);
 #endif
-    if (!(block_peak <= state->peak)) { /* also if it is NaN: then everything becomes NaN, as it should */
-        float shrink = expf(state->peak - block_peak); /* e^-inf = 0 the first time */
-        state->peak = block_peak;
-        state->total *= shrink;
-        for (int64_t i = 0; i < H; i += LANES) store(acc + i, load(acc + i) * shrink);
-    }
-    vf weights = exp_lanes(scores - state->peak);
-    weights = (vf)((vi)weights & seen);
-    float w[LANES];
-    store(w, weights);
-#if defined(HAVE_AVX512)
-    state->total += _mm512_reduce_add_ps((__m512)weights);
-#else
-    state->total += sum_lanes(weights);
-#endif
-    if (H == 64) {
-        vf a0 = load(acc), a1 = load(acc + 16), a2 = load(acc + 32), a3 = load(acc + 48);
-        for (int j = lo; j < hi; j++) {
-            a0 += w[j] * load(values[j]), a1 += w[j] * load(values[j] + 16);
-            a2 += w[j] * load(values[j] + 32), a3 += w[j] * load(values[j] + 48);
+        if (!(block_peak <= state[i].peak)) { /* also if it is NaN: then all becomes NaN, as it should */
+            float shrink = expf(state[i].peak - block_peak); /* e^-inf = 0 the first time */
+            state[i].peak = block_peak;
+            state[i].total *= shrink;
+            for (int64_t c = 0; c < H; c += LANES)
+                store(acc + i * padded + c, load(acc + i * padded + c) * shrink);
         }
-        store(acc, a0), store(acc + 16, a1), store(acc + 32, a2), store(acc + 48, a3);
-        return;
+        vf weights = exp_lanes(scores - state[i].peak);
+        weights = (vf)((vi)weights & seen);
+        store(w[i], weights);
+#if defined(HAVE_AVX512)
+        state[i].total += _mm512_reduce_add_ps((__m512)weights);
+#else
+        state[i].total += sum_lanes(weights);
+#endif
     }
-    for (int64_t i = 0; i < H; i += LANES) {
-        vf a = load(acc + i);
-        if (H - i >= LANES)
-            for (int j = lo; j < hi; j++) a += w[j] * load(values[j] + i);
-        else
-            for (int j = lo; j < hi; j++) a += w[j] * load_some(values[j] + i, H - i);
-        store(acc + i, a);
+    int64_t c = 0;
+    for (; c + 4 * LANES <= H; c += 4 * LANES) {
+        vf a[QUERIES][4];
+        for (int i = 0; i < count; i++)
+            for (int n = 0; n < 4; n++) a[i][n] = load(acc + i * padded + c + n * LANES);
+        for (int j = lo; j < hi; j++) {
+            const float *v = values[j] + c;
+            vf v0 = load(v), v1 = load(v + 16), v2 = load(v + 32), v3 = load(v + 48);
+            for (int i = 0; i < count; i++) {
+                a[i][0] += w[i][j] * v0, a[i][1] += w[i][j] * v1;
+                a[i][2] += w[i][j] * v2, a[i][3] += w[i][j] * v3;
+            }
+        }
+        for (int i = 0; i < count; i++)
+            for (int n = 0; n < 4; n++) store(acc + i * padded + c + n * LANES, a[i][n]);
     }
+    for (; c < H; c += LANES)
+        for (int i = 0; i < count; i++) {
+            vf a = load(acc + i * padded + c);
+            if (H - c >= LANES)
+                for (int j = lo; j < hi; j++) a += w[i][j] * load(values[j] + c);
+            else
+                for (int j = lo; j < hi; j++) a += w[i][j] * load_some(values[j] + c, H - c);
+            store(acc + i * padded + c, a);
+        }
 }
 
 void infer_attend(const void *args, int64_t chunk) {
@@ -171,15 +192,23 @@ void infer_attend(const void *args, int64_t chunk) {
             for (; h + LANES <= H; h += LANES) transpose(keys, h, keys_t + h * LANES);
             for (; h < H; h++)
                 for (int j = 0; j < LANES; j++) keys_t[h * LANES + j] = keys[j][h];
-            for (int64_t i = pair; i < last_pair; i++) {
-                int64_t t = i / heads, position = start + t;
+            for (int64_t i = pair, num; i < last_pair; i += num) {
+                int64_t position = start + i / heads, last = start + (i + QUERIES - 1) / heads;
                 int64_t lowest = a->window && position >= a->window ? position - a->window + 1 : 0;
                 int64_t lo = lowest > block ? lowest - block : 0, hi = position - block + 1;
+                int sees_all = hi >= LANES && !(a->window && last - block >= a->window);
+                num = sees_all && i + QUERIES <= last_pair ? QUERIES : 1;
                 if (lo >= LANES || hi <= 0) continue;
                 if (hi > LANES) hi = LANES;
-                const float *q = a->q + (first + t) * a->q_token_stride + (g * heads + i % heads) * H;
-                visit(q, keys_t, values, (int)lo, (int)hi, H, (float)a->scale, &state[i - pair],
-                      acc + (i - pair) * padded);
+                const float *q[QUERIES];
+                for (int64_t n = i; n < i + num; n++)
+                    q[n - i] = a->q + (first + n / heads) * a->q_token_stride + (g * heads + n % heads) * H;
+                softmax_state *states = state + (i - pair);
+                float *sums = acc + (i - pair) * padded;
+                if (num == QUERIES && QUERIES > 1)
+                    visit(QUERIES, q, keys_t, values, 0, LANES, H, (float)a->scale, states, sums, padded);
+                else
+                    visit(1, q, keys_t, values, (int)lo, (int)hi, H, (float)a->scale, states, sums, padded);
             }
         }
         for (int64_t i = pair; i < last_pair; i++) {
