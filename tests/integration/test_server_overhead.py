@@ -25,7 +25,7 @@ def test_the_smallest_run_has_every_figure(tmp_path: Path) -> None:
     assert done.returncode in (0, 1), done.stderr  # 1: a target was missed, as on a busy machine
     report = json.loads(out.read_text())
     assert report == json.loads(done.stdout)
-    assert set(report["machine"]) == {"python", "cpu", "commit"} and report["load_before"] >= 0
+    assert set(report["machine"]) == {"python", "cpu", "commit", "date"} and report["load_before"] >= 0
     figures = report["figures"]
     assert TARGETS.keys() <= figures.keys() and all(
         isinstance(each, int | float) for each in figures.values()
