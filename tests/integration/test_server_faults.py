@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import json
 import os
 import random
@@ -117,7 +119,11 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def num_open_sockets() -> int:
-    return sum(os.readlink(f"/proc/self/fd/{fd}").startswith("socket:") for fd in open_files())
+    count = 0
+    for fd in open_files():
+        with contextlib.suppress(OSError):  # closed in this moment
+            count += os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+    return count
 
 
 def open_files() -> list[str]:
@@ -245,7 +251,7 @@ def test_a_crowd_of_which_a_third_hangs_up_leaves_the_others_with_their_answers(
     live: Live, oracle: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever is refused comes again, as clients do; whoever stays gets the offline answer."""
-    monkeypatch.setattr(Impatient, "head_timeout_s", 60.0)  # all of them connect in the same moment
+    monkeypatch.setattr(Impatient, "head_timeout_s", 30.0)  # all of them connect in the same moment
     rng = random.Random(0)
     prompts = [f"number {i % 7}" for i in range(NUM_CROWD)]
     lengths = [rng.choice((2, 4, 8)) for _ in prompts]
@@ -283,5 +289,10 @@ def test_a_crowd_of_which_a_third_hangs_up_leaves_the_others_with_their_answers(
             assert answer == right[prompts[where], lengths[where]]
     wait_until(live.is_quiet)
     wait_until(lambda: not live.server.server_state.tasks, 30)
-    wait_until(lambda: num_open_sockets() <= before, 30)
+
+    def all_are_closed() -> bool:
+        gc.collect()  # a client that leaves while it connects may drop its socket without closing it
+        return num_open_sockets() <= before
+
+    wait_until(all_are_closed, 90)  # the server waits for the request of such a client as long as set above
     assert live.state.models["tiny"].num_held == 0
