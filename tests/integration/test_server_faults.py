@@ -247,6 +247,8 @@ def test_a_full_queue_refuses_with_a_time_to_come_back(live: Live, oracle: LLM) 
             assert answer.json()["choices"][0]["text"] == offline(oracle, prompt, num_tokens)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets the clients dropped
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_a_crowd_of_which_a_third_hangs_up_leaves_the_others_with_their_answers(
     live: Live, oracle: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,7 +263,13 @@ def test_a_crowd_of_which_a_third_hangs_up_leaves_the_others_with_their_answers(
     async def one(client: httpx.AsyncClient, where: int) -> str | None:
         content = body_of(prompts[where], lengths[where])
         for _ in range(400):
-            answer = await client.post(f"{live.url}/v1/completions", content=content)
+            try:
+                answer = await client.post(f"{live.url}/v1/completions", content=content)
+            except (
+                httpx.ReadError,
+                httpx.RemoteProtocolError,
+            ):  # an idle connection ended as it was used again
+                continue
             if answer.status_code != 503:
                 text: str = answer.json()["choices"][0]["text"]
                 return text
