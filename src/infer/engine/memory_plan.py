@@ -31,8 +31,8 @@ from infer.cache.memory import (
     workspace_share,
 )
 from infer.cache.memory import format_bytes as format_bytes
-from infer.config import CPU_STEPS, GPU_STEPS, EngineConfig
-from infer.engine.build import layer_sizes, resolve_scheduler
+from infer.config import EngineConfig
+from infer.engine.build import layer_sizes, resolve_scheduler, step_defaults
 from infer.engine.cpu_step import attention_gathers
 from infer.errors import ConfigError
 from infer.knobs import parse_bytes
@@ -60,6 +60,11 @@ class Machine:
     memory: int
     cache_share: float  # of what is left once the weights are there
     runtime: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors would live."""
+        return torch.device("cuda" if self.kind == "gpu" else "cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +127,7 @@ class MemoryPlan:
 def plan_memory(config: EngineConfig, headers: ModelHeaders, machine: Machine, *, dtype: str) -> MemoryPlan:
     """Divide the memory of a machine, or say what would fit instead."""
     max_seq_len = check_length(config.load.max_seq_len, headers.config)
-    scheduler = resolve_scheduler(config, max_seq_len, GPU_STEPS if machine.kind == "gpu" else CPU_STEPS)
+    scheduler = resolve_scheduler(config, max_seq_len, step_defaults(machine.device.type))
     model_config, bytes_each = headers.config, DTYPES[dtype].itemsize
     num_parameters, num_table_bytes = count_parameters(headers)
     weight_format = plan_format(config, headers, machine)
@@ -132,8 +137,9 @@ def plan_memory(config: EngineConfig, headers: ModelHeaders, machine: Machine, *
     bytes_per_token = kv_bytes_per_token(
         model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, bytes_each
     )
-    device = torch.device("cuda" if machine.kind == "gpu" else "cpu")
-    gathers = attention_gathers(config.cache.attention_backend, device, DTYPES[dtype], model_config.head_dim)
+    gathers = attention_gathers(
+        config.cache.attention_backend, machine.device, DTYPES[dtype], model_config.head_dim
+    )
     share = workspace_share(model_config.num_layers, gathers=gathers)
     left = machine.memory - weights - machine.runtime
     parts = f"{format_bytes(weights)} of weights and {format_bytes(activations)} of activations"
@@ -184,9 +190,7 @@ def _too_small(config: EngineConfig, headers: ModelHeaders, machine: Machine, dt
     advice = "give more memory"
     for name, settings, changed in _smaller(config, dtype):
         bytes_each = DTYPES[name].itemsize
-        scheduler = resolve_scheduler(
-            settings, max_seq_len, GPU_STEPS if machine.kind == "gpu" else CPU_STEPS
-        )
+        scheduler = resolve_scheduler(settings, max_seq_len, step_defaults(machine.device.type))
         step = step_bytes(
             scheduler, layer_sizes(model), max_seq_len=max_seq_len, bytes_per_element=bytes_each
         )
