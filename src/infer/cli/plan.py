@@ -30,7 +30,6 @@ examples:
 
 # Knobs that change no memory; whoever sets them in a --config file may plan with it all the same.
 NO_MEMORY = {
-    "model",
     "tokenizer",
     "chat_template",
     "num_threads",
@@ -70,7 +69,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "model",
         nargs="?",
         metavar="MODEL",
-        help="directory, GGUF file, config.json or hub id; nothing: the default model",
+        help="directory, GGUF file, config.json or hub id, as --model takes it; nothing: the default model",
     )
     parser.add_argument(
         "--gpu-memory",
@@ -84,10 +83,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Read the headers, divide the memory, print the plan."""
+    _name_model(args)
     knobs = flags.knobs_from(args)
     if args.gpu_memory is not None and "device" in knobs:
         raise ConfigError("--gpu-memory plans for a GPU that need not be here; leave out --device")
-    config = EngineConfig.from_knobs(**knobs | ({"model": args.model} if args.model is not None else {}))
+    config = EngineConfig.from_knobs(**knobs)
     from infer.engine.memory_plan import find_headers, find_machine, plan_dtype, plan_memory
 
     load = config.load
@@ -96,6 +96,16 @@ def run(args: argparse.Namespace) -> int:
     plan = plan_memory(config, headers, machine, dtype=plan_dtype(config, headers, machine))
     write_out(json.dumps(to_json(plan), indent=2) + "\n" if args.json else to_text(plan, load.model))
     return 0
+
+
+def _name_model(args: argparse.Namespace) -> None:
+    """Take a MODEL as if it had been given with --model; two different ones are refused."""
+    if args.model is None:
+        return
+    flag = getattr(args, flags.KNOB + "model", args.model)
+    if flag != args.model:
+        raise ConfigError(f"MODEL is {args.model!r} and --model is {flag!r}; give one of them")
+    setattr(args, flags.KNOB + "model", args.model)
 
 
 def to_json(plan: MemoryPlan) -> dict[str, Any]:

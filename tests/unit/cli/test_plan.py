@@ -99,6 +99,24 @@ def test_a_config_alone_is_enough(infer: Infer, shape: Path) -> None:
     assert "infer generate --model MODEL --dtype bfloat16 --max-seq-len" in text
 
 
+def test_the_model_may_be_named_by_place_by_flag_or_in_a_file(
+    infer: Infer, shape: Path, tmp_path: Path
+) -> None:
+    asked = ("--gpu-memory", "24GiB")
+    (tmp_path / "knobs.yaml").write_text("model: nowhere/to/be/found")
+    by_place = planned(infer, shape, *asked)
+    assert planned(infer, "--model", shape, *asked) == by_place
+    assert planned(infer, shape, "--model", shape, *asked) == by_place
+    assert planned(infer, "--model", shape, "--config", tmp_path / "knobs.yaml", *asked) == by_place
+    assert planned(infer, shape, "--config", tmp_path / "knobs.yaml", *asked) == by_place
+
+
+def test_two_names_for_the_model_are_refused(infer: Infer, shape: Path) -> None:
+    outcome = infer("plan", str(shape), "--model", "another", "--gpu-memory", "24GiB")
+    assert outcome.code == 2
+    assert f"MODEL is '{shape}' and --model is 'another'; give one of them" in outcome.err
+
+
 @pytest.mark.parametrize(
     "knobs",
     [
