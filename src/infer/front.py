@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import numbers
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict, Unpack
 
@@ -18,7 +18,7 @@ import torch
 from infer.config import LoadConfig
 from infer.engine.request import Request
 from infer.errors import ConfigError, RequestError, closest
-from infer.loader.load import LoadedModel, ModelHeaders, check_length, load_model, read_headers
+from infer.loader.load import LoadChoice, LoadedModel, ModelHeaders, check_length, load_model, read_headers
 from infer.loader.source import resolve_model
 from infer.sampling.params import SamplingParams
 from infer.tokenizer.chat_template import ChatTemplate, find_template
@@ -149,8 +149,16 @@ def _check_options(options: RequestOptions) -> None:
         raise RequestError(f"cache_salt must be text, got {options['cache_salt']!r}", param="cache_salt")
 
 
-def open_model(config: LoadConfig, *, show_progress: bool) -> tuple[TextFront, LoadedModel]:
-    """Find, load and understand a model: everything that comes before an engine."""
+def open_model(
+    config: LoadConfig,
+    *,
+    show_progress: bool,
+    check: Callable[[LoadChoice], None] = lambda choice: None,
+) -> tuple[TextFront, LoadedModel]:
+    """Find, load and understand a model: everything that comes before an engine.
+
+    `check` may refuse, before a weight is read, what an engine could not be built with.
+    """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     headers = find_headers(config, show_progress=show_progress)
@@ -163,6 +171,7 @@ def open_model(config: LoadConfig, *, show_progress: bool) -> tuple[TextFront, L
         max_seq_len=config.max_seq_len,
         show_progress=show_progress,
         headers=headers,
+        check=check,
     )
     return front, loaded
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Unpack, cast
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 from infer.config import EngineConfig
 from infer.engine.build import build_engine
 from infer.engine.engine import Engine
+from infer.engine.memory_plan import check_settings
 from infer.engine.observer import EngineObserver
 from infer.errors import BatchFailed, EngineError, RequestError
 from infer.front import Message, Prompt, RequestOptions, is_token_id, open_model
@@ -45,7 +47,8 @@ class TextModel:
         show_progress: bool,
     ) -> Engine:
         self.config = EngineConfig.from_knobs(model=model, **knobs)
-        self.front, loaded = open_model(self.config.load, show_progress=show_progress)
+        check = partial(check_settings, self.config)
+        self.front, loaded = open_model(self.config.load, show_progress=show_progress, check=check)
         engine = build_engine(self.config, loaded, observer=observer)
         self.model_config = loaded.config
         self.context_len = engine.context_len  # the longest prompt + output in tokens

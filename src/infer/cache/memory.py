@@ -115,6 +115,10 @@ def fit_cache(
 
     A cache that nobody sized takes at most `share` of what is free; one that was asked for must fit.
     """
+    if free_bytes <= 0:
+        raise ConfigError(
+            f"the weights take {format_bytes(-free_bytes)} more than is free; 'infer plan' shows what fits"
+        )
     activations = step_bytes(scheduler, sizes, max_seq_len=max_seq_len, bytes_per_element=bytes_per_element)
     room = int((free_bytes - activations) / (1 + workspace_share(sizes.num_layers, gathers=gathers)))
     bytes_per_token = kv_bytes_per_token(

@@ -2,6 +2,10 @@
 
 EngineConfig ──┬─► pool (books) ──► scheduler ──┐
 LoadedModel  ──┴─► store (tensors) ─► runner ───┴─► Engine
+
+What cannot be built is refused by `check_knobs` and `fit_to_device`. Both need to know how the model is
+loaded but none of its weights, so whoever is about to load one can ask them first
+(`memory_plan.check_settings`).
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from infer.errors import ConfigError
 from infer.kernels.attention import attend_sdpa
 from infer.layers.linear import set_invariant
 from infer.layers.whole_sequence import WholeSequence
-from infer.loader.load import LoadedModel
+from infer.loader.load import LoadChoice, LoadedModel
 from infer.models.config import ModelConfig
 from infer.models.model import Model
 
@@ -58,9 +62,9 @@ def build_engine(
     A model may serve one engine after the other; `deterministic` of the last one built is the model's.
     """
     model_config = loaded.config
-    scheduler_config = resolve_scheduler(config, loaded.max_seq_len, step_defaults(loaded.device.type))
-    _choose_products(config, loaded)
-    size = _fit_to_device(config, scheduler_config, loaded)
+    scheduler_config = check_knobs(config, loaded)
+    set_invariant(loaded.model, config.run.deterministic)
+    size = fit_to_device(config, scheduler_config, loaded)
     store = _make_store(config, loaded, size)
     pool = make_pool(config, size)
     if cost is None and scheduler_config.preemption == "auto" and config.cache.num_host_blocks:
@@ -83,24 +87,26 @@ def build_engine(
     )
 
 
-def _choose_products(config: EngineConfig, loaded: LoadedModel) -> None:
-    """Fast matrix products, or with `deterministic` those that know nothing of the rest of the batch."""
-    is_wanted, backend = config.run.deterministic, config.cache.attention_backend
-    if is_wanted and loaded.device.type == "cuda" and backend not in ("auto", "triton"):
+def check_knobs(config: EngineConfig, loaded: LoadedModel | LoadChoice) -> SchedulerConfig:
+    """The scheduler's settings for this model and device; knobs that cannot be had there are refused."""
+    scheduler = resolve_scheduler(config, loaded.max_seq_len, step_defaults(loaded.device.type))
+    backend = config.cache.attention_backend
+    keeps_state_on_device(backend, loaded.device)
+    if not config.run.deterministic:
+        return scheduler
+    if loaded.device.type == "cuda" and backend not in ("auto", "triton"):
         raise ConfigError(
             f"deterministic needs attention_backend=auto or triton, not {backend}; leave one of the two out"
         )
-    if (
-        is_wanted
-        and loaded.device.type != "cuda"
-        and attention_gathers(backend, loaded.device, loaded.dtype, loaded.config.head_dim)
+    if loaded.device.type != "cuda" and attention_gathers(
+        backend, loaded.device, loaded.dtype, loaded.config.head_dim
     ):
         raise ConfigError(
             "deterministic needs the attention kernel in C, which reads float32 with attention_backend=auto; "
             f"this is {str(loaded.dtype).removeprefix('torch.')} on {loaded.device} with {backend} "
             "(`infer doctor` says what is missing)"
         )
-    set_invariant(loaded.model, is_wanted)
+    return scheduler
 
 
 def _make_runner(
@@ -247,17 +253,26 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _fit_to_device(config: EngineConfig, scheduler: SchedulerConfig, loaded: LoadedModel) -> CacheSize:
-    """The size of the cache here and now, with the formula of `infer plan`; refused if it does not fit."""
+def fit_to_device(
+    config: EngineConfig,
+    scheduler: SchedulerConfig,
+    loaded: LoadedModel | LoadChoice,
+    *,
+    weight_bytes: int = 0,
+) -> CacheSize:
+    """The size of the cache here and now, with the formula of `infer plan`; refused if it does not fit.
+
+    `weight_bytes` are of weights that will be loaded: what is free now is free less these.
+    """
     is_gpu = loaded.device.type == "cuda"
-    free_host = free_host_bytes()
+    free_host = free_host_bytes() - (0 if is_gpu else weight_bytes)
     size = fit_cache(
         config.cache,
         scheduler,
         layer_sizes(loaded.config),
         max_seq_len=loaded.max_seq_len,
         bytes_per_element=loaded.dtype.itemsize,
-        free_bytes=torch.cuda.mem_get_info(loaded.device)[0] if is_gpu else free_host,
+        free_bytes=torch.cuda.mem_get_info(loaded.device)[0] - weight_bytes if is_gpu else free_host,
         share=GPU_SHARE if is_gpu else CPU_SHARE,
         gathers=attention_gathers(
             config.cache.attention_backend, loaded.device, loaded.dtype, loaded.config.head_dim

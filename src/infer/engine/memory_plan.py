@@ -9,10 +9,14 @@ flags: started with them, the engine has exactly the cache that was planned.
 The number of parameters is counted on a model built without memory (PyTorch's `meta` device), so it is
 the number that would be loaded, fused matrices and tied heads included; where there are headers, every
 tensor in them is matched with its place first, as loading does.
+
+Every start asks a shorter question first (`check_settings`): can this model be served with these knobs at
+all? What cannot is refused before minutes are spent on reading weights.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,18 +36,19 @@ from infer.cache.memory import (
 )
 from infer.cache.memory import format_bytes as format_bytes
 from infer.config import EngineConfig
-from infer.engine.build import layer_sizes, resolve_scheduler, step_defaults
+from infer.engine.build import check_knobs, fit_to_device, layer_sizes, resolve_scheduler, step_defaults
 from infer.engine.cpu_step import attention_gathers
-from infer.errors import ConfigError
+from infer.errors import CheckpointError, ConfigError
 from infer.knobs import parse_bytes
 from infer.loader.cpu_weights import BITS, choose_format
 from infer.loader.dtype import DTYPES, stored_dtype
 from infer.loader.hf_config import MAX_CONFIG_BYTES, GenerationDefaults, read_json
-from infer.loader.load import ModelHeaders, check_length, choose_device, read_headers
+from infer.loader.load import LoadChoice, ModelHeaders, check_length, choose_device, read_headers
 from infer.loader.placement import plan_moves
 from infer.loader.source import ModelSource, resolve_model
 from infer.models.config import ModelConfig
 from infer.models.registry import find_family
+from infer.models.weight_map import find_target
 
 GPU_RUNTIME_BYTES = 700 << 20  # CUDA's context and libraries; 693 MiB measured on an H200 with PyTorch 2.11
 SMALL_STEP, SMALL_BATCH = 256, 8  # tokens and sequences of a step, tried when a larger one does not fit
@@ -122,6 +127,14 @@ class MemoryPlan:
         defaults = EngineConfig().knobs()
         given = {name: value for name, value in chosen.items() if value not in (None, defaults[name])}
         return [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def check_settings(config: EngineConfig, choice: LoadChoice) -> None:
+    """Refuse knobs that no engine can be built with, by its own rules, before a weight is read."""
+    scheduler = check_knobs(config, choice)
+    dtype = str(choice.dtype).removeprefix("torch.")
+    weights = weight_bytes(choice.config, stored_parameters(choice.headers), dtype, choice.weights)
+    fit_to_device(config, scheduler, choice, weight_bytes=weights)
 
 
 def plan_memory(config: EngineConfig, headers: ModelHeaders, machine: Machine, *, dtype: str) -> MemoryPlan:
@@ -237,6 +250,19 @@ def count_parameters(headers: ModelHeaders) -> tuple[int, int]:
         plan_moves(model, headers.tensors, headers.family.weight_map, name=headers.source.name)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return num_parameters, sum(table.numel() * table.element_size() for table in model.buffers())
+
+
+def stored_parameters(headers: ModelHeaders) -> int:
+    """The same from the shapes in the headers: quick, where building a network takes a second."""
+    total = 0
+    for name, tensor in headers.tensors.items():
+        try:
+            target, _ = find_target(name, headers.family.weight_map)
+        except CheckpointError:  # loading will say so, of all such tensors together
+            continue
+        is_copy = target.module == "head" and headers.config.tie_embeddings
+        total += 0 if target.ignored or is_copy else math.prod(tensor.shape)
+    return total
 
 
 # -- what is planned, and for what --------------------------------------------------------------------

@@ -23,6 +23,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -157,6 +158,7 @@ def load_engine(config: EngineConfig) -> Engine:
     import torch
 
     from infer.engine.build import build_engine
+    from infer.engine.memory_plan import check_settings
     from infer.loader.load import load_model
     from infer.loader.source import resolve_model
 
@@ -170,6 +172,7 @@ def load_engine(config: EngineConfig) -> Engine:
         device=load.device,
         cpu_weights=load.cpu_weights,
         max_seq_len=load.max_seq_len,
+        check=partial(check_settings, config),
     )
     return build_engine(config, loaded)
 

@@ -14,7 +14,7 @@ for a few of its rows.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -81,6 +81,22 @@ class ModelHeaders:
         return merge_eos_ids(self.config.eos_ids, self.defaults.eos_ids, vocab_size=self.config.vocab_size)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadChoice:
+    """How a model is about to be loaded: all that is decided before a weight is read."""
+
+    headers: ModelHeaders
+    device: torch.device
+    dtype: torch.dtype
+    weights: str  # their form, as in `LoadedModel`
+    max_seq_len: int
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's."""
+        return self.headers.config
+
+
 def read_headers(source: ModelSource) -> ModelHeaders:
     """Read the config and the headers of the weights; steps 1 and 2 above."""
     if source.is_gguf:
@@ -111,10 +127,12 @@ def load_model(
     max_seq_len: int | None = None,
     show_progress: bool = False,
     headers: ModelHeaders | None = None,
+    check: Callable[[LoadChoice], None] = lambda choice: None,
 ) -> LoadedModel:
     """Load the model of `source` onto `device`; `dtype` as in dtype.py, `headers` if already read.
 
-    `cpu_weights` as in cpu_weights.py; None: nothing is packed, whatever the file holds.
+    `cpu_weights` as in cpu_weights.py; None: nothing is packed, whatever the file holds. `check` may raise
+    when all is decided and nothing is loaded.
     """
     chosen_device = choose_device(device)
     headers = headers or read_headers(source)
@@ -127,6 +145,15 @@ def load_model(
         weights, chosen_dtype, reason = choose_format(cpu_weights, dtype, chosen_device, stored)
         if chosen_device.type == "cpu":
             log.info("weights are kept as %s (%s)", weights, reason)
+    check(
+        LoadChoice(
+            headers=headers,
+            device=chosen_device,
+            dtype=chosen_dtype,
+            weights=weights,
+            max_seq_len=context_len,
+        )
+    )
 
     # rotary tables need not be longer than what is served; learned positions are as many as are stored
     built = config if config.learned_positions else replace(config, context_len=context_len)

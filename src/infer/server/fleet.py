@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from infer.config import EngineConfig
@@ -169,9 +170,11 @@ class Fleet:
     async def _start_threads(self, config: EngineConfig) -> tuple[TextFront, list[EngineClient]]:
         def build() -> tuple[TextFront, list[EngineClient]]:
             from infer.engine.build import build_engine
+            from infer.engine.memory_plan import check_settings
             from infer.front import open_model
 
-            front, loaded = open_model(config.load, show_progress=True)
+            check = partial(check_settings, config)
+            front, loaded = open_model(config.load, show_progress=True, check=check)
             timeout = self.state.config.stuck_timeout
             engines = [build_engine(config, loaded) for _ in range(self.state.config.replicas)]
             return front, [InProcessClient(engine, stuck_timeout=timeout) for engine in engines]

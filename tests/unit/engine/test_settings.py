@@ -1,0 +1,86 @@
+"""What cannot work is refused while nothing is loaded yet: a large model takes minutes to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.async_llm import AsyncLLM
+from infer.config import EngineConfig
+from infer.engine import build, process
+from infer.engine.memory_plan import count_parameters, stored_parameters
+from infer.errors import ConfigError
+from infer.llm import LLM
+from infer.loader import load
+from infer.loader.load import read_headers
+from infer.loader.source import resolve_model
+from scripts.make_checkpoint import make_checkpoint
+
+
+@pytest.fixture
+def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(*args: Any, **options: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(load, "_fill", fill)
+
+
+def start_engine_process(model: str, **knobs: Any) -> None:
+    process.load_engine(EngineConfig.from_knobs(model=model, **knobs))
+
+
+@pytest.mark.usefixtures("nothing_is_read")
+@pytest.mark.parametrize("start", [LLM, AsyncLLM, start_engine_process])
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"max_seq_len": 9999}, "max_seq_len must be in 1..256"),
+        ({"kv_cache_memory": "1KiB"}, "one block of 16 tokens takes"),
+        (
+            {"kv_cache_memory": "1KiB", "kv_cache_backend": "contiguous"},
+            "one sequence of max_seq_len 256 takes",
+        ),
+        ({"num_blocks": 10**10}, "that leaves num_blocks="),
+        ({"num_host_blocks": 10**10}, "that leaves num_host_blocks="),
+        (
+            {"use_chunked_prefill": False, "max_num_batched_tokens": 64},
+            "without chunked prefill a step must hold",
+        ),
+        ({"attention_backend": "triton"}, "attention_backend=triton needs a GPU"),
+        (
+            {"deterministic": True, "attention_backend": "naive"},
+            "deterministic needs the attention kernel in C",
+        ),
+    ],
+)
+def test_impossible_settings_are_refused_before_a_weight_is_read(
+    checkpoint: str, start: Callable[..., object], knobs: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        start(checkpoint, device="cpu", **knobs)
+
+
+@pytest.mark.usefixtures("nothing_is_read")
+def test_weights_that_leave_no_room_are_counted_before_they_are_read(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_parameters, _ = count_parameters(read_headers(resolve_model(checkpoint)))
+    monkeypatch.setattr(build, "free_host_bytes", lambda: 4 * num_parameters + 1000)
+    with pytest.raises(ConfigError, match="1000 B are free once the weights are there"):
+        LLM(checkpoint, device="cpu", dtype="float32")
+
+
+@pytest.mark.usefixtures("nothing_is_read")
+def test_what_may_work_goes_on_to_the_weights(checkpoint: str) -> None:
+    with pytest.raises(AssertionError, match="weights were read"):
+        LLM(checkpoint, device="cpu", num_blocks=1, max_seq_len=200)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt2", "mixtral"])
+def test_the_headers_count_as_many_parameters_as_the_network(family: str, tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path / family)
+    headers = read_headers(resolve_model(str(tmp_path / family)))
+    assert stored_parameters(headers) == count_parameters(headers)[0]
