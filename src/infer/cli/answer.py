@@ -17,6 +17,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from infer.cli.flags import knobs_from
+from infer.config import EngineConfig
 
 if TYPE_CHECKING:
     from infer.cli.remote import RemoteDelta
@@ -43,15 +44,26 @@ class Answer:
 
     def stats(self) -> str:
         """The line of `--stats`."""
+        if not self.token_ids:
+            return f"no token in {self.total_s:.2f} s, finish: {self.finish_reason or 'stopped'}"
         return (
             f"first token {self.first_token_s:.2f} s, {len(self.token_ids)} tokens in {self.total_s:.2f} s, "
             f"{self.tokens_per_s:.1f} tokens/s after the first, finish: {self.finish_reason or 'stopped'}"
         )
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C in the middle of an answer."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__()
+        self.answer = answer  # as far as it came
+
+
 def open_llm(args: argparse.Namespace, observer: EngineObserver | None = None) -> LLM:
     """Load the model the flags ask for; torch is imported here and not before."""
     knobs = knobs_from(args)
+    EngineConfig.from_knobs(**knobs)  # knobs that contradict each other are refused at once
     from infer.llm import LLM
 
     return LLM(**knobs, show_progress=True, observer=observer)
@@ -69,22 +81,26 @@ def show_answer(
     token_ids: list[int] = []
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    for delta in deltas:
-        if delta.token_ids and not token_ids:
-            first_token_s = perf_counter() - started
-        token_ids += delta.token_ids
-        finish_reason, stop_reason = delta.finish_reason, delta.stop_reason
-        if delta.text:
-            pieces.append(delta.text)
-            show(delta.text)
-        if is_stopped():
-            break
+    is_interrupted = False
+    try:
+        for delta in deltas:
+            if delta.token_ids and not token_ids:
+                first_token_s = perf_counter() - started
+            token_ids += delta.token_ids
+            finish_reason, stop_reason = delta.finish_reason, delta.stop_reason
+            if delta.text:
+                pieces.append(delta.text)
+                show(delta.text)
+            if is_stopped():
+                break
+    except KeyboardInterrupt:
+        is_interrupted = True
     total_s = perf_counter() - started
-    if hasattr(deltas, "seconds"):  # it ran before we began to read
+    if hasattr(deltas, "seconds") and token_ids:  # it ran before we began to read
         first_token_s, total_s = deltas.seconds
     if hasattr(deltas, "close"):
         deltas.close()  # ends the request now, not when the stream happens to be collected
-    return Answer(
+    answer = Answer(
         text="".join(pieces),
         token_ids=tuple(token_ids),
         finish_reason=finish_reason,
@@ -92,6 +108,9 @@ def show_answer(
         first_token_s=first_token_s,
         total_s=total_s,
     )
+    if is_interrupted:
+        raise Interrupted(answer)
+    return answer
 
 
 def write_out(text: str) -> None:

@@ -29,7 +29,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infer.cli import flags
-from infer.cli.answer import Answer, notice, open_llm, show_answer, write_out
+from infer.cli.answer import Answer, Interrupted, notice, open_llm, show_answer, write_out
 from infer.errors import (
     ConfigError,
     DeviceLost,
@@ -139,12 +139,44 @@ def answer_all(
 ) -> int:
     """Load the model, ask it everything, print the answers in order; returns how many prompts failed."""
     started = perf_counter()
-    llm = open_llm(args, observer)
+    try:
+        llm = open_llm(args, observer)
+    except KeyboardInterrupt:
+        if args.stats:
+            notice(f"interrupted while loading, after {perf_counter() - started:.2f} s")
+        raise
     load_s = perf_counter() - started
     params = flags.fit_to_model(params, args, llm.context_len, llm.sampling_defaults)
     if not (args.raw or llm.front.ships_chat_template):
         logger.info("%s came without a chat template: prompts are continued as plain text", llm.name)
     answers: list[Answer] = []
+    partial: list[Answer] = []  # the one that Ctrl-C ended
+    try:
+        answer_each(llm, prompts, params, args, load_s, answers)
+    except Interrupted as stop:
+        partial = [stop.answer]
+        if args.stats:
+            notice(f"load {load_s:.2f} s, {stop.answer.stats()}")
+        raise
+    finally:
+        if args.stats and len(prompts) > 1:
+            total_s = perf_counter() - started - load_s
+            num_tokens = sum(len(answer.token_ids) for answer in (*answers, *partial))
+            count = f"{len(answers)} of {len(prompts)}" if partial else f"{len(answers)}"
+            speed = num_tokens / total_s
+            notice(f"{count} answers, {num_tokens} tokens in {total_s:.2f} s, {speed:.1f} tokens/s")
+    return len(prompts) - len(answers)
+
+
+def answer_each(
+    llm: LLM,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    args: argparse.Namespace,
+    load_s: float,
+    answers: list[Answer],
+) -> None:
+    """Print the answers in order, each put into `answers` when it is complete; say which prompts failed."""
     for number, asked in enumerate(ask_all(llm, prompts, params, args), start=1):
         prompt = asked.prompt
         if len(prompts) > 1 and not args.json:
@@ -163,12 +195,6 @@ def answer_all(
             _write_json(to_json(prompt.text, asked.prompt_ids, params, answer, load_s))
         if args.stats:
             notice(f"load {load_s:.2f} s, {answer.stats()}")
-    if args.stats and len(prompts) > 1:
-        total_s = perf_counter() - started - load_s
-        num_tokens = sum(len(answer.token_ids) for answer in answers)
-        speed = num_tokens / total_s
-        notice(f"{len(answers)} answers, {num_tokens} tokens in {total_s:.2f} s, {speed:.1f} tokens/s")
-    return len(prompts) - len(answers)
 
 
 def shorten(text: str, length: int) -> str:
@@ -217,7 +243,7 @@ def read_answer(asked: Asked, *, is_shown: bool) -> Answer:
 
     try:
         answer = show_answer(asked.stream, show if is_shown else lambda text: None)
-    except InferError:
+    except (InferError, Interrupted):
         if is_begun:
             write_out("\n")
         raise

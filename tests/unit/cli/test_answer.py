@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
-from infer.cli.answer import show_answer
+import pytest
+
+from infer.cli.answer import Interrupted, open_llm, show_answer
+from infer.cli.main import build_parser
+from infer.errors import ConfigError
 from infer.outputs import TextDelta
 
 
@@ -34,3 +39,39 @@ def test_stopping_an_answer_ends_its_request_at_once() -> None:
     assert deltas.is_closed
     assert answer.token_ids == (1, 2, 3)
     assert answer.finish_reason is None
+
+
+def test_an_interrupt_brings_what_was_answered_so_far() -> None:
+    deltas, shown = Deltas(), list[str]()
+
+    def press_ctrl_c(text: str) -> None:
+        shown.append(text)
+        if len(shown) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted) as caught:
+        show_answer(deltas, press_ctrl_c)
+    assert deltas.is_closed
+    assert caught.value.answer.token_ids == (1, 2, 3)
+    assert "3 tokens in" in caught.value.answer.stats()
+
+
+def test_an_answer_without_a_token_has_no_time_of_the_first() -> None:
+    def press_ctrl_c() -> Iterator[TextDelta]:
+        raise KeyboardInterrupt
+        yield
+
+    with pytest.raises(Interrupted) as caught:
+        show_answer(press_ctrl_c(), lambda text: None)
+    assert caught.value.answer.stats().startswith("no token in ")
+
+
+def test_knobs_that_contradict_each_other_are_refused_before_torch_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "infer.llm", None)  # to import it is an error
+    args = build_parser().parse_args(
+        ["generate", "hi", "--max-num-batched-tokens", "8", "--max-batch-size", "64"]
+    )
+    with pytest.raises(ConfigError, match="max_batch_size is 64 but a step computes at most"):
+        open_llm(args)

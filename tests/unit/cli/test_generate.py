@@ -131,6 +131,44 @@ def test_the_stats_of_many_prompts_end_with_all_of_them(infer: Infer, tmp_path: 
     assert len([line for line in lines if line.startswith("load ")]) == 2
 
 
+def interrupted_at(letter: int) -> FakeLLM:
+    llm = FakeLLM()
+
+    def press_ctrl_c(index: int) -> None:
+        if index == letter:
+            raise KeyboardInterrupt
+
+    llm.before_token = press_ctrl_c
+    return llm
+
+
+def test_an_interrupted_answer_has_stats_too(infer: Infer) -> None:
+    outcome = infer("generate", "hello", "--stats", llm=interrupted_at(3))
+    assert (outcome.code, outcome.out) == (130, "HEL\n")
+    (line,) = outcome.err.splitlines()
+    assert line.startswith("load ") and "3 tokens in" in line and line.endswith("finish: stopped")
+
+
+def test_an_interrupted_file_of_prompts_is_counted_as_far_as_it_came(infer: Infer, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\nthree\nlast\n")
+    outcome = infer("generate", "--prompts-file", str(file), "--stats", llm=interrupted_at(4))
+    assert (outcome.code, outcome.out) == (130, "ONE\nTHRE\n")
+    assert outcome.err.splitlines()[-1].startswith("1 of 3 answers, 7 tokens in ")
+
+
+def test_an_interrupt_while_the_model_is_loaded_says_how_long_that_took(infer: Infer) -> None:
+    class SlowLLM(FakeLLM):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "knobs" and hasattr(self, "knobs"):
+                raise KeyboardInterrupt  # as loading it does, which is what sets the knobs
+            super().__setattr__(name, value)
+
+    outcome = infer("generate", "hello", "--stats", llm=SlowLLM())
+    assert (outcome.code, outcome.out) == (130, "")
+    assert outcome.err.startswith("interrupted while loading, after ")
+
+
 def test_json_is_one_object_per_prompt(infer: Infer, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("one\ntwo", encoding="utf-8")
