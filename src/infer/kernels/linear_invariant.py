@@ -11,7 +11,8 @@ is the price of speed and nearly always harmless; `deterministic` refuses to pay
             them does not matter is promised by no library: `places_are_alike` tries it out
 
 The two kernels of the GPU agree because a matrix instruction adds 16 products at a time to a sum, in the
-order of the columns and whatever the tile around it: a piece of K is one such sum, and pieces are added in order.
+order of the columns and whatever the tile around it: a piece of K is one such sum, and the pieces are added
+in their order.
 
     few tokens     a program per piece, side by side; the last one to finish adds  ((0 + p0) + p1) + ...
     many tokens    a program takes one piece after the other and adds              ((0 + p0) + p1) + ...
