@@ -1,11 +1,14 @@
 """The two Triton kernels behind `linear_small.py`: one for at most four tokens, one for up to 128.
 
-Both compute the same thing, and the same four options are folded into both at compile time:
+Both compute the same thing. What stands before and behind the product is folded in at compile time:
 
-    NORM         the input is (x + residual), normalised; the sum is written out once
-    RESIDUAL     there is a residual to add (only with NORM)
     BIAS         a bias per output
     ACTIVATION   "" or the name of the gate: W stacks the rows of the gate on the rows of `up`
+
+    NORM         (gemv)    the input is (x + residual), normalised; the sum is written out once
+    RESIDUAL     (gemv)    there is a residual to add (only with NORM)
+    ADDS         (skinny)  the output is added to the residual stream, and prepared for the norm that follows
+    PARTS        (skinny)  the input was prepared so, in this many tiles or fewer; 0: it was not
 
 **gemv_kernel**, for a handful of tokens, is a plain dot product. A program takes a few rows of W and
 walks along K; every thread keeps 16-byte pieces of those rows in flight and one partial sum per row,
@@ -27,7 +30,15 @@ Folding the norm works because it scales whole rows: with r = x + residual and g
 
     rms_norm(r) WT = ((r * g) WT) / rms(r)
 
-so one walk along K collects both the dot products and the sum of squares, and the division comes last.
+For one token, one walk along K collects both the dot products and the sum of squares, and the division comes
+last (NORM). With more tokens every program would have to normalise all of them again. Instead the projection
+that made x does it: r is at hand there when a tile is stored, and each element of it only once.
+
+    o, down        r = y + residual;   stores r,  r * g,  and its tile's sum of r^2 for each token       ADDS
+    gate_up, qkv   y = (r * g) WT;     adds up the tiles' sums, divides by rms(r)                        PARTS
+
+The squares are added in float64. They come in tiles of any height, in any order of threads, and yet the sum
+is the same: what the order changes lies 29 bits below what is left when it is rounded to float32.
 
 Rows past the end are clamped to the last row instead of masked: the values are thrown away, and a load
 without a mask is cheaper. Only the store is masked.
@@ -206,16 +217,58 @@ def _prefetch_rows(w_ptrs):
     )
 
 
+@jit
+def _store_tile(
+    total,  # [rows, tokens]
+    up_total,
+    squares,
+    residual,  # [rows, tokens]
+    gain,  # [rows, 1]
+    bias_ptr,
+    y_ptr,  # with ADDS, r * gain
+    sum_ptr,
+    squares_ptr,
+    rows,
+    tokens,
+    tile,
+    M,
+    N,
+    K,
+    eps,
+    ADDS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """The outputs; or their sum with the stream, and all of the norm that follows but its division."""
+    if not ADDS:
+        _store_outputs(
+            total, up_total, squares, bias_ptr, y_ptr, rows, tokens, M, N, K, eps, PARTS > 0, BIAS, ACTIVATION
+        )
+    else:
+        if BIAS:
+            total = total + tl.load(bias_ptr + rows, mask=rows < N, other=0.0).to(tl.float32)
+        added = (total + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
+        r = tl.where(rows < N, added.to(tl.float32), 0.0)
+        offsets = tokens.to(tl.int64) * N + rows
+        in_tile = (rows < N) & (tokens < M)
+        tl.store(sum_ptr + offsets, added, mask=in_tile)
+        tl.store(y_ptr + offsets, (r * gain).to(y_ptr.dtype.element_ty), mask=in_tile)
+        tile_squares = tl.sum((r * r).to(tl.float64), axis=0, keep_dims=True)
+        tl.store(squares_ptr + tile * M + tokens, tile_squares, mask=tokens < M)
+
+
 @_jit_any_m
 def skinny_kernel(
     x_ptr,
-    residual_ptr,
+    residual_ptr,  # with ADDS, as the next two
     norm_weight_ptr,
+    sum_ptr,
+    squares_ptr,  # [part, token], float64: written with ADDS, read with PARTS
     w_ptr,
     bias_ptr,
     y_ptr,
-    new_residual_ptr,
-    partial_ptr,  # [tile, split, sums and squares]: see PARTIAL
+    partial_ptr,  # [tile, split, sums]: see PARTIAL
     counter_ptr,  # [tile], all zero before and after
     x_row_stride,
     residual_row_stride,
@@ -225,6 +278,7 @@ def skinny_kernel(
     K,
     split_len,  # a multiple of BLOCK_K
     num_splits,
+    num_parts,
     eps,
     offset,
     BLOCK_M: tl.constexpr,
@@ -232,8 +286,8 @@ def skinny_kernel(
     BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr,
     WIDEN: tl.constexpr,  # Triton's interpreter cannot multiply matrices of bfloat16
-    NORM: tl.constexpr,
-    RESIDUAL: tl.constexpr,
+    ADDS: tl.constexpr,
+    PARTS: tl.constexpr,
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
@@ -247,7 +301,6 @@ def skinny_kernel(
     up_rows = w_ptr + (tl.minimum(rows, N - 1) + N).to(tl.int64) * w_row_stride
     token_rows = tl.minimum(tokens, M - 1).to(tl.int64)
     k_start = split * split_len
-    kept_len = tl.where(tile == 0, K, 0)
 
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -257,23 +310,23 @@ def skinny_kernel(
             _prefetch_rows(up_rows + lines)
         tl.extra.cuda.gdc_wait()
 
+    # What the end needs is asked for now, and on its way during the product.
+    residual = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    gain = tl.zeros([BLOCK_N, 1], tl.float32)
+    if ADDS:
+        residual = tl.load(residual_ptr + token_rows * residual_row_stride + tl.minimum(rows, N - 1))
+        gain = tl.load(norm_weight_ptr + tl.minimum(rows, N - 1)).to(tl.float32) + offset
+    squares = tl.zeros([1, BLOCK_M], tl.float32)
+    if PARTS > 0:
+        parts = tl.arange(0, PARTS)[:, None]
+        squares_PM = tl.load(squares_ptr + parts * M + token_rows, mask=parts < num_parts, other=0.0)
+
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up_total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    squares_KM = tl.zeros([BLOCK_K, BLOCK_M], tl.float32)
     for k in range(k_start, tl.minimum(k_start + split_len, K), BLOCK_K):
         cols = (k + tl.arange(0, BLOCK_K))[:, None]  # the rows of xT
         w_cols = (k + tl.arange(0, BLOCK_K))[None, :]
-        in_k = cols < K
-        x = _input_tile(
-            x_ptr, residual_ptr, new_residual_ptr,
-            token_rows * x_row_stride + cols, token_rows * residual_row_stride + cols, token_rows * K + cols,
-            in_k, (cols < kept_len) & (tokens < M), RESIDUAL,
-        )  # fmt: skip
-        if NORM:
-            r = x.to(tl.float32)
-            squares_KM += r * r
-            gain = tl.load(norm_weight_ptr + cols, mask=in_k, other=0.0).to(tl.float32) + offset
-            x = (r * gain).to(x_ptr.dtype.element_ty)
+        x = tl.load(x_ptr + token_rows * x_row_stride + cols, mask=cols < K, other=0.0)
         w = tl.load(w_rows + w_cols, mask=w_cols < K, other=0.0, eviction_policy="evict_first")
         if WIDEN:
             w, x = w.to(tl.float32), x.to(tl.float32)
@@ -283,36 +336,34 @@ def skinny_kernel(
             if WIDEN:
                 up = up.to(tl.float32)
             up_total = tl.dot(up, x, up_total, input_precision="ieee")
-    squares = tl.sum(squares_KM, axis=0, keep_dims=True)
+    if PARTS > 0:
+        squares = tl.sum(squares_PM, axis=0, keep_dims=True).to(tl.float32)
 
     if SPLIT:
         TILE: tl.constexpr = BLOCK_N * BLOCK_M
-        PARTIAL: tl.constexpr = TILE * (2 if GATED else 1) + BLOCK_M  # what one program leaves behind
+        PARTIAL: tl.constexpr = TILE * (2 if GATED else 1)  # what one program leaves behind
         in_partial = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tokens
         first_ptr = partial_ptr + tile.to(tl.int64) * num_splits * PARTIAL
         own_ptr = first_ptr + split * PARTIAL
         tl.store(own_ptr + in_partial, total)
         if GATED:
             tl.store(own_ptr + TILE + in_partial, up_total)
-        if NORM:
-            tl.store(own_ptr + PARTIAL - BLOCK_M + tokens, squares)
         tl.debug_barrier()  # every thread has stored before one of them says so
         if tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == num_splits - 1:
             total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             up_total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            squares = tl.zeros([1, BLOCK_M], tl.float32)
             for other in range(num_splits):
                 other_ptr = first_ptr + other * PARTIAL
                 total += tl.load(other_ptr + in_partial, cache_modifier=".cg")
                 if GATED:
                     up_total += tl.load(other_ptr + TILE + in_partial, cache_modifier=".cg")
-                if NORM:
-                    squares += tl.load(other_ptr + PARTIAL - BLOCK_M + tokens, cache_modifier=".cg")
-            _store_outputs(
-                total, up_total, squares, bias_ptr, y_ptr, rows, tokens, M, N, K, eps, NORM, BIAS, ACTIVATION
-            )
+            _store_tile(
+                total, up_total, squares, residual, gain, bias_ptr, y_ptr, sum_ptr, squares_ptr,
+                rows, tokens, tile, M, N, K, eps, ADDS, PARTS, BIAS, ACTIVATION,
+            )  # fmt: skip
             tl.store(counter_ptr + tile, 0)
     else:
-        _store_outputs(
-            total, up_total, squares, bias_ptr, y_ptr, rows, tokens, M, N, K, eps, NORM, BIAS, ACTIVATION
-        )
+        _store_tile(
+            total, up_total, squares, residual, gain, bias_ptr, y_ptr, sum_ptr, squares_ptr,
+            rows, tokens, tile, M, N, K, eps, ADDS, PARTS, BIAS, ACTIVATION,
+        )  # fmt: skip

@@ -4,6 +4,8 @@
     gated_linear        y = act(x WgT) * (x WuT)                 W stacks the gate's rows on up's rows
     norm_linear         r = x + residual;  y = linear(rms_norm(r));  both are returned
     norm_gated_linear   r = x + residual;  y = gated_linear(rms_norm(r));  both are returned
+    linear_into         r = linear(x) + residual, prepared for the norm that reads it: an `Added`
+    added_linear, added_gated_linear        the linears of what was so prepared, once it is normalised
 
 A step that decodes M sequences reads every weight once to use it M times. For small M the time of a
 layer is the time to read its weights, and the target is the bandwidth of a read; a general matrix
@@ -15,11 +17,17 @@ product is built for large M and reaches a third of it on small models.
     above       the library (F.linear), then `gated_activation`
 
 Which of them a number of tokens gets is looked up for each shape of W (linear_configs.py). With two tokens
-already, every program's own norm costs more than one launch for all of them.
+already, every program's own norm costs more than one launch for all of them. It is cheapest where the sum is
+made: a matrix that writes into the residual stream (`linear_into`) adds and multiplies with the norm's gain
+before it stores, and the matrix that reads the stream next applies what is left, one number per token. Both
+must run on the tensor cores for that (`can_add`); a layer then takes two launches less:
+
+    o ─► norm ─► gate_up ─► down ─► norm ─► qkv         o ─► gate_up ─► down ─► qkv
 
 Fused or not, sums are taken in float32. The fused forms round less often: gate, up and their product stay in
 float32 until y, and the norm's scale is applied to the finished sum. r alone is rounded to the type
-of x before it is used, because the next layer adds to what is stored.
+of x before it is used, because the next layer adds to what is stored. Before its division r * gain may be too
+large for float16, whose largest number is 65,504: in that type the norm stays a launch of its own.
 
 Within one kernel a row's bits do not depend on M. Between the two kernels, and above, they may.
 
@@ -27,19 +35,19 @@ Within one kernel a row's bits do not depend on M. Between the two kernels, and 
 Calls on one device are expected to follow each other on one stream: programs that split K among them
 meet at counters that belong to the device (a ring of them, so that neighbouring calls do not share).
 
-Shapes:  M tokens, N outputs, F outputs of a gated layer (W has 2F rows), K inputs.
+Shapes:  M tokens, N outputs, F outputs of a gated layer (W has 2F rows), K inputs, P tiles of N.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
 from itertools import count
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from infer.kernels.dispatch import INTERPRETED, launch_options, use_triton
+from infer.kernels.dispatch import INTERPRETED, launch_options, next_power_of_two, use_triton
 from infer.kernels.gated_activation import _known, gated_activation, gated_activation_reference
 from infer.kernels.linear_configs import (
     GEMV_MAX_M,
@@ -58,6 +66,22 @@ FOLD_NORM_MAX_M = 1
 _MAX_TILES = 1024  # of a layer whose K is split: with more tiles than this there is no need to
 _NUM_COUNTER_SLOTS = 64
 _next_call = count()
+
+
+class Added(NamedTuple):
+    """The residual stream after an addition, half normalised: rms_norm(sum) = scaled / rms(sum)."""
+
+    sum_MN: torch.Tensor
+    scaled_MN: torch.Tensor  # sum * (weight + offset)
+    squares_PM: torch.Tensor  # of the sum, in float64: one part per tile of the kernel that added
+
+
+class Stream(NamedTuple):
+    """The residual stream before an addition, and the norm that reads the sum."""
+
+    residual_MN: torch.Tensor
+    norm_weight_N: torch.Tensor
+    offset: float
 
 
 def linear_reference(x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
@@ -137,6 +161,40 @@ def norm_gated_linear(
     return launch(plan, x_MK, w_2FK, activation=activation, norm=norm), norm.new_residual
 
 
+def can_add(x_MK: torch.Tensor, w_NK: torch.Tensor, reader_w: torch.Tensor, *, gated: bool) -> bool:
+    """Whether `linear_into` can add the outputs of `w_NK` to the stream that `reader_w` reads next."""
+    if x_MK.dim() != 2 or x_MK.dtype == torch.float16:
+        return False
+    plans = _plan(x_MK, w_NK, gated=False), _plan(x_MK, reader_w, gated=gated)
+    return all(isinstance(plan, SkinnyConfig) for plan in plans)
+
+
+def linear_into(
+    stream: Stream, x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None = None
+) -> Added:
+    """Add `linear` to the residual stream and begin the norm of the sum, where `can_add` says so."""
+    plan = _plan(x_MK, w_NK, gated=False)
+    assert isinstance(plan, SkinnyConfig), plan
+    return launch_into(plan, stream, x_MK, w_NK, bias_N)
+
+
+def added_linear(
+    added: Added, eps: float, w_NK: torch.Tensor, bias_N: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`linear` of the norm that `added` began."""
+    plan = _plan(added.scaled_MN, w_NK, gated=False)
+    assert isinstance(plan, SkinnyConfig), plan
+    return launch_added(plan, added, w_NK, eps=eps, bias_N=bias_N)
+
+
+def added_gated_linear(added: Added, eps: float, w_2FK: torch.Tensor, activation: str) -> torch.Tensor:
+    """`gated_linear` of the norm that `added` began."""
+    _known(activation)
+    plan = _plan(added.scaled_MN, w_2FK, gated=True)
+    assert isinstance(plan, SkinnyConfig), plan
+    return launch_added(plan, added, w_2FK, eps=eps, activation=activation)
+
+
 class _Norm:
     """The norm that a launch folds in, and the memory for the sum it leaves behind."""
 
@@ -146,10 +204,14 @@ class _Norm:
         self.residual, self.weight, self.eps, self.offset = residual, weight, eps, offset
         self.new_residual = x
         if residual is not None:
-            assert x.shape == residual.shape, f"{x.shape} cannot be added to {residual.shape}"
-            assert x.dtype == residual.dtype, f"{x.dtype} cannot be added to {residual.dtype}"
-            assert residual.stride(1) == 1, f"columns must be contiguous, got strides {residual.stride()}"
+            _check_sum(x, residual)
             self.new_residual = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _check_sum(y: torch.Tensor, residual: torch.Tensor) -> None:
+    assert y.shape == residual.shape, f"{y.shape} cannot be added to {residual.shape}"
+    assert y.dtype == residual.dtype, f"{y.dtype} cannot be added to {residual.dtype}"
+    assert residual.stride(1) == 1, f"columns must be contiguous, got strides {residual.stride()}"
 
 
 def _norm(
@@ -165,23 +227,20 @@ def _norm(
     return add_rms_norm(x_MK, residual_MK, norm_weight_K, eps=eps, offset=offset)
 
 
-def _plan_with_norm(x_MK: torch.Tensor, w: torch.Tensor, *, gated: bool) -> GemvConfig | SkinnyConfig | None:
-    """Which kernel folds the norm in; None for a launch of its own.
-
-    r * weight, unscaled, may be too large for tensor cores in float16.
-    """
+def _plan_with_norm(x_MK: torch.Tensor, w: torch.Tensor, *, gated: bool) -> GemvConfig | None:
+    """Which kernel folds the norm in; None for a launch of its own."""
     plan = _plan(x_MK, w, gated=gated) if x_MK.shape[0] <= FOLD_NORM_MAX_M else None
-    return None if isinstance(plan, SkinnyConfig) and x_MK.dtype == torch.float16 else plan
+    return plan if isinstance(plan, GemvConfig) else None
 
 
-def _plan(x_MK: torch.Tensor, w: torch.Tensor, *, gated: bool) -> GemvConfig | SkinnyConfig | None:
-    """Which kernel computes this, and how; None for the library."""
-    M, K = x_MK.shape
-    if not use_triton(x_MK) or not 0 < M <= MAX_SMALL_M or x_MK.dtype != w.dtype:
+def _plan(x_MX: torch.Tensor, w: torch.Tensor, *, gated: bool) -> GemvConfig | SkinnyConfig | None:
+    """Which kernel multiplies as many tokens as `x_MX` has with `w`, and how; None for the library."""
+    M, K = len(x_MX), w.shape[1]
+    if not use_triton(x_MX) or not 0 < M <= MAX_SMALL_M or x_MX.dtype != w.dtype:
         return None
     N = w.shape[0] // 2 if gated else w.shape[0]
-    dots = gemv_config(N, K, gated, bucket(M), x_MK.device) if M <= GEMV_MAX_M else None
-    return dots or skinny_config(N, K, gated, max(bucket(M), 16), x_MK.device, x_MK.element_size())
+    dots = gemv_config(N, K, gated, bucket(M), x_MX.device) if M <= GEMV_MAX_M else None
+    return dots or skinny_config(N, K, gated, max(bucket(M), 16), x_MX.device, x_MX.element_size())
 
 
 def launch(
@@ -194,58 +253,113 @@ def launch(
     norm: _Norm | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run the kernel that `plan` is for."""
-    M, K = x_MK.shape
+    """Run the kernel that `plan` is for; a norm can be folded into dot products only."""
     N = w.shape[0] // 2 if activation else w.shape[0]
-    assert w.shape[1] == K, f"rows of {K} cannot be multiplied with rows of {w.shape[1]}"
-    assert x_MK.stride(1) == w.stride(1) == 1, f"columns must be contiguous: {x_MK.stride()}, {w.stride()}"
-    y_MN = torch.empty((M, N), dtype=x_MK.dtype, device=x_MK.device) if out is None else out
+    y_MN = torch.empty((len(x_MK), N), dtype=x_MK.dtype, device=x_MK.device) if out is None else out
+    if isinstance(plan, SkinnyConfig):
+        assert norm is None, "tensor cores take what `linear_into` has left"
+        _launch_skinny(plan, x_MK, w, y_MN, bias_N=bias_N, activation=activation)
+        return y_MN
+    M, K = _check_product(x_MK, w)
     residual = x_MK if norm is None or norm.residual is None else norm.residual
-    tensors = (
+    gemv_kernel[(-(-N // plan.block_n),)](
         x_MK, residual, x_MK if norm is None else norm.weight, w, x_MK if bias_N is None else bias_N, y_MN,
         x_MK if norm is None else norm.new_residual,
-    )  # fmt: skip
-    strides = (x_MK.stride(0), residual.stride(0), w.stride(0))
-    eps, offset = (0.0, 0.0) if norm is None else (norm.eps, norm.offset)
-    options: dict[str, Any] = {
-        "BLOCK_M": bucket(M) if isinstance(plan, GemvConfig) else max(bucket(M), 16),
-        "BLOCK_N": plan.block_n,
-        "BLOCK_K": plan.block_k,
-        "NORM": norm is not None,
-        "RESIDUAL": norm is not None and norm.residual is not None,
-        "BIAS": bias_N is not None,
-        "ACTIVATION": activation,
-        "num_warps": plan.num_warps,
-    } | launch_options(x_MK.device)
-    num_tiles = -(-N // plan.block_n)
-    if isinstance(plan, GemvConfig):
-        gemv_kernel[(num_tiles,)](
-            *tensors, *strides, M, N, K, eps, offset,
-            VECTOR=16 // x_MK.element_size(), UNROLL=plan.unroll, **options,
-        )  # fmt: skip
-        return y_MN
-
-    split_len = -(-K // plan.block_k // plan.split_k) * plan.block_k
-    num_splits = -(-K // split_len)  # the last ones would have nothing to do
-    partial, counters = _workspace(x_MK.device, num_tiles, num_splits, options)
-    skinny_kernel[(num_tiles, num_splits)](
-        *tensors, partial, counters, *strides, M, N, K, split_len, num_splits, eps, offset,
-        SPLIT=num_splits > 1, WIDEN=INTERPRETED, num_stages=plan.num_stages, **options,
+        x_MK.stride(0), residual.stride(0), w.stride(0), M, N, K,
+        0.0 if norm is None else norm.eps, 0.0 if norm is None else norm.offset,
+        BLOCK_M=bucket(M), BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
+        VECTOR=16 // x_MK.element_size(), UNROLL=plan.unroll,
+        NORM=norm is not None, RESIDUAL=norm is not None and norm.residual is not None,
+        BIAS=bias_N is not None, ACTIVATION=activation,
+        num_warps=plan.num_warps, **launch_options(x_MK.device),
     )  # fmt: skip
     return y_MN
 
 
+def launch_into(
+    plan: SkinnyConfig,
+    stream: Stream,
+    x_MK: torch.Tensor,
+    w_NK: torch.Tensor,
+    bias_N: torch.Tensor | None = None,
+) -> Added:
+    """Run `skinny_kernel` with the addition behind it."""
+    M, N = len(x_MK), len(w_NK)
+    scaled_MN = torch.empty((M, N), dtype=x_MK.dtype, device=x_MK.device)
+    _check_sum(scaled_MN, stream.residual_MN)
+    squares_PM = torch.empty((-(-N // plan.block_n), M), dtype=torch.float64, device=x_MK.device)
+    added = Added(torch.empty_like(scaled_MN), scaled_MN, squares_PM)
+    _launch_skinny(plan, x_MK, w_NK, scaled_MN, bias_N=bias_N, into=(stream, added))
+    return added
+
+
+def launch_added(
+    plan: SkinnyConfig,
+    added: Added,
+    w: torch.Tensor,
+    *,
+    eps: float,
+    bias_N: torch.Tensor | None = None,
+    activation: str = "",
+) -> torch.Tensor:
+    """Run `skinny_kernel` on what the kernel before has added."""
+    N = w.shape[0] // 2 if activation else w.shape[0]
+    x_MK = added.scaled_MN
+    y_MN = torch.empty((len(x_MK), N), dtype=x_MK.dtype, device=x_MK.device)
+    _launch_skinny(plan, x_MK, w, y_MN, bias_N=bias_N, activation=activation, added=added, eps=eps)
+    return y_MN
+
+
+def _launch_skinny(
+    plan: SkinnyConfig,
+    x_MK: torch.Tensor,
+    w: torch.Tensor,
+    y_MN: torch.Tensor,
+    *,
+    bias_N: torch.Tensor | None = None,
+    activation: str = "",
+    into: tuple[Stream, Added] | None = None,
+    added: Added | None = None,
+    eps: float = 0.0,
+) -> None:
+    (M, K), N = _check_product(x_MK, w), y_MN.shape[1]
+    stream, result = into or (Stream(x_MK, x_MK, 0.0), added or Added(x_MK, x_MK, x_MK))
+    split_len = -(-K // plan.block_k // plan.split_k) * plan.block_k
+    num_tiles, num_splits = -(-N // plan.block_n), -(-K // split_len)  # more would have nothing to do
+    num_parts = 0 if added is None else len(added.squares_PM)
+    block_m = max(bucket(M), 16)
+    partial, counters = _workspace(
+        x_MK.device, num_tiles, num_splits, plan.block_n * block_m * (2 if activation else 1)
+    )
+    skinny_kernel[(num_tiles, num_splits)](
+        x_MK, stream.residual_MN, stream.norm_weight_N, result.sum_MN, result.squares_PM,
+        w, x_MK if bias_N is None else bias_N, y_MN, partial, counters,
+        x_MK.stride(0), stream.residual_MN.stride(0), w.stride(0),
+        M, N, K, split_len, num_splits, num_parts, eps, stream.offset,
+        BLOCK_M=block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
+        SPLIT=num_splits > 1, WIDEN=INTERPRETED, ADDS=into is not None,
+        PARTS=next_power_of_two(num_parts) if num_parts else 0,
+        BIAS=bias_N is not None, ACTIVATION=activation,
+        num_warps=plan.num_warps, num_stages=plan.num_stages, **launch_options(x_MK.device),
+    )  # fmt: skip
+
+
+def _check_product(x_MK: torch.Tensor, w: torch.Tensor) -> tuple[int, int]:
+    M, K = x_MK.shape
+    assert w.shape[1] == K, f"rows of {K} cannot be multiplied with rows of {w.shape[1]}"
+    assert x_MK.stride(1) == w.stride(1) == 1, f"columns must be contiguous: {x_MK.stride()}, {w.stride()}"
+    return M, K
+
+
 def _workspace(
-    device: torch.device, num_tiles: int, num_splits: int, options: dict[str, Any]
+    device: torch.device, num_tiles: int, num_splits: int, tile_len: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Memory for the partial sums of one call, and the counters at which its programs meet."""
     counters = _counters(device)  # made by the first call, split or not: before any graph is captured
     if num_splits == 1:
         return counters, counters
     assert num_tiles <= _MAX_TILES, f"K is split although there are {num_tiles} tiles"
-    tile_len = options["BLOCK_N"] * options["BLOCK_M"] * (2 if options["ACTIVATION"] else 1)
-    partial_len = num_tiles * num_splits * (tile_len + options["BLOCK_M"])
-    partial = torch.empty(partial_len, dtype=torch.float32, device=device)
+    partial = torch.empty(num_tiles * num_splits * tile_len, dtype=torch.float32, device=device)
     return partial, counters[next(_next_call) % _NUM_COUNTER_SLOTS]
 
 

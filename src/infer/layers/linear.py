@@ -13,11 +13,20 @@ matrix, and one large multiplication is faster than three small ones:
 
 The parts have names, so the weight map can say which of them a checkpoint tensor fills. How the numbers
 are stored and multiplied is the business of the layer's scheme (quant/).
+
+Between two matrices stands the residual stream: one adds its result to it, the next one reads its norm.
+
+    stream ──► norm ──► after ──► ... ──► into ──► (+) ──► stream ──► norm ──► after ──► ...
+
+`after` is told the norm before it. `into` is told who reads behind it: for few tokens on a GPU it does the
+addition and most of that norm while its result is still at hand, and returns an `Added` instead of a tensor,
+which `after` takes as well (kernels/linear_small.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -26,7 +35,16 @@ from infer.errors import ConfigError
 from infer.kernels.dispatch import use_triton
 from infer.kernels.gated_activation import gated_activation
 from infer.kernels.linear_invariant import places_are_alike
-from infer.kernels.linear_small import norm_gated_linear, norm_linear
+from infer.kernels.linear_small import (
+    Added,
+    Stream,
+    added_gated_linear,
+    added_linear,
+    can_add,
+    linear_into,
+    norm_gated_linear,
+    norm_linear,
+)
 from infer.layers.norm import AddNorm
 from infer.quant.dense import DENSE, INVARIANT
 from infer.quant.scheme import Scheme
@@ -58,20 +76,37 @@ class Linear(nn.Module):
         """Multiply the last dimension of `x`."""
         return self.scheme.multiply(x, self.weight, self.bias)
 
+    def into(
+        self, x: torch.Tensor, residual_TD: torch.Tensor | None, reader: Reader | None
+    ) -> torch.Tensor | Added:
+        """Multiply; and add the result to the stream for its next reader, where one kernel can do both."""
+        if reader is None or residual_TD is None or not use_triton(x):
+            return self(x)  # type: ignore[no-any-return]
+        norm, matrix, gated = reader
+        is_plain = self.scheme is DENSE and matrix.scheme is DENSE
+        if not is_plain or not can_add(x, self.weight, matrix.weight, gated=gated):
+            return self(x)  # type: ignore[no-any-return]
+        return linear_into(Stream(residual_TD, norm.weight, norm.offset), x, self.weight, self.bias)
+
     def after(
-        self, norm: AddNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
+        self, norm: AddNorm, x_TD: torch.Tensor | Added, residual_TD: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Multiply the normalised sum of `x_TD` and the residual stream; returns that and the sum."""
+        if isinstance(x_TD, Added):
+            return added_linear(x_TD, norm.eps, self.weight, self.bias), x_TD.sum_MN
         if self.scheme is DENSE and use_triton(x_TD):  # one kernel where there are few tokens
             return norm_linear(x_TD, residual_TD, norm.weight, norm.eps, norm.offset, self.weight, self.bias)
         normed_TD, residual_TD = norm(x_TD, residual_TD)
         return self(normed_TD), residual_TD
 
     def gated_after(
-        self, norm: AddNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, activation: str
+        self, norm: AddNorm, x_TD: torch.Tensor | Added, residual_TD: torch.Tensor | None, activation: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same for a matrix of two parts, gate and up: the first result is act(gate) * up."""
-        if self.scheme is DENSE and self.bias is None and use_triton(x_TD):
+        if isinstance(x_TD, Added):
+            if self.bias is None:
+                return added_gated_linear(x_TD, norm.eps, self.weight, activation), x_TD.sum_MN
+        elif self.scheme is DENSE and self.bias is None and use_triton(x_TD):
             return norm_gated_linear(
                 x_TD, residual_TD, norm.weight, norm.eps, norm.offset, self.weight, activation
             )
@@ -91,6 +126,14 @@ class Linear(nn.Module):
         out_features, in_features = self.weight.shape
         parts = f", parts={self.parts}" if self.parts else ""
         return f"{in_features} -> {out_features}, bias={self.bias is not None}{parts}"
+
+
+class Reader(NamedTuple):
+    """Who reads the residual stream next: a norm and the matrix behind it; `gated` as in `gated_after`."""
+
+    norm: AddNorm
+    matrix: Linear
+    gated: bool = False
 
 
 def set_invariant(model: nn.Module, invariant: bool) -> None:

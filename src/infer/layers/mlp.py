@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from infer.kernels.gated_activation import activate, gated_activation
-from infer.layers.linear import Linear
+from infer.kernels.linear_small import Added
+from infer.layers.linear import Linear, Reader
 from infer.layers.norm import AddNorm
 
 
@@ -35,12 +36,23 @@ class GatedMLP(nn.Module):
         y_TD: torch.Tensor = self.down(gated_activation(self.gate_up(x_TD), activation=self.activation))
         return y_TD
 
+    def reader(self, norm: AddNorm) -> Reader:
+        """Who reads the stream when `after` is called with this norm."""
+        return Reader(norm, self.gate_up, gated=self.gate_up.bias is None)
+
     def after(
-        self, norm: AddNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the normalised sum of `x_TD` and the residual stream; returns [T, D] and the sum."""
+        self,
+        norm: AddNorm,
+        x_TD: torch.Tensor | Added,
+        residual_TD: torch.Tensor | None,
+        reader: Reader | None = None,
+    ) -> tuple[torch.Tensor | Added, torch.Tensor]:
+        """Of the normalised sum of `x_TD` and the residual stream; returns [T, D] and the sum.
+
+        If the next `reader` of the stream is known, [T, D] may have been added for it.
+        """
         gated_TF, residual_TD = self.gate_up.gated_after(norm, x_TD, residual_TD, self.activation)
-        return self.down(gated_TF), residual_TD
+        return self.down.into(gated_TF, residual_TD, reader), residual_TD
 
 
 class MLP(nn.Module):

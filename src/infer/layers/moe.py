@@ -26,8 +26,9 @@ from torch import nn
 
 from infer.kernels.dispatch import use_triton
 from infer.kernels.gated_activation import gated_activation
+from infer.kernels.linear_small import Added
 from infer.kernels.moe import by_expert, experts_mlp, route
-from infer.layers.linear import rows_of_part
+from infer.layers.linear import Reader, rows_of_part
 from infer.layers.norm import AddNorm
 from infer.quant.dense import DENSE, INVARIANT
 from infer.quant.scheme import Scheme
@@ -128,9 +129,18 @@ class MixtureOfExperts(nn.Module):
         )
         return y_MD
 
+    def reader(self, norm: AddNorm) -> None:
+        """None: router and experts read the same normalised tokens, so somebody has to make them."""
+
     def after(
-        self, norm: AddNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
+        self,
+        norm: AddNorm,
+        x_TD: torch.Tensor | Added,
+        residual_TD: torch.Tensor | None,
+        reader: Reader | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the normalised sum of `x_TD` and the residual stream; returns [T, D] and the sum."""
+        del reader  # a mixture is added up by its own kernels
+        assert not isinstance(x_TD, Added), "nothing was to be added for this norm"
         normed_TD, residual_TD = norm(x_TD, residual_TD)
         return self(normed_TD), residual_TD

@@ -9,6 +9,9 @@ model carries two tensors through its layers:
 
         x, residual = norm(x, residual)     # residual + x, and its normalised form
 
+Where the block that made x has already added it, x is an `Added` (kernels/linear_small.py): the sum, and what
+the matrix behind the next norm needs of it. No norm is then called.
+
 Shapes:  T tokens, D hidden size, N heads, H head size.
 """
 

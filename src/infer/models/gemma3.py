@@ -148,8 +148,8 @@ class Block(nn.Module):
         """Return the second half's output and the stream it is still to be added to."""
         qkv_TX, residual_TD = self.attention.qkv.after(self.attention_norm, x_TD, residual_TD)
         x_TD = self.post_attention_norm(self.attention(qkv_TX, step))
-        x_TD, residual_TD = self.mlp.after(self.mlp_norm, x_TD, residual_TD)
-        return self.post_mlp_norm(x_TD), residual_TD
+        y_TD, residual_TD = self.mlp.after(self.mlp_norm, x_TD, residual_TD)
+        return self.post_mlp_norm(y_TD), residual_TD
 
 
 class Gemma3(ResidualStack):

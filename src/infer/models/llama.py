@@ -16,20 +16,24 @@ switch gets its own file (gemma3.py, gpt2.py).
 
 Each (+) above is fused with the norm and the projection that follow it, so a layer takes and returns two
 tensors: the output of the last block, `x`, and the stream it is still to be added to, `residual`
-(layers/norm.py).
+(layers/norm.py). Or it is fused with the projection before it, which must know who reads the sum: the MLP's
+norm and matrix behind attention, the next layer's behind the MLP (`reader`); `x` is then an `Added`.
 
 Shapes:  T tokens of all sequences laid end to end, D hidden, N query heads, G kv heads, H head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 
+from infer.kernels.linear_small import Added
 from infer.layers.attention import StepContext
+from infer.layers.linear import Reader
 from infer.layers.mlp import GatedMLP
 from infer.layers.moe import MixtureOfExperts
 from infer.layers.norm import AddNorm
@@ -114,12 +118,22 @@ class Block(nn.Module):
         self.mlp_norm = AddNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = mlp
 
+    @property
+    def reader(self) -> Reader:
+        """Who reads the stream that this layer is given."""
+        return Reader(self.attention_norm, self.attention.qkv)
+
     def forward(
-        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, step: StepContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the MLP's output and the stream it is still to be added to."""
+        self,
+        x_TD: torch.Tensor | Added,
+        residual_TD: torch.Tensor | None,
+        step: StepContext,
+        reader: Reader | None = None,
+    ) -> tuple[torch.Tensor | Added, torch.Tensor]:
+        """Return the MLP's output and the stream it is still to be added to, unless it was for `reader`."""
         qkv_TX, residual_TD = self.attention.qkv.after(self.attention_norm, x_TD, residual_TD)
-        return self.mlp.after(self.mlp_norm, self.attention(qkv_TX, step), residual_TD)
+        x_TD = self.attention(qkv_TX, step, residual_TD, self.mlp.reader(self.mlp_norm))
+        return self.mlp.after(self.mlp_norm, x_TD, residual_TD, reader)
 
 
 class Llama(ResidualStack):
@@ -133,6 +147,21 @@ class Llama(ResidualStack):
             for layer in range(config.num_layers)
         )
         self.norm = AddNorm(config.hidden_size, eps=config.norm_eps)
+
+    def forward(self, tokens_T: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """Return the hidden states of all tokens after the final norm, [T, D]."""
+        x_TD, residual_TD = self.embedding(tokens_T), None
+        for layer, reader in zip(self.layers, self._readers(), strict=True):
+            x_TD, residual_TD = layer(x_TD, residual_TD, step, reader)
+        hidden_TD: torch.Tensor = self.norm(x_TD, residual_TD)[0]
+        return hidden_TD
+
+    def _readers(self) -> Iterator[Reader | None]:
+        """Who reads the stream behind each layer; None behind the last: the norm there is the result."""
+        for layer in islice(self.layers, 1, None):
+            assert isinstance(layer, Block), layer
+            yield layer.reader
+        yield None
 
     @staticmethod
     def make_mlp(config: ModelConfig, layer: int) -> GatedMLP | MixtureOfExperts:

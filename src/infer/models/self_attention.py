@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from infer.kernels.heads import norm_rope_write
+from infer.kernels.linear_small import Added
 from infer.layers.attention import StepContext
-from infer.layers.linear import Linear
+from infer.layers.linear import Linear, Reader
 from infer.layers.norm import RMSNorm
 from infer.layers.rotary import Rotary
 from infer.models.config import ModelConfig
@@ -50,8 +51,17 @@ class SelfAttention(nn.Module):
     def _head_norm(self, config: ModelConfig) -> RMSNorm:
         return RMSNorm(config.head_dim, eps=self.eps, offset=self.norm_offset)
 
-    def forward(self, qkv_TX: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """From the projected queries, keys and values to [T, D]: let each token look at its past."""
+    def forward(
+        self,
+        qkv_TX: torch.Tensor,
+        step: StepContext,
+        residual_TD: torch.Tensor | None = None,
+        reader: Reader | None = None,
+    ) -> torch.Tensor | Added:
+        """From the projected queries, keys and values to [T, D]: let each token look at its past.
+
+        With the residual stream and its next reader, [T, D] may have been added (layers/linear.py, `into`).
+        """
         q_TNH, k_TGH, v_TGH = norm_rope_write(
             qkv_TX,
             (self.q_norm.weight, self.k_norm.weight) if self.q_norm and self.k_norm else None,
@@ -65,5 +75,4 @@ class SelfAttention(nn.Module):
             cache=step.slots(self.layer),
         )
         seen_TNH = step.attend(self.layer, q_TNH, k_TGH, v_TGH, scale=self.scale, window=self.window)
-        y_TD: torch.Tensor = self.out(seen_TNH.flatten(-2))
-        return y_TD
+        return self.out.into(seen_TNH.flatten(-2), residual_TD, reader)

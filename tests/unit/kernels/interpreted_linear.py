@@ -5,8 +5,13 @@ By hand:  TRITON_INTERPRET=1 python -m pytest tests/unit/kernels/interpreted_lin
 
 from __future__ import annotations
 
+from tests.unit.kernels.added_contract import AddedContract
 from tests.unit.kernels.linear_contract import LinearContract
 
 
 class TestInterpretedLinears(LinearContract):
+    device = "cpu"
+
+
+class TestInterpretedPairs(AddedContract):
     device = "cpu"

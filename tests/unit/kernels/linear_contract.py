@@ -23,7 +23,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 EPS = 1e-5
 N, K = 70, 150  # multiples of no block
 TOKENS = [1, 2, 3, 5, 8, 17, 33]
-FOLDED_TOKENS = [3, 5, 9]  # the last one is normalised by a launch of its own
+FOLDED_TOKENS = [3, 5]  # the last one is normalised by a launch of its own
 
 
 def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -55,7 +55,7 @@ class LinearContract:
         skinny = SkinnyConfig(64, 64, split_k=3, num_warps=4, num_stages=2)
         monkeypatch.setattr(linear_small, "gemv_config", lambda *_: gemv)
         monkeypatch.setattr(linear_small, "skinny_config", lambda *_: skinny)
-        monkeypatch.setattr(linear_small, "FOLD_NORM_MAX_M", 8)  # in either kernel
+        monkeypatch.setattr(linear_small, "FOLD_NORM_MAX_M", 4)
         monkeypatch.setattr(linear_invariant, "invariant_config", lambda *_: skinny)
 
     def framed(self, *shape: int, dtype: torch.dtype) -> FramedTensor:
