@@ -141,11 +141,21 @@ def fit_cache(
         free_bytes=min(int(free_bytes * share), room),
     )
     if size.num_bytes > room:
+        leaves = f"num_blocks={room // (cache.block_size * bytes_per_token)}"
+        if cache.num_blocks is None:
+            leaves = f"kv_cache_memory={room >> 10}KiB"
         raise ConfigError(
-            f"a KV cache of {format_bytes(size.num_bytes)} was asked for, but {parts}: that leaves "
-            f"num_blocks={room // (cache.block_size * bytes_per_token)}"
+            f"{_asker(cache)}: a KV cache of {format_bytes(size.num_bytes)} was asked for, but {parts}: "
+            f"that leaves {leaves}"
         )
     return size
+
+
+def _asker(cache: CacheConfig) -> str:
+    """The knob that sizes the cache, as it was set; nothing if none was."""
+    if cache.num_blocks is not None:
+        return f"num_blocks={cache.num_blocks}"
+    return f"kv_cache_memory={cache.kv_cache_memory}" if cache.kv_cache_memory is not None else ""
 
 
 def check_host_blocks(num_host_blocks: int, size: CacheSize, free_bytes: int) -> None:
@@ -181,9 +191,11 @@ def size_cache(
         num_blocks = min(num_blocks, scheduler.width)
     if num_blocks < 1:
         unit = f"sequence of max_seq_len {max_seq_len}" if is_contiguous else f"block of {block_size} tokens"
+        asker, amount = _asker(cache), format_bytes(num_tokens * bytes_per_token)
         raise ConfigError(
-            f"the KV cache gets {format_bytes(num_tokens * bytes_per_token)}, but one {unit} takes "
-            f"{format_bytes(block_size * bytes_per_token)}; give it more with kv_cache_memory or num_blocks"
+            (f"{asker} gives the KV cache {amount}" if asker else f"the KV cache gets {amount}")
+            + f", but one {unit} takes {format_bytes(block_size * bytes_per_token)}; "
+            + "give it more with kv_cache_memory or num_blocks"
             + (", or lower max_seq_len" if is_contiguous else "")
             + "; 'infer plan' shows what fits"
         )

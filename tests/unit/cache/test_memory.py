@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,6 +69,25 @@ def test_a_cache_without_room_says_what_it_gets_and_what_it_takes(backend: str, 
     assert str(caught.value).endswith("'infer plan' shows what fits")
 
 
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        (
+            {"kv_cache_memory": "150B"},
+            "kv_cache_memory=150B gives the KV cache 150 B, but one block of 16 tokens takes 160 B;",
+        ),
+        (
+            {"num_blocks": 2, "kv_cache_backend": "contiguous"},
+            "num_blocks=2 gives the KV cache 320 B, but one sequence of max_seq_len 100 takes 1000 B;",
+        ),
+    ],
+)
+def test_a_cache_that_was_asked_for_names_the_knob_that_asked(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        size(CacheConfig(**knobs), free_bytes=10**9)
+    assert str(caught.value).startswith(message)
+
+
 def test_activations_grow_with_the_step_or_with_the_rows_that_sample() -> None:
     """The first figure was measured: 125 MiB for 2048 tokens of SmolLM2-135M in float32."""
 
@@ -131,6 +151,10 @@ def test_a_cache_larger_than_its_room_is_refused_with_what_fits() -> None:
     assert fit(1 << 30, num_blocks=largest).num_blocks == largest
     with pytest.raises(ConfigError, match="was asked for"):
         fit(1 << 30, num_blocks=largest + 1)
+    with pytest.raises(ConfigError, match="^kv_cache_memory=3GiB: a KV cache of .* was asked for") as caught:
+        fit(1 << 30, kv_cache_memory="3GiB")
+    most = str(caught.value).rpartition("kv_cache_memory=")[2]
+    assert fit(1 << 30, kv_cache_memory=most).num_blocks == largest
     with pytest.raises(ConfigError, match="no room for a KV cache: 100.0 MiB are free once the weights"):
         fit(100 << 20)
 
