@@ -58,9 +58,18 @@ class ContextOverflow(RequestError):
     """Prompt plus requested output exceeds the context window."""
 
     def __init__(
-        self, num_prompt_tokens: int, max_tokens: int, context_len: int, *, is_least: bool = False
+        self,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        context_len: int,
+        *,
+        is_least: bool = False,
+        model_len: int | None = None,
     ) -> None:
-        """Refuse a prompt of so many tokens, or of so many at least where nobody has counted."""
+        """Refuse a prompt of so many tokens, or of so many at least where nobody has counted.
+
+        `model_len` is the model's own context, where `max_seq_len` may have been set below it.
+        """
         room = context_len - num_prompt_tokens
         given = f"prompt has {'at least ' if is_least else ''}{num_prompt_tokens} tokens"
         if room > 0:
@@ -68,9 +77,19 @@ class ContextOverflow(RequestError):
             advice = f"shorten the prompt or set max_tokens <= {room}"
         else:  # no max_tokens would help
             advice = f"shorten the prompt to at most {context_len - 1} tokens"
+        if model_len is not None and model_len > context_len:
+            advice += ", or raise max_seq_len"
         super().__init__(
-            f"{given}, but this model's context is {context_len}; {advice}",
+            f"{given}, but {spell_context(context_len, model_len)}; {advice}",
             param="max_tokens" if room > 0 else "prompt",
+        )
+        self._given = (num_prompt_tokens, max_tokens, context_len, is_least)
+
+    def of(self, model_len: int) -> ContextOverflow:
+        """The same error by somebody who knows the model's own context."""
+        num_prompt_tokens, max_tokens, context_len, is_least = self._given
+        return ContextOverflow(
+            num_prompt_tokens, max_tokens, context_len, is_least=is_least, model_len=model_len
         )
 
 
@@ -124,6 +143,13 @@ class EngineStopped(EngineError):
 
 class EngineLost(EngineStopped):
     """The engine has ended and nobody will start it again."""
+
+
+def spell_context(context_len: int, model_len: int | None) -> str:
+    """Which limit a sequence must keep to: the model's, or a lower one that the operator has set."""
+    if model_len is None or model_len <= context_len:
+        return f"this model's context is {context_len}"
+    return f"max_seq_len is set to {context_len} (this model's context is {model_len})"
 
 
 def closest(name: str, known: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ import torch
 
 from infer.config import LoadConfig
 from infer.engine.request import Request
-from infer.errors import ConfigError, RequestError, closest
+from infer.errors import ConfigError, ContextOverflow, RequestError, closest
 from infer.loader.load import LoadChoice, LoadedModel, ModelHeaders, check_length, load_model, read_headers
 from infer.loader.source import resolve_model
 from infer.sampling.params import SamplingParams
@@ -42,6 +42,7 @@ class TextFront:
     def __init__(self, config: LoadConfig, headers: ModelHeaders) -> None:
         self.name = headers.source.name
         self.context_len = check_length(config.max_seq_len, headers.config)
+        self.model_len = headers.config.context_len  # the model's own context, where less is served
         self.sampling_defaults = headers.defaults.sampling  # what the model's authors recommend
         self.tokenizer = _load_tokenizer(config, headers)
         self._template = _find_template(config, headers.config.family, self.tokenizer)
@@ -67,13 +68,16 @@ class TextFront:
             "--chat-template FILE gives another, --chat-template family says that this one is right"
         )
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """A plain prompt's ids, BOS included where the model wants it; special-token text stays text."""
         if not isinstance(text, str):
             raise RequestError(
                 f"a prompt must be text or token ids, got {type(text).__name__}", param="prompt"
             )
-        return self.tokenizer.encode(text, context_len=self.context_len)
+        try:
+            return self.tokenizer.encode(text, add_special=add_special, context_len=self.context_len)
+        except ContextOverflow as error:
+            raise error.of(self.model_len) from None
 
     def encode_chat(
         self,
@@ -85,7 +89,11 @@ class TextFront:
         """A conversation's ids, ready for the assistant's answer."""
         if not isinstance(self._template, ChatTemplate):
             raise self._template
-        return self._template.encode_chat(messages, self.context_len, tools=tools, **(template_options or {}))
+        options = template_options or {}
+        try:
+            return self._template.encode_chat(messages, self.context_len, tools=tools, **options)
+        except ContextOverflow as error:
+            raise error.of(self.model_len) from None
 
     def make_request(
         self,

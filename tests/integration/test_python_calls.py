@@ -199,3 +199,25 @@ def test_logprobs_are_part_of_the_plain_data(llm: LLM) -> None:
     assert data["prompt_logprobs"][0] is None
     assert len(data["prompt_logprobs"]) == len(IDS)
     assert llm.generate(IDS, GREEDY)[0].to_dict()["outputs"][0]["logprobs"] is None
+
+
+# -- which limit ----------------------------------------------------------------------------------
+
+
+def test_a_prompt_too_long_is_told_which_limit_it_breaks_and_who_can_raise_it(
+    llm: LLM, checkpoint: str
+) -> None:
+    with pytest.raises(ContextOverflow) as caught:
+        llm.generate([1] * 300, GREEDY)
+    assert str(caught.value) == (
+        "prompt has 300 tokens, but this model's context is 256; shorten the prompt to at most 255 tokens"
+    )
+    short = LLM(checkpoint, max_seq_len=64, **KNOBS)
+    with pytest.raises(ContextOverflow) as caught:
+        short.generate([1] * 62, GREEDY)
+    assert str(caught.value) == (
+        "prompt has 62 tokens and max_tokens is 4, but max_seq_len is set to 64 "
+        "(this model's context is 256); shorten the prompt or set max_tokens <= 2, or raise max_seq_len"
+    )
+    with pytest.raises(ContextOverflow, match=r"max_seq_len is set to 64 \(.* or raise max_seq_len$"):
+        short.engine.embed((1,) * 65, "last")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from infer.config import LoadConfig
-from infer.errors import RequestError
+from infer.errors import ContextOverflow, RequestError
 from infer.front import TextFront, find_headers
 from scripts.make_checkpoint import make_checkpoint
 
@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def front_of(folder: Path, **knobs: str) -> TextFront:
+def front_of(folder: Path, **knobs: Any) -> TextFront:
     config = LoadConfig(model=str(folder), **knobs)
     return TextFront(config, find_headers(config, show_progress=False))
 
@@ -61,6 +61,21 @@ def test_a_model_without_any_template_needs_no_warning(tmp_path: Path) -> None:
     front = front_of(tmp_path / "gpt2")
     assert not front.has_chat_template and not front.ships_chat_template
     assert front.template_warning is None
+
+
+def test_a_text_that_can_never_fit_is_told_which_limit_it_breaks(folder: Path) -> None:
+    text, message = "word " * 10**6, [{"role": "user", "content": "word " * 10**6}]
+    for front, limit in (
+        (front_of(folder), "but this model's context is 256;"),
+        (front_of(folder, max_seq_len=64), "but max_seq_len is set to 64 (this model's context is 256);"),
+    ):
+        for encode in (
+            lambda front=front: front.encode(text),
+            lambda front=front: front.encode_chat(message),
+        ):
+            with pytest.raises(ContextOverflow) as caught:
+                encode()
+            assert limit in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def build_engine(
         scheduler,
         runner,
         context_len=loaded.max_seq_len,
+        model_len=model_config.context_len,
         vocab_size=model_config.vocab_size,
         eos_ids=loaded.eos_ids,
         observer=observer,

@@ -68,6 +68,7 @@ class Engine:
         runner: Runner,
         *,
         context_len: int,
+        model_len: int | None = None,
         vocab_size: int,
         eos_ids: tuple[int, ...] = (),
         observer: EngineObserver | None = None,
@@ -77,6 +78,7 @@ class Engine:
     ) -> None:
         self.scheduler = scheduler
         self.context_len = context_len
+        self._model_len = model_len or context_len  # the model's own context, where less is served
         self._runner = runner
         self._embedder = embedder
         self._vocab_size = vocab_size
@@ -98,14 +100,17 @@ class Engine:
             raise RequestError(
                 f"request id {request.request_id!r} is already being served", param="request_id"
             )
-        group = admit(
-            request,
-            self.scheduler,
-            number=self._live.num_added,
-            context_len=self.context_len,
-            vocab_size=self._vocab_size,
-            eos_ids=self._eos_ids,
-        )
+        try:
+            group = admit(
+                request,
+                self.scheduler,
+                number=self._live.num_added,
+                context_len=self.context_len,
+                vocab_size=self._vocab_size,
+                eos_ids=self._eos_ids,
+            )
+        except ContextOverflow as error:
+            raise error.of(self._model_len) from None
         self._observer.on_add(self.scheduler.step, request)
         self._live.add(group)
 
@@ -168,7 +173,7 @@ class Engine:
         """The final hidden state of a prompt's last token, or the mean over its tokens; nothing is cached."""
         check_token_ids(Request(request_id="", prompt=prompt), self._vocab_size)
         if len(prompt) > self.context_len:
-            raise ContextOverflow(len(prompt), 0, self.context_len)
+            raise ContextOverflow(len(prompt), 0, self.context_len, model_len=self._model_len)
         if pooling not in POOLINGS:
             raise RequestError(
                 f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}", param="pooling"

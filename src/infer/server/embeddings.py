@@ -16,7 +16,7 @@ from fastapi import Request as HttpRequest
 from fastapi import Response
 
 from infer.engine.request import Request
-from infer.errors import RequestError, RequestTimeout
+from infer.errors import RequestError, RequestTimeout, spell_context
 from infer.server.record import engine_id
 from infer.server.routing import json_response, make_router, server_state, unless_disconnected
 from infer.server.schemas import EmbeddingRequest
@@ -42,7 +42,7 @@ async def create_embeddings(body: EmbeddingRequest, http: HttpRequest) -> Respon
         )
     inputs = split_prompts(body.input, state.config.max_prompts, "input")
     ids = await encode_prompts(model.front, inputs, "input", add_special=body.add_special_tokens is not False)
-    check_lengths(ids, model.front.context_len)
+    check_lengths(ids, model.front.context_len, model.front.model_len)
     limit = min((each for each in (body.timeout, state.config.request_timeout) if each), default=None)
     try:
         async with asyncio.timeout(limit):
@@ -66,14 +66,14 @@ async def create_embeddings(body: EmbeddingRequest, http: HttpRequest) -> Respon
     )
 
 
-def check_lengths(inputs: list[list[int]], context_len: int) -> None:
+def check_lengths(inputs: list[list[int]], context_len: int, model_len: int) -> None:
     """Refuse an input that is empty or does not fit."""
     for i, ids in enumerate(inputs):
         if not ids:
             raise RequestError(f"input {i} has no tokens; give at least one", param="input")
         if len(ids) > context_len:
             raise RequestError(
-                f"input {i} has {len(ids)} tokens, but this model's context is {context_len}; shorten it",
+                f"input {i} has {len(ids)} tokens, but {spell_context(context_len, model_len)}; shorten it",
                 param="input",
             )
 

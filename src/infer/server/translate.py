@@ -230,9 +230,7 @@ async def encode_prompts(
 
     def encode_all() -> list[list[int]]:
         return [
-            tokenizer.encode(prompt, add_special=add_special, context_len=front.context_len)
-            if isinstance(prompt, str)
-            else prompt
+            front.encode(prompt, add_special=add_special) if isinstance(prompt, str) else prompt
             for prompt in prompts
         ]
 
