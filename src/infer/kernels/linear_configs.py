@@ -6,8 +6,11 @@ at the end replaces the rule; `python -m benchmarks.kernels.linear_small --sweep
 Nothing is tuned while the program runs.
 
 A row's result must not depend on how many tokens are in the step, so what decides the order of
-additions is the same for every M: `block_k` and `num_warps` of a `GemvConfig`, `block_k` and `split_k`
-of a `SkinnyConfig`. The other fields may differ between buckets of M (a test compares the table's entries).
+additions is the same for every M: `block_k` and `num_warps` of a `GemvConfig`; `block_k`, `split_k` and the
+matrix instruction of a `SkinnyConfig`. Tiles of 64 rows and more take Hopper's own instruction, which reads a
+tile of W from shared memory; narrower ones, of which a small matrix has more than a GPU has multiprocessors,
+take the older one, which goes through registers. The other fields may differ between buckets of M (a test
+compares the table's entries).
 
 Shapes:  M tokens, N outputs (of the gate half when gated), K inputs.
 """
@@ -49,6 +52,16 @@ class SkinnyConfig:
     num_warps: int
     num_stages: int
 
+    @property
+    def order(self) -> tuple[int, int, bool]:
+        """What decides in which order, and by which instruction, products are added."""
+        return self.block_k, self.split_k, self.is_wide
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether Hopper's own matrix instruction takes this tile."""
+        return self.block_n >= 64 and self.num_warps % 4 == 0
+
 
 Key = tuple[int, int, bool, int]  # N, K, gated, bucket of M
 
@@ -85,9 +98,14 @@ def skinny_config(
 
 @lru_cache(maxsize=1024)
 def invariant_config(N: int, K: int, block_m: int, device: torch.device, item_bytes: int = 2) -> SkinnyConfig:
-    """What adds in the same order for every number of tokens, also where the library would be faster."""
+    """What adds in the same order for every number of tokens, also where the library would be faster.
+
+    Always by the instruction of wide tiles, which is the one for many tokens.
+    """
     for size in (16, 32, 64, MAX_SMALL_M):
         if config := skinny_config(N, K, False, size, device, item_bytes):
+            if not config.is_wide:
+                config = replace(config, block_n=64, num_warps=4)
             return fit_stages(config, block_m, False, item_bytes)
     config = default_skinny_config(N, K, gated=False)
     config = replace(config, block_k=config.block_k * 2 // item_bytes)

@@ -9,12 +9,15 @@ to have the reference's bits.
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from infer.errors import ConfigError
 from infer.kernels import linear_small
+from infer.kernels.attention import attend_naive
 from infer.kernels.linear_configs import GemvConfig, SkinnyConfig
 from infer.kernels.linear_small import (
     Added,
@@ -25,6 +28,9 @@ from infer.kernels.linear_small import (
     linear_into,
 )
 from infer.kernels.rms_norm import add_rms_norm_reference
+from infer.layers.whole_sequence import WholeSequence
+from infer.models.registry import get_family
+from scripts.make_checkpoint import Sizes, raw_config
 from tests.unit.kernels.kernel_contract import FramedTensor, nan_in_fresh_memory
 from tests.unit.kernels.linear_contract import EPS, assert_near, gate
 
@@ -165,6 +171,40 @@ class AddedContract:
         monkeypatch.setattr(linear_small, "skinny_config", lambda *_: tile)
         monkeypatch.setattr(linear_small, "gemv_config", lambda *_: GemvConfig(64, 64, num_warps=1))
         assert can_add(x, w, w2, gated=True) and not can_add(x[:4], w, w2, gated=True)  # dot products
+
+    @pytest.mark.parametrize(
+        ("family", "changes", "num_added"),
+        [
+            ("llama", {"attention_bias": True, "mlp_bias": True}, 5),  # all three layers but the very end
+            ("qwen3", {}, 5),
+            ("mixtral", {}, 0),  # experts read and write the stream in their own ways
+        ],
+    )
+    def test_a_model_is_the_same_whoever_adds(
+        self, family: str, changes: dict[str, bool], num_added: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        chosen = get_family(family)
+        raw = raw_config(family, Sizes()) | changes | {"num_hidden_layers": 3}
+        with torch.device(self.device):
+            model = chosen.build(chosen.read_config(raw)).eval()
+        for parameter in model.parameters():
+            parameter.data.normal_(std=0.2)
+        tokens = torch.randint(0, model.config.vocab_size, (5,), device=self.device)
+        into = Mock(side_effect=linear_into)
+        monkeypatch.setattr("infer.layers.linear.linear_into", into)
+
+        def run() -> torch.Tensor:
+            step = WholeSequence(attend_naive, tokens.device)
+            step.advance(5)
+            hidden: torch.Tensor = model(tokens, step)
+            return hidden
+
+        with nan_in_fresh_memory():
+            hidden = run()
+        assert into.call_count == num_added
+        monkeypatch.setattr("infer.layers.linear.can_add", lambda *_, **__: False)
+        torch.testing.assert_close(hidden, run(), rtol=1e-4, atol=1e-4)
+        assert into.call_count == num_added
 
     def test_an_unknown_activation_is_refused(self) -> None:
         x = torch.zeros(5, 8, device=self.device)

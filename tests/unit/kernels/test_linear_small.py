@@ -103,7 +103,7 @@ def test_stages_fit_the_shared_memory() -> None:
 
 def test_the_table_never_lets_the_batch_size_choose_the_order_of_additions() -> None:
     gemv_orders: dict[tuple[int, int, bool], tuple[int, int]] = {}
-    skinny_orders: dict[tuple[int, int, bool], tuple[int, int]] = {}
+    skinny_orders: dict[tuple[int, int, bool], tuple[int, int, bool]] = {}
     for (N, K, gated, _), gemv in linear_configs.HOPPER_GEMV.items():
         if gemv is not None:
             order = (gemv.block_k, gemv.num_warps)
@@ -111,9 +111,8 @@ def test_the_table_never_lets_the_batch_size_choose_the_order_of_additions() -> 
             assert gemv.block_k >= 256 * gemv.num_warps  # all warps along K, whatever block_n is
     for (N, K, gated, _), skinny in linear_configs.HOPPER_SKINNY.items():
         if skinny is not None:
-            split = (skinny.block_k, skinny.split_k)
-            assert skinny_orders.setdefault((N, K, gated), split) == split
-            assert skinny.block_n % 64 == 0
+            assert skinny_orders.setdefault((N, K, gated), skinny.order) == skinny.order
+            assert skinny.is_wide or skinny.block_n in (16, 32)
 
 
 def test_a_measured_shape_uses_the_table_and_another_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +167,18 @@ def test_on_the_cpu_an_invariant_row_has_the_same_bits_wherever_it_stands(
     assert linear_invariant(x[:0], w, bias).shape == (0, num_outputs)
 
 
+def test_a_narrow_tile_is_widened_where_rows_must_be_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = SkinnyConfig(16, 256, split_k=2, num_warps=2, num_stages=4)
+    monkeypatch.setattr(linear_configs, "skinny_config", lambda *_: narrow)
+    linear_configs.invariant_config.cache_clear()
+    try:
+        config = invariant_config(7, 9, 16, torch.device("meta"))
+    finally:
+        linear_configs.invariant_config.cache_clear()
+    assert not narrow.is_wide
+    assert config.order == (256, 2, True) and config.block_n == 64
+
+
 @pytest.mark.parametrize("is_hopper", [True, False])
 @pytest.mark.parametrize(("N", "K"), SHAPES)
 def test_an_invariant_configuration_adds_in_one_order(
@@ -178,6 +189,7 @@ def test_an_invariant_configuration_adds_in_one_order(
     linear_configs.invariant_config.cache_clear()
     device = torch.device("cuda")
     configs = [invariant_config(N, K, size, device) for size in (16, 32, 64, 128)]
-    assert len({(config.block_k, config.split_k) for config in configs}) == 1
+    assert len({config.order for config in configs}) == 1
+    assert all(config.is_wide for config in configs)
     linear_configs.skinny_config.cache_clear()
     linear_configs.invariant_config.cache_clear()
