@@ -260,7 +260,9 @@ class EngineConfig:
         table = knob_table()
         for name in knobs:
             if name not in table:
-                raise ConfigError(f"unknown knob {name!r}{closest(name, table)}; known: {', '.join(table)}")
+                aliases = {a.replace("-", "_"): row.name for row in table.values() for a in row.aliases}
+                hint = closest(name, table, aliases=aliases)
+                raise ConfigError(f"unknown knob {name!r}{hint}; known: {', '.join(table)}")
         sections: dict[str, Any] = {}
         for section, section_type in engine_sections().items():
             chosen = {k: parse_knob(table[k], v) for k, v in knobs.items() if table[k].section == section}

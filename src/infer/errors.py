@@ -26,7 +26,7 @@ Anything else that escapes (AssertionError, KeyError, ...) is a bug in this pack
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -152,7 +152,11 @@ def spell_context(context_len: int, model_len: int | None) -> str:
     return f"max_seq_len is set to {context_len} (this model's context is {model_len})"
 
 
-def closest(name: str, known: Iterable[str]) -> str:
-    """End an error message with the known name nearest to a misspelt one, or with nothing."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
+def closest(name: str, known: Iterable[str], *, aliases: Mapping[str, str] | None = None) -> str:
+    """End an error message with the known name nearest to a misspelt one, or with nothing.
+
+    `aliases` are names that are known elsewhere, each with the one it has here.
+    """
+    names = {each: each for each in known} | dict(aliases or {})
+    matches = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {names[matches[0]]!r}?" if matches else ""

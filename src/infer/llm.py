@@ -17,12 +17,12 @@ from os import PathLike
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
-from infer.config import EngineConfig
+from infer.config import EngineConfig, knob_table
 from infer.engine.build import build_engine
 from infer.engine.engine import Engine
 from infer.engine.memory_plan import check_settings
 from infer.engine.observer import EngineObserver
-from infer.errors import BatchFailed, EngineError, RequestError
+from infer.errors import BatchFailed, ConfigError, EngineError, RequestError
 from infer.front import Message, Prompt, RequestOptions, is_token_id, open_model
 from infer.log import progress
 from infer.outputs import CompletionOutput, OutputBuilder, RequestOutput, TextDelta
@@ -46,6 +46,9 @@ class TextModel:
         *,
         show_progress: bool,
     ) -> Engine:
+        for name in knobs:
+            if name in SamplingParams.__dataclass_fields__ and name not in knob_table():
+                raise ConfigError(f"{name} belongs to the params: SamplingParams({name}=...)")
         self.config = EngineConfig.from_knobs(model=model, **knobs)
         check = partial(check_settings, self.config)
         self.front, loaded = open_model(self.config.load, show_progress=show_progress, check=check)

@@ -12,7 +12,7 @@ import torch
 
 from infer import LLM, AsyncLLM, SamplingParams
 from infer.engine.request import Request, StepOutput
-from infer.errors import BatchFailed, ContextOverflow, DeviceLost, RequestError
+from infer.errors import BatchFailed, ConfigError, ContextOverflow, DeviceLost, RequestError
 
 KNOBS: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "block_size": 4, "num_threads": 1}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -22,6 +22,25 @@ IDS = [300, 301, 302]
 @pytest.fixture(scope="module")
 def llm(checkpoint: str) -> LLM:
     return LLM(checkpoint, **KNOBS)
+
+
+# -- names nobody knows ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [LLM, AsyncLLM])
+@pytest.mark.parametrize(
+    ("knobs", "says"),
+    [
+        ({"dtpye": "float32"}, "unknown knob 'dtpye'; did you mean 'dtype'"),
+        ({"max_model_len": 64}, "unknown knob 'max_model_len'; did you mean 'max_seq_len'"),
+        ({"temperature": 0}, r"temperature belongs to the params: SamplingParams\(temperature=...\)"),
+    ],
+)
+def test_a_knob_that_is_none_is_told_the_one_that_was_meant(
+    checkpoint: str, make: Any, knobs: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make(checkpoint, **knobs)
 
 
 # -- prompts of all kinds -------------------------------------------------------------------------

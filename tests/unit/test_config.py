@@ -56,6 +56,15 @@ def test_an_unknown_knob_names_the_closest_one() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "meant"),
+    [("max_model_len", "max_seq_len"), ("max_num_seqs", "max_batch_size"), ("max_modle_len", "max_seq_len")],
+)
+def test_who_knows_a_knob_by_another_name_is_told_this_one(given: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown knob '{given}'; did you mean '{meant}'"):
+        EngineConfig.from_knobs(**{given: 128})
+
+
+@pytest.mark.parametrize(
     ("knobs", "message"),
     [
         ({"dtype": "int3"}, "dtype must be one of auto, float32"),

@@ -12,7 +12,8 @@ skip everything after the penalties and take the largest logit.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from functools import wraps
 from typing import TypeVar
 
 from infer.errors import RequestError, closest
@@ -29,6 +30,35 @@ MAX_LOGPROBS = 20
 MAX_SEQUENCES = 128  # n, best_of or beams of one request
 
 
+def _names_checked(cls: type[T]) -> type[T]:
+    """Let the constructor of a dataclass refuse an unknown name as it refuses a wrong value."""
+    construct = cls.__init__
+
+    @wraps(construct)  # whoever looks at the signature still sees every parameter
+    def __init__(self: T, *unnamed: object, **given: object) -> None:
+        try:
+            construct(self, *unnamed, **given)
+        except TypeError:
+            known = cls.__dataclass_fields__  # type: ignore[attr-defined]  # of every dataclass
+            if unnamed:
+                raise RequestError(
+                    f"parameters are given by name, such as {cls.__name__}(temperature=0.5), "
+                    f"got {_shown(unnamed[0])} without one"
+                ) from None
+            for name in given:
+                if name not in known:
+                    raise RequestError(
+                        f"unknown sampling parameter {name!r}{closest(name, known)}; "
+                        f"known: {', '.join(known)}",
+                        param=name,
+                    ) from None
+            raise
+
+    cls.__init__ = __init__  # type: ignore[method-assign, assignment]
+    return cls
+
+
+@_names_checked
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """What a client may ask of sampling; checked on construction, then never changed."""
@@ -165,14 +195,7 @@ class SamplingParams:
 
     @classmethod
     def from_knobs(cls, **knobs: object) -> SamplingParams:
-        """Build from loosely typed keywords; an unknown name is an error that names the closest one."""
-        known = [f.name for f in fields(cls)]
-        for name in knobs:
-            if name not in known:
-                raise RequestError(
-                    f"unknown sampling parameter {name!r}{closest(name, known)}; known: {', '.join(known)}",
-                    param=name,
-                )
+        """Build from loosely typed keywords."""
         return cls(**knobs)  # type: ignore[arg-type]
 
 

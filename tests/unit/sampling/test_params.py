@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -188,11 +192,26 @@ def test_from_knobs_builds_what_the_constructor_builds() -> None:
     ("given_name", "meant"),
     [("temprature", "temperature"), ("topp", "top_p"), ("max_new_tokens", "max_tokens"), ("stops", "stop")],
 )
-def test_from_knobs_names_the_closest_parameter(given_name: str, meant: str) -> None:
+@pytest.mark.parametrize(
+    "make", [SamplingParams, SamplingParams.from_knobs, partial(replace, SamplingParams())]
+)
+def test_an_unknown_parameter_is_told_the_closest_one(
+    make: Callable[..., SamplingParams], given_name: str, meant: str
+) -> None:
     with pytest.raises(RequestError, match=f"unknown sampling parameter '{given_name}'") as caught:
-        SamplingParams.from_knobs(**{given_name: 1})
+        make(**{given_name: 1})
     assert f"did you mean {meant!r}?" in str(caught.value)
     assert caught.value.param == given_name
+
+
+def test_values_without_names_are_refused_with_an_example() -> None:
+    unnamed: Any = SamplingParams
+    with pytest.raises(RequestError, match=r"by name, such as SamplingParams\(temperature=0.5\)"):
+        unnamed(0.5)
+
+
+def test_the_signature_still_names_every_parameter() -> None:
+    assert list(inspect.signature(SamplingParams).parameters) == [f.name for f in fields(SamplingParams)]
 
 
 ANYTHING = st.one_of(
