@@ -21,7 +21,7 @@ from infer.engine.client import EngineClient, InProcessClient
 from infer.engine.observer import EngineObserver
 from infer.engine.request import Request
 from infer.errors import EngineError, RequestError
-from infer.front import Message, Prompt, RequestOptions
+from infer.front import Conversation, Prompt, RequestOptions
 from infer.llm import TextModel
 from infer.outputs import OutputBuilder, RequestOutput, TextDelta
 from infer.sampling.params import SamplingParams
@@ -59,7 +59,7 @@ class AsyncLLM(TextModel):
 
     async def encode_chat(
         self,
-        messages: Sequence[Message],
+        messages: Conversation,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_options: Mapping[str, Any] | None = None,
@@ -100,7 +100,7 @@ class AsyncLLM(TextModel):
 
     async def chat(
         self,
-        messages: Sequence[Message],
+        messages: Conversation,
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -108,13 +108,13 @@ class AsyncLLM(TextModel):
         request_id: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> RequestOutput:
-        """Answer a conversation and return the whole answer."""
+        """Answer a conversation, or a text as its only message, and return the whole answer."""
         prompt = await self.encode_chat(messages, tools=tools, template_options=template_options)
         return await self._generate(prompt, params, request_id, options, is_chat=True)
 
     async def stream_chat(
         self,
-        messages: Sequence[Message],
+        messages: Conversation,
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,

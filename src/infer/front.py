@@ -26,6 +26,7 @@ from infer.tokenizer.tokenizer import Tokenizer
 
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[int]
+Conversation: TypeAlias = str | Sequence[Message]  # a text is one message of a user
 
 
 class RequestOptions(TypedDict, total=False):
@@ -81,7 +82,7 @@ class TextFront:
 
     def encode_chat(
         self,
-        messages: Sequence[Message],
+        messages: Conversation,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_options: Mapping[str, Any] | None = None,
@@ -89,6 +90,8 @@ class TextFront:
         """A conversation's ids, ready for the assistant's answer."""
         if not isinstance(self._template, ChatTemplate):
             raise self._template
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
         options = template_options or {}
         try:
             return self._template.encode_chat(messages, self.context_len, tools=tools, **options)

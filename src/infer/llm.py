@@ -23,7 +23,7 @@ from infer.engine.engine import Engine
 from infer.engine.memory_plan import check_settings
 from infer.engine.observer import EngineObserver
 from infer.errors import BatchFailed, ConfigError, EngineError, RequestError
-from infer.front import Message, Prompt, RequestOptions, is_token_id, open_model
+from infer.front import Conversation, Message, Prompt, RequestOptions, is_token_id, open_model
 from infer.log import progress
 from infer.outputs import CompletionOutput, OutputBuilder, RequestOutput, TextDelta
 from infer.sampling.params import SamplingParams
@@ -99,7 +99,7 @@ class LLM(TextModel):
 
     def encode_chat(
         self,
-        messages: Sequence[Message],
+        messages: Conversation,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_options: Mapping[str, object] | None = None,
@@ -172,21 +172,17 @@ class LLM(TextModel):
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Conversation | Sequence[Sequence[Message]],
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_options: Mapping[str, object] | None = None,
         **options: Unpack[RequestOptions],
     ) -> list[RequestOutput]:
-        """Answer one conversation or several."""
-        if messages and isinstance(messages[0], Mapping):
-            conversations = [cast("Sequence[Message]", messages)]
-        else:
-            conversations = list(cast("Sequence[Sequence[Message]]", messages))
+        """Answer one conversation or several; a text is a conversation of one message."""
         prompts: list[Prompt] = [
             self.encode_chat(conversation, tools=tools, template_options=template_options)
-            for conversation in conversations
+            for conversation in _as_conversations(messages)
         ]
         return self._generate(prompts, params, options, is_chat=True)
 
@@ -207,7 +203,7 @@ class LLM(TextModel):
 
     def stream_chat(
         self,
-        messages: Sequence[Message],
+        messages: Conversation,
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -346,6 +342,26 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if given and is_token_id(given[0]):
         return [cast("Sequence[int]", given)]
     return list(cast("Sequence[Prompt]", given))
+
+
+def _as_conversations(messages: Conversation | Sequence[Sequence[Message]]) -> list[Conversation]:
+    """One conversation or several? A text and a list of messages are one."""
+    allowed = (
+        'chat answers a text, a list of messages such as {"role": "user", "content": "..."}, '
+        "or a list of such lists"
+    )
+    if isinstance(messages, str):
+        return [messages]
+    if not isinstance(messages, Sequence) or isinstance(messages, bytes | bytearray):
+        raise RequestError(f"{allowed}, got {type(messages).__name__}", param="messages")
+    if messages and isinstance(messages[0], Mapping):
+        return [cast("Sequence[Message]", messages)]
+    for i, each in enumerate(messages):
+        if not isinstance(each, Sequence) or isinstance(each, str | bytes | bytearray):
+            raise RequestError(
+                f"{allowed}; conversation {i} of {len(messages)} is {type(each).__name__}", param="messages"
+            )
+    return list(cast("Sequence[Sequence[Message]]", messages))
 
 
 def _batch_error(streams: Sequence[_Stream], reason: str) -> BatchFailed:

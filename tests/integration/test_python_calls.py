@@ -220,6 +220,43 @@ def test_logprobs_are_part_of_the_plain_data(llm: LLM) -> None:
     assert llm.generate(IDS, GREEDY)[0].to_dict()["outputs"][0]["logprobs"] is None
 
 
+# -- conversations --------------------------------------------------------------------------------
+
+
+def test_a_text_is_a_conversation_of_one_message(llm: LLM, checkpoint: str) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    (expected,) = llm.chat(messages, GREEDY)
+    (answer,) = llm.chat("hello", GREEDY)
+    assert answer.prompt_token_ids == expected.prompt_token_ids
+    assert answer.token_ids == expected.token_ids
+    assert len(llm.chat([messages, messages], GREEDY)) == 2
+    assert [i for piece in llm.stream_chat("hello", GREEDY) for i in piece.token_ids] == expected.token_ids
+
+    async def main() -> None:
+        async with AsyncLLM(checkpoint, **KNOBS) as many:
+            assert (await many.chat("hello", GREEDY)).token_ids == expected.token_ids
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        (["hello", "again"], "conversation 0 of 2 is str"),
+        ([[{"role": "user", "content": "hi"}], "hello"], "conversation 1 of 2 is str"),
+        ([None], "conversation 0 of 1 is NoneType"),
+        (b"hello", "got bytes"),
+        (None, "got NoneType"),
+        ({"role": "user", "content": "hi"}, "got dict"),
+    ],
+)
+def test_what_is_no_conversation_is_told_what_is(llm: LLM, messages: Any, says: str) -> None:
+    with pytest.raises(RequestError, match=says) as caught:
+        llm.chat(messages, GREEDY)
+    assert 'a text, a list of messages such as {"role": "user", "content": "..."}' in str(caught.value)
+    assert caught.value.param == "messages"
+
+
 # -- which limit ----------------------------------------------------------------------------------
 
 
