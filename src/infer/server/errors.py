@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +50,7 @@ RETRY_SOON_S = 1  # a full queue moves within a second or so
 RETRY_LATER_S = 5  # a model is loading, an engine restarts, or this server is about to leave
 CLIENT_GONE = 499  # what proxies log for it; nobody is there to read it
 MAX_MESSAGE_LEN = 1000
+MAX_VALUE_LEN = 60
 MODEL_NOT_FOUND = "model_not_found"
 
 ERROR_TYPES = {  # as vLLM calls them; openai's client maps by status
@@ -83,6 +85,11 @@ ROUTES = frozenset(  # what a hint may send a client to
         "/version",
     }
 )
+
+
+_SHOWN = reprlib.Repr()
+_SHOWN.maxlevel = 2
+_SHOWN.maxstring = _SHOWN.maxlong = _SHOWN.maxother = MAX_VALUE_LEN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +131,18 @@ def scrub(message: str) -> str:
     return _PATH.sub(hide, _ADDRESS.sub("[address]", shorten(message)))
 
 
+def show_value(value: object) -> str:
+    """What a client has sent in one field, as Python spells it, in at most 60 characters.
+
+    The work is bounded too: a body may hold a list of a million numbers in the wrong place.
+    """
+    try:
+        text = _SHOWN.repr(value)
+    except ValueError:  # Python refuses to print integers of thousands of digits
+        text = f"a value of type {type(value).__name__} too long to print"
+    return text if len(text) <= MAX_VALUE_LEN else text[: MAX_VALUE_LEN - 3] + "..."
+
+
 def to_api_error(error: BaseException) -> ApiError:
     """The status and message for an exception; what is our fault is logged with the request's id.
 
@@ -158,7 +177,7 @@ def validation_error(errors: list[dict[str, Any]]) -> RequestError:
     if kind == "missing":
         return MalformedRequest(f"the required field {where!r} is missing", param=where)
     said = str(first["msg"])
-    message = f"{where}: {said[:1].lower()}{said[1:]}"
+    message = f"{where}: {said[:1].lower()}{said[1:]}, got {show_value(first['input'])}"
     if kind.endswith("_type") or kind.startswith("union"):
         return MalformedRequest(message, param=where)
     return RequestError(message, param=where)

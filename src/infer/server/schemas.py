@@ -33,6 +33,7 @@ from pydantic_core import PydanticCustomError
 
 from infer.errors import RequestError, closest
 from infer.sampling.params import MAX_INT
+from infer.server.errors import show_value
 
 MAX_NAME_LEN = 256  # characters of a model's name or a cache salt
 
@@ -204,7 +205,10 @@ def _check_neutral(name: str, value: Any, neutral: Neutral) -> None:
     ):
         return
     allowed = " or ".join(["null", *(repr(each) for each in neutral.values)])
-    raise RequestError(f"{name} is not supported: {neutral.reason}; leave it out ({allowed})", param=name)
+    raise RequestError(
+        f"{name} is not supported: {neutral.reason}; leave it out ({allowed}), got {show_value(value)}",
+        param=name,
+    )
 
 
 TokenIds = list[int]

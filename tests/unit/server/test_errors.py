@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -34,6 +35,7 @@ from infer.server.errors import (
 from infer.server.state import ServerState
 from tests.support.wire import ScriptedClient, Wire, make_state
 
+JSON = {"content-type": "application/json"}
 PATHS = ["/v1/completions", "/v1/completions/stream", "/v1/chat/completions", "/v1/embeddings", "/tokenize"]
 
 
@@ -144,6 +146,45 @@ def test_a_body_of_another_type_is_refused(wire: Wire) -> None:
 )
 def test_the_field_to_blame_is_named(wire: Wire, body: dict[str, Any], param: str, status: int) -> None:
     assert wire.refused("/v1/completions", body, status)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "shown"),
+    [
+        ({"prompt": "x", "max_tokens": "5"}, 400, "'5'"),
+        ({"prompt": "x", "stop_token_ids": [1, "a"]}, 400, "'a'"),
+        ({"prompt": "x", "stream_options": {"include_usage": "yes"}}, 400, "'yes'"),
+        ({"prompt": "x", "timeout": -1}, 422, "-1"),
+        ({"prompt": 5}, 400, "5"),
+        ({"prompt": "x", "skip_special_tokens": False}, 422, "False"),
+    ],
+)
+def test_the_value_that_was_given_is_shown(wire: Wire, body: dict[str, Any], status: int, shown: str) -> None:
+    response = wire.request("POST", "/v1/completions", content=json.dumps(body).encode(), headers=JSON)
+    assert response.status_code == status
+    assert response.json()["error"]["message"].endswith(f", got {shown}")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "x", "model": "m" * 10**6},
+        {"prompt": [[1.5] * 10**5]},
+        {"prompt": {str(i): [i] * 100 for i in range(1000)}},
+        {"prompt": "x", "suffix": "long " * 10**5},
+    ],
+)
+def test_a_value_is_shown_in_part_if_it_is_long(wire: Wire, body: dict[str, Any]) -> None:
+    status = 400 if len(body) == 1 else 422
+    message = wire.refused("/v1/completions", body, status)["message"]
+    shown = message.partition(", got ")[2]
+    assert "..." in shown and 3 < len(shown) <= 60
+
+
+def test_only_the_value_to_blame_is_shown(wire: Wire) -> None:
+    for body in ({"temperature": 1, "seed": 77}, {"prompt": "private", "max_tokens": "x"}):
+        message = wire.refused("/v1/completions", body, 400)["message"]
+        assert "77" not in message and "private" not in message
 
 
 @pytest.mark.parametrize("path", PATHS)
