@@ -6,7 +6,9 @@
 
 One repeat has no spread, so it gets a wider band: a single run can be off by so much on a busy machine.
 Figures that are neither better high nor better low (counts of tokens asked for, sizes chosen by a knob) are
-not judged. What differs in machine, model, config or seed is listed: it may be the whole explanation.
+not judged. What differs in machine, model, config or seed is listed: it may be the whole explanation. So may
+a prefix cache that held one report's prompts already, which no setting shows, but the share of the prompts'
+tokens that came from it does.
 Reports that have no such figure in common are about different things, and to compare them is an error.
 """
 
@@ -15,12 +17,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from infer.bench.metrics import MEASURES
-from infer.bench.report import Figure, Report
+from infer.bench.metrics import MEASURES, show
+from infer.bench.report import Figure, Report, Row
 from infer.errors import ConfigError
 
 LEAST_BAND = 0.02
 SINGLE_BAND = 0.08  # where one of the two has only one repeat
+CACHED_BAND = 0.10  # of the prompts' tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,5 +131,30 @@ def _differences(before: Report, after: Report) -> list[str]:
         ]
     if before.seed != after.seed and before.machine and after.machine:
         found.append(f"seed: {before.seed} and {after.seed}")
+    found += _warm_caches(before, after)
     cut = [title for title, report in (("first", before), ("second", after)) if report.is_partial]
     return found + [f"completeness: the {title} was interrupted" for title in cut]
+
+
+def _warm_caches(before: Report, after: Report) -> list[str]:
+    """Rows whose prompts were cached to a different extent."""
+    new = {row.name: row for row in after.rows}
+    found = []
+    for row in before.rows:
+        shares = [_cached_share(each) for each in (row, new.get(row.name)) if each is not None]
+        known = [share for share in shares if share is not None]
+        if len(known) == 2 and abs(known[0] - known[1]) > CACHED_BAND:
+            found.append(
+                f"cached share of prompt tokens of {row.name}: {show('cached_share', known[0])} and "
+                f"{show('cached_share', known[1])}; one may have met a warm prefix cache"
+            )
+    return found
+
+
+def _cached_share(row: Row) -> float | None:
+    """As it was recorded, or from the counts of reports that are older than the share."""
+    if "cached_share" in row.figures:
+        return row.figures["cached_share"].median
+    counts = [row.figures.get(name) for name in ("num_cached_tokens", "num_prompt_tokens")]
+    cached, prompt = (0.0 if count is None else count.median for count in counts)
+    return cached / prompt if prompt else None

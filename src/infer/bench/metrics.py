@@ -36,7 +36,7 @@ class RequestTrace:
     ended: float = 0.0
     num_prompt: int = 0  # tokens, from the server's count
     num_output: int = 0
-    num_cached: int = 0  # of the prompt, from the prefix cache
+    num_cached: int | None = None  # of the prompt, from the prefix cache; None: not told
     is_counted: bool = False  # whether the server said how many tokens there were
     queue_s: float | None = None  # where it is known
     error: str | None = None
@@ -121,7 +121,7 @@ def summarise(traces: Sequence[RequestTrace], *, seconds: float, slo: Slo) -> di
         "num_errors": len(traces) - len(good),
         "num_prompt_tokens": sum(trace.num_prompt for trace in good),
         "num_output_tokens": sum(trace.num_output for trace in good),
-        "num_cached_tokens": sum(trace.num_cached for trace in good),
+        "num_cached_tokens": sum(trace.num_cached or 0 for trace in good),
     }
     if seconds > 0:
         figures |= {
@@ -144,6 +144,13 @@ def summarise(traces: Sequence[RequestTrace], *, seconds: float, slo: Slo) -> di
     if samples["itl"]:
         figures["longest_gap_s"] = max(samples["itl"])
     return figures
+
+
+def cached_share(traces: Sequence[RequestTrace]) -> float | None:
+    """How much of all prompts was in the prefix cache already; None where nobody tells."""
+    told = [(trace.num_cached, trace.num_prompt) for trace in traces if trace.is_ok]
+    num_prompt = sum(length for cached, length in told if cached is not None)
+    return sum(cached or 0 for cached, _ in told) / num_prompt if num_prompt else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +185,7 @@ MEASURES: dict[str, Measure] = {
     "num_prompt_tokens": Measure(title="prompt tokens", unit="", better=""),
     "num_output_tokens": Measure(title="output tokens", unit="", better=""),
     "num_cached_tokens": Measure(title="cached tokens", unit="", better=""),
+    "cached_share": Measure(title="cached prompt", unit="%", better=""),
     "client_cpu_share": Measure(title="client CPU", unit="%", better=""),
     "floor_s": Measure(title="floor", unit="ms", better=""),
     "floor_share": Measure(title="of floor", unit="%", better="higher"),

@@ -17,7 +17,7 @@ from typing import Any
 from infer.bench import scrape
 from infer.bench.adapt import fit, vary
 from infer.bench.load import LoadResult, NotReady, Target, fetch
-from infer.bench.metrics import Slo, summarise
+from infer.bench.metrics import Slo, cached_share, summarise
 from infer.bench.processes import run_load
 from infer.bench.report import Report, Row, make_report
 from infer.bench.rows import measure_row, run_rows
@@ -223,6 +223,8 @@ def _bench(
             result = run_load(target, varied, processes=plan.processes, on_done=advance)
         figures = summarise(result.traces, seconds=result.seconds, slo=plan.slo)
         figures["client_cpu_share"] = result.cpu_share
+        if (share := cached_share(result.traces)) is not None:
+            figures["cached_share"] = share
         figures |= scrape.figures(before, scrape.read_counters(_page(target, "/metrics")))
         notes.extend(_notes(workload.name, result))
         tell(

@@ -143,7 +143,8 @@ class EventReader:
 def _count(trace: RequestTrace, usage: Mapping[str, Any]) -> None:
     trace.num_prompt = int(usage["prompt_tokens"])
     trace.num_output = int(usage.get("completion_tokens") or 0)
-    trace.num_cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    trace.num_cached = None if cached is None else int(cached)
     trace.is_counted = True
 
 

@@ -10,6 +10,7 @@ from infer.bench.metrics import (
     MEASURES,
     RequestTrace,
     Slo,
+    cached_share,
     merge_repeats,
     middle,
     percentile,
@@ -69,6 +70,16 @@ def test_the_figures_of_a_run_by_hand() -> None:
     assert figures["e2e_p99_s"] == pytest.approx(0.9 + 0.5 * 0.99)
     assert figures["goodput_per_s"] == 1 / 4  # only the second was quick enough
     assert figures["goodput_share"] == 1 / 3
+
+
+def test_the_cached_share_counts_those_who_told_it() -> None:
+    told = [trace(0.0, [1.0]), trace(0.0, [1.0]), trace(0.0, [], error="hung up")]
+    assert cached_share(told) is None
+    for each, count in zip(told, (0, 5, 10), strict=True):
+        each.num_cached = count
+    assert told[0].num_prompt == 10
+    assert cached_share(told) == 5 / 20
+    assert summarise(told, seconds=1.0, slo=Slo())["num_cached_tokens"] == 5
 
 
 def test_tokens_per_chunk_do_not_change_the_time_per_token() -> None:

@@ -114,6 +114,33 @@ def test_what_is_not_comparable_is_said() -> None:
     assert found.differences == ["model name: tiny and large", "seed: 1 and 2"]
 
 
+def cached(*shares: float | None, **figures: float) -> Report:
+    """A report of a server with one row per share."""
+    base = {"output_tokens_per_s": 1.0} | figures
+    rows = [
+        make_row(f"w{i}", "", [base if share is None else base | {"cached_share": share}])
+        for i, share in enumerate(shares)
+    ]
+    return make_report("serve", rows, repeats=1, model={"name": "tiny"}, config={}, seed=1, warmup=0)
+
+
+def test_a_prefix_cache_that_was_warm_in_one_of_two_reports_is_said() -> None:
+    found = compare(cached(0.02, 0.5, 0.1), cached(0.9, 0.55, 0.1))
+    assert found.differences == [
+        "cached share of prompt tokens of w0: 2 % and 90 %; one may have met a warm prefix cache"
+    ]
+    assert compare(cached(0.9), cached(0.02)).differences != []
+    assert compare(cached(0.2), cached(0.29)).differences == []
+
+
+def test_a_report_from_before_the_share_was_recorded_has_its_counts() -> None:
+    old = cached(None, num_prompt_tokens=1000.0, num_cached_tokens=900.0)
+    assert "90 % and 3 %" in compare(old, cached(0.03)).differences[0]
+    assert compare(cached(None), cached(0.9)).differences == []  # a server that tells nothing
+    empty = cached(None, num_prompt_tokens=0.0, num_cached_tokens=0.0)
+    assert compare(empty, cached(0.9)).differences == []
+
+
 def test_equal_values_are_no_difference_however_they_are_written() -> None:
     """A server's labels are text, an engine's knobs are not."""
     text, numbers = {"block_size": "16", "use": "True"}, {"block_size": 16, "use": True}
