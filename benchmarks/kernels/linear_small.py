@@ -1,7 +1,7 @@
 """Time the linears of few tokens against F.linear, at the shapes of real models.
 
 python -m benchmarks.kernels.linear_small [--models NAME ...] [--tokens M ...] [--out FILE]
-python -m benchmarks.kernels.linear_small --sweep [--apply] [--budget SECONDS]
+python -m benchmarks.kernels.linear_small --sweep [--all] [--apply] [--budget SECONDS]
 
 Two questions are asked for each number of tokens. One matrix alone: how much of the bandwidth of a read does
 it reach? The weight is one of many copies that overflow the L2 cache, and the calls are replayed from a
@@ -9,7 +9,7 @@ CUDA graph. All matrices of a model as a chain, in the order of a decoding step,
 between them, without attention: how much of the step's floor is left to gain?
 
 The competitor is what the engine would do without them: `add_rms_norm`, F.linear, `gated_activation`.
-`--sweep` tries other tiles for every matrix (see linear_sweep.py).
+`--sweep` tries other tiles (see linear_sweep.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,17 @@ import torch.nn.functional as F
 from benchmarks.kernels.report import environment
 from benchmarks.kernels.timing import time_calls
 from infer.kernels.gated_activation import gated_activation
-from infer.kernels.linear_small import linear, norm_gated_linear, norm_linear
+from infer.kernels.linear_small import (
+    Added,
+    Stream,
+    added_gated_linear,
+    added_linear,
+    can_add,
+    linear,
+    linear_into,
+    norm_gated_linear,
+    norm_linear,
+)
 from infer.kernels.rms_norm import add_rms_norm
 
 EPS = 1e-6
@@ -186,13 +196,43 @@ def time_chain(model: Model, tokens: list[int], ceiling: float) -> list[dict[str
 def _our_step(
     model: Model, x: torch.Tensor, gain: torch.Tensor, layers: list[list[torch.Tensor]], head: torch.Tensor
 ) -> torch.Tensor:
+    stream: torch.Tensor | Added = x
     residual = torch.zeros_like(x)
-    for qkv, o, gate_up, down in layers:
-        y, residual = norm_linear(x, residual, gain, EPS, 0.0, qkv)
-        x = linear(y[:, : model.attention], o)  # the first columns stand in for attention's output
-        y, residual = norm_gated_linear(x, residual, gain, EPS, 0.0, gate_up, "silu")
-        x = linear(y, down)
-    return norm_linear(x, residual, gain, EPS, 0.0, head)[0]
+    readers = [*(qkv for qkv, *_ in layers[1:]), None]
+    for (qkv, o, gate_up, down), reader in zip(layers, readers, strict=True):
+        y, residual = _read(stream, residual, gain, qkv, gated=False)
+        y = y[:, : model.attention]  # the first columns stand in for attention's output
+        stream = _write(y, o, residual, gain, gate_up, gated=True)
+        y, residual = _read(stream, residual, gain, gate_up, gated=True)
+        stream = _write(y, down, residual, gain, reader, gated=False)
+    return _read(stream, residual, gain, head, gated=False)[0]
+
+
+def _read(
+    x: torch.Tensor | Added, residual: torch.Tensor, gain: torch.Tensor, w: torch.Tensor, *, gated: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `Linear.after` and `gated_after` do it."""
+    if isinstance(x, Added):
+        y = added_gated_linear(x, EPS, w, "silu") if gated else added_linear(x, EPS, w)
+        return y, x.sum_MN
+    if gated:
+        return norm_gated_linear(x, residual, gain, EPS, 0.0, w, "silu")
+    return norm_linear(x, residual, gain, EPS, 0.0, w)
+
+
+def _write(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    residual: torch.Tensor,
+    gain: torch.Tensor,
+    reader: torch.Tensor | None,
+    *,
+    gated: bool,
+) -> torch.Tensor | Added:
+    """As `Linear.into` does it."""
+    if reader is None or not can_add(x, w, reader, gated=gated):
+        return linear(x, w)
+    return linear_into(Stream(residual, gain, 0.0), x, w)
 
 
 def _library_step(
@@ -246,6 +286,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--apply", action="store_true", help="with --sweep: write them into linear_configs.py"
     )
+    parser.add_argument(
+        "--all", action="store_true", help="with --sweep: also what stands alone, the head and dot products"
+    )
     parser.add_argument("--budget", type=float, default=220.0, help="seconds that --sweep may take")
     parser.add_argument("--out", type=Path, help="write the report to this JSON file")
     arguments = parser.parse_args(argv)
@@ -255,7 +298,9 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.sweep:
             from benchmarks.kernels.linear_sweep import run_sweep
 
-            return run_sweep(models, arguments.budget, apply=arguments.apply, out=arguments.out)
+            return run_sweep(
+                models, arguments.budget, everything=arguments.all, apply=arguments.apply, out=arguments.out
+            )
         ceiling = read_gb_per_s()
         facts = environment(torch.device("cuda")) | {"read_gb_per_s": ceiling}
         print(", ".join(f"{name} {value}" for name, value in facts.items()))

@@ -1,12 +1,13 @@
 """Find the best tiles for the linears of few tokens, and write them into the engine's table.
 
-Run by `python -m benchmarks.kernels.linear_small --sweep`. The matrices of all models are visited in the
-order of the bytes a step spends on them, so that a sweep whose time runs out has done what matters.
+Run by `python -m benchmarks.kernels.linear_small --sweep`. The matrices of a layer are tried two by two, as
+they stand around the residual stream (linear_pairs.py). With `--all`, what stands alone follows while there
+is time: the head, and the dot products of one token.
 
 What decides the order of additions must be the same for every number of tokens (see linear_configs.py),
 so it is chosen first, at one typical number, and then held:
 
-    tensor cores    block_k and split_k at M = 32;      then block_n, warps and stages for each bucket
+    tensor cores    block_k and split_k at M = 32;      then block_n, warps and stages for each bucket (head)
     dot products    block_k and num_warps at M = 1;     then block_n and unroll for each bucket
 
 Where tensor cores are faster than dot products, or the library than either, by 3 %, the table gets a None.
@@ -25,6 +26,7 @@ from typing import TypeVar
 import torch
 import torch.nn.functional as F
 
+from benchmarks.kernels.linear_pairs import PairSweep, TimeIsUp, pairs_of
 from benchmarks.kernels.linear_small import EPS, Call, Matrix, Model, make_inputs, make_weights
 from benchmarks.kernels.timing import time_calls
 from infer.kernels import dispatch, linear_configs
@@ -70,17 +72,24 @@ class Sweep:
         return time.monotonic() > self.deadline
 
     def visit(self, matrix: Matrix) -> None:
-        """Fill the table's rows of one matrix."""
+        """Fill the table's rows of one matrix; of one that has a partner, only that for one token."""
         weights = make_weights(matrix)
-        self._visit_skinny(matrix, weights)
+        if matrix.name == "head":
+            self._visit_skinny(matrix, weights)
         if not self.is_over:
             self._visit_gemv(matrix, weights)
 
     def _visit_gemv(self, matrix: Matrix, weights: list[torch.Tensor]) -> None:
-        best = self._fastest(matrix, weights, 1, GEMV_TILES)
+        tiles = GEMV_TILES
+        if matrix.name != "head":  # its rows for two and four tokens were decided on: the same order again
+            orders = {(tile.block_k, tile.num_warps) for tile in self._dots_of(matrix) if tile}
+            tiles = tuple(tile for tile in tiles if not orders or (tile.block_k, tile.num_warps) in orders)
+        best = self._fastest(matrix, weights, 1, tiles)
         if best is None:
             return
         self.gemv[_key(matrix, 1)] = best
+        if matrix.name != "head":
+            return
         same_order = [
             tile
             for tile in GEMV_TILES
@@ -95,6 +104,10 @@ class Sweep:
             theirs = _time(matrix, weights, block_m, rival)
             self.gemv[_key(matrix, block_m)] = tile if ours <= 1.03 * theirs else None
             print(f"  M={block_m:<4} dots {ours * 1e6:.1f} us, {rival} {theirs * 1e6:.1f} us", flush=True)
+
+    def _dots_of(self, matrix: Matrix) -> list[GemvConfig | None]:
+        table = linear_configs.HOPPER_GEMV | self.gemv
+        return [table.get(_key(matrix, num_tokens)) for num_tokens in (2, 4)]
 
     def _visit_skinny(self, matrix: Matrix, weights: list[torch.Tensor]) -> None:
         best = self._fastest(matrix, weights, 32, _split_tiles(matrix))
@@ -215,16 +228,24 @@ def apply_table(gemv: Gemv, skinny: Skinny, file: Path = TABLE_FILE) -> None:
     file.write_text(before + _BEGIN + table + _END + after)
 
 
-def run_sweep(models: list[Model], budget: float, *, apply: bool, out: Path | None) -> int:
-    """Sweep every matrix of the models, the one with most bytes per step first."""
-    matrices: dict[Key, tuple[int, Matrix]] = {}
-    for model in models:
-        for matrix in (*model.layer, model.head):
-            times = 1 if matrix.name == "head" else model.num_layers
-            matrices.setdefault(_key(matrix, 0), (times * matrix.num_bytes, matrix))
-    dispatch.PDL = False  # a neighbour that is the same kernel again would flatter it
+def run_sweep(models: list[Model], budget: float, *, everything: bool, apply: bool, out: Path | None) -> int:
+    """Sweep the pairs of all models; `everything` is the rest as well."""
     sweep = Sweep(budget)
-    for _, matrix in sorted(matrices.values(), key=lambda pair: pair[0], reverse=True):
+    pairs = [PairSweep(pair, sweep.deadline) for model in models for pair in pairs_of(model)]
+    try:
+        for pair in pairs:
+            pair.search()
+        for pair in pairs:
+            pair.decide()
+    except TimeIsUp:
+        print("the time is up; the pairs left keep what they had", file=sys.stderr)
+    for pair in pairs:
+        sweep.gemv |= pair.gemv
+        sweep.skinny |= pair.skinny
+    del pairs
+    dispatch.PDL = False  # a neighbour that is the same kernel again would flatter it
+    matrices = [matrix for model in models for matrix in (model.head, *model.layer)] if everything else []
+    for matrix in {_key(matrix, 0): matrix for matrix in matrices}.values():
         if sweep.is_over:
             print("the time is up; the matrices left keep what they had", file=sys.stderr)
             break

@@ -47,7 +47,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from infer.kernels.dispatch import INTERPRETED, launch_options, next_power_of_two, use_triton
+from infer.kernels.dispatch import INTERPRETED, launch_options, use_triton
 from infer.kernels.gated_activation import _known, gated_activation, gated_activation_reference
 from infer.kernels.linear_configs import (
     GEMV_MAX_M,
@@ -62,6 +62,7 @@ from infer.kernels.linear_kernels import gemv_kernel, skinny_kernel
 from infer.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 
 FOLD_NORM_MAX_M = 1
+MAX_SQUARES = 4096  # parts times tokens: more would not fit the registers of the program that reads them
 
 _MAX_TILES = 1024  # of a layer whose K is split: with more tiles than this there is no need to
 _NUM_COUNTER_SLOTS = 64
@@ -165,8 +166,11 @@ def can_add(x_MK: torch.Tensor, w_NK: torch.Tensor, reader_w: torch.Tensor, *, g
     """Whether `linear_into` can add the outputs of `w_NK` to the stream that `reader_w` reads next."""
     if x_MK.dim() != 2 or x_MK.dtype == torch.float16:
         return False
-    plans = _plan(x_MK, w_NK, gated=False), _plan(x_MK, reader_w, gated=gated)
-    return all(isinstance(plan, SkinnyConfig) for plan in plans)
+    writer, reader = _plan(x_MK, w_NK, gated=False), _plan(x_MK, reader_w, gated=gated)
+    if not isinstance(writer, SkinnyConfig) or not isinstance(reader, SkinnyConfig):
+        return False
+    num_parts = -(-len(w_NK) // writer.block_n)
+    return block_of_parts(num_parts) * max(bucket(len(x_MK)), 16) <= MAX_SQUARES
 
 
 def linear_into(
@@ -338,10 +342,18 @@ def _launch_skinny(
         M, N, K, split_len, num_splits, num_parts, eps, stream.offset,
         BLOCK_M=block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
         SPLIT=num_splits > 1, WIDEN=INTERPRETED, ADDS=into is not None,
-        PARTS=next_power_of_two(num_parts) if num_parts else 0,
+        PARTS=block_of_parts(num_parts) if num_parts else 0,
         BIAS=bias_N is not None, ACTIVATION=activation,
         num_warps=plan.num_warps, num_stages=plan.num_stages, **launch_options(x_MK.device),
     )  # fmt: skip
+
+
+def block_of_parts(num_parts: int) -> int:
+    """16, 64 or 256: each of them is compiled once more."""
+    block = 16
+    while block < num_parts:
+        block *= 4
+    return block
 
 
 def _check_product(x_MK: torch.Tensor, w: torch.Tensor) -> tuple[int, int]:

@@ -160,6 +160,9 @@ class AddedContract:
         assert not can_add(x[None], w, w2, gated=True)
         assert not can_add(torch.zeros(129, K, device=self.device), w, w2, gated=True)  # the library
         assert not can_add(x, w, w2.bfloat16(), gated=True)
+        long, reader = torch.zeros(4160, K, device=self.device), torch.zeros(8, 4160, device=self.device)
+        assert can_add(x, long, reader, gated=False)  # 65 tiles
+        assert not can_add(torch.zeros(17, K, device=self.device), long, reader, gated=False)
         tile = SkinnyConfig(64, 64, split_k=1, num_warps=4, num_stages=2)
         for missing in ((D, K, False), (N, D, True)):  # either of them is the library's
             monkeypatch.setattr(
