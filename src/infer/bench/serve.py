@@ -37,6 +37,7 @@ BUSY_CLIENT = 0.8  # of a core: from here on the client may be what is measured
 LATE_S = 0.05
 POLL_S = 0.2
 ELSEWHERE = "the machine and the commit are the client's; the server is at another address"
+FORM = ("dtype", "weights")  # what our server says of a model's numbers in /v1/models
 LEAST_VOCAB = 100  # a server that refuses ids below it takes none at all
 
 
@@ -64,6 +65,7 @@ class Served:
     context_len: int | None
     version: str  # empty: not told
     config: dict[str, Any]
+    form: dict[str, str] = field(default_factory=dict)  # of its numbers: dtype and weights, if it tells
 
 
 def ask_server(target: Target, *, wait_s: float = 0.0) -> Served:
@@ -87,6 +89,7 @@ def ask_server(target: Target, *, wait_s: float = 0.0) -> Served:
         context_len=int(lengths[chosen]) if lengths[chosen] else None,
         version=_version(target),
         config=dict(scrape.read_config(_page(target, "/metrics"))),
+        form={name: str(cards[chosen][name]) for name in FORM if cards[chosen].get(name)},
     )
 
 
@@ -116,7 +119,7 @@ def bench_server(target: Target, plan: Plan, *, tell: Callable[[str], None] = la
     return make_report(
         "serve",
         rows,
-        model={"name": served.model, "context_len": served.context_len},
+        model={"name": served.model, "context_len": served.context_len, **served.form},
         config={
             **served.config,
             "transport": target.url.partition("://")[0],

@@ -79,6 +79,8 @@ def build_engine(
         runner,
         context_len=loaded.max_seq_len,
         model_len=model_config.context_len,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        weights=loaded.weights,
         vocab_size=model_config.vocab_size,
         eos_ids=loaded.eos_ids,
         observer=observer,

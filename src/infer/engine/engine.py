@@ -69,6 +69,8 @@ class Engine:
         *,
         context_len: int,
         model_len: int | None = None,
+        dtype: str = "",
+        weights: str = "",
         vocab_size: int,
         eos_ids: tuple[int, ...] = (),
         observer: EngineObserver | None = None,
@@ -78,6 +80,7 @@ class Engine:
     ) -> None:
         self.scheduler = scheduler
         self.context_len = context_len
+        self._form = dtype, weights  # of its numbers, for `stats`
         self._model_len = model_len or context_len  # the model's own context, where less is served
         self._runner = runner
         self._embedder = embedder
@@ -162,6 +165,8 @@ class Engine:
             num_blocks=usage.num_blocks,
             num_used_blocks=usage.num_used,
             num_cached_blocks=usage.num_cached,
+            dtype=self._form[0],
+            weights=self._form[1],
         )
 
     def reset_prefix_cache(self) -> int:

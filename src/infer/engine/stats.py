@@ -31,6 +31,8 @@ class EngineStats:
     num_blocks: int = 0
     num_used_blocks: int = 0  # held by sequences
     num_cached_blocks: int = 0  # held by the prefix tree
+    dtype: str = ""  # of the activations and the KV cache
+    weights: str = ""  # their form: int8, int4, fp32, bf16, or "as stored"
 
 
 COUNTERS = (

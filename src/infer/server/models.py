@@ -41,6 +41,7 @@ async def get_model(name: str, http: Request) -> Response:
 def model_card(state: ServerState, name: str) -> dict[str, Any]:
     """What clients may know of a model; never where its files are."""
     model: ServedModel = state.get_model(name)
+    stats = model.clients[0].stats()  # all engines of a model are alike
     return {
         "id": name,
         "object": "model",
@@ -49,5 +50,7 @@ def model_card(state: ServerState, name: str) -> dict[str, Any]:
         "root": model.name,
         "parent": None if name == model.name else model.name,
         "max_model_len": model.front.context_len,
+        "dtype": stats.dtype or None,
+        "weights": stats.weights or None,
         "permission": [],
     }

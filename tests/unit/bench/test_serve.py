@@ -121,12 +121,24 @@ def test_a_server_is_benchmarked_into_a_report(server: ThreadServer) -> None:
     assert figures["queue_mean_s"].median == pytest.approx(0.25)
     assert figures["num_preemptions"].median == 1
     assert figures["client_cpu_share"].median > 0
+    assert figures["cached_share"].values == [0, 0]
     assert [line.partition(":")[0] for line in lines[:2]] == ["baseline 1/2", "baseline 2/2"]
     prompts = [
         tuple(body["prompt"]) for body in server.bodies if "prompt" in body and len(body["prompt"]) == 128
     ]
     assert len(set(prompts)) == len(prompts) == 20  # no repeat is in the cache
     assert all(body["ignore_eos"] and body["stream_options"]["include_usage"] for body in server.bodies)
+
+
+def test_a_server_that_tells_the_form_of_its_weights_has_it_in_the_report(server: ThreadServer) -> None:
+    card = {"id": "m", "max_model_len": 4096}
+    assert ask_server(Target(url=server.url)).form == {}
+    for told in ({"dtype": "float32", "weights": "int8"}, {"dtype": "bfloat16", "weights": None}):
+        server.pages[b"/v1/models"] = (200, json.dumps({"data": [card | told]}))
+        form = {name: value for name, value in told.items() if value}
+        assert ask_server(Target(url=server.url)).form == form
+        report = bench_server(Target(url=server.url), Plan(workloads=["w1_single"], warmup=0))
+        assert report.model == {"name": "m", "context_len": 4096} | form
 
 
 def test_text_can_stand_for_ids(server: ThreadServer) -> None:

@@ -101,7 +101,8 @@ OUTPUTS = st.builds(
 )
 STATS = st.builds(
     EngineStats,
-    **dict.fromkeys(EngineStats.__dataclass_fields__, COUNTS) | {"step_sizes": tuples_of(COUNTS)},
+    **dict.fromkeys(EngineStats.__dataclass_fields__, COUNTS)
+    | {"step_sizes": tuples_of(COUNTS), "dtype": TEXT, "weights": TEXT},
 )
 FAILURES = st.builds(Failure, kind=TEXT, message=TEXT, param=some(TEXT))
 ANSWERS = st.builds(
