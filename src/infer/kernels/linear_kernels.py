@@ -55,7 +55,7 @@ from infer.kernels.dispatch import jit, tl, triton
 from infer.kernels.gated_activation import _activate
 
 # The batch size changes from step to step: that it is 1, or a multiple of 16, must not compile anew.
-_jit_any_m = jit if triton is None else triton.jit(do_not_specialize=["M", "num_splits"])
+_jit_any_m = jit if triton is None else triton.jit(do_not_specialize=["M", "num_splits", "num_parts"])
 
 
 @jit
