@@ -3,9 +3,10 @@
     tokens      A B | C C C C | D D            first the rows that decode, then the chunks of prompts
     attention   decode kernel | prefill kernel
 
-Keys and values are written by the model's own kernels (`slots`), so `attend` only reads. Nothing here
-depends on a length that the host knows: a step of decode rows alone can be captured in a CUDA graph and
-replayed while sequences grow.
+Keys and values are written by the model's own kernels (`slots`), so `attend` only reads; where every token
+is a row that decodes, the decode kernel takes the projection and writes them itself (`attend_projected`).
+Nothing here depends on a length that the host knows: a step of decode rows alone can be captured in a CUDA
+graph and replayed while sequences grow.
 
     backend     rows that decode      chunks of prompts
     triton      Triton                Triton
@@ -23,11 +24,14 @@ from collections.abc import Sequence
 import torch
 
 from infer.cache.kv_store import KVStore
-from infer.kernels.attention_decode import DecodeWork, attend_decode
+from infer.kernels.attention_decode import DecodeWork, attend_decode, attend_projected
 from infer.kernels.attention_prefill import PrefillChunks, attend_prefill
 from infer.kernels.cuda.paged_attention import attend_decode_cuda
 from infer.kernels.dispatch import use_triton
+from infer.kernels.heads import HeadTransform
 from infer.layers.attention import CacheSlots, StepContext
+
+_DECODED_BY_TRITON = ("triton", "flash")
 
 
 class DeviceStep(StepContext):
@@ -69,6 +73,20 @@ class DeviceStep(StepContext):
     def slots(self, layer: int) -> CacheSlots:
         """Of this step's tokens."""
         return CacheSlots(self._store.keys[layer], self._store.values[layer], self._slots_T)
+
+    def attend_projected(
+        self, layer: int, qkv_TX: torch.Tensor, transform: HeadTransform, *, scale: float, window: int | None
+    ) -> torch.Tensor | None:
+        """One kernel from the projection to the output, where every token is a row that decodes."""
+        num_rows = len(self._rows_S)
+        decodes_only = self._chunks is None and 0 < num_rows == qkv_TX.shape[0]
+        if not decodes_only or self._backend not in _DECODED_BY_TRITON or not use_triton(qkv_TX):
+            return None
+        return attend_projected(
+            qkv_TX, transform, self._store.keys[layer], self._store.values[layer],
+            self._tables_RB, self._rows_S, self._lens_S, self._work,
+            block_size=self._block_size, scale=scale, window=window,
+        )  # fmt: skip
 
     def attend(
         self,

@@ -40,8 +40,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from infer.kernels.attention import attend_naive
-from infer.kernels.attention_decode_kernels import decode_kernel, plan_kernel
+from infer.kernels.attention_decode_kernels import decode_kernel
+from infer.kernels.attention_decode_plan import plan_kernel
 from infer.kernels.dispatch import launch_options, next_power_of_two, use_triton
+from infer.kernels.heads import HeadTransform, norm_rope_write_reference
 
 LOG2E = math.log2(math.e)
 
@@ -71,10 +73,13 @@ _FEW_HEADS, _PROGRAMS_FOR_FEW = 512, 2  # up to so many S * G each program gets 
 # table and first keys. Rows too long for `max_splits` of these get splits twice, four times ... as long.
 _SPLIT_LENS = ((16, 64), (32, 128), (64, 256), (128, 512), (math.inf, 1024))
 _PREFETCHED = 128  # positions of a program's first item; of few heads alone: all of them must fit L2
-_MAX_REGISTERS = 168  # with which three programs of four warps share a multiprocessor, heads of 256 bytes
+# By the bytes of one head's key: three programs of four warps share a multiprocessor, or four of them.
+_MAX_REGISTERS = {128: 128, 256: 168}
 _ITEMS_WANTED = 128  # per step and at least: one for nearly each multiprocessor of a large GPU
 _INTERPRETED_SMS = 3  # few, so that a program takes several items
-_ITEM_INTS = 8  # row of the batch, row of the tables, first position, last position + 1, split, splits, -, -
+_ITEM_INTS = (
+    8  # row of the batch, row of the tables, first position, last + 1, split, splits, row's length, -
+)
 
 
 def attend_decode_reference(
@@ -93,6 +98,26 @@ def attend_decode_reference(
             q_SNH[index : index + 1], keys_PGH[slots_L], values_PGH[slots_L], scale=scale, window=None
         )[0]
     return out_SNH
+
+
+def attend_projected_reference(
+    qkv_SX: torch.Tensor, transform: HeadTransform, keys_PGH: torch.Tensor, values_PGH: torch.Tensor,
+    tables_RB: torch.Tensor, rows_S: torch.Tensor, lens_S: torch.Tensor,
+    *, block_size: int, scale: float, window: int | None,
+) -> torch.Tensor:  # fmt: skip
+    """The specification of the form that is given the fused projection: norm, rotate, write, then attend."""
+    newest_S = (lens_S.long() - 1).clamp(min=0)
+    blocks_S = tables_RB[rows_S.long().clamp(min=0), newest_S // block_size].long()
+    slots_S = torch.where(lens_S > 0, blocks_S * block_size + newest_S % block_size, -1)
+    q_SNH, _, _ = norm_rope_write_reference(
+        qkv_SX, transform.norm_weights, transform.cos_PR, transform.sin_PR, newest_S,
+        num_heads=transform.num_heads, num_kv_heads=transform.num_kv_heads,
+        eps=transform.eps, offset=transform.offset, cache=(keys_PGH, values_PGH, slots_S),
+    )  # fmt: skip
+    return attend_decode_reference(
+        q_SNH, keys_PGH, values_PGH, tables_RB, rows_S, lens_S,
+        block_size=block_size, scale=scale, window=window,
+    )  # fmt: skip
 
 
 class DecodeWork:
@@ -187,35 +212,104 @@ def attend_decode(
         )  # fmt: skip
         return result if out is None else out.copy_(result)
     S, N, H = q_SNH.shape
-    G = keys_PGH.shape[1]
     assert q_SNH.stride(2) == 1, f"the head dimension must be contiguous, got strides {q_SNH.stride()}"
-    assert keys_PGH.is_contiguous() and values_PGH.is_contiguous(), "the store must be contiguous"
     if out is None:
         out = torch.empty((S, N, H), dtype=q_SNH.dtype, device=q_SNH.device)
+    _launch(
+        q_SNH, (q_SNH.stride(0), q_SNH.stride(1)), keys_PGH, values_PGH, tables_RB, work, None,
+        block_size=block_size, scale=scale, window=window, out=out, config=config,
+    )  # fmt: skip
+    return out
+
+
+def attend_projected(
+    qkv_SX: torch.Tensor,
+    transform: HeadTransform,
+    keys_PGH: torch.Tensor,
+    values_PGH: torch.Tensor,
+    tables_RB: torch.Tensor,
+    rows_S: torch.Tensor,
+    lens_S: torch.Tensor,
+    work: DecodeWork,
+    *,
+    block_size: int,
+    scale: float,
+    window: int | None,
+    config: DecodeConfig | None = None,
+) -> torch.Tensor:
+    """Norm and rotate the heads of each row's newest token, put its key and value into the cache, attend.
+
+    The newest token stands at position `lens_S[s] - 1`. `work.plan` must have seen these rows, lengths and
+    window.
+    """
+    if not use_triton(qkv_SX):
+        return attend_projected_reference(
+            qkv_SX, transform, keys_PGH, values_PGH, tables_RB, rows_S, lens_S,
+            block_size=block_size, scale=scale, window=window,
+        )  # fmt: skip
+    S, N, G = qkv_SX.shape[0], transform.num_heads, transform.num_kv_heads
+    H = qkv_SX.shape[1] // (N + 2 * G)
+    cos_PR, sin_PR = transform.cos_PR, transform.sin_PR
+    assert qkv_SX.stride(1) == 1, "the elements of a token must be contiguous"
+    assert cos_PR.shape == sin_PR.shape and 2 * cos_PR.shape[1] == H, f"tables {cos_PR.shape}, heads of {H}"
+    assert cos_PR.is_contiguous() and sin_PR.is_contiguous(), "the tables must be contiguous"
+    assert keys_PGH.shape[1:] == (G, H), f"keys are {tuple(keys_PGH.shape)}"
+    assert keys_PGH.dtype == qkv_SX.dtype, f"keys are {keys_PGH.dtype}, the projection {qkv_SX.dtype}"
+    out_SNH = torch.empty((S, N, H), dtype=qkv_SX.dtype, device=qkv_SX.device)
+    _launch(
+        qkv_SX, (qkv_SX.stride(0), H), keys_PGH, values_PGH, tables_RB, work, transform,
+        block_size=block_size, scale=scale, window=window, out=out_SNH, config=config,
+    )  # fmt: skip
+    return out_SNH
+
+
+def _launch(
+    q: torch.Tensor,  # [S, N, H], or with a transform the projection [S, X]
+    q_strides: tuple[int, int],  # between rows and between heads
+    keys_PGH: torch.Tensor,
+    values_PGH: torch.Tensor,
+    tables_RB: torch.Tensor,
+    work: DecodeWork,
+    transform: HeadTransform | None,
+    *,
+    block_size: int,
+    scale: float,
+    window: int | None,
+    out: torch.Tensor,
+    config: DecodeConfig | None,
+) -> None:
+    S, N, H = out.shape
     if S == 0:
-        return out
+        return
+    assert keys_PGH.is_contiguous() and values_PGH.is_contiguous(), "the store must be contiguous"
+    G, element_size = keys_PGH.shape[1], keys_PGH.element_size()
     block_h, merge_m = max(next_power_of_two(H), 16), next_power_of_two(N // G)
     are_few = S * G <= _FEW_HEADS
     if config is None:
-        config = _CONFIGS[min(max(block_h * keys_PGH.element_size(), 128), 1024)]
+        config = _CONFIGS[min(max(block_h * element_size, 128), 1024)]
         config = replace(config, programs_per_sm=_PROGRAMS_FOR_FEW) if are_few else config
     max_splits = work.max_splits(S)
     merge_splits = max(2048 * config.num_warps // (merge_m * block_h), 1)  # 64 registers
     items_W8, num_items = work.work_list(window)
-    options = launch_options(q_SNH.device)
+    options = launch_options(q.device)
     if work.is_fresh:  # the list is read before `gdc_wait`: its author must not be the kernel before
         options.pop("launch_pdl", None)
         work.is_fresh = False
-    if options["PDL"] and not are_few and config.num_warps == 4 and block_h * keys_PGH.element_size() == 256:
-        options["maxnreg"] = _MAX_REGISTERS
+    if options["PDL"] and not are_few and config.num_warps == 4 and block_h * element_size in _MAX_REGISTERS:
+        options["maxnreg"] = _MAX_REGISTERS[block_h * element_size]
+    is_projected = transform is not None
+    if transform is None:
+        transform = HeadTransform(None, q, q, N, G, 0.0)  # not looked at, like the weights of no norm
+    q_weight_H, k_weight_H = transform.norm_weights or (q, q)
     decode_kernel[(min(work.num_sms * config.programs_per_sm, S * max_splits * G),)](
-        q_SNH, keys_PGH, values_PGH, tables_RB, out, items_W8, num_items,
+        q, keys_PGH, values_PGH, tables_RB, out, items_W8, num_items,
         work.sums, work.maxima, work.denominators, work.tickets,
-        q_SNH.stride(0), q_SNH.stride(1), tables_RB.stride(0), scale * LOG2E,
+        *q_strides, tables_RB.stride(0), scale * LOG2E,
+        q_weight_H, k_weight_H, transform.cos_PR, transform.sin_PR, transform.eps, transform.offset,
         G=G, M=N // G, H=H, BLOCK_SIZE=block_size, MAX_SPLITS=max_splits,
         MERGE_SPLITS=min(max_splits, merge_splits), MERGE_M=merge_m,
         BLOCK_M=max(merge_m, 16), BLOCK_N=config.block_n, BLOCK_H=block_h, ITEM_INTS=_ITEM_INTS,
-        PREFETCH_N=_PREFETCHED if are_few else 0, LINE=min(128 // keys_PGH.element_size(), block_h),
+        PREFETCH_N=_PREFETCHED if are_few else 0, LINE=min(128 // element_size, block_h),
+        PROJECTED=is_projected, HAS_NORM=transform.norm_weights is not None, AHEAD=is_projected and are_few,
         num_warps=config.num_warps, num_stages=config.num_stages, **options,
     )  # fmt: skip
-    return out

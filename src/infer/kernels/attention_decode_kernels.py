@@ -14,62 +14,9 @@ Shapes:  S rows, N query heads, G kv heads, M = N/G query heads per kv head, H h
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from infer.kernels.dispatch import jit, tl, triton
+from infer.kernels.dispatch import jit, tl
+from infer.kernels.heads import angles_of, inverse_rms, partner_of, scaled, turned
 from infer.kernels.linear_kernels import _prefetch_rows
-
-
-def _jit_for_any(*names: str) -> Callable[[Callable[..., Any]], Any]:
-    """`jit`, but compiled once whatever these integers are, be they 1 or multiples of 16."""
-    return jit if triton is None else triton.jit(do_not_specialize=list(names))
-
-
-@_jit_for_any("num_rows", "split_len", "window")
-def plan_kernel(
-    rows_ptr,
-    lens_ptr,
-    items_ptr,
-    num_items_ptr,
-    num_rows,
-    split_len,
-    window,
-    MAX_SPLITS: tl.constexpr,
-    NUM_DOUBLINGS: tl.constexpr,
-    ITEM_INTS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    s = tl.arange(0, BLOCK_S)
-    in_batch = s < num_rows
-    row = tl.load(rows_ptr + s, mask=in_batch, other=0)
-    end = tl.load(lens_ptr + s, mask=in_batch, other=0)
-    first = tl.maximum(end - window, 0)
-
-    length = tl.zeros((BLOCK_S,), tl.int32) + split_len
-    for _ in tl.static_range(NUM_DOUBLINGS):
-        too_many = (end + length - 1) // length - first // length > MAX_SPLITS
-        length = tl.where(too_many, length * 2, length)
-    first_split = first // length
-    num_splits = tl.maximum((end + length - 1) // length - first_split, 1)  # padding: one empty item
-    num_splits = tl.where(in_batch, num_splits, 0)
-    tl.store(num_items_ptr, tl.sum(num_splits, axis=0))
-
-    is_row = num_splits > 0
-    num_whole = tl.where(is_row, num_splits - 1, 0)
-    first_whole = tl.cumsum(num_whole, axis=0) - num_whole
-    last_item = tl.sum(num_whole, axis=0) + tl.cumsum(is_row.to(tl.int32), axis=0) - 1
-    for split in range(tl.max(num_splits, axis=0)):
-        item = tl.where(split == num_splits - 1, last_item, first_whole + split)
-        to = items_ptr + item * ITEM_INTS
-        exists = split < num_splits
-        start = (first_split + split) * length
-        tl.store(to, s, mask=exists)
-        tl.store(to + 1, row, mask=exists)
-        tl.store(to + 2, tl.maximum(start, first), mask=exists)
-        tl.store(to + 3, tl.minimum(start + length, end), mask=exists)
-        tl.store(to + 4, tl.zeros((BLOCK_S,), tl.int32) + split, mask=exists)
-        tl.store(to + 5, num_splits, mask=exists)
 
 
 @jit
@@ -128,8 +75,8 @@ def _merge_splits(
 
 
 @jit
-def _read_item(items_ptr, index, exists, ITEM_INTS: tl.constexpr):
-    """The six numbers of a work item; all zero where there is none: an item without positions."""
+def _read_item(items_ptr, index, exists, ITEM_INTS: tl.constexpr, PROJECTED: tl.constexpr):
+    """The seven numbers of a work item; all zero where there is none: an item without positions."""
     item_ptr = items_ptr + index * ITEM_INTS
     s = tl.load(item_ptr, mask=exists, other=0).to(tl.int64)
     row = tl.load(item_ptr + 1, mask=exists, other=0).to(tl.int64)
@@ -137,7 +84,10 @@ def _read_item(items_ptr, index, exists, ITEM_INTS: tl.constexpr):
     end = tl.load(item_ptr + 3, mask=exists, other=0)
     split = tl.load(item_ptr + 4, mask=exists, other=0)
     num_splits = tl.load(item_ptr + 5, mask=exists, other=0)
-    return s, row, first, end, split, num_splits
+    length = tl.load(item_ptr + 6, mask=exists, other=0)
+    if PROJECTED:
+        end = tl.minimum(end, length - 1)  # the newest position is not in the cache yet
+    return s, row, first, end, split, num_splits, length
 
 
 @jit
@@ -169,6 +119,76 @@ def _prefetch_item(
 
 
 @jit
+def _prefetch_transform(
+    q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, length, h, H: tl.constexpr, HAS_NORM: tl.constexpr
+):
+    """Ask for what an item needs beside the projection itself: small, but it may be in no cache."""
+    R: tl.constexpr = H // 2
+    angle = tl.maximum(length - 1, 0).to(tl.int64) * R + tl.minimum(h, R - 1)
+    _prefetch_rows(cos_ptr + angle)
+    _prefetch_rows(sin_ptr + angle)
+    if HAS_NORM:
+        _prefetch_rows(q_weight_ptr + tl.minimum(h, H - 1))
+        _prefetch_rows(k_weight_ptr + tl.minimum(h, H - 1))
+
+
+@jit
+def _load_pairs(head_ptrs, in_heads, h, R: tl.constexpr):
+    """The elements of some heads and, in the same places, their partners in the rotation."""
+    x = tl.load(head_ptrs + h[None, :], mask=in_heads, other=0.0)
+    partner = tl.load(head_ptrs + partner_of(h, R)[None, :], mask=in_heads, other=0.0)
+    return x, partner
+
+
+@jit
+def _transform(
+    x_raw, partner_raw, gain, partner_gain, cos, sin, h, eps, offset, H: tl.constexpr, HAS_NORM: tl.constexpr
+):
+    """Norm and rotate heads as `heads.py` does it."""
+    x, partner = x_raw.to(tl.float32), partner_raw.to(tl.float32)
+    if HAS_NORM:
+        inv_rms = inverse_rms(x, H, eps)
+        x = scaled(x, inv_rms, gain.to(tl.float32) + offset, x_raw.dtype)
+        partner = scaled(partner, inv_rms, partner_gain.to(tl.float32) + offset, x_raw.dtype)
+    return turned(x, partner, cos, sin, h, H // 2).to(x_raw.dtype)
+
+
+@jit
+def _load_tile(
+    keys_ptr,
+    values_ptr,
+    block,
+    position,
+    end,
+    g,
+    h,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """The keys and values of one kv head at some positions: [BLOCK_N, BLOCK_H] each."""
+    slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE  # int64: P * G * H passes 2^31
+    at = (slot * (G * H) + g * H)[:, None] + h[None, :]
+    in_tile = (position < end)[:, None] & (h < H)[None, :]
+    k = tl.load(keys_ptr + at, mask=in_tile, other=0.0)
+    v = tl.load(values_ptr + at, mask=in_tile, other=0.0)
+    return k, v
+
+
+@jit
+def _attend_tile(q, k, v, in_split, maximum, denominator, total, scale_log2e):
+    """Add a tile to the running softmax."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
+    scores = tl.where(in_split[None, :], scores, float("-inf"))
+    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+    rescale = tl.exp2(maximum - new_maximum)
+    weights = tl.exp2(scores - new_maximum[:, None])
+    denominator = denominator * rescale + tl.sum(weights, axis=1)
+    total = tl.dot(weights.to(v.dtype), v, total * rescale[:, None], input_precision="ieee")
+    return new_maximum, denominator, total
+
+
+@jit
 def decode_kernel(
     q_ptr,
     keys_ptr,
@@ -185,6 +205,12 @@ def decode_kernel(
     q_head_stride,
     table_stride,
     scale_log2e,
+    q_weight_ptr,  # from here to `offset`: for PROJECTED alone
+    k_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    eps,
+    offset,
     G: tl.constexpr,
     M: tl.constexpr,
     H: tl.constexpr,
@@ -198,9 +224,13 @@ def decode_kernel(
     ITEM_INTS: tl.constexpr,
     PREFETCH_N: tl.constexpr,  # positions of the first item
     LINE: tl.constexpr,  # elements of a cache line
+    PROJECTED: tl.constexpr,  # the queries are those of a fused projection, and its keys and values are new
+    HAS_NORM: tl.constexpr,
+    AHEAD: tl.constexpr,  # the first tile of an item is read before the item; only if PROJECTED
     PDL: tl.constexpr,
 ):
     N: tl.constexpr = G * M
+    R: tl.constexpr = H // 2
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
     h = tl.arange(0, BLOCK_H)
@@ -210,55 +240,100 @@ def decode_kernel(
     num_programs = tl.num_programs(0)
     own = tl.program_id(0)
     num_work = tl.load(num_items_ptr) * G
-    s, row, first, end, split, num_splits = _read_item(items_ptr, own // G, True, ITEM_INTS)
+    s, row, first, end, split, num_splits, length = _read_item(
+        items_ptr, own // G, True, ITEM_INTS, PROJECTED
+    )
     end = tl.where(own < num_work, end, 0)  # past the list there is memory, but no item
+    length = tl.where(own < num_work, length, 0)
     table_ptr = tables_ptr + row * table_stride
     block = tl.load(table_ptr + (first + n) // BLOCK_SIZE, mask=first + n < end, other=0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    if AHEAD:
+        k, v = _load_tile(keys_ptr, values_ptr, block, first + n, end, own % G, h, G, H, BLOCK_SIZE)
+        ahead = first + BLOCK_N + n
+        block = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
+    if PDL:
+        if PROJECTED:
+            _prefetch_transform(q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, length, h, H, HAS_NORM)
         if PREFETCH_N > 0:
             _prefetch_item(
-                keys_ptr, values_ptr, table_ptr, first, end, own % G,
+                keys_ptr, values_ptr, table_ptr, first + BLOCK_N if AHEAD else first, end, own % G,
                 G, H, BLOCK_SIZE, BLOCK_H, PREFETCH_N, LINE,
             )  # fmt: skip
         tl.extra.cuda.gdc_wait()
 
     for work in range(own, num_work, num_programs):
         g = work % G
-        q_at = s * q_row_stride + (g * M + m)[:, None] * q_head_stride + h[None, :]
-        q = tl.load(q_ptr + q_at, mask=in_heads, other=0.0)
+        if PROJECTED:
+            # The newest key and value are in no cache yet: the softmax starts with them. The threads of each
+            # query head have a copy of the key to themselves, so that nothing is exchanged; and all loads
+            # stand before all arithmetic, so that there is one wait and not several.
+            newest = tl.maximum(length - 1, 0)
+            has_newest = (split == num_splits - 1) & (length > 0)
+            in_newest = (m < tl.where(has_newest, M, 0))[:, None] & (h < H)[None, :]
+            same = tl.zeros((BLOCK_M,), tl.int32)[:, None]
+            token_ptr = q_ptr + s * q_row_stride
+            q_raw, q_partner = _load_pairs(token_ptr + (g * M + m)[:, None] * H, in_heads, h, R)
+            k_raw, k_partner = _load_pairs(token_ptr + (N + g) * H + same, in_newest, h, R)
+            v_new = tl.load(token_ptr + (N + G + g) * H + same + h[None, :], mask=in_newest, other=0.0)
+            q_gain, q_partner_gain, k_gain, k_partner_gain = q_raw, q_raw, k_raw, k_raw
+            if HAS_NORM:
+                q_gain, q_partner_gain = _load_pairs(q_weight_ptr + same, in_heads, h, R)
+                k_gain, k_partner_gain = _load_pairs(k_weight_ptr + same, in_newest, h, R)
+            cos, sin = angles_of(cos_ptr, sin_ptr, newest, same + h[None, :], R, in_heads)
+            new_block = tl.load(table_ptr + newest // BLOCK_SIZE, mask=has_newest, other=0).to(tl.int64)
+
+            q = _transform(q_raw, q_partner, q_gain, q_partner_gain, cos, sin, h, eps, offset, H, HAS_NORM)
+            k_new = _transform(
+                k_raw, k_partner, k_gain, k_partner_gain, cos, sin, h, eps, offset, H, HAS_NORM
+            )
+            slot = new_block * BLOCK_SIZE + newest % BLOCK_SIZE
+            place = (slot * G + g) * H + same + h[None, :]
+            tl.store(keys_ptr + place, k_new, mask=in_newest & (m == 0)[:, None])
+            tl.store(values_ptr + place, v_new, mask=in_newest & (m == 0)[:, None])
+            score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1) * scale_log2e
+            # padding has no positions at all: 0 and not -inf, for -inf - -inf is not a number
+            maximum = tl.where(has_newest, score, tl.where(length > 0, float("-inf"), 0.0))
+            denominator = tl.zeros((BLOCK_M,), tl.float32) + has_newest.to(tl.float32)
+            total = v_new.to(tl.float32)
+        else:
+            q_at = s * q_row_stride + (g * M + m)[:, None] * q_head_stride + h[None, :]
+            q = tl.load(q_ptr + q_at, mask=in_heads, other=0.0)
+            maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+            denominator = tl.zeros((BLOCK_M,), tl.float32)
+            total = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
         after = work + num_programs
-        next_s, next_row, next_first, next_end, next_split, next_num_splits = _read_item(
-            items_ptr, after // G, after < num_work, ITEM_INTS
+        next_s, next_row, next_first, next_end, next_split, next_num_splits, next_length = _read_item(
+            items_ptr, after // G, after < num_work, ITEM_INTS, PROJECTED
         )
-        maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        denominator = tl.zeros((BLOCK_M,), tl.float32)
-        total = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
+        first_left = first
+        if AHEAD:
+            maximum, denominator, total = _attend_tile(
+                q, k, v, first + n < end, maximum, denominator, total, scale_log2e
+            )
+            first_left = first + BLOCK_N
 
         # The blocks of the next tile are looked up one tile ahead: keys need not wait for the table.
-        for start in range(first, end, BLOCK_N):  # the first position of a tile is always a real one
+        for start in range(first_left, end, BLOCK_N):  # the first position of a tile is always a real one
             position = start + n
-            in_split = position < end
-            slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE  # int64: P * G * H passes 2^31
-            at = (slot * (G * H) + g * H)[:, None] + h[None, :]
-            in_tile = in_split[:, None] & (h < H)[None, :]
+            current = block
             ahead = position + BLOCK_N
             block = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
-
-            k = tl.load(keys_ptr + at, mask=in_tile, other=0.0)
-            v = tl.load(values_ptr + at, mask=in_tile, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
-            scores = tl.where(in_split[None, :], scores, float("-inf"))
-            new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
-            rescale = tl.exp2(maximum - new_maximum)
-            weights = tl.exp2(scores - new_maximum[:, None])
-            denominator = denominator * rescale + tl.sum(weights, axis=1)
-            total = tl.dot(weights.to(v.dtype), v, total * rescale[:, None], input_precision="ieee")
-            maximum = new_maximum
+            k_tile, v_tile = _load_tile(keys_ptr, values_ptr, current, position, end, g, h, G, H, BLOCK_SIZE)
+            maximum, denominator, total = _attend_tile(
+                q, k_tile, v_tile, position < end, maximum, denominator, total, scale_log2e
+            )
 
         table_ptr = tables_ptr + next_row * table_stride
         next_position = next_first + n
         block = tl.load(table_ptr + next_position // BLOCK_SIZE, mask=next_position < next_end, other=0)
+        if AHEAD:
+            k, v = _load_tile(
+                keys_ptr, values_ptr, block, next_position, next_end, after % G, h, G, H, BLOCK_SIZE
+            )
+            ahead = next_position + BLOCK_N
+            block = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < next_end, other=0)
 
         head = s * N + g * M
         if num_splits == 1:
@@ -280,4 +355,4 @@ def decode_kernel(
                     out_ptr + head * H, num_splits, N, M, H, MAX_SPLITS, MERGE_SPLITS, MERGE_M, BLOCK_H,
                 )  # fmt: skip
         s, split, num_splits = next_s, next_split, next_num_splits
-        first, end = next_first, next_end
+        first, end, length = next_first, next_end, next_length

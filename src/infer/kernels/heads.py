@@ -26,6 +26,8 @@ tables or slots in the cache.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from infer.kernels.dispatch import jit, launch_options, next_power_of_two, tl, use_triton
@@ -37,6 +39,18 @@ _MAX_AHEAD = 256  # tokens: above, the registers that hold what was read early c
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q_TNH, k_TGH, v_TGH
 Cache = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # keys_PGH, values_PGH, slots_T
 NormWeights = tuple[torch.Tensor, torch.Tensor]  # of the queries and of the keys, [H] each
+
+
+class HeadTransform(NamedTuple):
+    """What a layer does to the heads of its projection, the same for every token of every step."""
+
+    norm_weights: NormWeights | None
+    cos_PR: torch.Tensor
+    sin_PR: torch.Tensor
+    num_heads: int
+    num_kv_heads: int
+    eps: float
+    offset: float = 0.0
 
 
 def norm_rope_write_reference(
@@ -133,12 +147,36 @@ def _weights(q_weight_ptr, k_weight_ptr, cols, is_q, in_head):
 
 
 @jit
-def _turn(cos_ptr, sin_ptr, positions_ptr, token, cols, R, in_head):
-    """The cosine and the sine that belong to each element of a head."""
-    angle = tl.load(positions_ptr + token).to(tl.int64) * R + tl.where(cols < R, cols, cols - R)
-    cos = tl.load(cos_ptr + angle, mask=in_head, other=0.0)[None, :]
-    sin = tl.load(sin_ptr + angle, mask=in_head, other=0.0)[None, :]
+def partner_of(cols, R):
+    """Where the other half of each element's pair stands in its head."""
+    return tl.where(cols < R, cols + R, cols - R)
+
+
+@jit
+def angles_of(cos_ptr, sin_ptr, position, cols, R, in_head):
+    """The cosine and the sine that belong to each element of a head at this position."""
+    angle = position.to(tl.int64) * R + tl.where(cols < R, cols, cols - R)
+    cos = tl.load(cos_ptr + angle, mask=in_head, other=0.0)
+    sin = tl.load(sin_ptr + angle, mask=in_head, other=0.0)
     return cos, sin
+
+
+@jit
+def inverse_rms(x, H, eps):
+    """One number per head; elements outside the head are 0."""
+    return tl.rsqrt(tl.sum(x * x, axis=1) / H + eps)[:, None]
+
+
+@jit
+def scaled(x, inv_rms, gain, dtype: tl.constexpr):
+    """The norm's result, rounded as a norm of its own would round it."""
+    return (x * inv_rms * gain).to(dtype).to(tl.float32)
+
+
+@jit
+def turned(x, partner, cos, sin, cols, R):
+    """Each element of a head after the rotation of its pair."""
+    return tl.where((cols < R)[None, :], x * cos - partner * sin, x * cos + partner * sin)
 
 
 @jit
@@ -172,14 +210,15 @@ def _norm_rope_write_kernel(
     is_q = heads < N
     is_k = (heads >= N) & (heads < N + G)
     R = H // 2
-    is_first = cols < R
-    partner_cols = tl.where(is_first, cols + R, cols - R)
+    partner_cols = partner_of(cols, R)
 
     if PDL:  # positions must be older than the projection: see dispatch.py
         if HAS_NORM:
             weight = _weights(q_weight_ptr, k_weight_ptr, cols, is_q, in_head)
             partner_weight = _weights(q_weight_ptr, k_weight_ptr, partner_cols, is_q, in_head)
-        cos, sin = _turn(cos_ptr, sin_ptr, positions_ptr, token, cols, R, in_head)
+        cos, sin = angles_of(
+            cos_ptr, sin_ptr, tl.load(positions_ptr + token), cols[None, :], R, in_head[None, :]
+        )
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
@@ -192,23 +231,21 @@ def _norm_rope_write_kernel(
     x = x_raw.to(tl.float32)
     partner = tl.load(row + partner_cols[None, :], mask=is_turned, other=0.0).to(tl.float32)
     if HAS_NORM:
-        inv_rms = tl.rsqrt(tl.sum(x * x, axis=1) / H + eps)
-        dtype = x_raw.dtype
+        inv_rms = inverse_rms(x, H, eps)
         if not PDL:
             weight = _weights(q_weight_ptr, k_weight_ptr, cols, is_q, in_head)
             partner_weight = _weights(q_weight_ptr, k_weight_ptr, partner_cols, is_q, in_head)
-        x = x * inv_rms[:, None] * (weight + offset)
-        x = x.to(dtype).to(tl.float32)  # rounded as a norm of its own would round
-        partner = partner * inv_rms[:, None] * (partner_weight + offset)
-        partner = partner.to(dtype).to(tl.float32)
+        x = scaled(x, inv_rms, weight + offset, x_raw.dtype)
+        partner = scaled(partner, inv_rms, partner_weight + offset, x_raw.dtype)
 
     if not PDL:
-        cos, sin = _turn(cos_ptr, sin_ptr, positions_ptr, token, cols, R, in_head)
-    turned = tl.where(is_first[None, :], x * cos - partner * sin, x * cos + partner * sin)
-    turned = turned.to(q_out_ptr.dtype.element_ty)
+        cos, sin = angles_of(
+            cos_ptr, sin_ptr, tl.load(positions_ptr + token), cols[None, :], R, in_head[None, :]
+        )
+    rotated = turned(x, partner, cos, sin, cols, R).to(q_out_ptr.dtype.element_ty)
 
     q_rows = (token * N + heads)[:, None] * H
-    tl.store(q_out_ptr + q_rows + cols[None, :], turned, mask=is_q[:, None] & in_head[None, :])
+    tl.store(q_out_ptr + q_rows + cols[None, :], rotated, mask=is_q[:, None] & in_head[None, :])
     places = token + tl.zeros_like(heads)
     if HAS_CACHE:
         if not PDL:
@@ -219,7 +256,7 @@ def _norm_rope_write_kernel(
         tl.store(values_ptr + values_rows + cols[None, :], x_raw, mask=is_v[:, None] & in_head[None, :])
     k_rows = (places * G + heads - N)[:, None] * H
     is_k = is_k & (places >= 0)
-    tl.store(k_out_ptr + k_rows + cols[None, :], turned, mask=is_k[:, None] & in_head[None, :])
+    tl.store(k_out_ptr + k_rows + cols[None, :], rotated, mask=is_k[:, None] & in_head[None, :])
 
 
 def norm_rope_write(

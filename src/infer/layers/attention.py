@@ -7,9 +7,11 @@ token may see, compute attention. The model never learns where the cache lives o
 sequence is; a parity test can pass a six-line `StepContext` that attends over the batch itself.
 
 A context whose cache is a table of slots can say so (`slots`): norm, rotation and the write to the cache
-are then one pass over the fused projection, and `attend` finds keys and values already there.
+are then one pass over the fused projection, and `attend` finds keys and values already there. One that can
+take the projection as it is (`attend_projected`) does all of it at once.
 
-Shapes:  T tokens of all sequences laid end to end, N query heads, G kv heads, H head size.
+Shapes:  T tokens of all sequences laid end to end, N query heads, G kv heads, H head size,
+X = (N + 2 G) H.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 import torch
+
+from infer.kernels.heads import HeadTransform
 
 
 class CacheSlots(NamedTuple):
@@ -37,6 +41,12 @@ class StepContext(Protocol):
 
     def slots(self, layer: int) -> CacheSlots | None:
         """Where the model itself puts keys and values before it calls `attend`; None: `attend` sees to it."""
+        return None
+
+    def attend_projected(
+        self, layer: int, qkv_TX: torch.Tensor, transform: HeadTransform, *, scale: float, window: int | None
+    ) -> torch.Tensor | None:
+        """Norm and rotate the heads of the projection, then do as `attend` does; None: ask `attend`."""
         return None
 
     def attend(

@@ -3,7 +3,8 @@
     x ──► qkv ──► norm and rotate the heads, fill the cache ──► attend ──► out
 
 The first projection is the caller's: it is fused with the norm before it (layers/linear.py, `after`). The
-second box is one pass over its result (kernels/heads.py).
+second box is one pass over its result (kernels/heads.py). Where the step can do it, the second and the third
+are one kernel (`attend_projected`).
 
 Shapes:  T tokens of all sequences laid end to end, D hidden, N query heads, G kv heads, H head size,
 X = (N + 2 G) H.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from infer.kernels.heads import norm_rope_write
+from infer.kernels.heads import HeadTransform, norm_rope_write
 from infer.kernels.linear_small import Added
 from infer.layers.attention import StepContext
 from infer.layers.linear import Linear, Reader
@@ -62,17 +63,28 @@ class SelfAttention(nn.Module):
 
         With the residual stream and its next reader, [T, D] may have been added (layers/linear.py, `into`).
         """
-        q_TNH, k_TGH, v_TGH = norm_rope_write(
-            qkv_TX,
-            (self.q_norm.weight, self.k_norm.weight) if self.q_norm and self.k_norm else None,
-            self.rotary.cos_PR,
-            self.rotary.sin_PR,
-            step.positions,
+        transform = HeadTransform(
+            norm_weights=(self.q_norm.weight, self.k_norm.weight) if self.q_norm and self.k_norm else None,
+            cos_PR=self.rotary.cos_PR,
+            sin_PR=self.rotary.sin_PR,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             eps=self.eps,
             offset=self.norm_offset,
-            cache=step.slots(self.layer),
         )
-        seen_TNH = step.attend(self.layer, q_TNH, k_TGH, v_TGH, scale=self.scale, window=self.window)
+        seen_TNH = step.attend_projected(self.layer, qkv_TX, transform, scale=self.scale, window=self.window)
+        if seen_TNH is None:
+            q_TNH, k_TGH, v_TGH = norm_rope_write(
+                qkv_TX,
+                transform.norm_weights,
+                transform.cos_PR,
+                transform.sin_PR,
+                step.positions,
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                eps=self.eps,
+                offset=self.norm_offset,
+                cache=step.slots(self.layer),
+            )
+            seen_TNH = step.attend(self.layer, q_TNH, k_TGH, v_TGH, scale=self.scale, window=self.window)
         return self.out.into(seen_TNH.flatten(-2), residual_TD, reader)

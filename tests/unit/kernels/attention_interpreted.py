@@ -9,11 +9,17 @@ from __future__ import annotations
 import torch
 
 from tests.unit.kernels.attention_contract import DecodeContract, PrefillContract
+from tests.unit.kernels.projected_contract import ProjectedContract
 
 
 class TestInterpretedDecode(DecodeContract):
     device = "cpu"
     half_precision = (torch.float16,)  # the interpreter multiplies the bits of bfloat16 as integers
+
+
+class TestInterpretedProjected(ProjectedContract):
+    device = "cpu"
+    half_precision = (torch.float16,)
 
 
 class TestInterpretedPrefill(PrefillContract):

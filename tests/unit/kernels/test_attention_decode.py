@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
+from infer.cache.kv_store import KVStore
+from infer.engine.device_step import DeviceStep
 from infer.kernels.attention import attend_naive
-from infer.kernels.attention_decode import DecodeWork, attend_decode
+from infer.kernels.attention_decode import DecodeWork, attend_decode, attend_projected
+from infer.kernels.heads import norm_rope_write
 from tests.unit.kernels.attention_contract import Heads, make_paged
 from tests.unit.kernels.interpreter import assert_passes_interpreted
+from tests.unit.kernels.projected_contract import make_transform
 
 HEADS = Heads(6, 2, 8)
 
@@ -18,6 +24,11 @@ HEADS = Heads(6, 2, 8)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_the_kernel_keeps_its_contract_under_the_interpreter() -> None:
     assert_passes_interpreted("attention_interpreted.py", "TestInterpretedDecode")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_kernel_that_takes_the_projection_keeps_its_contract_under_the_interpreter() -> None:
+    assert_passes_interpreted("attention_interpreted.py", "TestInterpretedProjected")
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -41,6 +52,53 @@ def test_a_row_attends_to_the_blocks_of_its_table(window: int | None) -> None:
             q[index : index + 1], paged.keys[slots], paged.values[slots], scale=0.3, window=window
         )
         torch.testing.assert_close(got[index : index + 1], expected)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_projection_is_written_to_the_cache_and_attends_to_itself_too(window: int | None) -> None:
+    torch.manual_seed(0)
+    paged = make_paged([3, 21], HEADS, block_size=4, dtype=torch.float32, device="cpu")
+    rows, lens = torch.tensor([1, -1, 0], dtype=torch.int32), torch.tensor([21, 0, 3], dtype=torch.int32)
+    transform = make_transform(
+        HEADS, dtype=torch.float32, device="cpu", has_norm=True, offset=1.0, num_positions=32
+    )
+    qkv = torch.randn(3, 10 * 8)
+    work = DecodeWork(max_rows=3, max_len=32, num_heads=6, num_kv_heads=2, head_dim=8, device="cpu")
+    work.plan(rows, lens, window=window)
+    positions = torch.tensor([20, 0, 2])
+    q, k, v = norm_rope_write(
+        qkv, transform.norm_weights, transform.cos_PR, transform.sin_PR, positions,
+        num_heads=6, num_kv_heads=2, eps=transform.eps, offset=1.0,
+    )  # fmt: skip
+    before = paged.keys.clone()
+    got = attend_projected(
+        qkv, transform, paged.keys, paged.values, paged.tables, rows, lens, work,
+        block_size=4, scale=0.3, window=window,
+    )  # fmt: skip
+    assert torch.equal(got[1], torch.zeros(6, 8))
+    for index, row, length in ((0, 1, 21), (2, 0, 3)):
+        slots = [int(paged.tables[row, p // 4]) * 4 + p % 4 for p in range(length)]
+        torch.testing.assert_close(paged.keys[slots[-1]], k[index])
+        assert torch.equal(paged.values[slots[-1]], v[index])
+        assert torch.equal(paged.keys[slots[:-1]], before[slots[:-1]])
+        expected = attend_naive(
+            q[index : index + 1], paged.keys[slots], paged.values[slots], scale=0.3, window=window
+        )
+        torch.testing.assert_close(got[index : index + 1], expected)
+
+
+def test_a_step_without_triton_leaves_the_projection_to_the_model() -> None:
+    paged = make_paged([3], HEADS, block_size=4, dtype=torch.float32, device="cpu")
+    rows, lens = torch.tensor([0], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
+    work = DecodeWork(max_rows=1, max_len=32, num_heads=6, num_kv_heads=2, head_dim=8, device="cpu")
+    step = DeviceStep(
+        cast(KVStore, SimpleNamespace(keys=[paged.keys], values=[paged.values])), paged.tables, work,
+        block_size=4, positions_T=torch.tensor([2]), slots_T=torch.tensor([0]), rows_S=rows, lens_S=lens,
+    )  # fmt: skip
+    transform = make_transform(
+        HEADS, dtype=torch.float32, device="cpu", has_norm=True, offset=0.0, num_positions=8
+    )
+    assert step.attend_projected(0, torch.randn(1, 10 * 8), transform, scale=0.3, window=None) is None
 
 
 def test_few_rows_are_cut_into_enough_items_to_fill_a_large_gpu() -> None:

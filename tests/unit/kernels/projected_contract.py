@@ -1,0 +1,238 @@
+"""What attention that starts from the fused projection promises, wherever it runs.
+
+Written once and tested twice, as `kernel_contract.py` explains. Two traps are set: the store is NaN wherever
+no row has a position *and* where the newest ones go, so that whoever reads a key before it was written shows
+it; and the projection stands in a frame of NaN.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+
+from infer.cache.kv_store import KVStore
+from infer.engine.device_step import DeviceStep
+from infer.kernels import attention_decode
+from infer.kernels.attention_decode import DecodeWork, attend_projected, attend_projected_reference
+from infer.kernels.attention_prefill import Chunk, PrefillChunks, build_prefill_chunks, tokens_per_tile
+from infer.kernels.heads import HeadTransform, norm_rope_write
+from tests.unit.kernels.attention_contract import Heads, OnDevice, Paged, assert_close, make_paged
+from tests.unit.kernels.kernel_contract import FramedTensor, nan_in_fresh_memory
+
+EPS = 1e-6
+
+
+def make_transform(
+    heads: Heads, *, dtype: torch.dtype, device: str, has_norm: bool, offset: float, num_positions: int
+) -> HeadTransform:
+    """Weights of a norm and angles of a rotation as no model has them."""
+    angles = torch.rand(num_positions, heads.head_dim // 2, device=device) * 6.3
+    q_weight, k_weight = torch.randn(2, heads.head_dim, device=device).to(dtype)
+    return HeadTransform(
+        norm_weights=(q_weight, k_weight) if has_norm else None,
+        cos_PR=angles.cos(),
+        sin_PR=angles.sin(),
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        eps=EPS,
+        offset=offset,
+    )
+
+
+def newest_slots(paged: Paged, rows_S: torch.Tensor, lens_S: torch.Tensor) -> torch.Tensor:
+    """Where the keys and values of the rows' last positions are; rows without positions are left out."""
+    rows, newest = rows_S[lens_S > 0].long(), lens_S[lens_S > 0].long() - 1
+    return (
+        paged.tables[rows, newest // paged.block_size].long() * paged.block_size + newest % paged.block_size
+    )
+
+
+class ProjectedContract(OnDevice):
+    """Norm, rotation, the write to the cache and attention of one token per row, in one kernel."""
+
+    def check(
+        self,
+        lens: list[int],
+        heads: Heads,
+        *,
+        block_size: int = 16,
+        split_len: int | None = 32,
+        window: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        has_norm: bool = True,
+        offset: float = 0.0,
+        num_layers: int = 1,
+    ) -> None:
+        """Output and cache are those of the reference, on scratch that is NaN and on what a layer left."""
+        device, num_rows = self.device, len(lens)
+        rows = torch.randperm(num_rows).to(device, torch.int32)  # not the order of the tables
+        lens_S = torch.tensor(lens, dtype=torch.int32, device=device)[rows.long()]
+        rows = torch.where(lens_S > 0, rows, -1)  # what padding looks like in a step
+        work = DecodeWork(
+            max_rows=num_rows + 2,
+            max_len=max(*lens, 1),
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            device=device,
+            split_len=split_len,
+        )
+        for scratch in (work.sums, work.maxima, work.denominators):
+            scratch.fill_(torch.nan)
+        work.plan(rows, lens_S, window=window)
+        for _ in range(num_layers):
+            transform = make_transform(
+                heads,
+                dtype=dtype,
+                device=device,
+                has_norm=has_norm,
+                offset=offset,
+                num_positions=max(*lens, 1),
+            )
+            paged = make_paged(lens, heads, block_size=block_size, dtype=dtype, device=device)
+            newest = newest_slots(paged, rows, lens_S)
+            paged.keys[newest] = paged.values[newest] = torch.nan
+            stores = [store.clone() for store in (paged.keys, paged.values)]
+            num_heads = heads.num_heads + 2 * heads.num_kv_heads
+            qkv = FramedTensor((num_rows, num_heads * heads.head_dim), dtype, device)
+            with nan_in_fresh_memory():
+                actual = attend_projected(
+                    qkv.view, transform, paged.keys, paged.values, paged.tables, rows, lens_S, work,
+                    block_size=block_size, scale=0.3, window=window,
+                )  # fmt: skip
+            expected = attend_projected_reference(
+                qkv.view, transform, stores[0], stores[1], paged.tables, rows, lens_S,
+                block_size=block_size, scale=0.3, window=window,
+            )  # fmt: skip
+            assert_close(actual, expected)
+            assert_close(paged.keys[newest], stores[0][newest])
+            assert torch.equal(paged.values[newest], stores[1][newest])
+            for actual_store, expected_store in zip((paged.keys, paged.values), stores, strict=True):
+                actual_store[newest] = expected_store[newest] = 0.0
+                torch.testing.assert_close(actual_store, expected_store, rtol=0, atol=0, equal_nan=True)
+        assert not work.tickets.any()
+
+    @pytest.mark.parametrize(
+        "heads",
+        [
+            Heads(2, 2, 64),
+            Heads(4, 2, 80),
+            Heads(4, 1, 96),
+            Heads(14, 2, 16),
+            Heads(16, 1, 32),
+            Heads(2, 1, 256),
+        ],
+        ids=str,
+    )
+    def test_projected_at_lengths_around_a_block_and_a_split(self, heads: Heads) -> None:
+        self.check([1, 2, 16, 17, 32, 33, 34, 70], heads)
+
+    @pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "plain"])
+    def test_projected_in_half_precision(self, has_norm: bool) -> None:
+        for dtype in self.half_precision:
+            self.check([5, 33, 70], Heads(6, 2, 64), dtype=dtype, has_norm=has_norm)
+
+    def test_projected_with_a_norm_centred_on_zero(self) -> None:
+        self.check([1, 40], Heads(4, 1, 32), offset=1.0)
+
+    def test_projected_without_a_norm(self) -> None:
+        self.check([1, 40, 0], Heads(4, 2, 32), has_norm=False)
+
+    def test_projected_writes_zeros_for_padding_and_touches_nothing(self) -> None:
+        self.check([0, 40, 0, 3, 0], Heads(4, 2, 32), num_layers=2)
+        self.check([0], Heads(4, 2, 32))
+
+    @pytest.mark.parametrize("window", [1, 2, 40])
+    def test_projected_within_a_window(self, window: int) -> None:
+        self.check([1, 2, 41, 0, 97, 100], Heads(4, 2, 32), window=window)
+
+    def test_projected_with_larger_blocks_and_many_splits(self) -> None:
+        self.check([150, 2, 65], Heads(2, 1, 16), block_size=64, split_len=16)
+
+    def test_projected_with_splits_of_several_tiles(self) -> None:
+        self.check([257, 130, 65, 64], Heads(2, 1, 16), split_len=256)
+
+    def test_projected_with_the_splits_it_would_choose(self) -> None:
+        self.check([130, 64, 65], Heads(2, 2, 16), split_len=None)
+
+    def test_projected_of_so_many_heads_that_no_tile_is_read_ahead(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(attention_decode, "_FEW_HEADS", 0)
+        self.check([1, 33, 0, 70, 130], Heads(4, 2, 32), num_layers=2)
+        self.check([1, 2, 41, 0, 100], Heads(4, 2, 32), window=40)
+
+    def test_a_projected_row_does_not_depend_on_its_neighbours(self) -> None:
+        heads, lens, device = Heads(4, 2, 32), [37, 100, 80, 0], self.device
+        paged = make_paged(lens, heads, block_size=16, dtype=torch.float32, device=device)
+        transform = make_transform(
+            heads, dtype=torch.float32, device=device, has_norm=True, offset=0.0, num_positions=200
+        )
+        qkv = torch.randn(4, 8 * 32, device=device)
+        rows = torch.arange(4, dtype=torch.int32, device=device)
+        work = DecodeWork(
+            max_rows=4, max_len=200, num_heads=4, num_kv_heads=2, head_dim=32, device=device, split_len=32
+        )
+
+        def attend(lens: list[int]) -> torch.Tensor:
+            lens_S = torch.tensor(lens, dtype=torch.int32, device=device)
+            work.plan(rows, lens_S)
+            return attend_projected(
+                qkv, transform, paged.keys, paged.values, paged.tables, rows, lens_S, work,
+                block_size=16, scale=0.3, window=None,
+            )  # fmt: skip
+
+        together = attend(lens)
+        for row in range(3):
+            alone = attend([length if index == row else 0 for index, length in enumerate(lens)])
+            assert torch.equal(alone[row], together[row])
+
+    @pytest.mark.parametrize("window", [None, 20])
+    def test_a_step_of_rows_alone_takes_the_projection(self, window: int | None) -> None:
+        heads, lens, device = Heads(4, 2, 32), [37, 0, 3], self.device
+        paged = make_paged(lens, heads, block_size=16, dtype=torch.float32, device=device)
+        transform = make_transform(
+            heads, dtype=torch.float32, device=device, has_norm=True, offset=1.0, num_positions=64
+        )
+        lens_S = torch.tensor(lens, dtype=torch.int32, device=device)
+        rows_S = torch.tensor([0, -1, 2], dtype=torch.int32, device=device)
+        slots = torch.full((3,), -1, device=device)
+        slots[lens_S > 0] = newest_slots(paged, rows_S, lens_S)
+        work = DecodeWork(
+            max_rows=3, max_len=64, num_heads=4, num_kv_heads=2, head_dim=32, device=device, split_len=16
+        )
+        qkv = torch.randn(3, 8 * 32, device=device)
+
+        def make_step(
+            backend: str = "triton", chunks: PrefillChunks | None = None
+        ) -> tuple[DeviceStep, SimpleNamespace]:
+            store = SimpleNamespace(keys=[None, paged.keys.clone()], values=[None, paged.values.clone()])
+            step = DeviceStep(
+                cast(KVStore, store), paged.tables, work, block_size=16,
+                positions_T=(lens_S.long() - 1).clamp(min=0), slots_T=slots, rows_S=rows_S, lens_S=lens_S,
+                chunks=chunks, windows=(window,), backend=backend,
+            )  # fmt: skip
+            return step, store
+
+        step, expected_store = make_step()
+        q, k, v = norm_rope_write(
+            qkv, transform.norm_weights, transform.cos_PR, transform.sin_PR, step.positions,
+            num_heads=4, num_kv_heads=2, eps=EPS, offset=1.0, cache=step.slots(1),
+        )  # fmt: skip
+        expected = step.attend(1, q, k, v, scale=0.3, window=window)
+        for backend in ("triton", "flash"):
+            step, store = make_step(backend)
+            actual = step.attend_projected(1, qkv, transform, scale=0.3, window=window)
+            assert actual is not None
+            assert_close(actual, expected)
+            assert_close(store.keys[1][slots[::2]], expected_store.keys[1][slots[::2]])
+            assert torch.equal(store.values[1][slots[::2]], expected_store.values[1][slots[::2]])
+
+        tiles = build_prefill_chunks([Chunk(3, 1, 2, 0)], tokens_per_tile=tokens_per_tile(4, 2))
+        chunks = PrefillChunks.from_arrays(torch.from_numpy(tiles).to(device), [Chunk(3, 1, 2, 0)])
+        for step, store in (make_step("cuda"), make_step("invariant"), make_step(chunks=chunks)):
+            assert step.attend_projected(1, qkv, transform, scale=0.3, window=window) is None
+            torch.testing.assert_close(store.values[1], paged.values, rtol=0, atol=0, equal_nan=True)
