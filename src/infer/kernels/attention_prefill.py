@@ -20,7 +20,9 @@ has the same bits whatever else its tile, its chunk and the step hold, be it a c
 prompt: a tile that a token does not see adds zeros to its sums.
 
 The tiles are listed on the host, which knows the chunks, longest first so that none starts late; a list is
-padded to the capacity a graph was captured for with empty tiles, whose programs leave at once.
+padded to the capacity a graph was captured for with empty tiles, whose programs leave at once. Where a list
+is so short that it could leave multiprocessors idle, programs share the keys of a tile: the kernels' file
+(`attention_prefill_kernels.py`) tells how. With `invariant`, never.
 
 Shapes:  T tokens, N query heads, G kv heads, M = N/G, H head size, P slots, R rows of the block tables,
          B blocks per row, W tiles, C chunks.
@@ -31,6 +33,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -39,10 +42,18 @@ import torch
 
 from infer.errors import ConfigError
 from infer.kernels.attention import attend_naive
-from infer.kernels.dispatch import jit, next_power_of_two, tl, use_triton
+from infer.kernels.attention_prefill_kernels import merge_kernel, prefill_kernel
+from infer.kernels.dispatch import launch_options, next_power_of_two, use_triton
 
 LOG2E = math.log2(math.e)
 BLOCK_M = 128  # two warp groups of 64 rows: what the matrix instructions of a Hopper GPU are made of
+
+_MAX_TILES = 128  # of a list whose tiles may be split: every program reads all of it
+_SPLIT_LEN = 512  # keys; a tile with no more is not split
+_MERGE_PROGRAMS = 2  # per multiprocessor
+_MERGE_ROWS, _MERGE_NUMBERS = 8, 2048  # rows that a program merges at once, and numbers that it reads of each
+_SM_REGISTERS = 65536
+_INTERPRETED_SMS = 4
 
 
 class Chunk(NamedTuple):
@@ -63,14 +74,16 @@ class PrefillConfig:
     num_stages: int
     block_m: int = BLOCK_M  # rows of a tile
     num_parts: int = 1  # programs that share the rows of a tile
+    programs_per_sm: int = 1  # as many as run at the same time
+    max_registers: int | None = None  # of a thread
 
 
 # By the bytes of one head's key: queries and `num_stages` tiles of keys and values share 227 KiB, and the
 # scores and sums of a tile share the registers of 256 threads. Measured on Hopper: tiles so short that two
 # programs share a multiprocessor, one multiplying while the other computes exponentials.
 _CONFIGS = {
-    128: PrefillConfig(block_n=64, num_warps=8, num_stages=3),
-    256: PrefillConfig(block_n=32, num_warps=8, num_stages=4),
+    128: PrefillConfig(block_n=64, num_warps=8, num_stages=3, programs_per_sm=2),
+    256: PrefillConfig(block_n=32, num_warps=8, num_stages=4, programs_per_sm=2),
     512: PrefillConfig(block_n=32, num_warps=8, num_stages=2),
 }
 # Where four or more query heads share a kv head, finding a row's query takes the registers that the second
@@ -147,153 +160,6 @@ def attend_prefill_reference(
     return out
 
 
-@jit
-def _attend_keys(
-    q,
-    total,
-    maximum,
-    denominator,
-    token_position,
-    lo,
-    hi,
-    keys_ptr,  # of kv head g
-    values_ptr,
-    table_ptr,  # of this row
-    window,
-    scale_log2e,
-    MASKED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
-    H: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    h = tl.arange(0, BLOCK_H)
-    n = tl.arange(0, BLOCK_N)
-    # The blocks of the next tile are looked up one tile ahead: keys need not wait for the table.
-    block = tl.load(table_ptr + (lo + n) // BLOCK_SIZE, mask=lo + n < hi, other=0)
-    for start in range(lo, hi, BLOCK_N):
-        position = start + n
-        slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE  # int64: P * G * H passes 2^31
-        at = (slot * SLOT_STRIDE)[:, None] + h[None, :]
-        ahead = position + BLOCK_N
-        block = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < hi, other=0)
-        if MASKED:
-            in_tile = (position < hi)[:, None] & (h < H)[None, :]
-            k = tl.load(keys_ptr + at, mask=in_tile, other=0.0)
-        elif H == BLOCK_H:
-            k = tl.load(keys_ptr + at)
-        else:
-            k = tl.load(keys_ptr + at, mask=(h < H)[None, :], other=0.0)
-
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if MASKED:
-            seen = position[None, :] <= token_position[:, None]
-            if WINDOWED:
-                seen = seen & (position[None, :] > token_position[:, None] - window)
-            scores = tl.where(seen & (position < hi)[None, :], scores, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * scale_log2e)
-        # a token behind a window may have seen nothing so far, and exp2(-inf - -inf) is not a number
-        subtracted = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        weights = tl.exp2(scores * scale_log2e - subtracted[:, None])
-        rescale = tl.exp2(maximum - subtracted)
-        denominator = denominator * rescale + tl.sum(weights, axis=1)
-        total = total * rescale[:, None]
-
-        if MASKED:
-            v = tl.load(values_ptr + at, mask=(position < hi)[:, None] & (h < H)[None, :], other=0.0)
-        elif H == BLOCK_H:
-            v = tl.load(values_ptr + at)
-        else:
-            v = tl.load(values_ptr + at, mask=(h < H)[None, :], other=0.0)
-        total = tl.dot(weights.to(v.dtype), v, total, input_precision="ieee")
-        maximum = new_maximum
-    return total, maximum, denominator
-
-
-@jit
-def _prefill_kernel(
-    q_ptr,
-    keys_ptr,
-    values_ptr,
-    tables_ptr,
-    tiles_ptr,
-    out_ptr,
-    q_token_stride,
-    q_head_stride,
-    out_token_stride,
-    table_stride,
-    window,
-    scale_log2e,
-    WINDOWED: tl.constexpr,
-    INVARIANT: tl.constexpr,
-    G: tl.constexpr,
-    M: tl.constexpr,
-    H: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    tile_ptr = tiles_ptr + tl.program_id(0) // (G * NUM_PARTS) * 4
-    g = tl.program_id(0) // NUM_PARTS % G
-    num = tl.load(tile_ptr + 1)
-    first_row = tl.program_id(0) % NUM_PARTS * BLOCK_M
-    if first_row < num * M:
-        first = tl.load(tile_ptr).to(tl.int64)
-        table_ptr = tables_ptr + tl.load(tile_ptr + 2).to(tl.int64) * table_stride
-        start = tl.load(tile_ptr + 3)
-        end = start + num
-        keys_ptr += g * H
-        values_ptr += g * H
-
-        r = first_row + tl.arange(0, BLOCK_M)
-        h = tl.arange(0, BLOCK_H)
-        token = r // M
-        head = g * M + r % M
-        in_rows = (token < num)[:, None] & (h < H)[None, :]
-        q_at = (first + token)[:, None] * q_token_stride + head[:, None] * q_head_stride + h[None, :]
-        q = tl.load(q_ptr + q_at, mask=in_rows, other=0.0)
-        position = start + token
-
-        total = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
-        maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        denominator = tl.zeros((BLOCK_M,), tl.float32)
-        if INVARIANT:
-            seen_by_all = 0
-            if WINDOWED:
-                seen_by_all = tl.maximum(start - window + 1, 0) // BLOCK_N * BLOCK_N
-        elif WINDOWED:
-            lowest = tl.maximum(start - window + 1, 0)
-            num_edge = (tl.maximum(end - window - lowest, 0) + BLOCK_N - 1) // BLOCK_N
-            edge_end = lowest + num_edge * BLOCK_N
-            total, maximum, denominator = _attend_keys(
-                q, total, maximum, denominator, position, lowest, tl.minimum(edge_end, end),
-                keys_ptr, values_ptr, table_ptr, window, scale_log2e,
-                True, True, G * H, H, BLOCK_SIZE, BLOCK_N, BLOCK_H,
-            )  # fmt: skip
-        else:
-            edge_end = 0
-        if not INVARIANT:
-            seen_by_all = edge_end + tl.maximum(start + 1 - edge_end, 0) // BLOCK_N * BLOCK_N
-            total, maximum, denominator = _attend_keys(
-                q, total, maximum, denominator, position, edge_end, seen_by_all,
-                keys_ptr, values_ptr, table_ptr, window, scale_log2e,
-                False, WINDOWED, G * H, H, BLOCK_SIZE, BLOCK_N, BLOCK_H,
-            )  # fmt: skip
-        total, maximum, denominator = _attend_keys(
-            q, total, maximum, denominator, position, seen_by_all, end,
-            keys_ptr, values_ptr, table_ptr, window, scale_log2e,
-            True, WINDOWED, G * H, H, BLOCK_SIZE, BLOCK_N, BLOCK_H,
-        )  # fmt: skip
-
-        out = total / tl.where(denominator == 0.0, 1.0, denominator)[:, None]  # 0: a row without a token
-        to = (first + token)[:, None] * out_token_stride + head[:, None] * H + h[None, :]
-        tl.store(out_ptr + to, out.to(out_ptr.dtype.element_ty), mask=in_rows)
-
-
 def attend_prefill(
     q_TNH: torch.Tensor,
     keys_PGH: torch.Tensor,
@@ -308,8 +174,12 @@ def attend_prefill(
     out: torch.Tensor | None = None,
     config: PrefillConfig | None = None,
     invariant: bool = False,
+    num_splits: int | None = None,
 ) -> torch.Tensor:
     """Attend with the tokens of the chunks; the other tokens of `out` are left as they are.
+
+    `num_splits` is how many splits there is room for, per tile of the list: 1 for none, None for as many as
+    fill the machine with splits that are worth it.
 
     With `fresh_slots_T`, the slots of this step's tokens, PyTorch's FlashAttention computes fresh chunks: it
     knows no block tables, so keys and values are copied together first, which costs as much as reading them.
@@ -338,15 +208,66 @@ def attend_prefill(
         config = _FLOAT32_CONFIG
     configs = _GROUPED_CONFIGS if N // G >= 4 else _CONFIGS
     config = config or configs[min(max(block_h * keys_PGH.element_size(), 128), 512)]
-    _prefill_kernel[(chunks.tiles_W4.shape[0] * G * config.num_parts,)](
-        q_TNH, keys_PGH, values_PGH, tables_RB, chunks.tiles_W4, out,
+    num_tiles = chunks.tiles_W4.shape[0]
+    max_items = 0 if invariant else _max_items(chunks, G, config, num_splits)
+    num_programs = max(num_tiles, max_items) * G * config.num_parts
+    part_rows = config.block_m // config.num_parts
+    parts = _new_parts(num_programs * part_rows, H, q_TNH.device) if max_items else (out, out, out)
+    options, max_registers = launch_options(q_TNH.device), config.max_registers
+    if max_items and config.programs_per_sm > 1:  # finding a split takes registers that the others need
+        max_registers = _SM_REGISTERS // (config.programs_per_sm * config.num_warps * 32)
+    sizes = {
+        "G": G, "M": N // G, "H": H, "NUM_PARTS": config.num_parts, "BLOCK_M": part_rows,
+        "BLOCK_N": config.block_n, "BLOCK_H": block_h, "BLOCK_W": _MAX_TILES,
+        "SPLIT_LEN": _SPLIT_LEN if num_splits is None else config.block_n,
+    }  # fmt: skip
+    prefill_kernel[(num_programs,)](
+        q_TNH, keys_PGH, values_PGH, tables_RB, chunks.tiles_W4, out, *parts,
         q_TNH.stride(0), q_TNH.stride(1), out.stride(0), tables_RB.stride(0), window or 2**30, scale * LOG2E,
-        WINDOWED=window is not None, INVARIANT=invariant, G=G, M=N // G, H=H, BLOCK_SIZE=block_size,
-        NUM_PARTS=config.num_parts, BLOCK_M=config.block_m // config.num_parts,
-        BLOCK_N=config.block_n, BLOCK_H=block_h,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        num_tiles, max_items, **sizes, SPLIT=max_items > 0, WINDOWED=window is not None, INVARIANT=invariant,
+        BLOCK_SIZE=block_size, PDL=options["PDL"], num_warps=config.num_warps, num_stages=config.num_stages,
+        maxnreg=max_registers,
     )  # fmt: skip
+    if max_items:
+        merge_kernel[(_MERGE_PROGRAMS * num_sms(q_TNH.device),)](
+            chunks.tiles_W4, *parts, out, out.stride(0), window or 2**30, num_tiles, max_items, **sizes,
+            BLOCK_S=max(_MERGE_NUMBERS // block_h, 1), BLOCK_R=_MERGE_ROWS, num_warps=8, **options,
+        )  # fmt: skip
     return out
+
+
+def _max_items(
+    chunks: PrefillChunks, num_kv_heads: int, config: PrefillConfig, num_splits: int | None
+) -> int:
+    """How many (tile, split) the list may become; 0 where no tile can be split or it would not help.
+
+    A list that was padded for a graph is longer than its chunks need, so more of it may pass: how many tiles
+    there are is seen on the device.
+    """
+    num_tiles = chunks.tiles_W4.shape[0]
+    if num_tiles > _MAX_TILES or num_splits == 1:
+        return 0
+    if num_splits is not None:
+        return num_tiles * num_splits
+    room = num_sms(chunks.tiles_W4.device) * config.programs_per_sm // (num_kv_heads * config.num_parts)
+    if chunks.chunks:
+        longest = max(chunk.start + chunk.num for chunk in chunks.chunks)
+        return room if longest > _SPLIT_LEN and 2 * num_tiles <= room else 0
+    return room if num_tiles <= 2 * room else 0
+
+
+@lru_cache(maxsize=16)
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors; few under the interpreter."""
+    if device.type != "cuda":
+        return _INTERPRETED_SMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _new_parts(num_rows: int, head_dim: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Scratch memory for the sums, maxima and denominators of parts with so many rows in all."""
+    sums = torch.empty((num_rows, head_dim), dtype=torch.float32, device=device)
+    return sums, *torch.empty((2, num_rows), dtype=torch.float32, device=device).unbind()
 
 
 def check_flash(device: torch.device, head_dim: int) -> None:

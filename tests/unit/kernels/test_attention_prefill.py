@@ -26,6 +26,11 @@ def test_the_kernel_keeps_its_contract_under_the_interpreter() -> None:
     assert_passes_interpreted("attention_interpreted.py", "TestInterpretedPrefill")
 
 
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_tiles_whose_keys_are_shared_keep_the_contract_under_the_interpreter() -> None:
+    assert_passes_interpreted("prefill_splits_interpreted.py", "TestInterpretedSplits")
+
+
 @pytest.mark.parametrize("window", [None, 4])
 def test_a_chunk_attends_to_its_row_up_to_each_token(window: int | None) -> None:
     torch.manual_seed(0)
