@@ -42,6 +42,7 @@ import torch
 
 from infer.errors import ConfigError
 from infer.kernels.attention import attend_naive
+from infer.kernels.attention_dense import attend_fresh_dense
 from infer.kernels.attention_prefill_kernels import merge_kernel, prefill_kernel
 from infer.kernels.dispatch import launch_options, next_power_of_two, use_triton
 
@@ -296,21 +297,21 @@ def attend_fresh(
     out: torch.Tensor,
     backend: str,
 ) -> torch.Tensor:
-    """Fresh chunks that lie end to end, through the variable-length kernels that come with PyTorch."""
+    """Fresh chunks that lie end to end, through the kernels that come with PyTorch.
+
+    cuDNN has an entry point for ragged lengths too, but plans anew for every set of them, on the host.
+    """
     assert chunks.are_fresh, "every chunk must start its sequence"
+    if backend == "cudnn":
+        assert window is None, "cuDNN is asked for full attention alone"
+        return attend_fresh_dense(q_TNH, k_TGH, v_TGH, chunks, scale=scale, out=out)
+    assert backend == "flash", backend
     first = chunks.chunks[0].first
     lens = [chunk.num for chunk in chunks.chunks]
     ends = torch.tensor([0, *np.cumsum(lens).tolist()], dtype=torch.int32).to(q_TNH.device, non_blocking=True)
     q, k, v = (x[first : first + sum(lens)] for x in (q_TNH, k_TGH, v_TGH))
-    if backend == "flash":
-        result = torch.ops.aten._flash_attention_forward(
-            q, k, v, ends, ends, max(lens), max(lens), 0.0, True, False, scale=scale,
-            window_size_left=None if window is None else window - 1, window_size_right=0,
-        )[0]  # fmt: skip
-    else:
-        assert backend == "cudnn" and window is None, f"{backend} does not know windows"
-        result = torch.ops.aten._cudnn_attention_forward(
-            q, k, v, None, ends, ends, max(lens), max(lens), False, 0.0, True, False, scale=scale
-        )[0]
-    out[first : first + sum(lens)] = result
+    out[first : first + sum(lens)] = torch.ops.aten._flash_attention_forward(
+        q, k, v, ends, ends, max(lens), max(lens), 0.0, True, False, scale=scale,
+        window_size_left=None if window is None else window - 1, window_size_right=0,
+    )[0]  # fmt: skip
     return out
