@@ -57,7 +57,8 @@ PAIR_TILES = (  # block_n, block_k, split_k (filled in), num_warps, num_stages
 SPLITS = (1, 2, 4, 8)
 BUCKETS = (32, 16, 64)
 _NUM_FINALISTS = 6
-_DOES_NOT_FIT: tuple[type[Exception], ...] = (triton.runtime.errors.OutOfResources,) if triton else ()
+# Too much shared memory, too many registers; or a tile that this version of Triton cannot compile.
+_DOES_NOT_FIT = (triton.runtime.errors.OutOfResources, RuntimeError) if triton else (RuntimeError,)
 _ENOUGH_TILES = 264  # of 64 rows: two for each multiprocessor, narrower ones have nothing to give
 
 Plan = GemvConfig | SkinnyConfig | None
@@ -167,8 +168,8 @@ class PairSweep:
                 if fits(tile, matrix, block_m):
                     try:
                         times[block_m][tile] = seconds_of(tile, block_m)
-                    except _DOES_NOT_FIT:
-                        continue  # too much shared memory, or too many registers
+                    except _DOES_NOT_FIT as error:
+                        print(f"  {tile} with {block_m} tokens: {error}", flush=True)
             tiles = sorted(times[BUCKETS[0]], key=times[BUCKETS[0]].__getitem__)[:_NUM_FINALISTS]
         for tile in tiles:
             figures = ", ".join(f"M={m} {times[m][tile] * 1e6:.1f}" for m in BUCKETS if tile in times[m])
