@@ -4,6 +4,7 @@ python -m benchmarks.kernels.attention_prefill [--sweep] [--seconds 80]
 
 Counted are the multiplications below the causal diagonal, twice 2 * N * H for each pair of a token and a
 position it sees. Fresh prompts are also given to the kernels that come with PyTorch, on contiguous k and v.
+Where tiles are few over many keys, the same is measured without splits and with a list padded as for a graph.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,6 +25,7 @@ from infer.kernels.attention_prefill import (
     attend_fresh,
     attend_prefill,
     build_prefill_chunks,
+    prefill_config,
     tokens_per_tile,
 )
 
@@ -36,9 +38,17 @@ SHAPES: tuple[Shape, ...] = (
     (((0, 8192),), 32, 8, 128),
     (((6144, 2048),) * 2, 32, 8, 128),
     (((30720, 2048),), 16, 8, 128),
+    (((8064, 128),), 16, 8, 128),  # a prompt that was found in the prefix cache
+    (((8064, 128),), 32, 8, 64),
+    (((8064, 128),), 32, 8, 128),
+    (((8064, 512),), 16, 8, 128),
+    (((4000, 64), (8000, 128), (0, 200), (500, 120)), 16, 8, 128),  # chunks beside rows that decode
+    (((100, 28), (0, 100)), 16, 8, 128),
 )
 BLOCK_SIZE = 16
 _CALLS = 8  # in one graph, each on a store of its own
+_FEW_TOKENS = 512  # steps with no more than that are replayed as graphs
+_EMPTY_TILES = 16  # that a graph's list may end in
 
 
 def gemm_rate() -> float:
@@ -68,6 +78,11 @@ class Prompts:
         tiles = build_prefill_chunks(self.chunks, tokens_per_tile=per_tile)
         return PrefillChunks.from_arrays(torch.from_numpy(tiles).cuda(), self.chunks)
 
+    def padded_batch(self) -> PrefillChunks:
+        """The tiles as a graph has them: with empty ones, and without a host that knows their lengths."""
+        tiles_W4 = self.batch().tiles_W4
+        return PrefillChunks.from_arrays(torch.cat((tiles_W4, tiles_W4.new_zeros(_EMPTY_TILES, 4))))
+
 
 def make_prompts(shape: Shape) -> Prompts:
     """Random numbers, and tables whose blocks lie in random order."""
@@ -89,16 +104,23 @@ def make_prompts(shape: Shape) -> Prompts:
     return Prompts(chunks, q, stores, tables)
 
 
-def seconds_paged(prompts: Prompts, config: PrefillConfig | None) -> float:
+def seconds_paged(
+    prompts: Prompts,
+    config: PrefillConfig | None,
+    *,
+    batch: PrefillChunks | None = None,
+    num_splits: int | None = None,
+) -> float:
     """Time of one layer through the block tables."""
-    batch = prompts.batch(config.block_m if config else 128)
+    chunks = batch or prompts.batch(config.block_m if config else 128)
     out = torch.empty_like(prompts.q)
 
     def step() -> None:
         for keys, values in prompts.stores:
             attend_prefill(
-                prompts.q, keys, values, prompts.tables, batch,
+                prompts.q, keys, values, prompts.tables, chunks,
                 block_size=BLOCK_SIZE, scale=prompts.q.shape[2] ** -0.5, window=None, out=out, config=config,
+                num_splits=num_splits,
             )  # fmt: skip
 
     return seconds_of_replay(captured(step)) / len(prompts.stores)
@@ -177,8 +199,19 @@ def main() -> int:
     for index, shape in enumerate(SHAPES):
         spans, N, G, H = shape
         prompts = make_prompts(shape)
-        print(f"{len(spans)} x (start {spans[0][0]}, num {spans[0][1]})  N {N} G {G} H {H}")
+        kinds = ", ".join(f"{spans.count(s)} x (start {s[0]}, num {s[1]})" for s in dict.fromkeys(spans))
+        print(f"{kinds}  N {N} G {G} H {H}")
         report("paged", seconds_paged(prompts, None), prompts, ceiling)
+        config = prefill_config(prompts.q.dtype, N, G, H)
+        if config.programs_per_sm == 2:  # registers for a second program, where the compiler took too many
+            limited = replace(config, max_registers=65536 // (2 * 32 * config.num_warps))
+            report(
+                f"paged, {limited.max_registers} registers", seconds_paged(prompts, limited), prompts, ceiling
+            )
+        if prompts.q.shape[0] <= _FEW_TOKENS:
+            report("paged, no splits", seconds_paged(prompts, None, num_splits=1), prompts, ceiling)
+            padded = seconds_paged(prompts, None, batch=prompts.padded_batch())
+            report("paged, the list of a graph", padded, prompts, ceiling)
         if prompts.batch().are_fresh:
             for backend in ("flash", "cudnn"):
                 try:

@@ -205,10 +205,7 @@ def attend_prefill(
     if chunks.tiles_W4.shape[0] == 0:
         return out
     block_h = max(next_power_of_two(H), 16)
-    if config is None and q_TNH.dtype == torch.float32:
-        config = _FLOAT32_CONFIG
-    configs = _GROUPED_CONFIGS if N // G >= 4 else _CONFIGS
-    config = config or configs[min(max(block_h * keys_PGH.element_size(), 128), 512)]
+    config = config or prefill_config(q_TNH.dtype, N, G, H)
     num_tiles = chunks.tiles_W4.shape[0]
     max_items = 0 if invariant else _max_items(chunks, G, config, num_splits)
     num_programs = max(num_tiles, max_items) * G * config.num_parts
@@ -235,6 +232,14 @@ def attend_prefill(
             BLOCK_S=max(_MERGE_NUMBERS // block_h, 1), BLOCK_R=_MERGE_ROWS, num_warps=8, **options,
         )  # fmt: skip
     return out
+
+
+def prefill_config(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> PrefillConfig:
+    """What was measured to be best for heads of this kind."""
+    if dtype == torch.float32:
+        return _FLOAT32_CONFIG
+    configs = _GROUPED_CONFIGS if num_heads // num_kv_heads >= 4 else _CONFIGS
+    return configs[min(max(next_power_of_two(head_dim) * dtype.itemsize, 128), 512)]
 
 
 def _max_items(
