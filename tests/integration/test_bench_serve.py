@@ -61,7 +61,7 @@ def test_every_workload_is_measured_on_a_real_server(live: LiveServer, tmp_path:
     assert rows["agent_session"]["cache_hit_share"].median > 0.3  # every turn begins as the last one did
     assert rows["baseline"]["num_requests"].median == 10
     assert all("queue_mean_s" in figures for figures in rows.values())
-    assert report.model == {"name": "tiny", "context_len": 2048}
+    assert report.model == {"name": "tiny", "context_len": 2048, "dtype": "float32", "weights": "fp32"}
     assert report.config["kv_cache_backend"] == "paged"
     assert report.versions["server"] == __version__
     page = (tmp_path / "r.md").read_text()
