@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,7 @@ def test_a_text_that_can_never_fit_is_told_which_limit_it_breaks(folder: Path) -
         (front_of(folder), "but this model's context is 256;"),
         (front_of(folder, max_seq_len=64), "but max_seq_len is set to 64 (this model's context is 256);"),
     ):
-        for encode in (
-            lambda front=front: front.encode(text),
-            lambda front=front: front.encode_chat(message),
-        ):
+        for encode in (partial(front.encode, text), partial(front.encode_chat, message)):
             with pytest.raises(ContextOverflow) as caught:
                 encode()
             assert limit in str(caught.value)
