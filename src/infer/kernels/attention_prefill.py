@@ -49,7 +49,7 @@ from infer.kernels.dispatch import launch_options, next_power_of_two, use_triton
 LOG2E = math.log2(math.e)
 BLOCK_M = 128  # two warp groups of 64 rows: what the matrix instructions of a Hopper GPU are made of
 
-_MAX_TILES = 128  # of a list whose tiles may be split: every program reads all of it
+_FEW_TILES, _MAX_TILES = 32, 128  # of a list whose tiles may be split: every program reads all of it
 _SPLIT_LEN = 512  # keys; a tile with no more is not split
 _MERGE_PROGRAMS = 2  # per multiprocessor
 _MERGE_ROWS, _MERGE_NUMBERS = 8, 2048  # rows that a program merges at once, and numbers that it reads of each
@@ -216,7 +216,8 @@ def attend_prefill(
         max_registers = _SM_REGISTERS // (config.programs_per_sm * config.num_warps * 32)
     sizes = {
         "G": G, "M": N // G, "H": H, "NUM_PARTS": config.num_parts, "BLOCK_M": part_rows,
-        "BLOCK_N": config.block_n, "BLOCK_H": block_h, "BLOCK_W": _MAX_TILES,
+        "BLOCK_N": config.block_n, "BLOCK_H": block_h,
+        "BLOCK_W": _MAX_TILES if max_items and num_tiles > _FEW_TILES else _FEW_TILES,
         "SPLIT_LEN": _SPLIT_LEN if num_splits is None else config.block_n,
     }  # fmt: skip
     prefill_kernel[(num_programs,)](

@@ -22,7 +22,7 @@ three ranges of keys (see `attention_prefill.py`) begin and end where they would
 
 An item of a split tile leaves its unnormalised sum, maximum and denominator in scratch memory; a second
 launch adds them in the order of the splits. Not the program that comes last, as in decoding: the parts of a
-tile are 64 KiB each, and one multiprocessor would read for longer than the walk took. The second launch
+tile are 64 KiB each, and one multiprocessor would have a megabyte of them to read. The second launch
 spreads the rows of all tiles over the machine, and has started by the time the first one ends (PDL, see
 `dispatch.py`). No counters, and the bits do not depend on who was faster.
 

@@ -115,11 +115,11 @@ class SplitsContract(OnDevice):
         self.check(spans, heads, num_splits=num_splits)
         assert self.num_split_calls == 1
 
-    @pytest.mark.parametrize("window", [1, 20, 100, 300, 5000])
+    @pytest.mark.parametrize("window", [1, 100, 300])
     def test_a_window_that_begins_anywhere_in_a_split(self, window: int) -> None:
         self.check([(0, 9), (290, 40)], Heads(4, 1, 64), num_splits=2, window=window)
 
-    @pytest.mark.parametrize("start", [0, 63, 65, 129])
+    @pytest.mark.parametrize("start", [0, 63, 129])
     def test_a_diagonal_that_crosses_several_splits(self, start: int) -> None:
         self.check([(start, 130)], Heads(1, 1, 64), num_splits=2)
 
@@ -142,6 +142,22 @@ class SplitsContract(OnDevice):
             for _ in range(2)
         )  # fmt: skip
         assert self.num_split_calls == 2 and torch.equal(first, second)
+
+    def test_a_list_of_more_tiles_than_a_warp_has_threads(self) -> None:
+        """The split tiles stand among empty ones, the last of them behind 40."""
+        q, paged, batch = self.inputs([(200, 3), (90, 2)], Heads(2, 1, 64), torch.float16)
+        sparse_W4 = torch.zeros((42, 4), dtype=torch.int32, device=self.device)
+        sparse_W4[[7, 41]] = batch.tiles_W4
+        tiles = (batch.tiles_W4, sparse_W4)
+        whole, split = (
+            attend_prefill(
+                q, paged.keys, paged.values, paged.tables, PrefillChunks.from_arrays(tiles_W4),
+                block_size=16, scale=0.3, window=None, out=torch.zeros_like(q), num_splits=num_splits,
+            )
+            for tiles_W4, num_splits in zip(tiles, (1, 2), strict=True)
+        )  # fmt: skip
+        assert self.num_split_calls == 1 and whole.any()
+        torch.testing.assert_close(split, whole, rtol=2e-3, atol=2e-3)
 
     def test_short_contexts_that_the_host_knows_are_not_split(self) -> None:
         self.check([(504, 8)], Heads(2, 1, 64), num_splits=None)
@@ -196,7 +212,7 @@ class SplitsContract(OnDevice):
         def draw(limit: int) -> int:
             return int(torch.randint(limit, (), generator=generator))
 
-        for _ in range(20):
+        for _ in range(12):
             spans = [(draw(2) * draw(20_000), draw(3) and 1 + draw(64)) for _ in range(1 + draw(30))]
             lengths = [-(-(start + num) // 32) if num else 0 for start, num in spans]
             num_tiles = sum(length > 0 for length in lengths)
