@@ -84,16 +84,18 @@ def run(layout: str, lengths: list[tuple[int, int]]) -> Figures:
     num_computed = 0
     while scheduler.has_work:
         plan = scheduler.plan()
-        scheduler.advance(plan)
-        scheduler.commit(plan)
+        sequences = scheduler.sequences_of(plan)
+        scheduler.advance(plan, sequences)
+        scheduler.commit(plan, sequences)
         num_computed += plan.num_tokens
         if scheduler.num_waiting:
+            for seq in sequences:  # the scheduler tells the pool of full blocks only
+                pool.commit(seq.seq_id, seq.tokens, seq.num_computed)
             usage = pool.usage()
             num_filled = usage.num_used * pool.block_size - usage.num_unfilled_slots
             samples.append((len(scheduler.running), num_filled / NUM_SLOTS, usage.fragmentation))
-        for seq_id, _, _, num_samples in plan.chunks:
-            if num_samples:
-                seq = scheduler.get(seq_id)
+        for chunk, seq in zip(plan.chunks, sequences, strict=True):
+            if chunk.num_samples:
                 seq.tokens.append(0)
                 if seq.num_tokens >= seq.group.max_total:
                     scheduler.remove(seq)

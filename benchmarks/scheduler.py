@@ -64,12 +64,13 @@ def run_steps(scheduler: Scheduler, count: int) -> float:
     for number in range(count):
         start = time.process_time()
         plan = scheduler.plan()
-        scheduler.advance(plan)
-        scheduler.commit(plan)
+        sequences = scheduler.sequences_of(plan)
+        scheduler.advance(plan, sequences)
+        scheduler.commit(plan, sequences)
         seconds += time.process_time() - start
-        for seq_id, _, _, num_samples in plan.chunks:
-            if num_samples:
-                scheduler.get(seq_id).tokens.append((seq_id * 17 + number) % 1000)
+        for chunk, seq in zip(plan.chunks, sequences, strict=True):
+            if chunk.num_samples:
+                seq.tokens.append((seq.seq_id * 17 + number) % 1000)
     return seconds
 
 

@@ -105,15 +105,15 @@ def test_out_of_memory_ends_the_request_and_not_the_engine(
     llm = LLM(qwen3, device="cuda", dtype="float32")
     expected = [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)]
     runner: Any = llm.engine._runner
-    real = runner._launch_sized
+    real = runner._launch_decode
 
     def starve(*args: Any) -> Any:
         torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
 
-    monkeypatch.setattr(runner, "_launch_sized", starve)
+    monkeypatch.setattr(runner, "_launch_decode", starve)
     with pytest.raises(InferError):
         llm.generate([[1, 2, 3, 4]], GREEDY)
-    monkeypatch.setattr(runner, "_launch_sized", real)
+    monkeypatch.setattr(runner, "_launch_decode", real)
     assert [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)] == expected
 
 

@@ -42,7 +42,7 @@ class PoolUsage:
     num_idle: int  # held by the prefix tree alone: can be had at once
     num_cached: int  # held by the prefix tree, idle ones included
     num_used: int  # held by sequences
-    num_unfilled_slots: int  # in the blocks of sequences; this and the next: 0 if they were not counted
+    num_unfilled_slots: int  # by what was committed; this and the next: 0 if they were not counted
     fragmentation: float  # unfilled slots / all slots of the blocks of sequences
     num_free_host_blocks: int
     num_queried_tokens: int  # of all prompts admitted
@@ -88,8 +88,12 @@ class KVCachePool(Protocol):
         """
         ...
 
-    def commit(self, seq_id: int, tokens: Sequence[int], num_computed: int) -> None:
-        """Note that the first `num_computed` of `tokens` are in the cache, for good."""
+    def commit(self, seq_id: int, tokens: Sequence[int], num_computed: int) -> int:
+        """Note that the first `num_computed` of `tokens` are in the cache, for good.
+
+        Returns the `num_computed` from which on it has to hear of the sequence again; what is less may be
+        left out, but before `fork`.
+        """
         ...
 
     def fork(self, parent_id: int, child_id: int) -> None:

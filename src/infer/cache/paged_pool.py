@@ -5,7 +5,7 @@
     SequenceBooks    of every sequence: its table, and how far it is computed, writable and cached
 
 **A decode step costs two comparisons.** `reserve` answers from `num_reserved` and `commit` from
-`next_commit` as long as no block boundary is crossed.
+`next_commit` as long as no block boundary is crossed; whoever keeps these two need not even ask.
 
 **Room is made in this order:** free blocks; cached ones that nobody uses, least recently used first; the
 duplicates that sequences hold of cached blocks. To preempt somebody is the scheduler's decision.
@@ -64,7 +64,8 @@ class PagedKVCachePool:
 
     def block_table(self, seq_id: int) -> list[int]:
         """The sequence's blocks in order; the live list, to be read and not changed."""
-        return self._books(seq_id).table.blocks
+        books = self._sequences.get(seq_id) or self._books(seq_id)
+        return books.table.blocks
 
     def match_prefix(self, seq_id: int, tokens: Sequence[int], salt: str | None = None) -> int:
         """Enter a sequence and share the cached blocks of its prompt, at least one token short of all."""
@@ -88,18 +89,18 @@ class PagedKVCachePool:
 
     def reserve(self, seq_id: int, num_tokens: int) -> list[BlockPair] | None:
         """Answer from `num_reserved`, or take blocks and a private copy of the one about to be written."""
-        books = self._sequences.get(seq_id)
-        if books is not None and num_tokens <= books.num_reserved:
+        books = self._sequences.get(seq_id) or self._books(seq_id)
+        if num_tokens <= books.num_reserved:
             return []
-        return self._reserve_blocks(self._resident(seq_id), num_tokens)
+        return self._reserve_blocks(books, num_tokens)
 
-    def commit(self, seq_id: int, tokens: Sequence[int], num_computed: int) -> None:
+    def commit(self, seq_id: int, tokens: Sequence[int], num_computed: int) -> int:
         """Enter the blocks filled since the last commit into the tree, and only those."""
-        books = self._sequences.get(seq_id)
-        if books is None or num_computed >= books.next_commit:
-            books = self._resident(seq_id)
+        books = self._sequences.get(seq_id) or self._books(seq_id)
+        if num_computed >= books.next_commit:
             self._commit_blocks(books, tokens, num_computed)
         books.num_computed = num_computed
+        return books.next_commit
 
     def fork(self, parent_id: int, child_id: int) -> None:
         """Share the parent's computed blocks; whichever of the two writes first copies the last one."""
@@ -220,7 +221,7 @@ class PagedKVCachePool:
     def _resident(self, seq_id: int) -> SequenceBooks:
         books = self._books(seq_id)
         if books.host_blocks is not None:
-            raise EngineError(f"sequence {seq_id} is swapped out; swap it in before using its blocks")
+            raise _is_away(seq_id)
         return books
 
     def _enter(self, seq_id: int, salt: str | None) -> SequenceBooks:
@@ -236,15 +237,18 @@ class PagedKVCachePool:
         return books
 
     def _reserve_blocks(self, books: SequenceBooks, num_tokens: int) -> list[BlockPair] | None:
-        device, table, seq_id = self._device, books.table, books.seq_id
-        num_needed = blocks_for(num_tokens, self.block_size)
+        if books.host_blocks is not None:
+            raise _is_away(books.seq_id)
+        device, table, seq_id, size = self._device, books.table, books.seq_id, self.block_size
+        num_held = len(table.blocks)
+        num_needed = -(-num_tokens // size)
         if num_needed > self._max_blocks:
             return None
-        num_held = len(table.blocks)
-        num_new = max(0, num_needed - num_held)
-        first = books.num_computed // self.block_size  # no block after this one is ever shared
+        num_new = num_needed - num_held if num_needed > num_held else 0
+        first = books.num_computed // size  # no block after this one is ever shared
         must_copy = first < num_held and device.ref_count(table.blocks[first]) > 1
-        if not self._make_room(num_new + must_copy):
+        num_wanted = num_new + must_copy
+        if num_wanted > device.num_free and not self._make_room(num_wanted):
             if not (must_copy and self._take_back(table.blocks[first], num_new)):
                 return None
             must_copy = False
@@ -255,22 +259,24 @@ class PagedKVCachePool:
             source = table.exchange(first, destination)
             device.drop([source], seq_id)
             copies.append((source, destination))
-        table.extend(device.take(num_new, seq_id))
-        books.num_reserved = table.num_slots
+        table.blocks += device.take(num_new, seq_id)
+        books.num_reserved = len(table.blocks) * size
         if books.uncounted is not None:
             self._tree.record(*books.uncounted)
             books.uncounted = None
         return copies
 
     def _commit_blocks(self, books: SequenceBooks, tokens: Sequence[int], num_computed: int) -> None:
-        size, num_slots = self.block_size, books.table.num_slots
-        if num_computed > num_slots:
+        if books.host_blocks is not None:
+            raise _is_away(books.seq_id)
+        size, blocks = self.block_size, books.table.blocks
+        if num_computed > len(blocks) * size:
             raise EngineError(
-                f"sequence {books.seq_id} commits {num_computed} tokens but has room for {num_slots}; "
-                "reserve comes before commit"
+                f"sequence {books.seq_id} commits {num_computed} tokens but has room for "
+                f"{len(blocks) * size}; reserve comes before commit"
             )
         start, stop = books.next_commit // size - 1, num_computed // size
-        filled = books.table.blocks[start:stop]
+        filled = blocks[start:stop]
         entered = self._tree.insert(tokens, filled, books.seq_id, salt=books.salt, after=books.cursor)
         books.cursor = entered.cursor
         books.twins += entered.twins
@@ -318,6 +324,10 @@ class PagedKVCachePool:
                     continue
                 self._device.drop([cached], books.seq_id)
             books.twins = kept[::-1]
+
+
+def _is_away(seq_id: int) -> EngineError:
+    return EngineError(f"sequence {seq_id} is swapped out; swap it in before using its blocks")
 
 
 class SlottedKVCachePool(PagedKVCachePool):

@@ -125,7 +125,8 @@ class PrefixTree:
 
         # References before links: if one is refused, the tree has not changed.
         allocator.share([child.block for child in new], PREFIX_TREE)
-        allocator.share([cached for _, cached in twins], owner)
+        if twins:
+            allocator.share([cached for _, cached in twins], owner)
         for child in new:
             assert child.parent is not None
             child.parent.children[child.label] = self._nodes[child.block] = child

@@ -39,6 +39,7 @@ class DeviceRows:
         self.sampling = SampleState.empty(max_rows, device)
         self.next_token = [NO_POSITION] * max_rows
         self.by_seq: dict[int, int] = {}
+        self.on_host: set[int] = set()  # rows whose tokens are not, or not all, sampled on the device
         self._free = list(range(max_rows - 1, -1, -1))
         self._blocks: list[list[int]] = [[] for _ in range(max_rows)]
         self._host_sampling = SampleState.empty(max_rows, "cpu")
@@ -52,6 +53,8 @@ class DeviceRows:
         self._blocks[row] = []
         self.next_token[row] = NO_POSITION
         params = seq.group.request.params
+        if seq.group.samples_on_host or params.num_sequences > 1 or params.prompt_logprobs is not None:
+            self.on_host.add(row)
         self._host_sampling.set_row(
             row,
             temperature=0.0 if params.is_greedy else params.temperature,
@@ -68,6 +71,7 @@ class DeviceRows:
         row = self.by_seq.pop(seq_id, None)
         if row is not None:
             self._free.append(row)
+            self.on_host.discard(row)
             self._tokens.pop(row, None)
             if self._diffs:  # of a step that was never launched
                 self._diffs = [diff for diff in self._diffs if diff[0] != row]

@@ -92,6 +92,16 @@ def _to_result(
     return StepResult(rows, [(None,) * len(row) for row in rows], prompt_logprobs)
 
 
+def _needs_the_host(plan: StepPlan, sequences: Sequence[TokenSequence]) -> bool:
+    """Whether a chunk of the plan is sampled on the host, or its logits are needed there."""
+    return any(
+        chunk.num_samples > 1
+        or seq.group.samples_on_host
+        or (seq.group.request.params.prompt_logprobs is not None and chunk.start < seq.num_prompt - 1)
+        for chunk, seq in zip(plan.chunks, sequences, strict=True)
+    )
+
+
 class DeviceRunner(ModelRunner):
     """A model whose decode state lives beside it."""
 
@@ -178,78 +188,86 @@ class DeviceRunner(ModelRunner):
         self._store.transfer(plan.transfers)
         if not plan.chunks:  # beams coming back compute their next tokens together, once all are here
             return lambda: StepResult([], [], {})
-        rows, samples_here = self._sync(plan, sequences)
+        rows, size = self._sync(plan, sequences)
         self._state.flush()
-        if samples_here:
-            num_tokens = sum(stop - start for _, start, stop, _ in plan.chunks if stop - start > 1)
-            num_prompts = sum(stop - start > 1 for _, start, stop, _ in plan.chunks)
-            # one token of a prompt that goes on is neither a row that decodes nor worth a size of its own
-            is_odd = any(stop - start == 1 and not samples for _, start, stop, samples in plan.chunks)
-            size = self._graphs.size_for(len(rows) - num_prompts, num_tokens)
-            if size is not None and num_prompts <= MAX_CHUNKS and not is_odd:
-                return self._launch_sized(plan, sequences, rows, size)
-        return self._launch_ragged(plan, sequences, rows)
+        if size is None or (self._state.on_host and _needs_the_host(plan, sequences)):
+            return self._launch_ragged(plan, sequences, rows)
+        if size.num_tokens:
+            return self._launch_mixed(plan, sequences, rows, size)
+        return self._launch_decode(rows, size)
 
-    def _sync(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> tuple[list[int], bool]:
-        """Bring the rows of a plan up to date; whether all of it can be sampled on the device."""
+    def _sync(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> tuple[list[int], StepSize | None]:
+        """Bring the rows of a plan up to date; they, and the size with room for the step if there is one."""
         state, by_seq, next_token = self._state, self._state.by_seq, self._state.next_token
         block_size, has_moved = self._pool.block_size, bool(plan.transfers)
         block_table = self._pool.block_table
         rows: list[int] = []
-        all_here = True
+        num_prompts = num_prompt_tokens = 0
+        is_odd = False
         for (seq_id, start, stop, num_samples), seq in zip(plan.chunks, sequences, strict=True):
             row = by_seq.get(seq_id)
+            num_tokens = stop - start
             if row is None:
                 row = state.enter(seq, sequence_seed(seq.group.seed, seq.index))
                 state.sync_table(row, block_table(seq_id), 0)
-            elif has_moved or start % block_size == 0 or stop - start > 1:
+            elif has_moved or num_tokens > 1 or not start % block_size:
                 state.sync_table(row, block_table(seq_id), start // block_size)
             rows.append(row)
-            group = seq.group
-            needs_logits = group.request.params.prompt_logprobs is not None and start < seq.num_prompt - 1
-            if num_samples > 1 or group.samples_on_host or needs_logits:
-                all_here = False
-            if stop - start == 1 and next_token[row] != start:
+            if num_tokens > 1:
+                num_prompts += 1
+                num_prompt_tokens += num_tokens
+            elif next_token[row] != start:  # else it goes on where it was
                 state.send_token(row, seq.tokens[start], start)
-        return rows, all_here
+                # one token of a prompt that goes on is neither a row that decodes nor worth a size of its own
+                is_odd = is_odd or not num_samples
+        if is_odd or num_prompts > MAX_CHUNKS:
+            return rows, None
+        return rows, self._graphs.size_for(len(rows) - num_prompts, num_prompt_tokens)
 
     # -- steps of a size that is, or could be, a graph ------------------------------------------------
 
-    def _launch_sized(
+    def _launch_decode(self, rows: list[int], size: StepSize) -> Callable[[], StepResult]:
+        """Rows that decode and nothing else, which is what most steps are."""
+        next_token = self._state.next_token
+        self._graphs.ensure(size)
+        self._inputs.send_rows(rows, size.num_rows)
+        for row in rows:
+            next_token[row] += 1
+        self._graphs.run(size)
+        wait = self._results.take(self._scratch.ids_S[: len(rows)])
+
+        def result() -> StepResult:
+            ids = wait()
+            return StepResult(list(zip(ids)), [(None,)] * len(ids), {})
+
+        return result
+
+    def _launch_mixed(
         self, plan: StepPlan, sequences: Sequence[TokenSequence], rows: list[int], size: StepSize
     ) -> Callable[[], StepResult]:
+        """Few tokens of prompts beside the rows that decode."""
         inputs, next_token = self._inputs, self._state.next_token
         self._graphs.ensure(size)
-        if not size.num_tokens:
-            inputs.send_rows(rows, size.num_rows)
-            sampling = list(range(len(rows)))
-            for row in rows:
-                next_token[row] += 1
-            places = sampling
-        else:
-            prompts = Prompts(plan, sequences, rows, self._pool, first=size.num_rows)
-            inputs.send_rows([rows[n] for n in prompts.decoding], size.num_rows)
-            inputs.send_prompts(prompts, size.num_tokens)
-            # decode rows are sampled where they stand, prompts behind them
-            sampling = prompts.decoding + [n for n in prompts.numbers if plan.chunks[n].num_samples]
-            places = [*range(len(prompts.decoding)), *range(size.num_rows, size.num_rows + MAX_CHUNKS)]
-            padding = size.num_rows - len(prompts.decoding)
-            asked = [(prompts.last_places[n], rows[n], plan.chunks[n].stop) for n in sampling]
-            asked[len(prompts.decoding) : len(prompts.decoding)] = [(0, -1, -1)] * padding
-            inputs.send_samples(asked, size.num_rows + MAX_CHUNKS)
-            if self._device.type != "cuda":
-                self._host_chunks = tuple(prompts.chunks)
-            for row, chunk in zip(rows, plan.chunks, strict=True):
-                next_token[row] = chunk.stop if chunk.num_samples else NO_POSITION
+        prompts = Prompts(plan, sequences, rows, self._pool, first=size.num_rows)
+        inputs.send_rows([rows[n] for n in prompts.decoding], size.num_rows)
+        inputs.send_prompts(prompts, size.num_tokens)
+        # decode rows are sampled where they stand, prompts behind them
+        sampling = prompts.decoding + [n for n in prompts.numbers if plan.chunks[n].num_samples]
+        places = [*range(len(prompts.decoding)), *range(size.num_rows, size.num_rows + MAX_CHUNKS)]
+        padding = size.num_rows - len(prompts.decoding)
+        asked = [(prompts.last_places[n], rows[n], plan.chunks[n].stop) for n in sampling]
+        asked[len(prompts.decoding) : len(prompts.decoding)] = [(0, -1, -1)] * padding
+        inputs.send_samples(asked, size.num_rows + MAX_CHUNKS)
+        if self._device.type != "cuda":
+            self._host_chunks = tuple(prompts.chunks)
+        for row, chunk in zip(rows, plan.chunks, strict=True):
+            next_token[row] = chunk.stop if chunk.num_samples else NO_POSITION
         self._graphs.run(size)
         num_ids = places[len(sampling) - 1] + 1 if sampling else 0
         wait = self._results.take(self._scratch.ids_S[:num_ids])
-        is_decode = not size.num_tokens
 
         def result() -> StepResult:
             drawn = wait()
-            if is_decode:
-                return StepResult([(token,) for token in drawn], [(None,)] * len(drawn), {})
             by_chunk = {number: drawn[place] for number, place in zip(sampling, places, strict=False)}
             return _to_result(len(plan.chunks), by_chunk, {})
 

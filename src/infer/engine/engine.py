@@ -200,7 +200,7 @@ class Engine:
     def _step(self) -> list[StepOutput]:
         outputs = self._retire([], all_but=int(self._can_overlap))
         plan = self.scheduler.plan()
-        sequences = [self.scheduler.get(chunk.seq_id) for chunk in plan.chunks]
+        sequences = self.scheduler.sequences_of(plan)
         if not plan.chunks and not plan.transfers:
             return self._retire(outputs) if self._flights else outputs + self._step_without_work()
         self._empty_steps = 0
@@ -218,7 +218,7 @@ class Engine:
         except BaseException as error:  # Ctrl-C: whoever catches it finds the books balanced
             self._unreported += outputs + self._give_up(plan, sequences, error)
             raise
-        self.scheduler.advance(plan)
+        self.scheduler.advance(plan, sequences)
         self._flights.append(_Flight(plan, sequences, wait))
         return self._retire(outputs, all_but=int(self._can_overlap))
 
@@ -243,12 +243,12 @@ class Engine:
         return outputs
 
     def _conclude(self, plan: StepPlan, sequences: Seq[Sequence], result: StepResult) -> list[StepOutput]:
-        self.scheduler.commit(plan)
+        self.scheduler.commit(plan, sequences)
         self._step_tokens.observe(plan.num_tokens)
         self._observer.on_step(plan, result.ids)
-        broken = [seq for seq, ids in zip(sequences, result.ids, strict=True) if NO_TOKEN in ids]
+        broken = [number for number, ids in enumerate(result.ids) if NO_TOKEN in ids]
         reason = "the model's logits for it are not finite, or every token is forbidden"
-        failed = self._fail(broken, reason) if broken else []
+        failed = self._fail([sequences[number] for number in broken], reason) if broken else []
         return failed + self._live.report(plan, sequences, result)
 
     def _give_up(self, plan: StepPlan, sequences: Seq[Sequence], error: BaseException) -> list[StepOutput]:

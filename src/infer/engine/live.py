@@ -98,11 +98,26 @@ class LiveRequests:
             for chunk, seq in zip(plan.chunks, sequences, strict=True):
                 # from its own position on: a prompt that was preempted half way is computed again
                 seq.group.prompt_logprobs[chunk.start :] = result.prompt_logprobs.get(seq.seq_id, ())
+        num_continued = 0
         for seq, ids, logprobs in zip(sequences, result.ids, result.logprobs, strict=True):
-            if not ids or seq.finish_reason is not None:
+            if not ids:
                 continue
-            if len(ids) == 1 and logprobs[0] is None and self._goes_on(seq, ids[0]):
-                outputs.append(self._continue(seq, ids))
+            tokens = seq.tokens
+            if len(tokens) < seq.goes_on_until and logprobs[0] is None and ids[0] not in seq.stop_ids:
+                # by far the most tokens: what `_advance` does, in a fifth of the time
+                tokens.append(ids[0])
+                num_continued += 1
+                outputs.append(
+                    StepOutput(
+                        request_id=seq.request_id,
+                        index=seq.index,
+                        token_ids=ids,
+                        queue_s=seq.group.queue_s or 0.0,
+                        num_cached=seq.num_cached,
+                    )
+                )
+                continue
+            if seq.finish_reason is not None:
                 continue
             if seq.is_beam:
                 row = logprobs[0]
@@ -117,27 +132,8 @@ class LiveRequests:
         for group, beams in offers.values():
             if not group.is_finished:
                 outputs.extend(self._advance_beams(group, beams))
+        self.num_output_tokens += num_continued
         return outputs
-
-    @staticmethod
-    def _goes_on(seq: Sequence, token_id: int) -> bool:
-        """Whether a token is neither the first nor the last of its sequence: by far the most are neither."""
-        num_known = len(seq.tokens)
-        return seq.num_prompt < num_known < seq.max_total - 1 and token_id not in seq.group.stop_ids
-
-    def _continue(self, seq: Sequence, ids: tuple[int, ...]) -> StepOutput:
-        """What `_advance` does for such a token, in a quarter of the time."""
-        seq.tokens.append(ids[0])
-        self.num_output_tokens += 1
-        group = seq.group
-        return StepOutput(
-            request_id=group.request.request_id,
-            index=seq.index,
-            token_ids=ids,
-            cumulative_logprob=seq.cumulative_logprob,
-            queue_s=group.queue_s or 0.0,
-            num_cached=seq.num_cached,
-        )
 
     def _advance(self, seq: Sequence, token_id: int, row: RowLogprobs | None) -> StepOutput:
         """Append a sampled token and see whether it was the last."""
@@ -154,6 +150,8 @@ class LiveRequests:
             self._finish(seq, "stop")
         elif len(seq.tokens) >= seq.max_total:
             self._finish(seq, "length")
+        else:
+            seq.goes_on_until = seq.max_total - 1
         asks = group.request.params.logprobs is not None
         return _output(
             seq,
@@ -204,6 +202,7 @@ class LiveRequests:
 
     def _finish(self, seq: Sequence, reason: str) -> None:
         seq.finish_reason = reason
+        seq.goes_on_until = 0
         self._scheduler.remove(seq)
         self._runner.forget(seq.seq_id)
 

@@ -45,7 +45,7 @@ class StepPlan(NamedTuple):
     @property
     def num_tokens(self) -> int:
         """How many tokens the model will see."""
-        return sum(chunk.stop - chunk.start for chunk in self.chunks)
+        return sum([chunk.stop - chunk.start for chunk in self.chunks])
 
 
 class PlanDraft:

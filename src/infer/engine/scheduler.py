@@ -21,6 +21,8 @@ GPU and no sleep(), and why a simulator can run it a thousand times faster than 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence as Seq
+from operator import attrgetter
 
 from infer.cache.kv_pool import KVCachePool
 from infer.config import SchedulerConfig
@@ -32,6 +34,7 @@ from infer.engine.waiting import WaitingQueue
 
 RETRY_STEPS = 16  # who found no room looks again after so many steps even if no block came free
 BACKLOG_STEPS = 16  # prompts that wait and would take more steps than these are computed at full speed
+_sort_key = attrgetter("sort_key")
 
 
 class Scheduler:
@@ -57,6 +60,7 @@ class Scheduler:
         self._by_id: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(config.max_wait_steps)
         self._no_room = (0, 0, 0)  # of the last refusal for want of blocks: ticket, free blocks, step
+        self._num_beams = 0  # running
         self._slots_used = 0  # running sequences, counting those a running one will fork into
         self._decode_gap = 0  # steps in a row in which somebody one behind was left out
         self._rotation = 0
@@ -73,6 +77,7 @@ class Scheduler:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a child run beside its parent on shared blocks; whoever writes first gets a copy."""
         if self.keeps_cache:
+            self.pool.commit(parent.seq_id, parent.tokens, parent.num_computed)
             self.pool.fork(parent.seq_id, child.seq_id)
         else:
             self.pool.match_prefix(child.seq_id, ())
@@ -94,9 +99,9 @@ class Scheduler:
             self._waiting.remove(seq)
         self.pool.release(seq.seq_id)
 
-    def get(self, seq_id: int) -> Sequence:
-        """The live sequence with this id."""
-        return self._by_id[seq_id]
+    def sequences_of(self, plan: StepPlan) -> list[Sequence]:
+        """The live sequences of a plan's chunks, in its order."""
+        return [self._by_id[chunk.seq_id] for chunk in plan.chunks]
 
     @property
     def has_work(self) -> bool:
@@ -118,13 +123,11 @@ class Scheduler:
         """Choose the work of one step and reserve the blocks it needs."""
         self.step += 1
         draft = PlanDraft(self._max_num_batched_tokens)
-        one_behind: list[Sequence] = []
-        further_behind: list[Sequence] = []
-        for seq in self.running:
-            if seq.num_tokens - seq.num_computed != 1:
-                further_behind.append(seq)
-            elif seq.num_tokens < seq.max_total:  # else its last token is on its way
-                one_behind.append(seq)
+        running = self.running
+        further_behind = [seq for seq in running if seq.num_tokens - seq.num_computed != 1]
+        one_behind = [seq for seq in running if seq.num_tokens < seq.max_total]  # else its last is under way
+        if further_behind:
+            one_behind = [seq for seq in one_behind if seq.num_tokens - seq.num_computed == 1]
         if self.policy.rotates and one_behind:
             self._rotation %= len(one_behind)
             one_behind = one_behind[self._rotation :] + one_behind[: self._rotation]
@@ -159,31 +162,25 @@ class Scheduler:
 
     def _awaits_a_beam(self) -> bool:
         """Whether beams of a closed batch wait for one of them to come back."""
-        if not self._waiting:
-            return False
-        first = self._waiting.first(self.step)
-        return first.is_beam and first.was_admitted
+        first = self._waiting.first(self.step) if self._waiting else None
+        return first is not None and first.is_beam and first.was_admitted
 
-    def advance(self, plan: StepPlan) -> None:
+    def advance(self, plan: StepPlan, sequences: Seq[Sequence]) -> None:
         """The step is under way: counts move on, and sampled tokens get their place before they are known."""
-        by_id = self._by_id
-        for seq_id, _, stop, num_samples in plan.chunks:
-            seq = by_id[seq_id]
-            seq.num_computed = stop
-            if num_samples:
-                seq.num_tokens += 1
+        for chunk, seq in zip(plan.chunks, sequences, strict=True):
+            seq.num_computed = stop = chunk.stop
+            if chunk.num_samples:
+                seq.num_tokens = stop + 1
 
-    def commit(self, plan: StepPlan) -> None:
+    def commit(self, plan: StepPlan, sequences: Seq[Sequence]) -> None:
         """The step has run and its inputs are known: full blocks enter the prefix tree."""
-        commit, by_id, keeps_cache = self.pool.commit, self._by_id, self.keeps_cache
-        for seq_id, _, stop, _ in plan.chunks:
-            seq = by_id.get(seq_id)
-            if seq is None or not seq.is_running:  # it left, or was preempted, while the step was under way
-                continue
-            if keeps_cache:
-                commit(seq_id, seq.tokens, stop)
-            else:
-                self._forget_cache(seq)
+        for chunk, seq in zip(plan.chunks, sequences, strict=True):
+            # who does not run left, or was preempted, while the step was under way
+            if chunk.stop >= seq.next_commit and seq.is_running:
+                if self.keeps_cache:
+                    seq.next_commit = self.pool.commit(seq.seq_id, seq.tokens, chunk.stop)
+                else:
+                    self._forget_cache(seq)
 
     def abandon(self, plan: StepPlan) -> None:
         """The step did not run, its own requests are gone: whoever else it moved blocks for starts over."""
@@ -204,24 +201,36 @@ class Scheduler:
             self.pool.match_prefix(seq.seq_id, ())
 
     def _decode(self, one_behind: list[Sequence], draft: PlanDraft) -> None:
-        """Serve those that are one token behind. This loop is most of what a step costs on the CPU."""
-        chunks, budget = draft.chunks, draft.budget
+        """Serve those that are one token behind, as far as the budget goes."""
+        num_behind = len(one_behind)
+        if self._num_beams or num_behind > draft.budget:
+            num_served = self._decode_one_by_one(one_behind, draft)
+        else:  # this is what most steps do: no call but for who needs a block
+            for seq in [seq for seq in one_behind if seq.num_tokens > seq.num_reserved]:
+                self._reserve(seq, seq.num_tokens, draft)
+            if draft.preempted:
+                one_behind = [seq for seq in one_behind if seq.is_running]
+            new = tuple.__new__  # what Chunk(...) does, in half the time
+            draft.chunks |= {
+                seq.seq_id: new(Chunk, (seq.seq_id, seq.num_computed, seq.num_tokens, seq.num_samples))
+                for seq in one_behind
+            }
+            draft.budget -= (num_served := len(one_behind))
+        self._rotation += num_served
+        self._decode_gap = self._decode_gap + 1 if num_served < num_behind else 0
+
+    def _decode_one_by_one(self, one_behind: list[Sequence], draft: PlanDraft) -> int:
+        """The same with an eye on the budget and on beams; returns how many are served."""
         num_served = 0
         for seq in one_behind:
-            if num_served >= budget:
+            if not draft.budget:
                 break
             if seq.is_beam:
-                num_served += self._decode_beams(seq, draft, budget - num_served)
-                continue
-            num_tokens, seq_id = seq.num_tokens, seq.seq_id
-            if num_tokens > seq.num_reserved and not self._reserve(seq, num_tokens, draft):
-                continue
-            # what Chunk(...) does, in half the time
-            chunks[seq_id] = tuple.__new__(Chunk, (seq_id, num_tokens - 1, num_tokens, seq.num_samples))
-            num_served += 1
-        draft.budget -= num_served
-        self._rotation += num_served
-        self._decode_gap = self._decode_gap + 1 if num_served < len(one_behind) else 0
+                num_served += self._decode_beams(seq, draft)
+            elif self._reserve(seq, seq.num_tokens, draft):
+                self._add_chunk(seq, seq.num_tokens, draft)
+                num_served += 1
+        return num_served
 
     def _limit_prompts(self, further_behind: list[Sequence], draft: PlanDraft) -> None:
         """Keep a step short while somebody decodes: few tokens of prompts, unless many wait behind them."""
@@ -234,17 +243,16 @@ class Scheduler:
             if backlog <= BACKLOG_STEPS * limit:
                 draft.budget = min(draft.budget, limit)
 
-    def _decode_beams(self, seq: Sequence, draft: PlanDraft, budget: int) -> int:
+    def _decode_beams(self, seq: Sequence, draft: PlanDraft) -> int:
         """Beams advance together or not at all: each step chooses among the continuations of all of them."""
         beams = seq.group.unfinished
         is_ready = all(beam.is_running and beam.num_pending == 1 for beam in beams)
-        if seq is not beams[0] or not is_ready or budget < len(beams):
+        if seq is not beams[0] or not is_ready or draft.budget < len(beams):
             return 0
+        if not all(self._reserve(beam, beam.num_tokens, draft) for beam in beams):
+            return 0  # one of them was preempted, and with it all
         for beam in beams:
-            if not self._reserve(beam, beam.num_tokens, draft):
-                return 0  # one of them was preempted, and with it all
-        for beam in beams:
-            draft.chunks[beam.seq_id] = Chunk(beam.seq_id, beam.num_computed, beam.num_tokens, 1)
+            self._add_chunk(beam, beam.num_tokens, draft)
         return len(beams)
 
     def _continue_prompts(self, further_behind: list[Sequence], draft: PlanDraft) -> None:
@@ -295,7 +303,7 @@ class Scheduler:
                 self._no_room = (seq.ticket, pool.num_free_blocks, self.step)
             return False
         draft.transfer(COPY, copies)
-        seq.num_reserved = seq.num_tokens
+        seq.num_reserved, seq.next_commit = seq.num_tokens, 0
         if not seq.was_admitted:  # later its own blocks are among those it finds
             seq.num_cached = seq.num_computed
         self._waiting.remove(seq)
@@ -350,7 +358,8 @@ class Scheduler:
             if copies is not None:
                 block_size = self.pool.block_size
                 seq.num_reserved = -(-num_tokens // block_size) * block_size
-                draft.transfer(COPY, copies)
+                if copies:
+                    draft.transfer(COPY, copies)
                 return True
             self._preempt(self.running[-1], draft)
         return False
@@ -377,6 +386,7 @@ class Scheduler:
     def _run(self, seq: Sequence) -> None:
         seq.is_running = seq.was_admitted = True
         insort(self.running, seq, key=_sort_key)
+        self._num_beams += seq.is_beam
         self._slots_used += seq.num_slots
 
     def _stop_running(self, seq: Sequence) -> None:
@@ -384,8 +394,5 @@ class Scheduler:
         assert self.running[place] is seq, f"{seq} is not where the running list should have it"
         del self.running[place]
         seq.is_running = False
+        self._num_beams -= seq.is_beam
         self._slots_used -= seq.num_slots
-
-
-def _sort_key(seq: Sequence) -> tuple[float, int]:
-    return seq.sort_key

@@ -29,12 +29,14 @@ class Sequence:
         "cumulative_logprob",
         "deadline",
         "finish_reason",
+        "goes_on_until",
         "group",
         "index",
         "is_beam",
         "is_running",
         "is_swapped",
         "max_total",
+        "next_commit",
         "num_cached",
         "num_computed",
         "num_prompt",
@@ -44,8 +46,10 @@ class Sequence:
         "num_tokens",
         "num_tokens_then",
         "priority",
+        "request_id",
         "seq_id",
         "sort_key",
+        "stop_ids",
         "stop_reason",
         "ticket",
         "tokens",
@@ -56,14 +60,18 @@ class Sequence:
     def __init__(self, seq_id: int, group: SequenceGroup, index: int, tokens: list[int]) -> None:
         request = group.request
         self.seq_id = seq_id
+        self.request_id = request.request_id
         self.group = group
         self.index = index
         self.tokens = tokens
         self.num_prompt = len(request.prompt)
         self.max_total = group.max_total
+        self.stop_ids = group.stop_ids
+        self.goes_on_until = 0  # a token at a lower place is neither its first nor its last, unless it stops
         self.num_tokens = len(tokens)
         self.num_computed = 0
         self.num_reserved = 0  # tokens the block table covers and may write without asking the pool
+        self.next_commit = 0  # the num_computed from which on the pool has to hear of it
         self.num_samples = 1  # how many tokens its next sampling chunk draws: n where it is about to fork
         self.num_slots = 1  # places of the batch it takes, the sequences it will fork into included
         self.num_cached = 0  # prompt tokens found in the prefix cache when first admitted

@@ -1,0 +1,44 @@
+"""A row that decodes costs no Python call of its own: what it needs is done by loops over all rows.
+
+Time cannot be tested on a machine that others use; calls can be counted. Counted are Python functions that
+are entered, generators that go on included, in steps of the real engine over a device that does nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import FrameType
+
+from benchmarks import engine_cpu
+
+ROUND = engine_cpu.BLOCK_SIZE  # steps in which every row fills one block and gets the next
+CALLS_TO_CROSS = 22  # of one row: give a full block to the prefix tree, take another, tell the device
+
+
+@functools.cache
+def calls_per_round(num_rows: int) -> int:
+    engine = engine_cpu.make_engine(num_rows)
+    num_calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        for _ in range(ROUND):
+            engine.step()
+    finally:
+        sys.setprofile(None)
+    return num_calls
+
+
+def test_rows_cost_calls_only_where_they_cross_a_block() -> None:
+    per_row = (calls_per_round(64) - calls_per_round(16)) / 48
+    assert per_row <= CALLS_TO_CROSS, f"{per_row:.1f} calls per row in {ROUND} steps"
+
+
+def test_a_step_of_one_row_costs_few_calls() -> None:
+    per_step = calls_per_round(1) / ROUND
+    assert per_step <= 68, f"{per_step:.1f} calls per step"
