@@ -7,7 +7,7 @@ norm that its tile saves or costs is not there. So a pair is timed as one, again
 launched ahead as the engine does it. Three questions are asked, each with the answers so far:
 
     search    tiles of the second matrix, then of the first: all of them with 32 tokens, the best with 16 and
-              64; of the orders of additions (linear_configs.py) the one that is best on the whole is kept
+              64; with 128 all the wide ones
     decide    for each bucket of tokens: both on the tensor cores and nothing between them; or one or both by
               the library, with a norm between
     dots      for 2 and 4 tokens: dot products, with a norm between, or what 16 tokens have
@@ -55,7 +55,7 @@ PAIR_TILES = (  # block_n, block_k, split_k (filled in), num_warps, num_stages
     SkinnyConfig(32, 256, 1, 4, 4),
 )
 SPLITS = (1, 2, 4, 8)
-BUCKETS = (32, 16, 64)
+BUCKETS = (32, 16, 64, 128)
 _NUM_FINALISTS = 6
 # Too much shared memory, too many registers; or a tile that this version of Triton cannot compile.
 _DOES_NOT_FIT = (triton.runtime.errors.OutOfResources, RuntimeError) if triton else (RuntimeError,)
@@ -109,7 +109,7 @@ class PairSweep:
     def search(self) -> None:
         """Choose tiles for both matrices, as if every number of tokens had nothing between them."""
         print(self.pair, flush=True)
-        start = dict.fromkeys(BUCKETS, self._start(self.pair.first))
+        start = {block_m: self._start(self.pair.first, block_m) for block_m in BUCKETS}
         second = self._best(self.pair.second, lambda tile, block_m: self._time(block_m, start[block_m], tile))
         first = self._best(
             self.pair.first, lambda tile, block_m: self._time(block_m, tile, second.get(block_m))
@@ -123,7 +123,7 @@ class PairSweep:
         skinny: dict[Key, SkinnyConfig | None] = {}
         gemv: dict[Key, GemvConfig | None] = {}
         chosen: tuple[Plan, Plan] = (None, None)
-        for block_m in (64, 32, 16):
+        for block_m in (128, 64, 32, 16):
             first, second = (tiles.get(block_m) for tiles in self.tiles)
             options = {(first, second), (first, None), (None, second), (None, None)}
             chosen = self._choose(block_m, options)
@@ -136,10 +136,6 @@ class PairSweep:
             best = self._choose(num_tokens, {(first, second) for first in plans[0] for second in plans[1]})
             for matrix, plan in zip(sides, best, strict=True):
                 gemv[key(matrix, num_tokens)] = plan if isinstance(plan, GemvConfig) else None
-        for matrix, tiles in zip(sides, self.tiles, strict=True):
-            order = next(iter(tiles.values())).order
-            at_128 = linear_configs.HOPPER_SKINNY.get(key(matrix, 128))
-            skinny[key(matrix, 128)] = at_128 if at_128 and at_128.order == order else None
         self.gemv, self.skinny = gemv, skinny
 
     def _choose(self, num_tokens: int, options: Iterable[tuple[Plan, Plan]]) -> tuple[Plan, Plan]:
@@ -153,43 +149,32 @@ class PairSweep:
         rule = default_gemv_config(matrix.num_outputs, matrix.num_inputs, matrix.gated)
         return linear_configs.HOPPER_GEMV.get(key(matrix, num_tokens), rule)
 
-    def _start(self, matrix: Matrix) -> SkinnyConfig:
-        """What the table has, or else the rule."""
-        tiles = (linear_configs.HOPPER_SKINNY.get(key(matrix, block_m)) for block_m in BUCKETS)
+    def _start(self, matrix: Matrix, block_m: int) -> SkinnyConfig:
+        """What the table has, or else the rule; a tall tile where those would leave too many squares."""
+        tiles = (linear_configs.HOPPER_SKINNY.get(key(matrix, size)) for size in (block_m, *BUCKETS))
         rule = default_skinny_config(matrix.num_outputs, matrix.num_inputs, matrix.gated)
-        return next((tile for tile in tiles if tile), rule)
+        tall = SkinnyConfig(128, 128, 1, 8, 4)
+        return next((tile for tile in (*tiles, rule) if tile and fits(tile, matrix, block_m)), tall)
 
     def _best(self, matrix: Matrix, seconds_of: Callable[[SkinnyConfig, int], float]) -> Table:
-        """The tile of each bucket, all of one order."""
+        """The tile of each bucket."""
         times: dict[int, dict[SkinnyConfig, float]] = {block_m: {} for block_m in BUCKETS}
         tiles = list(tiles_of(matrix, BUCKETS[0]))
         for block_m in BUCKETS:
+            if block_m == 128:
+                tiles = [tile for tile in tiles_of(matrix, block_m) if tile.is_wide]
             for tile in tiles:
                 if fits(tile, matrix, block_m):
                     try:
                         times[block_m][tile] = seconds_of(tile, block_m)
                     except _DOES_NOT_FIT as error:
                         print(f"  {tile} with {block_m} tokens: {error}", flush=True)
-            tiles = sorted(times[BUCKETS[0]], key=times[BUCKETS[0]].__getitem__)[:_NUM_FINALISTS]
-        for tile in tiles:
-            figures = ", ".join(f"M={m} {times[m][tile] * 1e6:.1f}" for m in BUCKETS if tile in times[m])
-            print(f"  {matrix.name:8} {figures} us  {tile}", flush=True)
-
-        def score(order: tuple[int, int, bool]) -> float:
-            """How much slower than the best of any order, on average; a bucket without a tile counts 1."""
-            of_order = [[t for tile, t in times[m].items() if tile.order == order] for m in BUCKETS]
-            return sum(
-                min(own, default=2 * min(times[m].values())) / min(times[m].values())
-                for m, own in zip(BUCKETS, of_order, strict=True)
-            )
-
-        order = min({tile.order for tile in tiles}, key=score)
-        best: Table = {}
-        for block_m in BUCKETS:
-            of_order = {tile: t for tile, t in times[block_m].items() if tile.order == order}
-            if of_order:
-                best[block_m] = min(of_order, key=of_order.__getitem__)
-        return best
+            if block_m == BUCKETS[0]:
+                tiles = sorted(times[block_m], key=times[block_m].__getitem__)[:_NUM_FINALISTS]
+        for block_m, of_bucket in times.items():
+            for tile, seconds in sorted(of_bucket.items(), key=lambda item: item[1])[:3]:
+                print(f"  {matrix.name:8} M={block_m:<3} {seconds * 1e6:7.1f} us  {tile}", flush=True)
+        return {block_m: min(found, key=found.__getitem__) for block_m, found in times.items() if found}
 
     def _time(self, num_tokens: int, first: Plan, second: Plan) -> float:
         if time.monotonic() > self.deadline:

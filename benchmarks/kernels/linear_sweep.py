@@ -4,8 +4,7 @@ Run by `python -m benchmarks.kernels.linear_small --sweep`. The matrices of a la
 they stand around the residual stream (linear_pairs.py). With `--all`, what stands alone follows while there
 is time: the head, and the dot products of one token.
 
-What decides the order of additions must be the same for every number of tokens (see linear_configs.py),
-so it is chosen first, at one typical number, and then held:
+Of those, part of the shape is chosen at one typical number of tokens and then held; the search stays short:
 
     tensor cores    block_k and split_k at M = 32;      then block_n, warps and stages for each bucket (head)
     dot products    block_k and num_warps at M = 1;     then block_n and unroll for each bucket
@@ -81,7 +80,7 @@ class Sweep:
 
     def _visit_gemv(self, matrix: Matrix, weights: list[torch.Tensor]) -> None:
         tiles = GEMV_TILES
-        if matrix.name != "head":  # its rows for two and four tokens were decided on: the same order again
+        if matrix.name != "head":  # its rows for two and four tokens were decided on
             orders = {(tile.block_k, tile.num_warps) for tile in self._dots_of(matrix) if tile}
             tiles = tuple(tile for tile in tiles if not orders or (tile.block_k, tile.num_warps) in orders)
         best = self._fastest(matrix, weights, 1, tiles)

@@ -23,8 +23,8 @@ adds the tiles up, in the order of the splits and not of arrival, so that the sa
 
     counter[tile]   0 -> 1 -> ... -> num_splits - 1: I am the last; add, store y, set it back to 0
 
-What a row of y is made of does not depend on the number of tokens beside it: M chooses how many columns
-are computed, never in which pieces K is cut or in which order they are added.
+For one tile, what a row of y is made of does not depend on the number of tokens beside it: M chooses how many
+columns are computed, never in which pieces K is cut or in which order they are added.
 
 Folding the norm works because it scales whole rows: with r = x + residual and g = norm_weight + offset,
 
