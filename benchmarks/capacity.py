@@ -84,7 +84,7 @@ def run(layout: str, lengths: list[tuple[int, int]]) -> Figures:
     num_computed = 0
     while scheduler.has_work:
         plan = scheduler.plan()
-        sequences = scheduler.sequences_of(plan)
+        sequences = scheduler.planned
         scheduler.advance(plan, sequences)
         scheduler.commit(plan, sequences)
         num_computed += plan.num_tokens

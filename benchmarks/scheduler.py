@@ -64,11 +64,10 @@ def run_steps(scheduler: Scheduler, count: int) -> float:
     for number in range(count):
         start = time.process_time()
         plan = scheduler.plan()
-        sequences = scheduler.sequences_of(plan)
-        scheduler.advance(plan, sequences)
-        scheduler.commit(plan, sequences)
+        scheduler.advance(plan, scheduler.planned)
+        scheduler.commit(plan, scheduler.planned)
         seconds += time.process_time() - start
-        for chunk, seq in zip(plan.chunks, sequences, strict=True):
+        for chunk, seq in zip(plan.chunks, scheduler.planned, strict=True):
             if chunk.num_samples:
                 seq.tokens.append((seq.seq_id * 17 + number) % 1000)
     return seconds

@@ -200,7 +200,7 @@ class Engine:
     def _step(self) -> list[StepOutput]:
         outputs = self._retire([], all_but=int(self._can_overlap))
         plan = self.scheduler.plan()
-        sequences = self.scheduler.sequences_of(plan)
+        sequences = self.scheduler.planned
         if not plan.chunks and not plan.transfers:
             return self._retire(outputs) if self._flights else outputs + self._step_without_work()
         self._empty_steps = 0

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from infer.engine.sequence import Sequence
+
 COPY, SWAP_OUT, SWAP_IN = "copy", "swap_out", "swap_in"
 
 
@@ -51,11 +53,12 @@ class StepPlan(NamedTuple):
 class PlanDraft:
     """A plan in the making: a chunk can still be taken back when its sequence is preempted."""
 
-    __slots__ = ("budget", "chunks", "preempted", "transfers")
+    __slots__ = ("budget", "chunks", "preempted", "sequences", "transfers")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.chunks: dict[int, Chunk] = {}
+        self.chunks: list[Chunk] = []
+        self.sequences: list[Sequence] = []  # one for each chunk
         self.preempted: list[int] = []
         self.transfers: list[Transfer] = []  # never taken back: a later one may rely on an earlier one
 
@@ -63,12 +66,14 @@ class PlanDraft:
         """Move these blocks too, after all that move already."""
         self.transfers.extend([Transfer(kind, source, destination) for source, destination in pairs])
 
-    def drop(self, seq_id: int) -> None:
+    def drop(self, seq: Sequence) -> None:
         """Take a chunk back, if there is one."""
-        chunk = self.chunks.pop(seq_id, None)
-        if chunk is not None:
+        if seq in self.sequences:
+            place = self.sequences.index(seq)
+            del self.sequences[place]
+            chunk = self.chunks.pop(place)
             self.budget += chunk.stop - chunk.start
 
     def to_plan(self, step: int) -> StepPlan:
         """What it has become."""
-        return StepPlan(step, tuple(self.chunks.values()), tuple(self.preempted), tuple(self.transfers))
+        return StepPlan(step, tuple(self.chunks), tuple(self.preempted), tuple(self.transfers))

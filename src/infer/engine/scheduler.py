@@ -56,6 +56,7 @@ class Scheduler:
         self.keeps_cache = keeps_cache  # False: every step starts from an empty cache (the naive baseline)
         self.step = 0
         self.running: list[Sequence] = []  # by sort_key: the first is the most urgent
+        self.planned: list[Sequence] = []  # of the last plan: one for each of its chunks
         self.num_preemptions = 0
         self._by_id: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(config.max_wait_steps)
@@ -99,10 +100,6 @@ class Scheduler:
             self._waiting.remove(seq)
         self.pool.release(seq.seq_id)
 
-    def sequences_of(self, plan: StepPlan) -> list[Sequence]:
-        """The live sequences of a plan's chunks, in its order."""
-        return [self._by_id[chunk.seq_id] for chunk in plan.chunks]
-
     @property
     def has_work(self) -> bool:
         """Whether any sequence still has tokens to make."""
@@ -143,6 +140,7 @@ class Scheduler:
             self._limit_prompts(further_behind, draft)
             self._continue_prompts(further_behind, draft)
             self._admit(draft)
+        self.planned = draft.sequences
         return draft.to_plan(self.step)
 
     def _plan_static(
@@ -211,10 +209,11 @@ class Scheduler:
             if draft.preempted:
                 one_behind = [seq for seq in one_behind if seq.is_running]
             new = tuple.__new__  # what Chunk(...) does, in half the time
-            draft.chunks |= {
-                seq.seq_id: new(Chunk, (seq.seq_id, seq.num_computed, seq.num_tokens, seq.num_samples))
+            draft.chunks += [
+                new(Chunk, (seq.seq_id, seq.num_computed, seq.num_tokens, seq.num_samples))
                 for seq in one_behind
-            }
+            ]
+            draft.sequences += one_behind
             draft.budget -= (num_served := len(one_behind))
         self._rotation += num_served
         self._decode_gap = self._decode_gap + 1 if num_served < num_behind else 0
@@ -348,7 +347,8 @@ class Scheduler:
 
     def _add_chunk(self, seq: Sequence, stop: int, draft: PlanDraft) -> None:
         num_samples = seq.num_samples if stop == seq.num_tokens else 0
-        draft.chunks[seq.seq_id] = Chunk(seq.seq_id, seq.num_computed, stop, num_samples)
+        draft.chunks.append(Chunk(seq.seq_id, seq.num_computed, stop, num_samples))
+        draft.sequences.append(seq)
         draft.budget -= stop - seq.num_computed
 
     def _reserve(self, seq: Sequence, num_tokens: int, draft: PlanDraft) -> bool:
@@ -369,7 +369,7 @@ class Scheduler:
         group = [victim] if not victim.is_beam else [s for s in victim.group.sequences if s.is_running]
         for seq in group:
             self._stop_running(seq)
-            draft.drop(seq.seq_id)
+            draft.drop(seq)
             pairs = None
             if self.cost.prefers_swap(self.config.preemption, seq.num_computed):
                 pairs = self.pool.swap_out(seq.seq_id, seq.num_computed)
