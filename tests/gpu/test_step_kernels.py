@@ -38,9 +38,6 @@ class TestCompiledStep(StepContract):
     vocab_size = VOCAB_SIZE
     num_rows = 256
 
-    def assert_equal_heads(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
-        assert_same(actual, expected)  # two compilations may fuse a multiplication and an addition or not
-
     def test_a_row_is_sampled_alike_whoever_its_neighbours_are(self) -> None:
         source = random.Random(3)
         rows = SampledRows([random_params(source) for _ in range(64)], "cuda")

@@ -7,15 +7,16 @@
                                                └─ none ────► v_TGH     a view of qkv_TX
 
 The norm is that of kernels/rms_norm.py (models without a QK-norm give no weights), the rotation that of
-kernels/rope.py. A normed head is rounded to the type of the input before it is turned, exactly as if the
-two had been called one after the other.
+kernels/rope.py. A normed head is rounded to the type of the input before it is turned, as if the two had been
+called one after the other.
 
 A slot of -1 marks a padding token: its query is computed like any other, its key and value are written
-nowhere. With a cache, the keys and values *returned* are views of the input, neither normed nor rotated:
-nobody should need them, for the cache has the real ones.
+nowhere. With a cache, the keys and values *returned* are views of the input, neither normed nor rotated,
+for the cache has the real ones; an attention that reads no cache asks for the keys (`keeps_keys`).
 
-Memory-bound: reads X elements per token and writes as many. The partner of an element in the rotation is
-read a second time instead of being moved between threads; it comes from the first-level cache.
+Memory-bound: reads X elements per token and writes as many. A program takes a few heads of a kind, in halves:
+an element of the first half and its partner in the rotation stand in the same place of two tiles, so that
+weights and angles are read once for both.
 
 Of few tokens, weights, positions and angles are read before the projection has ended (`dispatch.py` has the
 rules): positions must be older than that. Of many, the registers they would occupy cost more than they gain.
@@ -34,6 +35,7 @@ from infer.kernels.dispatch import jit, launch_options, next_power_of_two, tl, u
 from infer.kernels.rms_norm import rms_norm, rms_norm_reference
 from infer.kernels.rope import rope, rope_reference
 
+_BLOCK_HEADS = 8  # of a program
 _MAX_AHEAD = 256  # tokens: above, the registers that hold what was read early cost more than a launch
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q_TNH, k_TGH, v_TGH
@@ -139,14 +141,6 @@ def split_heads(qkv_TX: torch.Tensor, num_heads: int, num_kv_heads: int) -> Head
 
 
 @jit
-def _weights(q_weight_ptr, k_weight_ptr, cols, is_q, in_head):
-    """Of the norm of each head's kind."""
-    q_weight = tl.load(q_weight_ptr + cols, mask=in_head, other=0.0).to(tl.float32)
-    k_weight = tl.load(k_weight_ptr + cols, mask=in_head, other=0.0).to(tl.float32)
-    return tl.where(is_q[:, None], q_weight[None, :], k_weight[None, :])
-
-
-@jit
 def partner_of(cols, R):
     """Where the other half of each element's pair stands in its head."""
     return tl.where(cols < R, cols + R, cols - R)
@@ -180,6 +174,22 @@ def turned(x, partner, cos, sin, cols, R):
 
 
 @jit
+def _angles_and_gains(
+    cos_ptr, sin_ptr, positions_ptr, weight_ptr, token, r, R, offset, HAS_NORM: tl.constexpr
+):
+    """What the two halves of a head are turned and scaled with: all that is older than the projection."""
+    in_half = r < R
+    angle = tl.load(positions_ptr + token).to(tl.int64) * R + r
+    cos = tl.load(cos_ptr + angle, mask=in_half, other=0.0)[None, :]
+    sin = tl.load(sin_ptr + angle, mask=in_half, other=0.0)[None, :]
+    first_gain, second_gain = cos, sin  # not looked at
+    if HAS_NORM:
+        first_gain = tl.load(weight_ptr + r, mask=in_half, other=0.0).to(tl.float32)[None, :] + offset
+        second_gain = tl.load(weight_ptr + R + r, mask=in_half, other=0.0).to(tl.float32)[None, :] + offset
+    return cos, sin, first_gain, second_gain
+
+
+@jit
 def _norm_rope_write_kernel(
     qkv_ptr,
     q_weight_ptr,
@@ -189,8 +199,9 @@ def _norm_rope_write_kernel(
     positions_ptr,
     slots_ptr,
     q_out_ptr,
-    k_out_ptr,  # [T, G, H], or the cache [P, G, H]
+    keys_ptr,
     values_ptr,
+    k_out_ptr,
     qkv_token_stride,
     N,
     G,
@@ -199,64 +210,68 @@ def _norm_rope_write_kernel(
     offset,
     HAS_NORM: tl.constexpr,
     HAS_CACHE: tl.constexpr,
+    KEEPS_KEYS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
-    BLOCK_H: tl.constexpr,  # next power of two >= H
+    BLOCK_R: tl.constexpr,  # next power of two >= R
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)  # int64: T * X may pass 2^31
-    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # queries, then keys, then values
-    cols = tl.arange(0, BLOCK_H)
-    in_head = cols < H
-    is_q = heads < N
-    is_k = (heads >= N) & (heads < N + G)
     R = H // 2
-    partner_cols = partner_of(cols, R)
+    r = tl.arange(0, BLOCK_R)
+    # The heads of a program are of one kind: queries first, then keys, then values.
+    num_q, num_k = tl.cdiv(N, BLOCK_HEADS), tl.cdiv(G, BLOCK_HEADS)
+    is_q = tl.program_id(1) < num_q
+    is_v = tl.program_id(1) >= num_q + num_k
+    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    heads -= tl.where(is_q, 0, tl.where(is_v, num_q + num_k, num_q)) * BLOCK_HEADS  # among its kind
+    first_of_kind = tl.where(is_q, 0, tl.where(is_v, N + G, N))
+    in_half = (heads < tl.where(is_q, N, G))[:, None] & (r < R)[None, :]
+    weight_ptr = q_weight_ptr
+    if not is_q:
+        weight_ptr = k_weight_ptr
 
     if PDL:  # positions must be older than the projection: see dispatch.py
-        if HAS_NORM:
-            weight = _weights(q_weight_ptr, k_weight_ptr, cols, is_q, in_head)
-            partner_weight = _weights(q_weight_ptr, k_weight_ptr, partner_cols, is_q, in_head)
-        cos, sin = angles_of(
-            cos_ptr, sin_ptr, tl.load(positions_ptr + token), cols[None, :], R, in_head[None, :]
+        cos, sin, first_gain, second_gain = _angles_and_gains(
+            cos_ptr, sin_ptr, positions_ptr, weight_ptr, token, r, R, offset, HAS_NORM
         )
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
-    if HAS_CACHE and PDL:
-        slot = tl.load(slots_ptr + token).to(tl.int64)
-    row = qkv_ptr + token * qkv_token_stride + heads[:, None] * H
-    in_tile = (heads < N + 2 * G)[:, None] & in_head[None, :]
-    x_raw = tl.load(row + cols[None, :], mask=in_tile, other=0.0)
-    is_turned = (is_q | is_k)[:, None] & in_head[None, :]
-    x = x_raw.to(tl.float32)
-    partner = tl.load(row + partner_cols[None, :], mask=is_turned, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        inv_rms = inverse_rms(x, H, eps)
-        if not PDL:
-            weight = _weights(q_weight_ptr, k_weight_ptr, cols, is_q, in_head)
-            partner_weight = _weights(q_weight_ptr, k_weight_ptr, partner_cols, is_q, in_head)
-        x = scaled(x, inv_rms, weight + offset, x_raw.dtype)
-        partner = scaled(partner, inv_rms, partner_weight + offset, x_raw.dtype)
-
-    if not PDL:
-        cos, sin = angles_of(
-            cos_ptr, sin_ptr, tl.load(positions_ptr + token), cols[None, :], R, in_head[None, :]
-        )
-    rotated = turned(x, partner, cos, sin, cols, R).to(q_out_ptr.dtype.element_ty)
-
-    q_rows = (token * N + heads)[:, None] * H
-    tl.store(q_out_ptr + q_rows + cols[None, :], rotated, mask=is_q[:, None] & in_head[None, :])
+    row = qkv_ptr + token * qkv_token_stride + (first_of_kind + heads)[:, None] * H + r[None, :]
+    first_raw = tl.load(row, mask=in_half, other=0.0)
+    second_raw = tl.load(row + R, mask=in_half, other=0.0)
     places = token + tl.zeros_like(heads)
     if HAS_CACHE:
+        places = tl.load(slots_ptr + token).to(tl.int64) + tl.zeros_like(heads)
+    in_cache = in_half & (places >= 0)[:, None]
+    cached = (places * G + heads)[:, None] * H + r[None, :]
+    if is_v:
+        tl.store(values_ptr + cached, first_raw, mask=in_cache)
+        tl.store(values_ptr + cached + R, second_raw, mask=in_cache)
+    else:
         if not PDL:
-            slot = tl.load(slots_ptr + token).to(tl.int64)
-        places = slot + tl.zeros_like(heads)
-        values_rows = (places * G + heads - N - G)[:, None] * H
-        is_v = (heads >= N + G) & (heads < N + 2 * G) & (places >= 0)
-        tl.store(values_ptr + values_rows + cols[None, :], x_raw, mask=is_v[:, None] & in_head[None, :])
-    k_rows = (places * G + heads - N)[:, None] * H
-    is_k = is_k & (places >= 0)
-    tl.store(k_out_ptr + k_rows + cols[None, :], rotated, mask=is_k[:, None] & in_head[None, :])
+            cos, sin, first_gain, second_gain = _angles_and_gains(
+                cos_ptr, sin_ptr, positions_ptr, weight_ptr, token, r, R, offset, HAS_NORM
+            )
+        first, second = first_raw.to(tl.float32), second_raw.to(tl.float32)
+        if HAS_NORM:
+            inv_rms = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / H + eps)[:, None]
+            first = scaled(first, inv_rms, first_gain, first_raw.dtype)
+            second = scaled(second, inv_rms, second_gain, first_raw.dtype)
+        turned_first = (first * cos - second * sin).to(first_raw.dtype)
+        turned_second = (second * cos + first * sin).to(first_raw.dtype)
+        if is_q:
+            q_at = (token * N + heads)[:, None] * H + r[None, :]
+            tl.store(q_out_ptr + q_at, turned_first, mask=in_half)
+            tl.store(q_out_ptr + q_at + R, turned_second, mask=in_half)
+        else:
+            if HAS_CACHE:
+                tl.store(keys_ptr + cached, turned_first, mask=in_cache)
+                tl.store(keys_ptr + cached + R, turned_second, mask=in_cache)
+            if KEEPS_KEYS:
+                k_at = (token * G + heads)[:, None] * H + r[None, :]
+                tl.store(k_out_ptr + k_at, turned_first, mask=in_half)
+                tl.store(k_out_ptr + k_at + R, turned_second, mask=in_half)
 
 
 def norm_rope_write(
@@ -271,8 +286,12 @@ def norm_rope_write(
     eps: float,
     offset: float = 0.0,
     cache: Cache | None = None,
+    keeps_keys: bool = False,
 ) -> Heads:
-    """Queries, keys and values ready for attention; with a cache, keys and values go to their slots."""
+    """Queries, keys and values ready for attention; with a cache, keys and values go to their slots.
+
+    `keeps_keys`: the keys are returned as well as cached.
+    """
     if not use_triton(qkv_TX):
         q_TNH, k_TGH, v_TGH = split_heads(qkv_TX, num_heads, num_kv_heads)
         if norm_weights is not None:
@@ -290,25 +309,21 @@ def norm_rope_write(
     assert cos_PR.is_contiguous() and sin_PR.is_contiguous(), "the tables must be contiguous"
     assert positions_T.is_contiguous(), "positions must be contiguous"
     q_out = torch.empty((T, N, H), dtype=qkv_TX.dtype, device=qkv_TX.device)
+    keys, values, slots_T = cache or (q_out, q_out, positions_T)  # not looked at, like the weights of no norm
     if cache is not None:
-        k_out, v_out, slots_T = cache
-        for name, part in (("keys", k_out), ("values", v_out)):
+        for name, part in (("keys", keys), ("values", values)):
             assert part.is_contiguous() and part.shape[1:] == (G, H), f"{name} are {tuple(part.shape)}"
             assert part.dtype == qkv_TX.dtype, f"{name} are {part.dtype}, the projection {qkv_TX.dtype}"
         assert slots_T.is_contiguous(), "slots must be contiguous"
-    else:
-        k_out = torch.empty((T, G, H), dtype=qkv_TX.dtype, device=qkv_TX.device)
-        v_out, slots_T = q_out, positions_T  # not looked at, like the weights of no norm
+    if cache is None or keeps_keys:
+        k_TGH = torch.empty((T, G, H), dtype=qkv_TX.dtype, device=qkv_TX.device)
     q_weight_H, k_weight_H = norm_weights or (qkv_TX, qkv_TX)
-    block_h = next_power_of_two(H)
-    num_turned = N + G if cache is None else N + 2 * G
-    block_heads = max(1, 1024 // block_h)  # the tile of kernels/rms_norm.py: the same sums in the same order
-    grid = (T, -(-num_turned // block_heads))
-    _norm_rope_write_kernel[grid](
-        qkv_TX, q_weight_H, k_weight_H, cos_PR, sin_PR, positions_T, slots_T, q_out, k_out, v_out,
+    num_programs = [-(-count // _BLOCK_HEADS) for count in ((N, G) if cache is None else (N, G, G))]
+    _norm_rope_write_kernel[(T, sum(num_programs))](
+        qkv_TX, q_weight_H, k_weight_H, cos_PR, sin_PR, positions_T, slots_T, q_out, keys, values, k_TGH,
         qkv_TX.stride(0), N, G, H, eps, offset,
         HAS_NORM=norm_weights is not None, HAS_CACHE=cache is not None,
-        BLOCK_HEADS=block_heads, BLOCK_H=block_h,
+        KEEPS_KEYS=cache is None or keeps_keys, BLOCK_HEADS=_BLOCK_HEADS, BLOCK_R=next_power_of_two(H // 2),
         **(launch_options(qkv_TX.device) if T <= _MAX_AHEAD else {"PDL": False}),
     )  # fmt: skip
-    return (q_out, k_out, v_TGH) if cache is None else (q_out, k_TGH, v_TGH)
+    return q_out, k_TGH, v_TGH

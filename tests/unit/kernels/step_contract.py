@@ -155,9 +155,7 @@ class StepContract:
 
     @every_dtype
     @pytest.mark.parametrize("offset", [0.0, 1.0])
-    def test_heads_without_a_cache_equal_norm_and_rope_to_the_last_bit(
-        self, offset: float, dtype: torch.dtype
-    ) -> None:
+    def test_heads_without_a_cache_equal_norm_and_rope(self, offset: float, dtype: torch.dtype) -> None:
         shape = (5, 6, 2, 80)
         qkv, tables, positions = self.qkv(shape, dtype), self.tables(80), self.positions(5)
         q_weight, k_weight = self.randn(80).to(dtype), self.randn(80).to(dtype)
@@ -173,12 +171,23 @@ class StepContract:
             *tables,
             positions,
         )
-        self.assert_equal_heads(q, expected_q)
-        self.assert_equal_heads(k, expected_k)
+        assert_same(q, expected_q)
+        assert_same(k, expected_k)
         assert v.data_ptr() == raw_v.data_ptr() and v.shape == raw_v.shape
 
-    def assert_equal_heads(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
-        assert torch.equal(actual, expected)
+    def test_keys_are_kept_beside_the_cache_on_demand(self) -> None:
+        shape = (5, 9, 3, 80)
+        qkv, tables, positions = self.qkv(shape, torch.bfloat16), self.tables(80), self.positions(5)
+        keys, values = (
+            torch.zeros((NUM_SLOTS, 3, 80), dtype=torch.bfloat16, device=self.device) for _ in range(2)
+        )
+        slots = torch.randperm(NUM_SLOTS, device=self.device)[:5]
+        with nan_in_fresh_memory():
+            _, k, v = norm_rope_write(
+                qkv.view, None, *tables, positions, num_heads=9, num_kv_heads=3, eps=EPS,
+                cache=(keys, values, slots), keeps_keys=True,
+            )  # fmt: skip
+        assert torch.equal(k, keys[slots]) and torch.equal(v, values[slots])
 
     # sampling ------------------------------------------------------------------------------------------
 
