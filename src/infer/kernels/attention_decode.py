@@ -26,6 +26,9 @@ on the other rows. A row of length 0 is padding: nothing of it is read and zeros
 The list and the tables are read before the kernel that made the queries has ended (`dispatch.py` has the
 rules). So the first launch after `plan` is an ordinary one, and tables must not change between the two.
 
+`attend_projected` is the same for a step in which every token is a row that decodes, one launch earlier: it is
+given the fused projection, norms and rotates its heads and puts the new keys and values into the cache itself.
+
 The query heads that share a kv head are the rows of one matrix product, padded to the tensor cores' 16.
 
 Shapes:  S rows, N query heads, G kv heads, M = N/G query heads per kv head, H head size, P slots, R rows of
@@ -68,6 +71,7 @@ _CONFIGS = {
     1024: DecodeConfig(block_n=16, num_warps=4, num_stages=3, programs_per_sm=6),
 }
 _FEW_HEADS, _PROGRAMS_FOR_FEW = 512, 2  # up to so many S * G each program gets an item or two: no turns
+_AHEAD_HEADS = 256  # up to so many S * G most programs have one item: its first tile may wait in registers
 
 # (S * G up to, shortest split): only short splits let few rows fill the machine, but each item waits for its
 # table and first keys. Rows too long for `max_splits` of these get splits twice, four times ... as long.
@@ -298,6 +302,7 @@ def _launch(
     if options["PDL"] and not are_few and config.num_warps == 4 and block_h * element_size in _MAX_REGISTERS:
         options["maxnreg"] = _MAX_REGISTERS[block_h * element_size]
     is_projected = transform is not None
+    is_ahead = is_projected and S * G <= _AHEAD_HEADS
     if transform is None:
         transform = HeadTransform(None, q, q, N, G, 0.0)  # not looked at, like the weights of no norm
     q_weight_H, k_weight_H = transform.norm_weights or (q, q)
@@ -310,6 +315,6 @@ def _launch(
         MERGE_SPLITS=min(max_splits, merge_splits), MERGE_M=merge_m,
         BLOCK_M=max(merge_m, 16), BLOCK_N=config.block_n, BLOCK_H=block_h, ITEM_INTS=_ITEM_INTS,
         PREFETCH_N=_PREFETCHED if are_few else 0, LINE=min(128 // element_size, block_h),
-        PROJECTED=is_projected, HAS_NORM=transform.norm_weights is not None, AHEAD=is_projected and are_few,
+        PROJECTED=is_projected, HAS_NORM=transform.norm_weights is not None, AHEAD=is_ahead,
         num_warps=config.num_warps, num_stages=config.num_stages, **options,
     )  # fmt: skip
