@@ -74,7 +74,7 @@ def _advice(
         advice.append("this processor has no instructions for products of bytes: the portable kernels run")
     if not num_gpus:
         advice.append(
-            "a smaller model, or cpu_weights=int4 at some cost in accuracy, is the next step on a CPU"
+            "a smaller model, or cpu_weights=int4 (exact for files in 4 bits), is the next step on a CPU"
         )
     return advice
 

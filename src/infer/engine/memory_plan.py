@@ -49,6 +49,7 @@ from infer.loader.source import ModelSource, resolve_model
 from infer.models.config import ModelConfig
 from infer.models.registry import find_family
 from infer.models.weight_map import find_target
+from infer.quant.packed import BYTES_PER_WEIGHT
 
 GPU_RUNTIME_BYTES = 700 << 20  # CUDA's context and libraries; 693 MiB measured on an H200 with PyTorch 2.11
 SMALL_STEP, SMALL_BATCH = 256, 8  # tokens and sequences of a step, tried when a larger one does not fit
@@ -338,13 +339,13 @@ def plan_format(config: EngineConfig, headers: ModelHeaders, machine: Machine) -
 
 
 def weight_bytes(config: ModelConfig, num_parameters: int, dtype: str, weight_format: str) -> int:
-    """Bytes of all weights; packed ones have a scale of two bytes for every 32 of them."""
+    """Bytes of all weights; packed ones with the scales and minima of their groups."""
     if weight_format not in BITS:
         return num_parameters * DTYPES[dtype].itemsize
     head = config.vocab_size * config.hidden_size
     embedding = 0 if config.tie_embeddings else head  # kept in 16 bits
-    packed = (num_parameters - head - embedding) * (BITS[weight_format] / 8 + 2 / 32)
-    return int(packed + head * (1 + 2 / 32) + embedding * 2)
+    packed = (num_parameters - head - embedding) * BYTES_PER_WEIGHT[BITS[weight_format]]
+    return int(packed + head * BYTES_PER_WEIGHT[8] + embedding * 2)
 
 
 def _stored(headers: ModelHeaders) -> torch.dtype | None:

@@ -40,16 +40,14 @@ ITEM_BYTES = {**_OTHERS, **{name: dtype.itemsize for name, dtype in FLOATS.items
 
 
 class QuantizedRows(NamedTuple):
-    """Rows of a matrix in groups of 32 small integers that share a scale: w = scale * integer."""
+    """Rows of a matrix in groups of 32 small integers, in the form that quant/packed.py keeps.
+
+    8 bits: w = scale * integer.  4 bits: w = scale * integer + minimum, with integers 0 .. 15.
+    """
 
     integers: torch.Tensor  # int8, [rows, K]
     scales: torch.Tensor  # float16, [rows, K / 32]
-    bits: int  # of the integers: 4 means -8 .. 7
-
-    def floats(self) -> torch.Tensor:
-        """What they stand for, float32."""
-        grouped = self.integers.float().view(*self.scales.shape, 32)
-        return (grouped * self.scales.float().unsqueeze(2)).flatten(1)
+    minima: torch.Tensor | None  # the same, in 4 bits
 
 
 class StoredTensor(Protocol):
@@ -79,8 +77,8 @@ class StoredTensor(Protocol):
         """Fill `out`, which has this tensor's shape, converting to its dtype and device."""
         ...
 
-    def chunks(self, num_rows: int) -> Iterator[torch.Tensor | QuantizedRows]:
-        """The rows of a matrix in order, so many at a time: float32, or in groups if so stored."""
+    def chunks(self, num_rows: int, bits: int) -> Iterator[torch.Tensor | QuantizedRows]:
+        """The rows of a matrix in order, so many at a time: float32, or integers if so stored and fitting."""
         ...
 
     def matrix(self, index: int) -> StoredTensor:
@@ -149,7 +147,7 @@ class SafeTensor:
         out.copy_(self._view())
         self.file.forget(self.start, self.stop)
 
-    def chunks(self, num_rows: int) -> Iterator[torch.Tensor | QuantizedRows]:
+    def chunks(self, num_rows: int, bits: int) -> Iterator[torch.Tensor | QuantizedRows]:
         """The rows of a matrix, converted to float32."""
         if self.num_bytes == 0:
             return

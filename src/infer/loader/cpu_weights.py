@@ -2,7 +2,8 @@
 
     cpu_weights   what is kept                     computed in    chosen by auto when
     int8          groups of 32, 8.5 bits each      float32        the file holds 16-bit or packed numbers
-    int4          groups of 32, 4.5 bits each      float32        never: it costs accuracy
+    int4          groups of 32, 5 bits each        float32        never: it costs accuracy, unless the file
+                                                                  holds 4 bits, whose numbers it keeps
     fp32          float32                          float32        the file holds float32, or there are no
                                                                   C kernels, or dtype says float32
     bf16          bfloat16                         bfloat16       never: see dtype.py for what dtype chooses
@@ -33,7 +34,7 @@ from infer.models.model import Model
 from infer.quant.packed import PackedMatrix, WeightMemory
 
 BITS = {"int8": 8, "int4": 4}
-TWO_DIGITS = ("qkv", "gate_up", "up", "head")  # whose activations keep two digits: where it pays most
+TWO_DIGITS = ("qkv", "gate_up", "up", "head")  # whose activations keep two digits in int8: where it pays most
 _CHUNK_NUMBERS = 1 << 20  # 4 MiB of float32 at a time
 
 
@@ -100,13 +101,16 @@ def pack_layers(model: Model, name: str, stored: torch.dtype | None) -> None:
     for layer_name, layer in model.named_modules():
         if isinstance(layer, Linear):
             kind = layer_name.rpartition(".")[2]
-            bits, digits = 8 if kind == "head" else BITS[name], 2 if kind in TWO_DIGITS else 1
+            bits, digits = 8 if kind == "head" else BITS[name], _digits(name, kind)
             num_rows, size = layer.weight.shape
             layer.scheme = PackedMatrix(c, num_rows, size, bits, memory, digits=digits)
             layer.weight = _shell(layer.weight)
         elif isinstance(layer, ExpertLinear):
             num_experts, num_rows, size = layer.weight.shape
-            layer.packed = [PackedMatrix(c, num_rows, size, BITS[name], memory) for _ in range(num_experts)]
+            bits, digits = BITS[name], _digits(name, "experts")
+            layer.packed = [
+                PackedMatrix(c, num_rows, size, bits, memory, digits=digits) for _ in range(num_experts)
+            ]
             layer.weight = _shell(layer.weight)
     embedding = model.embedding
     if model.config.tie_embeddings:
@@ -117,6 +121,11 @@ def pack_layers(model: Model, name: str, stored: torch.dtype | None) -> None:
     else:
         half = torch.bfloat16 if stored is torch.bfloat16 else torch.float16
         embedding.weight = nn.Parameter(torch.empty_like(embedding.weight, dtype=half), requires_grad=False)
+
+
+def _digits(name: str, kind: str) -> int:
+    """Of activations: two wherever weights are int4, for those of a file in 4 bits have lost nothing yet."""
+    return 2 if name == "int4" or kind in TWO_DIGITS else 1
 
 
 def _shell(weight: torch.Tensor) -> nn.Parameter:
@@ -152,11 +161,10 @@ def _fill_packed(matrix: PackedMatrix, source: StoredTensor, *, first: int, tran
         matrix.fill(whole.T.contiguous(), first)
         return
     step = max(1, _CHUNK_NUMBERS // matrix.size)
-    for rows in source.chunks(step):
-        if isinstance(rows, QuantizedRows) and (matrix.bits == 8 or rows.bits == 4):
-            matrix.fill_integers(rows.integers, rows.scales, first)
+    for rows in source.chunks(step, matrix.bits):
+        if isinstance(rows, QuantizedRows):
+            matrix.fill_integers(*rows, first)
             first += len(rows.integers)
         else:
-            floats = rows.floats() if isinstance(rows, QuantizedRows) else rows
-            matrix.fill(floats, first)
-            first += len(floats)
+            matrix.fill(rows, first)
+            first += len(rows)

@@ -125,15 +125,15 @@ class PackedTensor:
         dequantize_into(out.T if self.transposed else out, packed, self.stored.kind)
         self._forget()
 
-    def chunks(self, num_rows: int) -> Iterator[torch.Tensor | QuantizedRows]:
-        """The rows of a matrix: their integers where the format is one scale for 32, else float32."""
+    def chunks(self, num_rows: int, bits: int) -> Iterator[torch.Tensor | QuantizedRows]:
+        """The rows of a matrix: their integers if the format is groups of 32 and they fit, else float32."""
         assert not self.transposed and not self.offset, self.stored.name
         packed = self._packed_rows()
         if self.num_heads:
             packed = _restore_order(packed, self.num_heads)
         for rows in torch.split(packed, num_rows):
-            groups = integer_groups(rows, self.stored.kind)
-            yield dequantize(rows, self.stored.kind) if groups is None else QuantizedRows(*groups)
+            groups = integer_groups(rows, self.stored.kind, bits)
+            yield dequantize(rows, self.stored.kind) if groups is None else groups
         self._forget()
 
     def matrix(self, index: int) -> StoredTensor:

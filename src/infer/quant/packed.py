@@ -1,11 +1,14 @@
 """Weights in groups of 32 that share a scale, as int8 or int4, in the layout of kernels/cpu.
 
-    int8   w = d * q,  q in -127 .. 127      8.5 bits per weight; perplexity within half a percent
-    int4   w = d * q,  q in -8 .. 7          4.5 bits per weight; visibly worse, and smaller
+    int8   w = d * q,      q in -127 .. 127      8.5 bits per weight
+    int4   w = d * q + m,  q in 0 .. 15          5 bits per weight; files in 4 bits keep their numbers
+
+The minimum m of a group costs half a bit per weight and very little time: sixteen steps are too few to spend
+any of them on a range that holds no weight, and the formats of 4-bit files have minima, too.
 
 Activations are quantised on the way, 32 at a time, so the products are integer arithmetic. They cost more
 accuracy than the weights do, because a few channels are much louder than the rest, so a matrix may ask for
-two `digits` of them (csrc/linear.c): nearly free where few tokens are decoded, half as slow again in a
+two `digits` of them (csrc/linear.h): nearly free where few tokens are decoded, half as slow again in a
 prompt. The number of digits belongs to the matrix, never to the batch, so a token's bits do not depend on
 its neighbours.
 
@@ -26,6 +29,8 @@ import torch
 from infer.kernels.cpu import operations
 from infer.kernels.cpu.library import Library
 
+# Of a packed matrix, by its bits: the integer and its share of what a group has.
+BYTES_PER_WEIGHT = {bits: bits / 8 + size / operations.GROUP for bits, size in operations.SCALE_BYTES.items()}
 _LARGE_PAGE = 2 << 20
 
 
@@ -57,11 +62,13 @@ class PackedMatrix:
         assert rows.shape[1] == self.size and first + len(rows) <= self.num_rows, (rows.shape, first)
         operations.pack(self._library, rows, self.data, self.scales, first=first, bits=self.bits)
 
-    def fill_integers(self, integers: torch.Tensor, group_scales: torch.Tensor, first: int) -> None:
-        """Put rows into place that are quantised already, in groups of 32."""
+    def fill_integers(
+        self, integers: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor | None, first: int
+    ) -> None:
+        """Put rows into place that are quantised already, in groups of 32; there are minima in int4 only."""
         assert integers.shape[1] == self.size and first + len(integers) <= self.num_rows, integers.shape
         operations.pack_integers(
-            self._library, integers, group_scales, self.data, self.scales, first=first, bits=self.bits
+            self._library, integers, scales, minima, self.data, self.scales, first=first, bits=self.bits
         )
 
     def multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

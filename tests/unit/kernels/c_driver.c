@@ -84,23 +84,25 @@ static void multiply(const char *name, const char *type, const float *x, const v
     char *x_scales = (char *)scratch + cells * 16 * 32;
     emit("quantized_x", "bytes", scratch, cells * 16 * 32);
     emit_floats("quantized_x_scales", (float *)x_scales, cells * rows);
-    emit("quantized_x_starts", "bytes", x_scales + cells * rows * 4, cells * rows * 4);
+    if (bits == 8) emit("quantized_x_starts", "bytes", x_scales + cells * rows * 4, cells * rows * 4);
+    else emit_floats("quantized_x_sums", (float *)x_scales + cells * rows, cells * rows);
 }
 
 static void run_matrices(word M, word N, word K, word bits) {
     word groups = (K + 31) / 32, cells = (N + 15) / 16 * groups, num_bytes = cells * 64 * bits;
     uint8_t *data = room((size_t)num_bytes);
-    uint16_t *scales = room((size_t)cells * 32);
+    word scale_bytes = bits == 8 ? cells * 32 : cells * 64; /* int4 has minima, too */
+    uint16_t *scales = room((size_t)scale_bytes);
     float *x = random_floats(M * K), *bias = random_floats(N);
 
     /* From floats, in two parts, as a fused matrix arrives. */
     float *rows = random_floats(N * K);
     for (word n = 0; n < N; n++) /* down to scales that are subnormal halves */
         for (word k = 0; k < K; k++) rows[n * K + k] = ldexpf(rows[n * K + k], (int)(n % 8) * -3);
-    RUN("infer_pack", (N - 5 + 2) / 3, N - 5, p(rows), 0, 0, K, 0, p(data), p(scales), bits, 3);
-    RUN("infer_pack", 1, 5, p(rows + (N - 5) * K), 0, 0, K, N - 5, p(data), p(scales), bits, 8);
+    RUN("infer_pack", (N - 5 + 2) / 3, N - 5, p(rows), 0, 0, 0, K, 0, p(data), p(scales), bits, 3);
+    RUN("infer_pack", 1, 5, p(rows + (N - 5) * K), 0, 0, 0, K, N - 5, p(data), p(scales), bits, 8);
     emit("packed", "bytes", data, num_bytes);
-    emit("packed_scales", "bytes", scales, cells * 32);
+    emit("packed_scales", "bytes", scales, scale_bytes);
     memset(x, 0, (size_t)(K < 32 ? K : 32) * 4); /* a group of zeros */
     for (word digits = 1; digits <= 2; digits++)
         multiply("product", "floats", x, data, scales, bias, M, N, K, bits, digits);
@@ -113,16 +115,18 @@ static void run_matrices(word M, word N, word K, word bits) {
     RUN("infer_embed", 3, num_ids, p(ids), p(out), K, N, p(data), p(scales), bits, 2);
     emit("lookup", "bytes", out, num_ids * K * 4);
 
-    /* From integers, the largest among them, with scales that are powers of two: no product of floats
-     * is ever rounded, so the results show the integer sums to the last bit. */
+    /* From integers, the largest among them, with scales and minima that are powers of two: no product of
+     * floats is ever rounded, so the results show the integer sums to the last bit. */
     int8_t *q = room((size_t)(N * K));
-    uint16_t *row_scales = room((size_t)(N * groups) * 2);
-    int low = bits == 8 ? -127 : -8, high = bits == 8 ? 127 : 7;
+    uint16_t *row_scales = room((size_t)(N * groups) * 2), *row_minima = room((size_t)(N * groups) * 2);
+    int low = bits == 8 ? -127 : 0, high = bits == 8 ? 127 : 15;
     for (word i = 0; i < N * K; i++) q[i] = (int8_t)(low + (int)(random_bits() % (uint32_t)(high - low + 1)));
     for (word i = 0; i < 2 * K; i++) q[i] = (int8_t)(i < K ? low : high);
     for (word i = 0; i < N * groups; i++) row_scales[i] = i % 2 ? 0x3c00 : 0x3800; /* 1, 0.5 */
-    RUN("infer_pack", N, N, 0, p(q), p(row_scales), K, 0, p(data), p(scales), bits, 1);
+    for (word i = 0; i < N * groups; i++) row_minima[i] = i % 3 ? 0xc000 : 0x3c00; /* -2, 1 */
+    RUN("infer_pack", N, N, 0, p(q), p(row_scales), p(row_minima), K, 0, p(data), p(scales), bits, 1);
     emit("packed_integers", "bytes", data, num_bytes);
+    emit("packed_integers_scales", "bytes", scales, scale_bytes);
     for (word digits = 1; digits <= 2; digits++) {
         int largest = digits == 2 ? 127 * 128 : 127;
         for (word i = 0; i < M * K; i++) {

@@ -23,6 +23,7 @@ SCALES |= {
 SCALES |= {"IQ1_M": [], "MXFP4": [], "TQ1_0": [52], "TQ2_0": [64], "F16": [0], "BF16": [], "F32": []}
 GROUPS_OF_32 = {"Q4_0", "Q5_0", "Q8_0", "IQ1_S", "IQ2_XXS", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "MXFP4"}
 GROUPS_OF_32 |= {"TQ1_0", "TQ2_0"}  # of 256: the same scale eight times
+FOUR_BITS = {"Q4_0", "Q4_1", "TQ1_0", "TQ2_0"}  # whose numbers int4 keeps to the last bit
 
 
 def random_blocks(
@@ -78,14 +79,54 @@ def test_integers_are_kept_where_32_weights_share_a_scale(name: str) -> None:
     packed = torch.from_numpy(random_blocks(kind, rows=7, blocks=4))
     if kind is GGMLType.MXFP4:
         packed.view(7, 4, -1)[:, :, 0] = 120  # a scale that float16 has
-    groups = integer_groups(packed, kind)
-    assert (groups is not None) == (name in GROUPS_OF_32)
-    if groups is not None:
-        rows = QuantizedRows(*groups)
-        assert rows.integers.dtype is torch.int8 and rows.scales.dtype is torch.float16
-        assert rows.bits == 8 or bool((rows.integers.abs() <= 8).all())
+    rows = integer_groups(packed, kind, 8)
+    assert (rows is not None) == (name in GROUPS_OF_32)
+    if rows is not None:
+        assert rows.minima is None
         exact = dequantize(packed, kind)
-        torch.testing.assert_close(rows.floats(), exact, rtol=2**-11, atol=127 * 2.0**-25)
+        torch.testing.assert_close(numbers(rows), exact, rtol=2**-11, atol=127 * 2.0**-25)
+
+
+def numbers(rows: QuantizedRows) -> torch.Tensor:
+    """What the integers stand for, each rounded to float32 once."""
+    assert rows.integers.dtype is torch.int8 and rows.scales.dtype is torch.float16
+    grouped = rows.integers.double().view(*rows.scales.shape, 32) * rows.scales.double().unsqueeze(2)
+    if rows.minima is not None:
+        assert rows.minima.dtype is torch.float16
+        grouped += rows.minima.double().unsqueeze(2)
+    return grouped.flatten(1).float()
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_files_in_four_bits_keep_their_numbers_in_int4(name: str) -> None:
+    """To the last bit; Q4_K within what rounding its two products to float16 takes."""
+    kind = GGMLType[name]
+    packed = random_blocks(kind, rows=7, blocks=4)
+    rows = integer_groups(torch.from_numpy(packed), kind, 4)
+    assert (rows is not None) == (name in FOUR_BITS | {"Q4_K"})
+    if rows is None:
+        return
+    assert rows.minima is not None and bool(((rows.integers >= 0) & (rows.integers < 16)).all())
+    exact = torch.from_numpy(
+        gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[name]).astype(np.float32)
+    )
+    if name in FOUR_BITS:
+        assert torch.equal(numbers(rows), exact)
+    else:
+        steps = rows.scales.float().abs() * 15 + rows.minima.float().abs()
+        off = (numbers(rows) - exact).abs().view(*rows.scales.shape, 32).amax(dim=2)
+        assert bool((off <= steps * 2**-10).all()) and bool((off > 0).any())
+
+
+@pytest.mark.parametrize("name", sorted(FOUR_BITS | {"Q4_K"}))
+def test_a_scale_below_the_normal_numbers_of_float16_is_kept(name: str) -> None:
+    kind = GGMLType[name]
+    packed = torch.from_numpy(random_blocks(kind, rows=7, blocks=4))
+    for at in SCALES[name]:
+        packed.view(28, -1)[:, at] = torch.arange(28) + 1  # so many times 2^-24
+        packed.view(28, -1)[:, at + 1] = 0
+    rows = integer_groups(packed, kind, 4)
+    assert rows is not None and torch.equal(numbers(rows), dequantize(packed, kind))
 
 
 @pytest.mark.parametrize("exponent", [90, 200])
@@ -93,7 +134,14 @@ def test_scales_that_float16_does_not_have_are_left_to_be_packed(exponent: int) 
     packed = torch.from_numpy(random_blocks(GGMLType.MXFP4, rows=7, blocks=4))
     packed.view(7, 4, -1)[:, :, 0] = 120
     packed[3, 0] = exponent
-    assert integer_groups(packed, GGMLType.MXFP4) is None
+    assert integer_groups(packed, GGMLType.MXFP4, 8) is None
+
+
+def test_a_minimum_that_float16_does_not_have_is_left_to_be_packed() -> None:
+    packed = torch.from_numpy(random_blocks(GGMLType.Q4_0, rows=7, blocks=4))
+    packed.view(28, -1)[5, :2] = torch.tensor([9000.0]).half().view(torch.uint8)  # times -8
+    assert integer_groups(packed, GGMLType.Q4_0, 4) is None
+    assert integer_groups(packed, GGMLType.Q4_0, 8) is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

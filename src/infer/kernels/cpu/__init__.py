@@ -3,10 +3,11 @@
 PyTorch spends more time between operations than in them when a model is small, and it has no fast
 product for weights in groups of small integers. Both are mended by about a thousand lines of C:
 
-    csrc/linear.c        int8 and int4 weights times activations that are quantised on the way
+    csrc/linear.c        int8 and int4 weights times activations (linear.h: how both lie in memory)
+    csrc/activations.c   activations into integers, on their way to a product
     csrc/attention.c     attention of a ragged batch straight from the paged cache
     csrc/elementwise.c   norms, rotary positions, gates, cache writes
-    csrc/pack.c          weights into the layout of linear.c
+    csrc/pack.c          weights into the layout of linear.h
     csrc/threads.c       a pool that shares out the chunks of one operation after another
 
     build.py             compiles them on first use, for this processor, into the user's cache

@@ -17,6 +17,7 @@ from infer.kernels.cpu.library import Library
 from infer.kernels.cpu.program import PER_ITEM, PER_ROW, empty, launch
 
 GROUP = 32  # weights that share a scale
+SCALE_BYTES = {8: 2, 4: 4}  # of a group, by its bits: a scale, or a scale and a minimum (csrc/linear.h)
 TILE = 16  # rows of a matrix that are packed together
 MAX_HEAD = 256  # channels of a head that attention.c has room for
 ITEM_TOKENS = 16  # of a prompt that attend together
@@ -25,7 +26,7 @@ _CHUNK_BYTES = 1 << 17  # of weights in one chunk: half of a small second-level 
 _CHUNK_NUMBERS = 1 << 13  # of elementwise work in one chunk
 
 _LINEAR = struct.Struct("qqqqqqqqqqqqqqq")
-_PACK = struct.Struct("qqqqqqqqqq")
+_PACK = struct.Struct("qqqqqqqqqqq")
 _EMBED = struct.Struct("qqqqqqqqq")
 _NORM = struct.Struct("qqqqqqqqqqqddq")
 _LAYER_NORM = struct.Struct("qqqqqqqqqqdq")
@@ -44,9 +45,9 @@ def _rows_per_chunk(row_size: int) -> int:
 
 
 def packed_bytes(num_rows: int, row_size: int, bits: int) -> tuple[int, int]:
-    """Bytes of the integers and of the scales of a packed matrix."""
+    """Bytes of the integers and of the scales, minima included, of a packed matrix."""
     cells = -(-num_rows // TILE) * -(-row_size // GROUP)
-    return cells * TILE * GROUP * bits // 8, cells * TILE * 2
+    return cells * TILE * GROUP * bits // 8, cells * TILE * SCALE_BYTES[bits]
 
 
 def linear(
@@ -60,7 +61,7 @@ def linear(
     bits: int,
     digits: int,
 ) -> torch.Tensor:
-    """Return x Wᵀ + b with W packed, [M, N]; `num_rows` is N, `digits` those of x (csrc/linear.c)."""
+    """Return x Wᵀ + b with W packed, [M, N]; `num_rows` is N, `digits` those of x (csrc/linear.h)."""
     M, K = x_MK.shape
     if x_MK.stride(1) != 1:
         x_MK = x_MK.contiguous()
@@ -88,7 +89,17 @@ def pack(
     num_rows, size = rows.shape
     rows_per_chunk = _rows_per_chunk(size)
     args = _PACK.pack(
-        num_rows, rows.data_ptr(), 0, 0, size, first, data.data_ptr(), scales.data_ptr(), bits, rows_per_chunk
+        num_rows,
+        rows.data_ptr(),
+        0,
+        0,
+        0,
+        size,
+        first,
+        data.data_ptr(),
+        scales.data_ptr(),
+        bits,
+        rows_per_chunk,
     )
     launch(library, library.pack, args, num_rows=num_rows, kind=PER_ROW, rows_per_chunk=rows_per_chunk)
 
@@ -97,20 +108,23 @@ def pack_integers(
     library: Library,
     integers: torch.Tensor,
     group_scales: torch.Tensor,
+    group_minima: torch.Tensor | None,
     data: torch.Tensor,
     scales: torch.Tensor,
     *,
     first: int,
     bits: int,
 ) -> None:
-    """The same for rows that are quantised already: int8 [rows, K] and half [rows, K / 32]."""
+    """The same for rows that are quantised already: int8 [rows, K] and halves [rows, K / 32]."""
+    assert (group_minima is not None) == (bits == 4), bits
     assert integers.is_contiguous() and integers.dtype is torch.int8, (integers.dtype, integers.stride())
-    assert group_scales.is_contiguous() and group_scales.dtype is torch.float16, group_scales.dtype
+    for halves in (group_scales, group_minima):
+        assert halves is None or (halves.is_contiguous() and halves.dtype is torch.float16), halves.dtype
     num_rows, size = integers.shape
     rows_per_chunk = _rows_per_chunk(size)
     args = _PACK.pack(
-        num_rows, 0, integers.data_ptr(), group_scales.data_ptr(), size, first, data.data_ptr(),
-        scales.data_ptr(), bits, rows_per_chunk,
+        num_rows, 0, integers.data_ptr(), group_scales.data_ptr(), _pointer(group_minima), size, first,
+        data.data_ptr(), scales.data_ptr(), bits, rows_per_chunk,
     )  # fmt: skip
     launch(library, library.pack, args, num_rows=num_rows, kind=PER_ROW, rows_per_chunk=rows_per_chunk)
 

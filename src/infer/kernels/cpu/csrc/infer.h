@@ -36,9 +36,11 @@
 #define VARIANT "portable"
 #endif
 
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
 #define LANES 16
 typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
+typedef int8_t bytes16 __attribute__((vector_size(16)));
 typedef vf vf_unaligned __attribute__((aligned(4), may_alias));
 
 static inline vf load(const float *p) { return *(const vf_unaligned *)p; }
@@ -57,6 +59,11 @@ static inline void store_some(float *p, vf v, int64_t count) {
     memcpy(p, lanes, (size_t)count * sizeof(float));
 }
 
+static inline vf absolute(vf v) { return (vf)((vi)v & 0x7fffffff); }
+static inline vf choose(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
+static inline vf larger(vf a, vf b) { return choose(a > b, a, b); }
+static inline vf smaller(vf a, vf b) { return choose(a < b, a, b); }
+
 /* Sum of the lanes, always as the same tree. */
 static inline float sum_lanes(vf v) {
     float a[LANES];
@@ -71,6 +78,14 @@ static inline float max_lanes(vf v) {
     for (int width = LANES / 2; width > 0; width /= 2)
         for (int i = 0; i < width; i++) a[i] = a[i] > a[i + width] ? a[i] : a[i + width];
     return a[0];
+}
+/* The same where no lane is NaN. */
+static inline float peak_of_lanes(vf v) {
+#if defined(HAVE_AVX512)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    return max_lanes(v);
+#endif
 }
 
 /* e^x for x <= 88: 2^n * e^r with |r| <= ln2/2, and e^r by its series. Below -87 it is 0. */
@@ -99,6 +114,9 @@ static inline vf exp_lanes(vf x) {
 
 /* IEEE half precision, for the scales of weight groups. */
 static inline float half_to_float(uint16_t h) {
+#if defined(HAVE_AVX512) || defined(HAVE_AVX2)
+    return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(h)));
+#else
     uint32_t sign = (uint32_t)(h & 0x8000u) << 16, magnitude = h & 0x7fffu, bits;
     float value;
     if (magnitude >= 0x7c00u) {
@@ -113,10 +131,10 @@ static inline float half_to_float(uint16_t h) {
     bits = sign | (magnitude + 0x1c000u) << 13;
     memcpy(&value, &bits, 4);
     return value;
+#endif
 }
-uint16_t float_to_half(float value);
 
-/* The scales of one group for the 16 rows of a tile. */
+/* 16 halves as floats: the scales of one group for the rows of a tile. */
 static inline vf load_halves(const uint16_t *p) {
 #if defined(HAVE_AVX512)
     return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
@@ -124,6 +142,10 @@ static inline vf load_halves(const uint16_t *p) {
     union { __m256 half[2]; vf all; } u;
     u.half[0] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
     u.half[1] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)));
+    return u.all;
+#elif defined(HAVE_NEON)
+    union { float32x4_t quarter[4]; vf all; } u;
+    for (int i = 0; i < 4; i++) u.quarter[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + i * 4)));
     return u.all;
 #else
     vf v;

@@ -1,0 +1,74 @@
+/* How weights and activations of a product lie in memory: what pack.c writes and linear.c reads.
+ *
+ * Weights: 32 neighbours of a row are a *group*, which shares a scale d, and in int4 a minimum m; both are halves.
+ *     int8   w = d * q         q in -127 .. 127      8.5 bits per weight
+ *     int4   w = d * q + m     q in 0 .. 15          5 bits per weight
+ *
+ * 16 rows form a *tile*, and the instruction that multiplies four pairs of bytes and adds them to a 32-bit lane
+ * wants four consecutive k of one row in a lane, 16 rows in a register:
+ *
+ *     tile, group:   8 vectors of 64 bytes, vector v =  row0: k=4v..4v+3 | row1: k=4v..4v+3 | ... | row15
+ *     int4:          4 vectors; low halves of its bytes are vector v, high halves vector v + 4
+ *     scales:        [tile][group][16] halves, apart, so that vectors stay aligned
+ *     int4:          [tile][group][2][16] halves: 16 scales, then 16 minima
+ *
+ * Activations are brought to a similar form when they arrive: 32 of them share a scale, max|x| over the
+ * largest integer, and an integer has one or two *digits*, each an int8:
+ *     1 digit    q               up to 127: little is left of what lies beside one very loud channel
+ *     2 digits   128 * q0 + q1   up to 16256: no error worth mentioning, for twice the arithmetic */
+#ifndef LINEAR_H
+#define LINEAR_H
+
+#include "infer.h"
+
+#define GROUP 32
+#define LINES 16
+
+#if defined(HAVE_AVX512)
+#define INT8_OFFSET 128 /* what is added to an int8 weight to make it unsigned */
+#else
+#define INT8_OFFSET 0
+#endif
+
+typedef struct {
+    int64_t M;
+    const float *x;
+    int64_t x_stride;
+    float *y;
+    int64_t y_stride;
+    const uint8_t *data;
+    const uint16_t *scales;
+    const float *bias; /* may be NULL */
+    uint8_t *scratch;  /* quantised x: see `activations` */
+    int64_t N, K;
+    int64_t bits, digits;                    /* of a weight, of an activation */
+    int64_t tiles_per_chunk, rows_per_chunk; /* of the product, of infer_linear_quantize */
+} linear_args;
+
+/* Quantised rows. A *line* is one digit of one row; 16 lines are a block, which has all their first groups,
+ * then all their second ones, and so on: what is read together lies together. */
+typedef struct {
+    int8_t *q;     /* [blocks][groups][16 lines][32], the digits of a row in neighbouring lines */
+    float *scales; /* [blocks][groups][rows of a block] */
+    union {        /* the same, what else a weight needs to know about a group: */
+        int32_t *starts; /* int8: what the integer sum of the last digit starts with */
+        float *sums;     /* int4: the sum of the activations, as they were rounded */
+    };
+    int64_t groups, rows;
+} activations;
+
+static inline activations split_scratch(const linear_args *a) {
+    activations act = {.groups = (a->K + GROUP - 1) / GROUP, .rows = LINES / a->digits};
+    int64_t cells = (a->M + act.rows - 1) / act.rows * act.groups;
+    act.q = (int8_t *)a->scratch;
+    act.scales = (float *)(a->scratch + cells * LINES * GROUP);
+    act.sums = act.scales + cells * act.rows;
+    return act;
+}
+
+/* Where the first group of row m is: an index of `scales`; the next one is `rows` further on. */
+static inline int64_t place_of(const activations *act, int64_t m) {
+    return m / act->rows * act->groups * act->rows + m % act->rows;
+}
+
+#endif
