@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.kernels.attention_decode import captured, seconds_of_replay
+from infer.kernels.attention_dense import DenseAttention
 from infer.kernels.attention_prefill import (
     Chunk,
     PrefillChunks,
@@ -126,17 +127,19 @@ def seconds_paged(
     return seconds_of_replay(captured(step)) / len(prompts.stores)
 
 
-def seconds_fresh(prompts: Prompts, backend: str) -> float:
-    """Time of one layer through PyTorch's kernels; eager, because they copy lengths from the host."""
+def seconds_fresh(prompts: Prompts, dense: DenseAttention | None) -> float:
+    """Time of one layer through PyTorch's FlashAttention or cuDNN; eager, for lengths come from the host."""
     batch, out = prompts.batch(), torch.empty_like(prompts.q)
     num_tokens = prompts.q.shape[0]
+    batches = dense.split(batch.chunks)[0] if dense else []
 
     def step() -> None:
         for keys, values in prompts.stores:
-            attend_fresh(
-                prompts.q, keys[:num_tokens], values[:num_tokens], batch,
-                scale=prompts.q.shape[2] ** -0.5, window=None, out=out, backend=backend,
-            )  # fmt: skip
+            k, v, scale = keys[:num_tokens], values[:num_tokens], prompts.q.shape[2] ** -0.5
+            if dense is None:
+                attend_fresh(prompts.q, k, v, batch, scale=scale, window=None, out=out)
+            else:
+                dense.attend(prompts.q, k, v, batches, scale=scale, out=out)
 
     return seconds_of_stream(step) / len(prompts.stores)
 
@@ -213,11 +216,15 @@ def main() -> int:
             padded = seconds_paged(prompts, None, batch=prompts.padded_batch())
             report("paged, the list of a graph", padded, prompts, ceiling)
         if prompts.batch().are_fresh:
-            for backend in ("flash", "cudnn"):
-                try:
-                    report(backend, seconds_fresh(prompts, backend), prompts, ceiling)
-                except Exception as error:  # not in this build of PyTorch
-                    print(f"    {backend}: {str(error).splitlines()[0][:100]}")
+            report("flash", seconds_fresh(prompts, None), prompts, ceiling)
+            dense = DenseAttention(
+                num_heads=N, num_kv_heads=G, head_dim=H, dtype=prompts.q.dtype,
+                device=prompts.q.device, max_tokens=prompts.q.shape[0],
+            )  # fmt: skip
+            while dense.prepare():
+                pass
+            if not dense.split(prompts.batch().chunks)[1]:
+                report("cudnn", seconds_fresh(prompts, dense), prompts, ceiling)
         if arguments.sweep:
             sweep(prompts, ceiling, began + arguments.seconds * (index + 1) / len(SHAPES))
     return 0

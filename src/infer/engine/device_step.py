@@ -9,7 +9,7 @@ Nothing here depends on a length that the host knows: a step of decode rows alon
 graph and replayed while sequences grow.
 
     backend     rows that decode      chunks of prompts
-    triton      Triton                Triton
+    triton      Triton                Triton; those in `dense` cuDNN (kernels/attention_dense.py)
     cuda        CUDA C++              Triton
     flash       Triton                PyTorch's FlashAttention if every chunk is fresh, otherwise Triton
     invariant   Triton's kernel for prompts, for both: one order of additions, wherever a token is computed
@@ -25,6 +25,7 @@ import torch
 
 from infer.cache.kv_store import KVStore
 from infer.kernels.attention_decode import DecodeWork, attend_decode, attend_projected
+from infer.kernels.attention_dense import Batch, DenseAttention
 from infer.kernels.attention_prefill import PrefillChunks, attend_prefill
 from infer.kernels.cuda.paged_attention import attend_decode_cuda
 from infer.kernels.dispatch import use_triton
@@ -49,6 +50,7 @@ class DeviceStep(StepContext):
         rows_S: torch.Tensor,
         lens_S: torch.Tensor,
         chunks: PrefillChunks | None = None,
+        dense: tuple[DenseAttention, Sequence[Batch]] | None = None,
         windows: Sequence[int | None] = (None,),
         backend: str = "triton",
     ) -> None:
@@ -56,7 +58,7 @@ class DeviceStep(StepContext):
         self._block_size = block_size
         self._positions_T, self._slots_T = positions_T, slots_T
         self._rows_S, self._lens_S = rows_S, lens_S
-        self._chunks = chunks
+        self._chunks, self._dense = chunks, dense
         self._backend = backend
         if backend == "invariant" and len(rows_S) and use_triton(lens_S):
             self._chunks = _with_rows(chunks, rows_S, lens_S)
@@ -72,14 +74,15 @@ class DeviceStep(StepContext):
 
     def slots(self, layer: int) -> CacheSlots:
         """Of this step's tokens."""
-        return CacheSlots(self._store.keys[layer], self._store.values[layer], self._slots_T)
+        is_dense = self._dense is not None
+        return CacheSlots(self._store.keys[layer], self._store.values[layer], self._slots_T, is_dense)
 
     def attend_projected(
         self, layer: int, qkv_TX: torch.Tensor, transform: HeadTransform, *, scale: float, window: int | None
     ) -> torch.Tensor | None:
         """One kernel from the projection to the output, where every token is a row that decodes."""
         num_rows = len(self._rows_S)
-        decodes_only = self._chunks is None and 0 < num_rows == qkv_TX.shape[0]
+        decodes_only = self._chunks is None and self._dense is None and 0 < num_rows == qkv_TX.shape[0]
         if not decodes_only or self._backend not in _DECODED_BY_TRITON or not use_triton(qkv_TX):
             return None
         return attend_projected(
@@ -119,6 +122,9 @@ class DeviceStep(StepContext):
                 fresh_slots_T=self._slots_T if self._backend == "flash" else None,
                 invariant=self._backend == "invariant",
             )  # fmt: skip
+        if self._dense is not None:
+            dense, batches = self._dense
+            out_TNH = dense.attend(q_TNH, k_TGH, v_TGH, batches, scale=scale, out=out_TNH)
         return out_TNH
 
 

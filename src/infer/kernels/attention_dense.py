@@ -1,112 +1,176 @@
-"""Attention of fresh prompts as dense batches, for a library without block tables or ragged lengths.
+"""Attention of long fresh prompts through a library without block tables or ragged lengths: cuDNN's.
 
-cuDNN's fused attention builds a plan for each shape it meets, which takes milliseconds, and then keeps it. So
-that there are few shapes, prompts are padded to a multiple of 512 tokens and prompts of equal padded length
-are computed together, in batches of 1, 2, 4, ...:
+cuDNN's fused attention is faster than our kernel where prompts are long, but it knows only batches of equal
+length, and for each shape it makes a plan first, which takes some 60 milliseconds. So there are few shapes,
+their plans are made in idle time (`prepare`, as graphs are captured), and a shape without a plan is not used:
 
-    prompts of 700, 1024, 300, 900, 1000 tokens     ->     4 x 1024,  1 x 512
+    chunks of a step   4096, 4096           ->   one batch 2 x 4096, as they lie
+                       3000                 ->   1 x 3072, padded
+                       3000 after a prefix  ->   not fresh: our own kernel
+                       700                  ->   short: our own kernel
 
 Padding stands behind the tokens of a prompt, and causal attention looks back, so no token sees any. It is
 made of copies of the prompt's last token: what is masked is still multiplied, and zero times NaN is NaN. What
-the padding itself attends to is thrown away. Prompts that need no padding and lie end to end are not copied.
+the padding itself attends to is thrown away.
 
-Shapes:  T tokens, N query heads, G kv heads, H head size, B prompts of a batch, S padded length.
+Shapes:  T tokens, N query heads, G kv heads, H head size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 if TYPE_CHECKING:
-    from infer.kernels.attention_prefill import Chunk, PrefillChunks
+    from infer.kernels.attention_prefill import Chunk
 
-PAD_LEN = 512
-_HEAD_DIMS = (64, 128)
+logger = logging.getLogger(__name__)
+
+PAD_LEN = 256
+_MIN_LENS = {64: 4096, 128: 2048}  # by head size: below, our own kernel is faster on an H200
+_NUMS = (4, 2, 1)  # prompts of a batch
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Prompts that are computed together: where their tokens are, and which of it is padding."""
+class Shape(NamedTuple):
+    """Of a batch."""
 
     num: int
     length: int
+
+
+class Batch(NamedTuple):
+    """Prompts of equal length that lie end to end; one alone may be shorter than its shape."""
+
     first: int  # token of the step
-    is_view: bool  # tokens `first` ... of the step are the batch as it stands; the rest is empty then
-    tokens_BS: torch.Tensor  # of the step, flat; for padding the prompt's last
-    places: torch.Tensor  # in the flat batch, of all that is not padding
-    tokens: torch.Tensor  # of the step, for each of these places
+    num_tokens: int  # of each prompt
+    shape: Shape
 
 
-def can_attend_dense(dtype: torch.dtype, head_dim: int, chunks: PrefillChunks, window: int | None) -> bool:
-    """Whether `attend_fresh_dense` is for these chunks."""
-    are_fresh = bool(chunks.chunks) and all(chunk.start == 0 for chunk in chunks.chunks)
-    return are_fresh and window is None and dtype.itemsize == 2 and head_dim in _HEAD_DIMS
+def dense_shapes(head_dim: int, max_tokens: int) -> Iterator[Shape]:
+    """The shapes that plans are made for, those of one prompt first."""
+    lengths = range(_MIN_LENS[head_dim], max_tokens + 1, PAD_LEN)
+    yield from (Shape(1, length) for length in lengths)
+    powers = [length for length in lengths if length & (length - 1) == 0]
+    for num in _NUMS[:-1]:
+        yield from (Shape(num, length) for length in powers if num * length <= max_tokens)
 
 
-def attend_fresh_dense(
-    q_TNH: torch.Tensor,
-    k_TGH: torch.Tensor,
-    v_TGH: torch.Tensor,
-    chunks: PrefillChunks,
-    *,
-    scale: float,
-    out: torch.Tensor,
-    backend: SDPBackend = SDPBackend.CUDNN_ATTENTION,
-) -> torch.Tensor:
-    """Attend with the tokens of fresh chunks; the other tokens of `out` are left as they are."""
-    assert can_attend_dense(q_TNH.dtype, q_TNH.shape[2], chunks, None), f"{q_TNH.dtype}, {chunks.chunks}"
-    with sdpa_kernel(backend):
-        for batch in _batches(chunks.chunks, q_TNH.device):
-            q, k, v = (_pack(x, batch).transpose(1, 2) for x in (q_TNH, k_TGH, v_TGH))
-            result = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-            result_TNH = result.transpose(1, 2).flatten(0, 1)
-            if batch.is_view:
-                out[batch.first : batch.first + batch.num * batch.length] = result_TNH
+class DenseAttention:
+    """The plans of one kind of heads on one device."""
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_tokens: int,
+        backend: SDPBackend = SDPBackend.CUDNN_ATTENTION,
+    ) -> None:
+        self._heads = (num_heads, num_kv_heads, head_dim)
+        self._dtype, self._device, self._backend = dtype, device, backend
+        self._wanted = list(dense_shapes(head_dim, max_tokens)) if _can_run(dtype, head_dim, device) else []
+        self._wanted.reverse()
+        self.ready: set[Shape] = set()
+
+    def prepare(self) -> bool:
+        """Make one more plan; False: there is none to make."""
+        if not self._wanted:
+            return False
+        shape = self._wanted.pop()
+        num_heads, num_kv_heads, head_dim = self._heads
+        num_tokens = shape.num * shape.length
+        q, k, v = (
+            torch.randn(num_tokens, heads, head_dim, dtype=self._dtype, device=self._device)
+            for heads in (num_heads, num_kv_heads, num_kv_heads)
+        )
+        try:
+            self._attend(q, k, v, shape, 1.0)
+        except RuntimeError as error:  # no such library, or too old a one
+            logger.info("prompts are attended to by our own kernel alone: %s", str(error).splitlines()[0])
+            self._wanted = []
+            self.ready.clear()
+            return False
+        self.ready.add(shape)
+        return True
+
+    def split(self, chunks: Sequence[Chunk]) -> tuple[list[Batch], list[Chunk]]:
+        """What can be computed here, and the chunks that are left."""
+        batches: list[Batch] = []
+        rest: list[Chunk] = []
+        index = 0
+        while index < len(chunks):
+            batch = self._batch_at(chunks, index) if self.ready else None
+            if batch is None:
+                rest.append(chunks[index])
+                index += 1
             else:
-                out.index_copy_(0, batch.tokens, result_TNH[batch.places])
-    return out
+                batches.append(batch)
+                index += batch.shape.num
+        return batches, rest
+
+    def _batch_at(self, chunks: Sequence[Chunk], index: int) -> Batch | None:
+        """The largest batch that begins with this chunk."""
+        first, num_tokens, _, start = chunks[index]
+        if start != 0:
+            return None
+        for num in _NUMS:
+            shape = Shape(num, -(-num_tokens // PAD_LEN) * PAD_LEN)
+            run = chunks[index : index + num]
+            lie_so = all(
+                (chunk.first, chunk.num, chunk.start) == (first + place * num_tokens, num_tokens, 0)
+                for place, chunk in enumerate(run)
+            )
+            is_whole = num == 1 or num_tokens == shape.length
+            if shape in self.ready and len(run) == num and lie_so and is_whole:
+                return Batch(first, num_tokens, shape)
+        return None
+
+    def attend(
+        self,
+        q_TNH: torch.Tensor,
+        k_TGH: torch.Tensor,
+        v_TGH: torch.Tensor,
+        batches: Sequence[Batch],
+        *,
+        scale: float,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attend with the tokens of these batches; returns `out`, or a stand-in that has all tokens."""
+        for first, num_tokens, shape in batches:
+            end = first + shape.num * num_tokens
+            q, k, v = (_padded(x[first:end], shape) for x in (q_TNH, k_TGH, v_TGH))
+            result = self._attend(q, k, v, shape, scale)[: end - first]
+            if len(result) == len(out):
+                return result
+            out[first:end] = result
+        return out
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape, scale: float
+    ) -> torch.Tensor:
+        """[num * length, heads, H] -> the same of the queries."""
+        batched = (x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
+        with sdpa_kernel(self._backend):
+            result = F.scaled_dot_product_attention(*batched, is_causal=True, scale=scale, enable_gqa=True)
+        return result.transpose(1, 2).flatten(0, 1)
 
 
-def _pack(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """[T, heads, H] -> [B, S, heads, H]."""
-    end = batch.first + batch.num * batch.length
-    packed = x[batch.first : end] if batch.is_view else x[batch.tokens_BS]
-    return packed.view(batch.num, batch.length, *x.shape[1:])
+def _can_run(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
+    """Whether it was measured to be faster here."""
+    if dtype.itemsize != 2 or head_dim not in _MIN_LENS:
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 
-@lru_cache(maxsize=2)
-def _batches(chunks: tuple[Chunk, ...], device: torch.device) -> tuple[Batch, ...]:
-    """The batches of a step; the same for all layers, hence the cache."""
-    groups: dict[int, list[Chunk]] = {}
-    for chunk in chunks:
-        groups.setdefault(-(-chunk.num // PAD_LEN) * PAD_LEN, []).append(chunk)
-    batches = []
-    for length, group in groups.items():
-        while group:
-            num = 1 << len(group).bit_length() - 1
-            batches.append(_batch(group[:num], length, device))
-            group = group[num:]
-    return tuple(batches)
-
-
-def _batch(chunks: list[Chunk], length: int, device: torch.device) -> Batch:
-    first = chunks[0].first
-    if all(chunk[:2] == (first + index * length, length) for index, chunk in enumerate(chunks)):
-        empty = torch.empty(0, dtype=torch.int64, device=device)
-        return Batch(len(chunks), length, first, True, empty, empty, empty)
-    firsts_B1, nums_B1 = (np.array(column)[:, None] for column in list(zip(*chunks, strict=True))[:2])
-    offsets_S = np.arange(length)
-    tokens_BS = firsts_B1 + np.minimum(offsets_S, nums_B1 - 1)
-    places = np.flatnonzero(offsets_S < nums_B1)
-    tokens, at, to = (
-        torch.from_numpy(x).to(device, non_blocking=True)
-        for x in (tokens_BS.ravel(), places, tokens_BS.ravel()[places])
-    )
-    return Batch(len(chunks), length, first, False, tokens, at, to)
+def _padded(x: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """Followed by copies of the last token, as far as the shape goes."""
+    num_missing = shape.num * shape.length - len(x)
+    return x if not num_missing else torch.cat((x, x[-1:].expand(num_missing, -1, -1)))

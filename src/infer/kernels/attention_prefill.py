@@ -42,7 +42,6 @@ import torch
 
 from infer.errors import ConfigError
 from infer.kernels.attention import attend_naive
-from infer.kernels.attention_dense import attend_fresh_dense
 from infer.kernels.attention_prefill_kernels import merge_kernel, prefill_kernel
 from infer.kernels.dispatch import launch_options, next_power_of_two, use_triton
 
@@ -196,7 +195,7 @@ def attend_prefill(
         out = torch.empty((T, N, H), dtype=q_TNH.dtype, device=q_TNH.device)
     if fresh_slots_T is not None and q_TNH.dtype != torch.float32 and chunks.are_fresh:
         k_TGH, v_TGH = keys_PGH[fresh_slots_T], values_PGH[fresh_slots_T]
-        return attend_fresh(q_TNH, k_TGH, v_TGH, chunks, scale=scale, window=window, out=out, backend="flash")
+        return attend_fresh(q_TNH, k_TGH, v_TGH, chunks, scale=scale, window=window, out=out)
     assert N // G <= BLOCK_M, f"{N // G} query heads share a kv head, at most {BLOCK_M} can"
     assert q_TNH.stride(2) == 1, f"the head dimension must be contiguous, got strides {q_TNH.stride()}"
     assert out.stride()[1:] == (H, 1), f"the heads of a token must lie end to end, got strides {out.stride()}"
@@ -301,17 +300,9 @@ def attend_fresh(
     scale: float,
     window: int | None,
     out: torch.Tensor,
-    backend: str,
 ) -> torch.Tensor:
-    """Fresh chunks that lie end to end, through the kernels that come with PyTorch.
-
-    cuDNN has an entry point for ragged lengths too, but plans anew for every set of them, on the host.
-    """
+    """Fresh chunks that lie end to end, through PyTorch's FlashAttention."""
     assert chunks.are_fresh, "every chunk must start its sequence"
-    if backend == "cudnn":
-        assert window is None, "cuDNN is asked for full attention alone"
-        return attend_fresh_dense(q_TNH, k_TGH, v_TGH, chunks, scale=scale, out=out)
-    assert backend == "flash", backend
     first = chunks.chunks[0].first
     lens = [chunk.num for chunk in chunks.chunks]
     ends = torch.tensor([0, *np.cumsum(lens).tolist()], dtype=torch.int32).to(q_TNH.device, non_blocking=True)

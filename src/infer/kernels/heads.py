@@ -12,7 +12,7 @@ called one after the other.
 
 A slot of -1 marks a padding token: its query is computed like any other, its key and value are written
 nowhere. With a cache, the keys and values *returned* are views of the input, neither normed nor rotated,
-for the cache has the real ones; an attention that reads no cache asks for the keys (`keeps_keys`).
+for the cache has the real ones; an attention that reads no cache asks for both (`keeps`).
 
 Memory-bound: reads X elements per token and writes as many. A program takes a few heads of a kind, in halves:
 an element of the first half and its partner in the rotation stand in the same place of two tiles, so that
@@ -202,6 +202,7 @@ def _norm_rope_write_kernel(
     keys_ptr,
     values_ptr,
     k_out_ptr,
+    v_out_ptr,
     qkv_token_stride,
     N,
     G,
@@ -210,7 +211,7 @@ def _norm_rope_write_kernel(
     offset,
     HAS_NORM: tl.constexpr,
     HAS_CACHE: tl.constexpr,
-    KEEPS_KEYS: tl.constexpr,
+    KEEPS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_R: tl.constexpr,  # next power of two >= R
     PDL: tl.constexpr,
@@ -245,9 +246,13 @@ def _norm_rope_write_kernel(
         places = tl.load(slots_ptr + token).to(tl.int64) + tl.zeros_like(heads)
     in_cache = in_half & (places >= 0)[:, None]
     cached = (places * G + heads)[:, None] * H + r[None, :]
+    kept = (token * G + heads)[:, None] * H + r[None, :]
     if is_v:
         tl.store(values_ptr + cached, first_raw, mask=in_cache)
         tl.store(values_ptr + cached + R, second_raw, mask=in_cache)
+        if KEEPS:
+            tl.store(v_out_ptr + kept, first_raw, mask=in_half)
+            tl.store(v_out_ptr + kept + R, second_raw, mask=in_half)
     else:
         if not PDL:
             cos, sin, first_gain, second_gain = _angles_and_gains(
@@ -268,10 +273,9 @@ def _norm_rope_write_kernel(
             if HAS_CACHE:
                 tl.store(keys_ptr + cached, turned_first, mask=in_cache)
                 tl.store(keys_ptr + cached + R, turned_second, mask=in_cache)
-            if KEEPS_KEYS:
-                k_at = (token * G + heads)[:, None] * H + r[None, :]
-                tl.store(k_out_ptr + k_at, turned_first, mask=in_half)
-                tl.store(k_out_ptr + k_at + R, turned_second, mask=in_half)
+            if KEEPS:
+                tl.store(k_out_ptr + kept, turned_first, mask=in_half)
+                tl.store(k_out_ptr + kept + R, turned_second, mask=in_half)
 
 
 def norm_rope_write(
@@ -286,11 +290,11 @@ def norm_rope_write(
     eps: float,
     offset: float = 0.0,
     cache: Cache | None = None,
-    keeps_keys: bool = False,
+    keeps: bool = False,
 ) -> Heads:
     """Queries, keys and values ready for attention; with a cache, keys and values go to their slots.
 
-    `keeps_keys`: the keys are returned as well as cached.
+    `keeps`: keys and values are returned as well as cached, fresh and contiguous.
     """
     if not use_triton(qkv_TX):
         q_TNH, k_TGH, v_TGH = split_heads(qkv_TX, num_heads, num_kv_heads)
@@ -315,15 +319,17 @@ def norm_rope_write(
             assert part.is_contiguous() and part.shape[1:] == (G, H), f"{name} are {tuple(part.shape)}"
             assert part.dtype == qkv_TX.dtype, f"{name} are {part.dtype}, the projection {qkv_TX.dtype}"
         assert slots_T.is_contiguous(), "slots must be contiguous"
-    if cache is None or keeps_keys:
+    if cache is None or keeps:
         k_TGH = torch.empty((T, G, H), dtype=qkv_TX.dtype, device=qkv_TX.device)
+    if keeps:
+        v_TGH = torch.empty_like(k_TGH)
     q_weight_H, k_weight_H = norm_weights or (qkv_TX, qkv_TX)
     num_programs = [-(-count // _BLOCK_HEADS) for count in ((N, G) if cache is None else (N, G, G))]
     _norm_rope_write_kernel[(T, sum(num_programs))](
-        qkv_TX, q_weight_H, k_weight_H, cos_PR, sin_PR, positions_T, slots_T, q_out, keys, values, k_TGH,
-        qkv_TX.stride(0), N, G, H, eps, offset,
+        qkv_TX, q_weight_H, k_weight_H, cos_PR, sin_PR, positions_T, slots_T,
+        q_out, keys, values, k_TGH, v_TGH, qkv_TX.stride(0), N, G, H, eps, offset,
         HAS_NORM=norm_weights is not None, HAS_CACHE=cache is not None,
-        KEEPS_KEYS=cache is None or keeps_keys, BLOCK_HEADS=_BLOCK_HEADS, BLOCK_R=next_power_of_two(H // 2),
+        KEEPS=cache is None or keeps, BLOCK_HEADS=_BLOCK_HEADS, BLOCK_R=next_power_of_two(H // 2),
         **(launch_options(qkv_TX.device) if T <= _MAX_AHEAD else {"PDL": False}),
     )  # fmt: skip
     return q_out, k_TGH, v_TGH

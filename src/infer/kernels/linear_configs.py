@@ -9,7 +9,7 @@ Each number of tokens has the tile that is fastest for it, so what decides the o
 `block_k`, `split_k` and the matrix instruction of a `SkinnyConfig`) may differ between buckets of M, and a
 row's last digit with it; whoever must not see that asks for `deterministic` (`invariant_config`). Tiles of 64
 rows and more take Hopper's own instruction, which reads a tile of W from shared memory; narrower ones, of
-which a small matrix has more than a GPU has multiprocessors, take the older one, which goes through registers.
+which a small matrix has more than a GPU has multiprocessors, take the older one, through registers.
 
 Shapes:  M tokens, N outputs (of the gate half when gated), K inputs.
 """

@@ -29,6 +29,7 @@ class CacheSlots(NamedTuple):
     keys_PGH: torch.Tensor
     values_PGH: torch.Tensor
     slots_T: torch.Tensor  # -1: a padding token, written nowhere
+    are_needed: bool = False  # whether `attend` wants the keys and values as well
 
 
 class StepContext(Protocol):

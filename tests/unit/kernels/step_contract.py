@@ -175,7 +175,7 @@ class StepContract:
         assert_same(k, expected_k)
         assert v.data_ptr() == raw_v.data_ptr() and v.shape == raw_v.shape
 
-    def test_keys_are_kept_beside_the_cache_on_demand(self) -> None:
+    def test_keys_and_values_are_kept_beside_the_cache_on_demand(self) -> None:
         shape = (5, 9, 3, 80)
         qkv, tables, positions = self.qkv(shape, torch.bfloat16), self.tables(80), self.positions(5)
         keys, values = (
@@ -185,7 +185,7 @@ class StepContract:
         with nan_in_fresh_memory():
             _, k, v = norm_rope_write(
                 qkv.view, None, *tables, positions, num_heads=9, num_kv_heads=3, eps=EPS,
-                cache=(keys, values, slots), keeps_keys=True,
+                cache=(keys, values, slots), keeps=True,
             )  # fmt: skip
         assert torch.equal(k, keys[slots]) and torch.equal(v, values[slots])
 

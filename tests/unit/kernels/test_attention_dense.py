@@ -1,4 +1,4 @@
-"""Fresh prompts as dense batches: against the reference, through PyTorch's own mathematics."""
+"""Long fresh prompts as dense batches: against the reference, through PyTorch's own mathematics."""
 
 from __future__ import annotations
 
@@ -6,114 +6,118 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from infer.kernels import attention_dense
 from infer.kernels.attention import attend_naive
-from infer.kernels.attention_dense import attend_fresh_dense, can_attend_dense
-from infer.kernels.attention_prefill import Chunk, PrefillChunks
-
-NO_TILES = torch.zeros((0, 4), dtype=torch.int32)
+from infer.kernels.attention_dense import Batch, DenseAttention, Shape, dense_shapes
+from infer.kernels.attention_prefill import Chunk
 
 
-def make_chunks(nums: Sequence[int], first: int = 0, gap: int = 0) -> PrefillChunks:
+def make_chunks(nums: Sequence[int], first: int = 0, start: int = 0) -> list[Chunk]:
     chunks = []
     for row, num in enumerate(nums):
-        chunks.append(Chunk(first, num, row, 0))
-        first += num + gap
-    return PrefillChunks.from_arrays(NO_TILES, chunks)
+        chunks.append(Chunk(first, num, row, start))
+        first += num
+    return chunks
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, ...]]:
-    """The q, k and v of each dense call."""
-    seen: list[tuple[torch.Tensor, ...]] = []
-    attend = F.scaled_dot_product_attention
+def dense(monkeypatch: pytest.MonkeyPatch) -> DenseAttention:
+    """Prompts of 8 to 32 tokens, padded to multiples of 4, all plans made."""
+    monkeypatch.setattr(attention_dense, "PAD_LEN", 4)
+    monkeypatch.setattr(attention_dense, "_MIN_LENS", {64: 8})
+    made = DenseAttention(
+        num_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16, device=torch.device("cpu"),
+        max_tokens=32, backend=SDPBackend.MATH,
+    )  # fmt: skip
+    while made.prepare():
+        pass
+    return made
 
-    def watch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> torch.Tensor:
-        seen.append((q, k, v))
-        return attend(q, k, v, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
-    return seen
+def test_plans_are_made_for_few_shapes_those_of_one_prompt_first(dense: DenseAttention) -> None:
+    shapes = list(dense_shapes(64, 32))
+    assert shapes[:7] == [Shape(1, length) for length in range(8, 33, 4)]
+    assert set(shapes[7:]) == {Shape(4, 8), Shape(2, 8), Shape(2, 16)}
+    assert dense.ready == set(shapes) and not dense.prepare()
 
 
-@pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], ids=str)
 @pytest.mark.parametrize(
-    ("nums", "first", "gap", "shapes"),
+    ("chunks", "batches", "rest"),
     [
-        ([5], 0, 0, [(1, 8)]),
-        ([8, 8], 3, 0, [(2, 8)]),
-        ([8, 8], 0, 2, [(2, 8)]),
-        ([7, 16, 1, 9, 8, 8], 2, 1, [(4, 8), (2, 16)]),
-        ([3, 4, 5], 0, 0, [(2, 8), (1, 8)]),
+        (make_chunks([16, 16], 3), [Batch(3, 16, Shape(2, 16))], []),
+        (make_chunks([9, 30]), [Batch(0, 9, Shape(1, 12)), Batch(9, 30, Shape(1, 32))], []),
+        (make_chunks([8] * 5), [Batch(0, 8, Shape(4, 8)), Batch(32, 8, Shape(1, 8))], []),
+        (make_chunks([9, 9]), [Batch(0, 9, Shape(1, 12)), Batch(9, 9, Shape(1, 12))], []),  # not whole
+        (make_chunks([7, 4]), [Batch(0, 7, Shape(1, 8))], [Chunk(7, 4, 1, 0)]),
+        (make_chunks([12], start=16), [], make_chunks([12], start=16)),  # behind a prefix
+        (make_chunks([36]), [], make_chunks([36])),  # longer than any plan
+        ([Chunk(0, 16, 0, 0), Chunk(17, 16, 1, 0)],
+         [Batch(0, 16, Shape(1, 16)), Batch(17, 16, Shape(1, 16))], []),  # not end to end
+        ([], [], []),
     ],
-)
-def test_every_token_sees_its_own_prompt_up_to_itself(
-    nums: list[int],
-    first: int,
-    gap: int,
-    shapes: list[tuple[int, int]],
-    backend: SDPBackend,
-    calls: list[tuple[torch.Tensor, ...]],
-    monkeypatch: pytest.MonkeyPatch,
+)  # fmt: skip
+def test_chunks_become_batches_that_there_are_plans_for(
+    dense: DenseAttention, chunks: list[Chunk], batches: list[Batch], rest: list[Chunk]
 ) -> None:
-    monkeypatch.setattr(attention_dense, "PAD_LEN", 8)
+    assert dense.split(chunks) == (batches, rest)
+
+
+def test_nothing_is_used_before_its_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_dense, "PAD_LEN", 4)
+    monkeypatch.setattr(attention_dense, "_MIN_LENS", {64: 8})
+    made = DenseAttention(
+        num_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16, device=torch.device("cpu"),
+        max_tokens=32, backend=SDPBackend.MATH,
+    )  # fmt: skip
+    chunks = make_chunks([8, 12])
+    assert made.split(chunks) == ([], chunks)
+    assert made.prepare() and made.ready == {Shape(1, 8)}
+    assert made.split(chunks) == ([Batch(0, 8, Shape(1, 8))], chunks[1:])
+
+
+@pytest.mark.parametrize(("nums", "first"), [([16, 16], 3), ([9, 31, 8], 0), ([8] * 4, 0), ([11], 0)])
+def test_every_token_sees_its_own_prompt_up_to_itself(
+    dense: DenseAttention, nums: list[int], first: int
+) -> None:
     torch.manual_seed(0)
-    chunks = make_chunks(nums, first, gap)
-    num_tokens = first + sum(nums) + gap * len(nums) + 1
+    chunks = make_chunks(nums, first)
+    num_tokens = first + sum(nums) + (1 if first else 0)
     q, k, v = (torch.randn(num_tokens, heads, 64).bfloat16() for heads in (4, 2, 2))
     is_token = torch.zeros(num_tokens, dtype=torch.bool)
-    for chunk in chunks.chunks:
+    for chunk in chunks:
         is_token[chunk.first : chunk.first + chunk.num] = True
     for x in (q, k, v):
         x[~is_token] = torch.nan
     out = torch.full_like(q, 7.0)
-
-    assert attend_fresh_dense(q, k, v, chunks, scale=0.1, out=out, backend=backend) is out
-
-    for chunk in chunks.chunks:
+    batches, rest = dense.split(chunks)
+    assert not rest
+    result = dense.attend(q, k, v, batches, scale=0.1, out=out)
+    for chunk in chunks:
         own = slice(chunk.first, chunk.first + chunk.num)
         expected = attend_naive(q[own], k[own], v[own], scale=0.1, window=None)
-        torch.testing.assert_close(out[own], expected, rtol=2e-2, atol=2e-2)
-    assert (out[~is_token] == 7.0).all()
-    assert [(q.shape[0], q.shape[2]) for q, _, _ in calls] == shapes
+        torch.testing.assert_close(result[own], expected, rtol=2e-2, atol=2e-2)
+    assert (result[~is_token] == 7.0).all()
 
 
-def test_prompts_that_need_no_padding_are_not_copied(
-    calls: list[tuple[torch.Tensor, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention_dense, "PAD_LEN", 8)
-    qkv = torch.randn(35, 8, 64).bfloat16()
-    q, k, v = qkv[:, :4], qkv[:, 4:6], qkv[:, 6:]
-    out = torch.empty(35, 4, 64, dtype=torch.bfloat16)
-    attend_fresh_dense(q, k, v, make_chunks([16, 16], 3), scale=0.1, out=out, backend=SDPBackend.MATH)
-    (given,) = calls
-    for whole, part in zip((q, k, v), given, strict=True):
-        assert part.data_ptr() == whole[3].data_ptr()
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 64), (torch.bfloat16, 96)])
+def test_what_was_not_measured_to_be_faster_makes_no_plans(dtype: torch.dtype, head_dim: int) -> None:
+    made = DenseAttention(
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        max_tokens=8192,
+    )
+    assert not made.prepare() and made.split(make_chunks([4096]))[0] == []
 
 
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "chunks", "window", "can"),
-    [
-        (torch.bfloat16, 64, make_chunks([5, 3]), None, True),
-        (torch.float16, 128, make_chunks([5]), None, True),
-        (torch.float32, 64, make_chunks([5]), None, False),
-        (torch.bfloat16, 96, make_chunks([5]), None, False),
-        (torch.bfloat16, 64, make_chunks([5]), 4, False),
-        (torch.bfloat16, 64, make_chunks([]), None, False),
-        (torch.bfloat16, 64, PrefillChunks.from_arrays(NO_TILES, [Chunk(0, 5, 0, 16)]), None, False),
-    ],
-)
-def test_what_it_is_for(
-    dtype: torch.dtype, head_dim: int, chunks: PrefillChunks, window: int | None, can: bool
-) -> None:
-    assert can_attend_dense(dtype, head_dim, chunks, window) is can
-
-
-def test_chunks_behind_a_cached_prefix_are_refused() -> None:
-    x = torch.zeros(5, 2, 64, dtype=torch.bfloat16)
-    chunks = PrefillChunks.from_arrays(NO_TILES, [Chunk(0, 5, 0, 16)])
-    with pytest.raises(AssertionError, match="start=16"):
-        attend_fresh_dense(x, x, x, chunks, scale=0.1, out=x.clone())
+def test_a_library_that_is_missing_is_done_without() -> None:
+    made = DenseAttention(  # cuDNN does not run on a CPU
+        num_heads=4, num_kv_heads=2, head_dim=128, dtype=torch.bfloat16, device=torch.device("cpu"),
+        max_tokens=2048,
+    )  # fmt: skip
+    assert not made.prepare() and not made.ready
+    assert made.split(make_chunks([2048])) == ([], make_chunks([2048]))
