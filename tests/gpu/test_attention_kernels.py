@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.kernels.attention_decode import DecodeWork, attend_decode_reference
+from infer.kernels.attention_decode import (
+    DecodeWork,
+    attend_decode_reference,
+    attend_projected,
+    attend_projected_reference,
+)
 from infer.kernels.attention_prefill import (
     Chunk,
     PrefillChunks,
@@ -16,6 +21,7 @@ from infer.kernels.attention_prefill import (
     tokens_per_tile,
 )
 from tests.unit.kernels.attention_contract import DecodeContract, Heads, PrefillContract, make_paged
+from tests.unit.kernels.projected_contract import ProjectedContract, make_transform, newest_slots
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")]
 
@@ -102,6 +108,51 @@ class TestCompiledDecode(DecodeContract):
             )  # fmt: skip
             torch.testing.assert_close(eager, expected, rtol=2e-2, atol=2e-2)
             assert all(torch.equal(out, eager) for out in outs)
+
+
+class TestCompiledProjected(ProjectedContract):
+    device = "cuda"
+
+    @every_model
+    @pytest.mark.parametrize("window", [None, 1024])
+    @pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "plain"])
+    def test_projected_at_real_sizes(self, heads: Heads, window: int | None, has_norm: bool) -> None:
+        for lens in ([4000], [32768, 4096, 1, 800, 0, 257, 16, 5000], [300, 65, 1, 0, 1000] * 26):
+            self.check_against_exact(lens, heads, window, has_norm)
+
+    def check_against_exact(self, lens: list[int], heads: Heads, window: int | None, has_norm: bool) -> None:
+        paged = make_paged(lens, heads, block_size=16, dtype=torch.bfloat16, device="cuda")
+        rows = torch.arange(len(lens), dtype=torch.int32, device="cuda")
+        lens_S = torch.tensor(lens, dtype=torch.int32, device="cuda")
+        transform = make_transform(
+            heads, dtype=torch.bfloat16, device="cuda", has_norm=has_norm, offset=0.0, num_positions=32768
+        )
+        newest = newest_slots(paged, rows, lens_S)
+        paged.keys[newest] = paged.values[newest] = torch.nan
+        num_heads = heads.num_heads + 2 * heads.num_kv_heads
+        qkv = torch.randn(len(lens), num_heads * heads.head_dim, device="cuda").bfloat16()
+        work = decode_work(heads, len(lens), 32768)
+        scale = heads.head_dim**-0.5
+        exact_keys, exact_values = paged.keys.clone(), paged.values.clone()
+        expected = attend_projected_reference(
+            qkv, transform, exact_keys, exact_values, paged.tables, rows, lens_S,
+            block_size=16, scale=scale, window=window,
+        )  # fmt: skip
+
+        def attend() -> torch.Tensor:
+            return attend_projected(
+                qkv, transform, paged.keys, paged.values, paged.tables, rows, lens_S, work,
+                block_size=16, scale=scale, window=window,
+            )  # fmt: skip
+
+        work.plan(rows, lens_S, window=window)
+        first = attend()
+        torch.testing.assert_close(first, expected, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(paged.keys[newest], exact_keys[newest], rtol=2e-2, atol=2e-2)
+        assert torch.equal(paged.values[newest], exact_values[newest])
+        assert all(torch.equal(attend(), first) for _ in range(20))  # the order of arrival leaves no trace
+        paged.keys[newest] = exact_keys[newest]
+        torch.testing.assert_close(paged.keys, exact_keys, rtol=0, atol=0, equal_nan=True)
 
 
 class TestCompiledPrefill(PrefillContract):

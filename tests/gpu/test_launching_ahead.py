@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from infer.kernels import dispatch
-from infer.kernels.attention_decode import DecodeWork, attend_decode
+from infer.kernels.attention_decode import DecodeWork, attend_decode, attend_projected
 from infer.kernels.gated_activation import gated_activation
-from infer.kernels.heads import norm_rope_write
+from infer.kernels.heads import HeadTransform, norm_rope_write
 from infer.kernels.linear_small import linear
 from infer.kernels.rms_norm import add_rms_norm
 from tests.unit.kernels.attention_contract import Heads, make_paged
@@ -25,8 +25,9 @@ def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
 class Step:
     """Some layers of one step: each kernel reads what the one before has written."""
 
-    def __init__(self, lens: list[int]) -> None:
+    def __init__(self, lens: list[int], *, is_projected: bool) -> None:
         S = len(lens)
+        self.is_projected = is_projected
         self.paged = make_paged(lens, Heads(N, G, H), block_size=16, dtype=torch.bfloat16, device="cuda")
         self.rows = torch.arange(S, dtype=torch.int32, device="cuda")
         self.lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
@@ -50,22 +51,39 @@ class Step:
         x, residual = self.x * 1.0, torch.zeros_like(self.x)
         for qkv_weight, out_weight in self.weights:
             x, residual = add_rms_norm(x, residual, self.gain, eps=EPS)
-            q, _, _ = norm_rope_write(
-                linear(x, qkv_weight), (self.head_gain, self.head_gain), self.cos, self.sin, self.positions,
-                num_heads=N, num_kv_heads=G, eps=EPS,
-                cache=(self.paged.keys, self.paged.values, self.slots),
-            )  # fmt: skip
-            out = attend_decode(
-                q, self.paged.keys, self.paged.values, self.paged.tables, self.rows, self.lens, self.work,
-                block_size=16, scale=H**-0.5, window=None,
-            )  # fmt: skip
+            qkv = linear(x, qkv_weight)
+            out = self.attend_projected(qkv) if self.is_projected else self.attend(qkv)
             x = gated_activation(linear(out.flatten(1), out_weight), activation="silu")
         return x + residual
 
+    def attend(self, qkv: torch.Tensor) -> torch.Tensor:
+        """Two kernels: heads, then attention."""
+        q, _, _ = norm_rope_write(
+            qkv, (self.head_gain, self.head_gain), self.cos, self.sin, self.positions,
+            num_heads=N, num_kv_heads=G, eps=EPS, cache=(self.paged.keys, self.paged.values, self.slots),
+        )  # fmt: skip
+        return attend_decode(
+            q, self.paged.keys, self.paged.values, self.paged.tables, self.rows, self.lens, self.work,
+            block_size=16, scale=H**-0.5, window=None,
+        )  # fmt: skip
 
-@pytest.mark.parametrize("lens", [[400], [70, 400, 1, 1000, 16, 33, 257, 64], [300] * 32], ids=len)
-def test_launching_ahead_leaves_no_trace(lens: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step(lens)
+    def attend_projected(self, qkv: torch.Tensor) -> torch.Tensor:
+        """The same in one kernel."""
+        transform = HeadTransform((self.head_gain, self.head_gain), self.cos, self.sin, N, G, EPS)
+        return attend_projected(
+            qkv, transform, self.paged.keys, self.paged.values, self.paged.tables, self.rows, self.lens,
+            self.work, block_size=16, scale=H**-0.5, window=None,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("is_projected", [False, True], ids=["heads", "projected"])
+@pytest.mark.parametrize(
+    "lens", [[400], [70, 400, 1, 1000, 16, 33, 257, 64], [300] * 32, [300] * 80], ids=len
+)
+def test_launching_ahead_leaves_no_trace(
+    lens: list[int], is_projected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Step(lens, is_projected=is_projected)
     graphs = {}
     for is_ahead in (False, True):
         monkeypatch.setattr(dispatch, "PDL", is_ahead)
@@ -81,6 +99,20 @@ def test_launching_ahead_leaves_no_trace(lens: list[int], monkeypatch: pytest.Mo
             graph.replay()
         assert graphs[True][1].isfinite().all()
         assert torch.equal(graphs[True][1], graphs[False][1])
+
+
+@pytest.mark.parametrize("lens", [[400], [70, 400, 1, 1000, 16, 33, 257, 64], [300] * 80], ids=len)
+def test_one_kernel_computes_what_two_do(lens: list[int]) -> None:
+    step = Step(lens, is_projected=True)
+    qkv = random(len(lens), (N + 2 * G) * H)
+    step.work.plan(step.rows, step.lens)
+    two = step.attend(qkv)
+    keys, values = step.paged.keys[step.slots].clone(), step.paged.values[step.slots].clone()
+    step.paged.keys[step.slots] = step.paged.values[step.slots] = torch.nan
+    one = step.attend_projected(qkv)
+    torch.testing.assert_close(one, two, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(step.paged.keys[step.slots], keys, rtol=2e-2, atol=2e-2)
+    assert torch.equal(step.paged.values[step.slots], values)
 
 
 def test_a_head_has_the_same_bits_whatever_the_number_of_tokens() -> None:

@@ -26,8 +26,8 @@ on the other rows. A row of length 0 is padding: nothing of it is read and zeros
 The list and the tables are read before the kernel that made the queries has ended (`dispatch.py` has the
 rules). So the first launch after `plan` is an ordinary one, and tables must not change between the two.
 
-`attend_projected` is the same for a step in which every token is a row that decodes, one launch earlier: it is
-given the fused projection, norms and rotates its heads and puts the new keys and values into the cache itself.
+`attend_projected` is the same one launch earlier, for a step in which every token is a row that decodes: it
+is given the fused projection, norms and rotates its heads, and puts the new keys and values into the cache.
 
 The query heads that share a kv head are the rows of one matrix product, padded to the tensor cores' 16.
 

@@ -1,4 +1,4 @@
-"""The Triton kernel behind `attention_decode.py`, in its two forms; its pieces are in `attention_decode_parts.py`.
+"""The Triton kernel behind `attention_decode.py`, in two forms; `attention_decode_parts.py` has its pieces.
 
 At small batches decoding is a chain of waits, one memory access after the other:
 
@@ -9,11 +9,12 @@ read while the kernel before still runs (programmatic dependent launch, see `dis
 item after it while this one is computed. The keys and values of all positions but the newest are older still:
 of few rows, the first of them are brought to L2 meanwhile. Parts that fit the registers are read all at once.
 
-PROJECTED is the form for steps in which every token is a row that decodes. It is given the fused projection and
-does what `heads.py` does, too: each program norms and rotates the query heads of its item, and the one that has
-the row's last split the new key. That key and its value go to the cache and into the softmax, but nobody reads
-them back, so all that is read from the cache is older than the step. With few heads (AHEAD) the first tile of
-keys and values is therefore not brought to L2 but all the way, before the wait: what is left after it is
+PROJECTED is the form for steps in which every token is a row that decodes. It is given the fused projection
+and does what `heads.py` does, too: each program norms and rotates the query heads of its item, and the one
+with the row's last split the new key. That key and its value go to the cache and into the softmax, but
+nobody reads them back, so all that is read from the cache is older than the step. With few heads (AHEAD) the
+first tile of keys and values is therefore not brought to L2 but all the way, before the wait. What is left
+behind it:
 
     queries, key and value of the newest token ─► part ─► ticket ─► parts ─► out
 
