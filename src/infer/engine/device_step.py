@@ -60,8 +60,9 @@ class DeviceStep(StepContext):
         self._rows_S, self._lens_S = rows_S, lens_S
         self._chunks, self._dense = chunks, dense
         self._backend = backend
+        self._tokens: PrefillChunks | None = None  # rows that decode, for the kernel of prompts
         if backend == "invariant" and len(rows_S) and use_triton(lens_S):
-            self._chunks = _with_rows(chunks, rows_S, lens_S)
+            self._tokens = PrefillChunks.from_rows(rows_S, lens_S)
             self._rows_S = rows_S[:0]
         elif len(rows_S) and backend != "cuda":
             for window in windows:
@@ -115,9 +116,9 @@ class DeviceStep(StepContext):
                 q_TNH[:num_rows], keys, values, self._tables_RB, self._rows_S, self._lens_S, self._work,
                 block_size=self._block_size, scale=scale, window=window, out=out_TNH[:num_rows],
             )  # fmt: skip
-        if self._chunks is not None:
+        for chunks in filter(None, (self._tokens, self._chunks)):
             attend_prefill(
-                q_TNH, keys, values, self._tables_RB, self._chunks,
+                q_TNH, keys, values, self._tables_RB, chunks,
                 block_size=self._block_size, scale=scale, window=window, out=out_TNH,
                 fresh_slots_T=self._slots_T if self._backend == "flash" else None,
                 invariant=self._backend == "invariant",
@@ -126,13 +127,3 @@ class DeviceStep(StepContext):
             dense, batches = self._dense
             out_TNH = dense.attend(q_TNH, k_TGH, v_TGH, batches, scale=scale, out=out_TNH)
         return out_TNH
-
-
-def _with_rows(chunks: PrefillChunks | None, rows_S: torch.Tensor, lens_S: torch.Tensor) -> PrefillChunks:
-    """A chunk of one token for each row that decodes; their lengths are known to the device alone."""
-    places_S = torch.arange(len(rows_S), dtype=torch.int32, device=rows_S.device)
-    lens_S = lens_S.int()
-    tiles_S4 = torch.stack((places_S, lens_S.clamp(max=1), rows_S.int(), lens_S - 1), dim=1)
-    if chunks is None:
-        return PrefillChunks.from_arrays(tiles_S4)
-    return PrefillChunks.from_arrays(torch.cat((tiles_S4, chunks.tiles_W4)), chunks.chunks)

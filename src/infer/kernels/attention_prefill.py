@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -47,6 +47,7 @@ from infer.kernels.dispatch import launch_options, next_power_of_two, use_triton
 
 LOG2E = math.log2(math.e)
 BLOCK_M = 128  # two warp groups of 64 rows: what the matrix instructions of a Hopper GPU are made of
+_WARP_GROUP_ROWS = 64
 
 _FEW_TILES, _MAX_TILES = 32, 128  # of a list whose tiles may be split: every program reads all of it
 _SPLIT_LEN = 512  # keys; a tile with no more is not split
@@ -99,12 +100,21 @@ class PrefillChunks:
 
     tiles_W4: torch.Tensor  # int32; first token, tokens, row, position of the first token; no tokens: empty
     chunks: tuple[Chunk, ...]  # for the reference and for PyTorch's kernels; a graph replay does without
+    are_tokens: bool = False  # every tile is one token: one warp group has enough rows
 
     @classmethod
     def from_arrays(cls, tiles_W4: torch.Tensor, chunks: Sequence[Chunk] = ()) -> PrefillChunks:
         """Around a device copy of what `build_prefill_chunks` made."""
         assert tiles_W4.dtype == torch.int32 and tiles_W4.is_contiguous(), "tiles must be contiguous int32"
         return cls(tiles_W4, tuple(chunks))
+
+    @classmethod
+    def from_rows(cls, rows_S: torch.Tensor, lens_S: torch.Tensor) -> PrefillChunks:
+        """A chunk of one token for each row that decodes; their lengths are known to the device alone."""
+        places_S = torch.arange(len(rows_S), dtype=torch.int32, device=rows_S.device)
+        lens_S = lens_S.int()
+        tiles_S4 = torch.stack((places_S, lens_S.clamp(max=1), rows_S.int(), lens_S - 1), dim=1)
+        return cls(tiles_S4, (), are_tokens=True)
 
     @property
     def are_fresh(self) -> bool:
@@ -204,7 +214,10 @@ def attend_prefill(
     if chunks.tiles_W4.shape[0] == 0:
         return out
     block_h = max(next_power_of_two(H), 16)
-    config = config or prefill_config(q_TNH.dtype, N, G, H)
+    if config is None:
+        config = prefill_config(q_TNH.dtype, N, G, H)
+        if chunks.are_tokens and config.num_parts == 1 and N // G <= _WARP_GROUP_ROWS:
+            config = replace(config, block_m=_WARP_GROUP_ROWS, num_warps=4)
     num_tiles = chunks.tiles_W4.shape[0]
     max_items = 0 if invariant else _max_items(chunks, G, config, num_splits)
     num_programs = max(num_tiles, max_items) * G * config.num_parts
