@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from infer.engine import build
 from infer.engine.device_runner import DeviceRunner
 from infer.engine.engine import Engine
+from infer.engine.plan import StepPlan
 from infer.engine.request import Request
 from infer.sampling.params import SamplingParams
 from tests.support.checkpoints import FAMILIES
 from tests.support.tiny import make_engine, random_prompts, run_engine
 
 NUM_PROMPTS = 10
+KEEPS_STATE_ON_DEVICE = build.keeps_state_on_device
 
 
 def make_params(number: int) -> SamplingParams:
@@ -41,9 +44,17 @@ ON_HOST = [
 ]
 
 
+def run_on_cpu(family: str, requests: list[tuple[list[int], SamplingParams]]) -> list[list[list[int]]]:
+    """What the runner of the CPU makes of it, whatever a fixture says."""
+    with mock.patch.object(build, "keeps_state_on_device", KEEPS_STATE_ON_DEVICE):
+        engine = make_engine(family)
+    assert not isinstance(engine._runner, DeviceRunner)
+    return run_engine(engine, requests)
+
+
 @functools.cache
 def expected(family: str, with_host: bool) -> list[list[list[int]]]:
-    return run_engine(make_engine(family), PLAIN + ON_HOST * with_host)
+    return run_on_cpu(family, PLAIN + ON_HOST * with_host)
 
 
 @pytest.fixture
@@ -125,3 +136,23 @@ def test_a_request_for_the_host_may_leave_before_its_first_step_is_read() -> Non
     while engine.has_work:
         tokens += [i for output in engine.step() for i in output.token_ids]
     assert [tokens] == expected("llama", False)[9]
+
+
+@pytest.mark.usefixtures("on_device")
+def test_a_batch_that_goes_on_is_not_looked_at_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who comes or goes is noticed; as long as nobody does, only new blocks are sent."""
+    engine = make_device_engine("llama", block_size=4)
+    runner: Any = engine._runner
+    looked_at: list[int] = []
+    sync = runner._sync
+
+    def look(plan: StepPlan, sequences: Any) -> Any:
+        looked_at.append(plan.step)
+        return sync(plan, sequences)
+
+    monkeypatch.setattr(runner, "_sync", look)
+    requests = [(prompt[:8], SamplingParams(temperature=0.0, max_tokens=20)) for prompt, _ in PLAIN[:2]]
+    requests += [(PLAIN[3][0][:8], SamplingParams(temperature=0.0, max_tokens=12))]
+    assert run_engine(engine, requests) == run_on_cpu("llama", requests)
+    assert len(looked_at) <= 4, "prompts, the first step that decodes, and when one of three has left"
+    assert engine.scheduler.step > 20

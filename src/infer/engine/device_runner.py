@@ -18,6 +18,7 @@ Shapes:  T tokens, S rows that decode, C tokens of prompts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -102,6 +103,14 @@ def _needs_the_host(plan: StepPlan, sequences: Sequence[TokenSequence]) -> bool:
     )
 
 
+class _Decoded(NamedTuple):
+    """A step that decoded and did nothing else: the next is often the same, one token on."""
+
+    sequences: Sequence[TokenSequence]
+    rows: list[int]
+    size: StepSize
+
+
 class DeviceRunner(ModelRunner):
     """A model whose decode state lives beside it."""
 
@@ -144,6 +153,7 @@ class DeviceRunner(ModelRunner):
         self._inputs = DeviceInputs(max_batch_size, max_tokens, max_graph_tokens, tile_len, device)
         self._scratch = SampleScratch(max_batch_size + MAX_CHUNKS, config.vocab_size, device)
         self._results = _Results(max_batch_size + MAX_CHUNKS, device)
+        self._last: _Decoded | None = None  # as long as all of its sequences keep their rows
         self._host_chunks: tuple[PrefillChunk, ...] = ()  # for the reference of prefill attention alone
         self._graphs = StepGraphs(
             self._launch_kernels,
@@ -156,6 +166,7 @@ class DeviceRunner(ModelRunner):
     def forget(self, seq_id: int) -> None:
         """Free the row of a sequence that has left."""
         self._state.forget(seq_id)
+        self._last = None
 
     @torch.inference_mode()
     def prepare(self) -> bool:
@@ -184,17 +195,32 @@ class DeviceRunner(ModelRunner):
 
     def _launch(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> Callable[[], StepResult]:
         for seq_id in plan.preempted:
-            self._state.forget(seq_id)
+            self.forget(seq_id)
         self._store.transfer(plan.transfers)
         if not plan.chunks:  # beams coming back compute their next tokens together, once all are here
             return lambda: StepResult([], [], {})
+        last, self._last = self._last, None
+        if last is not None and self._go_on(plan, sequences, last):
+            return self._launch_decode(last)
         rows, size = self._sync(plan, sequences)
         self._state.flush()
         if size is None or (self._state.on_host and _needs_the_host(plan, sequences)):
             return self._launch_ragged(plan, sequences, rows)
         if size.num_tokens:
             return self._launch_mixed(plan, sequences, rows, size)
-        return self._launch_decode(rows, size)
+        return self._launch_decode(_Decoded(sequences, rows, size))
+
+    def _go_on(self, plan: StepPlan, sequences: Sequence[TokenSequence], last: _Decoded) -> bool:
+        """Bring tables up to date if this is the last step, one token on; False: it is another."""
+        if sequences != last.sequences or plan.transfers:
+            return False
+        if plan.chunks[0].start != self._state.next_token[last.rows[0]]:
+            return False  # without a cache everybody starts over in every step: the first tells for all
+        size = self._pool.block_size
+        for number in [n for n, chunk in enumerate(plan.chunks) if not chunk.start % size]:
+            blocks = self._pool.block_table(plan.chunks[number].seq_id)
+            self._state.sync_table(last.rows[number], blocks, plan.chunks[number].start // size)
+        return True
 
     def _sync(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> tuple[list[int], StepSize | None]:
         """Bring the rows of a plan up to date; they, and the size with room for the step if there is one."""
@@ -226,15 +252,17 @@ class DeviceRunner(ModelRunner):
 
     # -- steps of a size that is, or could be, a graph ------------------------------------------------
 
-    def _launch_decode(self, rows: list[int], size: StepSize) -> Callable[[], StepResult]:
+    def _launch_decode(self, step: _Decoded) -> Callable[[], StepResult]:
         """Rows that decode and nothing else, which is what most steps are."""
         next_token = self._state.next_token
-        self._graphs.ensure(size)
-        self._inputs.send_rows(rows, size.num_rows)
-        for row in rows:
+        self._state.flush()
+        self._graphs.ensure(step.size)
+        self._inputs.send_rows(step.rows, step.size.num_rows)
+        for row in step.rows:
             next_token[row] += 1
-        self._graphs.run(size)
-        wait = self._results.take(self._scratch.ids_S[: len(rows)])
+        self._graphs.run(step.size)
+        self._last = step
+        wait = self._results.take(self._scratch.ids_S[: len(step.rows)])
 
         def result() -> StepResult:
             ids = wait()

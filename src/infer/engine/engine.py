@@ -89,6 +89,7 @@ class Engine:
         self._observer = observer or EngineObserver()
         self._live = LiveRequests(scheduler, runner)
         self._empty_steps = 0
+        self._begun: list[Sequence] = []  # of the last step
         self._unreported: list[StepOutput] = []  # of a step that was interrupted; the next one brings them
         self._overlap = overlap
         self.prepare = prepare  # for idle time: makes later steps quicker; False: all is done
@@ -204,9 +205,11 @@ class Engine:
         if not plan.chunks and not plan.transfers:
             return self._retire(outputs) if self._flights else outputs + self._step_without_work()
         self._empty_steps = 0
-        for seq in sequences:
-            if seq.group.queue_s is None:
-                self._live.begin(seq)
+        if sequences != self._begun:  # most steps serve those of the last
+            for seq in sequences:
+                if seq.group.queue_s is None:
+                    self._live.begin(seq)
+            self._begun = sequences
         try:
             wait = self._runner.launch(plan, sequences)
         except DeviceLost:  # every further step would fail as well: whoever supervises must start anew
