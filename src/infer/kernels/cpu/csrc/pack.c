@@ -43,7 +43,7 @@ enum { NAN_SCALE = 0x7e00 };
 
 /* A group of weights, each d * q + m; m is 0 in int8. */
 typedef struct {
-    int8_t q[GROUP];
+    int8_t q[GROUP] __attribute__((aligned(16)));
     uint16_t d, m;
 } group;
 
