@@ -1,6 +1,6 @@
 """What the engine's own Python costs: microseconds of CPU per decode step, with a device that does nothing.
 
-    python -m benchmarks.engine_cpu [--repeats 20] [--profile 256] [--out benchmarks/reports/engine_cpu.json]
+    python -m benchmarks.engine_cpu [--repeats 20] [--profile 256] [--out benchmarks/reports/engine-cpu.json]
 
 A GPU works while the CPU plans the next step, so this cost is hidden as long as it is the smaller of the
 two. It decides how small a model and how slow a host may be before tokens wait for Python. Everything is
