@@ -77,8 +77,7 @@ _AHEAD_HEADS = 256  # up to so many S * G most programs have one item: its first
 # table and first keys. Rows too long for `max_splits` of these get splits twice, four times ... as long.
 _SPLIT_LENS = ((16, 64), (32, 128), (64, 256), (128, 512), (math.inf, 1024))
 _PREFETCHED = 128  # positions of a program's first item; of few heads alone: all of them must fit L2
-# By the bytes of one head's key: three programs of four warps share a multiprocessor, or four of them.
-_MAX_REGISTERS = {128: 128, 256: 168}
+_MAX_REGISTERS = 168  # with which three programs of four warps share a multiprocessor, heads of 256 bytes
 _ITEMS_WANTED = 128  # per step and at least: one for nearly each multiprocessor of a large GPU
 _INTERPRETED_SMS = 3  # few, so that a program takes several items
 _ITEM_INTS = (
@@ -299,8 +298,8 @@ def _launch(
     if work.is_fresh:  # the list is read before `gdc_wait`: its author must not be the kernel before
         options.pop("launch_pdl", None)
         work.is_fresh = False
-    if options["PDL"] and not are_few and config.num_warps == 4 and block_h * element_size in _MAX_REGISTERS:
-        options["maxnreg"] = _MAX_REGISTERS[block_h * element_size]
+    if options["PDL"] and not are_few and config.num_warps == 4 and block_h * element_size == 256:
+        options["maxnreg"] = _MAX_REGISTERS
     is_projected = transform is not None
     is_ahead = is_projected and S * G <= _AHEAD_HEADS
     if transform is None:
