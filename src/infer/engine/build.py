@@ -139,9 +139,7 @@ def _make_runner(
         max_tokens=scheduler.max_num_batched_tokens,
         max_seq_len=loaded.max_seq_len,
         use_cuda_graphs=config.run.use_cuda_graphs,
-        attention_backend=(
-            "invariant" if config.run.deterministic else backend if backend in DEVICE_BACKENDS else "triton"
-        ),
+        attention_backend="invariant" if config.run.deterministic else backend,
     )
 
 

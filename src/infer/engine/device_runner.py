@@ -25,6 +25,7 @@ import torch
 
 from infer.cache.kv_pool import KVCachePool
 from infer.cache.kv_store import KVStore
+from infer.engine.device_results import Results
 from infer.engine.device_rows import NO_POSITION, DeviceRows, send
 from infer.engine.device_step import DeviceStep
 from infer.engine.graphs import MIXED_TOKENS, StepGraphs, StepSize
@@ -34,6 +35,7 @@ from infer.engine.sequence import Sequence as TokenSequence
 from infer.engine.step_inputs import MAX_CHUNKS, DeviceInputs, Prompts
 from infer.errors import DeviceLost
 from infer.kernels.attention_decode import DecodeWork
+from infer.kernels.attention_dense import Batch, DenseAttention
 from infer.kernels.attention_prefill import Chunk as PrefillChunk
 from infer.kernels.attention_prefill import (
     PrefillChunks,
@@ -46,43 +48,6 @@ from infer.kernels.sample_rows import SampleScratch, sample_rows
 from infer.kernels.step_state import StepInputs, advance_rows, gather_step
 from infer.models.model import Model
 from infer.sampling.params import RowLogprobs
-
-_IN_FLIGHT = 3  # result buffers: one step under way, one being read, one spare
-
-
-class _Results:
-    """Pinned memory for the ids of the last few steps, and the events that say they have arrived."""
-
-    def __init__(self, max_rows: int, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._buffers = [
-            torch.zeros(max_rows, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(_IN_FLIGHT)
-        ]
-        self._events = [_event() for _ in range(_IN_FLIGHT)] if self._is_cuda else []
-        self._next = 0
-
-    def take(self, ids_S: torch.Tensor) -> Callable[[], list[int]]:
-        """Begin to copy ids to the host; call the result to wait for them."""
-        number = self._next
-        self._next = (number + 1) % _IN_FLIGHT
-        buffer = self._buffers[number][: len(ids_S)]
-        buffer.copy_(ids_S, non_blocking=True)
-        if not self._is_cuda:
-            ids: list[int] = buffer.tolist()
-            return lambda: ids
-        event = self._events[number]
-        event.record()
-
-        def wait() -> list[int]:
-            event.synchronize()
-            arrived: list[int] = buffer.tolist()
-            return arrived
-
-        return wait
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 def _to_result(
@@ -130,7 +95,7 @@ class DeviceRunner(ModelRunner):
         config, device = model.config, store.device
         max_blocks = -(-max_seq_len // pool.block_size)
         self._device = device
-        self._backend = attention_backend
+        self._backend = "triton" if attention_backend == "auto" else attention_backend
         if attention_backend == "flash":
             check_flash(device, config.head_dim)
         if attention_backend == "cuda":
@@ -152,8 +117,14 @@ class DeviceRunner(ModelRunner):
         max_graph_tokens = MIXED_TOKENS[-1] if use_cuda_graphs else 0
         self._inputs = DeviceInputs(max_batch_size, max_tokens, max_graph_tokens, tile_len, device)
         self._scratch = SampleScratch(max_batch_size + MAX_CHUNKS, config.vocab_size, device)
-        self._results = _Results(max_batch_size + MAX_CHUNKS, device)
+        self._results = Results(max_batch_size + MAX_CHUNKS, device)
         self._last: _Decoded | None = None  # as long as all of its sequences keep their rows
+        self._dense: DenseAttention | None = None
+        if attention_backend == "auto" and self._windows == (None,):
+            self._dense = DenseAttention(
+                num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+                dtype=store.keys[0].dtype, device=device, max_tokens=max_tokens,
+            )  # fmt: skip
         self._host_chunks: tuple[PrefillChunk, ...] = ()  # for the reference of prefill attention alone
         self._graphs = StepGraphs(
             self._launch_kernels,
@@ -171,7 +142,7 @@ class DeviceRunner(ModelRunner):
     @torch.inference_mode()
     def prepare(self) -> bool:
         """Do one piece of the work that makes later steps quicker; False: nothing is left to do."""
-        return self._graphs.prepare()
+        return self._graphs.prepare() or (self._dense is not None and self._dense.prepare())
 
     def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
         """Launch and wait."""
@@ -337,13 +308,19 @@ class DeviceRunner(ModelRunner):
         advance_rows(rows_S, ids_S, positions_S, state.last_token_R, state.position_R)
         return ids_S
 
-    def _forward(self, num_tokens: int, rows_S: torch.Tensor, tiles: PrefillChunks | None) -> torch.Tensor:
+    def _forward(
+        self,
+        num_tokens: int,
+        rows_S: torch.Tensor,
+        tiles: PrefillChunks | None,
+        batches: Sequence[Batch] = (),
+    ) -> torch.Tensor:
         table_3T = self._inputs.table_3T
         step = DeviceStep(
             self._store, self._state.tables_RB, self._work, block_size=self._pool.block_size,
             positions_T=table_3T[1, :num_tokens], slots_T=table_3T[2, :num_tokens],
             rows_S=rows_S, lens_S=self._inputs.lens_S[: len(rows_S)], chunks=tiles, windows=self._windows,
-            backend=self._backend,
+            dense=(self._dense, batches) if self._dense and batches else None, backend=self._backend,
         )  # fmt: skip
         hidden_TD: torch.Tensor = self._model(table_3T[0, :num_tokens], step)
         return hidden_TD
@@ -390,11 +367,13 @@ class DeviceRunner(ModelRunner):
         if prompts.decoding:
             rows_S = send(torch.tensor([rows[n] for n in prompts.decoding], dtype=torch.int32), self._device)
             self._gather(rows_S)
+        batches, chunks = self._dense.split(prompts.chunks) if self._dense else ([], prompts.chunks)
         tiles: PrefillChunks | None = None
         if prompts.numbers:
             inputs.table_3T[:, prompts.first : prompts.end].copy_(
                 send(torch.from_numpy(prompts.table_3P), self._device)
             )
-            tiles_W4 = build_prefill_chunks(prompts.chunks, tokens_per_tile=inputs.tile_len)
-            tiles = PrefillChunks.from_arrays(send(torch.from_numpy(tiles_W4), self._device), prompts.chunks)
-        return prompts.last_places, self._forward(prompts.end, rows_S, tiles)
+        if chunks:
+            tiles_W4 = build_prefill_chunks(chunks, tokens_per_tile=inputs.tile_len)
+            tiles = PrefillChunks.from_arrays(send(torch.from_numpy(tiles_W4), self._device), chunks)
+        return prompts.last_places, self._forward(prompts.end, rows_S, tiles, batches)

@@ -157,9 +157,9 @@ class DenseAttention:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape, scale: float
     ) -> torch.Tensor:
         """[num * length, heads, H] -> the same of the queries."""
-        batched = (x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
+        q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
         with sdpa_kernel(self._backend):
-            result = F.scaled_dot_product_attention(*batched, is_causal=True, scale=scale, enable_gqa=True)
+            result = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         return result.transpose(1, 2).flatten(0, 1)
 
 

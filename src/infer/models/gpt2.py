@@ -88,7 +88,7 @@ class Attention(nn.Module):
         )
         cache = step.slots(self.layer)
         if cache is not None:
-            write_slots(k_TNH, v_TNH, *cache)
+            write_slots(k_TNH, v_TNH, *cache[:3])
         seen_TNH = step.attend(self.layer, q_TNH, k_TNH, v_TNH, scale=self.scale, window=None)
         y_TD: torch.Tensor = self.out(seen_TNH.flatten(-2))
         return y_TD

@@ -1,0 +1,49 @@
+"""Where the ids that a GPU sampled arrive on the host.
+
+Steps are launched one ahead of the one that is read, so there are several buffers, used in turn: none may be
+written again before somebody has read it. Their memory is pinned, which lets the device copy while the
+host does something else, and an event behind each copy says when it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+_IN_FLIGHT = 3  # buffers: one step under way, one being read, one spare
+
+
+class Results:
+    """Pinned memory for the ids of the last few steps, and the events that say they have arrived."""
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._buffers = [
+            torch.zeros(max_rows, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(_IN_FLIGHT)
+        ]
+        self._events = [_event() for _ in range(_IN_FLIGHT)] if self._is_cuda else []
+        self._next = 0
+
+    def take(self, ids_S: torch.Tensor) -> Callable[[], list[int]]:
+        """Begin to copy ids to the host; call the result to wait for them."""
+        number = self._next
+        self._next = (number + 1) % _IN_FLIGHT
+        buffer = self._buffers[number][: len(ids_S)]
+        buffer.copy_(ids_S, non_blocking=True)
+        if not self._is_cuda:
+            ids: list[int] = buffer.tolist()
+            return lambda: ids
+        event = self._events[number]
+        event.record()
+
+        def wait() -> list[int]:
+            event.synchronize()
+            arrived: list[int] = buffer.tolist()
+            return arrived
+
+        return wait
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
