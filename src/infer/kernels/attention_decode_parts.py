@@ -13,7 +13,7 @@ Shapes:  N query heads, G kv heads, M = N/G query heads per kv head, H head size
 from __future__ import annotations
 
 from infer.kernels.dispatch import jit, tl
-from infer.kernels.heads import angles_of, inverse_rms, partner_of, scaled, turned
+from infer.kernels.heads import scaled
 from infer.kernels.linear_kernels import _prefetch_rows
 
 
@@ -68,6 +68,33 @@ def newest_block(table_ptr, length, BLOCK_SIZE: tl.constexpr):
 
 
 @jit
+def _partner_of(cols, R):
+    """Where the other half of each element's pair stands in its head."""
+    return tl.where(cols < R, cols + R, cols - R)
+
+
+@jit
+def _angles_of(cos_ptr, sin_ptr, position, cols, R, in_head):
+    """The cosine and the sine that belong to each element of a head at this position."""
+    angle = position.to(tl.int64) * R + tl.where(cols < R, cols, cols - R)
+    cos = tl.load(cos_ptr + angle, mask=in_head, other=0.0)
+    sin = tl.load(sin_ptr + angle, mask=in_head, other=0.0)
+    return cos, sin
+
+
+@jit
+def _inverse_rms(x, H, eps):
+    """One number per head; elements outside the head are 0."""
+    return tl.rsqrt(tl.sum(x * x, axis=1) / H + eps)[:, None]
+
+
+@jit
+def _turned(x, partner, cos, sin, cols, R):
+    """Each element of a head after the rotation of its pair."""
+    return tl.where((cols < R)[None, :], x * cos - partner * sin, x * cos + partner * sin)
+
+
+@jit
 def prefetch_transform(
     q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, length, h, H: tl.constexpr, HAS_NORM: tl.constexpr
 ):
@@ -85,7 +112,7 @@ def prefetch_transform(
 def _load_pairs(head_ptrs, in_heads, h, R: tl.constexpr):
     """The elements of some heads and, in the same places, their partners in the rotation."""
     x = tl.load(head_ptrs + h[None, :], mask=in_heads, other=0.0)
-    partner = tl.load(head_ptrs + partner_of(h, R)[None, :], mask=in_heads, other=0.0)
+    partner = tl.load(head_ptrs + _partner_of(h, R)[None, :], mask=in_heads, other=0.0)
     return x, partner
 
 
@@ -108,7 +135,7 @@ def load_transform(
     """
     in_heads = (m < M)[:, None] & (h < tl.where(length > 0, H, 0))[None, :]
     same = (m * 0)[:, None]
-    cos, sin = angles_of(cos_ptr, sin_ptr, tl.maximum(length - 1, 0), same + h[None, :], H // 2, in_heads)
+    cos, sin = _angles_of(cos_ptr, sin_ptr, tl.maximum(length - 1, 0), same + h[None, :], H // 2, in_heads)
     q_gain, q_partner_gain, k_gain, k_partner_gain = cos, cos, cos, cos
     if HAS_NORM:
         q_gain, q_partner_gain = _load_pairs(q_weight_ptr + same, in_heads, h, H // 2)
@@ -123,10 +150,10 @@ def _transform(
     """Norm and rotate heads as `heads.py` does it."""
     x, partner = x_raw.to(tl.float32), partner_raw.to(tl.float32)
     if HAS_NORM:
-        inv_rms = inverse_rms(x, H, eps)
+        inv_rms = _inverse_rms(x, H, eps)
         x = scaled(x, inv_rms, gain.to(tl.float32) + offset, x_raw.dtype)
         partner = scaled(partner, inv_rms, partner_gain.to(tl.float32) + offset, x_raw.dtype)
-    return turned(x, partner, cos, sin, h, H // 2).to(x_raw.dtype)
+    return _turned(x, partner, cos, sin, h, H // 2).to(x_raw.dtype)
 
 
 @jit

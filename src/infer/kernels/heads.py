@@ -141,36 +141,9 @@ def split_heads(qkv_TX: torch.Tensor, num_heads: int, num_kv_heads: int) -> Head
 
 
 @jit
-def partner_of(cols, R):
-    """Where the other half of each element's pair stands in its head."""
-    return tl.where(cols < R, cols + R, cols - R)
-
-
-@jit
-def angles_of(cos_ptr, sin_ptr, position, cols, R, in_head):
-    """The cosine and the sine that belong to each element of a head at this position."""
-    angle = position.to(tl.int64) * R + tl.where(cols < R, cols, cols - R)
-    cos = tl.load(cos_ptr + angle, mask=in_head, other=0.0)
-    sin = tl.load(sin_ptr + angle, mask=in_head, other=0.0)
-    return cos, sin
-
-
-@jit
-def inverse_rms(x, H, eps):
-    """One number per head; elements outside the head are 0."""
-    return tl.rsqrt(tl.sum(x * x, axis=1) / H + eps)[:, None]
-
-
-@jit
 def scaled(x, inv_rms, gain, dtype: tl.constexpr):
     """The norm's result, rounded as a norm of its own would round it."""
     return (x * inv_rms * gain).to(dtype).to(tl.float32)
-
-
-@jit
-def turned(x, partner, cos, sin, cols, R):
-    """Each element of a head after the rotation of its pair."""
-    return tl.where((cols < R)[None, :], x * cos - partner * sin, x * cos + partner * sin)
 
 
 @jit
