@@ -28,10 +28,11 @@ from infer.bench.floors import (
 from infer.bench.metrics import percentile
 from infer.bench.report import Report, Row, make_report, skip_row
 from infer.bench.rows import measure_row, run_rows
-from infer.bench.subject import PACKED_BYTES, Subject
+from infer.bench.subject import Subject
 from infer.bench.workloads import DEFAULT_VOCAB, FIRST_ID, Arrival, Session, Turn, Workload, make_workload
 from infer.engine.engine import Engine
 from infer.errors import ConfigError
+from infer.loader.cpu_weights import PACKED_BYTES
 
 TEMPERATURE = 0.6  # greedy decoding of random weights falls into cycles, which caches would find
 WARM_UP = 2

@@ -17,10 +17,9 @@ from infer.engine.engine import Engine
 from infer.engine.facts import shareable_knobs
 from infer.errors import ConfigError
 from infer.front import open_model
-from infer.loader.cpu_weights import BITS
+from infer.loader.cpu_weights import PACKED_BYTES
 from infer.loader.load import LoadedModel
 from infer.loader.random_weights import load_random
-from infer.quant.packed import BYTES_PER_WEIGHT
 
 # Large enough that attention and matrices show, small enough for a matrix of settings in minutes.
 TINY = {
@@ -40,10 +39,6 @@ TINY = {
     "vocab_size": 2048,
     "torch_dtype": "float32",
 }
-
-
-# Bytes per weight of packed matrices, the scales of their groups included.
-PACKED_BYTES = {name: BYTES_PER_WEIGHT[bits] for name, bits in BITS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ from infer.engine.build import check_knobs, fit_to_device, layer_sizes, resolve_
 from infer.engine.cpu_step import attention_gathers
 from infer.errors import CheckpointError, ConfigError
 from infer.knobs import parse_bytes
-from infer.loader.cpu_weights import BITS, choose_format
+from infer.loader.cpu_weights import BITS, PACKED_BYTES, choose_format
 from infer.loader.dtype import DTYPES, stored_dtype
 from infer.loader.hf_config import MAX_CONFIG_BYTES, GenerationDefaults, read_json
 from infer.loader.load import LoadChoice, ModelHeaders, check_length, choose_device, read_headers
@@ -49,7 +49,6 @@ from infer.loader.source import ModelSource, resolve_model
 from infer.models.config import ModelConfig
 from infer.models.registry import find_family
 from infer.models.weight_map import find_target
-from infer.quant.packed import BYTES_PER_WEIGHT
 
 GPU_RUNTIME_BYTES = 700 << 20  # CUDA's context and libraries; 693 MiB measured on an H200 with PyTorch 2.11
 SMALL_STEP, SMALL_BATCH = 256, 8  # tokens and sequences of a step, tried when a larger one does not fit
@@ -344,8 +343,8 @@ def weight_bytes(config: ModelConfig, num_parameters: int, dtype: str, weight_fo
         return num_parameters * DTYPES[dtype].itemsize
     head = config.vocab_size * config.hidden_size
     embedding = 0 if config.tie_embeddings else head  # kept in 16 bits
-    packed = (num_parameters - head - embedding) * BYTES_PER_WEIGHT[BITS[weight_format]]
-    return int(packed + head * BYTES_PER_WEIGHT[8] + embedding * 2)
+    packed = (num_parameters - head - embedding) * PACKED_BYTES[weight_format]
+    return int(packed + head * PACKED_BYTES["int8"] + embedding * 2)
 
 
 def _stored(headers: ModelHeaders) -> torch.dtype | None:

@@ -31,9 +31,10 @@ from infer.layers.moe import ExpertLinear
 from infer.loader.checkpoint import QuantizedRows, StoredTensor
 from infer.loader.dtype import choose_dtype
 from infer.models.model import Model
-from infer.quant.packed import PackedMatrix, WeightMemory
+from infer.quant.packed import BYTES_PER_WEIGHT, PackedMatrix, WeightMemory
 
 BITS = {"int8": 8, "int4": 4}
+PACKED_BYTES = {name: BYTES_PER_WEIGHT[bits] for name, bits in BITS.items()}  # with its share of a scale
 TWO_DIGITS = ("qkv", "gate_up", "up", "head")  # whose activations keep two digits in int8: where it pays most
 _CHUNK_NUMBERS = 1 << 20  # 4 MiB of float32 at a time
 
