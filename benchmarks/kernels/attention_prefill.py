@@ -139,7 +139,7 @@ def seconds_fresh(prompts: Prompts, dense: DenseAttention | None) -> float:
             if dense is None:
                 attend_fresh(prompts.q, k, v, batch, scale=scale, window=None, out=out)
             else:
-                dense.attend(prompts.q, k, v, batches, scale=scale, out=out)
+                dense.attend(prompts.q, k, v, batches, out=out)
 
     return seconds_of_stream(step) / len(prompts.stores)
 
@@ -218,7 +218,7 @@ def main() -> int:
         if prompts.batch().are_fresh:
             report("flash", seconds_fresh(prompts, None), prompts, ceiling)
             dense = DenseAttention(
-                num_heads=N, num_kv_heads=G, head_dim=H, dtype=prompts.q.dtype,
+                num_heads=N, num_kv_heads=G, head_dim=H, scale=H**-0.5, dtype=prompts.q.dtype,
                 device=prompts.q.device, max_tokens=prompts.q.shape[0],
             )  # fmt: skip
             while dense.prepare():

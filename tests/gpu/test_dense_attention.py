@@ -15,8 +15,8 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(16, 8, 128), (32, 8, 128), (32, 8, 64)])
 def test_long_prompts_equal_the_reference(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     dense = DenseAttention(
-        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=torch.bfloat16,
-        device=torch.device("cuda"), max_tokens=8192,
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=head_dim**-0.5,
+        dtype=torch.bfloat16, device=torch.device("cuda"), max_tokens=8192,
     )  # fmt: skip
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("measured on Hopper alone")
@@ -34,7 +34,7 @@ def test_long_prompts_equal_the_reference(num_heads: int, num_kv_heads: int, hea
         )
         batches, rest = dense.split(chunks)
         assert batches and len(rest) == sum(num < 2048 for num in nums)
-        out = dense.attend(q, k, v, batches, scale=head_dim**-0.5, out=torch.full_like(q, torch.nan))
+        out = dense.attend(q, k, v, batches, out=torch.full_like(q, torch.nan))
         for chunk in chunks[: len(chunks) - len(rest)]:
             own = slice(chunk.first, chunk.first + chunk.num)
             expected = attend_naive(

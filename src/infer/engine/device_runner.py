@@ -123,7 +123,7 @@ class DeviceRunner(ModelRunner):
         if attention_backend == "auto" and self._windows == (None,):
             self._dense = DenseAttention(
                 num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-                dtype=store.keys[0].dtype, device=device, max_tokens=max_tokens,
+                scale=config.scale, dtype=store.keys[0].dtype, device=device, max_tokens=max_tokens,
             )  # fmt: skip
         self._host_chunks: tuple[PrefillChunk, ...] = ()  # for the reference of prefill attention alone
         self._graphs = StepGraphs(

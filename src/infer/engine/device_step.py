@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import torch
 
 from infer.cache.kv_store import KVStore
-from infer.kernels.attention_decode import DecodeWork, attend_decode, attend_projected
+from infer.kernels.attention_decode import PROJECTED_HEADS, DecodeWork, attend_decode, attend_projected
 from infer.kernels.attention_dense import Batch, DenseAttention
 from infer.kernels.attention_prefill import PrefillChunks, attend_prefill
 from infer.kernels.cuda.paged_attention import attend_decode_cuda
@@ -86,6 +86,8 @@ class DeviceStep(StepContext):
         decodes_only = self._chunks is None and self._dense is None and 0 < num_rows == qkv_TX.shape[0]
         if not decodes_only or self._backend not in _DECODED_BY_TRITON or not use_triton(qkv_TX):
             return None
+        if num_rows * transform.num_kv_heads > PROJECTED_HEADS:
+            return None
         return attend_projected(
             qkv_TX, transform, self._store.keys[layer], self._store.values[layer],
             self._tables_RB, self._rows_S, self._lens_S, self._work,
@@ -125,5 +127,5 @@ class DeviceStep(StepContext):
             )  # fmt: skip
         if self._dense is not None:
             dense, batches = self._dense
-            out_TNH = dense.attend(q_TNH, k_TGH, v_TGH, batches, scale=scale, out=out_TNH)
+            out_TNH = dense.attend(q_TNH, k_TGH, v_TGH, batches, out=out_TNH)
         return out_TNH

@@ -20,14 +20,16 @@ unnormalised sum, maximum and denominator in scratch memory and takes a ticket; 
 adds all parts, always in the order of the splits, whoever came last, so the result is the same bit by bit.
 It also puts the ticket counter back to zero for the next layer.
 
-Where a row is cut depends on its own length and on S, the number of rows the graph was captured for, never
-on the other rows. A row of length 0 is padding: nothing of it is read and zeros are written.
+Where a row is cut depends on S, the number of rows the graph was captured for, on its own length, and on how
+many positions all rows have together: as many items are wanted as fill the machine twice, not more, because
+each of them begins with a wait. A row of length 0 is padding: nothing of it is read and zeros are written.
 
 The list and the tables are read before the kernel that made the queries has ended (`dispatch.py` has the
 rules). So the first launch after `plan` is an ordinary one, and tables must not change between the two.
 
 `attend_projected` is the same one launch earlier, for a step in which every token is a row that decodes: it
 is given the fused projection, norms and rotates its heads, and puts the new keys and values into the cache.
+With many rows the registers this takes cost more than the launch (`PROJECTED_HEADS`).
 
 The query heads that share a kv head are the rows of one matrix product, padded to the tensor cores' 16.
 
@@ -70,15 +72,18 @@ _CONFIGS = {
     512: DecodeConfig(block_n=32, num_warps=4, num_stages=3, programs_per_sm=6),
     1024: DecodeConfig(block_n=16, num_warps=4, num_stages=3, programs_per_sm=6),
 }
-_FEW_HEADS, _PROGRAMS_FOR_FEW = 512, 2  # up to so many S * G each program gets an item or two: no turns
-_AHEAD_HEADS = 256  # up to so many S * G most programs have one item: its first tile may wait in registers
+_FEW_HEADS, _PROGRAMS_FOR_FEW = 512, (2, 3)  # up to so many S * G each program gets an item or two: no turns
+_HANDFUL = 32  # up to so many S * G there are fewer items than two for each multiprocessor
+PROJECTED_HEADS = 256  # up to so many S * G the projected form is faster: most programs have one item
+_AHEAD_REGISTERS = 192  # of a thread of it, with heads of 128 bytes: room for the kernel after it
 
 # (S * G up to, shortest split): only short splits let few rows fill the machine, but each item waits for its
-# table and first keys. Rows too long for `max_splits` of these get splits twice, four times ... as long.
-_SPLIT_LENS = ((16, 64), (32, 128), (64, 256), (128, 512), (math.inf, 1024))
+# table and first keys. So splits get twice, four times ... as long while there are more items than wanted.
+_SPLIT_LENS = ((32, 64), (64, 128), (128, 512), (math.inf, 1024))
+_MOST_ITEMS = 256  # for all kv heads: two for nearly each multiprocessor of a large GPU
 _PREFETCHED = 128  # positions of a program's first item; of few heads alone: all of them must fit L2
 _MAX_REGISTERS = 168  # with which three programs of four warps share a multiprocessor, heads of 256 bytes
-_ITEMS_WANTED = 128  # per step and at least: one for nearly each multiprocessor of a large GPU
+_LEAST_ITEMS = 128  # for all kv heads, of a row alone: one for nearly each multiprocessor
 _INTERPRETED_SMS = 3  # few, so that a program takes several items
 _ITEM_INTS = (
     8  # row of the batch, row of the tables, first position, last + 1, split, splits, row's length, -
@@ -162,7 +167,7 @@ class DecodeWork:
 
     def max_splits(self, num_rows: int) -> int:
         """The most splits a row is cut into: enough to fill the machine with this many rows alone."""
-        wanted = next_power_of_two(_ITEMS_WANTED // (num_rows * self.num_kv_heads) or 1)
+        wanted = next_power_of_two(_LEAST_ITEMS // (num_rows * self.num_kv_heads) or 1)
         possible = next_power_of_two(-(-self.max_len // self.split_len(num_rows)) + 1)  # + 1: a window's edge
         return min(max(wanted, 16), 128, possible)
 
@@ -183,11 +188,12 @@ class DecodeWork:
             return
         items_W8, num_items = self.work_list(window)
         split_len, max_splits = self.split_len(num_rows), self.max_splits(num_rows)
-        num_doublings = (self.max_len // (split_len * max_splits)).bit_length()
+        num_doublings = (num_rows * self.max_len // split_len).bit_length()
+        wanted = max(_MOST_ITEMS // self.num_kv_heads, 1) if self._split_len is None else 0
         self.is_fresh = True
         plan_kernel[(1,)](
             rows_S, lens_S, items_W8, num_items, num_rows, split_len, window or 2**30,
-            MAX_SPLITS=max_splits, NUM_DOUBLINGS=num_doublings, ITEM_INTS=_ITEM_INTS,
+            ITEMS_WANTED=wanted, MAX_SPLITS=max_splits, NUM_DOUBLINGS=num_doublings, ITEM_INTS=_ITEM_INTS,
             BLOCK_S=max(next_power_of_two(num_rows), 16), num_warps=4,
         )  # fmt: skip
 
@@ -290,7 +296,8 @@ def _launch(
     are_few = S * G <= _FEW_HEADS
     if config is None:
         config = _CONFIGS[min(max(block_h * element_size, 128), 1024)]
-        config = replace(config, programs_per_sm=_PROGRAMS_FOR_FEW) if are_few else config
+        if are_few:
+            config = replace(config, programs_per_sm=_PROGRAMS_FOR_FEW[S * G >= _HANDFUL])
     max_splits = work.max_splits(S)
     merge_splits = max(2048 * config.num_warps // (merge_m * block_h), 1)  # 64 registers
     items_W8, num_items = work.work_list(window)
@@ -301,7 +308,9 @@ def _launch(
     if options["PDL"] and not are_few and config.num_warps == 4 and block_h * element_size == 256:
         options["maxnreg"] = _MAX_REGISTERS
     is_projected = transform is not None
-    is_ahead = is_projected and S * G <= _AHEAD_HEADS
+    is_ahead = is_projected and S * G <= PROJECTED_HEADS
+    if options["PDL"] and is_ahead and config.num_warps == 4 and block_h * element_size == 128:
+        options["maxnreg"] = _AHEAD_REGISTERS
     if transform is None:
         transform = HeadTransform(None, q, q, N, G, 0.0)  # not looked at, like the weights of no norm
     q_weight_H, k_weight_H = transform.norm_weights or (q, q)

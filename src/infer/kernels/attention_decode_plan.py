@@ -1,7 +1,9 @@
 """The work list of a decode step: every row cut into splits, written by the device for the device.
 
-`attention_decode.py` says why. One program does it all, for the numbers are few: it counts the splits of
-each row, gives every item its place with two running sums, and writes the items of all rows split by split.
+`attention_decode.py` says why. One program does it all, for the numbers are few. It finds the length of a
+split: the shortest there may be, doubled until the positions of all rows make no more items than are wanted,
+and for a row that is still cut into too many, doubled further. Then it counts the splits of each row, gives
+every item its place with two running sums, and writes the items of all rows split by split.
 
 Shapes:  S rows of the step.
 """
@@ -28,6 +30,7 @@ def plan_kernel(
     num_rows,
     split_len,
     window,
+    ITEMS_WANTED: tl.constexpr,  # for each kv head; 0: as many as there are
     MAX_SPLITS: tl.constexpr,
     NUM_DOUBLINGS: tl.constexpr,
     ITEM_INTS: tl.constexpr,
@@ -40,6 +43,10 @@ def plan_kernel(
     first = tl.maximum(end - window, 0)
 
     length = tl.zeros((BLOCK_S,), tl.int32) + split_len
+    if ITEMS_WANTED > 0:
+        positions = tl.sum(tl.where(in_batch, end - first, 0).to(tl.int64), axis=0)
+        for _ in tl.static_range(NUM_DOUBLINGS):
+            length = tl.where(positions > length.to(tl.int64) * ITEMS_WANTED, length * 2, length)
     for _ in tl.static_range(NUM_DOUBLINGS):
         too_many = (end + length - 1) // length - first // length > MAX_SPLITS
         length = tl.where(too_many, length * 2, length)

@@ -69,12 +69,13 @@ class DenseAttention:
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
+        scale: float,
         dtype: torch.dtype,
         device: torch.device,
         max_tokens: int,
         backend: SDPBackend = SDPBackend.CUDNN_ATTENTION,
     ) -> None:
-        self._heads = (num_heads, num_kv_heads, head_dim)
+        self._heads, self._scale = (num_heads, num_kv_heads, head_dim), scale
         self._dtype, self._device, self._backend = dtype, device, backend
         self._wanted = list(dense_shapes(head_dim, max_tokens)) if _can_run(dtype, head_dim, device) else []
         self._wanted.reverse()
@@ -92,7 +93,7 @@ class DenseAttention:
             for heads in (num_heads, num_kv_heads, num_kv_heads)
         )
         try:
-            self._attend(q, k, v, shape, 1.0)
+            self._attend(q, k, v, shape)
         except RuntimeError as error:  # no such library, or too old a one
             logger.info("prompts are attended to by our own kernel alone: %s", str(error).splitlines()[0])
             self._wanted = []
@@ -140,26 +141,25 @@ class DenseAttention:
         v_TGH: torch.Tensor,
         batches: Sequence[Batch],
         *,
-        scale: float,
         out: torch.Tensor,
     ) -> torch.Tensor:
         """Attend with the tokens of these batches; returns `out`, or a stand-in that has all tokens."""
         for first, num_tokens, shape in batches:
             end = first + shape.num * num_tokens
             q, k, v = (_padded(x[first:end], shape) for x in (q_TNH, k_TGH, v_TGH))
-            result = self._attend(q, k, v, shape, scale)[: end - first]
+            result = self._attend(q, k, v, shape)[: end - first]
             if len(result) == len(out):
                 return result
             out[first:end] = result
         return out
 
-    def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape, scale: float
-    ) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape) -> torch.Tensor:
         """[num * length, heads, H] -> the same of the queries."""
         q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
         with sdpa_kernel(self._backend):
-            result = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+            result = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self._scale, enable_gqa=True
+            )
         return result.transpose(1, 2).flatten(0, 1)
 
 

@@ -50,9 +50,9 @@ BLOCK_M = 128  # two warp groups of 64 rows: what the matrix instructions of a H
 _WARP_GROUP_ROWS = 64
 
 _FEW_TILES, _MAX_TILES = 32, 128  # of a list whose tiles may be split: every program reads all of it
-_SPLIT_LEN = 512  # keys; a tile with no more is not split
-_MERGE_PROGRAMS = 2  # per multiprocessor
-_MERGE_ROWS, _MERGE_NUMBERS = 8, 2048  # rows that a program merges at once, and numbers that it reads of each
+_SPLIT_LEN = 1024  # keys; a tile with no more is not split: to put splits together takes as long as 500 keys
+_MERGE_PROGRAMS = 4  # per multiprocessor
+_MERGE_ROWS, _MERGE_AT_ONCE = 8, 4  # rows that a program merges at once, and parts that it waits for together
 _SM_REGISTERS = 65536
 _INTERPRETED_SMS = 4
 
@@ -242,7 +242,8 @@ def attend_prefill(
     if max_items:
         merge_kernel[(_MERGE_PROGRAMS * num_sms(q_TNH.device),)](
             chunks.tiles_W4, *parts, out, out.stride(0), window or 2**30, num_tiles, max_items, **sizes,
-            BLOCK_S=max(_MERGE_NUMBERS // block_h, 1), BLOCK_R=_MERGE_ROWS, num_warps=8, **options,
+            BLOCK_S=next_power_of_two(max_items), BLOCK_R=_MERGE_ROWS, AT_ONCE=_MERGE_AT_ONCE,
+            num_warps=4, **options,
         )  # fmt: skip
     return out
 

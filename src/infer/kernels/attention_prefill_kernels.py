@@ -271,8 +271,9 @@ def merge_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    BLOCK_S: tl.constexpr,  # splits that are read at once
+    BLOCK_S: tl.constexpr,  # the most splits of a tile
     BLOCK_R: tl.constexpr,  # rows that are merged at once
+    AT_ONCE: tl.constexpr,  # parts that are asked for before the first has come
     PDL: tl.constexpr,
 ):
     w = tl.arange(0, BLOCK_W)
@@ -296,30 +297,34 @@ def merge_kernel(
         r = first_row + tl.arange(0, BLOCK_R)
         token = r // M
         if first_row < num * M:
-            total = tl.zeros((BLOCK_R, BLOCK_H), tl.float32)
-            maximum = tl.full((BLOCK_R,), float("-inf"), tl.float32)
-            denominator = tl.zeros((BLOCK_R,), tl.float32)
-            for first_split in range(0, num_splits, BLOCK_S):
-                split = first_split + tl.arange(0, BLOCK_S)
-                exists = (split < num_splits)[:, None] & (token < num)[None, :]
-                program = ((first_item + split) * G + g) * NUM_PARTS
-                part = (program[:, None] + (r // BLOCK_M)[None, :]) * BLOCK_M + (r % BLOCK_M)[None, :]
-                # .cg: this program may have started before the parts were written; L1 must not be asked
-                maxima = tl.load(maxima_ptr + part, mask=exists, other=float("-inf"), cache_modifier=".cg")
-                denominators = tl.load(denominators_ptr + part, mask=exists, other=0.0, cache_modifier=".cg")
-                sums = tl.load(
-                    sums_ptr + part.to(tl.int64)[:, :, None] * H + h[None, None, :],
-                    mask=exists[:, :, None] & (h < H)[None, None, :], other=0.0, cache_modifier=".cg",
-                )  # fmt: skip
+            # .cg: this program may have started before the parts were written; L1 must not be asked
+            split = tl.arange(0, BLOCK_S)
+            exists = (split < num_splits)[:, None] & (token < num)[None, :]
+            program = ((first_item + split) * G + g) * NUM_PARTS
+            part = (program[:, None] + (r // BLOCK_M)[None, :]) * BLOCK_M + (r % BLOCK_M)[None, :]
+            maxima = tl.load(maxima_ptr + part, mask=exists, other=float("-inf"), cache_modifier=".cg")
+            denominators = tl.load(denominators_ptr + part, mask=exists, other=0.0, cache_modifier=".cg")
+            maximum = tl.max(maxima, axis=0)
+            # a token sees nothing of the splits before its window, nor of those after itself
+            maximum = tl.where(maximum == float("-inf"), 0.0, maximum)
+            denominator = tl.sum(denominators * tl.exp2(maxima - maximum[None, :]), axis=0)
 
-                new_maximum = tl.maximum(maximum, tl.max(maxima, axis=0))
-                # a token sees nothing of the splits before its window, nor of those after itself
-                subtracted = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-                rescale = tl.exp2(maximum - subtracted)
-                weights = tl.exp2(maxima - subtracted[None, :])
-                denominator = denominator * rescale + tl.sum(denominators * weights, axis=0)
-                total = total * rescale[:, None] + tl.sum(sums * weights[:, :, None], axis=0)
-                maximum = new_maximum
+            total = tl.zeros((BLOCK_R, BLOCK_H), tl.float32)
+            own = (
+                g * NUM_PARTS + r // BLOCK_M
+            ) * BLOCK_M + r % BLOCK_M  # of the rows, in the parts of a split
+            for first_split in range(0, num_splits, AT_ONCE):
+                for offset in tl.static_range(AT_ONCE):  # several parts are under way at a time
+                    in_part = token < tl.where(first_split + offset < num_splits, num, 0)
+                    at = (first_item + first_split + offset) * (G * NUM_PARTS * BLOCK_M) + own
+                    own_maximum = tl.load(
+                        maxima_ptr + at, mask=in_part, other=float("-inf"), cache_modifier=".cg"
+                    )
+                    sums = tl.load(
+                        sums_ptr + at.to(tl.int64)[:, None] * H + h[None, :],
+                        mask=in_part[:, None] & (h < H)[None, :], other=0.0, cache_modifier=".cg",
+                    )  # fmt: skip
+                    total += sums * tl.exp2(own_maximum - maximum)[:, None]
 
             out = total / tl.where(denominator == 0.0, 1.0, denominator)[:, None]
             to = (first + token)[:, None] * out_token_stride + (g * M + r % M)[:, None] * H + h[None, :]

@@ -129,7 +129,7 @@ class SplitsContract(OnDevice):
 
     @pytest.mark.parametrize("is_known", [True, False])
     def test_few_long_tiles_are_split_unasked(self, is_known: bool) -> None:
-        self.check([(900, 5)], Heads(2, 1, 64), num_splits=None, is_known=is_known)
+        self.check([(2100, 5)], Heads(2, 1, 64), num_splits=None, is_known=is_known)
         assert self.num_split_calls == 1
 
     def test_the_same_bits_come_twice(self) -> None:

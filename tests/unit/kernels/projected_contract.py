@@ -161,7 +161,7 @@ class ProjectedContract(OnDevice):
     def test_projected_of_so_many_heads_that_no_tile_is_read_ahead(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(attention_decode, "_AHEAD_HEADS", 0)
+        monkeypatch.setattr(attention_decode, "PROJECTED_HEADS", 0)
         self.check([1, 33, 0, 70], Heads(4, 2, 32), num_layers=2)
         self.check([1, 41, 100], Heads(4, 1, 32), window=40)
 

@@ -28,7 +28,7 @@ def dense(monkeypatch: pytest.MonkeyPatch) -> DenseAttention:
     monkeypatch.setattr(attention_dense, "PAD_LEN", 4)
     monkeypatch.setattr(attention_dense, "_MIN_LENS", {64: 8})
     made = DenseAttention(
-        num_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16, device=torch.device("cpu"),
+        num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1, dtype=torch.bfloat16, device=torch.device("cpu"),
         max_tokens=32, backend=SDPBackend.MATH,
     )  # fmt: skip
     while made.prepare():
@@ -68,7 +68,7 @@ def test_nothing_is_used_before_its_plan_is_made(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(attention_dense, "PAD_LEN", 4)
     monkeypatch.setattr(attention_dense, "_MIN_LENS", {64: 8})
     made = DenseAttention(
-        num_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16, device=torch.device("cpu"),
+        num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1, dtype=torch.bfloat16, device=torch.device("cpu"),
         max_tokens=32, backend=SDPBackend.MATH,
     )  # fmt: skip
     chunks = make_chunks([8, 12])
@@ -93,7 +93,7 @@ def test_every_token_sees_its_own_prompt_up_to_itself(
     out = torch.full_like(q, 7.0)
     batches, rest = dense.split(chunks)
     assert not rest
-    result = dense.attend(q, k, v, batches, scale=0.1, out=out)
+    result = dense.attend(q, k, v, batches, out=out)
     for chunk in chunks:
         own = slice(chunk.first, chunk.first + chunk.num)
         expected = attend_naive(q[own], k[own], v[own], scale=0.1, window=None)
@@ -107,6 +107,7 @@ def test_what_was_not_measured_to_be_faster_makes_no_plans(dtype: torch.dtype, h
         num_heads=4,
         num_kv_heads=2,
         head_dim=head_dim,
+        scale=0.1,
         dtype=dtype,
         device=torch.device("cpu"),
         max_tokens=8192,
@@ -116,8 +117,8 @@ def test_what_was_not_measured_to_be_faster_makes_no_plans(dtype: torch.dtype, h
 
 def test_a_library_that_is_missing_is_done_without() -> None:
     made = DenseAttention(  # cuDNN does not run on a CPU
-        num_heads=4, num_kv_heads=2, head_dim=128, dtype=torch.bfloat16, device=torch.device("cpu"),
-        max_tokens=2048,
+        num_heads=4, num_kv_heads=2, head_dim=128, scale=0.1, dtype=torch.bfloat16,
+        device=torch.device("cpu"), max_tokens=2048,
     )  # fmt: skip
     assert not made.prepare() and not made.ready
     assert made.split(make_chunks([2048])) == ([], make_chunks([2048]))
