@@ -183,15 +183,6 @@ def test_the_first_question_is_answered_as_in_float32(cpu_weights: str) -> None:
     assert answer.text == "The capital of France is Paris."
 
 
-def test_the_digits_of_activations_belong_to_the_kind_of_layer() -> None:
-    def digits(cpu_weights: str) -> dict[str, int]:
-        layers = packed_model("llama", cpu_weights).model.named_modules()
-        return {name.rpartition(".")[2]: m.scheme.digits for name, m in layers if isinstance(m, Linear)}  # type: ignore[attr-defined]
-
-    assert digits("int8") == {"qkv": 2, "out": 1, "gate_up": 2, "down": 1, "head": 2}
-    assert set(digits("int4").values()) == {2}
-
-
 def test_the_plan_knows_what_packed_weights_take() -> None:
     headers = read_headers(resolve_model(None, show_progress=False))
     model = load_model(

@@ -35,7 +35,6 @@ from infer.quant.packed import BYTES_PER_WEIGHT, PackedMatrix, WeightMemory
 
 BITS = {"int8": 8, "int4": 4}
 PACKED_BYTES = {name: BYTES_PER_WEIGHT[bits] for name, bits in BITS.items()}  # with its share of a scale
-TWO_DIGITS = ("qkv", "gate_up", "up", "head")  # whose activations keep two digits in int8: where it pays most
 _CHUNK_NUMBERS = 1 << 20  # 4 MiB of float32 at a time
 
 
@@ -101,17 +100,12 @@ def pack_layers(model: Model, name: str, stored: torch.dtype | None) -> None:
     memory = WeightMemory()
     for layer_name, layer in model.named_modules():
         if isinstance(layer, Linear):
-            kind = layer_name.rpartition(".")[2]
-            bits, digits = 8 if kind == "head" else BITS[name], _digits(name, kind)
-            num_rows, size = layer.weight.shape
-            layer.scheme = PackedMatrix(c, num_rows, size, bits, memory, digits=digits)
+            bits = 8 if layer_name == "head" else BITS[name]
+            layer.scheme = PackedMatrix(c, *layer.weight.shape, bits, memory)
             layer.weight = _shell(layer.weight)
         elif isinstance(layer, ExpertLinear):
             num_experts, num_rows, size = layer.weight.shape
-            bits, digits = BITS[name], _digits(name, "experts")
-            layer.packed = [
-                PackedMatrix(c, num_rows, size, bits, memory, digits=digits) for _ in range(num_experts)
-            ]
+            layer.packed = [PackedMatrix(c, num_rows, size, BITS[name], memory) for _ in range(num_experts)]
             layer.weight = _shell(layer.weight)
     embedding = model.embedding
     if model.config.tie_embeddings:
@@ -122,11 +116,6 @@ def pack_layers(model: Model, name: str, stored: torch.dtype | None) -> None:
     else:
         half = torch.bfloat16 if stored is torch.bfloat16 else torch.float16
         embedding.weight = nn.Parameter(torch.empty_like(embedding.weight, dtype=half), requires_grad=False)
-
-
-def _digits(name: str, kind: str) -> int:
-    """Of activations: two wherever weights are int4, for those of a file in 4 bits have lost nothing yet."""
-    return 2 if name == "int4" or kind in TWO_DIGITS else 1
 
 
 def _shell(weight: torch.Tensor) -> nn.Parameter:

@@ -6,11 +6,9 @@
 The minimum m of a group costs half a bit per weight and very little time: sixteen steps are too few to spend
 any of them on a range that holds no weight, and the formats of 4-bit files have minima, too.
 
-Activations are quantised on the way, 32 at a time, so the products are integer arithmetic. They cost more
-accuracy than the weights do, because a few channels are much louder than the rest, so a matrix may ask for
-two `digits` of them (csrc/linear.h): nearly free where few tokens are decoded, half as slow again in a
-prompt. The number of digits belongs to the matrix, never to the batch, so a token's bits do not depend on
-its neighbours.
+Activations are quantised on the way, 32 at a time, so the products are integer arithmetic. A few channels are
+much louder than the rest, and with 8 bits that would cost more accuracy than the weights do; so they have 15
+(csrc/linear.h).
 
 A matrix is filled row by row in any order, so a fused matrix takes its parts as they come from the disk, and
 nothing the size of the model in float32 ever exists.
@@ -44,11 +42,9 @@ class PackedMatrix:
         size: int,
         bits: int,
         memory: WeightMemory | None = None,
-        *,
-        digits: int = 1,
     ) -> None:
-        assert bits in (4, 8) and digits in (1, 2), (bits, digits)
-        self.num_rows, self.size, self.bits, self.digits = num_rows, size, bits, digits
+        assert bits in (4, 8), bits
+        self.num_rows, self.size, self.bits = num_rows, size, bits
         self._library = library
         data_bytes, scale_bytes = operations.packed_bytes(num_rows, size, bits)
         # Fresh memory is zero, also where the last tile has no row: those lanes are computed and thrown away.
@@ -82,7 +78,6 @@ class PackedMatrix:
             bias,
             num_rows=self.num_rows,
             bits=self.bits,
-            digits=self.digits,
         )
         return y if x.dim() == 2 else y.view(*x.shape[:-1], self.num_rows)
 

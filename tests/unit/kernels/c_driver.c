@@ -69,18 +69,18 @@ static void emit_floats(const char *name, const float *data, word count) { emit(
 
 /* Quantise x and multiply, as a list of two operations; y and the quantised x. */
 static void multiply(const char *name, const char *type, const float *x, const void *data, const void *scales,
-                     const float *bias, word M, word N, word K, word bits, word digits) {
-    word scratch_size = ((word(*)(word, word, word))find("infer_linear_scratch"))(M, K, digits), tiles = (N + 15) / 16;
+                     const float *bias, word M, word N, word K, word bits) {
+    word scratch_size = ((word(*)(word, word))find("infer_linear_scratch"))(M, K), tiles = (N + 15) / 16;
     float *y = room((size_t)(M * N) * 4);
     void *scratch = room((size_t)scratch_size);
     char label[100];
-    word args[] = {0, p(x), K, p(y), N, p(data), p(scales), p(bias), p(scratch), N, K, bits, digits, 1, 3};
+    word args[] = {0, p(x), K, p(y), N, p(data), p(scales), p(bias), p(scratch), N, K, bits, 1, 3};
     operation ops[] = {{find("infer_linear_quantize"), args, PER_ROW, 1, 3},
                        {find(bits == 8 ? "infer_linear_int8" : "infer_linear_int4"), args, FIXED, tiles, 0}};
     ((void (*)(operation *, word, word, word))find("infer_run"))(ops, 2, M, 0);
-    snprintf(label, sizeof label, "%s_int%d_%d_%dx%dx%d", name, (int)bits, (int)digits, (int)M, (int)N, (int)K);
+    snprintf(label, sizeof label, "%s_int%d_%dx%dx%d", name, (int)bits, (int)M, (int)N, (int)K);
     emit(label, type, y, M * N * 4);
-    word rows = 16 / digits, cells = (M + rows - 1) / rows * ((K + 31) / 32); /* blocks of 16 lines */
+    word rows = 8, cells = (M + rows - 1) / rows * ((K + 31) / 32); /* blocks of 8 rows, two lines each */
     char *x_scales = (char *)scratch + cells * 16 * 32;
     emit("quantized_x", "bytes", scratch, cells * 16 * 32);
     emit_floats("quantized_x_scales", (float *)x_scales, cells * rows);
@@ -104,11 +104,9 @@ static void run_matrices(word M, word N, word K, word bits) {
     emit("packed", "bytes", data, num_bytes);
     emit("packed_scales", "bytes", scales, scale_bytes);
     memset(x, 0, (size_t)(K < 32 ? K : 32) * 4); /* a group of zeros */
-    for (word digits = 1; digits <= 2; digits++)
-        multiply("product", "floats", x, data, scales, bias, M, N, K, bits, digits);
+    multiply("product", "floats", x, data, scales, bias, M, N, K, bits);
     x[(M - 1) * K + K / 2] = NAN;
-    for (word digits = 1; digits <= 2; digits++)
-        multiply("product_with_nan", "floats", x, data, scales, NULL, M, N, K, bits, digits);
+    multiply("product_with_nan", "floats", x, data, scales, NULL, M, N, K, bits);
 
     word ids[] = {0, N - 1, 1, N, -1, 7}, num_ids = 6;
     float *out = room((size_t)(num_ids * K) * 4);
@@ -127,15 +125,13 @@ static void run_matrices(word M, word N, word K, word bits) {
     RUN("infer_pack", N, N, 0, p(q), p(row_scales), p(row_minima), K, 0, p(data), p(scales), bits, 1);
     emit("packed_integers", "bytes", data, num_bytes);
     emit("packed_integers_scales", "bytes", scales, scale_bytes);
-    for (word digits = 1; digits <= 2; digits++) {
-        int largest = digits == 2 ? 127 * 128 : 127;
-        for (word i = 0; i < M * K; i++) {
-            int whole = i % K % 32 == 0 ? -largest : (int)(random_bits() % (uint32_t)(2 * largest + 1)) - largest;
-            x[i] = (float)whole / (digits == 2 ? 128.0f : 1.0f);
-        }
-        for (word i = K; i < 2 * K && i < M * K; i++) x[i] = -127.0f;
-        multiply("exact_product", "bytes", x, data, scales, NULL, M, N, K, bits, digits);
+    const int largest = 127 * 128;
+    for (word i = 0; i < M * K; i++) {
+        int whole = i % K % 32 == 0 ? -largest : (int)(random_bits() % (uint32_t)(2 * largest + 1)) - largest;
+        x[i] = (float)whole / 128.0f;
     }
+    for (word i = K; i < 2 * K && i < M * K; i++) x[i] = -127.0f;
+    multiply("exact_product", "bytes", x, data, scales, NULL, M, N, K, bits);
 }
 
 static void run_dense_lookups(void) {

@@ -96,9 +96,9 @@ from infer.kernels.cpu.library import Library
 from infer.quant.packed import PackedMatrix
 c = Library(Path(sys.argv[1]))
 c.set_threads(2)
-for bits, digits in ((8, 1), (8, 2), (4, 1), (4, 2)):
+for bits in (8, 4):
     for M, N, K in ((1, 17, 45), (43, 33, 64), (3, 16, 31)):
-        matrix = PackedMatrix(c, N, K, bits, digits=digits)
+        matrix = PackedMatrix(c, N, K, bits)
         matrix.fill(torch.randn(N, K), 0)
         y = matrix.multiply(torch.randn(M, K), torch.empty(0), torch.randn(N))
         matrix.lookup(torch.tensor([0, N - 1, N]))

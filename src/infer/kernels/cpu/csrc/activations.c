@@ -4,9 +4,9 @@
  * of a group beside its integers and its scale is exact, too, or rounded once. */
 #include "linear.h"
 
-int64_t infer_linear_scratch(int64_t M, int64_t K, int64_t digits) {
-    int64_t rows = LINES / digits, groups = (K + GROUP - 1) / GROUP;
-    return (M + rows - 1) / rows * groups * (LINES * GROUP + rows * 8);
+int64_t infer_linear_scratch(int64_t M, int64_t K) {
+    int64_t groups = (K + GROUP - 1) / GROUP;
+    return (M + BLOCK_ROWS - 1) / BLOCK_ROWS * groups * (LINES * GROUP + BLOCK_ROWS * 8);
 }
 
 #if defined(HAVE_AVX512)
@@ -19,23 +19,18 @@ static inline int32_t sum_of_ints(vi v) {
 }
 #endif
 
-static inline void put_digits(vi whole, int8_t *q, int64_t digits) {
-    if (digits == 2) {
-        vi high = (whole + 64) >> 7;
-        *(bytes16 *)q = __builtin_convertvector(high, bytes16);
-        q += GROUP;
-        whole -= high << 7;
-    }
-    *(bytes16 *)q = __builtin_convertvector(whole, bytes16);
+static inline void put_digits(vi whole, int8_t *q) {
+    vi high = (whole + 64) >> 7;
+    *(bytes16 *)q = __builtin_convertvector(high, bytes16);
+    *(bytes16 *)(q + GROUP) = __builtin_convertvector(whole - (high << 7), bytes16);
 }
 
 static void quantize_row(const linear_args *a, const activations *act, int64_t m) {
     const float *x = a->x + m * a->x_stride;
-    const int64_t digits = a->digits;
-    const float largest = digits == 2 ? 127.0f * 128.0f : 127.0f;
+    const float largest = 127.0f * 128.0f;
     int64_t place = place_of(act, m);
     vf probe = {0}; /* stays 0 unless some x is NaN or infinite */
-    for (int64_t g = 0; g < act->groups; g++, place += act->rows) {
+    for (int64_t g = 0; g < act->groups; g++, place += BLOCK_ROWS) {
         const float *group = x + g * GROUP;
         int64_t left = a->K - g * GROUP;
         vf low = left >= 16 ? load(group) : load_some(group, left);
@@ -47,8 +42,8 @@ static void quantize_row(const linear_args *a, const activations *act, int64_t m
         /* adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the low bits */
         vi low_q = ((vi)(low * inverse + 12582912.0f) << 16) >> 16;
         vi high_q = ((vi)(high * inverse + 12582912.0f) << 16) >> 16;
-        put_digits(low_q, act->q + place * digits * GROUP, digits);
-        put_digits(high_q, act->q + place * digits * GROUP + 16, digits);
+        put_digits(low_q, act->q + place * DIGITS * GROUP);
+        put_digits(high_q, act->q + place * DIGITS * GROUP + 16);
         act->scales[place] = inverse > 0.0f ? peak / largest : 0.0f;
         int32_t sum = sum_of_ints(low_q + high_q);
         if (a->bits == 4) act->sums[place] = act->scales[place] * (float)sum;

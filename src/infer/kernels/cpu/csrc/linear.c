@@ -1,7 +1,6 @@
 /* Multiply by a matrix of small integers; linear.h has the layout of both operands.
  *
- * The dot product of two groups is exact (two digits:  128 * (q_w . q0) + q_w . q1,  below 2^28), and the
- * result of a row is
+ * The dot product of two groups is exact (128 * (q_w . q0) + q_w . q1,  below 2^28), and the result of a row is
  *
  *     y[m][n] = bias[n] + sum over groups g, in order, of  (d_w[n][g] * d_x[m][g]) * (q_w . q_x)
  *                                              and in int4  + m_w[n][g] * (d_x[m][g] * sum q_x)
@@ -14,8 +13,8 @@
  * adding a constant c = 128, and  sum (q_w + c) q_x = sum q_w q_x + c sum q_x  is put right by starting each sum
  * at  -c sum q_x.
  *
- * Processors with AMX multiply 16 lines (16 rows, or 8 of two digits) by a whole tile in one instruction, in this
- * same layout; the integer sums are the same, so the results are, too.
+ * Processors with AMX multiply 16 lines (8 rows of two digits) by a whole tile in one instruction, in this same
+ * layout; the integer sums are the same, so the results are, too.
  *
  * Bound by reading the weights for one row, by arithmetic from about eight rows on. */
 #define _GNU_SOURCE
@@ -73,11 +72,11 @@ static inline void finish_row(const linear_args *a, int64_t tile, int64_t m, vf 
     }
 }
 
-/* One tile times `rows` rows of activations, from row m on. `rows`, `bits` and `digits` are constants
- * wherever this is inlined, so the loops over them disappear. */
+/* One tile times `rows` rows of activations, from row m on. `rows` and `bits` are constants wherever this is
+ * inlined, so the loops over them disappear. */
 ALWAYS_INLINE void multiply_tile(const linear_args *a, const activations *act, int64_t tile, int64_t m,
-                                 const int rows, const int bits, const int digits) {
-    const int lines = rows * digits;
+                                 const int rows, const int bits) {
+    const int lines = rows * DIGITS;
     const int64_t groups = act->groups;
     const int vectors = bits == 4 ? 4 : 8;
     const uint8_t *w = a->data + tile * groups * vectors * 64;
@@ -85,12 +84,12 @@ ALWAYS_INLINE void multiply_tile(const linear_args *a, const activations *act, i
     vf total[LINES];
     for (int i = 0; i < rows; i++) total[i] = (vf){0};
     int64_t place = place_of(act, m);
-    for (int64_t g = 0; g < groups; g++, w += vectors * 64, place += LINES / digits) {
-        const int8_t *q = act->q + place * digits * GROUP;
+    for (int64_t g = 0; g < groups; g++, w += vectors * 64, place += BLOCK_ROWS) {
+        const int8_t *q = act->q + place * DIGITS * GROUP;
         read_ahead(w, w_scales, g, bits);
         vi sums[LINES];
         for (int i = 0; i < lines; i++)
-            sums[i] = (vi){0} + (bits == 8 && i % digits == digits - 1 ? act->starts[place + i / digits] : 0);
+            sums[i] = (vi){0} + (bits == 8 && i % DIGITS == DIGITS - 1 ? act->starts[place + i / DIGITS] : 0);
 #if defined(HAVE_AVX512)
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; v++) {
@@ -185,7 +184,7 @@ ALWAYS_INLINE void multiply_tile(const linear_args *a, const activations *act, i
 #endif
         group_scales scales = load_scales(w_scales, g, bits);
         for (int i = 0; i < rows; i++) {
-            vi sum = digits == 2 ? (sums[2 * i] << 7) + sums[2 * i + 1] : sums[i];
+            vi sum = (sums[2 * i] << 7) + sums[2 * i + 1];
             total[i] = add_group(total[i], sum, scales, act, place + i, bits);
         }
     }
@@ -230,9 +229,9 @@ ALWAYS_INLINE void unpack(const uint8_t *from, uint8_t *to) {
 
 /* What multiply_tile does, for one or two blocks of 16 lines. */
 ALWAYS_INLINE void multiply_tile_amx(const linear_args *a, const activations *act, int64_t tile, int64_t m,
-                                     const int blocks, const int bits, const int digits) {
-    const int block_rows = LINES / digits, rows = blocks * block_rows;
-    const int64_t groups = act->groups, next_block = groups * block_rows;
+                                     const int blocks, const int bits) {
+    const int rows = blocks * BLOCK_ROWS;
+    const int64_t groups = act->groups, next_block = groups * BLOCK_ROWS;
     const int64_t group_bytes = bits == 4 ? 256 : 512;
     const uint8_t *w = a->data + tile * groups * group_bytes;
     const uint16_t *w_scales = a->scales + tile * groups * (bits == 4 ? 2 : 1) * LANES;
@@ -242,20 +241,20 @@ ALWAYS_INLINE void multiply_tile_amx(const linear_args *a, const activations *ac
     for (int i = 0; i < rows; i++) total[i] = (vf){0};
     int64_t place = place_of(act, m);
     /* Sums go through memory and take their time: those of a group are added when the next one is under way. */
-    for (int64_t g = 0; g <= groups; g++, place += block_rows) {
+    for (int64_t g = 0; g <= groups; g++, place += BLOCK_ROWS) {
         const uint8_t *weights = w + g * group_bytes;
         if (g < groups) read_ahead(weights, w_scales, g, bits);
         if (bits == 4 && g == 0) unpack(weights, nibbles[0]);
         if (bits == 4) weights = nibbles[g & 1];
         if (g < groups) {
-            const int8_t *q = act->q + place * digits * GROUP;
+            const int8_t *q = act->q + place * DIGITS * GROUP;
             _tile_loadd(2, weights, 64);
             _tile_loadd(1, q, GROUP);
             _tile_zero(0);
             _tile_dpbsud(0, 1, 2);
             _tile_stored(0, sums[g & 1], 64);
             if (blocks == 2) {
-                _tile_loadd(4, q + next_block * digits * GROUP, GROUP);
+                _tile_loadd(4, q + next_block * DIGITS * GROUP, GROUP);
                 _tile_zero(3);
                 _tile_dpbsud(3, 4, 2);
                 _tile_stored(3, sums[g & 1] + LINES, 64);
@@ -267,8 +266,8 @@ ALWAYS_INLINE void multiply_tile_amx(const linear_args *a, const activations *ac
         const vi *line = sums[(g - 1) & 1];
 #pragma GCC unroll 32
         for (int i = 0; i < rows; i++) {
-            const int64_t at = place - block_rows + i / block_rows * next_block + i % block_rows;
-            vi sum = digits == 2 ? (line[2 * i] << 7) + line[2 * i + 1] : line[i];
+            const int64_t at = place - BLOCK_ROWS + i / BLOCK_ROWS * next_block + i % BLOCK_ROWS;
+            vi sum = (line[2 * i] << 7) + line[2 * i + 1];
             if (bits == 8) sum += act->starts[at];
             total[i] = add_group(total[i], sum, scales, act, at, bits);
         }
@@ -279,40 +278,34 @@ ALWAYS_INLINE void multiply_tile_amx(const linear_args *a, const activations *ac
 
 /* Two blocks at a time: what is loaded and unpacked of a tile then serves both. */
 ALWAYS_INLINE int64_t multiply_chunk_amx(const linear_args *a, const activations *act, int64_t first, int64_t last,
-                                         const int bits, const int digits) {
+                                         const int bits) {
     int64_t m = 0;
-    if (!may_use_amx || a->M < LINES / digits) return m;
+    if (!may_use_amx || a->M < BLOCK_ROWS) return m;
     configure_tiles();
-    for (; m + 2 * LINES / digits <= a->M; m += 2 * LINES / digits)
-        for (int64_t tile = first; tile < last; tile++) multiply_tile_amx(a, act, tile, m, 2, bits, digits);
-    for (; m + LINES / digits <= a->M; m += LINES / digits)
-        for (int64_t tile = first; tile < last; tile++) multiply_tile_amx(a, act, tile, m, 1, bits, digits);
+    for (; m + 2 * BLOCK_ROWS <= a->M; m += 2 * BLOCK_ROWS)
+        for (int64_t tile = first; tile < last; tile++) multiply_tile_amx(a, act, tile, m, 2, bits);
+    for (; m + BLOCK_ROWS <= a->M; m += BLOCK_ROWS)
+        for (int64_t tile = first; tile < last; tile++) multiply_tile_amx(a, act, tile, m, 1, bits);
     _tile_release();
     return m;
 }
 #endif
 
-ALWAYS_INLINE void multiply_chunk(const linear_args *a, int64_t chunk, const int bits, const int digits) {
+ALWAYS_INLINE void multiply_chunk(const linear_args *a, int64_t chunk, const int bits) {
     activations act = split_scratch(a);
     int64_t num_tiles = (a->N + LANES - 1) / LANES;
     int64_t first = chunk * a->tiles_per_chunk, last = first + a->tiles_per_chunk;
     if (last > num_tiles) last = num_tiles;
 #if defined(HAVE_AMX)
-    int64_t m = multiply_chunk_amx(a, &act, first, last, bits, digits);
+    int64_t m = multiply_chunk_amx(a, &act, first, last, bits);
 #else
     int64_t m = 0;
 #endif
 #define MULTIPLY_BY(rows) \
     for (; m + rows <= a->M; m += rows) \
-        for (int64_t tile = first; tile < last; tile++) multiply_tile(a, &act, tile, m, rows, bits, digits);
+        for (int64_t tile = first; tile < last; tile++) multiply_tile(a, &act, tile, m, rows, bits);
     MULTIPLY_BY(8) MULTIPLY_BY(4) MULTIPLY_BY(2) MULTIPLY_BY(1)
 }
 
-void infer_linear_int8(const void *args, int64_t chunk) {
-    const linear_args *a = args;
-    a->digits == 2 ? multiply_chunk(a, chunk, 8, 2) : multiply_chunk(a, chunk, 8, 1);
-}
-void infer_linear_int4(const void *args, int64_t chunk) {
-    const linear_args *a = args;
-    a->digits == 2 ? multiply_chunk(a, chunk, 4, 2) : multiply_chunk(a, chunk, 4, 1);
-}
+void infer_linear_int8(const void *args, int64_t chunk) { multiply_chunk(args, chunk, 8); }
+void infer_linear_int4(const void *args, int64_t chunk) { multiply_chunk(args, chunk, 4); }

@@ -13,9 +13,8 @@
  *     int4:          [tile][group][2][16] halves: 16 scales, then 16 minima
  *
  * Activations are brought to a similar form when they arrive: 32 of them share a scale, max|x| over the
- * largest integer, and an integer has one or two *digits*, each an int8:
- *     1 digit    q               up to 127: little is left of what lies beside one very loud channel
- *     2 digits   128 * q0 + q1   up to 16256: no error worth mentioning, for twice the arithmetic */
+ * largest integer, and an integer has two *digits*, each an int8:  128 * q0 + q1,  up to 16256. One digit, up to
+ * 127, would be half of the arithmetic, but leaves little of what lies beside one very loud channel. */
 #ifndef LINEAR_H
 #define LINEAR_H
 
@@ -23,6 +22,8 @@
 
 #define GROUP 32
 #define LINES 16
+#define DIGITS 2
+#define BLOCK_ROWS (LINES / DIGITS)
 
 #if defined(HAVE_AVX512)
 #define INT8_OFFSET 128 /* what is added to an int8 weight to make it unsigned */
@@ -41,7 +42,7 @@ typedef struct {
     const float *bias; /* may be NULL */
     uint8_t *scratch;  /* quantised x: see `activations` */
     int64_t N, K;
-    int64_t bits, digits;                    /* of a weight, of an activation */
+    int64_t bits;                            /* of a weight */
     int64_t tiles_per_chunk, rows_per_chunk; /* of the product, of infer_linear_quantize */
 } linear_args;
 
@@ -54,21 +55,21 @@ typedef struct {
         int32_t *starts; /* int8: what the integer sum of the last digit starts with */
         float *sums;     /* int4: the sum of the activations, as they were rounded */
     };
-    int64_t groups, rows;
+    int64_t groups;
 } activations;
 
 static inline activations split_scratch(const linear_args *a) {
-    activations act = {.groups = (a->K + GROUP - 1) / GROUP, .rows = LINES / a->digits};
-    int64_t cells = (a->M + act.rows - 1) / act.rows * act.groups;
+    activations act = {.groups = (a->K + GROUP - 1) / GROUP};
+    int64_t cells = (a->M + BLOCK_ROWS - 1) / BLOCK_ROWS * act.groups;
     act.q = (int8_t *)a->scratch;
     act.scales = (float *)(a->scratch + cells * LINES * GROUP);
-    act.sums = act.scales + cells * act.rows;
+    act.sums = act.scales + cells * BLOCK_ROWS;
     return act;
 }
 
-/* Where the first group of row m is: an index of `scales`; the next one is `rows` further on. */
+/* Where the first group of row m is: an index of `scales`; the next one is BLOCK_ROWS further on. */
 static inline int64_t place_of(const activations *act, int64_t m) {
-    return m / act->rows * act->groups * act->rows + m % act->rows;
+    return m / BLOCK_ROWS * act->groups * BLOCK_ROWS + m % BLOCK_ROWS;
 }
 
 #endif
