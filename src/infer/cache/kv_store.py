@@ -16,6 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
+from infer.kernels.copy_block import copy_block
+
 
 class KVStore:
     """Keys and values of every block on the device, and of the swapped blocks in host memory."""
@@ -42,6 +44,8 @@ class KVStore:
         flat = self._data.view(num_layers, 2, num_blocks * block_size, num_kv_heads, head_dim)
         self.keys = [flat[layer, 0] for layer in range(num_layers)]  # [num_slots, G, H] each
         self.values = [flat[layer, 1] for layer in range(num_layers)]
+        if device.type == "cuda" and num_blocks:
+            self.transfer([("copy", 0, 0)])  # compiles the kernel now rather than within somebody's request
 
     @property
     def num_bytes(self) -> int:
@@ -51,8 +55,11 @@ class KVStore:
     def transfer(self, transfers: Sequence[tuple[str, int, int]]) -> None:
         """Carry out (kind, source, destination) moves in order: a destination may be a later source."""
         device, host = self._data, self._host
-        sides = {"copy": (device, device), "swap_out": (device, host), "swap_in": (host, device)}
+        sides = {"swap_out": (device, host), "swap_in": (host, device)}
         for kind, source, destination in transfers:
+            if kind == "copy":
+                copy_block(device, source, destination)
+                continue
             source_side, destination_side = sides[kind]
             destination_side[:, :, destination].copy_(source_side[:, :, source], non_blocking=True)
 

@@ -16,16 +16,20 @@ Shapes:  R rows of state, B blocks of the longest table, K changes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
 
 from infer.engine.sequence import Sequence as TokenSequence
 from infer.kernels.sample_rows import SampleState
-from infer.kernels.step_state import apply_table_diffs
+from infer.kernels.step_state import advance_rows, apply_table_diffs, enter_rows, packed_sampling
 
 NO_POSITION = -1
+ALIGNMENT = 16  # bytes
+
+Run = tuple[int, int, Sequence[int]]  # a row, a place in its table, and the blocks from there on
 
 
 class DeviceRows:
@@ -42,8 +46,8 @@ class DeviceRows:
         self.on_host: set[int] = set()  # rows whose tokens are not, or not all, sampled on the device
         self._free = list(range(max_rows - 1, -1, -1))
         self._blocks: list[list[int]] = [[] for _ in range(max_rows)]
-        self._host_sampling = SampleState.empty(max_rows, "cpu")
-        self._diffs: list[tuple[int, int, int]] = []
+        self._entries_R6, self._host_sampling = packed_sampling(max_rows)
+        self._diffs: list[Run] = []
         self._tokens: dict[int, tuple[int, int]] = {}  # row -> (token, position) to be sent
         self._entered: list[int] = []
 
@@ -81,16 +85,18 @@ class DeviceRows:
     def sync_table(self, row: int, blocks: Sequence[int], first: int) -> None:
         """Note the blocks from place `first` on that differ from what the device has."""
         known = self._blocks[row]
-        first = min(first, len(known))
-        for index in range(first, len(blocks)):
-            block = blocks[index]
-            if index < len(known):
-                if known[index] == block:
-                    continue
-                known[index] = block
-            else:
-                known.append(block)
-            self._diffs.append((row, index, block))
+        num_known = len(known)
+        if first < num_known:  # most of these are as they were
+            overlap = blocks[first:num_known]
+            if overlap != known[first : first + len(overlap)]:
+                for index, block in enumerate(overlap, first):
+                    if known[index] != block:
+                        known[index] = block
+                        self._diffs.append((row, index, (block,)))
+        if num_known < len(blocks):
+            new = blocks[num_known:]
+            known += new
+            self._diffs.append((row, num_known, new))
 
     def send_token(self, row: int, token: int, position: int) -> None:
         """Note that a row decodes `token` at `position`, which the device does not know."""
@@ -98,32 +104,66 @@ class DeviceRows:
 
     def flush(self) -> None:
         """Send all that was noted, in the order of the stream: after every step launched so far."""
+        parcels: list[tuple[np.ndarray, Callable[[torch.Tensor], None]]] = []
         if self._entered:
-            rows = self._on_device(np.array(self._entered, dtype=np.int64))
-            index = torch.tensor(self._entered)
-            host, state = self._host_sampling, self.sampling
-            for name in ("temperature_R", "top_k_R", "top_p_R", "min_p_R", "seed_R"):
-                values = getattr(host, name)[index]
-                getattr(state, name).index_copy_(0, rows, self._sent(values))
+            entries_K6 = self._entries_R6.numpy()[self._entered]
+            parcels.append((entries_K6, lambda entries: enter_rows(self.sampling, entries)))
             self._entered = []
         if self._diffs:
-            apply_table_diffs(self.tables_RB, self._on_device(np.array(self._diffs, dtype=np.int32)))
+            diffs_K3 = _packed_diffs(self._diffs)
+            parcels.append((diffs_K3, lambda diffs: apply_table_diffs(self.tables_RB, diffs)))
             self._diffs = []
         if self._tokens:
-            packed = self._on_device(
-                np.array([(row, *pair) for row, pair in self._tokens.items()], dtype=np.int64).T.copy()
-            )
-            self.last_token_R.index_copy_(0, packed[0], packed[1])
-            self.position_R.index_copy_(0, packed[0], packed[2])
+            tokens_3K = _packed_tokens(self._tokens)
+            parcels.append((tokens_3K, self._put_tokens))
             for row, (_, position) in self._tokens.items():
                 self.next_token[row] = position
             self._tokens = {}
+        if parcels:
+            sent = send_together([array for array, _ in parcels], self.device)
+            for (_, unpack), tensor in zip(parcels, sent, strict=True):
+                unpack(tensor)
 
-    def _on_device(self, values: np.ndarray) -> torch.Tensor:
-        return self._sent(torch.from_numpy(values))
+    def _put_tokens(self, tokens_3K: torch.Tensor) -> None:
+        rows_K, tokens_K, positions_K = tokens_3K.unbind()
+        advance_rows(rows_K, tokens_K, positions_K, self.last_token_R, self.position_R)
 
-    def _sent(self, values: torch.Tensor) -> torch.Tensor:
-        return send(values, self.device)
+
+def _packed_diffs(diffs: Sequence[Run]) -> np.ndarray:
+    """Runs of blocks, one row of (row, place, block) for each block; most steps have many runs of one."""
+    rows, firsts, runs = zip(*diffs, strict=True)
+    lengths = np.array([len(run) for run in runs])
+    ends = lengths.cumsum()
+    packed_K3 = np.empty((ends[-1], 3), dtype=np.int32)
+    packed_K3[:, 0] = np.repeat(rows, lengths)
+    packed_K3[:, 1] = np.arange(ends[-1]) + np.repeat(firsts - ends + lengths, lengths)
+    packed_K3[:, 2] = list(chain.from_iterable(runs))
+    return packed_K3
+
+
+def _packed_tokens(tokens: Mapping[int, tuple[int, int]]) -> np.ndarray:
+    """Rows, their tokens and their positions, padded to an even number: each line begins at 16 bytes."""
+    lines = [(row, *pair) for row, pair in tokens.items()]
+    if len(lines) % 2:
+        lines.append((-1, 0, 0))
+    return np.array(lines, dtype=np.int64).T.copy()
+
+
+def send_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Copies of small arrays on the device that travel as one, for most of what sending costs is setting out.
+
+    Each begins at a multiple of 16 bytes, as a tensor of its own does: kernels are compiled for that, and
+    would be compiled once more without.
+    """
+    starts = [0, *accumulate(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]
+    packed = np.empty(starts[-1], dtype=np.uint8)
+    for array, start in zip(arrays, starts, strict=False):
+        packed[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    sent = send(torch.from_numpy(packed), device)
+    return [
+        sent[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        for array, start in zip(arrays, starts, strict=False)
+    ]
 
 
 def send(values: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -7,13 +7,14 @@ computed, and its block table. A step names its rows; everything else it needs f
                                    ▲                                                             │
                                    └──────────────────── next replay, no copy in ────────────────┘
 
-The host only says when a table grows (`apply_table_diffs`) and reads the ids, one step late if it likes.
+The host only says who arrives and how it is sampled (`enter_rows`) and when a table grows
+(`apply_table_diffs`), and reads the ids, one step late if it likes.
 A row of -1 is padding up to the size a graph was captured for: token 0 at position 0, written to no slot
 (-1) and attending to nothing (length 0).
 
 Kernels take no number that differs between steps: one program per row, so the grid says how many.
 
-Shapes:  S rows of a step, R rows of state, B blocks of the longest table, K changes to tables.
+Shapes:  S rows of a step, R rows of state, B blocks of the longest table, K changes, 6 fields of an entry.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from typing import NamedTuple
 import torch
 
 from infer.kernels.dispatch import jit, tl, use_triton
+from infer.kernels.sample_rows import SampleState
+
+NUM_FIELDS = 6  # of an entry: row, top-k, seed, then the bits of temperature, top-p and min-p as float64
 
 
 class StepInputs(NamedTuple):
@@ -191,3 +195,57 @@ def apply_table_diffs(tables_RB: torch.Tensor, diffs_K3: torch.Tensor) -> None:
     elif diffs_K3.shape[0]:
         assert diffs_K3.is_contiguous() and tables_RB.stride(1) == 1, "diffs and tables must be contiguous"
         _apply_table_diffs_kernel[(diffs_K3.shape[0],)](tables_RB, diffs_K3, tables_RB.stride(0), num_warps=1)
+
+
+def packed_sampling(num_rows: int) -> tuple[torch.Tensor, SampleState]:
+    """Entries of all rows on the host, int64 [R, 6], and the state that is written to set them.
+
+    The state's tensors are columns of the entries, so that what one row is sampled by lies together and
+    can be sent in one piece.
+    """
+    entries_R6 = torch.zeros((num_rows, NUM_FIELDS), dtype=torch.int64)
+    entries_R6[:, 0] = torch.arange(num_rows)
+    _, top_k_R, seed_R, *_ = entries_R6.unbind(1)
+    *_, temperature_R, top_p_R, min_p_R = entries_R6.view(torch.float64).unbind(1)
+    return entries_R6, SampleState(temperature_R, top_k_R, top_p_R, min_p_R, seed_R)
+
+
+def enter_rows_reference(state: SampleState, entries_K6: torch.Tensor) -> None:
+    """The specification of `enter_rows`."""
+    entries_K6 = entries_K6[entries_K6[:, 0] >= 0]
+    row, top_k, seed, *_ = entries_K6.unbind(1)
+    *_, temperature, top_p, min_p = entries_K6.view(torch.float64).unbind(1)
+    state.temperature_R[row] = temperature.to(state.temperature_R.dtype)
+    state.top_k_R[row] = top_k.to(state.top_k_R.dtype)
+    state.top_p_R[row] = top_p
+    state.min_p_R[row] = min_p
+    state.seed_R[row] = seed
+
+
+@jit
+def _enter_rows_kernel(
+    entries_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, NUM_FIELDS: tl.constexpr
+):
+    entry = entries_ptr + tl.program_id(0) * NUM_FIELDS
+    row = tl.load(entry)
+    is_real = row >= 0
+    temperature = tl.load(entry + 3).to(tl.float64, bitcast=True)
+    top_p = tl.load(entry + 4).to(tl.float64, bitcast=True)
+    min_p = tl.load(entry + 5).to(tl.float64, bitcast=True)
+    tl.store(top_k_ptr + row, tl.load(entry + 1).to(tl.int32), mask=is_real)
+    tl.store(seed_ptr + row, tl.load(entry + 2), mask=is_real)
+    tl.store(temperature_ptr + row, temperature.to(tl.float32), mask=is_real)
+    tl.store(top_p_ptr + row, top_p, mask=is_real)
+    tl.store(min_p_ptr + row, min_p, mask=is_real)
+
+
+def enter_rows(state: SampleState, entries_K6: torch.Tensor) -> None:
+    """Set how rows are sampled, each by its entry (`packed_sampling`); no row may come twice, -1: nothing."""
+    if not use_triton(entries_K6):
+        enter_rows_reference(state, entries_K6)
+    elif entries_K6.shape[0]:
+        assert entries_K6.is_contiguous(), "entries must be contiguous"
+        _enter_rows_kernel[(entries_K6.shape[0],)](
+            entries_K6, state.temperature_R, state.top_k_R, state.top_p_R, state.min_p_R, state.seed_R,
+            NUM_FIELDS=NUM_FIELDS, num_warps=1,
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the kernels of a decode step promise: heads, sampling and the state of the rows.
+"""What the kernels of a decode step promise: heads, sampling, the state of the rows, copies of blocks.
 
 As in `kernel_contract.py`, the promises are written once and tested twice: under Triton's interpreter
 (`interpreted_step.py`) and compiled on a GPU (`tests/gpu/test_step_kernels.py`).
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from infer.kernels.copy_block import copy_block, copy_block_reference
 from infer.kernels.dispatch import use_triton
 from infer.kernels.heads import norm_rope_write, norm_rope_write_reference, split_heads
 from infer.kernels.rms_norm import rms_norm
@@ -24,7 +25,14 @@ from infer.kernels.sample_rows import (
     sample_rows,
     sample_rows_reference,
 )
-from infer.kernels.step_state import StepInputs, advance_rows, apply_table_diffs, gather_step
+from infer.kernels.step_state import (
+    StepInputs,
+    advance_rows,
+    apply_table_diffs,
+    enter_rows,
+    gather_step,
+    packed_sampling,
+)
 from infer.sampling.params import SamplingParams
 from infer.sampling.sampler import SampleRow, sample
 from tests.unit.kernels.kernel_contract import FramedTensor, assert_same, every_dtype, nan_in_fresh_memory
@@ -308,6 +316,60 @@ class StepContract:
         apply_table_diffs(tables, diffs)
         assert tables.tolist() == [[0, 0, 0, 4], [0, 0, 0, 0], [0, 9, 0, 0]]
 
+    def test_rows_enter_with_how_they_are_sampled(self) -> None:
+        """By way of an entry a row gets the very bits that it gets when it is set by itself."""
+        entries, packed = packed_sampling(5)
+        state, expected = SampleState.empty(5, self.device), SampleState.empty(5, self.device)
+        for row, temperature, top_k, top_p, min_p, seed in [
+            (3, 0.1, 40, 0.1, 0.3, 2**64 - 1),
+            (0, 1e-45, 2**40, 1.0, 0.0, 2**63),
+            (4, 0.0, -1, 1e-9, 1e-4, -5),
+        ]:
+            for each in (packed, expected):
+                each.set_row(row, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        sent = entries[[3, 1, 0, 4]]
+        sent[1] = torch.tensor([-1, 7, 7, 7, 7, 7])
+        enter_rows(state, sent.to(self.device))
+        for name in ("temperature_R", "top_k_R", "top_p_R", "min_p_R", "seed_R"):
+            assert torch.equal(getattr(state, name), getattr(expected, name)), name
+
+    def test_rows_are_given_tokens_from_the_host(self) -> None:
+        """Rows in 64 bits, as the host sends them, with one of padding for the sake of alignment."""
+        last_token, position = torch.zeros((2, 3), dtype=torch.int64, device=self.device).unbind()
+        packed = torch.tensor([[2, 0, 1, -1], [7, 8, 9, 0], [70, 80, 90, 0]], device=self.device)
+        advance_rows(packed[0], packed[1], packed[2], last_token, position)
+        assert (last_token.tolist(), position.tolist()) == ([8, 9, 7], [80, 90, 70])
+
+    # blocks of the cache -------------------------------------------------------------------------------
+
+    @every_dtype
+    @pytest.mark.parametrize(
+        "shape",  # L, N, P, G, H; blocks of several programs, of a small part of one, of one and a part
+        [(2, 5, 16, 8, 128), (3, 4, 3, 1, 7), (1, 5, 16, 5, 112)],
+        ids=str,
+    )
+    def test_a_block_is_copied_in_all_layers(
+        self, shape: tuple[int, int, int, int, int], dtype: torch.dtype
+    ) -> None:
+        data = self.randn(shape[0], 2, *shape[1:]).to(dtype)
+        expected = data.clone()
+        copies = [(1, 3), (3, 0), (2, 2), (0, 1)]  # a destination may be a later source
+        for source, destination in copies:
+            copy_block(data, source, destination)
+            copy_block_reference(expected, source, destination)
+        assert torch.equal(data, expected)
+
+    def test_layers_may_be_more_than_31_bits_apart(self) -> None:
+        """The last value lies beyond element 2^31; on the CPU what lies between is never really allocated."""
+        num_blocks = 2**30 // 128 + 1
+        if self.device == "cuda" and torch.cuda.mem_get_info()[0] < 8 << 30:
+            pytest.skip("needs 8 GiB of free GPU memory")
+        data = torch.empty((1, 2, num_blocks, 2, 1, 64), dtype=torch.float16, device=self.device)
+        data[:, :, 0] = block = self.randn(1, 2, 2, 1, 64).half()
+        data[:, :, -1] = 0
+        copy_block(data, 0, num_blocks - 1)
+        assert torch.equal(data[:, :, -1], block) and torch.equal(data[:, :, 0], block)
+
     def test_an_empty_step(self) -> None:
         rows = torch.empty(0, dtype=torch.int32, device=self.device)
         state = torch.zeros(2, dtype=torch.int64, device=self.device)
@@ -315,6 +377,7 @@ class StepContract:
         assert gather_step(rows, state, state, tables, block_size=4).tokens_S.shape == (0,)
         advance_rows(rows, rows.long(), rows.long(), state, state)
         apply_table_diffs(tables, torch.empty((0, 3), dtype=torch.int32, device=self.device))
+        enter_rows(SampleState.empty(2, self.device), packed_sampling(0)[0].to(self.device))
         scratch = SampleScratch(2, 8, self.device)
         samples = SampleState.empty(1, self.device)
         logits = torch.empty((0, 8), device=self.device)

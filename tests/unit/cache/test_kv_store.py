@@ -1,0 +1,55 @@
+"""The store moves blocks where it is told to, in every layer, keys and values alike, and in order."""
+
+from __future__ import annotations
+
+import torch
+
+from infer.cache.kv_store import KVStore
+
+NUM_LAYERS, BLOCK_SIZE = 3, 2
+
+
+def make_store() -> KVStore:
+    """Every block holds numbers of its own: 100 * layer + block for keys, the negative for values."""
+    store = KVStore(
+        num_layers=NUM_LAYERS, num_blocks=4, block_size=BLOCK_SIZE, num_kv_heads=2, head_dim=4,
+        dtype=torch.float32, device=torch.device("cpu"), num_host_blocks=2,
+    )  # fmt: skip
+    store.fill(float("nan"))
+    for layer in range(NUM_LAYERS):
+        for slot in range(4 * BLOCK_SIZE):
+            store.keys[layer][slot] = 100 * layer + slot // BLOCK_SIZE
+            store.values[layer][slot] = -(100 * layer + slot // BLOCK_SIZE)
+    return store
+
+
+def blocks_in(store: KVStore) -> list[int]:
+    """Which block's numbers each block holds now; all layers must agree."""
+    seen = []
+    for layer in range(NUM_LAYERS):
+        keys, values = (side[layer].view(4, -1) for side in (store.keys, store.values))
+        assert torch.equal(keys, -values) and torch.equal(keys, keys[:, :1].expand_as(keys))
+        seen.append([int(number) - 100 * layer for number in keys[:, 0]])
+    assert seen == [seen[0]] * NUM_LAYERS
+    return seen[0]
+
+
+def test_a_copied_block_is_the_same_in_every_layer() -> None:
+    store = make_store()
+    store.transfer([("copy", 1, 3)])
+    assert blocks_in(store) == [0, 1, 2, 1]
+
+
+def test_moves_happen_in_order() -> None:
+    store = make_store()
+    store.transfer(
+        [
+            ("copy", 1, 3),
+            ("copy", 3, 0),
+            ("swap_out", 2, 1),
+            ("copy", 0, 2),
+            ("swap_in", 1, 1),
+            ("copy", 1, 0),
+        ]
+    )
+    assert blocks_in(store) == [2, 2, 1, 1]
