@@ -118,17 +118,18 @@ class BlockAllocator:
             return
         named = set(blocks)
         held = self._held.get(owner)
-        counts = self._ref_counts
+        counts, num_blocks, leave_idle = self._ref_counts, self.num_blocks, self._idle.pop
         if len(named) != len(blocks) or (held and not named.isdisjoint(held)):
             block = next(b for i, b in enumerate(blocks) if (held and b in held) or b in blocks[:i])
             raise EngineError(f"{owner!r} already holds {self.place} block {block}; it may hold it only once")
         for block in blocks:
-            if not 0 <= block < self.num_blocks or not counts[block]:
+            if not 0 <= block < num_blocks or not counts[block]:
                 raise EngineError(f"{owner!r} cannot share {self.place} block {block}: nobody holds it")
         for block in blocks:
-            if counts[block] == 1:
-                self._idle.pop(block, None)
-            counts[block] += 1
+            refs = counts[block]
+            if refs == 1:
+                leave_idle(block, None)
+            counts[block] = refs + 1
         if held is None:
             self._held[owner] = named
         else:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from infer.cache.block_allocator import PREFIX_TREE, BlockAllocator, Owner
@@ -73,14 +74,16 @@ class PrefixTree:
 
     def match(self, tokens: Sequence[int], salt: str | None = None) -> list[int]:
         """The blocks of the longest cached prefix, in order; changes nothing and holds nothing."""
-        size = self.block_size
-        blocks: list[int] = []
-        node = self._root.children.get((salt, *tokens[:size]))
-        start = size
-        while node is not None:
+        size, rest = self.block_size, iter(tokens)
+        node = self._root.children.get((salt, *islice(rest, size)))
+        if node is None:
+            return []
+        blocks = [node.block]
+        for label in zip(*[rest] * size, strict=False):  # block after block, never a part
+            node = node.children.get(label)
+            if node is None:
+                break
             blocks.append(node.block)
-            node = node.children.get(tuple(tokens[start : start + size]))
-            start += size
         return blocks
 
     def parent(self, block: int) -> int | None:

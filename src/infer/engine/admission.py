@@ -8,6 +8,10 @@ be finished: at worst alone, after everybody else was preempted.
 from __future__ import annotations
 
 import sys
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
 
 from infer.cache.kv_pool import KVCachePool
 from infer.engine.request import Request
@@ -18,6 +22,7 @@ from infer.errors import ContextOverflow, QueueFull, RequestError
 MAX_PRIORITY = 2**63 - 1
 SEED_STRIDE = 0x9E3779B97F4A7C15  # odd and large: engines with other seeds give other seeds
 MAX_DEADLINE = sys.float_info.max
+LONG = 256  # ids, from which on packing them pays
 
 
 def admit(
@@ -57,12 +62,23 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
         "stop_token_ids": request.params.stop_token_ids,
     }
     for param, ids in named.items():
+        if len(ids) >= LONG and _are_below(ids, vocab_size):
+            continue
         for token_id in (min(ids), max(ids)) if ids else ():
             if not 0 <= token_id < vocab_size:
                 raise RequestError(
                     f"{param} holds token id {token_id}, but this model has ids 0 to {vocab_size - 1}",
                     param=param,
                 )
+
+
+def _are_below(ids: Sequence[int], vocab_size: int) -> bool:
+    """Whether all ids surely exist, in a third of the time that `min` and `max` need to tell."""
+    try:
+        packed = array("I", ids)
+    except (OverflowError, TypeError):  # negative, or beyond any vocabulary, or no integer
+        return False
+    return bool(np.frombuffer(packed, dtype=np.uintc).max() < vocab_size)
 
 
 def check_order(request: Request) -> None:

@@ -70,8 +70,18 @@ def test_negative_ids_are_refused() -> None:
         check_token_ids(request, 10)
 
 
-def test_the_first_and_the_last_id_are_fine() -> None:
-    check_token_ids(make_request(10, stop_token_ids=(0, 9)), 10)
+@pytest.mark.parametrize("wrong", [-1, 10, 2**31, 2**32, 2**80, -(2**80)])
+def test_one_wrong_id_of_a_long_prompt_is_found(wrong: int) -> None:
+    prompt = [*range(10)] * 50
+    prompt[321] = wrong
+    with pytest.raises(RequestError, match=f"prompt holds token id {wrong}, but"):
+        check_token_ids(Request(request_id="r", prompt=tuple(prompt)), 10)
+
+
+@pytest.mark.parametrize("num_repeats", [1, 50])
+def test_the_first_and_the_last_id_are_fine(num_repeats: int) -> None:
+    request = make_request(10, stop_token_ids=(0, 9))
+    check_token_ids(replace(request, prompt=request.prompt * num_repeats), 10)
 
 
 def test_more_sequences_than_may_run_at_once_are_refused() -> None:
