@@ -17,7 +17,7 @@ Shapes:  R rows of state, B blocks of the longest table, K changes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -28,8 +28,9 @@ from infer.kernels.step_state import advance_rows, apply_table_diffs, enter_rows
 
 NO_POSITION = -1
 ALIGNMENT = 16  # bytes
+LONG_RUN = 16  # blocks, from which on numpy numbers them faster than Python does
 
-Run = tuple[int, int, Sequence[int]]  # a row, a place in its table, and the blocks from there on
+Diff = tuple[int, int, int]  # a row, a place in its table, the block that is there now
 
 
 class DeviceRows:
@@ -47,7 +48,8 @@ class DeviceRows:
         self._free = list(range(max_rows - 1, -1, -1))
         self._blocks: list[list[int]] = [[] for _ in range(max_rows)]
         self._entries_R6, self._host_sampling = packed_sampling(max_rows)
-        self._diffs: list[Run] = []
+        self._diffs: list[Diff] = []
+        self._runs: list[tuple[int, int, Sequence[int]]] = []  # as diffs, but of many blocks from a place on
         self._tokens: dict[int, tuple[int, int]] = {}  # row -> (token, position) to be sent
         self._entered: list[int] = []
 
@@ -79,6 +81,8 @@ class DeviceRows:
             self._tokens.pop(row, None)
             if self._diffs:  # of a step that was never launched
                 self._diffs = [diff for diff in self._diffs if diff[0] != row]
+            if self._runs:
+                self._runs = [run for run in self._runs if run[0] != row]
             if row in self._entered:
                 self._entered.remove(row)
 
@@ -92,11 +96,15 @@ class DeviceRows:
                 for index, block in enumerate(overlap, first):
                     if known[index] != block:
                         known[index] = block
-                        self._diffs.append((row, index, (block,)))
+                        self._diffs.append((row, index, block))
         if num_known < len(blocks):
             new = blocks[num_known:]
             known += new
-            self._diffs.append((row, num_known, new))
+            if len(new) < LONG_RUN:
+                for index, block in enumerate(new, num_known):
+                    self._diffs.append((row, index, block))
+            else:
+                self._runs.append((row, num_known, new))
 
     def send_token(self, row: int, token: int, position: int) -> None:
         """Note that a row decodes `token` at `position`, which the device does not know."""
@@ -109,10 +117,10 @@ class DeviceRows:
             entries_K6 = self._entries_R6.numpy()[self._entered]
             parcels.append((entries_K6, lambda entries: enter_rows(self.sampling, entries)))
             self._entered = []
-        if self._diffs:
-            diffs_K3 = _packed_diffs(self._diffs)
+        if self._diffs or self._runs:
+            diffs_K3 = _packed_diffs(self._diffs, self._runs)
             parcels.append((diffs_K3, lambda diffs: apply_table_diffs(self.tables_RB, diffs)))
-            self._diffs = []
+            self._diffs, self._runs = [], []
         if self._tokens:
             tokens_3K = _packed_tokens(self._tokens)
             parcels.append((tokens_3K, self._put_tokens))
@@ -129,16 +137,16 @@ class DeviceRows:
         advance_rows(rows_K, tokens_K, positions_K, self.last_token_R, self.position_R)
 
 
-def _packed_diffs(diffs: Sequence[Run]) -> np.ndarray:
-    """Runs of blocks, one row of (row, place, block) for each block; most steps have many runs of one."""
-    rows, firsts, runs = zip(*diffs, strict=True)
-    lengths = np.array([len(run) for run in runs])
-    ends = lengths.cumsum()
-    packed_K3 = np.empty((ends[-1], 3), dtype=np.int32)
-    packed_K3[:, 0] = np.repeat(rows, lengths)
-    packed_K3[:, 1] = np.arange(ends[-1]) + np.repeat(firsts - ends + lengths, lengths)
-    packed_K3[:, 2] = list(chain.from_iterable(runs))
-    return packed_K3
+def _packed_diffs(diffs: list[Diff], runs: Sequence[tuple[int, int, Sequence[int]]]) -> np.ndarray:
+    """A row of (row, place, block) for each block."""
+    packed = [np.array(diffs, dtype=np.int32)] if diffs else []
+    for row, first, blocks in runs:
+        run_K3 = np.empty((len(blocks), 3), dtype=np.int32)
+        run_K3[:, 0] = row
+        run_K3[:, 1] = np.arange(first, first + len(blocks))
+        run_K3[:, 2] = blocks
+        packed.append(run_K3)
+    return np.concatenate(packed) if len(packed) > 1 else packed[0]
 
 
 def _packed_tokens(tokens: Mapping[int, tuple[int, int]]) -> np.ndarray:
@@ -155,6 +163,8 @@ def send_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[to
     Each begins at a multiple of 16 bytes, as a tensor of its own does: kernels are compiled for that, and
     would be compiled once more without.
     """
+    if len(arrays) == 1:
+        return [send(torch.from_numpy(arrays[0]), device)]
     starts = [0, *accumulate(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]
     packed = np.empty(starts[-1], dtype=np.uint8)
     for array, start in zip(arrays, starts, strict=False):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from infer.engine import device_rows
-from infer.engine.device_rows import NO_POSITION, DeviceRows, send_together
+from infer.engine.device_rows import LONG_RUN, NO_POSITION, DeviceRows, send_together
 from infer.engine.request import Request
 from infer.engine.sequence import Sequence, SequenceGroup
 from infer.kernels.sample_rows import SampleState
@@ -18,7 +18,7 @@ from infer.kernels.step_state import apply_table_diffs
 from infer.sampling.params import SamplingParams
 
 CPU = torch.device("cpu")
-MAX_BLOCKS = 12
+MAX_BLOCKS = 3 * LONG_RUN
 
 
 def make_rows(max_rows: int = 4) -> DeviceRows:
@@ -68,10 +68,10 @@ def test_a_caller_may_look_further_on_than_the_device_knows() -> None:
 def test_the_list_that_was_noted_may_change_before_it_is_sent() -> None:
     rows = make_rows()
     row = rows.enter(make_seq(1), seed=0)
-    blocks = [1, 2]
+    blocks = [*range(100, 100 + LONG_RUN)]
     rows.sync_table(row, blocks, 0)
     blocks += [3]
-    assert sent_diffs(rows) == [[row, 0, 1], [row, 1, 2]]
+    assert sent_diffs(rows) == [[row, place, 100 + place] for place in range(LONG_RUN)]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -136,10 +136,11 @@ def test_tokens_arrive_with_their_positions(num_tokens: int) -> None:
     assert rows.next_token == [10, 11, 12][:num_tokens] + [NO_POSITION] * (4 - num_tokens)
 
 
-def test_nothing_of_a_row_that_left_before_the_flush_is_sent() -> None:
+@pytest.mark.parametrize("num_blocks", [2, LONG_RUN])
+def test_nothing_of_a_row_that_left_before_the_flush_is_sent(num_blocks: int) -> None:
     rows = make_rows()
     row = rows.enter(make_seq(1, SamplingParams(temperature=0.5)), seed=3)
-    rows.sync_table(row, [4, 5], 0)
+    rows.sync_table(row, [4] * num_blocks, 0)
     rows.send_token(row, 9, 1)
     rows.forget(1)
     assert sent_diffs(rows) == []
