@@ -66,8 +66,9 @@ class LoadConfig:
     )
     cpu_weights: str = knob(
         "auto",
-        "how weights are kept on a CPU; auto: int8 where the file holds 16-bit or packed numbers, else fp32",
-        choices=("auto", "fp32", "bf16", "int8", "int4"),
+        "how weights are kept on a CPU; auto: int4+int8, which is int4 where the file has 4 bits and int8 "
+        "elsewhere, but fp32 for files in float32",
+        choices=("auto", "fp32", "bf16", "int8", "int4", "int4+int8"),
     )
     device: str = knob("auto", "where the model runs: auto, cpu, cuda or cuda:N")
     max_seq_len: int | None = knob(

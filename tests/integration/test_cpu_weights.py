@@ -8,6 +8,7 @@ the engine itself, with one sequence at a time.
 from __future__ import annotations
 
 import functools
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from tests.support.toggles import CONTEXT_LEN, engine_knobs, pairwise_rows
 
 pytestmark = pytest.mark.skipif(library() is None, reason="needs a C compiler")
 
+DATA = Path(__file__).parents[1] / "data"
 SIZES = Sizes(vocab_size=300, context_len=CONTEXT_LEN)
 REQUESTS = [
     (
@@ -174,13 +176,23 @@ def test_packed_weights_are_as_sure_of_a_text_as_float32() -> None:
             assert isinstance(scheme, PackedMatrix) and torch.equal(scheme.dequantized(), layer.weight), name
 
 
-@pytest.mark.parametrize("cpu_weights", ["int8", "int4"])
+@pytest.mark.parametrize("cpu_weights", ["int8", "auto"])
 def test_the_first_question_is_answered_as_in_float32(cpu_weights: str) -> None:
     """Its first token is nearly a tie: 'The' is 8 % likelier than the runner-up, which leads astray."""
     llm = LLM(cpu_weights=cpu_weights, device="cpu", num_threads=1, max_seq_len=256)
     question = [{"role": "user", "content": "What is the capital of France?"}]
     answer = llm.chat(question, SamplingParams(temperature=0.0, max_tokens=16))[0].outputs[0]
     assert answer.text == "The capital of France is Paris."
+
+
+def test_what_auto_keeps_of_the_default_model_continues_as_transformers_does() -> None:
+    """A file of 4-bit weights: the greedy tokens recorded in float32 are those of int4, in one batch."""
+    recorded = json.loads((DATA / "smollm2_greedy.json").read_text(encoding="utf-8"))
+    llm = LLM(device="cpu", num_threads=1, max_seq_len=512)
+    assert llm.engine.stats().weights == "int4"
+    params = SamplingParams(temperature=0.0, max_tokens=recorded["max_new_tokens"])
+    answers = llm.generate([case["prompt_ids"] for case in recorded["cases"]], params)
+    assert [answer.token_ids for answer in answers] == [case["output_ids"] for case in recorded["cases"]]
 
 
 def test_the_plan_knows_what_packed_weights_take() -> None:
@@ -191,4 +203,4 @@ def test_the_plan_knows_what_packed_weights_take() -> None:
     matrices = {m.scheme for m in model.modules() if isinstance(m, Linear)}
     kept = sum(matrix.num_bytes for matrix in matrices if isinstance(matrix, PackedMatrix))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    assert weight_bytes(headers.config, num_parameters, "float32", "int4") == pytest.approx(kept, rel=0.01)
+    assert weight_bytes(headers, num_parameters, "float32", "int4") == pytest.approx(kept, rel=0.01)

@@ -134,7 +134,7 @@ def test_the_plan_knows_what_packed_experts_take(tmp_path: Path) -> None:
     kept = sum(matrix.num_bytes for matrix in matrices if isinstance(matrix, PackedMatrix))
     kept += model.embedding.weight.numel() * 2
     num_parameters, _ = count_parameters(headers)
-    assert weight_bytes(headers.config, num_parameters, "float32", "int8") == pytest.approx(kept, rel=0.01)
+    assert weight_bytes(headers, num_parameters, "float32", "int8") == pytest.approx(kept, rel=0.01)
 
 
 @pytest.mark.parametrize(("family", "mark"), [("mixtral", "[INST]"), ("qwen3_moe", "<|im_start|>")])

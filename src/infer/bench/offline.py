@@ -32,7 +32,7 @@ from infer.bench.subject import Subject
 from infer.bench.workloads import DEFAULT_VOCAB, FIRST_ID, Arrival, Session, Turn, Workload, make_workload
 from infer.engine.engine import Engine
 from infer.errors import ConfigError
-from infer.loader.cpu_weights import PACKED_BYTES
+from infer.loader.cpu_weights import PACKED
 
 TEMPERATURE = 0.6  # greedy decoding of random weights falls into cycles, which caches would find
 WARM_UP = 2
@@ -229,7 +229,7 @@ def _report(
             f"ceilings measured in this run: copy {ceilings.copy_bytes_per_s / 1e9:.1f} GB/s, "
             f"matmul {ceilings.matmul_flops_per_s / 1e12:.3g} TFLOP/s"
         )
-        if subject.loaded.weights in PACKED_BYTES:
+        if subject.loaded.weights in PACKED:
             notes.append(
                 f"the weights are {subject.loaded.weights} and multiplied as integers, the matmul rate is of "
                 f"{subject.loaded.dtype}: a prompt may be faster than its floor"

@@ -17,7 +17,7 @@ from infer.engine.engine import Engine
 from infer.engine.facts import shareable_knobs
 from infer.errors import ConfigError
 from infer.front import open_model
-from infer.loader.cpu_weights import PACKED_BYTES
+from infer.loader.cpu_weights import packed_matrices
 from infer.loader.load import LoadedModel
 from infer.loader.random_weights import load_random
 
@@ -79,14 +79,14 @@ class Subject:
             for parameter in self.loaded.model.parameters()
             if not parameter.is_meta  # which stands for a packed one, and has no memory
         )
-        shape = self.shape()
-        packed = shape.layer_params + shape.head_params if self.loaded.weights in PACKED_BYTES else 0
-        return plain + int(packed * shape.weight_bytes)
+        return plain + sum(matrix.num_bytes for matrix in packed_matrices(self.loaded.model))
 
     def shape(self) -> Shape:
-        """For floors."""
-        num_bytes = float(self.loaded.dtype.itemsize)
-        weight_bytes = PACKED_BYTES.get(self.loaded.weights, num_bytes)
+        """For floors; where matrices differ in their bits, each weight has the mean."""
+        num_bytes = weight_bytes = float(self.loaded.dtype.itemsize)
+        if packed := packed_matrices(self.loaded.model):
+            num_weights = sum(matrix.num_rows * matrix.size for matrix in packed)
+            weight_bytes = sum(matrix.num_bytes for matrix in packed) / num_weights
         return shape_of(self.loaded.config, weight_bytes=weight_bytes, kv_bytes=num_bytes)
 
     def facts(self) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from infer.errors import ConfigError
 from infer.kernels.attention import attend_sdpa
 from infer.layers.linear import set_invariant
 from infer.layers.whole_sequence import WholeSequence
+from infer.loader.cpu_weights import PACKED
 from infer.loader.load import LoadChoice, LoadedModel
 from infer.models.config import ModelConfig
 from infer.models.model import Model
@@ -170,7 +171,7 @@ def _facts(config: EngineConfig, loaded: LoadedModel, size: CacheSize, cost: Pre
 
 def _resolved_weights(loaded: LoadedModel) -> dict[str, str]:
     """What `auto` meant here: a replay must keep the weights in the same form."""
-    return {"cpu_weights": loaded.weights} if loaded.weights in ("int8", "int4", "fp32") else {}
+    return {"cpu_weights": loaded.weights} if loaded.weights in (*PACKED, "fp32") else {}
 
 
 def resolve_scheduler(

@@ -45,7 +45,10 @@ def examine_machine() -> MachineReport:
         ("threads", f"{num_threads} of {os.cpu_count()} (knob num_threads)"),
         ("compiler", _compiler(compiler)),
         ("C kernels", f"{c.variant}, {c.path}" if c else f"none: {why_not()}"),
-        ("weights", "int8 for 16-bit and packed files, fp32 for float32" if c else "fp32"),
+        (
+            "weights",
+            "int4 where a file has 4 bits, int8 elsewhere, fp32 for files in float32" if c else "fp32",
+        ),
         ("GPU", torch.cuda.get_device_name(0) if num_gpus else "none that PyTorch can use"),
         ("memory", f"{format_bytes(free_host_bytes())} available"),
         ("models", _cached_models()),
@@ -59,7 +62,9 @@ def _advice(
 ) -> list[str]:
     advice = []
     if compiler is None:
-        advice.append("install a C compiler (Debian: apt install gcc): int8 weights are several times faster")
+        advice.append(
+            "install a C compiler (Debian: apt install gcc): int8 and int4 weights are several times faster"
+        )
     elif not has_kernels:
         advice.append(
             f"the C kernels could not be built ({why_not()}); until then everything runs on PyTorch"
@@ -74,7 +79,7 @@ def _advice(
         advice.append("this processor has no instructions for products of bytes: the portable kernels run")
     if not num_gpus:
         advice.append(
-            "a smaller model, or cpu_weights=int4 (exact for files in 4 bits), is the next step on a CPU"
+            "a smaller model, or a file in 4 bits (GGUF: Q4_0, Q4_1, Q4_K), is the next step on a CPU"
         )
     return advice
 

@@ -40,13 +40,12 @@ from infer.engine.build import check_knobs, fit_to_device, layer_sizes, resolve_
 from infer.engine.cpu_step import attention_gathers
 from infer.errors import CheckpointError, ConfigError
 from infer.knobs import parse_bytes
-from infer.loader.cpu_weights import BITS, PACKED_BYTES, choose_format
+from infer.loader.cpu_weights import PACKED, WeightFormat, choose_format, packed_bytes, stored_matrices
 from infer.loader.dtype import DTYPES, stored_dtype
 from infer.loader.hf_config import MAX_CONFIG_BYTES, GenerationDefaults, read_json
 from infer.loader.load import LoadChoice, ModelHeaders, check_length, choose_device, read_headers
 from infer.loader.placement import plan_moves
 from infer.loader.source import ModelSource, resolve_model
-from infer.models.config import ModelConfig
 from infer.models.registry import find_family
 from infer.models.weight_map import find_target
 
@@ -80,7 +79,7 @@ class MemoryPlan:
     num_parameters: int
     stored_bytes: int  # of the weights on disk; 0: there are none yet
     dtype: str
-    weight_format: str  # int8 or int4 where a CPU packs them, else the dtype
+    weight_format: str  # int8, int4 or int4+int8 where a CPU packs them, else the dtype
     machine: Machine
     weights: int
     activations: int
@@ -113,7 +112,7 @@ class MemoryPlan:
 
     def flags(self) -> list[str]:
         """What to start with, to get exactly this cache."""
-        is_packed = self.weight_format in BITS  # a dtype would keep the weights in it
+        is_packed = self.weight_format in PACKED  # a dtype would keep the weights in it
         chosen: dict[str, object] = (
             {"cpu_weights": self.weight_format} if is_packed else {"dtype": self.dtype}
         )
@@ -133,7 +132,7 @@ def check_settings(config: EngineConfig, choice: LoadChoice) -> None:
     """Refuse knobs that no engine can be built with, by its own rules, before a weight is read."""
     scheduler = check_knobs(config, choice)
     dtype = str(choice.dtype).removeprefix("torch.")
-    weights = weight_bytes(choice.config, stored_parameters(choice.headers), dtype, choice.weights)
+    weights = weight_bytes(choice.headers, stored_parameters(choice.headers), dtype, choice.weights)
     fit_to_device(config, scheduler, choice, weight_bytes=weights)
 
 
@@ -144,7 +143,7 @@ def plan_memory(config: EngineConfig, headers: ModelHeaders, machine: Machine, *
     model_config, bytes_each = headers.config, DTYPES[dtype].itemsize
     num_parameters, num_table_bytes = count_parameters(headers)
     weight_format = plan_format(config, headers, machine)
-    weights = weight_bytes(model_config, num_parameters, dtype, weight_format) + num_table_bytes
+    weights = weight_bytes(headers, num_parameters, dtype, weight_format) + num_table_bytes
     sizes = layer_sizes(model_config)
     activations = step_bytes(scheduler, sizes, max_seq_len=max_seq_len, bytes_per_element=bytes_each)
     bytes_per_token = kv_bytes_per_token(
@@ -209,7 +208,7 @@ def _too_small(config: EngineConfig, headers: ModelHeaders, machine: Machine, dt
         )
         token = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, bytes_each)
         weight_format = plan_format(settings, headers, machine) if name == dtype else name
-        weights = weight_bytes(headers.config, num_parameters, name, weight_format) + num_table_bytes
+        weights = weight_bytes(headers, num_parameters, name, weight_format) + num_table_bytes
         needed = weights + step + 2 * config.cache.block_size * token + runtime
         if needed <= machine.memory:
             advice = f"what would fit: {changed}"
@@ -322,7 +321,7 @@ def plan_dtype(config: EngineConfig, headers: ModelHeaders, machine: Machine) ->
     elif machine.kind == "gpu":
         chosen = DTYPES[asked]
     else:
-        chosen = choose_format(config.load.cpu_weights, asked, torch.device("cpu"), stored).dtype
+        chosen = _format_on_cpu(config, headers).dtype
     return str(chosen).removeprefix("torch.")
 
 
@@ -331,20 +330,26 @@ def plan_format(config: EngineConfig, headers: ModelHeaders, machine: Machine) -
     dtype = plan_dtype(config, headers, machine)
     if machine.kind == "gpu":
         return dtype
-    name = choose_format(
-        config.load.cpu_weights, config.load.dtype, torch.device("cpu"), _stored(headers)
-    ).name
-    return name if name in BITS else dtype
+    name = _format_on_cpu(config, headers).name
+    return name if name in PACKED else dtype
 
 
-def weight_bytes(config: ModelConfig, num_parameters: int, dtype: str, weight_format: str) -> int:
+def _format_on_cpu(config: EngineConfig, headers: ModelHeaders) -> WeightFormat:
+    matrices = stored_matrices(headers.tensors, headers.family.weight_map)
+    load = config.load
+    return choose_format(load.cpu_weights, load.dtype, torch.device("cpu"), _stored(headers), matrices)
+
+
+def weight_bytes(headers: ModelHeaders, num_parameters: int, dtype: str, weight_format: str) -> int:
     """Bytes of all weights; packed ones with the scales and minima of their groups."""
-    if weight_format not in BITS:
+    if weight_format not in PACKED:
         return num_parameters * DTYPES[dtype].itemsize
+    config = headers.config
     head = config.vocab_size * config.hidden_size
     embedding = 0 if config.tie_embeddings else head  # kept in 16 bits
-    packed = (num_parameters - head - embedding) * PACKED_BYTES[weight_format]
-    return int(packed + head * PACKED_BYTES["int8"] + embedding * 2)
+    matrices = stored_matrices(headers.tensors, headers.family.weight_map)
+    layers = packed_bytes(weight_format, num_parameters - head - embedding, matrices)
+    return int(layers + packed_bytes("int8", head, {}) + embedding * 2)
 
 
 def _stored(headers: ModelHeaders) -> torch.dtype | None:

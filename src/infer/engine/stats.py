@@ -32,7 +32,7 @@ class EngineStats:
     num_used_blocks: int = 0  # held by sequences
     num_cached_blocks: int = 0  # held by the prefix tree
     dtype: str = ""  # of the activations and the KV cache
-    weights: str = ""  # their form: int8, int4, fp32, bf16, or "as stored"
+    weights: str = ""  # their form: int8, int4, int4+int8, fp32, bf16, or "as stored"
 
 
 COUNTERS = (

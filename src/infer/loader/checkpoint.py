@@ -73,12 +73,21 @@ class StoredTensor(Protocol):
         """Whether `copy_to` can read numbers of this type."""
         ...
 
+    @property
+    def is_four_bit(self) -> bool:
+        """Whether `chunks` has its own integers for 4 bits."""
+        ...
+
     def copy_to(self, out: torch.Tensor) -> None:
         """Fill `out`, which has this tensor's shape, converting to its dtype and device."""
         ...
 
     def chunks(self, num_rows: int, bits: int) -> Iterator[torch.Tensor | QuantizedRows]:
         """The rows of a matrix in order, so many at a time: float32, or integers if so stored and fitting."""
+        ...
+
+    def transpose(self) -> StoredTensor | None:
+        """The transposed matrix, if that is how this one is stored."""
         ...
 
     def matrix(self, index: int) -> StoredTensor:
@@ -139,6 +148,11 @@ class SafeTensor:
         """Integers and 8-bit floats need a quantization scheme to mean anything."""
         return self.type_name in FLOATS
 
+    @property
+    def is_four_bit(self) -> bool:
+        """The format has no such type."""
+        return False
+
     def copy_to(self, out: torch.Tensor) -> None:
         """Fill `out` from the mapped file."""
         assert tuple(out.shape) == self.shape, (out.shape, self.shape)
@@ -154,6 +168,10 @@ class SafeTensor:
         for rows in torch.split(self._view(), num_rows):
             yield rows.float()
         self.file.forget(self.start, self.stop)
+
+    def transpose(self) -> StoredTensor | None:
+        """Tensors are stored as their names mean them."""
+        return None
 
     def matrix(self, index: int) -> StoredTensor:
         """One matrix of a stack: a part of the same bytes."""

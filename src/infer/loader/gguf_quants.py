@@ -102,7 +102,7 @@ def _integers(blocks: torch.Tensor, kind: GGMLType, bits: int) -> _Scaled | _Shi
     """Scaled integers for 8 bits, shifted ones for 4, where the format has them in groups of 32 or more."""
     if bits == 8:
         return _SCALED[kind](blocks) if kind in _SCALED and kind not in _SHORT_GROUPS else None
-    if kind not in _FOUR_BITS:
+    if kind not in FOUR_BITS:
         return None
     if kind in _SHIFTED:
         return _SHIFTED[kind](blocks)
@@ -260,13 +260,8 @@ _SHIFTED: dict[GGMLType, Callable[[torch.Tensor], _Shifted]] = {
     GGMLType.Q4_K: _q4_k,
     GGMLType.Q5_K: _q5_k,
 }
-_FOUR_BITS = {
-    GGMLType.Q4_0,
-    GGMLType.TQ1_0,
-    GGMLType.TQ2_0,
-    GGMLType.Q4_1,
-    GGMLType.Q4_K,
-}  # in groups of 32 and up
+# Integers of 4 bits or less, in groups of 32 and up: what int4 keeps.
+FOUR_BITS = {GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q4_K, GGMLType.TQ1_0, GGMLType.TQ2_0}
 _DENSE: dict[GGMLType, Callable[[torch.Tensor], torch.Tensor]] = {
     GGMLType.F32: _f32,
     GGMLType.F16: half,

@@ -24,7 +24,7 @@ from infer.errors import CheckpointError
 from infer.loader.checkpoint import QuantizedRows, StoredTensor, forget_pages
 from infer.loader.gguf import GGUFFile, GGUFTensor
 from infer.loader.gguf_config import ROPE_FACTORS, Keys
-from infer.loader.gguf_quants import SUPPORTED, dequantize, dequantize_into, integer_groups
+from infer.loader.gguf_quants import FOUR_BITS, SUPPORTED, dequantize, dequantize_into, integer_groups
 
 # fmt: off
 _DENSE = {
@@ -111,6 +111,11 @@ class PackedTensor:
         """Whether the block format is one we unpack."""
         return self.type_name in SUPPORTED
 
+    @property
+    def is_four_bit(self) -> bool:
+        """Whether the block format is one that int4 keeps."""
+        return self.stored.kind in FOUR_BITS
+
     def copy_to(self, out: torch.Tensor) -> None:
         """Unpack into `out`, undoing what the converter did."""
         packed = self._packed_rows()
@@ -135,6 +140,10 @@ class PackedTensor:
             groups = integer_groups(rows, self.stored.kind, bits)
             yield dequantize(rows, self.stored.kind) if groups is None else groups
         self._forget()
+
+    def transpose(self) -> StoredTensor | None:
+        """The rows as they are stored, where they are columns of what the name means."""
+        return replace(self, transposed=False) if self.transposed else None
 
     def matrix(self, index: int) -> StoredTensor:
         """One matrix of a stack."""

@@ -23,7 +23,14 @@ import torch
 
 from infer.errors import ConfigError
 from infer.loader.checkpoint import StoredTensor, open_checkpoint
-from infer.loader.cpu_weights import BITS, choose_format, fill_packed, matrix_of, pack_layers
+from infer.loader.cpu_weights import (
+    PACKED,
+    choose_format,
+    fill_packed,
+    matrix_of,
+    pack_layers,
+    stored_matrices,
+)
 from infer.loader.default_model import NAME, SAMPLING
 from infer.loader.dtype import choose_dtype, stored_dtype
 from infer.loader.gguf import read_gguf
@@ -61,7 +68,7 @@ class LoadedModel:
     eos_ids: tuple[int, ...]  # any of these ends an answer
     sampling_defaults: Mapping[str, float]  # what the authors recommend; empty if they do not say
     gguf_metadata: Mapping[str, Any] | None  # of a GGUF file: the tokenizer is in there
-    weights: str = "as stored"  # their form: int8, int4, fp32, bf16 on a CPU (cpu_weights.py)
+    weights: str = "as stored"  # their form: int8, int4, int4+int8, fp32, bf16 on a CPU (cpu_weights.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,10 +146,11 @@ def load_model(
     family, config = headers.family, headers.config
     context_len = check_length(max_seq_len, config)
     stored = stored_dtype(headers.tensors.values())
+    matrices = stored_matrices(headers.tensors, family.weight_map)
     if cpu_weights is None:
         weights, chosen_dtype = "as stored", choose_dtype(dtype, chosen_device, stored)
     else:
-        weights, chosen_dtype, reason = choose_format(cpu_weights, dtype, chosen_device, stored)
+        weights, chosen_dtype, reason = choose_format(cpu_weights, dtype, chosen_device, stored, matrices)
         if chosen_device.type == "cpu":
             log.info("weights are kept as %s (%s)", weights, reason)
     check(
@@ -159,8 +167,8 @@ def load_model(
     built = config if config.learned_positions else replace(config, context_len=context_len)
     model = build_model(family, built, chosen_device, chosen_dtype, source.name)
     moves = plan_moves(model, headers.tensors, family.weight_map, name=source.name)
-    if weights in BITS:
-        pack_layers(model, weights, stored)
+    if weights in PACKED:
+        pack_layers(model, weights, stored, matrices)
     _fill(model, moves, label=f"loading {source.name}", show_progress=show_progress)
     _check_tied_head(model, headers.tensors, family)
     return LoadedModel(

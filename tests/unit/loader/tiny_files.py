@@ -7,6 +7,7 @@ package's own table, rows of q and k reordered for llama, 1 added to Gemma's nor
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,17 @@ def write_weights(directory: Path, tensors: dict[str, torch.Tensor], *, num_shar
 
 
 def write_gguf(
-    path: Path, reference: Any, *, kind: str = "F32", extra: dict[str, np.ndarray[Any, Any]] | None = None
+    path: Path,
+    reference: Any,
+    *,
+    kind: str = "F32",
+    kinds: Mapping[str, str] | None = None,
+    extra: dict[str, np.ndarray[Any, Any]] | None = None,
 ) -> Path:
-    """Write a GGUF file; matrices whose rows fit are stored as `kind`, the rest as F32."""
+    """Write a GGUF file; matrices whose rows fit are stored as `kind`, the rest as F32.
+
+    `kinds` has others by a part of the tensor's name: {"ffn_down": "Q8_0"}.
+    """
     family = {"gemma3_text": "gemma3"}.get(reference.config.model_type, reference.config.model_type)
     architecture = ARCHITECTURES[family]
     writer = gguf.GGUFWriter(path, architecture)
@@ -65,7 +74,8 @@ def write_gguf(
     for name, tensor in _split_gate_up(state(reference)).items():
         stored_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored_name is not None, name
-        add_tensor(writer, stored_name, convert(architecture, name, tensor, reference.config), kind)
+        chosen = next((other for part, other in (kinds or {}).items() if part in stored_name), kind)
+        add_tensor(writer, stored_name, convert(architecture, name, tensor, reference.config), chosen)
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()

@@ -1,0 +1,242 @@
+"""`--cpu-weights auto`: matrix by matrix in the bits that keep what the file holds."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infer.cli.main import main
+from infer.config import EngineConfig
+from infer.engine.build import build_engine
+from infer.engine.facts import RunFacts
+from infer.engine.memory_plan import count_parameters, stored_parameters, weight_bytes
+from infer.engine.replay import replay_config
+from infer.errors import ConfigError
+from infer.kernels.cpu.library import library, use_library
+from infer.layers.linear import Linear
+from infer.layers.moe import ExpertLinear
+from infer.loader.cpu_weights import (
+    StoredMatrix,
+    choose_format,
+    packed_matrices,
+    stored_matrices,
+)
+from infer.loader.gguf_quants import FOUR_BITS
+from infer.loader.load import LoadedModel, load_model, read_headers
+from infer.loader.source import resolve_model
+from infer.quant.packed import PackedMatrix
+from tests.support.checkpoints import reference_model
+from tests.unit.loader.tiny_files import write_directory, write_gguf
+
+CPU = torch.device("cpu")
+needs_c = pytest.mark.skipif(library() is None, reason="needs a C compiler")
+# What a "Q4_K_M" file is like: most in 4 bits, and some matrices in more, among them parts of fused ones.
+MIXED = {"output.weight": "Q8_0", "ffn_up": "Q5_0", "1.attn_v": "F16", "token_embd": "Q8_0"}
+
+
+@functools.cache
+def reference(family: str = "llama") -> Any:
+    sizes = {"n_embd": 64} if family == "gpt2" else {"hidden_size": 64, "intermediate_size": 96}
+    return reference_model(family, dtype=torch.float32, **sizes)
+
+
+def load(path: Path, cpu_weights: str = "auto", **knobs: Any) -> LoadedModel:
+    source = resolve_model(str(path), show_progress=False)
+    return load_model(source, device="cpu", cpu_weights=cpu_weights, **knobs)
+
+
+def bits(loaded: LoadedModel) -> dict[str, int]:
+    """Of every linear layer, by its name."""
+    layers = {name: m.scheme for name, m in loaded.model.named_modules() if isinstance(m, Linear)}
+    return {name: scheme.bits for name, scheme in layers.items() if isinstance(scheme, PackedMatrix)}
+
+
+def kept_bytes(loaded: LoadedModel) -> int:
+    plain = [parameter for parameter in loaded.model.parameters() if not parameter.is_meta]
+    return sum(matrix.num_bytes for matrix in packed_matrices(loaded.model)) + sum(
+        parameter.numel() * parameter.element_size() for parameter in plain
+    )
+
+
+@needs_c
+def test_each_matrix_of_a_mixed_file_has_the_bits_that_keep_it(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", reference(), kind="Q4_1", kinds=MIXED)
+    loaded, exact = load(path), load(path, "fp32").model
+    found = bits(loaded)
+    assert loaded.weights == "int4+int8" and loaded.dtype is torch.float32
+    assert found.pop("head") == 8
+    for layer in range(3):
+        mine = {
+            name.rpartition(".")[2]: n for name, n in found.items() if name.startswith(f"layers.{layer}.")
+        }
+        assert mine == {"qkv": 8 if layer == 1 else 4, "out": 8, "gate_up": 8, "down": 4}
+    for name in [*found, "head"]:
+        scheme, weight = loaded.model.get_submodule(name).scheme, exact.get_submodule(name).weight
+        assert isinstance(scheme, PackedMatrix) and isinstance(weight, torch.Tensor)
+        if name.rpartition(".")[2] != "gate_up" and name != "layers.1.attention.qkv":  # parts are rounded
+            assert torch.equal(scheme.dequantized(), weight), name
+
+
+@needs_c
+@pytest.mark.parametrize(
+    ("kind", "form", "reason"),
+    [
+        ("Q4_0", "int4", "the file holds 4-bit weights, which it keeps"),
+        ("Q4_1", "int4", "the file holds 4-bit weights, which it keeps"),
+        ("Q5_0", "int8", "the file holds packed weights"),
+        ("Q8_0", "int8", "the file holds packed weights"),
+        ("F16", "int8", "the file holds 16-bit weights"),
+        ("BF16", "int8", "the file holds 16-bit weights"),
+        ("F32", "fp32", "the file holds float32"),
+        ("mixed", "int4+int8", "int4 where the file has 4 bits, int8 elsewhere"),
+    ],
+)
+def test_the_form_has_a_name_and_the_log_says_why(
+    kind: str,
+    form: str,
+    reason: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("infer"), "propagate", True)
+    kinds = MIXED if kind == "mixed" else None
+    path = write_gguf(tmp_path / "m.gguf", reference(), kind="Q4_0" if kinds else kind, kinds=kinds)
+    with caplog.at_level(logging.INFO, logger="infer.loader.load"):
+        assert load(path).weights == form
+    assert f"weights are kept as {form} ({reason})" in caplog.messages
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_checkpoint_in_16_bits_is_int8(dtype: torch.dtype, tmp_path: Path) -> None:
+    path = write_directory(tmp_path / "m", reference_model("llama", dtype=dtype))
+    for asked in ("auto", "int4+int8"):
+        loaded = load(path, asked)
+        assert loaded.weights == "int8" and set(bits(loaded).values()) == {8}
+
+
+@needs_c
+@pytest.mark.parametrize(("asked", "others"), [("int8", 8), ("int4", 4)])
+def test_one_form_for_all_is_what_one_form_says(asked: str, others: int, tmp_path: Path) -> None:
+    found = bits(load(write_gguf(tmp_path / "m.gguf", reference(), kind="Q4_1", kinds=MIXED), asked))
+    assert found.pop("head") == 8 and set(found.values()) == {others}
+
+
+def test_what_decides_before_the_file_does() -> None:
+    held = {"layers.0.mlp.down": StoredMatrix(64, 4)}
+    with use_library(None):
+        assert choose_format("auto", "auto", CPU, None, held).name == "fp32"
+        with pytest.raises(ConfigError, match="needs the C kernels"):
+            choose_format("int4+int8", "auto", CPU, None, held)
+    assert choose_format("auto", "float32", CPU, None, held).name == "fp32"
+    with pytest.raises(ConfigError, match="int4\\+int8 computes in float32, but dtype is bfloat16"):
+        choose_format("int4+int8", "bfloat16", CPU, None, held)
+
+
+@needs_c
+def test_the_transposed_matrices_of_gpt2_keep_their_numbers_too(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", reference("gpt2"), kind="Q4_0")
+    loaded, exact = load(path), load(path, "fp32").model
+    assert loaded.weights == "int4"
+    for name, layer in exact.named_modules():
+        if isinstance(layer, Linear) and layer is not exact.head:
+            scheme = loaded.model.get_submodule(name).scheme
+            assert isinstance(scheme, PackedMatrix) and torch.equal(scheme.dequantized(), layer.weight), name
+
+
+@needs_c
+def test_a_transposed_matrix_of_a_safetensors_file_is_packed_as_well(tmp_path: Path) -> None:
+    path = write_directory(tmp_path / "m", reference("gpt2"))
+    exact = load(path, "fp32").model.get_submodule("layers.0.mlp.up").weight
+    kept = load(path, "int8").model.get_submodule("layers.0.mlp.up").scheme
+    assert isinstance(kept, PackedMatrix) and isinstance(exact, torch.Tensor)
+    torch.testing.assert_close(kept.dequantized(), exact, rtol=0, atol=exact.abs().max().item() / 200)
+
+
+@needs_c
+@pytest.mark.parametrize(
+    ("kinds", "form", "gate_up", "down"),
+    [({}, "int4", 4, 4), ({"1.ffn_up_exps": "Q8_0"}, "int4+int8", 8, 4)],
+)
+def test_the_experts_of_a_layer_have_one_form(
+    kinds: dict[str, str], form: str, gate_up: int, down: int, tmp_path: Path
+) -> None:
+    loaded = load(write_gguf(tmp_path / "m.gguf", reference("mixtral"), kind="Q4_0", kinds=kinds))
+    assert loaded.weights == form
+    for name, expected in {"layers.1.mlp.gate_up": gate_up, "layers.1.mlp.down": down}.items():
+        experts = loaded.model.get_submodule(name)
+        assert isinstance(experts, ExpertLinear) and experts.packed is not None
+        assert {matrix.bits for matrix in experts.packed if isinstance(matrix, PackedMatrix)} == {expected}
+
+
+@needs_c
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("kinds", [{}, MIXED], ids=["Q4_0", "mixed"])
+def test_the_plan_counts_what_is_kept(family: str, kinds: dict[str, str], tmp_path: Path) -> None:
+    """From headers alone, by both counts of the parameters; norms and a router are what little is missing."""
+    model = reference_model(family, hidden_size=256, intermediate_size=512)
+    path = write_gguf(tmp_path / "m.gguf", model, kind="Q4_0", kinds=kinds)
+    headers, loaded = read_headers(resolve_model(str(path), show_progress=False)), load(path)
+    for count in (count_parameters(headers)[0], stored_parameters(headers)):
+        planned = weight_bytes(headers, count, "float32", loaded.weights)
+        assert planned == pytest.approx(kept_bytes(loaded), rel=0.02)
+    all_int8 = weight_bytes(headers, count, "float32", "int8")
+    all_int4 = weight_bytes(headers, count, "float32", "int4")
+    assert planned == all_int4 if not kinds else 1.05 * all_int4 < planned < 0.95 * all_int8
+
+
+@needs_c
+def test_the_plan_prints_flags_that_keep_the_same_form(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", reference(), kind="Q4_1", kinds=MIXED)
+    assert main(["plan", str(path), "--device", "cpu", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["weight_format"] == "int4+int8"
+    assert main(["plan", str(path), "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert "parameters in int4+int8" in text and "--cpu-weights int4+int8" in text
+
+
+@needs_c
+def test_a_record_names_the_form_so_that_a_replay_keeps_it(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", reference(), kind="Q4_1", kinds=MIXED)
+    loaded = load(path)
+    facts: list[RunFacts] = []
+
+    class Observer:
+        def on_start(self, found: RunFacts) -> None:
+            facts.append(found)
+
+    build_engine(EngineConfig.from_knobs(num_blocks=8), loaded, observer=Observer())  # type: ignore[arg-type]
+    config = replay_config(facts[0], str(path))
+    assert config.load.cpu_weights == "int4+int8"
+    again = load(path, config.load.cpu_weights, dtype=config.load.dtype)
+    assert again.weights == "int4+int8" and bits(again) == bits(loaded)
+
+
+def test_the_types_that_int4_keeps() -> None:
+    assert {kind.name for kind in FOUR_BITS} == {"Q4_0", "Q4_1", "Q4_K", "TQ1_0", "TQ2_0"}
+
+
+def test_what_counts_as_a_matrix_of_the_layers(tmp_path: Path) -> None:
+    """Neither embedding, head and router, nor norms; parts of a fused one and all experts are added up."""
+    path = write_gguf(tmp_path / "m.gguf", reference("mixtral"), kind="Q4_0", kinds={"ffn_down_exps": "Q8_0"})
+    headers = read_headers(resolve_model(str(path), show_progress=False))
+    found = stored_matrices(headers.tensors, headers.family.weight_map)
+    assert {name.partition(".")[2].partition(".")[2] for name in found} == {
+        "attention.qkv",
+        "attention.out",
+        "mlp.gate_up",
+        "mlp.down",
+    }
+    assert found["layers.2.attention.qkv"] == StoredMatrix((64 + 2 * 32) * 64, 4)
+    assert found["layers.2.mlp.gate_up"] == StoredMatrix(5 * 2 * 96 * 64, 4)
+    assert found["layers.2.mlp.down"] == StoredMatrix(5 * 96 * 64, 8)
