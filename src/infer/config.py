@@ -40,7 +40,7 @@ class StepDefaults(NamedTuple):
 
 
 CPU_STEPS = StepDefaults(batch_size=64, batched_tokens=512, chunk_size=512, mixed_tokens=128)
-GPU_STEPS = StepDefaults(batch_size=256, batched_tokens=8192, chunk_size=None, mixed_tokens=256)
+GPU_STEPS = StepDefaults(batch_size=256, batched_tokens=8192, chunk_size=None, mixed_tokens=128)
 SIMULATED_STEPS = StepDefaults(batch_size=64, batched_tokens=2048, chunk_size=512, mixed_tokens=None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,34 @@ def test_deterministic_numbers_do_not_depend_on_the_batch(checkpoint: str, dtype
     for knobs in ({}, {"prefill_chunk_size": 5}, {"block_size": 4, "num_blocks": 24}):
         assert numbers(asking, **knobs) == alone, knobs
         assert [ids for ids, _ in numbers(GREEDY, **knobs)] == [ids for ids, _ in alone], knobs
+
+
+def test_graphs_of_an_engine_that_is_gone_do_not_spoil_a_capture(checkpoint: str) -> None:
+    """Garbage that holds graphs, and a collector that runs at every turn."""
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.self, self.graph = self, torch.cuda.CUDAGraph()
+            work = torch.zeros(8, device="cuda")
+            work += 1
+            torch.cuda.synchronize()
+            with torch.cuda.graph(self.graph):
+                work += 1
+
+    thresholds = gc.get_threshold()
+    llm = LLM(checkpoint, device="cuda", dtype="bfloat16")
+    gc.disable()
+    try:
+        for _ in range(3):
+            Cycle()
+        gc.set_threshold(1)
+        gc.enable()
+        assert len(llm.generate([[1, 2, 3]], GREEDY)[0].token_ids) > 1
+        runner: Any = llm.engine._runner
+        assert not runner._graphs._uncaptured
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ never waits for graphs it does not use. All graphs share one memory pool, becaus
 
 from __future__ import annotations
 
+import gc
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -106,8 +107,16 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._launch(size)
+        # Should Python collect garbage meanwhile, and graphs of an engine that is gone be among it, their end
+        # would be part of what is recorded, which CUDA refuses.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                self._launch(size)
+        finally:
+            if collects:
+                gc.enable()
         self._graphs[size] = graph
 
 
