@@ -165,7 +165,7 @@ class SchedulerConfig:
         None,
         "tokens of prompts that a step may compute while others decode, unless a long backlog waits "
         "(continuous batching, policies that put decoding first); "
-        f"default: {CPU_STEPS.mixed_tokens}, on a GPU {GPU_STEPS.mixed_tokens}",
+        f"default: {GPU_STEPS.mixed_tokens}",
     )
     preemption: str = knob(
         "auto",
