@@ -6,7 +6,7 @@ import pytest
 
 from infer.cli.main import main
 from infer.engine import machine_report
-from infer.kernels.cpu.library import use_library
+from infer.kernels.cpu.library import library, use_library
 
 
 def doctor(capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, str], list[str]]:
@@ -30,6 +30,11 @@ def test_names_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
     }
     assert set(machine) == found | {"PyTorch"}
     assert all(machine.values())
+
+
+@pytest.mark.skipif(library() is None, reason="needs a C compiler")
+def test_says_how_weights_will_be_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor(capsys)[0]["weights"].startswith("int4 where a file has 4 bits, int8 elsewhere")
 
 
 def test_without_kernels_it_says_so_and_why(capsys: pytest.CaptureFixture[str]) -> None:
