@@ -11,6 +11,9 @@ from collections.abc import Callable
 
 import torch
 
+from infer.engine.runner import StepResult
+from infer.sampling.params import RowLogprobs
+
 _IN_FLIGHT = 3  # buffers: one step under way, one being read, one spare
 
 
@@ -47,3 +50,11 @@ class Results:
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def to_result(
+    num_chunks: int, ids: dict[int, int], prompt_logprobs: dict[int, list[RowLogprobs]]
+) -> StepResult:
+    """What was sampled on the device, one id at most for each chunk."""
+    rows: list[tuple[int, ...]] = [(ids[n],) if n in ids else () for n in range(num_chunks)]
+    return StepResult(rows, [(None,) * len(row) for row in rows], prompt_logprobs)

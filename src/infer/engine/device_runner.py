@@ -17,6 +17,7 @@ Shapes:  T tokens, S rows that decode, C tokens of prompts.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ import torch
 
 from infer.cache.kv_pool import KVCachePool
 from infer.cache.kv_store import KVStore
-from infer.engine.device_results import Results
+from infer.engine.device_results import Results, to_result
 from infer.engine.device_rows import NO_POSITION, DeviceRows, send
 from infer.engine.device_step import DeviceStep
 from infer.engine.graphs import MIXED_TOKENS, StepGraphs, StepSize
@@ -47,15 +48,10 @@ from infer.kernels.cuda.paged_attention import compile_attend_decode
 from infer.kernels.sample_rows import SampleScratch, sample_rows
 from infer.kernels.step_state import StepInputs, advance_rows, gather_step
 from infer.models.model import Model
-from infer.sampling.params import RowLogprobs
 
+logger = logging.getLogger(__name__)
 
-def _to_result(
-    num_chunks: int, ids: dict[int, int], prompt_logprobs: dict[int, list[RowLogprobs]]
-) -> StepResult:
-    """What was sampled on the device, one id at most for each chunk."""
-    rows: list[tuple[int, ...]] = [(ids[n],) if n in ids else () for n in range(num_chunks)]
-    return StepResult(rows, [(None,) * len(row) for row in rows], prompt_logprobs)
+_PADDING_STEP = 1024  # tokens: many, for every kernel that chooses by their number
 
 
 def _needs_the_host(plan: StepPlan, sequences: Sequence[TokenSequence]) -> bool:
@@ -125,6 +121,7 @@ class DeviceRunner(ModelRunner):
                 num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
                 scale=config.scale, dtype=store.keys[0].dtype, device=device, max_tokens=max_tokens,
             )  # fmt: skip
+        self._has_seen_prompts = device.type != "cuda" or self._backend == "flash"
         self._host_chunks: tuple[PrefillChunk, ...] = ()  # for the reference of prefill attention alone
         self._graphs = StepGraphs(
             self._launch_kernels,
@@ -142,7 +139,25 @@ class DeviceRunner(ModelRunner):
     @torch.inference_mode()
     def prepare(self) -> bool:
         """Do one piece of the work that makes later steps quicker; False: nothing is left to do."""
+        if not self._has_seen_prompts:
+            self._has_seen_prompts = True
+            try:
+                self._compile_for_prompts()
+            except torch.AcceleratorError:
+                raise
+            except Exception:  # out of memory, say: a prompt may still find room
+                logger.exception("the kernels of long prompts will be compiled when the first one comes")
+            return True
         return self._graphs.prepare() or (self._dense is not None and self._dense.prepare())
+
+    def _compile_for_prompts(self) -> None:
+        """A ragged step of padding, which writes nothing: for the kernels of many tokens, which no graph has."""
+        self._inputs.blank()
+        nothing = PrefillChunk(0, 0, 0, 0)
+        tiles_W4 = torch.zeros((1, 4), dtype=torch.int32, device=self._device)
+        tiles = PrefillChunks.from_arrays(tiles_W4, (nothing,))
+        num_tokens = min(_PADDING_STEP, self._inputs.table_3T.shape[1])
+        self._forward(num_tokens, self._inputs.rows_S[:0], tiles)
 
     def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
         """Launch and wait."""
@@ -268,7 +283,7 @@ class DeviceRunner(ModelRunner):
         def result() -> StepResult:
             drawn = wait()
             by_chunk = {number: drawn[place] for number, place in zip(sampling, places, strict=False)}
-            return _to_result(len(plan.chunks), by_chunk, {})
+            return to_result(len(plan.chunks), by_chunk, {})
 
         return result
 
@@ -356,7 +371,7 @@ class DeviceRunner(ModelRunner):
         places, rows_S, positions_S = send(torch.from_numpy(packed), self._device).unbind()
         wait = self._results.take(self._draw(self._model.logits(hidden_TD[places]), rows_S, positions_S))
 
-        return lambda: _to_result(len(plan.chunks), dict(zip(sampling, wait(), strict=True)), prompt_logprobs)
+        return lambda: to_result(len(plan.chunks), dict(zip(sampling, wait(), strict=True)), prompt_logprobs)
 
     def _hidden_of(
         self, plan: StepPlan, sequences: Sequence[TokenSequence], rows: list[int]

@@ -73,9 +73,9 @@ _CONFIGS = {
     1024: DecodeConfig(block_n=16, num_warps=4, num_stages=3, programs_per_sm=6),
 }
 _FEW_HEADS, _PROGRAMS_FOR_FEW = 512, (2, 3)  # up to so many S * G each program gets an item or two: no turns
-_HANDFUL = 32  # up to so many S * G there are fewer items than two for each multiprocessor
+_HANDFUL = 32  # from so many S * G on there may be items for a third program of each multiprocessor
 PROJECTED_HEADS = 256  # up to so many S * G the projected form is faster: most programs have one item
-_AHEAD_REGISTERS = 192  # of a thread of it, with heads of 128 bytes: room for the kernel after it
+_PROJECTED_REGISTERS = 192  # of a thread of it, with heads of 128 bytes: room for the kernel after it
 
 # (S * G up to, shortest split): only short splits let few rows fill the machine, but each item waits for its
 # table and first keys. So splits get twice, four times ... as long while there are more items than wanted.
@@ -308,9 +308,8 @@ def _launch(
     if options["PDL"] and not are_few and config.num_warps == 4 and block_h * element_size == 256:
         options["maxnreg"] = _MAX_REGISTERS
     is_projected = transform is not None
-    is_ahead = is_projected and S * G <= PROJECTED_HEADS
-    if options["PDL"] and is_ahead and config.num_warps == 4 and block_h * element_size == 128:
-        options["maxnreg"] = _AHEAD_REGISTERS
+    if options["PDL"] and is_projected and config.num_warps == 4 and block_h * element_size == 128:
+        options["maxnreg"] = _PROJECTED_REGISTERS
     if transform is None:
         transform = HeadTransform(None, q, q, N, G, 0.0)  # not looked at, like the weights of no norm
     q_weight_H, k_weight_H = transform.norm_weights or (q, q)
@@ -323,6 +322,6 @@ def _launch(
         MERGE_SPLITS=min(max_splits, merge_splits), MERGE_M=merge_m,
         BLOCK_M=max(merge_m, 16), BLOCK_N=config.block_n, BLOCK_H=block_h, ITEM_INTS=_ITEM_INTS,
         PREFETCH_N=_PREFETCHED if are_few else 0, LINE=min(128 // element_size, block_h),
-        PROJECTED=is_projected, HAS_NORM=transform.norm_weights is not None, AHEAD=is_ahead,
+        PROJECTED=is_projected, HAS_NORM=transform.norm_weights is not None,
         num_warps=config.num_warps, num_stages=config.num_stages, **options,
     )  # fmt: skip

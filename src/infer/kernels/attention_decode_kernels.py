@@ -12,7 +12,7 @@ of few rows, the first of them are brought to L2 meanwhile. Parts that fit the r
 PROJECTED is the form for steps in which every token is a row that decodes. It is given the fused projection
 and does what `heads.py` does, too: each program norms and rotates the query heads of its item, and the one
 with the row's last split the new key. That key and its value go to the cache and into the softmax, but
-nobody reads them back, so all that is read from the cache is older than the step. With few heads (AHEAD) the
+nobody reads them back, so all that is read from the cache is older than the step. The
 first tile of keys and values is therefore not brought to L2 but all the way, before the wait. What is left
 behind it:
 
@@ -31,7 +31,6 @@ from infer.kernels.attention_decode_parts import (
     load_transform,
     newest_block,
     prefetch_item,
-    prefetch_transform,
     read_item,
     start_projected,
 )
@@ -76,7 +75,6 @@ def decode_kernel(
     LINE: tl.constexpr,  # elements of a cache line
     PROJECTED: tl.constexpr,  # the queries are those of a fused projection, and its keys and values are new
     HAS_NORM: tl.constexpr,
-    AHEAD: tl.constexpr,  # a program's first tile is read before the wait; only if PROJECTED
     PDL: tl.constexpr,
 ):
     m = tl.arange(0, BLOCK_M)
@@ -92,11 +90,10 @@ def decode_kernel(
     length = tl.where(own < num_work, length, 0)
     table_ptr = tables_ptr + row * table_stride
     block = tl.load(table_ptr + (first + n) // BLOCK_SIZE, mask=first + n < end, other=0)
-    if PROJECTED:
-        new_block = newest_block(table_ptr, length, BLOCK_SIZE)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    if AHEAD:
+    if PROJECTED:
+        new_block = newest_block(table_ptr, length, BLOCK_SIZE)
         k, v = load_tile(keys_ptr, values_ptr, block, first + n, end, own % G, h, G, H, BLOCK_SIZE)
         cos, sin, q_gain, q_partner_gain, k_gain, k_partner_gain = load_transform(
             q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, length, m, h, M, H, HAS_NORM
@@ -104,17 +101,15 @@ def decode_kernel(
         ahead = first + BLOCK_N + n
         block = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
     if PDL:
-        if PROJECTED and not AHEAD:
-            prefetch_transform(q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, length, h, H, HAS_NORM)
         if PREFETCH_N > 0:
             prefetch_item(
-                keys_ptr, values_ptr, table_ptr, first + BLOCK_N if AHEAD else first, end, own % G,
+                keys_ptr, values_ptr, table_ptr, first + BLOCK_N if PROJECTED else first, end, own % G,
                 G, H, BLOCK_SIZE, BLOCK_H, PREFETCH_N, LINE,
             )  # fmt: skip
         tl.extra.cuda.gdc_wait()
 
     begin = own
-    if AHEAD:  # the first item stands by itself: few programs have another, and no register waits for it
+    if PROJECTED:  # the first item stands by itself: few programs have another, and no register waits for it
         if own < num_work:
             g = own % G
             q, maximum, denominator, total = start_projected(

@@ -95,20 +95,6 @@ def _turned(x, partner, cos, sin, cols, R):
 
 
 @jit
-def prefetch_transform(
-    q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, length, h, H: tl.constexpr, HAS_NORM: tl.constexpr
-):
-    """Ask for what `_load_transform` will load: it is small, but it may be in no cache."""
-    R: tl.constexpr = H // 2
-    angle = tl.maximum(length - 1, 0).to(tl.int64) * R + tl.minimum(h, R - 1)
-    _prefetch_rows(cos_ptr + angle)
-    _prefetch_rows(sin_ptr + angle)
-    if HAS_NORM:
-        _prefetch_rows(q_weight_ptr + tl.minimum(h, H - 1))
-        _prefetch_rows(k_weight_ptr + tl.minimum(h, H - 1))
-
-
-@jit
 def _load_pairs(head_ptrs, in_heads, h, R: tl.constexpr):
     """The elements of some heads and, in the same places, their partners in the rotation."""
     x = tl.load(head_ptrs + h[None, :], mask=in_heads, other=0.0)

@@ -10,18 +10,10 @@ Shapes:  S rows of the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from infer.kernels.dispatch import jit, tl, triton
+from infer.kernels.dispatch import jit_for_any, tl
 
 
-def _jit_for_any(*names: str) -> Callable[[Callable[..., Any]], Any]:
-    """`jit`, but compiled once whatever these integers are, be they 1 or multiples of 16."""
-    return jit if triton is None else triton.jit(do_not_specialize=list(names))
-
-
-@_jit_for_any("num_rows", "split_len", "window")
+@jit_for_any("num_rows", "split_len", "window")
 def plan_kernel(
     rows_ptr,
     lens_ptr,

@@ -19,17 +19,17 @@ Shapes:  T tokens, N query heads, G kv heads, H head size.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 if TYPE_CHECKING:
     from infer.kernels.attention_prefill import Chunk
 
 logger = logging.getLogger(__name__)
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 PAD_LEN = 256
 _MIN_LENS = {64: 4096, 128: 2048}  # by head size: below, our own kernel is faster on an H200
@@ -73,10 +73,10 @@ class DenseAttention:
         dtype: torch.dtype,
         device: torch.device,
         max_tokens: int,
-        backend: SDPBackend = SDPBackend.CUDNN_ATTENTION,
+        attend: Attend | None = None,
     ) -> None:
         self._heads, self._scale = (num_heads, num_kv_heads, head_dim), scale
-        self._dtype, self._device, self._backend = dtype, device, backend
+        self._dtype, self._device, self._call = dtype, device, attend or attend_by_cudnn
         self._wanted = list(dense_shapes(head_dim, max_tokens)) if _can_run(dtype, head_dim, device) else []
         self._wanted.reverse()
         self.ready: set[Shape] = set()
@@ -88,16 +88,17 @@ class DenseAttention:
         shape = self._wanted.pop()
         num_heads, num_kv_heads, head_dim = self._heads
         num_tokens = shape.num * shape.length
-        q, k, v = (
-            torch.randn(num_tokens, heads, head_dim, dtype=self._dtype, device=self._device)
-            for heads in (num_heads, num_kv_heads, num_kv_heads)
-        )
         try:
+            q, k, v = (
+                torch.randn(num_tokens, heads, head_dim, dtype=self._dtype, device=self._device)
+                for heads in (num_heads, num_kv_heads, num_kv_heads)
+            )
             self._attend(q, k, v, shape)
-        except RuntimeError as error:  # no such library, or too old a one
-            logger.info("prompts are attended to by our own kernel alone: %s", str(error).splitlines()[0])
+        except torch.AcceleratorError:
+            raise
+        except (RuntimeError, NotImplementedError) as error:  # no such library, too old a one, or no memory
+            logger.info("no more prompts than of %s go to cuDNN: %s", self.ready, str(error).splitlines()[0])
             self._wanted = []
-            self.ready.clear()
             return False
         self.ready.add(shape)
         return True
@@ -155,12 +156,16 @@ class DenseAttention:
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape) -> torch.Tensor:
         """[num * length, heads, H] -> the same of the queries."""
-        q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
-        with sdpa_kernel(self._backend):
-            result = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self._scale, enable_gqa=True
-            )
-        return result.transpose(1, 2).flatten(0, 1)
+        batched = [x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v)]
+        return self._call(batched[0], batched[1], batched[2], self._scale).transpose(1, 2).flatten(0, 1)
+
+
+def attend_by_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention [B, heads, S, H]; called by its name, for the other way sets flags of the process."""
+    result: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, False, 0.0, True, False, scale=scale
+    )[0]
+    return result
 
 
 def _can_run(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:

@@ -31,15 +31,7 @@ Shapes:  W tiles, G kv heads, M query heads per kv head, H head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from infer.kernels.dispatch import jit, tl, triton
-
-
-def _jit_for_any(*names: str) -> Callable[[Callable[..., Any]], Any]:
-    """`jit`, but compiled once whatever these integers are, be they 1 or multiples of 16."""
-    return jit if triton is None else triton.jit(do_not_specialize=list(names))
+from infer.kernels.dispatch import jit, jit_for_any, tl
 
 
 @jit
@@ -129,7 +121,7 @@ def _attend_keys(
     return total, maximum, denominator
 
 
-@_jit_for_any("num_tiles", "max_items")
+@jit_for_any("num_tiles", "max_items")
 def prefill_kernel(
     q_ptr,
     keys_ptr,
@@ -251,7 +243,7 @@ def prefill_kernel(
             tl.store(denominators_ptr + part, denominator, mask=token < num)
 
 
-@_jit_for_any("num_tiles", "max_items")
+@jit_for_any("num_tiles", "max_items")
 def merge_kernel(
     tiles_ptr,
     sums_ptr,

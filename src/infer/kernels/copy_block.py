@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import torch
 
-from infer.kernels.dispatch import jit, tl, triton, use_triton
+from infer.kernels.dispatch import jit_for_any, tl, use_triton
 
 PIECE_BYTES = 8192  # of one program: four loads of 16 bytes for each of its 128 threads
 
@@ -33,12 +33,7 @@ def copy_block_reference(cache_L2NPGH: torch.Tensor, source: int, destination: i
     cache_L2NPGH[:, :, destination].copy_(cache_L2NPGH[:, :, source], non_blocking=True)
 
 
-_jit_for_any_block = (
-    jit if triton is None else triton.jit(do_not_specialize=["source", "destination", "num_blocks"])
-)
-
-
-@_jit_for_any_block
+@jit_for_any("source", "destination", "num_blocks")
 def _copy_block_kernel(cache_ptr, source, destination, num_blocks, SIZE: tl.constexpr, PIECE: tl.constexpr):
     plane = tl.program_id(0).to(tl.int64) * num_blocks
     offset = tl.program_id(1) * PIECE + tl.arange(0, PIECE)

@@ -63,6 +63,11 @@ def jit(kernel: Callable[..., Any]) -> Any:
     return kernel if triton is None else triton.jit(kernel)
 
 
+def jit_for_any(*names: str) -> Callable[[Callable[..., Any]], Any]:
+    """`jit`, but compiled once whatever these integers are, be they 1 or multiples of 16."""
+    return jit if triton is None else triton.jit(do_not_specialize=list(names))  # type: ignore[no-any-return]
+
+
 def use_triton(x: torch.Tensor) -> bool:
     """Whether the kernel, not the reference, should compute a function of `x`."""
     return triton is not None and (x.is_cuda or INTERPRETED)

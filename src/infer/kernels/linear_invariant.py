@@ -25,7 +25,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from infer.kernels.dispatch import INTERPRETED, jit, tl, triton, use_triton
+from infer.kernels.dispatch import INTERPRETED, jit_for_any, tl, use_triton
 from infer.kernels.linear_configs import MAX_SMALL_M, SkinnyConfig, bucket, invariant_config
 from infer.kernels.linear_small import launch
 
@@ -33,10 +33,8 @@ _CPU_ROWS = 16
 _BLOCK_N, _BLOCK_M, _BLOCK_K = 128, 128, 64  # of the kernel for many tokens: two warp groups, four stages
 _GROUP = 8  # tiles of tokens that neighbouring programs take with one tile of W, so that both stay in L2
 
-_jit_any_m = jit if triton is None else triton.jit(do_not_specialize=["M"])
 
-
-@_jit_any_m
+@jit_for_any("M")
 def _many_kernel(
     x_ptr,
     w_ptr,

@@ -51,11 +51,11 @@ Shapes:  M tokens, N outputs (rows of W, of its gate half when gated), K inputs.
 
 from __future__ import annotations
 
-from infer.kernels.dispatch import jit, tl, triton
+from infer.kernels.dispatch import jit, jit_for_any, tl
 from infer.kernels.gated_activation import _activate
 
 # The batch size changes from step to step: that it is 1, or a multiple of 16, must not compile anew.
-_jit_any_m = jit if triton is None else triton.jit(do_not_specialize=["M", "num_splits", "num_parts"])
+_jit_any_m = jit_for_any("M", "num_splits", "num_parts")
 
 
 @jit

@@ -29,7 +29,7 @@ float32 until y, and the norm's scale is applied to the finished sum. r alone is
 of x before it is used, because the next layer adds to what is stored. Before its division r * gain may be too
 large for float16, whose largest number is 65,504: in that type the norm stays a launch of its own.
 
-Within one kernel a row's bits do not depend on M. Between the two kernels, and above, they may.
+For one tile a row's bits do not depend on M; between buckets of M, kernels, and above, they may.
 
 `linear` may be captured into a CUDA graph once it has been called with the same shapes outside of one.
 Calls on one device are expected to follow each other on one stream: programs that split K among them

@@ -165,7 +165,7 @@ class ProjectedContract(OnDevice):
         self.check([1, 33, 0, 70], Heads(4, 2, 32), num_layers=2)
         self.check([1, 41, 100], Heads(4, 1, 32), window=40)
 
-    def test_a_projected_row_does_not_depend_on_its_neighbours(self) -> None:
+    def test_with_splits_of_one_length_a_projected_row_does_not_depend_on_its_neighbours(self) -> None:
         heads, lens, device = Heads(4, 2, 32), [37, 100, 80, 0], self.device
         paged = make_paged(lens, heads, block_size=16, dtype=torch.float32, device=device)
         transform = make_transform(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend
+from torch.nn import functional as F
 
 from infer.kernels import attention_dense
 from infer.kernels.attention import attend_naive
@@ -22,6 +22,10 @@ def make_chunks(nums: Sequence[int], first: int = 0, start: int = 0) -> list[Chu
     return chunks
 
 
+def by_pytorch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+
+
 @pytest.fixture
 def dense(monkeypatch: pytest.MonkeyPatch) -> DenseAttention:
     """Prompts of 8 to 32 tokens, padded to multiples of 4, all plans made."""
@@ -29,7 +33,7 @@ def dense(monkeypatch: pytest.MonkeyPatch) -> DenseAttention:
     monkeypatch.setattr(attention_dense, "_MIN_LENS", {64: 8})
     made = DenseAttention(
         num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1, dtype=torch.bfloat16, device=torch.device("cpu"),
-        max_tokens=32, backend=SDPBackend.MATH,
+        max_tokens=32, attend=by_pytorch,
     )  # fmt: skip
     while made.prepare():
         pass
@@ -69,7 +73,7 @@ def test_nothing_is_used_before_its_plan_is_made(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(attention_dense, "_MIN_LENS", {64: 8})
     made = DenseAttention(
         num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1, dtype=torch.bfloat16, device=torch.device("cpu"),
-        max_tokens=32, backend=SDPBackend.MATH,
+        max_tokens=32, attend=by_pytorch,
     )  # fmt: skip
     chunks = make_chunks([8, 12])
     assert made.split(chunks) == ([], chunks)
@@ -122,3 +126,23 @@ def test_a_library_that_is_missing_is_done_without() -> None:
     )  # fmt: skip
     assert not made.prepare() and not made.ready
     assert made.split(make_chunks([2048])) == ([], make_chunks([2048]))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), RuntimeError("no plan")])
+def test_plans_that_cannot_be_made_leave_those_that_could(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_dense, "PAD_LEN", 4)
+    monkeypatch.setattr(attention_dense, "_MIN_LENS", {64: 8})
+    made = DenseAttention(
+        num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1, dtype=torch.bfloat16,
+        device=torch.device("cpu"), max_tokens=32, attend=by_pytorch,
+    )  # fmt: skip
+    assert made.prepare()
+
+    def refuse(*_: object, **__: object) -> torch.Tensor:
+        raise error
+
+    monkeypatch.setattr(torch, "randn", refuse)
+    assert not made.prepare() and not made.prepare()
+    assert made.ready == {Shape(1, 8)}
