@@ -151,7 +151,7 @@ class DeviceRunner(ModelRunner):
         return self._graphs.prepare() or (self._dense is not None and self._dense.prepare())
 
     def _compile_for_prompts(self) -> None:
-        """A ragged step of padding, which writes nothing: for the kernels of many tokens, which no graph has."""
+        """A ragged step of padding, for the kernels of many tokens, which no graph has; writes nothing."""
         self._inputs.blank()
         nothing = PrefillChunk(0, 0, 0, 0)
         tiles_W4 = torch.zeros((1, 4), dtype=torch.int32, device=self._device)
