@@ -107,14 +107,16 @@ class TextFront:
     ) -> Request:
         """A request for text or token ids; without an id it gets the next number.
 
-        Without params it has the defaults, except that a short context ends the output, and no error.
+        Without params it is sampled as the model's authors recommend, and a short context ends the output, not
+        in an error.
         """
         ids = self.encode(prompt) if isinstance(prompt, str) else read_token_ids(prompt)
         _check_options(options)
         if params is None:
-            params = SamplingParams()
+            advice: dict[str, Any] = dict(self.sampling_defaults)
+            params = SamplingParams(**advice)
             if params.max_tokens is not None and len(ids) + params.max_tokens > self.context_len:
-                params = SamplingParams(max_tokens=None)
+                params = SamplingParams(**(advice | {"max_tokens": None}))
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, got {type(params).__name__}", param="params")
         request_id = request_id if request_id is not None else f"request-{next(self._numbers)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from infer.config import LoadConfig
 from infer.errors import ContextOverflow, RequestError
 from infer.front import TextFront, find_headers
+from infer.sampling.params import SamplingParams
 from scripts.make_checkpoint import make_checkpoint
 
 
@@ -100,3 +102,16 @@ def test_an_option_that_no_request_has_is_refused_with_the_one_that_was_meant(
 def test_a_request_has_its_options(folder: Path) -> None:
     request = front_of(folder).make_request([1, 2], None, priority=-1, deadline=2.5, cache_salt="tenant")
     assert (request.priority, request.deadline, request.cache_salt) == (-1, 2.5, "tenant")
+
+
+def test_who_gives_no_params_samples_as_the_authors_of_the_model_recommend(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path / "tiny")
+    advice = json.loads((tmp_path / "tiny" / "generation_config.json").read_text())
+    advice |= {"do_sample": True, "temperature": 0.25, "top_p": 0.9}
+    (tmp_path / "tiny" / "generation_config.json").write_text(json.dumps(advice))
+    front = front_of(tmp_path / "tiny")
+    taken = front.make_request([5, 6, 7], None).params
+    assert (taken.temperature, taken.top_p) == (0.25, 0.9)
+    long = front.make_request([5] * (front.context_len - 2), None).params
+    assert (long.temperature, long.max_tokens) == (0.25, None)
+    assert front.make_request([5], SamplingParams()).params.temperature == 1.0  # given is given

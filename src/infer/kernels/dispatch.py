@@ -65,7 +65,7 @@ def jit(kernel: Callable[..., Any]) -> Any:
 
 def jit_for_any(*names: str) -> Callable[[Callable[..., Any]], Any]:
     """`jit`, but compiled once whatever these integers are, be they 1 or multiples of 16."""
-    return jit if triton is None else triton.jit(do_not_specialize=list(names))  # type: ignore[no-any-return]
+    return jit if triton is None else triton.jit(do_not_specialize=list(names))
 
 
 def use_triton(x: torch.Tensor) -> bool:
