@@ -107,8 +107,8 @@ class TextFront:
     ) -> Request:
         """A request for text or token ids; without an id it gets the next number.
 
-        Without params it is sampled as the model's authors recommend, and a short context ends the output, not
-        in an error.
+        Without params it is sampled as the model's authors recommend; a short context then ends the output,
+        and is no error.
         """
         ids = self.encode(prompt) if isinstance(prompt, str) else read_token_ids(prompt)
         _check_options(options)
