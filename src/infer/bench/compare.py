@@ -4,7 +4,8 @@
     band   = the larger spread of the two, (high - low) / median / 2, and never less than the least band
     worse or better only where the change leaves the band; else "same"
 
-One repeat has no spread, so it gets a wider band: a single run can be off by so much on a busy machine.
+A time that changed by less than a tenth of a millisecond is the same, whatever share of it that is: clocks and
+schedulers are no finer. One repeat has no spread, so it gets a wider band: a single run can be off by so much on a busy machine.
 Figures that are neither better high nor better low (counts of tokens asked for, sizes chosen by a knob) are
 not judged. What differs in machine, model, config or seed is listed: it may be the whole explanation. So may
 a prefix cache that held one report's prompts already, which no setting shows, but the share of the prompts'
@@ -24,6 +25,7 @@ from infer.errors import ConfigError
 LEAST_BAND = 0.02
 SINGLE_BAND = 0.08  # where one of the two has only one repeat
 CACHED_BAND = 0.10  # of the prompts' tokens
+LEAST_SECONDS = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +98,8 @@ def _judge(row: str, name: str, better: str, before: Figure, after: Figure, leas
     band = max(least, SINGLE_BAND if is_single else 0.0, spread(before), spread(after))
     change = _change(before.median, after.median)
     is_better = (change > 0) == (better == "higher")
-    verdict = "same" if abs(change) <= band else "better" if is_better else "worse"
+    is_short = MEASURES[name].unit == "ms" and abs(after.median - before.median) < LEAST_SECONDS
+    verdict = "same" if is_short or abs(change) <= band else "better" if is_better else "worse"
     return Verdict(
         row=row,
         figure=name,

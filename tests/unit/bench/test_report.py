@@ -92,6 +92,15 @@ def test_lower_is_better_where_time_is_measured() -> None:
     assert not faster.worse
 
 
+def test_times_that_differ_by_some_microseconds_are_the_same() -> None:
+    def verdict(before: float, after: float) -> str:
+        times = [report(value, value, figure="queue_p50_s") for value in (before, after)]
+        return compare(times[0], times[1]).verdicts[0].verdict
+
+    assert verdict(62e-6, 93e-6) == "same"
+    assert verdict(1.0e-3, 1.3e-3) == "worse"
+
+
 def test_one_repeat_gets_a_wider_band() -> None:
     assert compare(report(100.0), report(107.0, 107.0)).verdicts[0].verdict == "same"
     assert compare(report(100.0), report(109.0, 109.0)).verdicts[0].verdict == "better"
