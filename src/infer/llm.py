@@ -133,8 +133,8 @@ class LLM(TextModel):
         is_chat: bool = False,
         show_progress: bool = False,
     ) -> list[RequestOutput]:
-        if isinstance(params, SamplingParams) or params is None:
-            each: list[SamplingParams | None] = [params] * len(batch)
+        if isinstance(params, SamplingParams | Mapping) or params is None:  # one for all, or an error for all
+            each: list[Any] = [params] * len(batch)
         else:
             each = list(params)
         if len(each) != len(batch):

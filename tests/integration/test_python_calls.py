@@ -277,3 +277,9 @@ def test_a_prompt_too_long_is_told_which_limit_it_breaks_and_who_can_raise_it(
     )
     with pytest.raises(ContextOverflow, match=r"max_seq_len is set to 64 \(.* or raise max_seq_len$"):
         short.engine.embed((1,) * 65, "last")
+
+
+def test_params_that_are_a_dictionary_are_named_so(llm: LLM) -> None:
+    given: Any = {"temperature": 0}
+    with pytest.raises(RequestError, match="params must be SamplingParams, got dict"):
+        llm.generate("hi", given)

@@ -4,8 +4,8 @@
     band   = the larger spread of the two, (high - low) / median / 2, and never less than the least band
     worse or better only where the change leaves the band; else "same"
 
-A time that changed by less than a tenth of a millisecond is the same, whatever share of it that is: clocks and
-schedulers are no finer. One repeat has no spread, so it gets a wider band: a single run can be off by so much on a busy machine.
+A time that changed by less than a tenth of a millisecond is the same, whatever share of it that is. One
+repeat has no spread, so it gets a wider band: a single run can be off by so much on a busy machine.
 Figures that are neither better high nor better low (counts of tokens asked for, sizes chosen by a knob) are
 not judged. What differs in machine, model, config or seed is listed: it may be the whole explanation. So may
 a prefix cache that held one report's prompts already, which no setting shows, but the share of the prompts'

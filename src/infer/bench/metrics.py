@@ -195,7 +195,7 @@ MEASURES: dict[str, Measure] = {
     "step_p50_s": Measure(title="step p50", unit="ms", better="lower"),
     "num_steps": Measure(title="steps", unit="", better="lower"),
     "num_preemptions": Measure(title="preemptions", unit="", better="lower"),
-    "num_starved": Measure(title="starved", unit="", better="lower"),
+    "num_starved": Measure(title="over 30 s", unit="", better="lower"),
     "longest_wait_s": Measure(title="longest wait", unit="ms", better="lower"),
     "tokens_per_step": Measure(title="tokens/step", unit="", better="higher"),
     "mean_running": Measure(title="running", unit="", better="higher"),

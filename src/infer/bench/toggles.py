@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 GPU = "needs a GPU"
-CPU_MODEL = "needs a model on a CPU"
+CPU_MODEL = "needs a checkpoint on a CPU"
 
 
 class Look(NamedTuple):

@@ -144,7 +144,7 @@ def test_the_matrix_explains_every_row(subject: Subject) -> None:
     rows = {row.name: row for row in report.rows}
     assert len(rows) == 6
     assert rows["+graphs b1_256_256"].skipped == "needs a GPU"
-    assert rows["+quant b1_256_256"].skipped == "needs a model on a CPU"
+    assert rows["+quant b1_256_256"].skipped == "needs a checkpoint on a CPU"
     assert [name for name, _ in speed_ups(report)] == ["+paged paged_attention", "+paged w1_single"]
     for name in ("+paged paged_attention", "+paged w1_single"):
         assert "->" in rows[name].note
