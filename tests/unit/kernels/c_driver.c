@@ -105,6 +105,7 @@ static void run_matrices(word M, word N, word K, word bits) {
     emit("packed_scales", "bytes", scales, scale_bytes);
     memset(x, 0, (size_t)(K < 32 ? K : 32) * 4); /* a group of zeros */
     multiply("product", "floats", x, data, scales, bias, M, N, K, bits);
+    multiply("middle_row", "floats", x + M / 2 * K, data, scales, bias, 1, N, K, bits);
     x[(M - 1) * K + K / 2] = NAN;
     multiply("product_with_nan", "floats", x, data, scales, NULL, M, N, K, bits);
 
@@ -215,8 +216,9 @@ int main(int argc, char **argv) {
     const char *variant = ((const char *(*)(void))find("infer_variant"))();
     ((word(*)(word))find("infer_set_threads"))(3);
 
-    static const word shapes[][3] = {{1, 16, 32}, {1, 37, 100}, {3, 17, 45}, {7, 33, 64}, {19, 37, 100}, {40, 9, 31}};
-    for (int i = 0; i < 6; i++)
+    static const word shapes[][3] = {{1, 16, 32}, {1, 37, 100}, {2, 19, 64},   {3, 17, 45},  {5, 21, 70},
+                                     {7, 33, 64}, {16, 18, 33}, {19, 37, 100}, {33, 23, 96}, {40, 9, 31}};
+    for (int i = 0; i < 10; i++)
         for (word bits = 4; bits <= 8; bits += 4) run_matrices(shapes[i][0], shapes[i][1], shapes[i][2], bits);
     run_dense_lookups();
     static const word sizes[] = {7, 45, 64};

@@ -1,8 +1,9 @@
-"""The C kernels of ARM, on an emulated processor: dot products of NEON against plain C.
+"""The C kernels of ARM, on emulated processors: dot products and i8mm of NEON against plain C.
 
-A cross compiler builds the library as `build.py` would on such a machine, and qemu runs `c_driver.c` with
+A cross compiler builds the library as `build.py` would on such machines, and qemu runs `c_driver.c` with
 it. Without Python on that side the driver only writes results down; they are compared here, once with plain
-C on the same processor and once with plain C on this one, which other tests compare with PyTorch.
+C on the same processor and once with plain C on this one, which other tests compare with PyTorch. The two
+forms of NEON differ in how they add integers alone, so they have every bit in common.
 """
 
 from __future__ import annotations
@@ -21,13 +22,20 @@ from infer.kernels.cpu import build
 from tests.unit.kernels.c_builds import c_library
 
 CROSS_COMPILER = shutil.which("aarch64-linux-gnu-gcc")
+DISASSEMBLER = shutil.which("aarch64-linux-gnu-objdump")
 EMULATOR = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
 LOADER = Path("lib/ld-linux-aarch64.so.1")
 DRIVER = Path(__file__).with_name("c_driver.c")
-TUNING = "-march=armv8.2-a+dotprod"  # what -mcpu=native means on a processor with the instructions
 # -O1: the slower code is compiled faster; the third flag: multiplications and additions fuse all the same
 PORTABLE = ("-DINFER_PORTABLE", "-O1", "-fexpensive-optimizations")
 TOLERANCE = 1e-5
+# variant: the emulated processor, and what -mcpu=native means on such a one
+BUILDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "neon-dotprod": ("neoverse-n1", ("-march=armv8.2-a+dotprod",)),
+    "neon-i8mm": ("max", ("-march=armv8.2-a+dotprod+i8mm",)),
+    "portable": ("neoverse-n1", ("-march=armv8.2-a+dotprod", *PORTABLE)),
+}
+NEON = ("neon-dotprod", "neon-i8mm")
 
 
 class Result(NamedTuple):
@@ -39,21 +47,31 @@ class Result(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]:
-    """Results by variant, both of them on the emulated processor."""
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The compiled library by variant."""
     if CROSS_COMPILER is None:
         pytest.skip("no cross compiler for ARM; on Debian: apt-get install gcc-aarch64-linux-gnu")
+    scratch = tmp_path_factory.mktemp("aarch64")
+    paths = {variant: scratch / f"{variant}.so" for variant in BUILDS}
+    for variant, path in paths.items():
+        build._compile(CROSS_COMPILER, (*build._FLAGS, *BUILDS[variant][1]), path)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def emulated(libraries: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]:
+    """Results by variant, each on its emulated processor."""
     if EMULATOR is None:
         pytest.skip("no emulator for ARM; on Debian: apt-get install qemu-user")
-    scratch = tmp_path_factory.mktemp("aarch64")
-    emulator = [EMULATOR, "-L", str(system_root(CROSS_COMPILER))]
+    assert CROSS_COMPILER is not None
+    scratch = tmp_path_factory.mktemp("driver")
     driver = compile_driver(CROSS_COMPILER, scratch)
+    root = system_root(CROSS_COMPILER)
     results = {}
-    for flags in ((), PORTABLE):
-        path = scratch / f"{len(flags)}.so"
-        build._compile(CROSS_COMPILER, (*build._FLAGS, TUNING, *flags), path)
-        variant, answer = run_driver([*emulator, str(driver)], path, scratch)
-        results[variant] = answer
+    for variant, library in libraries.items():
+        emulator = [EMULATOR, "-cpu", BUILDS[variant][0], "-L", str(root)]
+        name, results[variant] = run_driver([*emulator, str(driver)], library, scratch)
+        assert name == variant
     return results
 
 
@@ -102,21 +120,52 @@ def assert_same(results: list[Result], expected: list[Result]) -> None:
             )
 
 
+def shape_of(result: Result) -> tuple[int, int]:
+    """M and N of a product, from its name."""
+    M, N, _ = (int(number) for number in result.name.rsplit("_", 1)[1].split("x"))
+    return M, N
+
+
 def floats(result: Result) -> torch.Tensor:
     return torch.frombuffer(bytearray(result.data), dtype=torch.float32)
 
 
-def test_neon_equals_plain_c(emulated: dict[str, list[Result]]) -> None:
-    assert set(emulated) == {"neon-dotprod", "portable"}
-    assert_same(emulated["neon-dotprod"], emulated["portable"])
+@pytest.mark.parametrize("variant", NEON)
+def test_neon_equals_plain_c(emulated: dict[str, list[Result]], variant: str) -> None:
+    assert_same(emulated[variant], emulated["portable"])
 
 
-def test_a_nan_reaches_its_whole_row_and_no_other(emulated: dict[str, list[Result]]) -> None:
-    broken = [result for result in emulated["neon-dotprod"] if result.name.startswith("product_with_nan")]
+def test_i8mm_equals_dot_products_to_the_last_bit(emulated: dict[str, list[Result]]) -> None:
+    for result, other in zip(emulated["neon-i8mm"], emulated["neon-dotprod"], strict=True):
+        assert result == other, result.name
+
+
+@pytest.mark.parametrize("variant", NEON)
+def test_a_row_alone_is_the_row_among_others(emulated: dict[str, list[Result]], variant: str) -> None:
+    matrices = [result for result in emulated[variant] if result.name.startswith("product_int")]
+    alone = [result for result in emulated[variant] if result.name.startswith("middle_row")]
+    assert max(shape_of(result)[0] for result in matrices) > 32
+    for matrix, row in zip(matrices, alone, strict=True):
+        M, N = shape_of(matrix)
+        first = M // 2 * N * 4
+        assert matrix.data[first : first + N * 4] == row.data, matrix.name
+
+
+@pytest.mark.skipif(DISASSEMBLER is None, reason="needs a disassembler for ARM")
+@pytest.mark.parametrize(("variant", "has_i8mm"), [("neon-dotprod", False), ("neon-i8mm", True)])
+def test_each_build_has_its_instructions(libraries: dict[str, Path], variant: str, has_i8mm: bool) -> None:
+    command = [str(DISASSEMBLER), "--disassemble", str(libraries[variant])]
+    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert ("\tsmmla\t" in code) == has_i8mm
+    assert "\tsdot\t" in code  # one row is multiplied by dot products in both
+
+
+@pytest.mark.parametrize("variant", NEON)
+def test_a_nan_reaches_its_whole_row_and_no_other(emulated: dict[str, list[Result]], variant: str) -> None:
+    broken = [result for result in emulated[variant] if result.name.startswith("product_with_nan")]
     assert broken
     for result in broken:
-        M, N, _ = (int(number) for number in result.name.rsplit("_", 1)[1].split("x"))
-        rows = floats(result).view(M, N)
+        rows = floats(result).view(shape_of(result))
         assert rows[-1].isnan().all() and rows[:-1].isfinite().all(), result.name
 
 
@@ -131,4 +180,5 @@ def test_neon_equals_plain_c_of_this_processor(emulated: dict[str, list[Result]]
     driver = compile_driver(compiler, tmp_path)
     variant, expected = run_driver([str(driver)], c_library("portable").path, tmp_path)
     assert variant == "portable"
-    assert_same(emulated["neon-dotprod"], expected)
+    for name in NEON:
+        assert_same(emulated[name], expected)

@@ -29,7 +29,12 @@
 #define HAVE_AVX2 1
 #include <immintrin.h>
 #elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#define VARIANT "neon-i8mm"
+#define HAVE_I8MM 1
+#else
 #define VARIANT "neon-dotprod"
+#endif
 #define HAVE_NEON 1
 #include <arm_neon.h>
 #else

@@ -14,7 +14,8 @@
  * at  -c sum q_x.
  *
  * Processors with AMX multiply 16 lines (8 rows of two digits) by a whole tile in one instruction, in this same
- * layout; the integer sums are the same, so the results are, too.
+ * layout; the integer sums are the same, so the results are, too. ARM's i8mm instructions multiply two lines by two
+ * rows of a tile, twice the work of a dot product's, also in this layout.
  *
  * Bound by reading the weights for one row, by arithmetic from about eight rows on. */
 #define _GNU_SOURCE
@@ -72,11 +73,68 @@ static inline void finish_row(const linear_args *a, int64_t tile, int64_t m, vf 
     }
 }
 
+#if defined(HAVE_I8MM)
+/* The sums of one group, for `rows` rows of activations and the 16 rows of a tile.
+ *
+ * The instruction takes eight consecutive k of two lines, and of two rows of weights, and adds to a 2 x 2 matrix:
+ *
+ *     lines      q0: k=0..7 | q1: k=0..7         the two digits of one row
+ *     weights    w0: k=0..7 | w1: k=0..7         two neighbours in a tile
+ *     sums       q0 . w0 | q0 . w1 | q1 . w0 | q1 . w1
+ *
+ * A tile has four k of four rows in a register: zipped with the register of the next four k, it is as wanted. The
+ * zips serve all lines. For one row they would cost what the instruction saves, so that is left to dot products. */
+#define TAKES_PAIRS(rows) ((rows) > 1)
+ALWAYS_INLINE void multiply_pairs(const uint8_t *w, const int8_t *q, vi *sums, const int rows, const int bits) {
+    _Static_assert(INT8_OFFSET == 0 && DIGITS == 2, "sums start with 0; a row is two lines");
+    enum { EIGHTS = GROUP / 8 };
+    int8x16_t lines[EIGHTS][BLOCK_ROWS];
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; i++)
+        for (int half = 0; half < 2; half++) {
+            const int8_t *x = q + i * DIGITS * GROUP + half * 16;
+            int64x2_t q0 = vreinterpretq_s64_s8(vld1q_s8(x)), q1 = vreinterpretq_s64_s8(vld1q_s8(x + GROUP));
+            lines[half * 2][i] = vreinterpretq_s8_s64(vzip1q_s64(q0, q1));
+            lines[half * 2 + 1][i] = vreinterpretq_s8_s64(vzip2q_s64(q0, q1));
+        }
+    for (int r = 0; r < 4; r++) { /* four rows of the tile, in two pairs */
+        int32x4_t pair0[BLOCK_ROWS], pair1[BLOCK_ROWS];
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; i++) pair0[i] = pair1[i] = vdupq_n_s32(0);
+#pragma GCC unroll 4
+        for (int e = 0; e < EIGHTS; e++) {
+            const uint8_t *p = w + r * 16 + (bits == 8 ? e : e % 2) * 128;
+            uint8x16_t near = vld1q_u8(p), far = vld1q_u8(p + 64);
+            if (bits == 4) { /* the first 16 k are low halves of bytes, the others high ones */
+                near = e < 2 ? vandq_u8(near, vdupq_n_u8(15)) : vshrq_n_u8(near, 4);
+                far = e < 2 ? vandq_u8(far, vdupq_n_u8(15)) : vshrq_n_u8(far, 4);
+            }
+            int32x4_t first = vreinterpretq_s32_u8(near), next = vreinterpretq_s32_u8(far);
+            int8x16_t w01 = vreinterpretq_s8_s32(vzip1q_s32(first, next));
+            int8x16_t w23 = vreinterpretq_s8_s32(vzip2q_s32(first, next));
+#pragma GCC unroll 8
+            for (int i = 0; i < rows; i++) {
+                pair0[i] = vmmlaq_s32(pair0[i], lines[e][i], w01);
+                pair1[i] = vmmlaq_s32(pair1[i], lines[e][i], w23);
+            }
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; i++) {
+            int64x2_t w01 = vreinterpretq_s64_s32(pair0[i]), w23 = vreinterpretq_s64_s32(pair1[i]);
+            vst1q_s32((int32_t *)&sums[2 * i] + r * 4, vreinterpretq_s32_s64(vzip1q_s64(w01, w23)));
+            vst1q_s32((int32_t *)&sums[2 * i + 1] + r * 4, vreinterpretq_s32_s64(vzip2q_s64(w01, w23)));
+        }
+    }
+}
+#else
+#define TAKES_PAIRS(rows) 0
+#endif
+
 /* One tile times `rows` rows of activations, from row m on. `rows` and `bits` are constants wherever this is
  * inlined, so the loops over them disappear. */
 ALWAYS_INLINE void multiply_tile(const linear_args *a, const activations *act, int64_t tile, int64_t m,
                                  const int rows, const int bits) {
-    const int lines = rows * DIGITS;
+    const int lines = TAKES_PAIRS(rows) ? 0 : rows * DIGITS; /* that are multiplied one by one */
     const int64_t groups = act->groups;
     const int vectors = bits == 4 ? 4 : 8;
     const uint8_t *w = a->data + tile * groups * vectors * 64;
@@ -88,8 +146,9 @@ ALWAYS_INLINE void multiply_tile(const linear_args *a, const activations *act, i
         const int8_t *q = act->q + place * DIGITS * GROUP;
         read_ahead(w, w_scales, g, bits);
         vi sums[LINES];
+        const int has_starts = bits == 8 && INT8_OFFSET != 0; /* they are all 0 without an offset */
         for (int i = 0; i < lines; i++)
-            sums[i] = (vi){0} + (bits == 8 && i % DIGITS == DIGITS - 1 ? act->starts[place + i / DIGITS] : 0);
+            sums[i] = (vi){0} + (has_starts && i % DIGITS == DIGITS - 1 ? act->starts[place + i / DIGITS] : 0);
 #if defined(HAVE_AVX512)
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; v++) {
@@ -138,6 +197,9 @@ ALWAYS_INLINE void multiply_tile(const linear_args *a, const activations *act, i
             sums[i] = sum.all;
         }
 #elif defined(HAVE_NEON)
+#if defined(HAVE_I8MM)
+        if (TAKES_PAIRS(rows)) multiply_pairs(w, q, sums, rows, bits);
+#endif
         for (int i = 0; i < lines; i++) {
             const int8_t *x = q + i * GROUP;
             int8x16_t x0 = vld1q_s8(x), x1 = vld1q_s8(x + 16);
