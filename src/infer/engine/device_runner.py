@@ -187,6 +187,7 @@ class DeviceRunner(ModelRunner):
             return lambda: StepResult([], [], {})
         last, self._last = self._last, None
         if last is not None and self._go_on(plan, sequences, last):
+            self._state.flush()
             return self._launch_decode(last)
         rows, size = self._sync(plan, sequences)
         self._state.flush()
@@ -241,7 +242,6 @@ class DeviceRunner(ModelRunner):
     def _launch_decode(self, step: _Decoded) -> Callable[[], StepResult]:
         """Rows that decode and nothing else, which is what most steps are."""
         next_token = self._state.next_token
-        self._state.flush()
         self._graphs.ensure(step.size)
         self._inputs.send_rows(step.rows, step.size.num_rows)
         for row in step.rows:

@@ -96,7 +96,7 @@ class DenseAttention:
             self._attend(q, k, v, shape)
         except torch.AcceleratorError:
             raise
-        except (RuntimeError, NotImplementedError) as error:  # no such library, too old a one, or no memory
+        except RuntimeError as error:  # this build or processor cannot, or there is no memory for it
             logger.info("no more prompts than of %s go to cuDNN: %s", self.ready, str(error).splitlines()[0])
             self._wanted = []
             return False

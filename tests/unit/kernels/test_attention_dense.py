@@ -27,17 +27,22 @@ def by_pytorch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) 
 
 
 @pytest.fixture
-def dense(monkeypatch: pytest.MonkeyPatch) -> DenseAttention:
-    """Prompts of 8 to 32 tokens, padded to multiples of 4, all plans made."""
+def blank(monkeypatch: pytest.MonkeyPatch) -> DenseAttention:
+    """Prompts of 8 to 32 tokens, padded to multiples of 4; no plan is made yet."""
     monkeypatch.setattr(attention_dense, "PAD_LEN", 4)
     monkeypatch.setattr(attention_dense, "_MIN_LENS", {64: 8})
-    made = DenseAttention(
+    return DenseAttention(
         num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1, dtype=torch.bfloat16, device=torch.device("cpu"),
         max_tokens=32, attend=by_pytorch,
     )  # fmt: skip
-    while made.prepare():
+
+
+@pytest.fixture
+def dense(blank: DenseAttention) -> DenseAttention:
+    """The same, all plans made."""
+    while blank.prepare():
         pass
-    return made
+    return blank
 
 
 def test_plans_are_made_for_few_shapes_those_of_one_prompt_first(dense: DenseAttention) -> None:
@@ -68,17 +73,11 @@ def test_chunks_become_batches_that_there_are_plans_for(
     assert dense.split(chunks) == (batches, rest)
 
 
-def test_nothing_is_used_before_its_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_dense, "PAD_LEN", 4)
-    monkeypatch.setattr(attention_dense, "_MIN_LENS", {64: 8})
-    made = DenseAttention(
-        num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1, dtype=torch.bfloat16, device=torch.device("cpu"),
-        max_tokens=32, attend=by_pytorch,
-    )  # fmt: skip
+def test_nothing_is_used_before_its_plan_is_made(blank: DenseAttention) -> None:
     chunks = make_chunks([8, 12])
-    assert made.split(chunks) == ([], chunks)
-    assert made.prepare() and made.ready == {Shape(1, 8)}
-    assert made.split(chunks) == ([Batch(0, 8, Shape(1, 8))], chunks[1:])
+    assert blank.split(chunks) == ([], chunks)
+    assert blank.prepare() and blank.ready == {Shape(1, 8)}
+    assert blank.split(chunks) == ([Batch(0, 8, Shape(1, 8))], chunks[1:])
 
 
 @pytest.mark.parametrize(("nums", "first"), [([16, 16], 3), ([9, 31, 8], 0), ([8] * 4, 0), ([11], 0)])
@@ -130,19 +129,13 @@ def test_a_library_that_is_missing_is_done_without() -> None:
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), RuntimeError("no plan")])
 def test_plans_that_cannot_be_made_leave_those_that_could(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
+    blank: DenseAttention, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_dense, "PAD_LEN", 4)
-    monkeypatch.setattr(attention_dense, "_MIN_LENS", {64: 8})
-    made = DenseAttention(
-        num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1, dtype=torch.bfloat16,
-        device=torch.device("cpu"), max_tokens=32, attend=by_pytorch,
-    )  # fmt: skip
-    assert made.prepare()
+    assert blank.prepare()
 
     def refuse(*_: object, **__: object) -> torch.Tensor:
         raise error
 
     monkeypatch.setattr(torch, "randn", refuse)
-    assert not made.prepare() and not made.prepare()
-    assert made.ready == {Shape(1, 8)}
+    assert not blank.prepare() and not blank.prepare()
+    assert blank.ready == {Shape(1, 8)}
