@@ -40,6 +40,15 @@ def fetch_file(repo: str, name: str, *, revision: str | None, show_progress: boo
         return Path(hf_hub_download(repo, name, revision=revision))
 
 
+def check_file(repo: str, name: str, *, revision: str | None) -> None:
+    """Refuse what `fetch_file` would: one question to the hub, or none if the file is in the cache."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+    with _sentences(repo, revision, name):
+        if not isinstance(try_to_load_from_cache(repo, name, revision=revision), str):
+            get_hf_file_metadata(hf_hub_url(repo, name, revision=revision))
+
+
 @contextmanager
 def _progress_bars(show: bool) -> Iterator[None]:
     from huggingface_hub.utils.tqdm import (

@@ -9,6 +9,9 @@
 What exists on disk wins: `org/name` is only looked up on the hub when there is no such directory.
 Files that are unpickled when read (`*.bin`, `*.pt`) are never downloaded and never opened: opening a
 pickle runs whatever code its author put there.
+
+`check_model` asks the same questions without fetching anything: whoever has something else to do first,
+as a server that takes a port, can refuse a name that leads nowhere before doing it.
 """
 
 from __future__ import annotations
@@ -44,6 +47,35 @@ def resolve_model(
         _refuse_revision(revision, "the default model has only one")
         file = default_model.default_model_file(show_progress=show_progress)
         return ModelSource(path=file, name=default_model.NAME, is_gguf=True)
+    found = _find(model, revision)
+    if isinstance(found, ModelSource):
+        return found
+
+    from infer.loader import hub
+
+    repo, file_name = found
+    if file_name is not None:
+        file = hub.fetch_file(repo, file_name, revision=revision, show_progress=show_progress)
+        return ModelSource(path=_checked_gguf(file), name=repo, is_gguf=True)
+    directory = hub.fetch_repository(repo, revision=revision, show_progress=show_progress)
+    return ModelSource(path=_checked_directory(directory, repo), name=repo, is_gguf=False)
+
+
+def check_model(model: str | None, *, revision: str | None = None) -> None:
+    """Refuse, as `resolve_model` would, what cannot be found; a hub is asked once, and nothing is fetched."""
+    if model is None:
+        _refuse_revision(revision, "the default model has only one")
+        return
+    found = _find(model, revision)
+    if not isinstance(found, ModelSource):
+        from infer.loader import hub
+
+        repo, file_name = found
+        hub.check_file(repo, file_name or "config.json", revision=revision)
+
+
+def _find(model: str, revision: str | None) -> ModelSource | tuple[str, str | None]:
+    """What lies on this disk, or the repository of a hub and the one file of it that is wanted."""
     if not model.strip() or "\0" in model:
         raise ModelSourceError(f"model must be a path or a hub id (org/name), got {model!r}")
     path = Path(os.path.expanduser(model))
@@ -53,15 +85,7 @@ def resolve_model(
     hub_id = _HUB_ID.fullmatch(model)
     if hub_id is None or model.endswith(".gguf") and hub_id["file"] is None:
         raise _no_such_path(model, path)
-
-    from infer.loader import hub
-
-    repo, file_name = hub_id["repo"], hub_id["file"]
-    if file_name is not None:
-        file = hub.fetch_file(repo, file_name, revision=revision, show_progress=show_progress)
-        return ModelSource(path=_checked_gguf(file), name=repo, is_gguf=True)
-    directory = hub.fetch_repository(repo, revision=revision, show_progress=show_progress)
-    return ModelSource(path=_checked_directory(directory, repo), name=repo, is_gguf=False)
+    return hub_id["repo"], hub_id["file"]
 
 
 def _refuse_revision(revision: str | None, reason: str) -> None:
@@ -134,7 +158,8 @@ def _no_such_path(model: str, path: Path) -> ModelSourceError:
         kind = "an existing path, and does not look like a hub id (org/name or org/name:file.gguf)"
     else:
         kind = "an existing path or a well-formed hub id (org/name or org/name:file.gguf)"
-    return ModelSourceError(f"model {model!r} is not {kind}{nearest_sibling(path)}")
+    advice = nearest_sibling(path) or "; check the spelling, or name no model to get the default one"
+    return ModelSourceError(f"model {model!r} is not {kind}{advice}")
 
 
 def nearest_sibling(path: Path) -> str:

@@ -2,11 +2,12 @@
 
     bind ──► answer 503 "starting" ──► models load ──► ready ──► signal ──► drain ──► close ──► exit 0
 
-The port is taken first, so that a second server on it fails at once and not after a minute of loading,
-and whoever watches sees "starting" instead of a refused connection. After SIGTERM or Ctrl-C new requests
-get 503, running ones have `drain_timeout` seconds to end and are then cut off with an error; a second
-signal exits at once. If a model cannot be loaded the server ends with that error, and if every engine is
-down for good it ends with `EngineLost`: whoever watches the process starts it again.
+The port is taken before models are loaded, so that a second server on it fails at once and not after a
+minute, and whoever watches sees "starting" instead of a refused connection. Only a model that cannot be
+found is refused earlier still: who will never be ready should not listen. After SIGTERM or Ctrl-C new
+requests get 503, running ones have `drain_timeout` seconds to end and are then cut off with an error; a
+second signal exits at once. If a model cannot be loaded the server ends with that error, and if every engine
+is down for good it ends with `EngineLost`: whoever watches the process starts it again.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import uvicorn
 
 from infer.config import EngineConfig, ServerConfig
 from infer.errors import ConfigError, EngineLost
+from infer.loader.source import check_model
 from infer.server.app import build_app
 from infer.server.connection import GuardedConnection
 from infer.server.fleet import Fleet
@@ -58,6 +60,8 @@ def serve(
     models: Mapping[str, EngineConfig], config: ServerConfig, *, announce: Callable[[str], None]
 ) -> None:
     """Serve these models until a signal comes; `announce` is told the URL once requests are welcome."""
+    for engine in models.values():
+        check_model(engine.load.model, revision=engine.load.revision)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(run(models, config, announce=announce))
 

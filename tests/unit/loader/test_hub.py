@@ -16,7 +16,7 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled
 
 from infer.errors import ModelSourceError
 from infer.loader import hub
-from infer.loader.hub import UNWANTED, WANTED, fetch_file, fetch_repository
+from infer.loader.hub import UNWANTED, WANTED, check_file, fetch_file, fetch_repository
 
 # The HTTP client of the installed hub library, whichever it is.
 http = importlib.import_module(errors.HfHubHTTPError.__mro__[1].__module__.partition(".")[0])
@@ -113,3 +113,28 @@ def test_progress_bars_are_switched_for_the_time_of_the_download(
     assert hub.fetch_repository("org/name", revision="v1", show_progress=show) == tmp_path
     assert seen == [show and not before]
     assert are_progress_bars_disabled() == before
+
+
+def test_a_hub_is_asked_about_a_file_that_is_not_cached_and_nothing_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached: list[object] = [
+        str(tmp_path / "config.json"),
+        None,
+        object(),
+    ]  # here, unknown, known to be missing
+    asked: list[str] = []
+
+    def answer(url: str) -> None:
+        asked.append(url)
+        raise errors.RepositoryNotFoundError("404", response=RESPONSE)
+
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *args, **knobs: cached.pop(0))
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", answer)
+    check_file("org/name", "config.json", revision="v1")
+    assert asked == []
+    for _ in range(2):
+        with pytest.raises(ModelSourceError, match="knows no public model 'org/name'"):
+            check_file("org/name", "config.json", revision="v1")
+    assert len(asked) == 2
+    assert asked[0].endswith("/org/name/resolve/v1/config.json")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from infer.errors import ConfigError, ModelSourceError
+from infer.errors import ConfigError, InferError, ModelSourceError
 from infer.loader import hub
-from infer.loader.source import ModelSource, resolve_model
+from infer.loader.source import ModelSource, check_model, resolve_model
 
 
 def make_directory(path: Path, *files: str) -> Path:
@@ -153,3 +153,25 @@ def test_one_gguf_file_of_a_hub_repository_can_be_asked_for(
     monkeypatch.chdir(tmp_path)
     source = resolve_model("org/name:m-Q4_K.gguf", show_progress=False)
     assert source == ModelSource(path=path, name="org/name", is_gguf=True)
+
+
+def test_a_model_is_checked_without_being_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(hub, "check_file", lambda *args, **knobs: asked.append((*args, knobs)))
+    monkeypatch.chdir(tmp_path)
+    check_model(None)
+    check_model(str(make_gguf(tmp_path / "m.gguf")))
+    assert asked == []
+    check_model("org/name", revision="v1")
+    check_model("org/name:a.gguf")
+    assert asked == [
+        ("org/name", "config.json", {"revision": "v1"}),
+        ("org/name", "a.gguf", {"revision": None}),
+    ]
+    for model, revision in (("nope", None), ("./m.gguf", "v1"), (None, "v1"), ("", None)):
+        with pytest.raises(InferError) as checked:
+            check_model(model, revision=revision)
+        with pytest.raises(InferError) as resolved:
+            resolve_model(model, revision=revision)
+        assert str(checked.value) == str(resolved.value)
+    assert refusal("nope").endswith("; check the spelling, or name no model to get the default one")
