@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from infer.cli.main import main
+from infer.__main__ import main
 
 if __name__ == "__main__":
     raise SystemExit(main(["serve", *sys.argv[1:]]))

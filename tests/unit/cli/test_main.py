@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -184,3 +185,34 @@ def test_a_bar_is_drawn_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     with progress("loading", 3, counts_bytes=True) as advance:
         advance(3)
     assert "loading" in terminal.getvalue()
+
+
+IMPATIENT = """
+import sys
+
+class CtrlC:  # pressed while a module of the command line is looked for
+    def find_spec(self, name, path=None, target=None):
+        if name == "infer.cli.flags":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, CtrlC())
+{door}
+"""
+
+
+@pytest.mark.parametrize(
+    "door",
+    [
+        "from infer.__main__ import main; sys.exit(main())",
+        "import runpy; runpy.run_module('infer', run_name='__main__')",
+        "import runpy; runpy.run_module('infer.server', run_name='__main__')",
+    ],
+)
+def test_ctrl_c_while_importing_ends_quietly(door: str) -> None:
+    done = subprocess.run([sys.executable, "-c", IMPATIENT.format(door=door)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_the_installed_command_enters_by_the_door_that_can_be_interrupted() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"infer": "infer.__main__:main"}
