@@ -140,15 +140,29 @@ def fit_cache(
         bytes_per_token=bytes_per_token,
         free_bytes=min(int(free_bytes * share), room),
     )
-    if size.num_bytes > room:
-        leaves = f"num_blocks={room // (cache.block_size * bytes_per_token)}"
-        if cache.num_blocks is None:
-            leaves = f"kv_cache_memory={room >> 10}KiB"
+    asked = size.num_bytes
+    if cache.num_blocks is None and cache.kv_cache_memory is not None:
+        asked = parse_bytes(
+            cache.kv_cache_memory
+        )  # must be there, even if sequences could never use all of it
+    if asked > room:
+        knob, _, _ = _asker(cache).partition("=")
+        if knob == "num_blocks":
+            given, most = f" ({format_bytes(asked)})", str(room // (cache.block_size * bytes_per_token))
+        else:
+            given, most = "", _floor_bytes(room)
         raise ConfigError(
-            f"{_asker(cache)}: a KV cache of {format_bytes(size.num_bytes)} was asked for, but {parts}: "
-            f"that leaves {leaves}"
+            f"{_asker(cache)}{given} is more than there is: {parts}; set {knob}={most} or less, or leave it "
+            "out to have the size chosen"
         )
     return size
+
+
+def _floor_bytes(count: int) -> str:
+    """The largest round size that is not above this one, as a knob takes it."""
+    if count >= 1 << 30:
+        return f"{count * 10 // 2**30 / 10}GiB"
+    return f"{count >> 20}MiB" if count >= 1 << 20 else f"{count}B"
 
 
 def _asker(cache: CacheConfig) -> str:
@@ -164,8 +178,8 @@ def check_host_blocks(num_host_blocks: int, size: CacheSize, free_bytes: int) ->
     if num_host_blocks * bytes_each > free_bytes:
         raise ConfigError(
             f"num_host_blocks={num_host_blocks} takes {format_bytes(num_host_blocks * bytes_each)} of host "
-            f"memory, but {format_bytes(free_bytes)} are free: that leaves "
-            f"num_host_blocks={max(free_bytes, 0) // bytes_each}"
+            f"memory, but {format_bytes(free_bytes)} are free; "
+            f"set num_host_blocks={max(free_bytes, 0) // bytes_each} or less"
         )
 
 

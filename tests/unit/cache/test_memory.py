@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,28 +143,51 @@ def test_the_cache_leaves_room_for_a_step_and_its_workspace() -> None:
     assert size.num_bytes < in_place.num_bytes <= (1 << 30) - activations
 
 
-def test_a_cache_larger_than_its_room_is_refused_with_what_fits() -> None:
-    with pytest.raises(
-        ConfigError, match="a KV cache of 6866455.1 GiB was asked for, but 1.0 GiB are"
-    ) as caught:
-        fit(1 << 30, num_blocks=10**10)
-    largest = int(str(caught.value).rpartition("num_blocks=")[2])
+def refusal(free_bytes: int, **knobs: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        fit(free_bytes, **knobs)
+    return str(caught.value)
+
+
+def advice(message: str, knob: str) -> str:
+    """The value that a refusal says would do."""
+    found = re.search(rf"; set {knob}=(\S+) or less, or leave it out to have the size chosen$", message)
+    assert found is not None, message
+    return found[1]
+
+
+def test_more_blocks_than_there_is_room_for_are_refused_with_how_many_fit() -> None:
+    said = refusal(1 << 30, num_blocks=10**10)
+    assert said.startswith(
+        "num_blocks=10000000000 (6866455.1 GiB) is more than there is: 1.0 GiB are free once the weights are "
+        "there, and a step's activations take up to 132.0 MiB; "
+    )
+    largest = int(advice(said, "num_blocks"))
     assert fit(1 << 30, num_blocks=largest).num_blocks == largest
-    with pytest.raises(ConfigError, match="was asked for"):
-        fit(1 << 30, num_blocks=largest + 1)
-    with pytest.raises(ConfigError, match="^kv_cache_memory=3GiB: a KV cache of .* was asked for") as caught:
-        fit(1 << 30, kv_cache_memory="3GiB")
-    most = str(caught.value).rpartition("kv_cache_memory=")[2]
-    assert fit(1 << 30, kv_cache_memory=most).num_blocks == largest
-    with pytest.raises(ConfigError, match="no room for a KV cache: 100.0 MiB are free once the weights"):
-        fit(100 << 20)
+    assert advice(refusal(1 << 30, num_blocks=largest + 1), "num_blocks") == str(largest)
+
+
+@pytest.mark.parametrize(("asked", "free"), [("3GiB", 1 << 30), ("3GiB", 5 << 29), ("1TiB", 40 << 30)])
+def test_more_memory_than_there_is_is_refused_with_how_much_there_is(asked: str, free: int) -> None:
+    """The last one has room for all that eight sequences could ever use, and still not for what was asked."""
+    said = refusal(free, kv_cache_memory=asked)
+    assert said.startswith(f"kv_cache_memory={asked} is more than there is: {format_bytes(free)} are free")
+    most = advice(said, "kv_cache_memory")
+    assert fit(free, kv_cache_memory=most).num_bytes > 0.8 * min(free, 8 * 8192 * 46080)
+
+
+def test_no_room_at_all_is_said() -> None:
+    assert refusal(100 << 20).startswith(
+        "there is no room for a KV cache: 100.0 MiB are free once the weights"
+    )
 
 
 def test_blocks_in_host_memory_must_fit_there() -> None:
     size = CacheSize(4, 16, 10)
     check_host_blocks(10, size, 1600)
     with pytest.raises(
-        ConfigError, match="num_host_blocks=11 takes 1.7 KiB of host memory.*num_host_blocks=10$"
+        ConfigError,
+        match="num_host_blocks=11 takes 1.7 KiB of host memory.*; set num_host_blocks=10 or less$",
     ):
         check_host_blocks(11, size, 1600)
 

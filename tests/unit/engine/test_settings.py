@@ -43,8 +43,9 @@ def start_engine_process(model: str, **knobs: Any) -> None:
             {"kv_cache_memory": "1KiB", "kv_cache_backend": "contiguous"},
             "one sequence of max_seq_len 256 takes",
         ),
-        ({"num_blocks": 10**10}, "that leaves num_blocks="),
-        ({"num_host_blocks": 10**10}, "that leaves num_host_blocks="),
+        ({"kv_cache_memory": "1000TiB"}, "kv_cache_memory=1000TiB is more than there is"),
+        ({"num_blocks": 10**10}, "num_blocks=10000000000 .* is more than there is: .*; set num_blocks="),
+        ({"num_host_blocks": 10**10}, "; set num_host_blocks="),
         (
             {"use_chunked_prefill": False, "max_num_batched_tokens": 64},
             "without chunked prefill a step must hold",
