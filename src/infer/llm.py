@@ -346,9 +346,10 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _as_conversations(messages: Conversation | Sequence[Sequence[Message]]) -> list[Conversation]:
     """One conversation or several? A text and a list of messages are one."""
+    message = '{"role": "user", "content": "..."}'
     allowed = (
-        'chat answers a text, a list of messages such as {"role": "user", "content": "..."}, '
-        "or a list of such lists"
+        f"chat answers a text, one conversation, which is a list of messages such as {message}, "
+        "or several, which is a list of such lists"
     )
     if isinstance(messages, str):
         return [messages]
@@ -358,9 +359,10 @@ def _as_conversations(messages: Conversation | Sequence[Sequence[Message]]) -> l
         return [cast("Sequence[Message]", messages)]
     for i, each in enumerate(messages):
         if not isinstance(each, Sequence) or isinstance(each, str | bytes | bytearray):
-            raise RequestError(
-                f"{allowed}; conversation {i} of {len(messages)} is {type(each).__name__}", param="messages"
-            )
+            given = f"conversation {i} of {len(messages)} is {type(each).__name__}"
+            if isinstance(each, str):  # turns of one conversation, or one text for each of several?
+                given += f"; to ask every text by itself give [[{message}], [{message}], ...]"
+            raise RequestError(f"{allowed}; {given}", param="messages")
     return list(cast("Sequence[Sequence[Message]]", messages))
 
 
