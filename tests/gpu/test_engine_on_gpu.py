@@ -163,6 +163,33 @@ def test_graphs_of_an_engine_that_is_gone_do_not_spoil_a_capture(checkpoint: str
         gc.enable()
 
 
+def test_an_engine_is_frozen_while_it_lives_and_its_memory_comes_back(qwen3: str) -> None:
+    gc.unfreeze()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    llm = LLM(qwen3, device="cuda", dtype="bfloat16", max_batch_size=4)
+    built = gc.get_freeze_count()
+    while llm.engine.prepare():
+        pass
+    assert 0 < built < gc.get_freeze_count()
+    held = torch.cuda.memory_allocated()
+    del llm
+    gc.collect()
+    assert gc.get_freeze_count() == 0
+    assert torch.cuda.memory_allocated() - before < (held - before) / 10
+
+
+def test_a_prepared_engine_needs_no_more_memory_for_a_prompt(qwen3: str) -> None:
+    """Neither does the capture of a graph give away what was there."""
+    llm = LLM(qwen3, device="cuda", dtype="bfloat16", max_batch_size=4)
+    while llm.engine.prepare():
+        pass
+    allocations = torch.cuda.memory_stats()["num_device_alloc"]
+    for _ in range(2):
+        llm.generate([[9] * 100], GREEDY)
+    assert torch.cuda.memory_stats()["num_device_alloc"] == allocations
+
+
 @contextlib.contextmanager
 def count_compilations() -> Iterator[list[str]]:
     """The names of the kernels that Triton compiles meanwhile."""

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from infer.engine import build
 from infer.engine.device_runner import DeviceRunner
@@ -156,3 +157,37 @@ def test_a_batch_that_goes_on_is_not_looked_at_row_by_row(monkeypatch: pytest.Mo
     assert run_engine(engine, requests) == run_on_cpu("llama", requests)
     assert len(looked_at) <= 4, "prompts, the first step that decodes, and when one of three has left"
     assert engine.scheduler.step > 20
+
+
+@pytest.mark.usefixtures("on_device")
+def test_padding_in_idle_time_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step of many tokens, one of the most there can be, once each; the cache stays as it was."""
+    engine = make_device_engine("llama", max_num_batched_tokens=1500)
+    runner: Any = engine._runner
+    sizes: list[int] = []
+    forward = runner._forward
+
+    def note(num_tokens: int, *others: Any) -> torch.Tensor:
+        sizes.append(num_tokens)
+        hidden_TD: torch.Tensor = forward(num_tokens, *others)
+        return hidden_TD
+
+    monkeypatch.setattr(runner, "_forward", note)
+    monkeypatch.setattr(runner, "_pads", True)  # as on a GPU
+    while engine.prepare():
+        pass
+    assert sizes == [1024, 1500]
+    assert all(bool(part.isnan().all()) for part in (*runner._store.keys, *runner._store.values))
+    assert run_engine(engine, PLAIN) == expected("llama", False)
+
+
+@pytest.mark.usefixtures("on_device")
+def test_padding_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_device_engine("llama")
+    runner: Any = engine._runner
+    monkeypatch.setattr(runner, "_pads", True)
+    with monkeypatch.context() as starved:
+        starved.setattr(runner, "_forward", mock.Mock(side_effect=torch.OutOfMemoryError("no room")))
+        while engine.prepare():
+            pass
+    assert run_engine(engine, PLAIN) == expected("llama", False)

@@ -34,6 +34,7 @@ from infer.engine.cpu_step import attention_gathers
 from infer.engine.device_runner import DeviceRunner
 from infer.engine.engine import Engine
 from infer.engine.facts import RunFacts, fingerprint, shareable_knobs
+from infer.engine.garbage import freeze_with, freezing
 from infer.engine.observer import EngineObserver
 from infer.engine.preemption import PreemptionCost
 from infer.engine.runner import ModelRunner
@@ -75,7 +76,8 @@ def build_engine(
     scheduler = Scheduler(pool, scheduler_config, cost=cost, keeps_cache=keeps_cache)
     if observer is not None:
         observer.on_start(_facts(config, loaded, size, scheduler.cost))
-    return Engine(
+    is_gpu = loaded.device.type == "cuda"
+    engine = Engine(
         scheduler,
         runner,
         context_len=loaded.max_seq_len,
@@ -87,8 +89,11 @@ def build_engine(
         observer=observer,
         embedder=runner.embed,
         overlap=config.run.use_overlap and isinstance(runner, DeviceRunner) and keeps_cache,
-        prepare=runner.prepare,
+        prepare=freezing(runner.prepare) if is_gpu else runner.prepare,
     )
+    if is_gpu:  # a CPU waits for nobody while garbage is collected, and tiny models are built by the hundred
+        freeze_with(engine)
+    return engine
 
 
 def check_knobs(config: EngineConfig, loaded: LoadedModel | LoadChoice) -> SchedulerConfig:

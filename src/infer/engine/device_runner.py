@@ -38,12 +38,7 @@ from infer.errors import DeviceLost
 from infer.kernels.attention_decode import DecodeWork
 from infer.kernels.attention_dense import Batch, DenseAttention
 from infer.kernels.attention_prefill import Chunk as PrefillChunk
-from infer.kernels.attention_prefill import (
-    PrefillChunks,
-    build_prefill_chunks,
-    check_flash,
-    tokens_per_tile,
-)
+from infer.kernels.attention_prefill import PrefillChunks, build_prefill_chunks, check_flash, tokens_per_tile
 from infer.kernels.cuda.paged_attention import compile_attend_decode
 from infer.kernels.sample_rows import SampleScratch, sample_rows
 from infer.kernels.step_state import StepInputs, advance_rows, gather_step
@@ -121,7 +116,8 @@ class DeviceRunner(ModelRunner):
                 num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
                 scale=config.scale, dtype=store.keys[0].dtype, device=device, max_tokens=max_tokens,
             )  # fmt: skip
-        self._has_seen_prompts = device.type != "cuda" or self._backend == "flash"
+        self._pads, self._max_tokens = device.type == "cuda" and self._backend != "flash", max_tokens
+        self._padded: set[int] = set()  # numbers of tokens
         self._host_chunks: tuple[PrefillChunk, ...] = ()  # for the reference of prefill attention alone
         self._graphs = StepGraphs(
             self._launch_kernels,
@@ -139,25 +135,32 @@ class DeviceRunner(ModelRunner):
     @torch.inference_mode()
     def prepare(self) -> bool:
         """Do one piece of the work that makes later steps quicker; False: nothing is left to do."""
-        if not self._has_seen_prompts:
-            self._has_seen_prompts = True
-            try:
-                self._compile_for_prompts()
-            except torch.AcceleratorError:
-                raise
-            except Exception:  # out of memory, say: a prompt may still find room
-                logger.exception("the kernels of long prompts will be compiled when the first one comes")
-            return True
-        return self._graphs.prepare() or (self._dense is not None and self._dense.prepare())
+        return (
+            self._run_padding(min(_PADDING_STEP, self._max_tokens))
+            or self._graphs.prepare()
+            or (self._dense is not None and self._dense.prepare())
+            or self._run_padding(self._max_tokens)
+        )
 
-    def _compile_for_prompts(self) -> None:
-        """A ragged step of padding, for the kernels of many tokens, which no graph has; writes nothing."""
+    def _run_padding(self, num_tokens: int) -> bool:
+        """A ragged step of padding, which writes nothing; False: there has been one of this size.
+
+        Of many tokens, for their kernels, which no graph has; of the most there can be, for their memory.
+        """
+        if not self._pads or num_tokens in self._padded:
+            return False
+        self._padded.add(num_tokens)
         self._inputs.blank()
-        nothing = PrefillChunk(0, 0, 0, 0)
+        batches = self._dense.split([PrefillChunk(0, num_tokens, 0, 0)])[0] if self._dense else []
         tiles_W4 = torch.zeros((1, 4), dtype=torch.int32, device=self._device)
-        tiles = PrefillChunks.from_arrays(tiles_W4, (nothing,))
-        num_tokens = min(_PADDING_STEP, self._inputs.table_3T.shape[1])
-        self._forward(num_tokens, self._inputs.rows_S[:0], tiles)
+        tiles = PrefillChunks.from_arrays(tiles_W4, [PrefillChunk(0, 0, 0, 0)])
+        try:
+            self._forward(num_tokens, self._inputs.rows_S[:0], tiles, batches)
+        except torch.AcceleratorError:
+            raise
+        except Exception:  # out of memory, say: a prompt may still find room
+            logger.exception("what steps of %d tokens need is made when the first one comes", num_tokens)
+        return True
 
     def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
         """Launch and wait."""

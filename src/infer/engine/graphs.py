@@ -11,6 +11,10 @@ a step does not fill is padding, for which every kernel does nothing.
 
 A size is captured when it is first needed, or before that in idle time (`prepare`): the first answer
 never waits for graphs it does not use. All graphs share one memory pool, because only one runs at a time.
+
+PyTorch's own context for a capture first gives back all memory that is kept for later, the device's and the
+host's pinned one, and the steps behind it wait a quarter of a second to get it again. Here it is given back
+only where a capture has found too little.
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ from __future__ import annotations
 import gc
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +69,7 @@ class StepGraphs:
         self._graphs: dict[StepSize, torch.cuda.CUDAGraph] = {}
         self._uncaptured: set[StepSize] = set()
         self._pool: Any = None  # a handle
+        self._stream: torch.cuda.Stream | None = None
 
     def size_for(self, num_rows: int, num_tokens: int) -> StepSize | None:
         """The smallest size with room for these; None: more tokens of prompts than any graph has."""
@@ -103,21 +109,40 @@ class StepGraphs:
         """Run a step of padding, which compiles its kernels and changes nothing; then record the same."""
         self._blank()
         self._launch(size)
+        try:
+            self._graphs[size] = self._record(size)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            self._graphs[size] = self._record(size)
+
+    def _record(self, size: StepSize) -> torch.cuda.CUDAGraph:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        # Should Python collect garbage meanwhile, and graphs of an engine that is gone be among it, their end
-        # would be part of what is recorded, which CUDA refuses.
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        if self._pool is None or self._stream is None:
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), _stream()
+        with _no_garbage_collection(), torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
                 self._launch(size)
-        finally:
-            if collects:
-                gc.enable()
-        self._graphs[size] = graph
+            finally:
+                graph.capture_end()
+        return graph
+
+
+def _stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Graphs of an engine that is gone may be garbage: their end would be recorded, which CUDA refuses."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _at_least(sizes: Sequence[int], wanted: int) -> int:

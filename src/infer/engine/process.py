@@ -16,7 +16,6 @@ its business alone: a signal sent to the whole group must not end the engine bef
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -32,6 +31,7 @@ import zmq
 from infer.config import EngineConfig
 from infer.engine.callers import Callers
 from infer.engine.engine import Engine
+from infer.engine.garbage import freeze
 from infer.engine.messages import (
     Abort,
     Add,
@@ -190,8 +190,7 @@ def main(make_engine: Callable[[EngineConfig], Engine] = load_engine) -> int:
         link.connect(launch.endpoint)
         try:
             engine = make_engine(EngineConfig.from_knobs(**launch.knobs))
-            gc.collect()
-            gc.freeze()  # the model and its parts live as long as the process: never look at them again
+            freeze()  # the model and its parts live as long as the process
             link.send(encode(Ready(engine.stats())))
             EngineServer(engine, link).run()
         except BaseException as error:
