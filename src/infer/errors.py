@@ -29,6 +29,9 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+MIN_ALIKE = 0.75  # letters that two names share in the same order, of all letters of both
+MIN_BEGUN = 3  # letters: fewer begin too many names
+
 
 class InferError(Exception):
     """The root: catch this to catch everything this package raises on purpose."""
@@ -153,10 +156,25 @@ def spell_context(context_len: int, model_len: int | None) -> str:
 
 
 def closest(name: str, known: Iterable[str], *, aliases: Mapping[str, str] | None = None) -> str:
-    """End an error message with the known name nearest to a misspelt one, or with nothing.
+    """End an error message with the known name that a misspelt one stands for, or with nothing.
 
     `aliases` are names that are known elsewhere, each with the one it has here.
     """
     names = {each: each for each in known} | dict(aliases or {})
-    matches = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"; did you mean {names[matches[0]]!r}?" if matches else ""
+    match = nearest(name, names)
+    return f"; did you mean {names[match]!r}?" if match is not None else ""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that this one is a slip of, or the only one that begins with it; None: no such name.
+
+    A slip leaves three letters out of four where they were. A guess from further away is worse than none:
+    it sends people to something that has nothing to do with what they want. Upper case does not count.
+    """
+    names = {each.casefold(): each for each in known}
+    given = name.casefold()
+    begun = [each for each in names if each.startswith(given)]
+    if len(given) >= MIN_BEGUN and len(begun) == 1:
+        return names[begun[0]]
+    matches = difflib.get_close_matches(given, names, n=1, cutoff=MIN_ALIKE)
+    return names[matches[0]] if matches else None

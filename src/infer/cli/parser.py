@@ -9,9 +9,10 @@ subcommand nor compare with its options. Here each parser complains for itself.
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Sequence
 from typing import Any
+
+from infer.errors import nearest
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,8 +35,7 @@ class Parser(argparse.ArgumentParser):
         options = [argument.partition("=")[0] for argument in unknown if argument.startswith("-")]
         if not options:
             return f"unexpected argument {unknown[0]!r}; quote a text that holds spaces"
-        known = list(self._option_string_actions)
-        matches = [name for name in known if name.startswith(options[0])]  # --temp is --temperature cut short
-        matches = matches or difflib.get_close_matches(options[0], known, n=1)
-        hint = f"did you mean {matches[0]}?" if matches else f"'{self.prog} --help' lists the options"
+        known = {name.lstrip("-"): name for name in self._option_string_actions}  # dashes make no two alike
+        match = nearest(options[0].lstrip("-"), known)
+        hint = f"did you mean {known[match]}?" if match else f"'{self.prog} --help' lists the options"
         return f"unknown option {options[0]}; {hint}"

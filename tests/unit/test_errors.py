@@ -1,0 +1,63 @@
+"""Which known name an unknown one is taken for, and which is not taken for any."""
+
+from __future__ import annotations
+
+import pytest
+
+from infer.config import knob_table
+from infer.errors import closest, nearest
+from infer.sampling.params import SamplingParams
+
+NAMES = [*knob_table(with_server=True), *SamplingParams.__dataclass_fields__]
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("dtpye", "dtype"),
+        ("temprature", "temperature"),
+        ("topp", "top_p"),
+        ("max_batchsize", "max_batch_size"),
+        ("max_new_tokens", "max_tokens"),
+        ("stops", "stop"),
+        ("n_threads", "num_threads"),
+        ("logprob", "logprobs"),
+        ("prefix_caching", "use_prefix_caching"),
+        ("temp", "temperature"),  # the only one that begins so
+        ("presence", "presence_penalty"),
+        ("Num_Blocks", "num_blocks"),
+    ],
+)
+def test_a_slip_is_understood(given: str, meant: str) -> None:
+    assert nearest(given, NAMES) == meant
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "tensor_parallel_size",
+        "quantization",
+        "host_memory",  # not kv_cache_memory
+        "kv_cache_dtype",
+        "length_penalty",  # not presence_penalty
+        "num_beams",  # not num_threads
+        "max_length",
+        "stop_sequences",
+        "do_sample",
+        "lora",  # not port
+        "workers",  # not tokenizer
+        "nope",  # not stop
+        "tp",
+        "num",  # many begin so
+        "",
+    ],
+)
+def test_what_is_far_from_every_name_is_taken_for_none(given: str) -> None:
+    assert nearest(given, NAMES) is None
+    assert closest(given, NAMES) == ""
+
+
+def test_a_name_from_elsewhere_is_answered_with_the_one_here() -> None:
+    assert closest("max_modle_len", NAMES, aliases={"max_model_len": "max_seq_len"}) == (
+        "; did you mean 'max_seq_len'?"
+    )
