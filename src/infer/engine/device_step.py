@@ -8,6 +8,12 @@ is a row that decodes, the decode kernel takes the projection and writes them it
 Nothing here depends on a length that the host knows: a step of decode rows alone can be captured in a CUDA
 graph and replayed while sequences grow.
 
+A step that has both has two kernels that do not need each other and that each leave most of the GPU idle: a
+chunk of 128 tokens is a handful of programs, and rows that decode wait for memory. In a graph they are two
+branches and run side by side. Only where the linear behind them is the library's: it is launched the
+ordinary way, after both, and the rules of programmatic dependent launch (kernels/dispatch.py) need not know
+of branches.
+
     backend     rows that decode      chunks of prompts
     triton      Triton                Triton; those in `dense` cuDNN (kernels/attention_dense.py)
     cuda        CUDA C++              Triton
@@ -20,6 +26,8 @@ Shapes:  T tokens, S of them rows that decode, N query heads, G kv heads, H head
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import lru_cache
 
 import torch
 
@@ -30,6 +38,7 @@ from infer.kernels.attention_prefill import PrefillChunks, attend_prefill
 from infer.kernels.cuda.paged_attention import attend_decode_cuda
 from infer.kernels.dispatch import use_triton
 from infer.kernels.heads import HeadTransform
+from infer.kernels.linear_configs import MAX_SMALL_M
 from infer.layers.attention import CacheSlots, StepContext
 
 _DECODED_BY_TRITON = ("triton", "flash")
@@ -108,6 +117,9 @@ class DeviceStep(StepContext):
         keys, values = self._store.keys[layer], self._store.values[layer]
         num_rows = len(self._rows_S)
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        branch = self._branch(q_TNH)
+        if branch is not None:
+            branch.wait_stream(torch.cuda.current_stream())
         if num_rows and self._backend == "cuda":
             attend_decode_cuda(
                 q_TNH[:num_rows], keys, values, self._tables_RB, self._rows_S, self._lens_S,
@@ -118,14 +130,29 @@ class DeviceStep(StepContext):
                 q_TNH[:num_rows], keys, values, self._tables_RB, self._rows_S, self._lens_S, self._work,
                 block_size=self._block_size, scale=scale, window=window, out=out_TNH[:num_rows],
             )  # fmt: skip
-        for chunks in filter(None, (self._tokens, self._chunks)):
-            attend_prefill(
-                q_TNH, keys, values, self._tables_RB, chunks,
-                block_size=self._block_size, scale=scale, window=window, out=out_TNH,
-                fresh_slots_T=self._slots_T if self._backend == "flash" else None,
-                invariant=self._backend == "invariant",
-            )  # fmt: skip
+        with nullcontext() if branch is None else torch.cuda.stream(branch):
+            for chunks in filter(None, (self._tokens, self._chunks)):
+                attend_prefill(
+                    q_TNH, keys, values, self._tables_RB, chunks,
+                    block_size=self._block_size, scale=scale, window=window, out=out_TNH,
+                    fresh_slots_T=self._slots_T if self._backend == "flash" else None,
+                    invariant=self._backend == "invariant",
+                )  # fmt: skip
+        if branch is not None:
+            torch.cuda.current_stream().wait_stream(branch)
         if self._dense is not None:
             dense, batches = self._dense
             out_TNH = dense.attend(q_TNH, k_TGH, v_TGH, batches, out=out_TNH)
         return out_TNH
+
+    def _branch(self, q_TNH: torch.Tensor) -> torch.cuda.Stream | None:
+        """Where the chunks of prompts are computed beside the rows that decode; None: after them."""
+        has_both = len(self._rows_S) > 0 and self._chunks is not None
+        if not has_both or len(q_TNH) <= MAX_SMALL_M or not q_TNH.is_cuda:
+            return None
+        return _branch_of(q_TNH.device) if torch.cuda.is_current_stream_capturing() else None
+
+
+@lru_cache(maxsize=16)
+def _branch_of(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -50,7 +50,7 @@ BLOCK_M = 128  # two warp groups of 64 rows: what the matrix instructions of a H
 _WARP_GROUP_ROWS = 64
 
 _FEW_TILES, _MAX_TILES = 32, 128  # of a list whose tiles may be split: every program reads all of it
-_SPLIT_LEN = 1024  # keys; a tile with no more is not split: to put splits together takes as long as 500 keys
+_SPLIT_LEN = 512  # keys; a tile with no more is not split: to put splits together takes as long as 250 keys
 _MERGE_PROGRAMS = 4  # per multiprocessor
 _MERGE_ROWS, _MERGE_AT_ONCE = 8, 4  # rows that a program merges at once, and parts that it waits for together
 _SM_REGISTERS = 65536
