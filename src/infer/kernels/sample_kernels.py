@@ -1,6 +1,7 @@
 """The four kernels behind kernels/sample_rows.py, which tells how they work together.
 
-Each is launched over tiles and rows; a program that has nothing to do for its row leaves at once. The last
+Each is launched over tiles and rows; a program that has nothing to do for its row leaves at once. Thousands
+that leave at once take time, too: with many rows a program of the last three has several tiles. The last
 program of a row to finish, whichever it is, sees what the others wrote and goes on with the row alone: it
 samples the token, or says what the next kernel has to look for. Sums across programs are of integers, and
 candidates may lie in any order: nothing depends on who came first.
@@ -10,7 +11,7 @@ Shapes:  S sampled rows, V vocabulary, R rows of state.
 
 from __future__ import annotations
 
-from infer.kernels.dispatch import jit, tl
+from infer.kernels.dispatch import jit, jit_for_any, tl
 from infer.kernels.sample_parts import (
     DEEPEST_KEY,
     INFINITE_KEY,
@@ -44,10 +45,17 @@ def _has_peak(peak):
 
 
 @jit
-def _tile_ids(GROUPS: tl.constexpr, GROUP: tl.constexpr):
-    """The groups of this program's tile and their tokens: [GROUPS], [GROUPS, GROUP]."""
-    groups = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+def _tile_ids(tile, GROUPS: tl.constexpr, GROUP: tl.constexpr):
+    """The groups of a tile and their tokens: [GROUPS], [GROUPS, GROUP]."""
+    groups = tile * GROUPS + tl.arange(0, GROUPS)
     return groups, groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+
+
+@jit
+def _own_tiles(tiles_per_program, num_groups, GROUPS: tl.constexpr):
+    """The first tile of this program, and the one after its last."""
+    first = tl.program_id(0) * tiles_per_program
+    return first, tl.minimum(first + tiles_per_program, num_groups // GROUPS)
 
 
 @jit
@@ -79,7 +87,7 @@ def survey_kernel(
         key0, key1 = noise_keys(tl.load(seed_ptr + row), tl.load(positions_ptr + s).to(tl.int64))
         x_ptr = logits_ptr + s * stride
 
-        groups, ids = _tile_ids(GROUPS, GROUP)
+        groups, ids = _tile_ids(tl.program_id(0), GROUPS, GROUP)
         x = load_logits(x_ptr, ids, V)
         x = tl.where(x != x, float("inf"), x)
         peaks = tl.max(x, axis=1)
@@ -131,11 +139,12 @@ def survey_kernel(
             tl.store(mass_ptr + s, tl.zeros((), tl.int64))
 
 
-@jit
+@jit_for_any("tiles_per_program")
 def candidates_kernel(
     logits_ptr, rows_ptr, positions_ptr, seed_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
     num_done_ptr, peaks_ptr, peak_ptr, threshold_ptr, is_wide_ptr, num_candidates_ptr, mass_ptr,
     values_ptr, candidate_ids_ptr, buckets_ptr, low_ptr, high_ptr, base_ptr, ids_ptr, stride, V, num_groups,
+    tiles_per_program,
     MAX_CANDIDATES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gather the tokens up to the threshold and weigh the row; if they suffice, sample one of them."""
@@ -152,17 +161,19 @@ def candidates_kernel(
         values_ptr += s * MAX_CANDIDATES
         candidate_ids_ptr += s * MAX_CANDIDATES
 
-        groups, ids = _tile_ids(GROUPS, GROUP)
-        nearest = tl.min(key_of(tl.load(peaks_ptr + s * num_groups + groups), peak, temperature), axis=0)
-        if nearest <= tl.where(weighs_row, DEEPEST_KEY, threshold):
-            x = load_logits(x_ptr, ids, V)
-            keys = key_of(x, peak, temperature)
-            if weighs_row:
-                tl.atomic_add(mass_ptr + s, tl.sum(tl.sum(mass_of(keys), axis=1), axis=0), sem="relaxed")
-            is_candidate = keys <= threshold
-            collect(
-                x, ids, is_candidate, num_candidates_ptr + s, values_ptr, candidate_ids_ptr, MAX_CANDIDATES
-            )
+        first_tile, end_tile = _own_tiles(tiles_per_program, num_groups, GROUPS)
+        for tile in range(first_tile, end_tile):
+            groups, ids = _tile_ids(tile, GROUPS, GROUP)
+            nearest = tl.min(key_of(tl.load(peaks_ptr + s * num_groups + groups), peak, temperature), axis=0)
+            if nearest <= tl.where(weighs_row, DEEPEST_KEY, threshold):
+                x = load_logits(x_ptr, ids, V)
+                keys = key_of(x, peak, temperature)
+                if weighs_row:
+                    tl.atomic_add(mass_ptr + s, tl.sum(tl.sum(mass_of(keys), axis=1), axis=0), sem="relaxed")
+                collect(
+                    x, ids, keys <= threshold, num_candidates_ptr + s, values_ptr, candidate_ids_ptr,
+                    MAX_CANDIDATES,
+                )  # fmt: skip
 
         if is_last(num_done_ptr + s, tl.num_programs(0)):
             count = tl.load(num_candidates_ptr + s)
@@ -203,10 +214,11 @@ def _key_of_bucket(bucket):
     return (bucket.to(tl.float32) * (1.0 / _BUCKETS_PER_DEPTH)).to(tl.int32, bitcast=True)
 
 
-@jit
+@jit_for_any("tiles_per_program")
 def buckets_kernel(
     logits_ptr, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, num_done_ptr, peaks_ptr, peak_ptr,
     is_wide_ptr, mass_ptr, buckets_ptr, low_ptr, high_ptr, base_ptr, stride, V, num_groups,
+    tiles_per_program,
     GROUPS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """For wide rows: what each bucket of similar depths counts or weighs, and the bucket with the edge."""
@@ -219,16 +231,20 @@ def buckets_kernel(
             temperature = tl.maximum(tl.load(temperature_ptr + row), SMALLEST_TEMPERATURE)
             peak = tl.load(peak_ptr + s)
             buckets_ptr += s * _BUCKETS
-            groups, ids = _tile_ids(GROUPS, GROUP)
-            nearest = tl.min(key_of(tl.load(peaks_ptr + s * num_groups + groups), peak, temperature), axis=0)
-            if nearest <= DEEPEST_KEY:
-                keys = key_of(load_logits(logits_ptr + s * stride, ids, V), peak, temperature)
-                is_near = keys <= DEEPEST_KEY
-                depths = tl.where(is_near, keys, 0).to(tl.float32, bitcast=True)
-                places = (depths * _BUCKETS_PER_DEPTH).to(tl.int32)
-                ones = tl.full((GROUPS, GROUP), 1, tl.int64)
-                weights = tl.where(by_k, ones, mass_of(keys))
-                tl.atomic_add(buckets_ptr + places, weights, mask=is_near & (weights > 0), sem="relaxed")
+            first_tile, end_tile = _own_tiles(tiles_per_program, num_groups, GROUPS)
+            for tile in range(first_tile, end_tile):
+                groups, ids = _tile_ids(tile, GROUPS, GROUP)
+                nearest = tl.min(
+                    key_of(tl.load(peaks_ptr + s * num_groups + groups), peak, temperature), axis=0
+                )
+                if nearest <= DEEPEST_KEY:
+                    keys = key_of(load_logits(logits_ptr + s * stride, ids, V), peak, temperature)
+                    is_near = keys <= DEEPEST_KEY
+                    depths = tl.where(is_near, keys, 0).to(tl.float32, bitcast=True)
+                    places = (depths * _BUCKETS_PER_DEPTH).to(tl.int32)
+                    ones = tl.full((GROUPS, GROUP), 1, tl.int64)
+                    weights = tl.where(by_k, ones, mass_of(keys))
+                    tl.atomic_add(buckets_ptr + places, weights, mask=is_near & (weights > 0), sem="relaxed")
 
             if is_last(num_done_ptr + s, tl.num_programs(0)):
                 buckets = tl.arange(0, _BUCKETS)
@@ -248,11 +264,12 @@ def buckets_kernel(
                 tl.store(base_ptr + s, base)
 
 
-@jit
+@jit_for_any("tiles_per_program")
 def wide_kernel(
     logits_ptr, rows_ptr, positions_ptr, seed_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
     num_done_ptr, bounds_ptr, peak_ptr, is_wide_ptr, num_candidates_ptr, mass_ptr, values_ptr,
     candidate_ids_ptr, low_ptr, high_ptr, base_ptr, ids_ptr, stride, V, num_groups,
+    tiles_per_program,
     MAX_CANDIDATES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -272,17 +289,19 @@ def wide_kernel(
         values_ptr += s * MAX_CANDIDATES
         candidate_ids_ptr += s * MAX_CANDIDATES
 
-        groups, ids = _tile_ids(GROUPS, GROUP)
-        x = load_logits(x_ptr, ids, V)
-        keys = key_of(x, peak, temperature)
-        bounds = noise_bound(ids, key0, key1) - keys.to(tl.float32, bitcast=True)
-        bounds = tl.where(keys <= tl.minimum(high, edge), bounds, float("-inf"))
-        tl.store(bounds_ptr + s * num_groups + groups, tl.max(bounds, axis=1))
-        if has_edge:
-            is_candidate = (keys >= low) & (keys <= high)
-            collect(
-                x, ids, is_candidate, num_candidates_ptr + s, values_ptr, candidate_ids_ptr, MAX_CANDIDATES
-            )
+        first_tile, end_tile = _own_tiles(tiles_per_program, num_groups, GROUPS)
+        for tile in range(first_tile, end_tile):
+            groups, ids = _tile_ids(tile, GROUPS, GROUP)
+            x = load_logits(x_ptr, ids, V)
+            keys = key_of(x, peak, temperature)
+            bounds = noise_bound(ids, key0, key1) - keys.to(tl.float32, bitcast=True)
+            bounds = tl.where(keys <= tl.minimum(high, edge), bounds, float("-inf"))
+            tl.store(bounds_ptr + s * num_groups + groups, tl.max(bounds, axis=1))
+            if has_edge:
+                collect(
+                    x, ids, (keys >= low) & (keys <= high), num_candidates_ptr + s,
+                    values_ptr, candidate_ids_ptr, MAX_CANDIDATES,
+                )  # fmt: skip
 
         if is_last(num_done_ptr + s, tl.num_programs(0)):
             if has_edge:

@@ -53,6 +53,7 @@ NO_TOKEN = -1  # the id of a row whose largest logit is not finite, as in sampli
 GROUP = 512  # tokens of a group, whose peak is known
 TILE = 4096  # tokens of one program
 MAX_CANDIDATES = 2048
+_ROWS_PER_TILE = 16  # so many rows, and a program of the kernels after the survey takes one more tile
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -170,7 +171,9 @@ def sample_rows(
     assert rows_S.is_contiguous() and positions_S.is_contiguous(), "rows and positions must be contiguous"
     if S == 0:
         return ids_S
-    stride, over_tiles = logits_SV.stride(0), (scratch.num_tiles, S)
+    stride = logits_SV.stride(0)
+    tiles_per_program = min(max(S // _ROWS_PER_TILE, 1), 8)
+    over_tiles = (-(-scratch.num_tiles // tiles_per_program), S)
     draws = (positions_S, state.seed_R)
     how = (state.temperature_R, state.top_k_R, state.top_p_R)
     done, peaks, bounds, peak = scratch.num_done_S, scratch.peaks_SG, scratch.bounds_SG, scratch.peak_S
@@ -181,7 +184,7 @@ def sample_rows(
     usual_rank = max(1, num_real_groups * 7 // 8)  # about two candidates per group of a shuffled vocabulary
     tile = {"GROUPS": TILE // GROUP, "GROUP": GROUP}
     block_groups = next_power_of_two(num_groups)
-    survey_kernel[over_tiles](
+    survey_kernel[(scratch.num_tiles, S)](
         logits_SV, rows_S, *draws, *how, state.min_p_R, done, peaks, bounds, peak, threshold, is_wide,
         scratch.num_candidates_S, mass, ids_S, stride, V, num_groups, num_real_groups, usual_rank,
         NO_TOKEN=NO_TOKEN, BLOCK_GROUPS=block_groups, **tile,
@@ -189,15 +192,15 @@ def sample_rows(
     candidates_kernel[over_tiles](
         logits_SV, rows_S, *draws, *how, state.min_p_R, done, peaks, peak, threshold, is_wide,
         scratch.num_candidates_S, mass, *candidates, scratch.buckets_SB, *edges, ids_S, stride, V, num_groups,
-        MAX_CANDIDATES=MAX_CANDIDATES, BLOCK=GROUP, num_warps=8, **tile,
+        tiles_per_program, MAX_CANDIDATES=MAX_CANDIDATES, BLOCK=GROUP, num_warps=8, **tile,
     )  # fmt: skip
     buckets_kernel[over_tiles](
         logits_SV, rows_S, *how, done, peaks, peak, is_wide, mass, scratch.buckets_SB, *edges,
-        stride, V, num_groups, num_warps=8, **tile,
+        stride, V, num_groups, tiles_per_program, num_warps=8, **tile,
     )  # fmt: skip
     wide_kernel[over_tiles](
         logits_SV, rows_S, *draws, *how, state.min_p_R, done, bounds, peak, is_wide, scratch.num_candidates_S,
-        mass, *candidates, *edges, ids_S, stride, V, num_groups,
+        mass, *candidates, *edges, ids_S, stride, V, num_groups, tiles_per_program,
         MAX_CANDIDATES=MAX_CANDIDATES, BLOCK_GROUPS=block_groups, BLOCK=GROUP, num_warps=8, **tile,
     )  # fmt: skip
     return ids_S

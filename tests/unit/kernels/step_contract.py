@@ -20,6 +20,7 @@ from infer.kernels.rope import rope
 from infer.kernels.sample_rows import (
     MAX_CANDIDATES,
     NO_TOKEN,
+    TILE,
     SampleScratch,
     SampleState,
     sample_rows,
@@ -206,6 +207,14 @@ class StepContract:
         source = random.Random(int(spread * 10))
         rows = SampledRows([random_params(source) for _ in range(self.num_rows)], self.device)
         rows.check(self.randn(self.num_rows, self.vocab_size, spread=spread).to(dtype))
+
+    def test_with_many_rows_a_program_takes_several_tiles(self) -> None:
+        """Two of the three tiles of a row at a time: the last program has one; some rows are flat."""
+        source = random.Random(9)
+        rows = SampledRows([random_params(source) for _ in range(33)], self.device)
+        logits = self.randn(33, 2 * TILE + 100, spread=3.0)
+        logits[::4] *= 0.01
+        rows.check(logits)
 
     def test_sampling_by_the_reference(self) -> None:
         source = random.Random(5)
