@@ -112,6 +112,34 @@ class BlockAllocator:
             held.update(blocks)
         return blocks
 
+    def take_one(self, owner: Owner) -> int | None:
+        """Hand out one free block, or None: what a sequence needs when its last one is full."""
+        free = self._free
+        if not free:
+            return None
+        if self._random is not None:
+            _move_random_to_end(free, 1, self._random)
+        block = free.pop()
+        self._ref_counts[block] = 1
+        held = self._held.get(owner)
+        if held is None:
+            self._held[owner] = {block}
+        else:
+            held.add(block)
+        return block
+
+    def share_with_tree(self, block: int, owner: Owner, *, after: int) -> bool:
+        """Let the prefix tree hold a block as well, which comes `after` one that it shares with `owner`.
+
+        False: nothing has changed, because `owner` does not hold the first alone, or the second at all.
+        """
+        held, cached = self._held.get(owner, _NOTHING), self._held.get(PREFIX_TREE)
+        if self._ref_counts[block] != 1 or block not in held or after not in held or cached is None:
+            return False
+        self._ref_counts[block] = 2
+        cached.add(block)
+        return True
+
     def share(self, blocks: Sequence[int], owner: Owner) -> None:
         """Add one reference of `owner` to each block; blocks must be held by someone, and not by `owner`."""
         if not blocks:

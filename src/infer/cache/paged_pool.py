@@ -90,14 +90,17 @@ class PagedKVCachePool:
     def reserve(self, seq_id: int, num_tokens: int) -> list[BlockPair] | None:
         """Answer from `num_reserved`, or take blocks and a private copy of the one about to be written."""
         books = self._sequences.get(seq_id) or self._books(seq_id)
-        if num_tokens <= books.num_reserved:
+        num_reserved, blocks = books.num_reserved, books.table.blocks
+        if num_tokens <= num_reserved:
+            return []
+        if num_tokens == num_reserved + 1 == len(blocks) * self.block_size + 1 and self._add_block(books):
             return []
         return self._reserve_blocks(books, num_tokens)
 
     def commit(self, seq_id: int, tokens: Sequence[int], num_computed: int) -> int:
         """Enter the blocks filled since the last commit into the tree, and only those."""
         books = self._sequences.get(seq_id) or self._books(seq_id)
-        if num_computed >= books.next_commit:
+        if num_computed >= books.next_commit and not self._commit_block(books, tokens, num_computed):
             self._commit_blocks(books, tokens, num_computed)
         books.num_computed = num_computed
         return books.next_commit
@@ -236,6 +239,18 @@ class PagedKVCachePool:
         )
         return books
 
+    def _add_block(self, books: SequenceBooks) -> bool:
+        """Add a block to a table all of which may be written; False: no change, there is more to do."""
+        blocks = books.table.blocks
+        if books.host_blocks is not None or books.uncounted is not None or len(blocks) == self._max_blocks:
+            return False
+        block = self._device.take_one(books.seq_id)
+        if block is None:
+            return False
+        blocks.append(block)
+        books.num_reserved += self.block_size
+        return True
+
     def _reserve_blocks(self, books: SequenceBooks, num_tokens: int) -> list[BlockPair] | None:
         if books.host_blocks is not None:
             raise _is_away(books.seq_id)
@@ -265,6 +280,18 @@ class PagedKVCachePool:
             self._tree.record(*books.uncounted)
             books.uncounted = None
         return copies
+
+    def _commit_block(self, books: SequenceBooks, tokens: Sequence[int], num_computed: int) -> bool:
+        """Enter the one block that is full since the last commit; False: there is more to do."""
+        cursor, num_full, blocks, size = books.cursor, books.next_commit, books.table.blocks, self.block_size
+        if cursor is None or num_computed >= num_full + size or num_computed > len(blocks) * size:
+            return False
+        block = blocks[num_full // size - 1]
+        if not self._tree.append(tokens, block, books.seq_id, after=cursor):
+            return False
+        books.cursor = block
+        books.next_commit = num_full + size
+        return True
 
     def _commit_blocks(self, books: SequenceBooks, tokens: Sequence[int], num_computed: int) -> None:
         if books.host_blocks is not None:

@@ -25,9 +25,10 @@ cached one, its *twin*, because its path leads through it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
+
+import msgspec
 
 from infer.cache.block_allocator import PREFIX_TREE, BlockAllocator, Owner
 from infer.errors import EngineError
@@ -35,13 +36,12 @@ from infer.errors import EngineError
 Label = tuple[int | str | None, ...]
 
 
-@dataclass(slots=True, eq=False)
-class _Node:
+class _Node(msgspec.Struct, eq=False):
     block: int
     label: Label  # the tokens of the edge that leads here
     parent: _Node | None  # None: the root
     depth: int  # blocks from the root to here
-    children: dict[Label, _Node] = field(default_factory=dict)
+    children: dict[Label, _Node] = msgspec.field(default_factory=dict)
 
 
 class Insertion(NamedTuple):
@@ -134,6 +134,22 @@ class PrefixTree:
             assert child.parent is not None
             child.parent.children[child.label] = self._nodes[child.block] = child
         return Insertion(None if node is self._root else node.block, num_entered, twins)
+
+    def append(self, tokens: Sequence[int], block: int, owner: Owner, *, after: int) -> bool:
+        """Cache one full block of `owner` behind the deepest one of its path; most blocks come like that.
+
+        False: nothing has changed, since there is more to it, and `insert` has to find out what.
+        """
+        node = self._nodes[after]
+        size, children = self.block_size, node.children
+        start = node.depth * size
+        label: Label = tuple(tokens[start : start + size])
+        if (children and label in children) or len(label) < size:
+            return False
+        if not self._allocator.share_with_tree(block, owner, after=after):
+            return False
+        children[label] = self._nodes[block] = _Node(block, label, node, node.depth + 1)
+        return True
 
     def exchange(self, cached: int, duplicate: int) -> None:
         """Let a duplicate stand in for a cached block; the tree's reference moves to it."""

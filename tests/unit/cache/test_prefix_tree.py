@@ -101,6 +101,33 @@ def test_a_block_shared_with_another_sequence_is_not_entered() -> None:
     tree.check()
 
 
+def test_one_block_is_appended_as_it_is_inserted() -> None:
+    allocator, tree = make_tree()
+    (root,) = cache(allocator, tree, THE_CAT, owner=1)
+    (sat,) = allocator.take(1, 1)
+    assert tree.append(THE_CAT + SAT_ON, sat, 1, after=root)
+    (ran,) = allocator.take(1, 1)
+    assert tree.append(THE_CAT + RAN_TO, ran, 1, after=root), "beside another"
+    assert tree.match(THE_CAT + SAT_ON) == [root, sat]
+    assert tree.match(THE_CAT + RAN_TO) == [root, ran]
+    assert tree.parent(sat) == tree.parent(ran) == root
+    tree.check()
+
+
+def test_what_is_more_than_one_new_block_of_its_own_is_not_appended() -> None:
+    allocator, tree = make_tree()
+    root, _ = cache(allocator, tree, THE_CAT + SAT_ON, owner=1)
+    allocator.share([root], 2)
+    own, shared, others = allocator.take(2, 2) + allocator.take(1, 3)
+    allocator.share([shared], 3)
+    assert not tree.append(THE_CAT + SAT_ON, own, 2, after=root), "it would be a twin"
+    assert not tree.append(THE_CAT + RAN_TO, shared, 2, after=root)
+    assert not tree.append(THE_CAT + RAN_TO, others, 3, after=root), "it does not hold the path"
+    assert not tree.append(THE_CAT + RAN_TO[:1], own, 2, after=root), "it is not full"
+    assert tree.num_cached_blocks == 2
+    tree.check()
+
+
 def test_an_insertion_needs_its_tokens_and_its_path() -> None:
     allocator, tree = make_tree()
     blocks = cache(allocator, tree, THE_CAT, owner=1)
