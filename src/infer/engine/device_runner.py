@@ -220,9 +220,10 @@ class DeviceRunner(ModelRunner):
         rows: list[int] = []
         num_prompts = num_prompt_tokens = 0
         is_odd = False
-        for (seq_id, start, stop, num_samples), seq in zip(plan.chunks, sequences, strict=True):
+        for chunk, seq in zip(plan.chunks, sequences, strict=True):
+            seq_id, start = chunk.seq_id, chunk.start
             row = by_seq.get(seq_id)
-            num_tokens = stop - start
+            num_tokens = chunk.stop - start
             if row is None:
                 row = state.enter(seq, sequence_seed(seq.group.seed, seq.index))
                 state.sync_table(row, block_table(seq_id), 0)
@@ -235,7 +236,7 @@ class DeviceRunner(ModelRunner):
             elif next_token[row] != start:  # else it goes on where it was
                 state.send_token(row, seq.tokens[start], start)
                 # one token of a prompt that goes on is neither a row that decodes nor worth a size of its own
-                is_odd = is_odd or not num_samples
+                is_odd = is_odd or not chunk.num_samples
         if is_odd or num_prompts > MAX_CHUNKS:
             return rows, None
         return rows, self._graphs.size_for(len(rows) - num_prompts, num_prompt_tokens)

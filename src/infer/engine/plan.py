@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
+
 from infer.engine.sequence import Sequence
 
 COPY, SWAP_OUT, SWAP_IN = "copy", "swap_out", "swap_in"
@@ -24,10 +26,11 @@ class Transfer(NamedTuple):
     destination: int
 
 
-class Chunk(NamedTuple):
+class Chunk(msgspec.Struct, frozen=True, gc=False):
     """Compute tokens[start:stop] of a sequence, then sample `num_samples` tokens after the last one.
 
-    0 samples: the prompt goes on. More than 1: the sequence is about to fork into that many.
+    0 samples: the prompt goes on. More than 1: the sequence is about to fork into that many. A step makes
+    one for each of its rows, and a struct is made and read in half the time of a named tuple.
     """
 
     seq_id: int

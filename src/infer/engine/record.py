@@ -32,6 +32,8 @@ from pathlib import Path
 from time import perf_counter
 from types import TracebackType
 
+import msgspec
+
 from infer.engine.facts import RunFacts
 from infer.engine.observer import EngineObserver
 from infer.engine.plan import StepPlan
@@ -99,7 +101,7 @@ class Recorder(EngineObserver):
         self._event(
             "step",
             plan.step,
-            chunks=plan.chunks,
+            chunks=[msgspec.structs.astuple(chunk) for chunk in plan.chunks],
             preempted=plan.preempted,
             transfers=plan.transfers,
             ids=ids,

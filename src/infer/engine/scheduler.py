@@ -208,10 +208,8 @@ class Scheduler:
                 self._reserve(seq, seq.num_tokens, draft)
             if draft.preempted:
                 one_behind = [seq for seq in one_behind if seq.is_running]
-            new = tuple.__new__  # what Chunk(...) does, in half the time
             draft.chunks += [
-                new(Chunk, (seq.seq_id, seq.num_computed, seq.num_tokens, seq.num_samples))
-                for seq in one_behind
+                Chunk(seq.seq_id, seq.num_computed, seq.num_tokens, seq.num_samples) for seq in one_behind
             ]
             draft.sequences += one_behind
             draft.budget -= (num_served := len(one_behind))

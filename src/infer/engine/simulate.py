@@ -75,10 +75,7 @@ class SimulatedRunner(SyncRunner):
             if seq.num_tokens == seq.num_prompt:
                 self.first_chunk.setdefault(seq.group.request.request_id, self.now)
         self.now += self.cost.seconds(plan)
-        ids = [
-            tuple(VOCAB_SIZE - 1 - index for index in range(num_samples))
-            for _, _, _, num_samples in plan.chunks
-        ]
+        ids = [tuple(VOCAB_SIZE - 1 - index for index in range(chunk.num_samples)) for chunk in plan.chunks]
         return StepResult(ids, [(None,) * len(row) for row in ids], {})
 
     def forget(self, seq_id: int) -> None:

@@ -45,9 +45,9 @@ class StepCost:
     def seconds(self, plan: StepPlan) -> float:
         """How long this plan takes."""
         num_tokens = num_kv_tokens = 0
-        for _, start, stop, _ in plan.chunks:
-            num_tokens += stop - start
-            num_kv_tokens += stop
+        for chunk in plan.chunks:
+            num_tokens += chunk.stop - chunk.start
+            num_kv_tokens += chunk.stop
         return (
             self.base
             + self.per_token * num_tokens

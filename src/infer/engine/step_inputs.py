@@ -55,10 +55,10 @@ class Prompts:
         self.chunks: list[PrefillChunk] = []
         size = pool.block_size
         for number in self.numbers:
-            seq_id, start, stop, _ = chunks[number]
+            start, stop = chunks[number].start, chunks[number].stop
             tokens += sequences[number].tokens[start:stop]
             where = np.arange(start, stop)
-            table = np.array(pool.block_table(seq_id)[: -(-stop // size)])
+            table = np.array(pool.block_table(chunks[number].seq_id)[: -(-stop // size)])
             positions.append(where)
             slots.append(table[where // size] * size + where % size)
             self.chunks.append(PrefillChunk(place, stop - start, rows[number], start))

@@ -12,6 +12,7 @@ import pytest
 
 from infer.config import EngineConfig
 from infer.engine.facts import fingerprint
+from infer.engine.plan import Chunk
 from infer.engine.record import Recorder
 from infer.engine.record_reader import Aborted, Added, Failed, Ran, Record
 from infer.engine.request import Request
@@ -45,7 +46,7 @@ def test_a_record_reads_back_as_it_was_written(tmp_path: Path) -> None:
     assert isinstance(added, Added)
     assert added.request == request
     assert isinstance(ran, Ran)
-    assert [tuple(chunk) for chunk in ran.plan.chunks] == [(0, 0, 3, 1)]
+    assert ran.plan.chunks == (Chunk(0, 0, 3, 1),)
     assert isinstance(aborted, Aborted)
     assert (aborted.step, aborted.request_id, aborted.index) == (1, "a", None)
     assert 0 <= added.seconds <= ran.seconds <= aborted.seconds

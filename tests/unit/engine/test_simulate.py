@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import astuple
 
 from infer.config import EngineConfig
 from infer.engine.facts import RunFacts
@@ -247,8 +248,8 @@ def write_timed_record(path: Path, cost: StepCost, num_steps: int) -> None:
             step, (Chunk(0, start, start + length, 1), Chunk(1, 3 * step, 3 * step + 1, 1)), (), transfers
         )
         now += cost.seconds(plan)
-        ran = {"kind": "step", "step": step, "t": now, "chunks": plan.chunks, "preempted": [],
-               "transfers": plan.transfers, "ids": [[1], [2]]}  # fmt: skip
+        ran = {"kind": "step", "step": step, "t": now, "chunks": list(map(astuple, plan.chunks)),
+               "preempted": [], "transfers": plan.transfers, "ids": [[1], [2]]}  # fmt: skip
         lines += [json.dumps(added) + "\n", json.dumps(ran) + "\n"]
     path.write_text("".join(lines))
 
