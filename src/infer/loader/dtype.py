@@ -42,10 +42,18 @@ def choose_dtype(name: str, device: torch.device, stored: torch.dtype | None) ->
         return _auto(device, stored)
     if name not in DTYPES:
         raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {name!r}")
-    dtype = DTYPES[name]
+    return DTYPES[name]
+
+
+def warn_if_slow(dtype: torch.dtype, device: torch.device) -> None:
+    """Say so, once per model that is loaded, if this CPU computes in `dtype` more slowly than it could."""
     if device.type == "cpu" and (dtype is torch.float16 or dtype is torch.bfloat16 and not cpu_has_amx()):
-        log.warning("%s is slow on this CPU: it has no instructions for it; float32 would be faster", name)
-    return dtype
+        log.warning(
+            "%s is slow on this CPU, which has no instructions for matrices of it; without dtype and "
+            "cpu_weights the weights are kept in int8 or int4, which is several times faster; "
+            "dtype=float32 is faster too, and exact",
+            str(dtype).removeprefix("torch."),
+        )
 
 
 def _auto(device: torch.device, stored: torch.dtype | None) -> torch.dtype:

@@ -32,7 +32,7 @@ from infer.loader.cpu_weights import (
     stored_matrices,
 )
 from infer.loader.default_model import NAME, SAMPLING
-from infer.loader.dtype import choose_dtype, stored_dtype
+from infer.loader.dtype import choose_dtype, stored_dtype, warn_if_slow
 from infer.loader.gguf import read_gguf
 from infer.loader.gguf_config import hf_config_from_gguf
 from infer.loader.gguf_tensors import gguf_checkpoint
@@ -153,6 +153,7 @@ def load_model(
         weights, chosen_dtype, reason = choose_format(cpu_weights, dtype, chosen_device, stored, matrices)
         if chosen_device.type == "cpu":
             log.info("weights are kept as %s (%s)", weights, reason)
+    warn_if_slow(chosen_dtype, chosen_device)
     check(
         LoadChoice(
             headers=headers,

@@ -21,6 +21,7 @@ from infer.errors import ConfigError
 from infer.kernels.cpu.library import library, use_library
 from infer.layers.linear import Linear
 from infer.layers.moe import ExpertLinear
+from infer.loader import cpu_weights, dtype
 from infer.loader.cpu_weights import (
     StoredMatrix,
     choose_format,
@@ -240,3 +241,20 @@ def test_what_counts_as_a_matrix_of_the_layers(tmp_path: Path) -> None:
     assert found["layers.2.attention.qkv"] == StoredMatrix((64 + 2 * 32) * 64, 4)
     assert found["layers.2.mlp.gate_up"] == StoredMatrix(5 * 2 * 96 * 64, 4)
     assert found["layers.2.mlp.down"] == StoredMatrix(5 * 96 * 64, 8)
+
+
+@pytest.mark.parametrize("knobs", [{"cpu_weights": "bf16"}, {"dtype": "bfloat16"}, {"dtype": "float16"}])
+def test_a_form_that_this_cpu_is_slow_at_is_warned_about_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, knobs: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(cpu_weights, "cpu_flags", lambda: "flags : avx512_bf16")
+    monkeypatch.setattr(dtype, "cpu_has_amx", lambda: False)
+    path = write_directory(tmp_path / "m", reference())
+    with caplog.at_level(logging.WARNING, "infer"):
+        load(path, **knobs)
+    (record,) = caplog.records
+    assert "is slow on this CPU" in record.getMessage()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "infer"):
+        load(path)
+    assert caplog.records == []

@@ -10,7 +10,7 @@ import torch
 
 from infer.errors import ConfigError
 from infer.loader import dtype as dtype_module
-from infer.loader.dtype import choose_dtype, cpu_has_amx
+from infer.loader.dtype import choose_dtype, cpu_has_amx, warn_if_slow
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -45,9 +45,17 @@ def test_a_forced_format_is_kept_and_a_slow_one_warned_about(
     amx: bool, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "infer"):
-        assert choose_dtype(name, CPU, torch.float32) is getattr(torch, name)
-    is_slow = name == "float16" or (name == "bfloat16" and not amx)
-    assert bool(caplog.records) is is_slow
+        chosen = choose_dtype(name, CPU, torch.float32)
+        assert chosen is getattr(torch, name)
+        assert caplog.records == []  # to choose is not to load: `infer plan` chooses several times
+        warn_if_slow(chosen, CPU)
+        warn_if_slow(chosen, GPU)
+    if name == "float16" or (name == "bfloat16" and not amx):
+        (record,) = caplog.records
+        assert record.getMessage().startswith(f"{name} is slow on this CPU")
+        assert "kept in int8 or int4, which is several times faster" in record.getMessage()
+    else:
+        assert caplog.records == []
 
 
 def test_an_unknown_format_is_refused() -> None:
