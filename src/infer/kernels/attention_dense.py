@@ -147,17 +147,20 @@ class DenseAttention:
         """Attend with the tokens of these batches; returns `out`, or a stand-in that has all tokens."""
         for first, num_tokens, shape in batches:
             end = first + shape.num * num_tokens
-            q, k, v = (_padded(x[first:end], shape) for x in (q_TNH, k_TGH, v_TGH))
+            is_whole_step = (first, end) == (0, out.shape[0])
+            own = [x if is_whole_step else x[first:end] for x in (q_TNH, k_TGH, v_TGH)]
+            q, k, v = (_padded(x, shape) for x in own)
             result = self._attend(q, k, v, shape)[: end - first]
-            if len(result) == len(out):
+            if is_whole_step:
                 return result
             out[first:end] = result
         return out
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape) -> torch.Tensor:
         """[num * length, heads, H] -> the same of the queries."""
-        batched = [x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v)]
-        return self._call(batched[0], batched[1], batched[2], self._scale).transpose(1, 2).flatten(0, 1)
+        batched = [x.view(*shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)]
+        result = self._call(batched[0], batched[1], batched[2], self._scale).transpose(1, 2)
+        return result.reshape(q.shape)
 
 
 def attend_by_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -177,5 +180,5 @@ def _can_run(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
 
 def _padded(x: torch.Tensor, shape: Shape) -> torch.Tensor:
     """Followed by copies of the last token, as far as the shape goes."""
-    num_missing = shape.num * shape.length - len(x)
+    num_missing = shape.num * shape.length - x.shape[0]
     return x if not num_missing else torch.cat((x, x[-1:].expand(num_missing, -1, -1)))

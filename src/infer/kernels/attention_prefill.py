@@ -44,6 +44,7 @@ from infer.errors import ConfigError
 from infer.kernels.attention import attend_naive
 from infer.kernels.attention_prefill_kernels import merge_kernel, prefill_kernel
 from infer.kernels.dispatch import launch_options, next_power_of_two, use_triton
+from infer.kernels.launch import launch
 
 LOG2E = math.log2(math.e)
 BLOCK_M = 128  # two warp groups of 64 rows: what the matrix instructions of a Hopper GPU are made of
@@ -232,16 +233,19 @@ def attend_prefill(
         "BLOCK_W": _MAX_TILES if max_items and num_tiles > _FEW_TILES else _FEW_TILES,
         "SPLIT_LEN": _SPLIT_LEN if num_splits is None else config.block_n,
     }  # fmt: skip
-    prefill_kernel[(num_programs,)](
-        q_TNH, keys_PGH, values_PGH, tables_RB, chunks.tiles_W4, out, *parts,
-        q_TNH.stride(0), q_TNH.stride(1), out.stride(0), tables_RB.stride(0), window or 2**30, scale * LOG2E,
-        num_tiles, max_items, **sizes, SPLIT=max_items > 0, WINDOWED=window is not None, INVARIANT=invariant,
+    launch(
+        prefill_kernel, (num_programs,),
+        (q_TNH, keys_PGH, values_PGH, tables_RB, chunks.tiles_W4, out, *parts),
+        (q_TNH.stride(0), q_TNH.stride(1), out.stride(0), tables_RB.stride(0), window or 2**30, scale * LOG2E,
+         num_tiles, max_items),
+        **sizes, SPLIT=max_items > 0, WINDOWED=window is not None, INVARIANT=invariant,
         BLOCK_SIZE=block_size, PDL=options["PDL"], num_warps=config.num_warps, num_stages=config.num_stages,
         maxnreg=max_registers,
     )  # fmt: skip
     if max_items:
-        merge_kernel[(_MERGE_PROGRAMS * num_sms(q_TNH.device),)](
-            chunks.tiles_W4, *parts, out, out.stride(0), window or 2**30, num_tiles, max_items, **sizes,
+        launch(
+            merge_kernel, (_MERGE_PROGRAMS * num_sms(q_TNH.device),), (chunks.tiles_W4, *parts, out),
+            (out.stride(0), window or 2**30, num_tiles, max_items), **sizes,
             BLOCK_S=next_power_of_two(max_items), BLOCK_R=_MERGE_ROWS, AT_ONCE=_MERGE_AT_ONCE,
             num_warps=4, **options,
         )  # fmt: skip

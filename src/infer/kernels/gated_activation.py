@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from infer.errors import ConfigError, closest
 from infer.kernels.cpu import operations
 from infer.kernels.dispatch import jit, launch_options, tl, use_c, use_triton
+from infer.kernels.launch import launch
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -102,8 +103,8 @@ def gated_activation(gate_up: torch.Tensor, *, activation: str) -> torch.Tensor:
     T, intermediate_size = gate_up.shape[0], gate_up.shape[1] // 2
     y_TF = torch.empty((T, intermediate_size), dtype=gate_up.dtype, device=gate_up.device)
     grid = (T, -(-intermediate_size // _BLOCK_F))
-    _gated_activation_kernel[grid](
-        gate_up, y_TF, gate_up.stride(0), intermediate_size, ACTIVATION=activation, BLOCK_F=_BLOCK_F,
-        **launch_options(gate_up.device),
+    launch(
+        _gated_activation_kernel, grid, (gate_up, y_TF), (gate_up.stride(0), intermediate_size),
+        ACTIVATION=activation, BLOCK_F=_BLOCK_F, **launch_options(gate_up.device),
     )  # fmt: skip
     return y_TF

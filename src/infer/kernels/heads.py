@@ -32,6 +32,7 @@ from typing import NamedTuple
 import torch
 
 from infer.kernels.dispatch import jit, launch_options, next_power_of_two, tl, use_triton
+from infer.kernels.launch import launch
 from infer.kernels.rms_norm import rms_norm, rms_norm_reference
 from infer.kernels.rope import rope, rope_reference
 
@@ -135,8 +136,10 @@ def write_slots(
 
 def split_heads(qkv_TX: torch.Tensor, num_heads: int, num_kv_heads: int) -> Heads:
     """Views of the query, key and value heads in the fused projection's result."""
-    heads = qkv_TX.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
-    q_TNH, k_TGH, v_TGH = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    num_tokens, size = qkv_TX.shape
+    total = num_heads + 2 * num_kv_heads
+    heads = qkv_TX.view(num_tokens, total, size // total)
+    q_TNH, k_TGH, v_TGH = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), 1)
     return q_TNH, k_TGH, v_TGH
 
 
@@ -280,7 +283,6 @@ def norm_rope_write(
         return q_TNH.contiguous(), k_TGH.contiguous(), v_TGH
     T, N, G = qkv_TX.shape[0], num_heads, num_kv_heads
     H = qkv_TX.shape[1] // (N + 2 * G)
-    _, k_TGH, v_TGH = split_heads(qkv_TX, N, G)
     assert qkv_TX.stride(1) == 1, "the elements of a token must be contiguous"
     assert cos_PR.shape == sin_PR.shape and 2 * cos_PR.shape[1] == H, f"tables {cos_PR.shape}, heads of {H}"
     assert cos_PR.is_contiguous() and sin_PR.is_contiguous(), "the tables must be contiguous"
@@ -292,15 +294,22 @@ def norm_rope_write(
             assert part.is_contiguous() and part.shape[1:] == (G, H), f"{name} are {tuple(part.shape)}"
             assert part.dtype == qkv_TX.dtype, f"{name} are {part.dtype}, the projection {qkv_TX.dtype}"
         assert slots_T.is_contiguous(), "slots must be contiguous"
+    if keeps:
+        k_TGH = v_TGH = torch.empty((T, G, H), dtype=qkv_TX.dtype, device=qkv_TX.device)
+    else:
+        _, k_TGH, v_TGH = split_heads(qkv_TX, N, G)
     if cache is None or keeps:
         k_TGH = torch.empty((T, G, H), dtype=qkv_TX.dtype, device=qkv_TX.device)
-    if keeps:
-        v_TGH = torch.empty_like(k_TGH)
     q_weight_H, k_weight_H = norm_weights or (qkv_TX, qkv_TX)
     num_programs = [-(-count // _BLOCK_HEADS) for count in ((N, G) if cache is None else (N, G, G))]
-    _norm_rope_write_kernel[(T, sum(num_programs))](
-        qkv_TX, q_weight_H, k_weight_H, cos_PR, sin_PR, positions_T, slots_T,
-        q_out, keys, values, k_TGH, v_TGH, qkv_TX.stride(0), N, G, H, eps, offset,
+    launch(
+        _norm_rope_write_kernel,
+        (T, sum(num_programs)),
+        (
+            qkv_TX, q_weight_H, k_weight_H, cos_PR, sin_PR, positions_T, slots_T,
+            q_out, keys, values, k_TGH, v_TGH,
+        ),
+        (qkv_TX.stride(0), N, G, H, eps, offset),
         HAS_NORM=norm_weights is not None, HAS_CACHE=cache is not None,
         KEEPS=cache is None or keeps, BLOCK_HEADS=_BLOCK_HEADS, BLOCK_R=next_power_of_two(H // 2),
         **(launch_options(qkv_TX.device) if T <= _MAX_AHEAD else {"PDL": False}),

@@ -164,7 +164,7 @@ def norm_gated_linear(
 
 def can_add(x_MK: torch.Tensor, w_NK: torch.Tensor, reader_w: torch.Tensor, *, gated: bool) -> bool:
     """Whether `linear_into` can add the outputs of `w_NK` to the stream that `reader_w` reads next."""
-    if x_MK.dim() != 2 or x_MK.dtype == torch.float16:
+    if x_MK.dim() != 2 or x_MK.shape[0] > MAX_SMALL_M or x_MK.dtype == torch.float16:
         return False
     writer, reader = _plan(x_MK, w_NK, gated=False), _plan(x_MK, reader_w, gated=gated)
     if not isinstance(writer, SkinnyConfig) or not isinstance(reader, SkinnyConfig):
@@ -239,10 +239,10 @@ def _plan_with_norm(x_MK: torch.Tensor, w: torch.Tensor, *, gated: bool) -> Gemv
 
 def _plan(x_MX: torch.Tensor, w: torch.Tensor, *, gated: bool) -> GemvConfig | SkinnyConfig | None:
     """Which kernel multiplies as many tokens as `x_MX` has with `w`, and how; None for the library."""
-    M, K = len(x_MX), w.shape[1]
-    if not use_triton(x_MX) or not 0 < M <= MAX_SMALL_M or x_MX.dtype != w.dtype:
+    M = x_MX.shape[0]
+    if not 0 < M <= MAX_SMALL_M or not use_triton(x_MX) or x_MX.dtype != w.dtype:
         return None
-    N = w.shape[0] // 2 if gated else w.shape[0]
+    N, K = w.shape[0] // 2 if gated else w.shape[0], w.shape[1]
     dots = gemv_config(N, K, gated, bucket(M), x_MX.device) if M <= GEMV_MAX_M else None
     return dots or skinny_config(N, K, gated, max(bucket(M), 16), x_MX.device, x_MX.element_size())
 

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from infer.kernels.cpu import operations
 from infer.kernels.dispatch import jit, launch_options, next_power_of_two, tl, use_c, use_triton
+from infer.kernels.launch import launch
 
 
 def rms_norm_reference(x: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
@@ -125,8 +126,9 @@ def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, *, eps: float, offset: flo
     head_stride = 0 if x.dim() == 2 else x.stride(1)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tile = _Tile(T * N, D)
-    _rms_norm_kernel[tile.grid](
-        x, weight_D, y, x.stride(0), head_stride, T * N, N, D, eps, offset,
+    launch(
+        _rms_norm_kernel, tile.grid, (x, weight_D, y),
+        (x.stride(0), head_stride, T * N, N, D, eps, offset),
         BLOCK_ROWS=tile.num_rows, BLOCK_D=tile.num_cols, num_warps=tile.num_warps,
         **launch_options(x.device),
     )  # fmt: skip
@@ -148,9 +150,9 @@ def add_rms_norm(
     y_TD = torch.empty((T, D), dtype=x_TD.dtype, device=x_TD.device)
     new_residual_TD = torch.empty_like(y_TD)
     tile = _Tile(T, D)
-    _add_rms_norm_kernel[tile.grid](
-        x_TD, residual_TD, weight_D, y_TD, new_residual_TD, x_TD.stride(0), residual_TD.stride(0), T, D,
-        eps, offset,
+    launch(
+        _add_rms_norm_kernel, tile.grid, (x_TD, residual_TD, weight_D, y_TD, new_residual_TD),
+        (x_TD.stride(0), residual_TD.stride(0), T, D, eps, offset),
         BLOCK_ROWS=tile.num_rows, BLOCK_D=tile.num_cols, num_warps=tile.num_warps,
         **launch_options(x_TD.device),
     )  # fmt: skip
