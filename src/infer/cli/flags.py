@@ -127,6 +127,17 @@ def knobs_from(args: argparse.Namespace, *, with_server: bool = False) -> dict[s
     return from_file | {name: parse_knob(table[name], value) for name, value in given.items()}
 
 
+def spell(knobs: Mapping[str, object]) -> list[str]:
+    """The words of a command line that set these knobs."""
+    words: list[str] = []
+    for name, value in knobs.items():
+        if isinstance(value, bool):
+            words.append(_flag(name) if value else _flag(name).replace("--", "--no-", 1))
+        else:
+            words += [_flag(name), str(value)]
+    return words
+
+
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Give `parser` one flag per row of SAMPLING_HELP."""
     group = parser.add_argument_group("sampling: how the next token is chosen")

@@ -132,7 +132,7 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
         "max_seq_len": plan.longest_sequence,
         "max_batch_size": plan.max_batch_size,
         "contexts": {str(context): plan.at_once(context) for context in plan.contexts()},
-        "flags": plan.flags(),
+        "flags": flags.spell(plan.knobs()),
     }
 
 
@@ -169,7 +169,7 @@ def to_text(plan: MemoryPlan, model: str | None) -> str:
         )
     is_shape_only = model is not None and plan.stored_bytes == 0 and Path(model).expanduser().exists()
     named = "" if model is None else "--model MODEL " if is_shape_only else f"--model {shlex.quote(model)} "
-    lines.append(f"Start with: infer generate {named}{shlex.join(plan.flags())}".rstrip())
+    lines.append(f"Start with: infer generate {named}{shlex.join(flags.spell(plan.knobs()))}".rstrip())
     return "\n".join(lines) + "\n"
 
 

@@ -87,6 +87,7 @@ class MemoryPlan:
     host_cache: int  # for sequences preempted by swapping
     cache: CacheSize
     max_seq_len: int
+    context_len: int  # the model's own
     max_batch_size: int
     config: EngineConfig
 
@@ -110,22 +111,20 @@ class MemoryPlan:
         shorter = [context for context in CONTEXTS if context < self.max_seq_len]
         return [*shorter[-7:], self.max_seq_len]
 
-    def flags(self) -> list[str]:
-        """What to start with, to get exactly this cache."""
-        is_packed = self.weight_format in PACKED  # a dtype would keep the weights in it
-        chosen: dict[str, object] = (
-            {"cpu_weights": self.weight_format} if is_packed else {"dtype": self.dtype}
-        )
-        chosen["max_seq_len"] = self.longest_sequence
-        chosen["max_batch_size"] = self.config.scheduler.max_batch_size
-        chosen["max_num_batched_tokens"] = self.config.scheduler.max_num_batched_tokens
-        chosen["kv_cache_backend"] = self.config.cache.kv_cache_backend
-        chosen["block_size"] = self.config.cache.block_size
+    def knobs(self) -> dict[str, object]:
+        """What to start with, to get exactly this cache: only knobs whose value is not the default."""
+        default = EngineConfig().knobs()
+        chosen: dict[str, object] = {
+            name: value
+            for name, value in self.config.knobs().items()
+            if name not in ("model", "max_seq_len", "kv_cache_memory", "num_blocks")
+            and value != default[name]
+        }
+        if self.longest_sequence < self.context_len:
+            chosen["max_seq_len"] = self.longest_sequence
         # in blocks of block_size tokens, whatever the layout
         chosen["num_blocks"] = -(-self.cache.num_tokens // self.config.cache.block_size)
-        defaults = EngineConfig().knobs()
-        given = {name: value for name, value in chosen.items() if value not in (None, defaults[name])}
-        return [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        return chosen
 
 
 def check_settings(config: EngineConfig, choice: LoadChoice) -> None:
@@ -182,6 +181,7 @@ def plan_memory(config: EngineConfig, headers: ModelHeaders, machine: Machine, *
         host_cache=config.cache.num_host_blocks * cache.block_size * bytes_per_token,
         cache=cache,
         max_seq_len=max_seq_len,
+        context_len=model_config.context_len,
         max_batch_size=scheduler.width,
         config=config,
     )

@@ -96,7 +96,7 @@ def test_a_config_alone_is_enough(infer: Infer, shape: Path) -> None:
     text = infer("plan", str(shape), "--gpu-memory", "24GiB").out
     assert "8,030 M parameters in bfloat16" in text
     assert "The model's context is 131072 tokens; this cache serves sequences of up to" in text
-    assert "infer generate --model MODEL --dtype bfloat16 --max-seq-len" in text
+    assert "infer generate --model MODEL --max-seq-len" in text
 
 
 def test_the_model_may_be_named_by_place_by_flag_or_in_a_file(
@@ -125,6 +125,7 @@ def test_two_names_for_the_model_are_refused(infer: Infer, shape: Path) -> None:
         ["--gpu-memory", "48MiB", "--kv-cache-backend", "contiguous", "--max-seq-len", "50"],
         ["--gpu-memory", "48MiB", "--num-blocks", "11"],
         ["--gpu-memory", "48MiB", "--kv-cache-memory", "200KiB"],
+        ["--gpu-memory", "48MiB", "--no-use-chunked-prefill", "--num-host-blocks", "3"],
     ],
 )
 def test_the_printed_flags_give_the_planned_cache(infer: Infer, model: Path, knobs: list[str]) -> None:
@@ -144,6 +145,24 @@ def test_the_printed_flags_give_the_planned_cache(infer: Infer, model: Path, kno
         free_bytes=0,
     )
     assert (made.num_blocks, made.block_size) == (plan["num_blocks"], plan["block_size"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "printed"),
+    [
+        ([], []),
+        (["--dtype", "auto", "--cpu-weights", "auto", "--block-size", "16", "--max-seq-len", "256"], []),
+        (["--dtype", "float32"], ["--dtype", "float32"]),
+        (["--cpu-weights", "int8", "--device", "cpu"], ["--cpu-weights", "int8", "--device", "cpu"]),
+        (["--max-seq-len", "100"], ["--max-seq-len", "100"]),
+        (["--no-use-chunked-prefill"], ["--no-use-chunked-prefill"]),
+    ],
+)
+def test_flags_that_are_so_by_default_are_not_printed(
+    infer: Infer, model: Path, asked: list[str], printed: list[str]
+) -> None:
+    found = planned(infer, model, "--num-blocks", "40", *asked)["flags"]
+    assert found == [*printed, "--num-blocks", "40"]
 
 
 @pytest.mark.parametrize(
