@@ -23,7 +23,7 @@ import torch
 
 from infer.bench.floors import best_seconds, measure_ceilings
 from infer.bench.report import Report, Row, make_report, make_row
-from infer.bench.rows import measure_row, run_rows
+from infer.bench.rows import beyond_floor, measure_row, run_rows
 from infer.bench.subject import Subject
 from infer.bench.virtual import run_virtual
 from infer.bench.workloads import Arrival, Session, Turn, Workload
@@ -82,7 +82,7 @@ def bench_attention(
         seed=seed,
         repeats=repeats,
         warmup=1,
-        notes=[f"copy {ceilings.copy_bytes_per_s / 1e9:.1f} GB/s in this run"],
+        notes=[f"copy {ceilings.copy_bytes_per_s / 1e9:.1f} GB/s in this run", *beyond_floor(rows)],
         is_partial=is_partial,
     )
 

@@ -27,7 +27,7 @@ from infer.bench.floors import (
 )
 from infer.bench.metrics import percentile
 from infer.bench.report import Report, Row, make_report, skip_row
-from infer.bench.rows import measure_row, run_rows
+from infer.bench.rows import beyond_floor, measure_row, run_rows
 from infer.bench.subject import Subject
 from infer.bench.workloads import DEFAULT_VOCAB, FIRST_ID, Arrival, Session, Turn, Workload, make_workload
 from infer.engine.engine import Engine
@@ -89,7 +89,7 @@ def bench_offline(subject: Subject, names: Sequence[str], *, seed: int, repeats:
             figures = result.figures() | _floors(subject, ceilings, result)
             tell(
                 f"{workload.name} {repeat + 1}/{repeats}: {figures['output_tokens_per_s']:.1f} tok/s, "
-                f"{figures['floor_share']:.0%} of what this machine could do"
+                f"{figures['floor_share']:.0%} of the floor"
             )
             return figures
 
@@ -234,6 +234,7 @@ def _report(
                 f"the weights are {subject.loaded.weights} and multiplied as integers, the matmul rate is of "
                 f"{subject.loaded.dtype}: a prompt may be faster than its floor"
             )
+        notes += beyond_floor(rows)
     return make_report(
         kind,
         rows,

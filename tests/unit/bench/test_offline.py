@@ -30,8 +30,8 @@ from infer.bench.matrix import _sentence as sentence_of
 from infer.bench.micro import bench_attention, bench_memory
 from infer.bench.offline import batch, bench_decode, bench_latency, bench_offline, bench_prefill, run_once
 from infer.bench.render import provenance
-from infer.bench.report import Row, make_row, write_report
-from infer.bench.rows import run_rows
+from infer.bench.report import Row, make_row, skip_row, write_report
+from infer.bench.rows import beyond_floor, run_rows
 from infer.bench.subject import TINY, Subject, open_subject
 from infer.bench.workloads import SERVING, Arrival, Session, Turn, Workload, make_workload
 from infer.errors import ConfigError, EngineError
@@ -128,11 +128,14 @@ def test_every_offline_bench_reports(
         assert report.model["device"] == "cpu" and report.model["dtype"] == "float32"
         assert report.model["weights"] == "fp32" and "weights fp32" in provenance(report)
         assert report.config.get("cpu_weights", "fp32") == "fp32"  # and never "auto"
-    offline, _, prefill, decode, _, memory = reports
+    offline, _, prefill, decode, attention, memory = reports
     floor = offline.rows[0].figures
     assert floor["floor_share"].values[0] == pytest.approx(
         floor["floor_s"].values[0] / floor["seconds"].values[0]
     )
+    for report in (offline, prefill, decode, attention):
+        shares = [row.figures["floor_share"].median for row in report.rows if row.figures]
+        assert any("above 100 %" in note for note in report.notes) is (max(shares) > 1)
     assert prefill.rows[1].skipped == "the context is 256"
     step = decode.rows[1].figures
     assert step["output_tokens_per_s"].values[0] == pytest.approx(2 / step["step_p50_s"].values[0])
@@ -152,6 +155,20 @@ def test_the_matrix_explains_every_row(subject: Subject) -> None:
     assert "a decode step is launched as one graph" in rows["+graphs b1_256_256"].note
     paged = rows["+paged paged_attention"].figures
     assert paged["mean_running"].median > 6  # a contiguous cache holds six
+
+
+def test_a_share_above_the_floor_is_explained_and_others_are_not() -> None:
+    def row(name: str, *shares: float) -> Row:
+        return make_row(name, "", [{"floor_share": share} for share in shares])
+
+    below = [
+        row("batch 1", 0.4, 1.2, 0.9),
+        make_row("no floor", "", [{"seconds": 2.0}]),
+        skip_row("c", "", "so"),
+    ]
+    assert beyond_floor(below) == []
+    (note,) = beyond_floor([*below, row("batch 8", 1.1), row("batch 64", 1.3)])
+    assert note.startswith("above 100 % of the floor (batch 8; batch 64) does not mean faster than possible")
 
 
 def test_floors_by_hand() -> None:
