@@ -163,11 +163,13 @@ def gpu_origin(found: dict[str, Any]) -> str:
 
 
 CPU_TABLE = re.compile(r"(<!-- cpu report -->\n).*?(<!-- end -->)", re.DOTALL)
+CPU_LINE = re.compile(r"(<!-- cpu speed -->\n).*?(<!-- end -->)", re.DOTALL)
+CPU_DEFAULT = "ours int4"  # what `auto` is for the default model
 CPU_FIGURES = ("decode 1", "decode 8", "prefill")
 
 
 def cpu_page(text: str) -> str:
-    """The page with its table of engines made anew from benchmarks/reports/cpu.json."""
+    """The page with its first line and its table of engines made anew from benchmarks/reports/cpu.json."""
     found = json.loads((DOCS.parent / "benchmarks" / "reports" / "cpu.json").read_text(encoding="utf-8"))
     lines = ["| engine | decode, 1 sequence | decode, 8 sequences | prefill 512 |", "|---|---|---|---|"]
     for engine, figures in found["engines"].items():
@@ -180,6 +182,12 @@ def cpu_page(text: str) -> str:
         f"{machine['cpu']}, of which {found['threads']} used; load {load}; "
         f"median of {found['rounds']} rounds; commit {machine['commit']}, {date}.",
     ]
+    one, many, prompt = (found["engines"][CPU_DEFAULT][name]["per_cpu_s"] for name in CPU_FIGURES)
+    line = (
+        f"{machine['cpu']}, of which {found['threads']} used: **{one:,.0f} tokens per second** for one "
+        f"sequence, {many:,.0f} for eight, {prompt:,.0f} tokens of a prompt per second."
+    )
+    text = CPU_LINE.sub(lambda match: match[1] + line + "\n" + match[2], text)
     return CPU_TABLE.sub(lambda match: match[1] + "\n".join(lines) + "\n" + match[2], text)
 
 
