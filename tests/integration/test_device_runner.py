@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from infer.engine import build
+from infer.engine import build, graphs
 from infer.engine.device_runner import DeviceRunner
 from infer.engine.engine import Engine
 from infer.engine.plan import StepPlan
@@ -191,3 +191,23 @@ def test_padding_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         while engine.prepare():
             pass
     assert run_engine(engine, PLAIN) == expected("llama", False)
+
+
+@pytest.mark.usefixtures("on_device")
+def test_steps_of_prompts_alone_are_padded_to_sizes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MIXED_TOKENS", (4, 8))
+    monkeypatch.setattr(graphs, "_PROMPT_TOKENS", (12, 20, 40, 80))
+    long = [(prompt, params) for prompt, params in PLAIN if len(prompt) > 8]
+    engine = make_device_engine("qwen3", max_batch_size=2)
+    runner: Any = engine._runner
+    sizes: set[graphs.StepSize] = set()
+    launch = runner._graphs._launch
+
+    def note(size: graphs.StepSize) -> None:
+        sizes.add(size)
+        launch(size)
+
+    monkeypatch.setattr(runner._graphs, "_launch", note)
+    assert run_engine(engine, long) == run_on_cpu("qwen3", long)
+    assert max(size.num_tokens for size in sizes if size.num_rows == 0) > 8
+    assert max(size.num_tokens for size in sizes if size.num_rows) <= 8

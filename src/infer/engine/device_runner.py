@@ -29,7 +29,7 @@ from infer.cache.kv_store import KVStore
 from infer.engine.device_results import Results, to_result
 from infer.engine.device_rows import NO_POSITION, DeviceRows, send
 from infer.engine.device_step import DeviceStep
-from infer.engine.graphs import MIXED_TOKENS, StepGraphs, StepSize
+from infer.engine.graphs import StepGraphs, StepSize, most_tokens
 from infer.engine.plan import StepPlan
 from infer.engine.runner import ModelRunner, StepResult, sequence_seed
 from infer.engine.sequence import Sequence as TokenSequence
@@ -105,7 +105,8 @@ class DeviceRunner(ModelRunner):
             device=device,
         )
         tile_len = tokens_per_tile(config.num_heads, config.num_kv_heads)
-        max_graph_tokens = MIXED_TOKENS[-1] if use_cuda_graphs else 0
+        layer_weights = sum(weight.numel() for weight in model.layers.parameters()) // config.num_layers
+        max_graph_tokens = most_tokens(layer_weights, max_tokens) if use_cuda_graphs else 0
         self._inputs = DeviceInputs(max_batch_size, max_tokens, max_graph_tokens, tile_len, device)
         self._scratch = SampleScratch(max_batch_size + MAX_CHUNKS, config.vocab_size, device)
         self._results = Results(max_batch_size + MAX_CHUNKS, device)

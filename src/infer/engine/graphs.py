@@ -8,9 +8,15 @@ a step does not fill is padding, for which every kernel does nothing.
 
     37 rows that decode           ──► size (40, 0):  rows [12, 3, 7, ..., -1, -1, -1] ──► replay
     20 rows, 100 prompt tokens    ──► size (32, 128)
+    900 prompt tokens alone       ──► size (0, 1024) of a small model; of a large one, no graph
 
 A size is captured when it is first needed, or before that in idle time (`prepare`): the first answer
 never waits for graphs it does not use. All graphs share one memory pool, because only one runs at a time.
+
+More tokens are worth a graph as long as it takes longer to launch a layer than to compute it (`most_tokens`):
+launching one costs the CPU half a millisecond, and a thousand tokens in a layer of a 0.6B model cost a large
+GPU a tenth of that. Padding is computed like any other token, so these sizes are close together. They are
+captured in idle time alone: a step that is launched kernel by kernel is over before a capture would be.
 
 PyTorch's own context for a capture first gives back all memory that is kept for later, the device's and the
 host's pinned one, and the steps behind it wait a quarter of a second to get it again. Here it is given back
@@ -34,6 +40,8 @@ _SMALL = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 _STEP = 32  # between the sizes above
 MIXED_ROWS = (0, 4, 16, 32, 64, 128, 256)
 MIXED_TOKENS = (64, 128, 256, 512)
+_PROMPT_TOKENS = (640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)  # without rows
+_LAUNCHED_LAYER = 1e11  # weights times tokens: what a large GPU multiplies while the CPU launches a layer
 
 
 class StepSize(NamedTuple):
@@ -48,6 +56,15 @@ def decode_sizes(max_rows: int) -> list[int]:
     sizes = [size for size in _SMALL if size < max_rows]
     sizes += range(_SMALL[-1] + _STEP, max_rows, _STEP)
     return [*sizes, max_rows]
+
+
+def most_tokens(layer_weights: int, max_tokens: int) -> int:
+    """Up to how many tokens of prompts a graph is worth it, for layers of so many weights.
+
+    Not more than half of what a step may have: memory for activations is twice that of the largest step.
+    """
+    limit = min(_LAUNCHED_LAYER / max(layer_weights, 1), max_tokens / 2)
+    return max((tokens for tokens in _PROMPT_TOKENS if tokens <= limit), default=MIXED_TOKENS[-1])
 
 
 class StepGraphs:
@@ -66,6 +83,7 @@ class StepGraphs:
         self._rows = decode_sizes(max_rows)
         self._mixed_rows = [*(rows for rows in MIXED_ROWS if rows < max_rows), max_rows]
         self._mixed_tokens = [tokens for tokens in MIXED_TOKENS if tokens <= max_tokens]
+        self._prompt_tokens = [tokens for tokens in _PROMPT_TOKENS if tokens <= max_tokens]
         self._graphs: dict[StepSize, torch.cuda.CUDAGraph] = {}
         self._uncaptured: set[StepSize] = set()
         self._pool: Any = None  # a handle
@@ -76,8 +94,15 @@ class StepGraphs:
         if not num_tokens:
             return StepSize(_at_least(self._rows, num_rows), 0)
         if not self._mixed_tokens or num_tokens > self._mixed_tokens[-1]:
-            return None
+            return None if num_rows else self._size_of_prompts(num_tokens)
         return StepSize(_at_least(self._mixed_rows, num_rows), _at_least(self._mixed_tokens, num_tokens))
+
+    def _size_of_prompts(self, num_tokens: int) -> StepSize | None:
+        """Of a step without rows that decode, if it has been captured."""
+        if not self._prompt_tokens or num_tokens > self._prompt_tokens[-1]:
+            return None
+        size = StepSize(0, _at_least(self._prompt_tokens, num_tokens))
+        return size if size in self._graphs or not self._captures else None
 
     def ensure(self, size: StepSize) -> bool:
         """Capture a size if that is still to be done; True: it was, and the inputs are all padding now."""
@@ -103,7 +128,8 @@ class StepGraphs:
         """Capture one more size, the smallest that is missing; False: there is none."""
         decode = [StepSize(rows, 0) for rows in self._rows]
         mixed = [StepSize(rows, tokens) for tokens in self._mixed_tokens for rows in self._mixed_rows]
-        return any(self.ensure(size) for size in decode + mixed)
+        prompts = [StepSize(0, tokens) for tokens in self._prompt_tokens]
+        return any(self.ensure(size) for size in decode + mixed + prompts)
 
     def _capture(self, size: StepSize) -> None:
         """Run a step of padding, which compiles its kernels and changes nothing; then record the same."""

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from infer.engine.graphs import StepGraphs, StepSize
+from infer.engine.graphs import StepGraphs, StepSize, most_tokens
 
 SIZE = StepSize(4, 0)
 
@@ -30,11 +30,15 @@ class Recorder:
 
 
 class Steps:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_failures: int) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, num_failures: int = 0, max_rows: int = 4, max_tokens: int = 0
+    ) -> None:
         self.launched: list[StepSize] = []
         self.emptied = 0
         self.recorder = Recorder(num_failures)
-        self.graphs = StepGraphs(self.launched.append, lambda: None, max_rows=4, max_tokens=0, captures=True)
+        self.graphs = StepGraphs(
+            self.launched.append, lambda: None, max_rows=max_rows, max_tokens=max_tokens, captures=True
+        )
         monkeypatch.setattr(self.graphs, "_record", self.recorder.record)
         monkeypatch.setattr(torch.cuda, "empty_cache", self._empty)
 
@@ -43,7 +47,7 @@ class Steps:
 
 
 def test_memory_kept_for_later_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(monkeypatch, num_failures=0)
+    steps = Steps(monkeypatch)
     assert steps.graphs.ensure(SIZE) and not steps.graphs.ensure(SIZE)
     steps.graphs.run(SIZE)
     assert (steps.emptied, steps.recorder.num_replays, steps.launched) == (0, 1, [SIZE])
@@ -66,7 +70,43 @@ def test_a_step_that_cannot_be_captured_is_launched(monkeypatch: pytest.MonkeyPa
 
 
 def test_idle_time_captures_every_size_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(monkeypatch, num_failures=0)
+    steps = Steps(monkeypatch)
     while steps.graphs.prepare():
         pass
     assert steps.launched == [StepSize(1, 0), StepSize(2, 0), StepSize(4, 0)]
+
+
+@pytest.mark.parametrize(
+    ("layer_weights", "max_tokens", "most"),
+    [
+        (16_000_000, 8192, 4096),  # 0.6B
+        (61_000_000, 8192, 1536),  # 1B
+        (192_000_000, 8192, 512),  # 8B: computed more slowly than launched
+        (16_000_000, 2048, 1024),  # half of the largest step
+        (16_000_000, 512, 512),
+        (0, 8192, 4096),
+    ],
+)
+def test_prompts_are_captured_while_launching_takes_longer_than_computing(
+    layer_weights: int, max_tokens: int, most: int
+) -> None:
+    assert most_tokens(layer_weights, max_tokens) == most
+
+
+def test_steps_of_prompts_alone_have_sizes_of_their_own_once_they_are_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graphs = Steps(monkeypatch, max_tokens=1024).graphs
+    assert graphs.size_for(0, 600) is None  # not captured yet: launched kernel by kernel
+    while graphs.prepare():
+        pass
+    assert graphs.size_for(0, 600) == StepSize(0, 640)
+    assert graphs.size_for(0, 1024) == StepSize(0, 1024)
+    assert graphs.size_for(0, 1025) is None
+    assert graphs.size_for(3, 600) is None
+    assert graphs.size_for(3, 500) == StepSize(4, 512)
+
+
+def test_without_graphs_of_prompts_a_long_one_has_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Steps(monkeypatch, max_tokens=512).graphs.size_for(0, 600) is None
+    assert Steps(monkeypatch, max_tokens=0).graphs.size_for(0, 6) is None
