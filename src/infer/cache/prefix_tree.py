@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -35,11 +35,13 @@ from infer.errors import EngineError
 
 Label = tuple[int | str | None, ...]
 
+ROOT: Final = -1  # where others have a block
 
-class _Node(msgspec.Struct, eq=False):
+
+class _Node(msgspec.Struct, eq=False, gc=False):  # no circles: the collector need not look at them
     block: int
     label: Label  # the tokens of the edge that leads here
-    parent: _Node | None  # None: the root
+    parent: int  # its block
     depth: int  # blocks from the root to here
     children: dict[Label, _Node] = msgspec.field(default_factory=dict)
 
@@ -61,7 +63,7 @@ class PrefixTree:
         self.num_hit_tokens = 0
         self.num_evicted_blocks = 0
         self._allocator = allocator
-        self._root = _Node(-1, (), None, 0)
+        self._root = _Node(ROOT, (), ROOT, 0)
         self._nodes: dict[int, _Node] = {}  # by block
 
     @property
@@ -89,7 +91,7 @@ class PrefixTree:
     def parent(self, block: int) -> int | None:
         """The cached block before this one; None for the first of a prefix."""
         parent = self._nodes[block].parent
-        return None if parent is None or parent is self._root else parent.block
+        return None if parent == ROOT else parent
 
     def insert(
         self,
@@ -119,7 +121,7 @@ class PrefixTree:
             if child is None:
                 if allocator.ref_count(block) > 1:
                     break
-                child = _Node(block, label, node, node.depth + 1)
+                child = _Node(block, label, node.block, node.depth + 1)
                 new.append(child)
             elif child.block != block:
                 twins.append((block, child.block))
@@ -131,8 +133,8 @@ class PrefixTree:
         if twins:
             allocator.share([cached for _, cached in twins], owner)
         for child in new:
-            assert child.parent is not None
-            child.parent.children[child.label] = self._nodes[child.block] = child
+            self._nodes[child.block] = child
+            self._parent_of(child).children[child.label] = child
         return Insertion(None if node is self._root else node.block, num_entered, twins)
 
     def append(self, tokens: Sequence[int], block: int, owner: Owner, *, after: int) -> bool:
@@ -148,7 +150,7 @@ class PrefixTree:
             return False
         if not self._allocator.share_with_tree(block, owner, after=after):
             return False
-        children[label] = self._nodes[block] = _Node(block, label, node, node.depth + 1)
+        children[label] = self._nodes[block] = _Node(block, label, after, node.depth + 1)
         return True
 
     def exchange(self, cached: int, duplicate: int) -> None:
@@ -159,6 +161,8 @@ class PrefixTree:
         del self._nodes[cached]
         node.block = duplicate
         self._nodes[duplicate] = node
+        for child in node.children.values():
+            child.parent = duplicate
 
     def evict(self, count: int) -> int:
         """Free up to `count` blocks that only the tree holds, least recently used first; returns how many."""
@@ -181,8 +185,8 @@ class PrefixTree:
     def forget(self, block: int) -> None:
         """Take a leaf out of the tree, whoever else holds its block."""
         node = self._nodes[block]
-        assert node.parent is not None and not node.children, f"cached block {block} is not a leaf"
-        del node.parent.children[node.label]
+        assert not node.children, f"cached block {block} is not a leaf"
+        del self._parent_of(node).children[node.label]
         del self._nodes[block]
         self._allocator.drop([block], PREFIX_TREE)
 
@@ -207,7 +211,7 @@ class PrefixTree:
             node = stack.pop()
             for label, child in node.children.items():
                 size = self.block_size + (child.depth == 1)  # the first label carries the salt
-                if child.label != label or child.parent is not node or child.depth != node.depth + 1:
+                if child.label != label or child.parent != node.block or child.depth != node.depth + 1:
                     raise EngineError(f"cached block {child.block} is linked wrongly in the prefix tree")
                 if len(label) != size:
                     raise EngineError(f"cached block {child.block} has a label of {len(label)}, not {size}")
@@ -218,6 +222,9 @@ class PrefixTree:
                 stack.append(child)
         if reached != self._nodes or frozenset(reached) != self._allocator.blocks_of(PREFIX_TREE):
             raise EngineError("the prefix tree's nodes are not the blocks it holds")
+
+    def _parent_of(self, node: _Node) -> _Node:
+        return self._root if node.parent == ROOT else self._nodes[node.parent]
 
     def _check_insertion(
         self, node: _Node, tokens: Sequence[int], blocks: Sequence[int], owner: Owner
