@@ -98,7 +98,7 @@ class LiveRequests:
             for chunk, seq in zip(plan.chunks, sequences, strict=True):
                 # from its own position on: a prompt that was preempted half way is computed again
                 seq.group.prompt_logprobs[chunk.start :] = result.prompt_logprobs.get(seq.seq_id, ())
-        num_continued = 0
+        num_others = 0
         for seq, ids, logprobs in zip(sequences, result.ids, result.logprobs, strict=True):
             if not ids:
                 continue
@@ -106,15 +106,8 @@ class LiveRequests:
             if len(tokens) < seq.goes_on_until and logprobs[0] is None and ids[0] not in seq.stop_ids:
                 # by far the most tokens: what `_advance` does, in a fifth of the time
                 tokens.append(ids[0])
-                num_continued += 1
                 outputs.append(
-                    StepOutput(
-                        request_id=seq.request_id,
-                        index=seq.index,
-                        token_ids=ids,
-                        queue_s=seq.group.queue_s or 0.0,
-                        num_cached=seq.num_cached,
-                    )
+                    StepOutput(seq.request_id, seq.index, ids, seq.group.queue_s or 0.0, seq.num_cached)
                 )
                 continue
             if seq.finish_reason is not None:
@@ -125,14 +118,15 @@ class LiveRequests:
                 offers.setdefault(id(seq.group), (seq.group, []))[1].append((seq, row))
                 continue
             members = self._fork_leader(seq, len(ids)) if len(ids) > 1 else [seq]
+            num_others += len(members)
             for member, token_id, row in zip(members, ids, logprobs, strict=True):
                 outputs.append(self._advance(member, token_id, row))
             if any(member.is_finished for member in members):
                 self._forget_if_done(seq.group)
+        self.num_output_tokens += len(outputs) - num_others
         for group, beams in offers.values():
             if not group.is_finished:
                 outputs.extend(self._advance_beams(group, beams))
-        self.num_output_tokens += num_continued
         return outputs
 
     def _advance(self, seq: Sequence, token_id: int, row: RowLogprobs | None) -> StepOutput:

@@ -121,10 +121,14 @@ class Scheduler:
         self.step += 1
         draft = PlanDraft(self._max_num_batched_tokens)
         running = self.running
-        further_behind = [seq for seq in running if seq.num_tokens - seq.num_computed != 1]
-        one_behind = [seq for seq in running if seq.num_tokens < seq.max_total]  # else its last is under way
-        if further_behind:
-            one_behind = [seq for seq in one_behind if seq.num_tokens - seq.num_computed == 1]
+        one_behind = [  # at its max_total the last token is under way
+            seq
+            for seq in running
+            if seq.num_tokens - seq.num_computed == 1 and seq.num_tokens < seq.max_total
+        ]
+        further_behind: list[Sequence] = []
+        if len(one_behind) < len(running):
+            further_behind = [seq for seq in running if seq.num_tokens - seq.num_computed != 1]
         if self.policy.rotates and one_behind:
             self._rotation %= len(one_behind)
             one_behind = one_behind[self._rotation :] + one_behind[: self._rotation]
