@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from infer import LLM, SamplingParams
+from infer.engine.graphs import StepSize
 from infer.errors import InferError
-from scripts.make_checkpoint import make_checkpoint
+from scripts.make_checkpoint import Sizes, make_checkpoint
 
 pytestmark = pytest.mark.gpu
 
@@ -100,6 +101,23 @@ def test_nothing_is_compiled_once_everything_is_prepared(qwen3: str) -> None:
     assert compiled == []
 
 
+def test_prompts_from_a_graph_have_the_tokens_of_prompts_that_are_launched(tmp_path: Path) -> None:
+    """Of small models, steps of prompts alone are captured; alone and several, whole and behind a prefix."""
+    make_checkpoint("qwen3", tmp_path, sizes=Sizes(context_len=4096))
+    prompts = [[(7 * i + j) % 200 + 10 for j in range(length)] for i, length in enumerate((600, 650, 1500))]
+    batches = [*([prompt] for prompt in prompts), prompts, [prompts[2] + prompts[0]]]
+
+    def tokens(*, prepared: bool, **knobs: Any) -> list[list[list[int]]]:
+        llm = LLM(str(tmp_path), device="cuda", dtype="float32", max_batch_size=4, **knobs)
+        while prepared and llm.engine.prepare():
+            pass
+        runner: Any = llm.engine._runner
+        assert (StepSize(0, 640) in runner._graphs._graphs) is prepared
+        return [[answer.token_ids for answer in llm.generate(batch, GREEDY)] for batch in batches]
+
+    assert tokens(prepared=True) == tokens(prepared=False) == tokens(prepared=False, use_cuda_graphs=False)
+
+
 def test_out_of_memory_ends_the_request_and_not_the_engine(
     qwen3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,7 +148,8 @@ def test_deterministic_numbers_do_not_depend_on_the_batch(checkpoint: str, dtype
         return [(a.token_ids, [row.logprob for row in a.outputs[0].logprobs or ()]) for a in answers]
 
     alone = numbers(asking, one_by_one=True, use_prefix_caching=False)
-    for knobs in ({}, {"prefill_chunk_size": 5}, {"block_size": 4, "num_blocks": 24}):
+    variants: list[dict[str, Any]] = [{}, {"prefill_chunk_size": 5}, {"block_size": 4, "num_blocks": 24}]
+    for knobs in variants:
         assert numbers(asking, **knobs) == alone, knobs
         assert [ids for ids, _ in numbers(GREEDY, **knobs)] == [ids for ids, _ in alone], knobs
 
