@@ -80,10 +80,8 @@ class ContextOverflow(RequestError):
             advice = f"shorten the prompt or set max_tokens <= {room}"
         else:  # no max_tokens would help
             advice = f"shorten the prompt to at most {context_len - 1} tokens"
-        if model_len is not None and model_len > context_len:
-            advice += ", or raise max_seq_len"
         super().__init__(
-            f"{given}, but {spell_context(context_len, model_len)}; {advice}",
+            f"{given}, but {spell_context(context_len)}; {advice}{spell_limit(context_len, model_len)}",
             param="max_tokens" if room > 0 else "prompt",
         )
         self._given = (num_prompt_tokens, max_tokens, context_len, is_least)
@@ -148,11 +146,16 @@ class EngineLost(EngineStopped):
     """The engine has ended and nobody will start it again."""
 
 
-def spell_context(context_len: int, model_len: int | None) -> str:
-    """Which limit a sequence must keep to: the model's, or a lower one that the operator has set."""
+def spell_context(context_len: int) -> str:
+    """The limit a sequence must keep to, in the words by which clients' libraries know this mistake."""
+    return f"this model's maximum context length is {context_len} tokens"
+
+
+def spell_limit(context_len: int, model_len: int | None) -> str:
+    """A last clause for whoever runs a model that could do more than it is allowed to; else nothing."""
     if model_len is None or model_len <= context_len:
-        return f"this model's context is {context_len}"
-    return f"max_seq_len is set to {context_len} (this model's context is {model_len})"
+        return ""
+    return f" (it is limited here by max_seq_len, which its operator may raise to {model_len})"
 
 
 def closest(name: str, known: Iterable[str], *, aliases: Mapping[str, str] | None = None) -> str:

@@ -91,4 +91,4 @@ def test_what_the_server_refuses_is_shown_in_its_words(page: Page) -> None:
     page.type("[name=max_tokens]", "100000")
     ask(page, "Where is the river?")
     page.wait_for("!document.querySelector('#error').hidden")
-    assert "this model's context is 256" in page.text("#error")
+    assert "this model's maximum context length is 256 tokens" in page.text("#error")

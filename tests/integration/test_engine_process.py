@@ -170,7 +170,7 @@ def test_refusals_keep_their_class_their_words_and_their_field() -> None:
                 await collect(client, Request(request_id="empty", prompt=()))
             assert caught.value.param == "prompt"
             too_long = Request(request_id="long", prompt=(1,) * 500)
-            with pytest.raises(RequestError, match="context is 400"):
+            with pytest.raises(RequestError, match="context length is 400"):
                 await collect(client, too_long)
             with pytest.raises(RequestError, match="64 bits"):
                 await collect(client, Request(request_id="huge", prompt=(2**64,)))

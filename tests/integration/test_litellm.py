@@ -62,9 +62,9 @@ def test_a_stream_joins_to_the_offline_answer(live: LiveServer, prefix: str) -> 
 
 @both_prefixes
 def test_an_error_becomes_litellms_own_with_our_words(live: LiveServer, prefix: str) -> None:
-    with pytest.raises(litellm.exceptions.BadRequestError, match="set max_tokens <= ") as caught:
+    with pytest.raises(litellm.exceptions.ContextWindowExceededError, match="set max_tokens <= ") as caught:
         complete(live, prefix, max_tokens=10_000)
-    assert "context is 256" in str(caught.value)
+    assert "maximum context length is 256 tokens" in str(caught.value)
 
 
 def test_a_text_completion_continues_the_prompt(live: LiveServer) -> None:

@@ -272,16 +272,18 @@ def test_a_prompt_too_long_is_told_which_limit_it_breaks_and_who_can_raise_it(
     with pytest.raises(ContextOverflow) as caught:
         llm.generate([1] * 300, GREEDY)
     assert str(caught.value) == (
-        "prompt has 300 tokens, but this model's context is 256; shorten the prompt to at most 255 tokens"
+        "prompt has 300 tokens, but this model's maximum context length is 256 tokens; shorten the prompt to at "
+        "most 255 tokens"
     )
     short = LLM(checkpoint, max_seq_len=64, **KNOBS)
     with pytest.raises(ContextOverflow) as caught:
         short.generate([1] * 62, GREEDY)
     assert str(caught.value) == (
-        "prompt has 62 tokens and max_tokens is 4, but max_seq_len is set to 64 "
-        "(this model's context is 256); shorten the prompt or set max_tokens <= 2, or raise max_seq_len"
+        "prompt has 62 tokens and max_tokens is 4, but this model's maximum context length is 64 tokens; "
+        "shorten the prompt or set max_tokens <= 2 (it is limited here by max_seq_len, which its operator "
+        "may raise to 256)"
     )
-    with pytest.raises(ContextOverflow, match=r"max_seq_len is set to 64 \(.* or raise max_seq_len$"):
+    with pytest.raises(ContextOverflow, match=r"is 64 tokens; .* operator may raise to 256\)$"):
         short.engine.embed((1,) * 65, "last")
 
 

@@ -69,8 +69,14 @@ def test_a_model_without_any_template_needs_no_warning(tmp_path: Path) -> None:
 def test_a_text_that_can_never_fit_is_told_which_limit_it_breaks(folder: Path) -> None:
     text, message = "word " * 10**6, [{"role": "user", "content": "word " * 10**6}]
     for front, limit in (
-        (front_of(folder), "but this model's context is 256;"),
-        (front_of(folder, max_seq_len=64), "but max_seq_len is set to 64 (this model's context is 256);"),
+        (
+            front_of(folder),
+            "but this model's maximum context length is 256 tokens; shorten the prompt to at most 255 tokens",
+        ),
+        (
+            front_of(folder, max_seq_len=64),
+            "length is 64 tokens; shorten the prompt to at most 63 tokens (it is limited here by max_seq_len",
+        ),
     ):
         for encode in (partial(front.encode, text), partial(front.encode_chat, message)):
             with pytest.raises(ContextOverflow) as caught:

@@ -129,11 +129,14 @@ def _refusal(status: int, body: bytes) -> InferError:
     """The server's own words, as the error they would be without a server between."""
     try:
         error = json.loads(body)["error"]
-        message, param = str(error["message"]), error.get("param")
+        message, param, code = str(error["message"]), error.get("param"), error.get("code")
     except (ValueError, KeyError, TypeError):
         return EngineError(f"the server answered {status}")
     if status in (400, 422):
-        return (RemoteOverflow if "context" in message else RequestError)(message, param=param)
+        is_overflow = (
+            code == "context_length_exceeded" or "context length" in message
+        )  # not all send the code
+        return (RemoteOverflow if is_overflow else RequestError)(message, param=param)
     if status == 401:
         return ConfigError(f"the server asks for a key: {message}; give it with --api-key")
     return EngineError(f"the server answered {status}: {message}")

@@ -16,7 +16,7 @@ from fastapi import Request as HttpRequest
 from fastapi import Response
 
 from infer.engine.request import Request
-from infer.errors import RequestError, RequestTimeout, spell_context
+from infer.errors import ContextOverflow, RequestError, RequestTimeout, spell_context, spell_limit
 from infer.server.record import engine_id
 from infer.server.routing import json_response, make_router, server_state, unless_disconnected
 from infer.server.schemas import EmbeddingRequest
@@ -27,6 +27,18 @@ router = make_router()
 
 DEFAULT_POOLING = "last"
 FORMATS = ("float", "base64")
+
+
+class InputOverflow(ContextOverflow):
+    """A text is longer than the context; nothing is generated, so there is no max_tokens to lower."""
+
+    def __init__(self, index: int, num_tokens: int, context_len: int, model_len: int) -> None:
+        RequestError.__init__(
+            self,
+            f"input {index} has {num_tokens} tokens, but {spell_context(context_len)}; shorten it"
+            + spell_limit(context_len, model_len),
+            param="input",
+        )
 
 
 @router.post("/v1/embeddings", response_model=None)
@@ -72,10 +84,7 @@ def check_lengths(inputs: list[list[int]], context_len: int, model_len: int) -> 
         if not ids:
             raise RequestError(f"input {i} has no tokens; give at least one", param="input")
         if len(ids) > context_len:
-            raise RequestError(
-                f"input {i} has {len(ids)} tokens, but {spell_context(context_len, model_len)}; shorten it",
-                param="input",
-            )
+            raise InputOverflow(i, len(ids), context_len, model_len)
 
 
 async def _embed(model: ServedModel, prompts: list[list[int]], pooling: str) -> list[list[float]]:

@@ -4,6 +4,7 @@
     MalformedRequest, wrong JSON type       400     mend the program
     NameTaken                               409     choose another name
     RequestError                            422     mend the values
+    ContextOverflow                         422     shorten; `code` is context_length_exceeded
     UnknownModel                            422     ask for one that is served; `code` is model_not_found
     QueueFull, EngineStopped                503     try again, after Retry-After seconds
     RequestTimeout                          504     ask for less, or for more time; not the same again
@@ -31,6 +32,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from infer.errors import (
+    ContextOverflow,
     EngineError,
     EngineStopped,
     InferError,
@@ -52,6 +54,7 @@ CLIENT_GONE = 499  # what proxies log for it; nobody is there to read it
 MAX_MESSAGE_LEN = 1000
 MAX_VALUE_LEN = 60
 MODEL_NOT_FOUND = "model_not_found"
+CONTEXT_EXCEEDED = "context_length_exceeded"
 
 ERROR_TYPES = {  # as vLLM calls them; openai's client maps by status
     400: "BadRequestError",
@@ -152,6 +155,7 @@ def to_api_error(error: BaseException) -> ApiError:
         status = 400 if isinstance(error, MalformedRequest) else 409 if isinstance(error, NameTaken) else 422
         message = scrub(str(error)) if isinstance(error, TemplateError) else shorten(str(error))
         code = MODEL_NOT_FOUND if isinstance(error, UnknownModel) else None
+        code = CONTEXT_EXCEEDED if isinstance(error, ContextOverflow) else code
         return ApiError(status=status, message=message, param=error.param, code=code)
     if isinstance(error, QueueFull | EngineStopped):
         seconds = RETRY_SOON_S if isinstance(error, QueueFull) else RETRY_LATER_S

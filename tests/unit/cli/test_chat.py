@@ -86,7 +86,7 @@ def test_a_message_too_long_for_the_context_is_refused_and_the_talk_goes_on(infe
     assert outcome.code == 0
     assert outcome.out == "HI\n"
     assert outcome.err == (
-        "infer: error: prompt has 56 tokens, but this model's context is 40; "
+        "infer: error: prompt has 56 tokens, but this model's maximum context length is 40 tokens; "
         "shorten the prompt to at most 39 tokens\n"
     )
     assert outcome.llm.chats[-1] == [user("hi")]

@@ -91,7 +91,7 @@ def test_a_prompt_that_fails_is_reported_by_its_line_and_the_others_are_answered
     assert outcome.out == "ONE\nB\nLAST\n"
     errors = [line for line in outcome.err.splitlines() if not line.startswith("[")]
     assert errors == [
-        "infer: error: line 3: prompt has 86 tokens, but this model's context is 60; "
+        "infer: error: line 3: prompt has 86 tokens, but this model's maximum context length is 60 tokens; "
         "shorten the prompt to at most 59 tokens",
         "infer: error: line 4: the template refuses this message",
         "infer: error: line 5: the step failed",

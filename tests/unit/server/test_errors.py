@@ -69,6 +69,7 @@ def test_every_error_has_its_status_also_before_a_stream(
 ) -> None:
     wire = failing(oracle, error)
     code = "model_not_found" if isinstance(error, UnknownModel) else None
+    code = "context_length_exceeded" if isinstance(error, ContextOverflow) else code
     refused = wire.refused("/v1/completions", {"prompt": "x", "stream": stream}, status, code)
     if status == 500 and not isinstance(error, EngineError):
         assert refused["message"] == "the server failed to answer this request; its log says why"
@@ -140,12 +141,26 @@ def test_a_body_of_another_type_is_refused(wire: Wire) -> None:
         ({"prompt": "x", "suffix": "y"}, "suffix", 422),
         ({"prompt": [9999]}, "prompt", 422),
         ({"prompt": [-1]}, "prompt", 422),
-        ({"prompt": "x" * 600, "max_tokens": 200}, "prompt", 422),
-        ({"prompt": "x", "max_tokens": 2000}, "max_tokens", 422),
     ],
 )
 def test_the_field_to_blame_is_named(wire: Wire, body: dict[str, Any], param: str, status: int) -> None:
     assert wire.refused("/v1/completions", body, status)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "advice"),
+    [
+        ({"prompt": "x" * 600, "max_tokens": 200}, "prompt", "shorten the prompt to at most 255 tokens"),
+        ({"prompt": "x", "max_tokens": 2000}, "max_tokens", "shorten the prompt or set max_tokens <= 25"),
+    ],
+)
+def test_what_does_not_fit_has_the_code_and_the_words_that_clients_look_for(
+    wire: Wire, body: dict[str, Any], param: str, advice: str
+) -> None:
+    refused = wire.refused("/v1/completions", body, 422, "context_length_exceeded")
+    assert refused["param"] == param
+    assert f"this model's maximum context length is 256 tokens; {advice}" in refused["message"]
+    assert "max_seq_len" not in refused["message"]  # nothing that a client could change
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,6 @@ def test_embeddings_of_ids_are_those_of_their_text(wire: Wire, oracle: LLM) -> N
         ({"input": []}, "input"),
         ({"input": ["x"] * 9}, "input"),
         ({"input": [10**6]}, "input"),
-        ({"input": list(range(5, 305))}, "input"),
         ({"input": [[5], []]}, "input"),
     ],
 )
@@ -133,6 +132,15 @@ def test_embeddings_refuse_what_they_cannot_do(wire: Wire, fields: dict[str, obj
     error = wire.refused("/v1/embeddings", {"input": "x"} | fields, 422)
     assert error["param"] == param
     assert "prompt " not in error["message"] and "max_tokens" not in error["message"]
+
+
+def test_an_input_longer_than_the_context_is_told_so(wire: Wire) -> None:
+    body = {"input": [[5], list(range(5, 305))]}
+    error = wire.refused("/v1/embeddings", body, 422, "context_length_exceeded")
+    assert error["param"] == "input"
+    assert error["message"] == (
+        "input 1 has 300 tokens, but this model's maximum context length is 256 tokens; shorten it"
+    )
 
 
 def test_a_model_called_by_no_name_is_the_default(wire: Wire) -> None:
@@ -164,6 +172,6 @@ def test_a_text_that_can_never_fit_is_refused_without_tokenizing_it(
         raise AssertionError("nobody should tokenize this")
 
     monkeypatch.setattr(wire.state.get_model(None).front.tokenizer, "_encode_raw", encode)
-    error = wire.refused(path, body, 422)
+    error = wire.refused(path, body, 422, "context_length_exceeded")
     assert "prompt has at least" in error["message"]
     assert "shorten the prompt" in error["message"]

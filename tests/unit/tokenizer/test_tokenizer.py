@@ -309,7 +309,7 @@ def test_a_text_that_can_never_fit_is_refused_before_it_is_encoded(name: str) ->
     text = "\ufffe" * (100 * longest)  # of 3 tokens a character
     assert len(tokenizer.encode(text, context_len=100)) > 100, "it might fit: only the tokens can tell"
     for parse_special in (False, True):
-        with pytest.raises(ContextOverflow, match="prompt has at least .* context is 100") as caught:
+        with pytest.raises(ContextOverflow, match="prompt has at least .* context length is 100") as caught:
             tokenizer.encode("x" * 10**6, parse_special=parse_special, context_len=100)
     assert caught.value.param == "prompt"
 
