@@ -76,6 +76,7 @@ class DeviceStep(StepContext):
         elif len(rows_S) and backend != "cuda":
             for window in windows:
                 work.plan(rows_S, lens_S, window=window)
+        self._num_rows = self._rows_S.shape[0]
 
     @property
     def positions(self) -> torch.Tensor:
@@ -91,7 +92,7 @@ class DeviceStep(StepContext):
         self, layer: int, qkv_TX: torch.Tensor, transform: HeadTransform, *, scale: float, window: int | None
     ) -> torch.Tensor | None:
         """One kernel from the projection to the output, where every token is a row that decodes."""
-        num_rows = len(self._rows_S)
+        num_rows = self._num_rows
         decodes_only = self._chunks is None and self._dense is None and 0 < num_rows == qkv_TX.shape[0]
         if not decodes_only or self._backend not in _DECODED_BY_TRITON or not use_triton(qkv_TX):
             return None
@@ -114,8 +115,10 @@ class DeviceStep(StepContext):
         window: int | None,
     ) -> torch.Tensor:
         """Attend to what the cache holds; this step's own keys and values are there already."""
+        if self._dense is not None and self._chunks is None and not self._num_rows:
+            return self._dense[0].attend(q_TNH, k_TGH, v_TGH, self._dense[1])
         keys, values = self._store.keys[layer], self._store.values[layer]
-        num_rows = len(self._rows_S)
+        num_rows = self._num_rows
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         branch = self._branch(q_TNH)
         if branch is not None:
@@ -147,7 +150,7 @@ class DeviceStep(StepContext):
 
     def _branch(self, q_TNH: torch.Tensor) -> torch.cuda.Stream | None:
         """Where the chunks of prompts are computed beside the rows that decode; None: after them."""
-        has_both = len(self._rows_S) > 0 and self._chunks is not None
+        has_both = self._num_rows > 0 and self._chunks is not None
         if not has_both or len(q_TNH) <= MAX_SMALL_M or not q_TNH.is_cuda:
             return None
         return _branch_of(q_TNH.device) if torch.cuda.is_current_stream_capturing() else None
@@ -155,4 +158,4 @@ class DeviceStep(StepContext):
 
 @lru_cache(maxsize=16)
 def _branch_of(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -142,18 +142,24 @@ class DenseAttention:
         v_TGH: torch.Tensor,
         batches: Sequence[Batch],
         *,
-        out: torch.Tensor,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend with the tokens of these batches; returns `out`, or a stand-in that has all tokens."""
+        """Attend with the tokens of these batches; returns `out`, or a stand-in that has all tokens.
+
+        Without `out`, no other token is there.
+        """
         for first, num_tokens, shape in batches:
             end = first + shape.num * num_tokens
-            is_whole_step = (first, end) == (0, out.shape[0])
+            is_whole_step = (first, end) == (0, q_TNH.shape[0])
             own = [x if is_whole_step else x[first:end] for x in (q_TNH, k_TGH, v_TGH)]
             q, k, v = (_padded(x, shape) for x in own)
             result = self._attend(q, k, v, shape)[: end - first]
             if is_whole_step:
                 return result
+            if out is None:
+                out = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
             out[first:end] = result
+        assert out is not None, "neither batches nor anything else"
         return out
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape) -> torch.Tensor:

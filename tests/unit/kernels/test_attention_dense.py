@@ -102,6 +102,8 @@ def test_every_token_sees_its_own_prompt_up_to_itself(
         expected = attend_naive(q[own], k[own], v[own], scale=0.1, window=None)
         torch.testing.assert_close(result[own], expected, rtol=2e-2, atol=2e-2)
     assert (result[~is_token] == 7.0).all()
+    if is_token.all():
+        assert torch.equal(dense.attend(q, k, v, batches), result)
 
 
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 64), (torch.bfloat16, 96)])
