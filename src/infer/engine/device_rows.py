@@ -30,8 +30,6 @@ NO_POSITION = -1
 ALIGNMENT = 16  # bytes
 LONG_RUN = 16  # blocks, from which on numpy numbers them faster than Python does
 
-Diff = tuple[int, int, int]  # a row, a place in its table, the block that is there now
-
 
 class DeviceRows:
     """The rows of every known sequence, on the device and mirrored on the host."""
@@ -42,16 +40,41 @@ class DeviceRows:
         self.last_token_R = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.position_R = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.sampling = SampleState.empty(max_rows, device)
-        self.next_token = [NO_POSITION] * max_rows
         self.by_seq: dict[int, int] = {}
         self.on_host: set[int] = set()  # rows whose tokens are not, or not all, sampled on the device
+        self._next_token = [NO_POSITION] * max_rows
+        self._decoding: list[int] = []  # the rows that have gone on,
+        self._num_ahead = 0  # so many tokens each, since `_next_token` was written
         self._free = list(range(max_rows - 1, -1, -1))
         self._blocks: list[list[int]] = [[] for _ in range(max_rows)]
         self._entries_R6, self._host_sampling = packed_sampling(max_rows)
-        self._diffs: list[Diff] = []
-        self._runs: list[tuple[int, int, Sequence[int]]] = []  # as diffs, but of many blocks from a place on
+        self._diffs: list[int] = []  # in threes: a row, a place in its table, the block that is there now
+        self._runs: list[tuple[int, int, Sequence[int]]] = []  # the same of many blocks from a place on
         self._tokens: dict[int, tuple[int, int]] = {}  # row -> (token, position) to be sent
         self._entered: list[int] = []
+
+    @property
+    def next_token(self) -> list[int]:
+        """Of each row the position whose token it holds, as far as the host knows."""
+        if self._num_ahead:
+            self._settle()
+        return self._next_token
+
+    def decode(self, rows: list[int]) -> None:
+        """These rows go on by a token; step after step the same ones do, and are counted together."""
+        if rows is not self._decoding:
+            self._settle()
+            self._decoding = rows
+        self._num_ahead += 1
+
+    def _settle(self) -> None:
+        for row in self._decoding:
+            self._next_token[row] += self._num_ahead
+        self._decoding, self._num_ahead = [], 0
+
+    def is_decoding(self, row: int, position: int) -> bool:
+        """Whether a row of the last `decode` holds the token at this position."""
+        return self._next_token[row] + self._num_ahead == position
 
     def enter(self, seq: TokenSequence, seed: int) -> int:
         """Give a sequence a row and note how it is sampled."""
@@ -79,8 +102,9 @@ class DeviceRows:
             self._free.append(row)
             self.on_host.discard(row)
             self._tokens.pop(row, None)
-            if self._diffs:  # of a step that was never launched
-                self._diffs = [diff for diff in self._diffs if diff[0] != row]
+            if diffs := self._diffs:  # of a step that was never launched
+                kept = [place for place in range(0, len(diffs), 3) if diffs[place] != row]
+                self._diffs = [number for place in kept for number in diffs[place : place + 3]]
             if self._runs:
                 self._runs = [run for run in self._runs if run[0] != row]
             if row in self._entered:
@@ -96,13 +120,17 @@ class DeviceRows:
                 for index, block in enumerate(overlap, first):
                     if known[index] != block:
                         known[index] = block
-                        self._diffs.append((row, index, block))
-        if num_known < len(blocks):
+                        self._diffs += (row, index, block)
+        num_new = len(blocks) - num_known
+        if num_new == 1:  # what a row that decodes gets
+            known.append(blocks[num_known])
+            self._diffs += (row, num_known, blocks[num_known])
+        elif num_new > 0:
             new = blocks[num_known:]
             known += new
-            if len(new) < LONG_RUN:
+            if num_new < LONG_RUN:
                 for index, block in enumerate(new, num_known):
-                    self._diffs.append((row, index, block))
+                    self._diffs += (row, index, block)
             else:
                 self._runs.append((row, num_known, new))
 
@@ -124,8 +152,9 @@ class DeviceRows:
         if self._tokens:
             tokens_3K = _packed_tokens(self._tokens)
             parcels.append((tokens_3K, self._put_tokens))
+            next_token = self.next_token
             for row, (_, position) in self._tokens.items():
-                self.next_token[row] = position
+                next_token[row] = position
             self._tokens = {}
         if parcels:
             sent = send_together([array for array, _ in parcels], self.device)
@@ -137,9 +166,9 @@ class DeviceRows:
         advance_rows(rows_K, tokens_K, positions_K, self.last_token_R, self.position_R)
 
 
-def _packed_diffs(diffs: list[Diff], runs: Sequence[tuple[int, int, Sequence[int]]]) -> np.ndarray:
+def _packed_diffs(diffs: list[int], runs: Sequence[tuple[int, int, Sequence[int]]]) -> np.ndarray:
     """A row of (row, place, block) for each block."""
-    packed = [np.array(diffs, dtype=np.int32)] if diffs else []
+    packed = [np.array(diffs, dtype=np.int32).reshape(-1, 3)] if diffs else []
     for row, first, blocks in runs:
         run_K3 = np.empty((len(blocks), 3), dtype=np.int32)
         run_K3[:, 0] = row

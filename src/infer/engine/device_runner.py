@@ -205,12 +205,12 @@ class DeviceRunner(ModelRunner):
         """Bring tables up to date if this is the last step, one token on; False: it is another."""
         if sequences != last.sequences or plan.transfers:
             return False
-        if plan.chunks[0].start != self._state.next_token[last.rows[0]]:
+        if not self._state.is_decoding(last.rows[0], plan.chunks[0].start):
             return False  # without a cache everybody starts over in every step: the first tells for all
-        size = self._pool.block_size
+        size, block_table = self._pool.block_size, self._pool.block_table
         for number in [n for n, chunk in enumerate(plan.chunks) if not chunk.start % size]:
-            blocks = self._pool.block_table(plan.chunks[number].seq_id)
-            self._state.sync_table(last.rows[number], blocks, plan.chunks[number].start // size)
+            chunk = plan.chunks[number]
+            self._state.sync_table(last.rows[number], block_table(chunk.seq_id), chunk.start // size)
         return True
 
     def _sync(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> tuple[list[int], StepSize | None]:
@@ -246,11 +246,9 @@ class DeviceRunner(ModelRunner):
 
     def _launch_decode(self, step: _Decoded) -> Callable[[], StepResult]:
         """Rows that decode and nothing else, which is what most steps are."""
-        next_token = self._state.next_token
         self._graphs.ensure(step.size)
         self._inputs.send_rows(step.rows, step.size.num_rows)
-        for row in step.rows:
-            next_token[row] += 1
+        self._state.decode(step.rows)
         self._graphs.run(step.size)
         self._last = step
         wait = self._results.take(self._scratch.ids_S[: len(step.rows)])

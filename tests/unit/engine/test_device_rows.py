@@ -136,6 +136,30 @@ def test_tokens_arrive_with_their_positions(num_tokens: int) -> None:
     assert rows.next_token == [10, 11, 12][:num_tokens] + [NO_POSITION] * (4 - num_tokens)
 
 
+def test_rows_that_decode_go_on_by_a_token_however_they_are_counted() -> None:
+    source, rows, expected = random.Random(1), make_rows(), [NO_POSITION] * 4
+    for number in range(4):
+        expected[number] = 10 * number
+        rows.send_token(number, 1, expected[number])
+    rows.flush()
+    decoding = [0, 1]
+    for number in range(200):
+        if source.random() < 0.3:
+            decoding = source.sample(range(4), 2)  # another list, and sometimes the same rows
+        rows.decode(decoding)
+        for row in decoding:
+            expected[row] += 1
+            assert rows.is_decoding(row, expected[row])
+            assert not rows.is_decoding(row, expected[row] + 1)
+        if source.random() < 0.2:
+            rows.send_token(3, 1, number)
+            rows.flush()
+            expected[3] = number
+        if source.random() < 0.2:
+            assert rows.next_token == expected
+    assert rows.next_token == expected
+
+
 @pytest.mark.parametrize("num_blocks", [2, LONG_RUN])
 def test_nothing_of_a_row_that_left_before_the_flush_is_sent(num_blocks: int) -> None:
     rows = make_rows()
