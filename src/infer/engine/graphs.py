@@ -30,6 +30,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -87,7 +88,6 @@ class StepGraphs:
         self._graphs: dict[StepSize, torch.cuda.CUDAGraph] = {}
         self._uncaptured: set[StepSize] = set()
         self._pool: Any = None  # a handle
-        self._stream: torch.cuda.Stream | None = None
 
     def size_for(self, num_rows: int, num_tokens: int) -> StepSize | None:
         """The smallest size with room for these; None: more tokens of prompts than any graph has."""
@@ -144,9 +144,9 @@ class StepGraphs:
     def _record(self, size: StepSize) -> torch.cuda.CUDAGraph:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        if self._pool is None or self._stream is None:
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), _stream()
-        with _no_garbage_collection(), torch.cuda.stream(self._stream):
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        with _no_garbage_collection(), torch.cuda.stream(_stream_of(torch.cuda.current_device())):
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 self._launch(size)
@@ -155,8 +155,10 @@ class StepGraphs:
         return graph
 
 
-def _stream() -> torch.cuda.Stream:
-    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+@lru_cache(maxsize=16)
+def _stream_of(device: int) -> torch.cuda.Stream:
+    """One for all captures: the matrix library keeps memory for every stream that it has seen."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
