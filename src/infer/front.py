@@ -45,6 +45,7 @@ class TextFront:
         self.context_len = check_length(config.max_seq_len, headers.config)
         self.model_len = headers.config.context_len  # the model's own context, where less is served
         self.sampling_defaults = headers.defaults.sampling  # what the model's authors recommend
+        self.pooling = headers.pooling  # how they make embeddings
         self.tokenizer = _load_tokenizer(config, headers)
         self._template = _find_template(config, headers.config.family, self.tokenizer)
         # A base model often has the tokens of its family's chat format, but it comes without a template.

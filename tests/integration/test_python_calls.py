@@ -272,8 +272,8 @@ def test_a_prompt_too_long_is_told_which_limit_it_breaks_and_who_can_raise_it(
     with pytest.raises(ContextOverflow) as caught:
         llm.generate([1] * 300, GREEDY)
     assert str(caught.value) == (
-        "prompt has 300 tokens, but this model's maximum context length is 256 tokens; shorten the prompt to at "
-        "most 255 tokens"
+        "prompt has 300 tokens, but this model's maximum context length is 256 tokens; shorten the prompt "
+        "to at most 255 tokens"
     )
     short = LLM(checkpoint, max_seq_len=64, **KNOBS)
     with pytest.raises(ContextOverflow) as caught:

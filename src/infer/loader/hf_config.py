@@ -32,6 +32,21 @@ class GenerationDefaults:
 
 def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
     """Read a file that must hold one JSON object of at most `max_bytes`."""
+    value = _read_value(path, max_bytes)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def read_json_list(path: Path, max_bytes: int) -> list[Any]:
+    """Read a file that must hold one JSON list of at most `max_bytes`."""
+    value = _read_value(path, max_bytes)
+    if not isinstance(value, list):
+        raise CheckpointError(f"{path} must hold a JSON list, got {type(value).__name__}")
+    return value
+
+
+def _read_value(path: Path, max_bytes: int) -> Any:
     try:
         with open(path, "rb") as handle:
             text = handle.read(max_bytes + 1)
@@ -40,12 +55,9 @@ def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
     if len(text) > max_bytes:
         raise CheckpointError(f"{path} is larger than the {max_bytes} bytes allowed for it")
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError: bad UTF-8, bad JSON, endless integers
         raise CheckpointError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
 
 
 def read_hf_config(directory: Path) -> dict[str, Any]:

@@ -17,9 +17,15 @@ from pathlib import Path
 from infer.errors import ModelSourceError
 from infer.loader.default_model import is_offline
 
-# Everything lies at the root of a repository; subdirectories hold other formats (onnx, original, gguf).
+# Everything lies at the root of a repository; subdirectories hold other formats (onnx, original, gguf), but
+# for 1_Pooling, which says how a model made for embeddings is used.
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
-UNWANTED = ["*/*", "consolidated*"]  # consolidated.safetensors: the same weights again, in another layout
+UNWANTED = [
+    "[!1]*/*",
+    "1[!_]*/*",
+    "1_[!P]*/*",
+    "consolidated*",
+]  # consolidated.safetensors: the same weights again, in another layout
 
 
 def fetch_repository(repo: str, *, revision: str | None, show_progress: bool) -> Path:

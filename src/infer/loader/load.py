@@ -43,6 +43,7 @@ from infer.loader.hf_config import (
     read_hf_config,
 )
 from infer.loader.placement import Move, plan_moves
+from infer.loader.pooling import Pooling, read_pooling
 from infer.loader.source import ModelSource
 from infer.log import progress
 from infer.models.config import ModelConfig
@@ -81,6 +82,7 @@ class ModelHeaders:
     tensors: Mapping[str, StoredTensor]
     defaults: GenerationDefaults
     gguf_metadata: Mapping[str, Any] | None
+    pooling: Pooling = Pooling()  # frozen, so all may share it
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -122,6 +124,7 @@ def read_headers(source: ModelSource) -> ModelHeaders:
         tensors=tensors,
         defaults=defaults,
         gguf_metadata=file.metadata if file is not None else None,
+        pooling=Pooling() if source.is_gguf else read_pooling(source.path),
     )
 
 

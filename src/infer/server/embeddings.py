@@ -1,7 +1,9 @@
 """`POST /v1/embeddings`: a text as a vector, the model's final hidden state.
 
 Which one, `pooling` says: that of the last token (the default, what decoder models are trained for) or the
-mean over all tokens. OpenAI's client asks for base64: the bytes of little-endian 32-bit floats.
+mean over all tokens. Vectors have the length 1, as OpenAI's have, so that a dot product is a cosine;
+`normalize: false` gives the state as it is. A model whose files say how it is to be pooled is pooled so
+(loader/pooling.py). OpenAI's client asks for base64: the bytes of little-endian 32-bit floats.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import array
 import asyncio
 import base64
+import math
 import sys
 import uuid
 
@@ -25,7 +28,6 @@ from infer.server.translate import encode_prompts, split_prompts
 
 router = make_router()
 
-DEFAULT_POOLING = "last"
 FORMATS = ("float", "base64")
 
 
@@ -55,14 +57,17 @@ async def create_embeddings(body: EmbeddingRequest, http: HttpRequest) -> Respon
     inputs = split_prompts(body.input, state.config.max_prompts, "input")
     ids = await encode_prompts(model.front, inputs, "input", add_special=body.add_special_tokens is not False)
     check_lengths(ids, model.front.context_len, model.front.model_len)
+    pooling = model.front.pooling
+    is_unit = pooling.normalize if body.normalize is None else body.normalize
     limit = min((each for each in (body.timeout, state.config.request_timeout) if each), default=None)
     try:
         async with asyncio.timeout(limit):
             vectors = await unless_disconnected(
-                http.receive, _embed(model, ids, body.pooling or DEFAULT_POOLING)
+                http.receive, _embed(model, ids, body.pooling or pooling.mode)
             )
     except TimeoutError:
         raise RequestTimeout(f"the embeddings were not ready after {limit:g} s; send fewer inputs") from None
+    vectors = [to_unit(vector) for vector in vectors] if is_unit else vectors
     num_tokens = sum(len(each) for each in ids)
     return json_response(
         {
@@ -94,6 +99,12 @@ async def _embed(model: ServedModel, prompts: list[list[int]], pooling: str) -> 
         request = Request(request_id=engine_id(f"embd-{uuid.uuid4().hex}"), prompt=tuple(prompt))
         vectors.append(await model.pick(request).embed(request.prompt, pooling, request.request_id))
     return vectors
+
+
+def to_unit(vector: list[float]) -> list[float]:
+    """The same direction with the length 1; nothing points nowhere, so zeros stay zeros."""
+    length = math.hypot(*vector) or 1.0
+    return [value / length for value in vector]
 
 
 def encode_vector(vector: list[float], encoding: str) -> list[float] | str:

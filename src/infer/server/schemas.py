@@ -356,5 +356,6 @@ class EmbeddingRequest(Body):
     input: PromptField
     encoding_format: str | None = None
     pooling: str | None = None
+    normalize: bool | None = None
     add_special_tokens: bool | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None

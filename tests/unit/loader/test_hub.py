@@ -34,12 +34,17 @@ def test_weights_config_and_tokenizer_are_wanted_and_nothing_that_can_run() -> N
         assert is_wanted(name)
     for name in ("tokenizer.json", "tokenizer.model", "generation_config.json", "chat_template.jinja"):
         assert is_wanted(name)
+    assert is_wanted("modules.json") and is_wanted("1_Pooling/config.json")
     for name in (
         "pytorch_model.bin",
         "model.pt",
         "modeling_custom.py",
         "m.gguf",
         "onnx/config.json",
+        "1_Dense/model.safetensors",
+        "10/config.json",
+        "2_Dense/model.safetensors",
+        "original/1_Pooling/config.json",
         "a.msgpack",
     ):
         assert not is_wanted(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import struct
 from collections.abc import AsyncGenerator
 
@@ -10,6 +11,8 @@ import pytest
 
 from infer.engine.request import Request, StepOutput
 from infer.llm import LLM
+from infer.loader.pooling import Pooling
+from infer.server.embeddings import to_unit
 from tests.support.wire import ScriptedClient, Wire, make_state, outputs_of
 
 
@@ -94,17 +97,22 @@ def test_tokenizer_info_names_the_tokens_at_both_ends(wire: Wire) -> None:
     assert (info["bos_token"], info["eos_token"]) == ("<|begin_of_text|>", "<|eot_id|>")
 
 
+def unit(vector: list[float]) -> list[float]:
+    return [value / math.hypot(*vector) for value in vector]
+
+
 @pytest.mark.parametrize("pooling", [None, "last", "mean"])
 def test_embeddings_are_the_engines_in_either_encoding(wire: Wire, oracle: LLM, pooling: str | None) -> None:
     texts = ["the river", "a clock"]
     numbers = wire.ok("/v1/embeddings", {"input": texts, "pooling": pooling})
     packed = wire.ok("/v1/embeddings", {"input": texts, "pooling": pooling, "encoding_format": "base64"})
     for i, text in enumerate(texts):
-        wanted = oracle.engine.embed(tuple(oracle.encode(text)), pooling or "last")
+        wanted = unit(oracle.engine.embed(tuple(oracle.encode(text)), pooling or "last"))
         assert numbers["data"][i]["index"] == i
         assert numbers["data"][i]["embedding"] == pytest.approx(wanted, abs=1e-5)
         raw = base64.b64decode(packed["data"][i]["embedding"])
         assert struct.unpack(f"<{len(wanted)}f", raw) == pytest.approx(wanted, abs=1e-5)
+        assert math.hypot(*wanted) == pytest.approx(1.0)
     num_tokens = sum(len(oracle.encode(text)) for text in texts)
     assert numbers["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 
@@ -153,7 +161,29 @@ def test_embeddings_use_the_engine_the_router_picks(oracle: LLM) -> None:
             yield output
 
     wire = Wire(make_state(oracle.front, ScriptedClient(script)))
-    assert wire.ok("/v1/embeddings", {"input": [7, 8, 9]})["data"][0]["embedding"] == [3.0, 0.5]
+    assert wire.ok("/v1/embeddings", {"input": [7, 8, 9]})["data"][0]["embedding"] == unit([3.0, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("model", "asked", "is_unit"),
+    [(True, None, True), (False, None, False), (True, False, False), (False, True, True)],
+)
+def test_a_vector_has_the_length_1_unless_the_model_or_the_client_says_otherwise(
+    wire: Wire,
+    oracle: LLM,
+    monkeypatch: pytest.MonkeyPatch,
+    model: bool,
+    asked: bool | None,
+    is_unit: bool,
+) -> None:
+    monkeypatch.setattr(oracle.front, "pooling", Pooling(mode="mean", normalize=model))
+    (found,) = wire.ok("/v1/embeddings", {"input": [7, 8, 9], "normalize": asked})["data"]
+    raw = oracle.engine.embed((7, 8, 9), "mean")  # the model's own mode
+    assert found["embedding"] == pytest.approx(unit(raw) if is_unit else raw, abs=1e-5)
+
+
+def test_nothing_has_no_direction() -> None:
+    assert to_unit([0.0, 0.0]) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,50 @@
+"""How a model's text becomes one vector: what the files of Sentence Transformers say, where there are any.
+
+    modules.json             the steps after the network, each with its class and its folder
+    1_Pooling/config.json    which hidden states count: {"pooling_mode_lasttoken": true} or
+                             {"pooling_mode": "lasttoken"}
+
+A checkpoint made for embeddings ships them; its vectors have the length 1 if and only if a step named
+Normalize is among them. Any other model gets what clients of embeddings expect: the last token, which is the
+only one that has seen all of the text, and the length 1, so that a dot product is a cosine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infer.loader.hf_config import MAX_CONFIG_BYTES, read_json, read_json_list
+
+MODES = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}  # their names and ours
+PREFIX = "pooling_mode_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pooling:
+    """Which hidden states make the vector, and whether it is brought to the length 1."""
+
+    mode: str = "last"
+    normalize: bool = True
+
+
+def read_pooling(directory: Path) -> Pooling:
+    """What a model directory says about its embeddings; the defaults if it says nothing."""
+    path = directory / "modules.json"
+    if not path.exists():
+        return Pooling()
+    steps = [step for step in read_json_list(path, MAX_CONFIG_BYTES) if isinstance(step, dict)]
+    kinds = {str(step.get("type")).rpartition(".")[2]: step for step in steps}
+    mode = Pooling().mode
+    if "Pooling" in kinds:
+        config = directory / str(kinds["Pooling"].get("path")) / "config.json"
+        mode = _mode_of(read_json(config, MAX_CONFIG_BYTES)) if config.exists() else mode
+    return Pooling(mode=mode, normalize="Normalize" in kinds)
+
+
+def _mode_of(raw: dict[str, Any]) -> str:
+    """Ours if we have it; another by its own name, which is refused when somebody asks for an embedding."""
+    set_modes = [key.removeprefix(PREFIX) for key in raw if key.startswith(PREFIX) and raw[key] is True]
+    found = str(raw.get("pooling_mode") or "+".join(set_modes) or "lasttoken")
+    return MODES.get(found, found)
