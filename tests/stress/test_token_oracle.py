@@ -167,6 +167,7 @@ def test_the_same_queue_gives_the_same_plans_twice(number: int) -> None:
         Traffic(world, f"twice {number}", num_requests=25).run()
     assert once.plans == again.plans
     assert once.tokens == again.tokens
+    assert once.engine.stats().num_step_tokens == once.runner.num_tokens, "the plans' own tokens"
 
 
 @pytest.mark.parametrize("fails_early", [False, True], ids=["after the transfers", "before the transfers"])

@@ -222,6 +222,7 @@ class Engine:
             self._unreported += outputs + self._give_up(plan, sequences, error)
             raise
         self.scheduler.advance(plan, sequences)
+        self._step_tokens.observe(self.scheduler.num_planned_tokens)
         self._flights.append(_Flight(plan, sequences, wait))
         return self._retire(outputs, all_but=int(self._can_overlap))
 
@@ -247,8 +248,9 @@ class Engine:
 
     def _conclude(self, plan: StepPlan, sequences: Seq[Sequence], result: StepResult) -> list[StepOutput]:
         self.scheduler.commit(plan, sequences)
-        self._step_tokens.observe(plan.num_tokens)
         self._observer.on_step(plan, result.ids)
+        if result.is_whole:
+            return self._live.report(plan, sequences, result)
         broken = [number for number, ids in enumerate(result.ids) if NO_TOKEN in ids]
         reason = "the model's logits for it are not finite, or every token is forbidden"
         failed = self._fail([sequences[number] for number in broken], reason) if broken else []

@@ -56,14 +56,25 @@ class StepPlan(NamedTuple):
 class PlanDraft:
     """A plan in the making: a chunk can still be taken back when its sequence is preempted."""
 
-    __slots__ = ("budget", "chunks", "preempted", "sequences", "transfers")
+    __slots__ = ("_granted", "budget", "chunks", "preempted", "sequences", "transfers")
 
     def __init__(self, budget: int) -> None:
-        self.budget = budget
+        self.budget = self._granted = budget  # tokens that may still be added; and those that could be
         self.chunks: list[Chunk] = []
         self.sequences: list[Sequence] = []  # one for each chunk
         self.preempted: list[int] = []
         self.transfers: list[Transfer] = []  # never taken back: a later one may rely on an earlier one
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the model will see."""
+        return self._granted - self.budget
+
+    def limit(self, budget: int) -> None:
+        """Add at most so many more."""
+        withdrawn = max(self.budget - budget, 0)
+        self.budget -= withdrawn
+        self._granted -= withdrawn
 
     def transfer(self, kind: str, pairs: list[tuple[int, int]]) -> None:
         """Move these blocks too, after all that move already."""

@@ -45,6 +45,7 @@ class StepResult(NamedTuple):
     ids: list[tuple[int, ...]]  # the sampled ids; empty where the chunk samples nothing
     logprobs: list[tuple[RowLogprobs | None, ...]]
     prompt_logprobs: dict[int, list[RowLogprobs]]  # by seq_id: of the prompt tokens after this chunk's own
+    is_whole: bool = False  # True: the runner has seen to it that none of the ids is NO_TOKEN
 
 
 class Runner(Protocol):

@@ -57,6 +57,7 @@ class Scheduler:
         self.step = 0
         self.running: list[Sequence] = []  # by sort_key: the first is the most urgent
         self.planned: list[Sequence] = []  # of the last plan: one for each of its chunks
+        self.num_planned_tokens = 0  # of the last plan: how many tokens the model will see
         self.num_preemptions = 0
         self._by_id: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(config.max_wait_steps)
@@ -145,6 +146,7 @@ class Scheduler:
             self._continue_prompts(further_behind, draft)
             self._admit(draft)
         self.planned = draft.sequences
+        self.num_planned_tokens = draft.num_tokens
         return draft.to_plan(self.step)
 
     def _plan_static(
@@ -242,7 +244,7 @@ class Scheduler:
             if not further_behind and self._waiting:  # then the first of those is next
                 backlog -= self._waiting.first(self.step).num_tokens
             if backlog <= BACKLOG_STEPS * limit:
-                draft.budget = min(draft.budget, limit)
+                draft.limit(limit)
 
     def _decode_beams(self, seq: Sequence, draft: PlanDraft) -> int:
         """Beams advance together or not at all: each step chooses among the continuations of all of them."""
