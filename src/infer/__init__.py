@@ -8,9 +8,10 @@ Names are imported when first used, so `import infer` does not import torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # not from typing: `infer` is imported before Ctrl-C is looked after (__main__.py)
 if TYPE_CHECKING:
+    from typing import Any
+
     from infer.async_llm import AsyncLLM as AsyncLLM
     from infer.llm import LLM as LLM
     from infer.llm import CompletionOutput as CompletionOutput

@@ -1,12 +1,19 @@
 """`python -m infer`, and the command `infer`: the door, which opens before there is anything behind it.
 
-Importing the command line takes a good part of a second, and people press Ctrl-C in it. So what is
-imported here is imported inside the `try` that turns an interruption into its exit code.
+Importing the command line takes a good part of a second, and people press Ctrl-C in it. An exception
+raised in the middle of an import may come out as another one, so until the import is done Ctrl-C raises
+none: it ends the process, which has nothing to clean up yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import signal
+
+TYPE_CHECKING = False  # not from typing: what this file and the package import, Ctrl-C can still interrupt
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import FrameType
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
@@ -14,11 +21,19 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `infer` with these arguments (default: those of the process) and return its exit code."""
     try:
+        handler = signal.getsignal(signal.SIGINT)
+        if handler is signal.default_int_handler:  # not if whoever started us wants it ignored
+            signal.signal(signal.SIGINT, _leave)
         from infer.cli.main import main as run
 
+        signal.signal(signal.SIGINT, handler)
         return run(argv)
     except KeyboardInterrupt:  # before or after what cli/main.py looks at
         return INTERRUPTED
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    os._exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

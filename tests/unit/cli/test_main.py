@@ -188,12 +188,15 @@ def test_a_bar_is_drawn_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 IMPATIENT = """
-import sys
+import os, signal, sys
 
 class CtrlC:  # pressed while a module of the command line is looked for
     def find_spec(self, name, path=None, target=None):
         if name == "infer.cli.flags":
-            raise KeyboardInterrupt
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:  # as the import system may do it
+                raise TypeError("expected a message argument") from None
 
 sys.meta_path.insert(0, CtrlC())
 {door}
@@ -211,6 +214,18 @@ sys.meta_path.insert(0, CtrlC())
 def test_ctrl_c_while_importing_ends_quietly(door: str) -> None:
     done = subprocess.run([sys.executable, "-c", IMPATIENT.format(door=door)], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("handler", ["default_int_handler", "SIG_IGN"])
+def test_ctrl_c_means_afterwards_what_it_meant_before(handler: str) -> None:
+    code = (
+        "import signal\nfrom infer.__main__ import main\n"
+        f"signal.signal(signal.SIGINT, signal.{handler})\n"
+        "try: main(['--version'])\nexcept SystemExit: pass\n"
+        f"assert signal.getsignal(signal.SIGINT) is signal.{handler}"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_installed_command_enters_by_the_door_that_can_be_interrupted() -> None:
