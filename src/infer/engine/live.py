@@ -106,9 +106,7 @@ class LiveRequests:
             if len(tokens) < seq.goes_on_until and logprobs[0] is None and ids[0] not in seq.stop_ids:
                 # by far the most tokens: what `_advance` does, in a fifth of the time
                 tokens.append(ids[0])
-                outputs.append(
-                    StepOutput(seq.request_id, seq.index, ids, seq.group.queue_s or 0.0, seq.num_cached)
-                )
+                outputs.append(StepOutput(seq.request_id, seq.index, ids))
                 continue
             if seq.finish_reason is not None:
                 continue

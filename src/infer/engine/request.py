@@ -28,17 +28,17 @@ class Request:
 class StepOutput(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """What one step made for one sequence of a request; made and sent by the thousand, so no dataclass.
 
-    Most of them are the first five fields and nothing else.
+    Between its first and its last a sequence has outputs that say their token and nothing else.
     """
 
     request_id: str
     index: int  # which of the request's sequences
     token_ids: tuple[int, ...]
-    queue_s: float = 0.0  # seconds the request waited before its first step
-    num_cached: int = 0  # prompt tokens that came from the prefix cache
     logprobs: tuple[RowLogprobs, ...] = ()  # one per token, where the request asked
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"; None: it goes on
     stop_reason: int | None = None  # the stop token that ended it, where it was not the model's own EOS
     cumulative_logprob: float = 0.0  # of the whole output; 0 unless logprobs, best_of or beams ask for it
+    queue_s: float = 0.0  # seconds the request waited before its first step; in the first and the last
+    num_cached: int = 0  # prompt tokens that came from the prefix cache; in the first and the last
     prompt_logprobs: tuple[RowLogprobs | None, ...] | None = None  # once, with the first token
     error: str | None = None  # what went wrong, with finish_reason "error"

@@ -550,3 +550,18 @@ def test_a_static_batch_stays_closed_while_its_last_tokens_are_on_their_way() ->
         return [len(plan.chunks) for plan in first_steps]
 
     assert most_running(overlap=True) == most_running(overlap=False) == [4, 4]
+
+
+def test_the_first_output_and_the_last_tell_how_a_sequence_began() -> None:
+    world = make_world()
+    world.add("before", prompt_of(10))
+    world.run()
+    world.add("again", prompt_of(10))
+    outputs = []
+    while world.engine.has_work:
+        outputs += world.step()
+    first, *between, last = outputs
+    assert first.num_cached == last.num_cached == 8
+    assert first.queue_s == last.queue_s > 0
+    assert len(between) == 6
+    assert {(output.num_cached, output.queue_s) for output in between} == {(0, 0.0)}
