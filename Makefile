@@ -1,7 +1,8 @@
 # Everything a fresh clone needs, behind two commands: `make serve` and `make test`.
 #
 #   pyproject.toml, constraints.txt --> .venv/.installed --> .venv/.model --> serve, setup
-#                                                       \--> test, check, format
+#                                       the package alone \--> .venv/.tools --> test, check, format
+#                                                               what tests and checks need beside it
 #
 # A stamp is renamed into place as the last act of its recipe. `.venv/.installing` is what an
 # interrupted installation leaves behind: finding it, the next run starts from an empty .venv.
@@ -23,20 +24,20 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-setup: $(VENV)/.model  ## make .venv, install the pinned dependencies, fetch the default model
+setup: $(VENV)/.model  ## make .venv, install the package with pinned dependencies, fetch the default model
 	@echo "ready: $(BIN)/infer --help"
 
 serve: $(VENV)/.model  ## serve the default model on 127.0.0.1:8000; ARGS="MODEL --port 9000" for another
 	@$(BIN)/infer serve $(ARGS)
 
-test: $(VENV)/.installed  ## run every test that this machine can run
+test: $(VENV)/.tools  ## run every test that this machine can run
 	@$(BIN)/infer fetch > /dev/null || echo "the default model is not here: tests that need it are skipped" >&2
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
-check: $(VENV)/.installed  ## formatting, lint, types, docs and unit tests: what a commit must pass
+check: $(VENV)/.tools  ## formatting, lint, types, docs and unit tests: what a commit must pass
 	@scripts/check
 
-format: $(VENV)/.installed  ## format the code, apply safe lint fixes and regenerate the docs
+format: $(VENV)/.tools  ## format the code, apply safe lint fixes and regenerate the docs
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/python scripts/docs.py
@@ -56,8 +57,16 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 		echo "making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv --clear $(VENV); fi
 	@touch $(VENV)/.installing
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools
-	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation --editable .
 	@mv $(VENV)/.installing $@
+
+$(VENV)/.tools: $(VENV)/.installed
+	@mv $(VENV)/.installed $(VENV)/.installing  # and back, as old as it was: the model need not be fetched again
+	@trap 'exit 130' INT; \
+		$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[dev]' \
+		|| { mv $(VENV)/.installing $(VENV)/.installed; exit 1; }  # refused, not interrupted: serving still works
+	@mv $(VENV)/.installing $(VENV)/.installed
+	@touch $@
 
 $(VENV)/.model: $(VENV)/.installed
 	@$(BIN)/infer fetch
