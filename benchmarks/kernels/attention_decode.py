@@ -6,7 +6,7 @@ A step of several layers is captured into one CUDA graph, each layer with a stor
 and not the cache serves the keys. The figure is bytes of keys and values per second; the ceiling is a kernel
 that only reads, measured in the same run. Blocks lie in random order. `--sweep` tries the compile and launch
 options at each shape and prints the best; `plan` is the time of the work list, paid once per step. The CUDA
-C++ kernel, which needs no plan, stands below Triton's, and both must agree.
+C++ kernel, which takes the same list, stands below Triton's, and both must agree.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from infer.kernels.attention_decode import DecodeConfig, DecodeWork, attend_decode
-from infer.kernels.cuda.paged_attention import attend_decode_cuda
+from infer.kernels.cuda.decode_attention import attend_decode_cuda
 from infer.kernels.dispatch import jit, tl
 
 SHAPES = (
@@ -126,10 +126,10 @@ def make_layers(shape: tuple[int, int, int, int, int]) -> Layers:
     )
 
 
-def seconds_per_layer(layers: Layers, split_len: int | None, config: DecodeConfig | None) -> float:
-    """Time of one layer within a step; the plan is made outside."""
+def make_work(layers: Layers, split_len: int | None = None) -> DecodeWork:
+    """Scratch memory and a list for the rows of a step."""
     S, length, N, G, H = layers.shape
-    work = DecodeWork(
+    return DecodeWork(
         max_rows=S,
         max_len=max(length, 8192),
         num_heads=N,
@@ -138,6 +138,11 @@ def seconds_per_layer(layers: Layers, split_len: int | None, config: DecodeConfi
         device="cuda",
         split_len=split_len,
     )
+
+
+def seconds_per_layer(layers: Layers, split_len: int | None, config: DecodeConfig | None) -> float:
+    """Time of one layer within a step; the plan is made outside."""
+    H, work = layers.shape[4], make_work(layers, split_len)
     work.plan(layers.rows, layers.lens)
     out = torch.empty_like(layers.q)
 
@@ -153,12 +158,13 @@ def seconds_per_layer(layers: Layers, split_len: int | None, config: DecodeConfi
 
 def seconds_of_cuda(layers: Layers) -> float:
     """Time of one layer through the kernel in CUDA C++."""
-    H, out = layers.shape[4], torch.empty_like(layers.q)
+    H, out, work = layers.shape[4], torch.empty_like(layers.q), make_work(layers)
+    work.plan(layers.rows, layers.lens)
 
     def step() -> None:
         for keys, values in layers.stores:
             attend_decode_cuda(
-                layers.q, keys, values, layers.tables, layers.rows, layers.lens,
+                layers.q, keys, values, layers.tables, work,
                 block_size=BLOCK_SIZE, scale=H**-0.5, window=None, out=out,
             )  # fmt: skip
 
@@ -167,23 +173,19 @@ def seconds_of_cuda(layers: Layers) -> float:
 
 def check_agreement(layers: Layers) -> None:
     """Both kernels on the first layer."""
-    S, length, N, G, H = layers.shape
-    work = DecodeWork(
-        max_rows=S, max_len=max(length, 8192), num_heads=N, num_kv_heads=G, head_dim=H, device="cuda"
-    )
+    H, work = layers.shape[4], make_work(layers)
     work.plan(layers.rows, layers.lens)
-    inputs = (layers.q, *layers.stores[0], layers.tables, layers.rows, layers.lens)
-    triton = attend_decode(*inputs, work, block_size=BLOCK_SIZE, scale=H**-0.5, window=None)
-    cuda = attend_decode_cuda(*inputs, block_size=BLOCK_SIZE, scale=H**-0.5, window=None)
+    inputs = (layers.q, *layers.stores[0], layers.tables)
+    triton = attend_decode(
+        *inputs, layers.rows, layers.lens, work, block_size=BLOCK_SIZE, scale=H**-0.5, window=None
+    )
+    cuda = attend_decode_cuda(*inputs, work, block_size=BLOCK_SIZE, scale=H**-0.5, window=None)
     torch.testing.assert_close(cuda, triton, rtol=2e-2, atol=2e-2)
 
 
 def seconds_of_plan(layers: Layers) -> float:
     """Time of the work list of one step."""
-    S, length, N, G, H = layers.shape
-    work = DecodeWork(
-        max_rows=S, max_len=max(length, 8192), num_heads=N, num_kv_heads=G, head_dim=H, device="cuda"
-    )
+    work = make_work(layers)
 
     def plans() -> None:
         for _ in range(10):

@@ -108,8 +108,9 @@ class CacheConfig:
     )
     attention_backend: str = knob(
         "auto",
-        "what computes attention; auto: triton on a GPU, C or sdpa on a CPU; naive: the readable reference; "
-        "flash: triton, and PyTorch's FlashAttention for prompts; cuda: triton, and CUDA C++ for decoding",
+        "what computes attention; auto: triton on a GPU and cuda for many rows, C or sdpa on a CPU; naive: "
+        "the readable reference; flash: triton, and PyTorch's FlashAttention for prompts; "
+        "cuda: triton, and CUDA C++ for decoding",
         choices=("auto", "naive", "sdpa", "triton", "flash", "cuda"),
     )
 

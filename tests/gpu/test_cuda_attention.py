@@ -1,63 +1,162 @@
-"""The CUDA C++ kernel on a real GPU: the contract and the real sizes of Triton's, and both compilers."""
+"""The CUDA C++ decode kernel on a real GPU: real sizes, every number of heads, graphs, and both compilers."""
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from infer.kernels.attention_decode import DecodeWork, attend_decode_reference
-from infer.kernels.cuda import build, paged_attention
-from infer.kernels.cuda.paged_attention import attend_decode_cuda
-from tests.gpu.test_attention_kernels import TestCompiledDecode as TritonDecode
-from tests.gpu.test_attention_kernels import relative_error
+from infer.kernels.cuda import build, decode_attention
+from infer.kernels.cuda.decode_attention import attend_decode_cuda
+from infer.kernels.dispatch import launch_options
+from tests.gpu.test_attention_kernels import decode_work, relative_error
 from tests.unit.kernels.attention_contract import Heads, make_paged
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")]
 
+MODELS = [Heads(16, 8, 128), Heads(32, 8, 64), Heads(28, 4, 128), Heads(8, 8, 64), Heads(16, 2, 128)]
+every_model = pytest.mark.parametrize("heads", MODELS, ids=str)
 
-class TestCudaDecode(TritonDecode):
-    def attend(self, *inputs: torch.Tensor, work: DecodeWork, **options: Any) -> torch.Tensor:
-        q, keys, values, tables, rows, lens = inputs
-        return attend_decode_cuda(q, keys, values, tables, rows, lens, **options)
 
-    @pytest.mark.parametrize("num_splits", [1, 2, 7, 64])
-    def test_splits_change_nothing_but_the_last_bits(self, num_splits: int) -> None:
-        heads, lens = Heads(32, 8, 128), [5000, 0, 31, 1, 700]
-        paged = make_paged(lens, heads, block_size=16, dtype=torch.float16, device="cuda")
-        rows = torch.arange(5, dtype=torch.int32, device="cuda")
-        lens_S = torch.tensor(lens, dtype=torch.int32, device="cuda")
-        q = torch.randn(5, 32, 128, device="cuda").half()
-        actual = attend_decode_cuda(
-            q, paged.keys, paged.values, paged.tables, rows, lens_S,
-            block_size=16, scale=0.09, window=None, num_splits=num_splits,
-        )  # fmt: skip
-        exact = attend_decode_reference(
-            q.float(), paged.keys.float(), paged.values.float(), paged.tables, rows, lens_S,
-            block_size=16, scale=0.09, window=None,
-        )  # fmt: skip
-        assert relative_error(actual, exact) < 2e-3
-        assert not actual[1].any()
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def check(
+    lens: list[int],
+    heads: Heads,
+    *,
+    block_size: int = 16,
+    split_len: int | None = None,
+    window: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    repeats: int = 2,
+) -> None:
+    paged = make_paged(lens, heads, block_size=block_size, dtype=dtype, device="cuda")
+    rows = torch.randperm(len(lens)).to("cuda", torch.int32)
+    lens_S = torch.tensor(lens, dtype=torch.int32, device="cuda")[rows.long()]
+    work = DecodeWork(
+        max_rows=len(lens) + 2, max_len=max(*lens, 1), device="cuda", split_len=split_len,
+        **dataclasses.asdict(heads),
+    )  # fmt: skip
+    for scratch in (work.sums, work.maxima, work.denominators):
+        scratch.fill_(torch.nan)
+    work.plan(rows, lens_S, window=window)
+    wide = torch.randn(len(lens), heads.num_heads + 2, heads.head_dim, device="cuda").to(dtype)
+    q = wide[:, : heads.num_heads]  # the queries of a fused projection are strided
+    how: dict[str, Any] = {"block_size": block_size, "scale": heads.head_dim**-0.5, "window": window}
+    outs = [
+        attend_decode_cuda(q, paged.keys, paged.values, paged.tables, work, **how) for _ in range(repeats)
+    ]
+    exact = attend_decode_reference(
+        q.float(), paged.keys.float(), paged.values.float(), paged.tables, rows, lens_S, **how
+    )
+    for index, length in enumerate(lens_S.tolist()):
+        if length:
+            assert relative_error(outs[0][index], exact[index]) < 1e-2, f"length {length}"
+        else:
+            assert not outs[0][index].any()
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    assert not work.tickets.any()
+
+
+@every_model
+@pytest.mark.parametrize("split_len", [32, 1024])
+def test_at_lengths_around_a_tile_a_block_and_a_split(heads: Heads, split_len: int) -> None:
+    check([1, 15, 16, 17, 32, 33, 70, 0, 31], heads, split_len=split_len)
+
+
+@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_with_any_number_of_query_heads_per_kv_head(group: int, head_dim: int) -> None:
+    check([5, 70, 300], Heads(2 * group, 2, head_dim), split_len=64)
+
+
+@pytest.mark.parametrize("heads", MODELS[:2], ids=str)
+@pytest.mark.parametrize(("window", "block_size"), [(1, 16), (40, 32), (1000, 48)])
+def test_within_a_window(heads: Heads, window: int, block_size: int) -> None:
+    check([700, 3, 0, 1500, 41], heads, window=window, block_size=block_size, split_len=256)
+
+
+@pytest.mark.parametrize("heads", MODELS[:2], ids=str)
+def test_in_float16(heads: Heads) -> None:
+    check([5, 70, 300], heads, dtype=torch.float16)
+
+
+@every_model
+@pytest.mark.parametrize("window", [None, 1024])
+def test_at_real_sizes_two_hundred_times_bit_by_bit(heads: Heads, window: int | None) -> None:
+    check([32768, 4096, 1, 800, 0, 257, 16, 5000], heads, window=window, repeats=200)
+    check([400, 1000, 0, 77] * 64, heads, window=window, repeats=200)
+
+
+@pytest.mark.parametrize("heads", MODELS[:2], ids=str)
+def test_a_replayed_graph_follows_the_lengths(heads: Heads) -> None:
+    block_size = 32
+    paged = make_paged([3000] * 8, heads, block_size=block_size, dtype=torch.bfloat16, device="cuda")
+    rows = torch.arange(8, dtype=torch.int32, device="cuda")
+    lens_S = torch.ones(8, dtype=torch.int32, device="cuda")
+    q = torch.randn(8, heads.num_heads, heads.head_dim, device="cuda").bfloat16()
+    work = decode_work(heads, 8, 3000)
+    how: dict[str, Any] = {"block_size": block_size, "scale": 0.1, "window": None}
+
+    def step() -> list[torch.Tensor]:
+        work.plan(rows, lens_S)
+        return [attend_decode_cuda(q, paged.keys, paged.values, paged.tables, work, **how) for _ in range(3)]
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = step()
+    for lens in ([3000] * 8, [0, 1, 2, 700, 0, 2999, 31, 33], [1] * 8, [2048, 0, 0, 0, 0, 0, 0, 1]):
+        lens_S.copy_(torch.tensor(lens, dtype=torch.int32))
+        graph.replay()
+        eager = step()[0]
+        expected = attend_decode_reference(q, paged.keys, paged.values, paged.tables, rows, lens_S, **how)
+        torch.testing.assert_close(eager, expected, rtol=2e-2, atol=2e-2)
+        assert all(torch.equal(out, eager) for out in outs)
 
 
 @pytest.mark.parametrize("compiler", ["nvrtc", "nvcc"])
-def test_either_compiler_makes_kernels_that_run(compiler: str) -> None:
+def test_either_compiler_makes_kernels_that_run(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if compiler == "nvcc" and shutil.which("nvcc") is None:
         pytest.skip("needs nvcc")
-    heads = Heads(4, 2, 64)
-    defines = paged_attention.defines_of(
-        torch.float32, num_heads=4, num_kv_heads=2, head_dim=64, block_size=16
-    )
     compile_with = {"nvrtc": build.compile_with_nvrtc, "nvcc": build.compile_with_nvcc}[compiler]
+    heads, pdl = Heads(4, 2, 64), launch_options(torch.device("cuda"))["PDL"]
+    defines = decode_attention.defines_of(torch.float16, block_size=16, pdl=pdl, **dataclasses.asdict(heads))
     major, minor = torch.cuda.get_device_capability()
-    cubin = compile_with(paged_attention.SOURCE, build.options(f"sm_{major}{minor}", dict(defines)))
-    paged = make_paged([90], heads, block_size=16, dtype=torch.float32, device="cuda")
-    row = torch.zeros(1, dtype=torch.int32, device="cuda")
-    arguments = (torch.randn(1, 4, 64, device="cuda"), paged.keys, paged.values, paged.tables, row, row + 90)
-    actual = attend_decode_cuda(
-        *arguments, block_size=16, scale=0.1, window=None, kernels=build.LoadedKernels(cubin)
-    )
-    expected = attend_decode_reference(*arguments, block_size=16, scale=0.1, window=None)
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    cubin = compile_with(decode_attention.SOURCE, build.options(f"sm_{major}{minor}", dict(defines)))
+    kernels = build.LoadedKernels(cubin)
+    monkeypatch.setattr(decode_attention, "load_kernels", lambda *key: kernels)
+    decode_attention.prepare_launch.cache_clear()
+    try:
+        check([90, 7], heads, dtype=torch.float16)
+    finally:
+        decode_attention.prepare_launch.cache_clear()
+
+
+def test_a_kept_cubin_is_loaded_and_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled: list[Path] = []
+
+    def counting(compile_with: Callable[[Path, Sequence[str]], bytes]) -> Callable[..., bytes]:
+        def count(source: Path, flags: Sequence[str]) -> bytes:
+            compiled.append(source)
+            return compile_with(source, flags)
+
+        return count
+
+    for compiler in (build.compile_with_nvrtc, build.compile_with_nvcc):
+        monkeypatch.setattr(build, compiler.__name__, counting(compiler))
+    for _ in range(2):
+        build.load_kernels.cache_clear()
+        decode_attention.prepare_launch.cache_clear()
+        check([90, 7], Heads(6, 2, 64))
+    assert compiled == [decode_attention.SOURCE]

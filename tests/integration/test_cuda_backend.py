@@ -2,45 +2,147 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from infer.engine import build
+from infer.config import EngineConfig
+from infer.engine import build, device_step
+from infer.engine.engine import Engine
 from infer.errors import ConfigError
-from infer.kernels.cuda import paged_attention
+from infer.kernels.attention_decode import DecodeWork
+from infer.kernels.cuda import decode_attention
+from infer.loader.load import LoadedModel, load_model
+from infer.loader.source import resolve_model
 from infer.sampling.params import SamplingParams
-from tests.support.tiny import make_engine, random_prompts, run_engine
-from tests.unit.kernels.emulated_cuda import EmulatedKernels, emulated_kernels
+from scripts.make_checkpoint import Sizes, make_checkpoint
+from tests.support.tiny import random_prompts, run_engine
+from tests.unit.kernels.emulated_cuda import EmulatedLaunch, plan_on_host
 
-PARAMS = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
 REQUESTS = [(prompt, PARAMS) for prompt in random_prompts(3)]
+SIZES = Sizes(hidden_size=256, vocab_size=300, context_len=60)  # heads of 64; windows are 16 tokens
+FOLDERS: dict[str, Path] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folders(tmp_path_factory: pytest.TempPathFactory) -> None:
+    for family in ("qwen3", "gemma3"):
+        FOLDERS[family] = tmp_path_factory.mktemp("tiny") / family
+        make_checkpoint(family, FOLDERS[family], sizes=SIZES, seed=1)
+
+
+@functools.cache
+def load(family: str, dtype: str) -> LoadedModel:
+    source = resolve_model(str(FOLDERS[family]), revision=None, show_progress=False)
+    return load_model(source, dtype=dtype, device="cpu")
+
+
+def make_engine(family: str, *, dtype: str = "float16", **knobs: Any) -> Engine:
+    config = EngineConfig.from_knobs(num_blocks=64, max_batch_size=2, **knobs)
+    return build.build_engine(config, load(family, dtype))
+
+
+@functools.cache
+def expected(family: str) -> list[list[list[int]]]:
+    return run_engine(make_engine(family, attention_backend="naive"), REQUESTS)
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedKernels]:
-    loaded = []
+def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedLaunch]:
+    loaded: dict[Any, EmulatedLaunch] = {}
+    launches: list[EmulatedLaunch] = []
 
-    def load(source: Path, defines: tuple[tuple[str, int], ...], device: int) -> EmulatedKernels:
-        loaded.append(emulated_kernels(defines))
-        return loaded[-1]
+    def prepare(defines: Any, device: int, starts_early: bool) -> EmulatedLaunch:
+        if defines not in loaded:
+            loaded[defines] = EmulatedLaunch(defines)
+            launches.append(loaded[defines])
+        return loaded[defines]
 
-    monkeypatch.setattr(build, "keeps_state_on_device", lambda backend, device: True)
-    monkeypatch.setattr(paged_attention, "load_kernels", load)
-    monkeypatch.setattr(paged_attention, "_index", lambda device: 0)
-    monkeypatch.setattr(paged_attention, "_num_sms", lambda device: 3)
-    return loaded
+    monkeypatch.setattr(build, "keeps_state_on_device", lambda backend, device: backend != "naive")
+    monkeypatch.setattr(decode_attention, "prepare_launch", prepare)
+    monkeypatch.setattr(decode_attention, "_index", lambda device: 0)
+    monkeypatch.setattr(decode_attention, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(decode_attention, "launch_options", lambda device: {"PDL": False})
+    monkeypatch.setattr(DecodeWork, "plan", plan_on_host)
+    return launches
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])  # the second has windows
-def test_attention_by_the_cuda_kernel_changes_no_token(family: str, emulated: list[EmulatedKernels]) -> None:
-    engine = make_engine(family, attention_backend="cuda", max_batch_size=2)
-    assert emulated, "the kernel is compiled when the engine is built, not in its first step"
-    assert run_engine(engine, REQUESTS) == run_engine(
-        make_engine(family, attention_backend="naive"), REQUESTS
+def test_attention_by_the_cuda_kernel_changes_no_token(family: str, emulated: list[EmulatedLaunch]) -> None:
+    engine = make_engine(family, attention_backend="cuda")
+    assert len(emulated) == 1, "the kernel is compiled when the engine is built, not in its first step"
+    made = run_engine(engine, REQUESTS)
+    assert len(emulated[0].grids) >= 2 * 2 * 2, "two layers, two batches, two tokens each after the first"
+    assert made == expected(family)
+
+
+@pytest.mark.parametrize(("most", "by_cuda"), [(2, {2}), (4, set())])
+def test_auto_gives_many_rows_to_cuda_and_few_to_triton(
+    most: int, by_cuda: set[int], emulated: list[EmulatedLaunch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two kv heads per row: with 2 heads for the projected kernel one row is few and two are many."""
+    monkeypatch.setattr(device_step, "PROJECTED_HEADS", most)
+    seen: set[int] = set()
+    real = decode_attention.attend_decode_cuda
+
+    def attend(q_SNH: torch.Tensor, *inputs: Any, **options: Any) -> torch.Tensor:
+        seen.add(len(q_SNH))
+        return real(q_SNH, *inputs, **options)
+
+    monkeypatch.setattr(device_step, "attend_decode_cuda", attend)
+    engine = make_engine("qwen3", attention_backend="auto")
+    runner: Any = engine._runner
+    runner._backend = "auto"  # as on a GPU
+    made = run_engine(engine, REQUESTS)
+    assert seen == by_cuda
+    assert made == expected("qwen3")
+
+
+class GpuStore:
+    """What a backend is chosen by, of a store on a GPU."""
+
+    device = torch.device("cuda")
+    keys = (torch.empty(0, dtype=torch.float16),)
+
+
+def prepare(asked: str, *, block_size: int = 16, max_batch_size: int = 256) -> str:
+    store: Any = GpuStore()
+    return device_step.prepare_backend(
+        asked, load("qwen3", "float16").config, store, block_size, max_batch_size
     )
-    assert {name for name, _ in emulated[0].launched} == {"paged_attention", "merge_splits"}
+
+
+def test_auto_compiles_for_large_batches_alone(emulated: list[EmulatedLaunch]) -> None:
+    assert prepare("auto", max_batch_size=128) == "triton" and not emulated
+    assert prepare("auto", max_batch_size=129) == "auto" and len(emulated) == 1
+    assert [prepare(backend) for backend in ("triton", "invariant", "cuda")] == [
+        "triton",
+        "invariant",
+        "cuda",
+    ]
+
+
+def test_auto_goes_without_what_cannot_be_had_and_says_so_once(
+    emulated: list[EmulatedLaunch], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert prepare("auto", block_size=8) == "triton"
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert "block_size to be a multiple of 16, and it is 8" in caplog.text
+    with pytest.raises(ConfigError, match="attention_backend=cuda needs block_size to be a multiple of 16"):
+        prepare("cuda", block_size=8)
+
+
+def test_a_model_the_kernel_cannot_serve_is_refused_when_the_engine_is_built(
+    emulated: list[EmulatedLaunch],
+) -> None:
+    with pytest.raises(ConfigError, match="needs 16-bit numbers, and the cache holds float32"):
+        make_engine("qwen3", dtype="float32", attention_backend="cuda")
 
 
 def test_flash_and_cuda_need_a_gpu() -> None:

@@ -28,7 +28,7 @@ from infer.cache.kv_pool import KVCachePool
 from infer.cache.kv_store import KVStore
 from infer.engine.device_results import Results, to_result
 from infer.engine.device_rows import NO_POSITION, DeviceRows, send
-from infer.engine.device_step import DeviceStep
+from infer.engine.device_step import DeviceStep, prepare_backend
 from infer.engine.graphs import StepGraphs, StepSize, most_tokens
 from infer.engine.plan import StepPlan
 from infer.engine.runner import ModelRunner, StepResult, sequence_seed
@@ -38,11 +38,11 @@ from infer.errors import DeviceLost
 from infer.kernels.attention_decode import DecodeWork
 from infer.kernels.attention_dense import Batch, DenseAttention
 from infer.kernels.attention_prefill import Chunk as PrefillChunk
-from infer.kernels.attention_prefill import PrefillChunks, build_prefill_chunks, check_flash, tokens_per_tile
-from infer.kernels.cuda.paged_attention import compile_attend_decode
+from infer.kernels.attention_prefill import PrefillChunks, build_prefill_chunks, tokens_per_tile
 from infer.kernels.sample_rows import SampleScratch, sample_rows
 from infer.kernels.step_state import StepInputs, advance_rows, gather_step
 from infer.models.model import Model
+from infer.sampling.sampler import NO_TOKEN
 
 logger = logging.getLogger(__name__)
 
@@ -86,14 +86,7 @@ class DeviceRunner(ModelRunner):
         config, device = model.config, store.device
         max_blocks = -(-max_seq_len // pool.block_size)
         self._device = device
-        self._backend = "triton" if attention_backend == "auto" else attention_backend
-        if attention_backend == "flash":
-            check_flash(device, config.head_dim)
-        if attention_backend == "cuda":
-            compile_attend_decode(
-                store.keys[0].dtype, device, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim, block_size=pool.block_size,
-            )  # fmt: skip
+        self._backend = prepare_backend(attention_backend, config, store, pool.block_size, max_batch_size)
         self._state = DeviceRows(2 * max_batch_size, max_blocks, device)
         self._windows = tuple(dict.fromkeys(config.window(layer) for layer in range(config.num_layers)))
         self._work = DecodeWork(
@@ -255,7 +248,7 @@ class DeviceRunner(ModelRunner):
 
         def result() -> StepResult:
             ids = wait()
-            return StepResult(list(zip(ids)), [(None,)] * len(ids), {})
+            return StepResult(list(zip(ids)), [(None,)] * len(ids), {}, is_whole=NO_TOKEN not in ids)
 
         return result
 

@@ -14,17 +14,22 @@ branches and run side by side. Only where the linear behind them is the library'
 ordinary way, after both, and the rules of programmatic dependent launch (kernels/dispatch.py) need not know
 of branches.
 
-    backend     rows that decode      chunks of prompts
-    triton      Triton                Triton; those in `dense` cuDNN (kernels/attention_dense.py)
-    cuda        CUDA C++              Triton
-    flash       Triton                PyTorch's FlashAttention if every chunk is fresh, otherwise Triton
+    backend     rows that decode           chunks of prompts
+    auto        few Triton, many CUDA C++  Triton; those in `dense` cuDNN (kernels/attention_dense.py)
+    triton      Triton                     as auto
+    cuda        CUDA C++                   Triton
+    flash       Triton                     PyTorch's FlashAttention if every chunk is fresh, otherwise Triton
     invariant   Triton's kernel for prompts, for both: one order of additions, wherever a token is computed
+
+Rows are few while they have no more than `PROJECTED_HEADS` kv heads in all: up to there the kernel that takes
+the projection is faster.
 
 Shapes:  T tokens, S of them rows that decode, N query heads, G kv heads, H head size.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache
@@ -32,16 +37,20 @@ from functools import lru_cache
 import torch
 
 from infer.cache.kv_store import KVStore
+from infer.errors import ConfigError
 from infer.kernels.attention_decode import PROJECTED_HEADS, DecodeWork, attend_decode, attend_projected
 from infer.kernels.attention_dense import Batch, DenseAttention
-from infer.kernels.attention_prefill import PrefillChunks, attend_prefill
-from infer.kernels.cuda.paged_attention import attend_decode_cuda
+from infer.kernels.attention_prefill import PrefillChunks, attend_prefill, check_flash
+from infer.kernels.cuda.decode_attention import attend_decode_cuda, compile_attend_decode
 from infer.kernels.dispatch import use_triton
 from infer.kernels.heads import HeadTransform
 from infer.kernels.linear_configs import MAX_SMALL_M
 from infer.layers.attention import CacheSlots, StepContext
+from infer.models.config import ModelConfig
 
-_DECODED_BY_TRITON = ("triton", "flash")
+logger = logging.getLogger(__name__)
+
+_PROJECTED_BY_TRITON = ("auto", "triton", "flash")
 
 
 class DeviceStep(StepContext):
@@ -73,7 +82,7 @@ class DeviceStep(StepContext):
         if backend == "invariant" and len(rows_S) and use_triton(lens_S):
             self._tokens = PrefillChunks.from_rows(rows_S, lens_S)
             self._rows_S = rows_S[:0]
-        elif len(rows_S) and backend != "cuda":
+        elif len(rows_S):
             for window in windows:
                 work.plan(rows_S, lens_S, window=window)
         self._num_rows = self._rows_S.shape[0]
@@ -94,9 +103,9 @@ class DeviceStep(StepContext):
         """One kernel from the projection to the output, where every token is a row that decodes."""
         num_rows = self._num_rows
         decodes_only = self._chunks is None and self._dense is None and 0 < num_rows == qkv_TX.shape[0]
-        if not decodes_only or self._backend not in _DECODED_BY_TRITON or not use_triton(qkv_TX):
+        if not decodes_only or self._backend not in _PROJECTED_BY_TRITON or not use_triton(qkv_TX):
             return None
-        if num_rows * transform.num_kv_heads > PROJECTED_HEADS:
+        if not _are_few(num_rows, transform.num_kv_heads):
             return None
         return attend_projected(
             qkv_TX, transform, self._store.keys[layer], self._store.values[layer],
@@ -123,9 +132,9 @@ class DeviceStep(StepContext):
         branch = self._branch(q_TNH)
         if branch is not None:
             branch.wait_stream(torch.cuda.current_stream())
-        if num_rows and self._backend == "cuda":
+        if num_rows and self._is_for_cuda(keys.shape[1]):
             attend_decode_cuda(
-                q_TNH[:num_rows], keys, values, self._tables_RB, self._rows_S, self._lens_S,
+                q_TNH[:num_rows], keys, values, self._tables_RB, self._work,
                 block_size=self._block_size, scale=scale, window=window, out=out_TNH[:num_rows],
             )  # fmt: skip
         elif num_rows:
@@ -148,12 +157,48 @@ class DeviceStep(StepContext):
             out_TNH = dense.attend(q_TNH, k_TGH, v_TGH, batches, out=out_TNH)
         return out_TNH
 
+    def _is_for_cuda(self, num_kv_heads: int) -> bool:
+        """Whether the kernel in CUDA C++ computes the rows that decode."""
+        is_many = not _are_few(len(self._rows_S), num_kv_heads)
+        return self._backend == "cuda" or (self._backend == "auto" and is_many)
+
     def _branch(self, q_TNH: torch.Tensor) -> torch.cuda.Stream | None:
         """Where the chunks of prompts are computed beside the rows that decode; None: after them."""
         has_both = self._num_rows > 0 and self._chunks is not None
         if not has_both or len(q_TNH) <= MAX_SMALL_M or not q_TNH.is_cuda:
             return None
         return _branch_of(q_TNH.device) if torch.cuda.is_current_stream_capturing() else None
+
+
+def prepare_backend(
+    asked: str, config: ModelConfig, store: KVStore, block_size: int, max_batch_size: int
+) -> str:
+    """The backend of an engine's steps; what it needs is compiled, or is an error, before the first of them.
+
+    `auto` does without CUDA C++ where it cannot be had, and where no batch is large enough to want it.
+    """
+    if asked == "flash":
+        check_flash(store.device, config.head_dim)
+    if asked not in ("auto", "cuda"):
+        return asked
+    is_auto = asked == "auto"
+    if is_auto and (store.device.type != "cuda" or _are_few(max_batch_size, config.num_kv_heads)):
+        return "triton"
+    try:
+        compile_attend_decode(
+            store.keys[0].dtype, store.device, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim, block_size=block_size,
+        )  # fmt: skip
+    except ConfigError as error:
+        if not is_auto:
+            raise
+        logger.info("all rows that decode are computed by Triton: %s", error)
+        return "triton"
+    return asked
+
+
+def _are_few(num_rows: int, num_kv_heads: int) -> bool:
+    return num_rows * num_kv_heads <= PROJECTED_HEADS
 
 
 @lru_cache(maxsize=16)

@@ -1,12 +1,12 @@
-/* A GPU in one thread: enough of CUDA C++ to run a kernel block by block on a CPU.
+/* A GPU in one thread: enough of CUDA C++ to run `decode_attention.cu` block by block on a CPU.
 
-   Each thread of a block is a coroutine with a stack of its own. They take turns; one gives up its turn
-   where it would wait for others, at a shuffle or a barrier. What a warp exchanges is kept in two boards that
-   take turns as well: a fast lane may post its next value before a slow one has read the last. A coroutine is
-   entered once through its context and from then on by a jump, which spares a system call per turn.
+   Each thread of a block is a coroutine with a stack of its own. They take turns; one gives up its turn where it
+   would wait for others, at a barrier or where a warp does something together. What a warp exchanges is kept in
+   two boards that take turns as well: a fast lane may post its next value before a slow one has read the last. A
+   coroutine is entered once through its context and from then on by a jump, which spares a system call per turn.
 
-   KERNEL_SOURCE is the .cu file. A launch is `emulate_<kernel>(x, y, z, threads, arguments)`, with addresses
-   of arguments as the driver's cuLaunchKernel has them. */
+   KERNEL_SOURCE is the .cu file. A launch is `emulate(blocks, threads, arguments)`, with addresses of arguments as
+   the driver's cuLaunchKernelEx has them. */
 
 #include <setjmp.h>
 #include <ucontext.h>
@@ -20,17 +20,20 @@
 #define EMULATED
 #define __device__ static inline
 #define __global__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __shared__ static
 
 using std::max;
 using std::min;
 
 struct uint4 { unsigned int x, y, z, w; };
-struct Index { unsigned int x, y, z; };
+struct uint2 { unsigned int x, y; };
+struct int4 { int x, y, z, w; };
+struct float4 { float x, y, z, w; };
+struct Index { unsigned int x; };
 static Index blockIdx, gridDim, threadIdx;
 
-constexpr unsigned int WARP = 32, MAX_THREADS = 1024;
+constexpr unsigned int WARP_SIZE = 32, MAX_THREADS = 1024;
 constexpr size_t STACK = 64 << 10;
 
 struct Thread {
@@ -42,7 +45,6 @@ struct Thread {
 };
 static Thread threads[MAX_THREADS];
 static unsigned int num_threads, current, num_arrived;
-static float boards[2][MAX_THREADS];
 static jmp_buf scheduler;
 
 static void give_up_turn() {
@@ -57,30 +59,99 @@ static void take_turn() {
     setcontext(&thread.context);
 }
 
-static float __shfl_xor_sync(unsigned int, float value, int distance) {
-    const unsigned int me = current;
-    float* board = boards[threads[me].num_shuffles++ % 2];
-    board[me] = value;
-    give_up_turn();  // by the next turn, the other lanes of the warp have posted theirs
-    return board[me / WARP * WARP + ((me % WARP) ^ distance)];
-}
-
 static void __syncthreads() {
     const unsigned int wanted = ++threads[current].num_barriers * num_threads;
     ++num_arrived;
     while (num_arrived < wanted) give_up_turn();
 }
 
-template <typename T>
-static T __ldcs(const T* address) { return *address; }
 static float __uint_as_float(unsigned int bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 static unsigned int __float_as_uint(float x) { unsigned int bits; std::memcpy(&bits, &x, 4); return bits; }
-static float half_to_float(unsigned short bits) { _Float16 x; std::memcpy(&x, &bits, 2); return (float)x; }
-static unsigned short float_to_half(float value) {
+
+#if IS_BFLOAT16
+static float to_float(unsigned short bits) { return __uint_as_float((unsigned int)bits << 16); }
+static unsigned short to_bits(float value) {
+    const unsigned int bits = __float_as_uint(value);
+    if (value != value) return 0x7fc0;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to the nearest, and to even from the middle
+}
+#else
+static float to_float(unsigned short bits) { _Float16 x; std::memcpy(&x, &bits, 2); return (float)x; }
+static unsigned short to_bits(float value) {
     const _Float16 x = (_Float16)value;
     unsigned short bits;
     std::memcpy(&bits, &x, 2);
     return bits;
+}
+#endif
+static float half_of(unsigned int pair, int i) { return to_float(i ? pair >> 16 : pair & 0xffff); }
+
+// ---- what a warp does together -------------------------------------------------------------------
+
+struct Words {
+    unsigned int w[6];
+};
+static Words word_boards[2][MAX_THREADS];
+
+static const Words* exchange(const Words& own) {  // what each lane of the warp posts; every lane sees all
+    const unsigned int me = current;
+    Words* board = word_boards[threads[me].num_shuffles++ % 2];
+    board[me] = own;
+    give_up_turn();  // by the next turn, the other lanes of the warp have posted theirs
+    return board + me / WARP_SIZE * WARP_SIZE;
+}
+
+static float __shfl_xor_sync(unsigned int, float value, int distance) {
+    const int lane = current % WARP_SIZE;
+    return __uint_as_float(exchange({{__float_as_uint(value)}})[lane ^ distance].w[0]);
+}
+
+static bool __any_sync(unsigned int, bool is_set) {
+    const Words* all = exchange({{is_set}});
+    return std::any_of(all, all + WARP_SIZE, [](const Words& x) { return x.w[0]; });
+}
+
+// From the definition: which lane holds which element of A, B and C.
+static void multiply(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+    const int lane = current % WARP_SIZE, row = lane / 4, column = lane % 4 * 2;
+    const Words* all = exchange({{a0, a1, a2, a3, b0, b1}});
+    for (int e = 0; e < 4; ++e)
+        for (int k = 0; k < 16; ++k) {
+            const int of_k = k % 8 / 2, upper = k / 8;
+            const Words& with_a = all[row * 4 + of_k];
+            const Words& with_b = all[(column + e % 2) * 4 + of_k];
+            c[e] += half_of(with_a.w[2 * upper + e / 2], k % 2) * half_of(with_b.w[4 + upper], k % 2);
+        }
+}
+
+static unsigned int transpose(unsigned int row) {
+    const int lane = current % WARP_SIZE, g = lane / 4, t = lane % 4;
+    const Words* all = exchange({{row}});
+    unsigned int column = 0;
+    for (int i = 0; i < 2; ++i) {
+        const unsigned int pair = all[(2 * t + i) * 4 + g / 2].w[0];
+        column |= (g % 2 ? pair >> 16 : pair & 0xffff) << 16 * i;
+    }
+    return column;
+}
+
+// ---- what a thread does alone --------------------------------------------------------------------
+
+static unsigned int pack(float low, float high) { return to_bits(low) | (unsigned int)to_bits(high) << 16; }
+static float power_of_two(float x) { return exp2f(x); }
+static uint4 load_stream(const unsigned short* at) { return *reinterpret_cast<const uint4*>(at); }
+static int take_ticket(int* counter) { return (*counter)++; }
+static void let_next_start() {}
+static void wait_for_before() {}
+static void __threadfence() {}
+template <typename T>
+static T __ldcg(const T* address) { return *address; }
+
+static unsigned int __byte_perm(unsigned int a, unsigned int b, unsigned int selector) {
+    const unsigned long long both = a | (unsigned long long)b << 32;
+    unsigned int result = 0;
+    for (int i = 0; i < 4; ++i) result |= (unsigned int)(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return result;
 }
 
 #include KERNEL_SOURCE
@@ -111,7 +182,7 @@ static void run_block() {
         for (current = 0; current < num_threads; ++current) {
             if (threads[current].is_done) continue;
             is_running = true;
-            threadIdx = Index{current, 0, 0};
+            threadIdx = Index{current};
             take_turn();
         }
     }
@@ -126,23 +197,13 @@ static void call(void (*kernel)(A...), void** arguments) {
     call(kernel, arguments, std::index_sequence_for<A...>{});
 }
 
-static void run_grid(unsigned int x, unsigned int y, unsigned int z, unsigned int threads_of_block) {
-    gridDim = Index{x, y, z};
+extern "C" void emulate(unsigned int num_blocks, unsigned int threads_of_block, void** arguments) {
+    body = [](void** given) { call(decode_attention, given); };
+    body_arguments = arguments;
+    gridDim = Index{num_blocks};
     num_threads = threads_of_block;
-    for (unsigned int c = 0; c < z; ++c)
-        for (unsigned int b = 0; b < y; ++b)
-            for (unsigned int a = 0; a < x; ++a) {
-                blockIdx = Index{a, b, c};
-                run_block();
-            }
-}
-
-#define EMULATE(kernel)                                                                                        \
-    extern "C" void emulate_##kernel(unsigned int x, unsigned int y, unsigned int z, unsigned int n, void** a) { \
-        body = [](void** arguments) { call(kernel, arguments); };                                              \
-        body_arguments = a;                                                                                    \
-        run_grid(x, y, z, n);                                                                                  \
+    for (unsigned int x = 0; x < num_blocks; ++x) {
+        blockIdx = Index{x};
+        run_block();
     }
-
-EMULATE(paged_attention)
-EMULATE(merge_splits)
+}

@@ -1,4 +1,4 @@
-"""The CUDA kernels on a CPU: compiled by the system's C++ compiler, a block's threads taking turns."""
+"""`decode_attention.cu` on a CPU: compiled by the system's C++ compiler, a block's threads taking turns."""
 
 from __future__ import annotations
 
@@ -7,34 +7,22 @@ import functools
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from infer.kernels.attention_decode import DecodeWork
+from infer.kernels.cuda import decode_attention
 from infer.kernels.cuda.build import as_pointers
-from infer.kernels.cuda.paged_attention import SOURCE
+from infer.kernels.cuda.decode_attention import Defines
 
 EMULATOR = Path(__file__).with_name("emulated_cuda.cpp")
 
 
-class EmulatedKernels:
-    """Launches like `LoadedKernels`, and returns when every block has run."""
-
-    def __init__(self, library: Path) -> None:
-        self._library = ctypes.CDLL(str(library))
-        self.launched: list[tuple[str, tuple[int, int, int]]] = []
-
-    def launch(
-        self, name: str, grid: tuple[int, int, int], num_threads: int, arguments: Sequence[Any]
-    ) -> None:
-        self.launched.append((name, grid))
-        getattr(self._library, f"emulate_{name}")(*grid, num_threads, as_pointers(arguments))
-
-
 @functools.cache
-def emulated_kernels(defines: tuple[tuple[str, int], ...]) -> EmulatedKernels:
+def compile_library(defines: Defines) -> ctypes.CDLL:
     compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
     if compiler is None:
         pytest.skip("needs a C++ compiler")
@@ -42,7 +30,43 @@ def emulated_kernels(defines: tuple[tuple[str, int], ...]) -> EmulatedKernels:
     with tempfile.TemporaryDirectory() as scratch:
         library = Path(scratch) / "emulated.so"
         command = [compiler, "-std=c++17", "-O2", "-w", "-shared", "-fPIC", *flags]
-        command += [f'-DKERNEL_SOURCE="{SOURCE}"', str(EMULATOR), "-o", str(library)]
+        command += [f'-DKERNEL_SOURCE="{decode_attention.SOURCE}"', str(EMULATOR), "-o", str(library)]
         answer = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert answer.returncode == 0, answer.stderr
-        return EmulatedKernels(library)
+        return ctypes.CDLL(str(library))
+
+
+class EmulatedLaunch:
+    """Launches like `PreparedLaunch`, and returns when every block has run."""
+
+    def __init__(self, defines: Defines) -> None:
+        self.library, self.num_threads = compile_library(defines), 32 * dict(defines)["WARPS"]
+        self.grids: list[int] = []
+
+    def __call__(self, num_blocks: int, *arguments: int | float) -> None:
+        self.grids.append(num_blocks)
+        types: tuple[Any, ...] = decode_attention._TYPES
+        values = [of_type(value) for of_type, value in zip(types, arguments, strict=True)]
+        self.library.emulate(num_blocks, self.num_threads, as_pointers(values))
+
+
+def plan_on_host(
+    work: DecodeWork, rows_S: torch.Tensor, lens_S: torch.Tensor, *, window: int | None = None
+) -> None:
+    """What `DecodeWork.plan` writes with splits of a fixed length, without Triton."""
+    length, most = work.split_len(len(rows_S)), work.max_splits(len(rows_S))
+    whole: list[list[int]] = []
+    last: list[list[int]] = []
+    for s, (row, end) in enumerate(zip(rows_S.tolist(), lens_S.tolist(), strict=True)):
+        first, size = max(end - (window or end), 0), length
+        while -(-end // size) - first // size > most:
+            size *= 2
+        num_splits = max(-(-end // size) - first // size, 1)
+        for split in range(num_splits):
+            start = (first // size + split) * size
+            item = [s, row, max(start, first), min(start + size, end), split, num_splits, end, 0]
+            (last if split == num_splits - 1 else whole).append(item)
+    items_W8, num_items = work.work_list(window)
+    items_W8[: len(whole) + len(last)] = torch.tensor(whole + last, dtype=torch.int32)
+    num_items.fill_(len(whole) + len(last))
+    work.is_fresh = True

@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from typing import Any
 
 import pytest
 import torch
 
 from infer.errors import ConfigError
-from infer.kernels.attention_decode import attend_decode_reference
-from infer.kernels.cuda.paged_attention import attend_decode_cuda, defines_of, splits_for
+from infer.kernels.attention_decode import DecodeWork, attend_decode_reference
+from infer.kernels.cuda import decode_attention
+from infer.kernels.cuda.decode_attention import attend_decode_cuda, check_heads
 from tests.unit.kernels.attention_contract import Heads, assert_close, make_paged
-from tests.unit.kernels.emulated_cuda import emulated_kernels
+from tests.unit.kernels.emulated_cuda import EmulatedLaunch, plan_on_host
+
+LAUNCHES: list[EmulatedLaunch] = []
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(defines: Any, device: int, starts_early: bool) -> EmulatedLaunch:
+        LAUNCHES.append(EmulatedLaunch(defines))
+        return LAUNCHES[-1]
+
     torch.manual_seed(0)
+    LAUNCHES.clear()
+    monkeypatch.setattr(decode_attention, "prepare_launch", prepare)
+    monkeypatch.setattr(decode_attention, "_index", lambda device: 0)
+
+
+def make_work(heads: Heads, *, max_rows: int, max_len: int, split_len: int) -> DecodeWork:
+    work = DecodeWork(
+        max_rows=max_rows, max_len=max_len, device="cpu", split_len=split_len, **dataclasses.asdict(heads)
+    )
+    for scratch in (work.sums, work.maxima, work.denominators):
+        scratch.fill_(torch.nan)
+    work.num_sms = 1  # few blocks, so that each takes several units
+    return work
 
 
 def check(
@@ -25,7 +47,7 @@ def check(
     *,
     dtype: torch.dtype = torch.bfloat16,
     block_size: int = 16,
-    num_splits: int = 1,
+    split_len: int = 1024,
     window: int | None = None,
 ) -> None:
     paged = make_paged(lens, heads, block_size=block_size, dtype=dtype, device="cpu")
@@ -34,100 +56,134 @@ def check(
     rows = torch.where(lens_S == 0, -1, rows)  # as the engine's padding has it
     wide = torch.full((len(lens), heads.num_heads + 3, heads.head_dim), torch.nan, dtype=dtype)
     q = wide[:, 2:-1].copy_(torch.randn(len(lens), heads.num_heads, heads.head_dim))
-    arguments = (q, paged.keys, paged.values, paged.tables, rows, lens_S)
-    defines = defines_of(dtype, block_size=block_size, **dataclasses.asdict(heads))
-    out = torch.full((len(lens), heads.num_heads, heads.head_dim), torch.nan, dtype=dtype)
-    actual = attend_decode_cuda(
-        *arguments, block_size=block_size, scale=0.3, window=window, out=out,
-        kernels=emulated_kernels(defines), num_splits=num_splits,
-    )  # fmt: skip
-    assert actual is out
-    expected = attend_decode_reference(*arguments, block_size=block_size, scale=0.3, window=window)
-    assert_close(actual, expected)
+    work = make_work(heads, max_rows=len(lens) + 2, max_len=max(lens), split_len=split_len)
+    plan_on_host(work, rows, lens_S, window=window)
+    expected = attend_decode_reference(
+        q,
+        paged.keys,
+        paged.values,
+        paged.tables,
+        rows,
+        lens_S,
+        block_size=block_size,
+        scale=0.3,
+        window=window,
+    )
+    for _ in range(2):  # the second time over the scratch memory and tickets that the first has left
+        out = torch.full((len(lens), heads.num_heads, heads.head_dim), torch.nan, dtype=dtype)
+        actual = attend_decode_cuda(
+            q, paged.keys, paged.values, paged.tables, work,
+            block_size=block_size, scale=0.3, window=window, out=out,
+        )  # fmt: skip
+        assert actual is out
+        assert_close(actual, expected)
+        assert not work.tickets.any()
 
 
 @pytest.mark.parametrize(
     ("heads", "dtype"),
     [
         (Heads(4, 2, 128), torch.bfloat16),
-        (Heads(2, 2, 64), torch.float16),
-        (Heads(4, 2, 80), torch.bfloat16),  # 10 of a team's 16 lanes have work
-        (Heads(7, 1, 16), torch.float32),  # many small teams
-        (Heads(1, 1, 256), torch.float32),  # two pieces for each lane
-        (Heads(20, 2, 32), torch.bfloat16),  # two blocks share a kv head
+        (Heads(8, 2, 64), torch.float16),
+        (Heads(7, 1, 128), torch.float16),  # a column without a head
+        (Heads(8, 1, 64), torch.bfloat16),
+        (Heads(3, 3, 64), torch.bfloat16),  # a head to itself
     ],
     ids=str,
 )
-def test_equals_the_reference_at_lengths_around_a_block_and_a_tile(heads: Heads, dtype: torch.dtype) -> None:
-    check([1, 17, 31, 33, 70], heads, dtype=dtype)
+def test_equals_the_reference_at_lengths_around_a_tile_and_a_block_of_warps(
+    heads: Heads, dtype: torch.dtype
+) -> None:
+    check([1, 15, 17, 31, 33, 70, 150], heads, dtype=dtype)
 
 
-@pytest.mark.parametrize("num_splits", [1, 3, 64])
-def test_padding_is_zeros_and_its_row_is_not_looked_at(num_splits: int) -> None:
-    check([0, 150, 0, 3], Heads(4, 2, 64), num_splits=num_splits)
+@pytest.mark.parametrize("split_len", [16, 100, 1024])
+def test_padding_is_zeros_and_its_row_is_not_looked_at(split_len: int) -> None:
+    check([0, 150, 0, 3], Heads(8, 2, 64), split_len=split_len)
 
 
 @pytest.mark.parametrize("window", [1, 40])
-@pytest.mark.parametrize("num_splits", [1, 2])
-def test_a_window_reads_nothing_before_it(window: int, num_splits: int) -> None:
-    check([1, 41, 0, 200], Heads(4, 2, 64), window=window, num_splits=num_splits)
+@pytest.mark.parametrize("split_len", [48, 1024])
+def test_a_window_reads_nothing_before_it(window: int, split_len: int) -> None:
+    check([1, 41, 0, 200], Heads(8, 2, 64), window=window, split_len=split_len)
 
 
 def test_larger_blocks() -> None:
-    check([150, 2], Heads(4, 2, 64), block_size=64, num_splits=2)
+    check([150, 2, 49], Heads(8, 2, 64), block_size=48, split_len=32)
 
 
-def test_scores_far_from_zero_are_not_lost() -> None:
+@pytest.mark.parametrize("split_len", [256, 1024])
+def test_scores_far_from_zero_are_not_lost(split_len: int) -> None:
     """The maximum moves from tile to tile, and no exponential may overflow."""
-    heads = Heads(1, 1, 16)
-    keys = torch.zeros(512, 1, 16)
+    heads = Heads(2, 1, 64)
+    keys = torch.zeros(512, 1, 64)
     keys[:, 0, 0] = torch.linspace(-4000, 4000, 512)[torch.randperm(512)]
-    values = torch.randn(512, 1, 16)
-    q = torch.zeros(1, 1, 16)
-    q[..., 0] = 1.0
+    q = torch.zeros(1, 2, 64)
+    q[0, :, 0] = torch.tensor([1.0, -1.0])
     table = torch.arange(32, dtype=torch.int32)[None]
     row, length = torch.zeros(1, dtype=torch.int32), torch.full((1,), 512, dtype=torch.int32)
-    arguments = (q, keys, values, table, row, length)
-    defines = defines_of(torch.float32, block_size=16, **dataclasses.asdict(heads))
-    for num_splits in (1, 2):
-        actual = attend_decode_cuda(
-            *arguments, block_size=16, scale=1.0, window=None,
-            kernels=emulated_kernels(defines), num_splits=num_splits,
-        )  # fmt: skip
-        assert_close(actual, attend_decode_reference(*arguments, block_size=16, scale=1.0, window=None))
+    inputs = (q.half(), keys.half(), torch.randn(512, 1, 64).half(), table)
+    work = make_work(heads, max_rows=1, max_len=512, split_len=split_len)
+    plan_on_host(work, row, length)
+    actual = attend_decode_cuda(*inputs, work, block_size=16, scale=1.0, window=None)
+    expected = attend_decode_reference(*inputs, row, length, block_size=16, scale=1.0, window=None)
+    assert_close(actual, expected)
 
 
 def test_not_a_number_is_not_hidden() -> None:
-    heads = Heads(2, 1, 16)
-    paged = make_paged([5], heads, block_size=16, dtype=torch.float32, device="cpu")
-    q = torch.randn(1, 2, 16)
+    heads = Heads(2, 1, 64)
+    paged = make_paged([5], heads, block_size=16, dtype=torch.float16, device="cpu")
+    q = torch.randn(1, 2, 64).half()
     q[0, 1, 3] = torch.nan
-    row, length = torch.zeros(1, dtype=torch.int32), torch.full((1,), 5, dtype=torch.int32)
-    defines = defines_of(torch.float32, block_size=16, **dataclasses.asdict(heads))
+    work = make_work(heads, max_rows=1, max_len=5, split_len=64)
+    plan_on_host(work, torch.zeros(1, dtype=torch.int32), torch.full((1,), 5, dtype=torch.int32))
     out = attend_decode_cuda(
-        q, paged.keys, paged.values, paged.tables, row, length, block_size=16, scale=1.0, window=None,
-        kernels=emulated_kernels(defines), num_splits=1,
-    )  # fmt: skip
+        q, paged.keys, paged.values, paged.tables, work, block_size=16, scale=1.0, window=None
+    )
     assert out[0, 1].isnan().all() and not out[0, 0].isnan().any()
 
 
 def test_the_grid_depends_on_the_rows_and_not_on_their_lengths() -> None:
-    heads = Heads(4, 2, 64)
-    kernels = emulated_kernels(defines_of(torch.bfloat16, block_size=16, **dataclasses.asdict(heads)))
-    kernels.launched.clear()
-    check([3, 0], heads, num_splits=2)
-    check([90, 70], heads, num_splits=2)
-    assert kernels.launched == [("paged_attention", (2, 2, 2)), ("merge_splits", (4, 2, 1))] * 2
+    heads = Heads(8, 2, 64)
+    for lens in ([3, 0], [90, 70]):
+        check([*lens, 0, 0, 0], heads, split_len=64)
+    check([3], heads, split_len=64)
+    grids = [launch.grids for launch in LAUNCHES]
+    assert grids == [[16]] * 4 + [[4]] * 2, "the machine four times over, or all units there can be"
 
 
-def test_few_rows_are_split_to_fill_the_gpu_and_many_are_not() -> None:
-    assert [splits_for(blocks, 132) for blocks in (1, 8, 32, 264, 265, 2048)] == [32, 32, 16, 2, 1, 1]
+def test_the_plan_of_these_tests_is_that_of_the_engine() -> None:
+    work = make_work(Heads(1, 1, 64), max_rows=4, max_len=128, split_len=32)
+    rows, lens = (torch.tensor(x, dtype=torch.int32) for x in ([5, 7, 2, 0], [100, 0, 32, 33]))
+    plan_on_host(work, rows, lens)
+    items, num_items = work.work_list(None)
+    assert items[: int(num_items), :6].tolist() == [
+        [0, 5, 0, 32, 0, 4], [0, 5, 32, 64, 1, 4], [0, 5, 64, 96, 2, 4], [3, 0, 0, 32, 0, 2],
+        [0, 5, 96, 100, 3, 4], [1, 7, 0, 0, 0, 1], [2, 2, 0, 32, 0, 1], [3, 0, 32, 33, 1, 2],
+    ]  # fmt: skip
 
 
-def test_a_model_it_cannot_serve_is_refused_with_a_way_out() -> None:
-    heads = {"num_heads": 4, "num_kv_heads": 2, "block_size": 16}
-    with pytest.raises(ConfigError, match="not torch.float64; use attention_backend=triton"):
-        defines_of(torch.float64, head_dim=64, **heads)
-    for head_dim in (20, 512):
-        with pytest.raises(ConfigError, match=f"have {head_dim} of 2 bytes; use attention_backend=triton"):
-            defines_of(torch.float16, head_dim=head_dim, **heads)
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": torch.float32}, "16-bit numbers, and the cache holds float32"),
+        ({"head_dim": 80}, "heads of 64 or 128, and this model's have 80"),
+        ({"num_heads": 18}, "at most 8 query heads per kv head, and this model has 9"),
+        ({"block_size": 8}, "block_size to be a multiple of 16, and it is 8"),
+        ({"gpu": (7, 5)}, "an NVIDIA GPU of compute capability 8.0 or later, and this one has 7.5"),
+    ],
+)
+def test_a_model_it_cannot_serve_is_refused_with_a_way_out(
+    change: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: dict[str, Any] = {"dtype": torch.bfloat16, "gpu": (8, 0), "block_size": 16}
+    model |= {"num_heads": 16, "num_kv_heads": 2, "head_dim": 64}
+
+    def check_model(*, gpu: tuple[int, int], dtype: torch.dtype, **heads: int) -> None:
+        monkeypatch.setattr(decode_attention, "_capability", lambda device: gpu)
+        check_heads(dtype, torch.device("cuda"), **heads)
+
+    check_model(**model)
+    message = f"attention_backend=cuda needs {reason}; use attention_backend=triton"
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        check_model(**model | change)

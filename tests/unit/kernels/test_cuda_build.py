@@ -21,7 +21,7 @@ from infer.kernels.cuda.build import (
     compile_with_nvrtc,
     options,
 )
-from infer.kernels.cuda.paged_attention import SOURCE, defines_of
+from infer.kernels.cuda.decode_attention import SOURCE, defines_of
 from tests.unit.kernels.attention_contract import Heads
 
 DEFINES = {"H": 64, "G": 2}
@@ -31,9 +31,14 @@ class FakeNvrtc:
     """The library's functions over one program; `log` makes it refuse."""
 
     def __init__(self, log: bytes = b"") -> None:
-        self.log, self.source, self.num_programs = log, b"", 0
+        self.log, self.source, self.num_programs, self.num_compiled = log, b"", 0, 0
+        self.version = (13, 0)
         self.flags: list[str] = []
         self.nvrtcGetErrorString: Any = lambda code: b"NVRTC_ERROR"
+
+    def nvrtcVersion(self, major: Any, minor: Any) -> int:
+        major._obj.value, minor._obj.value = self.version
+        return 0
 
     def nvrtcCreateProgram(self, program: Any, source: bytes, *_: Any) -> int:
         self.source = source
@@ -42,6 +47,7 @@ class FakeNvrtc:
 
     def nvrtcCompileProgram(self, program: Any, num: int, flags: Any) -> int:
         self.flags = [flags[i].decode() for i in range(num)]
+        self.num_compiled += 1
         return 6 if self.log else 0
 
     def nvrtcGetProgramLogSize(self, program: Any, size: Any) -> int:
@@ -65,6 +71,19 @@ class FakeNvrtc:
         return 0
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "infer" / "kernels"
+
+
+@pytest.fixture
+def nvrtc(monkeypatch: pytest.MonkeyPatch) -> FakeNvrtc:
+    library = FakeNvrtc()
+    monkeypatch.setattr(build, "load_nvrtc", lambda: library)
+    return library
+
+
 @pytest.fixture
 def no_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "nvrtc_paths", lambda: iter(["/nonexistent/libnvrtc.so"]))
@@ -76,11 +95,10 @@ def make_nvcc(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
 
 
-def test_nvrtc_is_asked_first_and_its_bytes_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvrtc = FakeNvrtc()
-    monkeypatch.setattr(build, "load_nvrtc", lambda: nvrtc)
+def test_nvrtc_is_asked_first_and_its_bytes_are_whole(nvrtc: FakeNvrtc) -> None:
     assert compile_source(SOURCE, "sm_90", DEFINES) == b"cu\0bin"
-    assert nvrtc.flags == ["--gpu-architecture=sm_90", "--std=c++17", "-DH=64", "-DG=2"]
+    usual = ["--gpu-architecture=sm_90", "--std=c++17", "-DH=64", "-DG=2"]
+    assert nvrtc.flags == [*usual, f"--include-path={SOURCE.parent}"]
     assert nvrtc.source == SOURCE.read_bytes() and nvrtc.num_programs == 0
 
 
@@ -95,9 +113,8 @@ def test_what_nvrtc_says_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nvcc_is_asked_where_there_is_no_nvrtc(
     no_nvrtc: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_nvcc(
-        tmp_path, f'echo "$@" > {tmp_path}/flags; for last; do :; done; printf made > "$last"', monkeypatch
-    )
+    compiling = f'echo "$@" > {tmp_path}/flags; for last; do :; done; printf made > "$last"'
+    make_nvcc(tmp_path, f"if [ $1 = --version ]; then echo 13.0; else {compiling}; fi", monkeypatch)
     assert compile_source(SOURCE, "sm_90", DEFINES) == b"made"
     flags = (tmp_path / "flags").read_text()
     assert flags.startswith(f"-cubin --gpu-architecture=sm_90 --std=c++17 -DH=64 -DG=2 {SOURCE} -o ")
@@ -110,7 +127,7 @@ def test_without_either_the_operator_reads_what_is_missing_and_what_to_do(
     with pytest.raises(ConfigError) as caught:
         compile_source(SOURCE, "sm_90", DEFINES)
     assert str(caught.value) == (
-        "attention_backend=cuda compiles paged_attention.cu for sm_90 and neither NVRTC nor nvcc could: "
+        "attention_backend=cuda compiles decode_attention.cu for sm_90 and neither NVRTC nor nvcc could: "
         "NVRTC (libnvrtc) is not installed; nvcc is not on the PATH; "
         "install the CUDA toolkit, or use attention_backend=triton"
     )
@@ -139,12 +156,80 @@ def test_a_gpus_compiler_accepts_the_kernel(compile_with: Callable[[Path, Sequen
             build.load_nvrtc()
         except BuildError:
             pytest.skip("needs NVRTC")
-    for heads, dtype in ((Heads(32, 8, 128), torch.bfloat16), (Heads(4, 2, 80), torch.float16)):
-        defines = defines_of(dtype, block_size=16, **dataclasses.asdict(heads))
-        cubin = compile_with(SOURCE, options("sm_90", dict(defines)))
-        assert cubin.startswith(b"\x7fELF") and b"paged_attention" in cubin and b"merge_splits" in cubin
+    for heads, dtype, arch in (
+        (Heads(32, 8, 128), torch.bfloat16, "sm_90"), (Heads(4, 2, 64), torch.float16, "sm_80")
+    ):  # fmt: skip
+        defines = defines_of(dtype, block_size=16, pdl=arch == "sm_90", **dataclasses.asdict(heads))
+        cubin = compile_with(SOURCE, options(arch, dict(defines)))
+        assert cubin.startswith(b"\x7fELF") and b"decode_attention" in cubin
 
 
 def test_the_kernel_is_installed_with_the_package() -> None:
     declared = Path(__file__).parents[3] / "pyproject.toml"
     assert '"kernels/cuda/*.cu"' in declared.read_text() and SOURCE.is_file()
+    assert '"kernels/cuda/*.cuh"' in declared.read_text() and SOURCE.with_name("decode_parts.cuh").is_file()
+
+
+# -- cubins are kept ------------------------------------------------------------------------------
+
+
+def test_a_cubin_is_compiled_once(nvrtc: FakeNvrtc, cache: Path) -> None:
+    made = [compile_source(SOURCE, "sm_90", DEFINES) for _ in range(3)]
+    assert made == [b"cu\0bin"] * 3 and nvrtc.num_compiled == 1
+    assert [path.suffix for path in cache.iterdir()] == [".cubin"], "nothing is left beside it"
+
+
+def test_another_source_define_gpu_or_compiler_is_another_cubin(nvrtc: FakeNvrtc, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.cu"
+
+    def compiled(text: str = "a", arch: str = "sm_90", included: str = "b", **defines: int) -> int:
+        copy.write_text(text)
+        (tmp_path / "part.cuh").write_text(included)
+        before = nvrtc.num_compiled
+        compile_source(copy, arch, DEFINES | defines)
+        return nvrtc.num_compiled - before
+
+    assert compiled() == 1 and compiled() == 0
+    assert compiled(text="c") == compiled(included="d") == compiled(arch="sm_80") == compiled(H=128) == 1
+    nvrtc.version = (13, 1)
+    assert compiled() == 1 and compiled() == 0
+
+
+@pytest.mark.parametrize("harm", ["truncated", "changed", "empty", "a folder"])
+def test_what_is_not_whole_is_compiled_again(nvrtc: FakeNvrtc, cache: Path, harm: str) -> None:
+    compile_source(SOURCE, "sm_90", DEFINES)
+    (path,) = cache.iterdir()
+    content = path.read_bytes()
+    path.unlink()
+    if harm == "a folder":
+        path.mkdir()
+    else:
+        path.write_bytes({"truncated": content[:-1], "changed": content[:-1] + b"!", "empty": b""}[harm])
+    assert compile_source(SOURCE, "sm_90", DEFINES) == b"cu\0bin" and nvrtc.num_compiled == 2
+    if harm != "a folder":
+        assert path.read_bytes() == content, "and kept again"
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(
+    nvrtc: FakeNvrtc, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.parent.parent.mkdir()
+    cache.parent.write_text("a file where a folder should be")
+    assert compile_source(SOURCE, "sm_90", DEFINES) == b"cu\0bin"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", classmethod(lambda cls: _no_home()))
+    assert compile_source(SOURCE, "sm_90", DEFINES) == b"cu\0bin"
+
+
+def _no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_what_fails_is_not_kept(nvrtc: FakeNvrtc, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "nvcc_version", lambda: build.find_nvcc())
+    monkeypatch.setenv("PATH", str(cache))
+    nvrtc.log = b"a.cu(7): error: no such thing"
+    with pytest.raises(ConfigError):
+        compile_source(SOURCE, "sm_90", DEFINES)
+    nvrtc.log = b""
+    assert compile_source(SOURCE, "sm_90", DEFINES) == b"cu\0bin"

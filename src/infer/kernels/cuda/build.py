@@ -5,7 +5,7 @@
 
 A *cubin* is machine code for one kind of GPU. Shapes are defines, not arguments: a loop over a constant
 number of heads is unrolled and its array lives in registers, which is most of a kernel's speed. So a model
-has a cubin of its own, which takes about a second, once per process.
+has a cubin of its own, which takes about a second, once: `cache.py` keeps it.
 
 Both C libraries, NVRTC and the driver, are called through ctypes: a dozen functions that have not changed
 in ten years, in place of a build of our own for every version of PyTorch.
@@ -21,26 +21,18 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from infer.errors import ConfigError, DeviceLost
+from infer.kernels.cuda.cache import cached
 
 TIMEOUT = 120.0  # seconds for nvcc
 
 
 class BuildError(Exception):
     """One of the compilers made nothing, and why; the reason is one line."""
-
-
-class Kernels(Protocol):
-    """Compiled functions by name."""
-
-    def launch(
-        self, name: str, grid: tuple[int, int, int], num_threads: int, arguments: Sequence[Any]
-    ) -> None:
-        """Start `grid` blocks of `num_threads`; `arguments` are ctypes values in the function's order."""
 
 
 def options(arch: str, defines: Mapping[str, int]) -> list[str]:
@@ -53,11 +45,13 @@ def options(arch: str, defines: Mapping[str, int]) -> list[str]:
 
 
 def compile_source(source: Path, arch: str, defines: Mapping[str, int]) -> bytes:
-    """The cubin of a file, from the first compiler that makes one."""
-    reasons = []
-    for compiler in (compile_with_nvrtc, compile_with_nvcc):
+    """The cubin of a file, from the first compiler that makes one, or has made it before."""
+    flags, reasons = options(arch, defines), []
+    text = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.cuh")))]
+    for version, compiler in ((nvrtc_version, compile_with_nvrtc), (nvcc_version, compile_with_nvcc)):
         try:
-            return compiler(source, options(arch, defines))
+            key = [version().encode(), *(flag.encode() for flag in flags), *text]
+            return cached(key, functools.partial(compiler, source, flags))
         except BuildError as error:
             reasons.append(str(error))
     raise ConfigError(
@@ -89,9 +83,17 @@ def load_nvrtc() -> Any:
     raise BuildError("NVRTC (libnvrtc) is not installed")
 
 
+def nvrtc_version() -> str:
+    """Of the library that would compile, or BuildError."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    load_nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"NVRTC {major.value}.{minor.value}"
+
+
 def compile_with_nvrtc(source: Path, flags: Sequence[str]) -> bytes:
-    """Through the library: text in memory to cubin in memory."""
+    """Through the library: text in memory to cubin in memory; what it includes lies beside it."""
     nvrtc = load_nvrtc()
+    flags = [*flags, f"--include-path={source.parent}"]
     program = ctypes.c_void_p()
 
     def check(code: int) -> None:
@@ -124,27 +126,40 @@ def compile_with_nvrtc(source: Path, flags: Sequence[str]) -> bytes:
 # -- nvcc -----------------------------------------------------------------------------------------
 
 
+def find_nvcc() -> str:
+    """The command's path, or BuildError."""
+    if (nvcc := shutil.which("nvcc")) is None:
+        raise BuildError("nvcc is not on the PATH")
+    return nvcc
+
+
+def nvcc_version() -> str:
+    """What the command says about itself."""
+    return _run(find_nvcc(), "--version")
+
+
 def compile_with_nvcc(source: Path, flags: Sequence[str]) -> bytes:
     """Through the command, as one would by hand."""
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        raise BuildError("nvcc is not on the PATH")
-    try:
-        with tempfile.TemporaryDirectory() as scratch:
-            made = Path(scratch) / "kernels.cubin"
-            answer = subprocess.run(
-                [nvcc, "-cubin", *flags, str(source), "-o", str(made)],
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT,
-            )
-            if answer.returncode != 0:
-                raise BuildError(f"{nvcc} failed: {first_error(answer.stderr)}")
+    nvcc = find_nvcc()
+    with tempfile.TemporaryDirectory() as scratch:
+        made = Path(scratch) / "kernels.cubin"
+        _run(nvcc, "-cubin", *flags, str(source), "-o", str(made))
+        try:
             return made.read_bytes()
+        except OSError as error:
+            raise BuildError(f"{nvcc} made nothing: {error.strerror}") from None
+
+
+def _run(nvcc: str, *arguments: str) -> str:
+    try:
+        answer = subprocess.run([nvcc, *arguments], capture_output=True, text=True, timeout=TIMEOUT)
     except OSError as error:
         raise BuildError(f"{nvcc} does not run: {error.strerror}") from None
     except subprocess.TimeoutExpired:
         raise BuildError(f"{nvcc} did not finish within {TIMEOUT:.0f} s") from None
+    if answer.returncode != 0:
+        raise BuildError(f"{nvcc} failed: {first_error(answer.stderr)}")
+    return answer.stdout
 
 
 def first_error(log: str) -> str:
@@ -180,10 +195,8 @@ class LoadedKernels:
         _check(_driver().cuModuleLoadData(ctypes.byref(self._module), cubin), "loading kernels")
         self._functions: dict[str, ctypes.c_void_p] = {}
 
-    def launch(
-        self, name: str, grid: tuple[int, int, int], num_threads: int, arguments: Sequence[Any]
-    ) -> None:
-        """On PyTorch's current stream, so that a graph being captured records it."""
+    def function(self, name: str) -> ctypes.c_void_p:
+        """The driver's handle of a function."""
         if name not in self._functions:
             function = ctypes.c_void_p()
             _check(
@@ -191,12 +204,65 @@ class LoadedKernels:
                 f"finding {name}",
             )
             self._functions[name] = function
-        pointers = as_pointers(arguments)
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        code = _driver().cuLaunchKernel(
-            self._functions[name], *grid, num_threads, 1, 1, 0, stream, pointers, None
+        return self._functions[name]
+
+    def prepare(
+        self, name: str, num_threads: int, types: Sequence[Any], *, starts_early: bool
+    ) -> PreparedLaunch:
+        """A launch to be repeated with arguments of these ctypes."""
+        return PreparedLaunch(self.function(name), num_threads, types, starts_early=starts_early)
+
+
+class _LaunchAttribute(ctypes.Structure):
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_int),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_int * 15),
+    )
+
+
+class _LaunchConfig(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+class PreparedLaunch:
+    """One launch over and over, with other arguments: what stays the same is made once.
+
+    With `starts_early` it is a programmatic dependent launch (kernels/dispatch.py): the kernel itself waits.
+    """
+
+    _STARTS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+    def __init__(
+        self, function: ctypes.c_void_p, num_threads: int, types: Sequence[Any], *, starts_early: bool
+    ) -> None:
+        self._function = function
+        self._values = [of_type() for of_type in types]
+        self._pointers = as_pointers(self._values)
+        self._attribute = _LaunchAttribute(id=self._STARTS_EARLY, value=1)
+        self._config = _LaunchConfig(
+            grid=(1, 1, 1),
+            block=(num_threads, 1, 1),
+            attributes=ctypes.pointer(self._attribute),
+            num_attributes=1 if starts_early else 0,
         )
-        _check(code, f"launching {name}")
+
+    def __call__(self, num_blocks: int, *arguments: int | float) -> None:
+        """Start that many blocks, on PyTorch's current stream; the driver copies the arguments."""
+        for value, argument in zip(self._values, arguments, strict=True):
+            value.value = argument
+        self._config.grid[0] = num_blocks
+        self._config.stream = torch.cuda.current_stream().cuda_stream
+        code = _driver().cuLaunchKernelEx(ctypes.byref(self._config), self._function, self._pointers, None)
+        _check(code, "launching a kernel")
 
 
 def as_pointers(arguments: Sequence[Any]) -> Any:
@@ -206,7 +272,7 @@ def as_pointers(arguments: Sequence[Any]) -> Any:
 
 
 @functools.cache
-def load_kernels(source: Path, defines: tuple[tuple[str, int], ...], device: int) -> Kernels:
+def load_kernels(source: Path, defines: tuple[tuple[str, int], ...], device: int) -> LoadedKernels:
     """The functions of a file for one GPU and one set of defines, compiled on the first call."""
     major, minor = torch.cuda.get_device_capability(device)
     with torch.cuda.device(device):

@@ -1,0 +1,53 @@
+"""Cubins on disk, so that a server's next start does not compile again.
+
+    ~/.cache/infer/kernels/<key>.cubin        32 bytes of checksum, then the cubin
+
+The folder is that of the C kernels (kernels/cpu/build.py), and so is the idea: the key is a hash of all that
+a cubin depends on, so nothing is ever stale, and a file is renamed into place when it is whole. What cannot
+be read, or is not what was written, is made again; a folder that cannot be written is no error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from infer.kernels.cpu.build import BuildError, cache_directory
+
+_CHECKSUM_BYTES = hashlib.sha256().digest_size
+
+
+def cached(key: Sequence[bytes], make: Callable[[], bytes]) -> bytes:
+    """What `make` returned when it was last called for this key, on disk; otherwise what it returns now."""
+    digest = hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in key))
+    try:
+        path = cache_directory() / f"{digest.hexdigest()[:24]}.cubin"
+    except BuildError:  # no home: nowhere to keep it
+        return make()
+    found = _read(path)
+    if found is None:
+        found = make()
+        _write(path, found)
+    return found
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    checksum, cubin = content[:_CHECKSUM_BYTES], content[_CHECKSUM_BYTES:]
+    return cubin if hashlib.sha256(cubin).digest() == checksum else None
+
+
+def _write(path: Path, cubin: bytes) -> None:
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            made = Path(scratch) / path.name
+            made.write_bytes(hashlib.sha256(cubin).digest() + cubin)
+            os.replace(made, path)

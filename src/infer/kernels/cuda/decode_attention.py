@@ -1,0 +1,159 @@
+"""Decode attention through `decode_attention.cu`, over the work list that `DecodeWork.plan` has written.
+
+The contract of `attend_decode` in `attention_decode.py`, which plans, splits and merges alike; what the two
+share is explained there, what a warp does in the source. It reads memory faster than Triton's kernel where
+there are many rows, for heads that the matrix instruction fits: 64 or 128 elements of 16 bits, and at most 8
+query heads to each kv head.
+
+Shapes:  S rows, N query heads, G kv heads, M = N/G query heads per kv head, H head size, P slots, R rows of
+         the block tables, B blocks per row, W work items.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from pathlib import Path
+
+import torch
+
+from infer.errors import ConfigError
+from infer.kernels.attention_decode import DecodeWork
+from infer.kernels.cuda.build import PreparedLaunch, load_kernels
+from infer.kernels.dispatch import launch_options
+
+SOURCE = Path(__file__).with_name("decode_attention.cu")
+
+Defines = tuple[tuple[str, int], ...]
+
+_TILE, _MAX_GROUP = 16, 8  # positions and query heads of one instruction
+_OLDEST = (8, 0)  # compute capability: the first with the instruction for bfloat16
+_WARPS = 4
+_BLOCKS_PER_SM = {64: 4, 128: 3}  # by the head size: as many as registers allow
+_TURNS = 4  # blocks for each place on a multiprocessor: whoever is done first takes the next
+_TYPES = (*(ctypes.c_void_p,) * 11, *(ctypes.c_longlong,) * 3, ctypes.c_int, ctypes.c_float)
+
+
+def check_heads(
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+) -> None:
+    """ConfigError if the kernel cannot be had for this model on this GPU."""
+    group = num_heads // num_kv_heads
+    if dtype not in (torch.float16, torch.bfloat16):
+        reason = f"16-bit numbers, and the cache holds {str(dtype).removeprefix('torch.')}"
+    elif head_dim not in _BLOCKS_PER_SM:
+        reason = f"heads of 64 or 128, and this model's have {head_dim}"
+    elif group > _MAX_GROUP:
+        reason = f"at most {_MAX_GROUP} query heads per kv head, and this model has {group}"
+    elif block_size % _TILE:
+        reason = f"block_size to be a multiple of {_TILE}, and it is {block_size}"
+    elif (capability := _capability(device)) < _OLDEST:
+        reason = "an NVIDIA GPU of compute capability 8.0 or later, and this one has {}.{}".format(
+            *capability
+        )
+    else:
+        return
+    raise ConfigError(f"attention_backend=cuda needs {reason}; use attention_backend=triton")
+
+
+def compile_attend_decode(
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+) -> None:
+    """Compile now what `attend_decode_cuda` would on its first call, so that an error comes at the start."""
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    check_heads(dtype, device, block_size=block_size, **heads)
+    pdl = launch_options(device)["PDL"]
+    prepare_launch(defines_of(dtype, pdl=pdl, block_size=block_size, **heads), _index(device), pdl)
+
+
+def defines_of(
+    dtype: torch.dtype, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, pdl: bool
+) -> Defines:
+    """The constants a model's kernel is compiled with."""
+    return (
+        ("IS_BFLOAT16", int(dtype is torch.bfloat16)),
+        ("H", head_dim),
+        ("G", num_kv_heads),
+        ("M", num_heads // num_kv_heads),
+        ("BLOCK_SIZE", block_size),
+        ("WARPS", _WARPS),
+        ("BLOCKS_PER_SM", _BLOCKS_PER_SM[head_dim]),
+        ("PDL", int(pdl)),
+    )
+
+
+@functools.cache
+def prepare_launch(defines: Defines, device: int, starts_early: bool) -> PreparedLaunch:
+    """The kernel with these constants, compiled and loaded on the first call."""
+    kernels = load_kernels(SOURCE, defines, device)
+    return kernels.prepare("decode_attention", 32 * _WARPS, _TYPES, starts_early=starts_early)
+
+
+def attend_decode_cuda(
+    q_SNH: torch.Tensor,
+    keys_PGH: torch.Tensor,
+    values_PGH: torch.Tensor,
+    tables_RB: torch.Tensor,
+    work: DecodeWork,
+    *,
+    block_size: int,
+    scale: float,
+    window: int | None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend with each row's newest query; `work.plan` must have seen rows, lengths and window."""
+    S, N, H = q_SNH.shape
+    G = keys_PGH.shape[1]
+    assert q_SNH.stride(2) == 1, f"the head dimension must be contiguous, got strides {q_SNH.stride()}"
+    assert not (q_SNH.stride(0) % 8 or q_SNH.stride(1) % 8 or q_SNH.data_ptr() % 16), (
+        "heads start at 16 bytes"
+    )
+    assert keys_PGH.is_contiguous() and values_PGH.is_contiguous(), "the store must be contiguous"
+    assert keys_PGH.dtype == values_PGH.dtype == q_SNH.dtype, "queries, keys and values must be of one type"
+    assert tables_RB.dtype == torch.int32 and tables_RB.stride(1) == 1, "tables must be int32, without gaps"
+    if out is None:
+        out = torch.empty((S, N, H), dtype=q_SNH.dtype, device=q_SNH.device)
+    assert out.is_contiguous() and out.dtype == q_SNH.dtype, (
+        "the output must be contiguous, of the queries' type"
+    )
+    if S == 0:
+        return out
+    pdl = launch_options(q_SNH.device)["PDL"]
+    defines = defines_of(q_SNH.dtype, num_heads=N, num_kv_heads=G, head_dim=H, block_size=block_size, pdl=pdl)
+    # the list is read before the kernel waits: its author must not be the kernel before
+    launch = prepare_launch(defines, _index(q_SNH.device), pdl and not work.is_fresh)
+    work.is_fresh = False
+    items_W8, num_items = work.work_list(window)
+    max_splits = work.max_splits(S)
+    tensors = (
+        q_SNH, keys_PGH, values_PGH, tables_RB, out, items_W8, num_items,
+        work.sums, work.maxima, work.denominators, work.tickets,
+    )  # fmt: skip
+    launch(
+        min(work.num_sms * _BLOCKS_PER_SM[H] * _TURNS, S * max_splits * G),
+        *(x.data_ptr() for x in tensors),
+        q_SNH.stride(0), q_SNH.stride(1), tables_RB.stride(0), max_splits, scale * math.log2(math.e),
+    )  # fmt: skip
+    return out
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    """What the GPU can do; nothing where it is not one of NVIDIA's."""
+    return torch.cuda.get_device_capability(device) if torch.version.hip is None else (0, 0)
