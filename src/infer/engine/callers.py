@@ -204,14 +204,11 @@ class Callers(Generic[Caller]):
 
     def step(self) -> list[tuple[Caller, StepOutput]]:
         """One step of the engine: what it made, with the addresses."""
-        known = [
-            (self._callers[output.request_id], output)
-            for output in self._engine.step()
-            if output.request_id in self._callers
-        ]
-        for _, output in known:  # after all have their address: several sequences may end in one step
-            if output.finish_reason is not None and not self._engine.is_serving(output.request_id):
-                self._callers.pop(output.request_id, None)
+        outputs, callers = self._engine.step(), self._callers
+        known = [(callers[made.request_id], made) for made in outputs if made.request_id in callers]
+        for output in [made for made in outputs if made.finish_reason is not None]:
+            if not self._engine.is_serving(output.request_id):
+                callers.pop(output.request_id, None)
         return known
 
 
