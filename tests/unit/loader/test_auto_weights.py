@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from infer.cli.main import main
+from infer.cli.flags import knobs_from
+from infer.cli.main import build_parser, main
 from infer.config import EngineConfig
 from infer.engine.build import build_engine
 from infer.engine.facts import RunFacts
@@ -194,16 +195,20 @@ def test_the_plan_counts_what_is_kept(family: str, kinds: dict[str, str], tmp_pa
 
 
 @needs_c
+@pytest.mark.parametrize("asked", [[], ["--cpu-weights", "int8"], ["--dtype", "float32"]])
 def test_the_plan_prints_flags_that_keep_the_same_form(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: list[str]
 ) -> None:
     path = write_gguf(tmp_path / "m.gguf", reference(), kind="Q4_1", kinds=MIXED)
-    assert main(["plan", str(path), "--device", "cpu", "--json"]) == 0
+    assert main(["plan", str(path), "--device", "cpu", "--json", *asked]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["weight_format"] == "int4+int8"
-    assert main(["plan", str(path), "--device", "cpu"]) == 0
-    text = capsys.readouterr().out
-    assert "parameters in int4+int8" in text and "--cpu-weights int4+int8" in text
+    config = EngineConfig.from_knobs(**knobs_from(build_parser().parse_args(["generate", *plan["flags"]])))
+    loaded = load(path, config.load.cpu_weights, dtype=config.load.dtype)
+    assert plan["weight_format"] == {"fp32": "float32"}.get(loaded.weights, loaded.weights)
+    assert main(["plan", str(path), "--device", "cpu", *asked]) == 0
+    assert f"parameters in {plan['weight_format']}" in capsys.readouterr().out
+    if not asked:
+        assert plan["weight_format"] == "int4+int8"
 
 
 @needs_c
