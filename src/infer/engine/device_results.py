@@ -13,6 +13,7 @@ import torch
 
 from infer.engine.runner import StepResult
 from infer.sampling.params import RowLogprobs
+from infer.sampling.sampler import NO_TOKEN
 
 _IN_FLIGHT = 3  # buffers: one step under way, one being read, one spare
 
@@ -53,8 +54,12 @@ def _event() -> torch.cuda.Event:
 
 
 def to_result(
-    num_chunks: int, ids: dict[int, int], prompt_logprobs: dict[int, list[RowLogprobs]]
+    num_chunks: int, sampling: list[int], ids: list[int], prompt_logprobs: dict[int, list[RowLogprobs]]
 ) -> StepResult:
-    """What was sampled on the device, one id at most for each chunk."""
-    rows: list[tuple[int, ...]] = [(ids[n],) if n in ids else () for n in range(num_chunks)]
-    return StepResult(rows, [(None,) * len(row) for row in rows], prompt_logprobs)
+    """What was sampled on the device: an id for each chunk whose number is in `sampling`."""
+    rows: list[tuple[int, ...]] = [()] * num_chunks
+    logprobs: list[tuple[RowLogprobs | None, ...]] = [()] * num_chunks
+    for number, token_id in zip(sampling, ids, strict=True):
+        rows[number] = (token_id,)
+        logprobs[number] = (None,)
+    return StepResult(rows, logprobs, prompt_logprobs, is_whole=NO_TOKEN not in ids)

@@ -263,23 +263,25 @@ class DeviceRunner(ModelRunner):
         inputs.send_prompts(prompts, size.num_tokens)
         # decode rows are sampled where they stand, prompts behind them
         sampling = prompts.decoding + [n for n in prompts.numbers if plan.chunks[n].num_samples]
-        places = [*range(len(prompts.decoding)), *range(size.num_rows, size.num_rows + MAX_CHUNKS)]
-        padding = size.num_rows - len(prompts.decoding)
-        asked = [(prompts.last_places[n], rows[n], plan.chunks[n].stop) for n in sampling]
-        asked[len(prompts.decoding) : len(prompts.decoding)] = [(0, -1, -1)] * padding
-        inputs.send_samples(asked, size.num_rows + MAX_CHUNKS)
+        num_prompts = len(sampling) - len(prompts.decoding)
+        where = [*range(len(prompts.decoding)), *range(size.num_rows, size.num_rows + num_prompts)]
+        inputs.send_samples(
+            where,
+            [prompts.last_places[n] for n in sampling],
+            [rows[n] for n in sampling],
+            [plan.chunks[n].stop for n in sampling],
+            size.num_rows + MAX_CHUNKS,
+        )
         if self._device.type != "cuda":
             self._host_chunks = tuple(prompts.chunks)
         for row, chunk in zip(rows, plan.chunks, strict=True):
             next_token[row] = chunk.stop if chunk.num_samples else NO_POSITION
         self._graphs.run(size)
-        num_ids = places[len(sampling) - 1] + 1 if sampling else 0
-        wait = self._results.take(self._scratch.ids_S[:num_ids])
+        wait = self._results.take(self._scratch.ids_S[: where[-1] + 1 if where else 0])
 
         def result() -> StepResult:
             drawn = wait()
-            by_chunk = {number: drawn[place] for number, place in zip(sampling, places, strict=False)}
-            return to_result(len(plan.chunks), by_chunk, {})
+            return to_result(len(plan.chunks), sampling, [drawn[place] for place in where], {})
 
         return result
 
@@ -367,7 +369,7 @@ class DeviceRunner(ModelRunner):
         places, rows_S, positions_S = send(torch.from_numpy(packed), self._device).unbind()
         wait = self._results.take(self._draw(self._model.logits(hidden_TD[places]), rows_S, positions_S))
 
-        return lambda: to_result(len(plan.chunks), dict(zip(sampling, wait(), strict=True)), prompt_logprobs)
+        return lambda: to_result(len(plan.chunks), sampling, wait(), prompt_logprobs)
 
     def _hidden_of(
         self, plan: StepPlan, sequences: Sequence[TokenSequence], rows: list[int]

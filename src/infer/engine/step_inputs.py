@@ -130,10 +130,12 @@ class DeviceInputs:
         )
         self.tiles_W4[: len(tiles_W4)].copy_(send(torch.from_numpy(tiles_W4), self.device))
 
-    def send_samples(self, samples: list[tuple[int, int, int]], size: int) -> None:
-        """The (place, row, position) of each token to sample, padded to `size`."""
+    def send_samples(
+        self, where: list[int], places: list[int], rows: list[int], positions: list[int], size: int
+    ) -> None:
+        """Of each token to sample its place, row and position; all but `where` they are is padding."""
         samples_3C = np.full((3, size), -1, dtype=np.int64)
         samples_3C[0] = 0
-        if samples:
-            samples_3C[:, : len(samples)] = np.array(samples).T
+        if where:
+            samples_3C[:, where] = places, rows, positions
         self.samples_3C[:, :size].copy_(send(torch.from_numpy(samples_3C), self.device))
