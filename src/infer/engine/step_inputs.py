@@ -43,11 +43,11 @@ class Prompts:
     ) -> None:
         """`first` is the place of the first prompt token; without it they follow the rows that decode."""
         chunks = plan.chunks
-        self.decoding = [n for n, chunk in enumerate(chunks) if chunk.stop - chunk.start == 1]
         self.numbers = [n for n, chunk in enumerate(chunks) if chunk.stop - chunk.start > 1]
-        self.last_places = [0] * len(chunks)  # of each chunk: where its last token is
-        for place, number in enumerate(self.decoding):
-            self.last_places[number] = place
+        self.decoding = [*range(len(chunks))]  # the others
+        for number in reversed(self.numbers):
+            del self.decoding[number]
+        self.last_places = [*range(len(self.decoding))]  # of each chunk: where its last token is
         self.first = place = len(self.decoding) if first is None else first
         tokens: list[int] = []
         positions: list[np.ndarray] = []
@@ -63,7 +63,7 @@ class Prompts:
             slots.append(table[where // size] * size + where % size)
             self.chunks.append(PrefillChunk(place, stop - start, rows[number], start))
             place += stop - start
-            self.last_places[number] = place - 1
+            self.last_places.insert(number, place - 1)
         self.end = place
         self.table_3P = np.zeros((3, 0), dtype=np.int64)
         if self.numbers:
