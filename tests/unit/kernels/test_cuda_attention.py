@@ -53,6 +53,10 @@ def check(
     paged = make_paged(lens, heads, block_size=block_size, dtype=dtype, device="cpu")
     rows = torch.randperm(len(lens)).int()  # not the order of the tables
     lens_S = torch.tensor(lens, dtype=torch.int32)[rows.long()]
+    for row, length in zip(rows.tolist(), lens_S.tolist(), strict=True):  # nobody looks before a window
+        before = torch.arange(max(length - (window or length), 0))
+        slots = paged.tables[row, before // block_size].long() * block_size + before % block_size
+        paged.keys[slots] = paged.values[slots] = torch.nan
     rows = torch.where(lens_S == 0, -1, rows)  # as the engine's padding has it
     wide = torch.full((len(lens), heads.num_heads + 3, heads.head_dim), torch.nan, dtype=dtype)
     q = wide[:, 2:-1].copy_(torch.randn(len(lens), heads.num_heads, heads.head_dim))
