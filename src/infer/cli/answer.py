@@ -17,6 +17,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from infer.cli.flags import knobs_from
+from infer.cli.interrupts import importing
 from infer.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def open_llm(args: argparse.Namespace, observer: EngineObserver | None = None) -
     """Load the model the flags ask for; torch is imported here and not before."""
     knobs = knobs_from(args)
     EngineConfig.from_knobs(**knobs)  # knobs that contradict each other are refused at once
-    from infer.llm import LLM
+    with importing():
+        from infer.llm import LLM
 
     return LLM(**knobs, show_progress=True, observer=observer)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from infer.cli import flags
 from infer.cli.answer import notice, write_out
 from infer.cli.bench_report import WORKLOADS, add_output, finish, new_bench, numbers, positive
+from infer.cli.interrupts import importing
 from infer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ def _open(args: argparse.Namespace) -> Subject:
             raise ConfigError("--png needs matplotlib: pip install 'infer[bench]', or leave --png out")
     if args.model_config is not None and knobs.get("model") is not None:
         raise ConfigError("--model and --model-config both name a model; give one of them")
-    from infer.bench.subject import open_subject
+    with importing():
+        from infer.bench.subject import open_subject
 
     is_tiny = args.tiny and args.model_config is None and knobs.get("model") is None
     return open_subject(knobs, model_config=args.model_config, is_tiny=is_tiny)

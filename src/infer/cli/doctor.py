@@ -7,6 +7,7 @@ import json
 
 from infer.cli import flags
 from infer.cli.answer import write_out
+from infer.cli.interrupts import importing
 
 EXAMPLES = """\
 examples:
@@ -33,7 +34,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Examine the machine and print the findings."""
-    from infer.engine.machine_report import examine_machine
+    with importing():
+        from infer.engine.machine_report import examine_machine
 
     report = examine_machine()
     if args.json:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from infer.cli import flags
 from infer.cli.answer import write_out
+from infer.cli.interrupts import importing
 from infer.config import EngineConfig
 from infer.errors import ConfigError
 
@@ -88,7 +89,8 @@ def run(args: argparse.Namespace) -> int:
     if args.gpu_memory is not None and "device" in knobs:
         raise ConfigError("--gpu-memory plans for a GPU that need not be here; leave out --device")
     config = EngineConfig.from_knobs(**knobs)
-    from infer.engine.memory_plan import find_headers, find_machine, plan_dtype, plan_memory
+    with importing():
+        from infer.engine.memory_plan import find_headers, find_machine, plan_dtype, plan_memory
 
     load = config.load
     headers = find_headers(load.model, revision=load.revision, show_progress=True)

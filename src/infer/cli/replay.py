@@ -12,6 +12,7 @@ from pathlib import Path
 
 from infer.cli import flags
 from infer.cli.answer import write_out
+from infer.cli.interrupts import importing
 from infer.errors import ConfigError
 
 EXAMPLES = """\
@@ -61,8 +62,9 @@ def run(args: argparse.Namespace) -> int:
     """Check the record, load the model, follow the record."""
     if args.until is not None and args.until < 1:
         raise ConfigError(f"--until must be a step, 1 or more, got {args.until}")
-    from infer.engine.record_reader import Record
-    from infer.engine.replay import describe_state, replay_model
+    with importing():
+        from infer.engine.record_reader import Record
+        from infer.engine.replay import describe_state, replay_model
 
     record = Record(args.record)
     if args.until is not None and args.until > record.last_step:

@@ -14,6 +14,7 @@ import logging
 from typing import Any
 
 from infer.cli import flags
+from infer.cli.interrupts import importing
 from infer.config import EngineConfig, ServerConfig, knob_table
 from infer.errors import ConfigError, EngineLost
 
@@ -61,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes; exit code 1 if every engine is down for good."""
     knobs = flags.knobs_from(args, with_server=True)
     models, config = read_models(args, knobs)
-    from infer.server.serve import serve
+    with importing():
+        from infer.server.serve import serve
 
     try:
         serve(models, config, announce=lambda url: print(f"ready: {url}", flush=True))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tomllib
@@ -14,6 +15,7 @@ import pytest
 
 from infer import __version__
 from infer.cli import fetch
+from infer.cli.interrupts import importing
 from infer.log import progress, setup_logging
 from tests.unit.cli.fake_llm import FakeLLM
 
@@ -192,7 +194,7 @@ import os, signal, sys
 
 class CtrlC:  # pressed while a module of the command line is looked for
     def find_spec(self, name, path=None, target=None):
-        if name == "infer.cli.flags":
+        if name == "{pressed_at}":
             try:
                 os.kill(os.getpid(), signal.SIGINT)
             except KeyboardInterrupt:  # as the import system may do it
@@ -212,8 +214,41 @@ sys.meta_path.insert(0, CtrlC())
     ],
 )
 def test_ctrl_c_while_importing_ends_quietly(door: str) -> None:
-    done = subprocess.run([sys.executable, "-c", IMPATIENT.format(door=door)], capture_output=True, text=True)
+    command = [sys.executable, "-c", IMPATIENT.format(pressed_at="infer.cli.flags", door=door)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "hi"],
+        ["chat"],
+        ["serve"],
+        ["plan"],
+        ["doctor"],
+        ["replay", "a-record"],
+        ["bench", "offline", "--tiny"],
+    ],
+)
+def test_ctrl_c_while_torch_is_imported_ends_quietly(arguments: list[str]) -> None:
+    """It takes seconds, and what Ctrl-C raises in it is lost or comes out as an ImportError."""
+    door = f"from infer.__main__ import main; sys.exit(main({arguments}))"
+    command = [sys.executable, "-c", IMPATIENT.format(pressed_at="torch", door=door)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
+def test_ctrl_c_is_given_back_also_by_an_import_that_fails(handler: signal.Handlers) -> None:
+    previous = signal.signal(signal.SIGINT, handler)
+    try:
+        with pytest.raises(ImportError), importing():
+            assert (signal.getsignal(signal.SIGINT) is handler) == (handler is signal.SIG_IGN)
+            raise ImportError
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 @pytest.mark.parametrize("handler", ["default_int_handler", "SIG_IGN"])

@@ -1,0 +1,39 @@
+"""Ctrl-C while torch is being imported.
+
+It takes a second or two, and people press Ctrl-C in it. What is raised in the middle of such an import
+does not reach us: torch swallows it and goes on, or numpy fails in its place with an ImportError of its own.
+So for as long as it lasts Ctrl-C raises nothing and ends the process, which has nothing to clean up yet
+(`infer/__main__.py` does the same for the command line itself).
+
+    with importing():
+        from infer.llm import LLM
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """End the process at Ctrl-C, unless the caller has plans of its own for it."""
+    handler = signal.getsignal(signal.SIGINT)
+    is_ours = handler is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    if is_ours:
+        signal.signal(signal.SIGINT, _leave)
+    try:
+        yield
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGINT, handler)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    os._exit(INTERRUPTED)
