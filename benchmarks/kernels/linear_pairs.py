@@ -38,7 +38,8 @@ from infer.kernels.linear_configs import (
     default_skinny_config,
     fit_stages,
 )
-from infer.kernels.linear_small import MAX_SQUARES, Stream, block_of_parts, launch, launch_added, launch_into
+from infer.kernels.linear_small import MAX_SQUARES, block_of_parts, launch, launch_added, launch_into
+from infer.kernels.linear_stream import Stream
 from infer.kernels.rms_norm import add_rms_norm
 
 PAIR_TILES = (  # block_n, block_k, split_k (filled in), num_warps, num_stages

@@ -28,8 +28,6 @@ from benchmarks.kernels.report import environment
 from benchmarks.kernels.timing import time_calls
 from infer.kernels.gated_activation import gated_activation
 from infer.kernels.linear_small import (
-    Added,
-    Stream,
     added_gated_linear,
     added_linear,
     can_add,
@@ -38,6 +36,7 @@ from infer.kernels.linear_small import (
     norm_gated_linear,
     norm_linear,
 )
+from infer.kernels.linear_stream import Added, Stream
 from infer.kernels.rms_norm import add_rms_norm
 
 EPS = 1e-6
@@ -200,16 +199,21 @@ def _our_step(
     residual = torch.zeros_like(x)
     readers = [*(qkv for qkv, *_ in layers[1:]), None]
     for (qkv, o, gate_up, down), reader in zip(layers, readers, strict=True):
-        y, residual = _read(stream, residual, gain, qkv, gated=False)
+        y, residual = read_stream(stream, residual, gain, qkv, gated=False)
         y = y[:, : model.attention]  # the first columns stand in for attention's output
-        stream = _write(y, o, residual, gain, gate_up, gated=True)
-        y, residual = _read(stream, residual, gain, gate_up, gated=True)
-        stream = _write(y, down, residual, gain, reader, gated=False)
-    return _read(stream, residual, gain, head, gated=False)[0]
+        stream = write_stream(y, o, residual, gain, gate_up, gated=True)
+        y, residual = read_stream(stream, residual, gain, gate_up, gated=True)
+        stream = write_stream(y, down, residual, gain, reader, gated=False)
+    return read_stream(stream, residual, gain, head, gated=False)[0]
 
 
-def _read(
-    x: torch.Tensor | Added, residual: torch.Tensor, gain: torch.Tensor, w: torch.Tensor, *, gated: bool
+def read_stream(
+    x: torch.Tensor | Added,
+    residual: torch.Tensor | None,
+    gain: torch.Tensor,
+    w: torch.Tensor,
+    *,
+    gated: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `Linear.after` and `gated_after` do it."""
     if isinstance(x, Added):
@@ -220,7 +224,7 @@ def _read(
     return norm_linear(x, residual, gain, EPS, 0.0, w)
 
 
-def _write(
+def write_stream(
     x: torch.Tensor,
     w: torch.Tensor,
     residual: torch.Tensor,

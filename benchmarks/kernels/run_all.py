@@ -17,11 +17,13 @@ def main() -> int:
     sys.path[:1] = [str(root), str(root / "src")]  # instead of this file's own folder
 
     from benchmarks.kernels.gated_activation import gated_activation_cases
+    from benchmarks.kernels.linear_ahead import linear_ahead_cases
     from benchmarks.kernels.report import run_benchmark
     from benchmarks.kernels.rms_norm import rms_norm_cases
     from benchmarks.kernels.rope import rope_cases
 
-    return run_benchmark("time every kernel", [rms_norm_cases, rope_cases, gated_activation_cases])
+    benchmarks = [rms_norm_cases, rope_cases, gated_activation_cases, linear_ahead_cases]
+    return run_benchmark("time every kernel", benchmarks)
 
 
 if __name__ == "__main__":

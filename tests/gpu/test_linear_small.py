@@ -12,8 +12,6 @@ from infer.kernels import dispatch, linear_small
 from infer.kernels.linear_configs import SkinnyConfig, bucket, fit_stages
 from infer.kernels.linear_small import (
     MAX_SQUARES,
-    Added,
-    Stream,
     added_gated_linear,
     added_linear,
     block_of_parts,
@@ -25,6 +23,7 @@ from infer.kernels.linear_small import (
     norm_gated_linear,
     norm_linear,
 )
+from infer.kernels.linear_stream import Added, Stream
 from tests.unit.kernels.added_contract import AddedContract
 from tests.unit.kernels.linear_contract import LinearContract, assert_near, gate
 

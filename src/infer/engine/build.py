@@ -42,6 +42,7 @@ from infer.engine.scheduler import Scheduler
 from infer.errors import ConfigError
 from infer.kernels.attention import attend_sdpa
 from infer.layers.linear import set_invariant
+from infer.layers.prepare import prepare_linears
 from infer.layers.whole_sequence import WholeSequence
 from infer.loader.cpu_weights import PACKED
 from infer.loader.load import LoadChoice, LoadedModel
@@ -66,6 +67,7 @@ def build_engine(
     model_config = loaded.config
     scheduler_config = check_knobs(config, loaded)
     set_invariant(loaded.model, config.run.deterministic)
+    prepare_linears(loaded.model.layers, loaded.device)
     size = fit_to_device(config, scheduler_config, loaded)
     store = _make_store(config, loaded, size)
     pool = make_pool(config, size)

@@ -56,6 +56,10 @@ class SkinnyConfig:
         """What decides in which order, and by which instruction, products are added."""
         return self.block_k, self.split_k, self.is_wide
 
+    def num_parts(self, N: int) -> int:
+        """Of the sums of squares that a matrix with N outputs leaves: one for each tile."""
+        return -(-N // self.block_n)
+
     @property
     def is_wide(self) -> bool:
         """Whether Hopper's own matrix instruction takes this tile."""

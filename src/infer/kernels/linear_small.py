@@ -11,16 +11,19 @@ A step that decodes M sequences reads every weight once to use it M times. For s
 layer is the time to read its weights, and the target is the bandwidth of a read; a general matrix
 product is built for large M and reaches a third of it on small models.
 
+    M <= 8      of small models on Hopper: tensor cores, the
+                weights asked for before the wait                  cuda/linear_ahead.py
     M = 1       dot products, the norm folded in                   linear_kernels.gemv_kernel
     M <= 4      the same without the norm where that is faster, or
     M <= 128    tensor cores, W on the left, K split in order      linear_kernels.skinny_kernel
     above       the library (F.linear), then `gated_activation`
 
-Which of them a number of tokens gets is looked up for each shape of W (linear_configs.py). With two tokens
-already, every program's own norm costs more than one launch for all of them. It is cheapest where the sum is
-made: a matrix that writes into the residual stream (`linear_into`) adds and multiplies with the norm's gain
-before it stores, and the matrix that reads the stream next applies what is left, one number per token. Both
-must run on the tensor cores for that (`can_add`); a layer then takes two launches less:
+The first is for matrices that were prepared for it, all of a model's layers or none (`linear_ahead.prepare`).
+Which of the others a number of tokens gets is looked up for each shape of W (linear_configs.py). With two
+tokens already, every program's own norm costs more than one launch for all of them. It is cheapest where the
+sum is made: a matrix that writes into the residual stream (`linear_into`) adds and multiplies with the norm's
+gain before it stores, and the matrix that reads the stream next applies what is left, one number per token.
+Both must run on the tensor cores for that (`can_add`); a layer then takes two launches less:
 
     o ─► norm ─► gate_up ─► down ─► norm ─► qkv         o ─► gate_up ─► down ─► qkv
 
@@ -29,7 +32,8 @@ float32 until y, and the norm's scale is applied to the finished sum. r alone is
 of x before it is used, because the next layer adds to what is stored. Before its division r * gain may be too
 large for float16, whose largest number is 65,504: in that type the norm stays a launch of its own.
 
-For one tile a row's bits do not depend on M; between buckets of M, kernels, and above, they may.
+For one tile a row's bits do not depend on M; between buckets of M, kernels, and above, they may. The first
+kernel has one bucket: with 1 to 8 tokens a row has the same bits.
 
 `linear` may be captured into a CUDA graph once it has been called with the same shapes outside of one.
 Calls on one device are expected to follow each other on one stream: programs that split K among them
@@ -42,11 +46,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import count
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from infer.kernels.cuda import linear_ahead
+from infer.kernels.cuda.ahead_configs import AheadConfig
 from infer.kernels.dispatch import INTERPRETED, launch_options, use_triton
 from infer.kernels.gated_activation import _known, gated_activation, gated_activation_reference
 from infer.kernels.linear_configs import (
@@ -59,6 +64,7 @@ from infer.kernels.linear_configs import (
     skinny_config,
 )
 from infer.kernels.linear_kernels import gemv_kernel, skinny_kernel
+from infer.kernels.linear_stream import Added, Stream
 from infer.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 
 FOLD_NORM_MAX_M = 1
@@ -68,21 +74,7 @@ _MAX_TILES = 1024  # of a layer whose K is split: with more tiles than this ther
 _NUM_COUNTER_SLOTS = 64
 _next_call = count()
 
-
-class Added(NamedTuple):
-    """The residual stream after an addition, half normalised: rms_norm(sum) = scaled / rms(sum)."""
-
-    sum_MN: torch.Tensor
-    scaled_MN: torch.Tensor  # sum * (weight + offset)
-    squares_PM: torch.Tensor  # of the sum, in float64: one part per tile of the kernel that added
-
-
-class Stream(NamedTuple):
-    """The residual stream before an addition, and the norm that reads the sum."""
-
-    residual_MN: torch.Tensor
-    norm_weight_N: torch.Tensor
-    offset: float
+Plan = GemvConfig | SkinnyConfig | AheadConfig
 
 
 def linear_reference(x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
@@ -167,10 +159,11 @@ def can_add(x_MK: torch.Tensor, w_NK: torch.Tensor, reader_w: torch.Tensor, *, g
     if x_MK.dim() != 2 or x_MK.shape[0] > MAX_SMALL_M or x_MK.dtype == torch.float16:
         return False
     writer, reader = _plan(x_MK, w_NK, gated=False), _plan(x_MK, reader_w, gated=gated)
-    if not isinstance(writer, SkinnyConfig) or not isinstance(reader, SkinnyConfig):
+    if isinstance(writer, GemvConfig) or writer is None:
         return False
-    num_parts = -(-len(w_NK) // writer.block_n)
-    return block_of_parts(num_parts) * max(bucket(len(x_MK)), 16) <= MAX_SQUARES
+    if not isinstance(reader, SkinnyConfig):
+        return isinstance(reader, AheadConfig)  # which reads any number of parts
+    return block_of_parts(writer.num_parts(len(w_NK))) * max(bucket(len(x_MK)), 16) <= MAX_SQUARES
 
 
 def linear_into(
@@ -178,7 +171,7 @@ def linear_into(
 ) -> Added:
     """Add `linear` to the residual stream and begin the norm of the sum, where `can_add` says so."""
     plan = _plan(x_MK, w_NK, gated=False)
-    assert isinstance(plan, SkinnyConfig), plan
+    assert isinstance(plan, SkinnyConfig | AheadConfig), plan
     return launch_into(plan, stream, x_MK, w_NK, bias_N)
 
 
@@ -187,7 +180,7 @@ def added_linear(
 ) -> torch.Tensor:
     """`linear` of the norm that `added` began."""
     plan = _plan(added.scaled_MN, w_NK, gated=False)
-    assert isinstance(plan, SkinnyConfig), plan
+    assert isinstance(plan, SkinnyConfig | AheadConfig), plan
     return launch_added(plan, added, w_NK, eps=eps, bias_N=bias_N)
 
 
@@ -195,7 +188,7 @@ def added_gated_linear(added: Added, eps: float, w_2FK: torch.Tensor, activation
     """`gated_linear` of the norm that `added` began."""
     _known(activation)
     plan = _plan(added.scaled_MN, w_2FK, gated=True)
-    assert isinstance(plan, SkinnyConfig), plan
+    assert isinstance(plan, SkinnyConfig | AheadConfig), plan
     return launch_added(plan, added, w_2FK, eps=eps, activation=activation)
 
 
@@ -237,18 +230,20 @@ def _plan_with_norm(x_MK: torch.Tensor, w: torch.Tensor, *, gated: bool) -> Gemv
     return plan if isinstance(plan, GemvConfig) else None
 
 
-def _plan(x_MX: torch.Tensor, w: torch.Tensor, *, gated: bool) -> GemvConfig | SkinnyConfig | None:
+def _plan(x_MX: torch.Tensor, w: torch.Tensor, *, gated: bool) -> Plan | None:
     """Which kernel multiplies as many tokens as `x_MX` has with `w`, and how; None for the library."""
     M = x_MX.shape[0]
     if not 0 < M <= MAX_SMALL_M or not use_triton(x_MX) or x_MX.dtype != w.dtype:
         return None
     N, K = w.shape[0] // 2 if gated else w.shape[0], w.shape[1]
+    if ready := linear_ahead.ready_config(x_MX, w, N, K, gated=gated):
+        return ready
     dots = gemv_config(N, K, gated, bucket(M), x_MX.device) if M <= GEMV_MAX_M else None
     return dots or skinny_config(N, K, gated, max(bucket(M), 16), x_MX.device, x_MX.element_size())
 
 
 def launch(
-    plan: GemvConfig | SkinnyConfig,
+    plan: Plan,
     x_MK: torch.Tensor,
     w: torch.Tensor,
     *,
@@ -258,6 +253,9 @@ def launch(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run the kernel that `plan` is for; a norm can be folded into dot products only."""
+    if isinstance(plan, AheadConfig):
+        assert norm is None and out is None
+        return linear_ahead.launch(plan, x_MK, w, bias_N=bias_N, activation=activation)
     N = w.shape[0] // 2 if activation else w.shape[0]
     y_MN = torch.empty((len(x_MK), N), dtype=x_MK.dtype, device=x_MK.device) if out is None else out
     if isinstance(plan, SkinnyConfig):
@@ -281,24 +279,26 @@ def launch(
 
 
 def launch_into(
-    plan: SkinnyConfig,
+    plan: SkinnyConfig | AheadConfig,
     stream: Stream,
     x_MK: torch.Tensor,
     w_NK: torch.Tensor,
     bias_N: torch.Tensor | None = None,
 ) -> Added:
-    """Run `skinny_kernel` with the addition behind it."""
+    """Run the kernel with the addition behind it."""
+    if isinstance(plan, AheadConfig):
+        return linear_ahead.launch_into(plan, stream, x_MK, w_NK, bias_N)
     M, N = len(x_MK), len(w_NK)
     scaled_MN = torch.empty((M, N), dtype=x_MK.dtype, device=x_MK.device)
     _check_sum(scaled_MN, stream.residual_MN)
-    squares_PM = torch.empty((-(-N // plan.block_n), M), dtype=torch.float64, device=x_MK.device)
+    squares_PM = torch.empty((plan.num_parts(N), M), dtype=torch.float64, device=x_MK.device)
     added = Added(torch.empty_like(scaled_MN), scaled_MN, squares_PM)
     _launch_skinny(plan, x_MK, w_NK, scaled_MN, bias_N=bias_N, into=(stream, added))
     return added
 
 
 def launch_added(
-    plan: SkinnyConfig,
+    plan: SkinnyConfig | AheadConfig,
     added: Added,
     w: torch.Tensor,
     *,
@@ -306,7 +306,9 @@ def launch_added(
     bias_N: torch.Tensor | None = None,
     activation: str = "",
 ) -> torch.Tensor:
-    """Run `skinny_kernel` on what the kernel before has added."""
+    """Run the kernel on what the one before has added."""
+    if isinstance(plan, AheadConfig):
+        return linear_ahead.launch_added(plan, added, w, eps=eps, bias_N=bias_N, activation=activation)
     N = w.shape[0] // 2 if activation else w.shape[0]
     x_MK = added.scaled_MN
     y_MN = torch.empty((len(x_MK), N), dtype=x_MK.dtype, device=x_MK.device)

@@ -36,8 +36,6 @@ from infer.kernels.dispatch import use_triton
 from infer.kernels.gated_activation import gated_activation
 from infer.kernels.linear_invariant import places_are_alike
 from infer.kernels.linear_small import (
-    Added,
-    Stream,
     added_gated_linear,
     added_linear,
     can_add,
@@ -45,6 +43,7 @@ from infer.kernels.linear_small import (
     norm_gated_linear,
     norm_linear,
 )
+from infer.kernels.linear_stream import Added, Stream
 from infer.layers.norm import AddNorm
 from infer.quant.dense import DENSE, INVARIANT
 from infer.quant.scheme import Scheme

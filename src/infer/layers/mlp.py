@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from infer.kernels.gated_activation import activate, gated_activation
-from infer.kernels.linear_small import Added
+from infer.kernels.linear_stream import Added
 from infer.layers.linear import Linear, Reader
 from infer.layers.norm import AddNorm
 

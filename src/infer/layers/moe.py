@@ -26,7 +26,7 @@ from torch import nn
 
 from infer.kernels.dispatch import use_triton
 from infer.kernels.gated_activation import gated_activation
-from infer.kernels.linear_small import Added
+from infer.kernels.linear_stream import Added
 from infer.kernels.moe import by_expert, experts_mlp, route
 from infer.layers.linear import Reader, rows_of_part
 from infer.layers.norm import AddNorm

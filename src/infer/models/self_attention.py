@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from infer.kernels.heads import HeadTransform, norm_rope_write
-from infer.kernels.linear_small import Added
+from infer.kernels.linear_stream import Added
 from infer.layers.attention import StepContext
 from infer.layers.linear import Linear, Reader
 from infer.layers.norm import RMSNorm

@@ -19,14 +19,8 @@ from infer.errors import ConfigError
 from infer.kernels import linear_small
 from infer.kernels.attention import attend_naive
 from infer.kernels.linear_configs import GemvConfig, SkinnyConfig
-from infer.kernels.linear_small import (
-    Added,
-    Stream,
-    added_gated_linear,
-    added_linear,
-    can_add,
-    linear_into,
-)
+from infer.kernels.linear_small import added_gated_linear, added_linear, can_add, linear_into
+from infer.kernels.linear_stream import Added, Stream
 from infer.kernels.rms_norm import add_rms_norm_reference
 from infer.layers.whole_sequence import WholeSequence
 from infer.models.registry import get_family

@@ -45,7 +45,18 @@ def options(arch: str, defines: Mapping[str, int]) -> list[str]:
 
 
 def compile_source(source: Path, arch: str, defines: Mapping[str, int]) -> bytes:
-    """The cubin of a file, from the first compiler that makes one, or has made it before."""
+    """`make_cubin` for what the operator asked for by name: without a compiler, that is an error."""
+    try:
+        return make_cubin(source, arch, defines)
+    except BuildError as error:
+        raise ConfigError(
+            f"attention_backend=cuda compiles {source.name} for {arch} and {error}; "
+            "install the CUDA toolkit, or use attention_backend=triton"
+        ) from None
+
+
+def make_cubin(source: Path, arch: str, defines: Mapping[str, int]) -> bytes:
+    """The cubin of a file, from the first compiler that makes one, or has made it before; or BuildError."""
     flags, reasons = options(arch, defines), []
     text = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.cuh")))]
     for version, compiler in ((nvrtc_version, compile_with_nvrtc), (nvcc_version, compile_with_nvcc)):
@@ -54,10 +65,7 @@ def compile_source(source: Path, arch: str, defines: Mapping[str, int]) -> bytes
             return cached(key, functools.partial(compiler, source, flags))
         except BuildError as error:
             reasons.append(str(error))
-    raise ConfigError(
-        f"attention_backend=cuda compiles {source.name} for {arch} and neither NVRTC nor nvcc could: "
-        f"{'; '.join(reasons)}; install the CUDA toolkit, or use attention_backend=triton"
-    )
+    raise BuildError(f"neither NVRTC nor nvcc could: {'; '.join(reasons)}")
 
 
 # -- NVRTC ----------------------------------------------------------------------------------------

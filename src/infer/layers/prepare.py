@@ -1,0 +1,51 @@
+"""What the matrices of a model need before its first step: kernels that are compiled for their shapes.
+
+Triton compiles when a kernel is first launched, which is when steps are captured, before anyone waits. The
+linears of kernels/cuda/linear_ahead.py take seconds, for all shapes of a model and all at once or not at all,
+so they are compiled while the engine is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from infer.kernels.cuda.linear_ahead import Matrix, prepare
+from infer.layers.linear import Linear
+from infer.layers.mlp import GatedMLP
+from infer.layers.moe import MixtureOfExperts
+from infer.quant.dense import DENSE
+
+_WRITERS = ("out", "down")  # names of the matrices that write into the residual stream; the others read it
+
+
+def prepare_linears(layers: Iterable[nn.Module], device: torch.device) -> bool:
+    """Compile what few tokens are multiplied with in these layers; False: Triton's kernels will do it."""
+    return device.type == "cuda" and prepare(matrices_of(layers), device)
+
+
+def matrices_of(layers: Iterable[nn.Module]) -> list[Matrix]:
+    """All matrices of a model's layers, each kind once; none if one is not plain bfloat16, or has experts."""
+    found: dict[Matrix, None] = {}
+    for block in layers:
+        adds = hasattr(block, "reader")  # such a block lets its matrices add to the stream themselves
+        gates: dict[Linear, str] = {}
+        for name, module in block.named_modules():
+            if isinstance(module, MixtureOfExperts):
+                return []
+            if isinstance(module, GatedMLP) and module.gate_up.bias is None:
+                gates[module.gate_up] = module.activation
+            if not isinstance(module, Linear):
+                continue
+            if module.scheme is not DENSE or module.weight.dtype != torch.bfloat16:
+                return []
+            (N, K), activation = module.weight.shape, gates.get(module, "")
+            writes = name.rpartition(".")[2] in _WRITERS
+            matrix = Matrix(
+                N // 2 if activation else N, K, activation, module.bias is not None,
+                reads=adds and not writes, writes=adds and writes,
+            )  # fmt: skip
+            found[matrix] = None
+    return list(found)

@@ -1,0 +1,107 @@
+"""The linear that holds its weights early, emulated: its index maps, its sums across warps and blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from infer.kernels import linear_small
+from infer.kernels.cuda import linear_ahead
+from infer.kernels.cuda.ahead_configs import AheadConfig
+from infer.kernels.cuda.linear_ahead import launch, launch_added, launch_into
+from infer.kernels.linear_small import added_gated_linear, added_linear, can_add, linear, linear_into
+from infer.kernels.linear_stream import Stream
+from infer.kernels.rms_norm import add_rms_norm_reference
+from tests.unit.kernels.emulated_linear import EmulatedLaunch
+from tests.unit.kernels.kernel_contract import nan_in_fresh_memory
+from tests.unit.kernels.linear_contract import EPS, assert_near, gate
+
+ONE_BLOCK = AheadConfig(2, 2, cluster=1, depth=2, ahead=1)
+TWO_BLOCKS = AheadConfig(2, 4, cluster=2, depth=1)
+EIGHT_BLOCKS = AheadConfig(1, 2, cluster=8, depth=4)
+K = 640  # ten chunks: not a multiple of most numbers of warps
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    torch.manual_seed(0)
+    monkeypatch.setattr(linear_ahead, "_load", lambda defines, *_: EmulatedLaunch(defines))
+    linear_ahead._kernel.cache_clear()
+    with nan_in_fresh_memory():
+        yield
+    linear_ahead._kernel.cache_clear()
+
+
+def integers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randint(-2, 3, shape).to(dtype)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape) * scale).to(dtype)
+
+
+@pytest.mark.parametrize(("config", "tokens"), [(ONE_BLOCK, 13), (TWO_BLOCKS, 7), (EIGHT_BLOCKS, 5)])
+def test_each_product_finds_its_place(config: AheadConfig, tokens: int) -> None:
+    """Small integers: exact in any order, so that a wrong index shows in every bit."""
+    w, x = integers(72, K), integers(tokens, K + 64)[:, :K]  # 72: no multiple of 16
+    for size in (1, tokens):
+        assert torch.equal(launch(config, x[:size], w), F.linear(x[:size].float(), w.float()).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("config", "activation", "dtype"),
+    [
+        (ONE_BLOCK, "silu", torch.bfloat16),
+        (TWO_BLOCKS, "gelu_tanh", torch.float16),
+        (EIGHT_BLOCKS, "gelu", torch.bfloat16),
+    ],
+)
+def test_the_gate(config: AheadConfig, activation: str, dtype: torch.dtype) -> None:
+    x, w = random(5, K, dtype=dtype), random(2 * 40, K, dtype=dtype, scale=0.05)
+    expected = gate(F.linear(x.double(), w.double()), activation)
+    assert_near(launch(config, x, w, activation=activation), expected)
+
+
+def test_the_bias() -> None:
+    x, w, bias = random(5, K), random(40, K, scale=0.05), random(40)
+    assert_near(launch(TWO_BLOCKS, x, w, bias_N=bias), F.linear(x.double(), w.double(), bias.double()))
+
+
+@pytest.mark.parametrize(("config", "num_tokens"), [(ONE_BLOCK, 20), (EIGHT_BLOCKS, 6)])
+def test_a_pair_around_the_residual_stream(config: AheadConfig, num_tokens: int) -> None:
+    D, N, gain = 192, 40, random(192)
+    x, first, second = integers(num_tokens, K), integers(D, K), random(2 * N, D, scale=0.05)
+    residual = random(num_tokens, 2 * D)[:, :D]
+    added = launch_into(config, Stream(residual, gain, 1.0), x, first)
+    y = F.linear(x.float(), first.float())
+    total = (y + residual.float()).bfloat16()
+    assert torch.equal(added.sum_MN, total)
+    assert torch.equal(added.scaled_MN, (total.float() * (gain.float() + 1.0)).bfloat16())
+    assert torch.allclose(added.squares_PM.sum(0), total.double().square().sum(1), rtol=1e-6)
+    normed, _ = add_rms_norm_reference(
+        total.double(), torch.zeros_like(total).double(), gain.double(), EPS, 1.0
+    )
+    expected = normed @ second.double().T
+    assert_near(launch_added(config, added, second, eps=EPS), expected)
+    assert_near(launch_added(config, added, second, eps=EPS, activation="silu"), gate(expected, "silu"))
+
+
+def test_the_linears_of_a_model_that_was_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the functions that layers call: one token, of which the others would fold the norm in."""
+    D = 192
+    x, residual, gain = random(1, K), random(1, D), random(D)
+    first, second, third = random(D, K, scale=0.05), random(2 * 40, D, scale=0.05), random(40, D, scale=0.05)
+    shapes = [(D, K, False), (40, D, True), (40, D, False)]
+    ready = {(x.get_device(), 1, *shape): TWO_BLOCKS for shape in shapes}
+    monkeypatch.setattr(linear_ahead, "_ready", ready)
+    monkeypatch.setattr(linear_small, "use_triton", lambda _: True)
+    assert_near(linear(x, first), F.linear(x.double(), first.double()))
+    assert can_add(x, first, second, gated=True) and can_add(x, first, third, gated=False)
+    added = linear_into(Stream(residual, gain, 0.0), x, first)
+    assert_near(added.sum_MN, x.double() @ first.double().T + residual.double())
+    normed = F.rms_norm(added.sum_MN.double(), (D,), gain.double(), EPS)
+    assert_near(added_linear(added, EPS, third), normed @ third.double().T)
+    assert_near(added_gated_linear(added, EPS, second, "silu"), gate(normed @ second.double().T, "silu"))
