@@ -123,9 +123,7 @@ class Scheduler:
         draft = PlanDraft(self._max_num_batched_tokens)
         running = self.running
         one_behind = [  # at its max_total the last token is under way
-            seq
-            for seq in running
-            if seq.num_tokens - seq.num_computed == 1 and seq.num_tokens < seq.max_total
+            s for s in running if s.num_tokens - s.num_computed == 1 and s.num_tokens < s.max_total
         ]
         further_behind: list[Sequence] = []
         if len(one_behind) < len(running):
