@@ -1,6 +1,7 @@
 """The parser of `infer` and of each of its subcommands: argparse, with errors that help.
 
     infer serve: error: unknown option --max-batchsize; did you mean --max-batch-size?
+    infer: error: unknown command 'serv'; did you mean serve?
 
 argparse leaves what a subcommand does not know to the parser above it, which can neither name the
 subcommand nor compare with its options. Here each parser complains for itself.
@@ -16,7 +17,7 @@ from infer.errors import nearest
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose subcommands are called `prog NAME`, and that suggests the option that was meant."""
+    """A parser whose subcommands are called `prog NAME`, and that suggests what was meant."""
 
     def add_subparsers(self, **options: Any) -> argparse._SubParsersAction[Any]:
         """Make room for subcommands; argparse would put our whole usage line before their names."""
@@ -30,6 +31,14 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             self.error(self._complaint(unknown))
         return parsed, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a value that is not among the choices; argparse calls the commands of a parser such, too."""
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            match = nearest(value, action.choices)
+            hint = f"did you mean {match}?" if match else f"'{self.prog} --help' lists the commands"
+            self.error(f"unknown command {value!r}; {hint}")
+        super()._check_value(action, value)
 
     def _complaint(self, unknown: Sequence[str]) -> str:
         options = [argument.partition("=")[0] for argument in unknown if argument.startswith("-")]
