@@ -109,7 +109,8 @@ async def run(
 async def drain(state: ServerState, timeout_s: float) -> None:
     """Take no new requests and wait until those inside have left, but not for ever."""
     state.is_draining = True
-    logger.info("draining: %d request(s) inside, at most %g s", state.num_active, timeout_s)
+    hint = "; a second signal (Ctrl-C) ends them at once" if state.num_active else ""
+    logger.info("draining: %d request(s) inside, at most %g s%s", state.num_active, timeout_s, hint)
     give_up_at = time.monotonic() + timeout_s
     while state.num_active and time.monotonic() < give_up_at:
         await asyncio.sleep(0.02)

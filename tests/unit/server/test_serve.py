@@ -13,7 +13,8 @@ import pytest
 from infer.config import EngineConfig, ServerConfig
 from infer.errors import ConfigError, ModelSourceError
 from infer.server import serve as serving
-from infer.server.serve import bind, run, serve, warn_if_open
+from infer.server.serve import bind, drain, run, serve, warn_if_open
+from infer.server.state import ServerState
 
 
 def test_a_path_where_another_server_listens_is_taken(tmp_path: Path) -> None:
@@ -78,3 +79,14 @@ def test_an_open_door_is_mentioned(
     with caplog.at_level(logging.WARNING, logger="infer.server.serve"):
         warn_if_open(ServerConfig(**knobs))
     assert bool(caplog.records) is warns
+
+
+@pytest.mark.parametrize("num_active", [0, 1])
+def test_who_waits_for_the_last_answers_is_told_how_not_to(
+    num_active: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="infer.server.serve")
+    asyncio.run(drain(ServerState(config=ServerConfig(), num_active=num_active), timeout_s=0.0))
+    first, *rest = caplog.messages
+    assert first.startswith(f"draining: {num_active} request(s) inside, at most 0 s")
+    assert ("a second signal (Ctrl-C) ends them at once" in first) == bool(num_active) == bool(rest)
