@@ -117,6 +117,13 @@ def test_two_names_for_the_model_are_refused(infer: Infer, shape: Path) -> None:
     assert f"MODEL is '{shape}' and --model is 'another'; give one of them" in outcome.err
 
 
+def test_a_gpu_of_a_few_bytes_is_a_unit_forgotten(infer: Infer, shape: Path) -> None:
+    outcome = infer("plan", str(shape), "--gpu-memory", "80")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "gpu_memory needs a unit, such as 80GiB, got '80'" in outcome.err
+    assert infer("plan", str(shape), "--gpu-memory", str(24 * 2**30)).code == 0
+
+
 @pytest.mark.parametrize(
     "knobs",
     [
