@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from infer import LLM, SamplingParams
 from infer.kernels import linear_small
 from infer.kernels.cuda import build, linear_ahead
 from infer.kernels.cuda.ahead_configs import AheadConfig, can_launch, choose_config
@@ -19,7 +20,7 @@ from infer.kernels.linear_configs import GemvConfig, SkinnyConfig
 from infer.layers.linear import set_invariant
 from infer.layers.prepare import matrices_of, prepare_linears
 from infer.models.registry import get_family
-from scripts.make_checkpoint import Sizes, raw_config
+from scripts.make_checkpoint import Sizes, make_checkpoint, raw_config
 
 GPU = torch.device("cuda", 0)
 CPU = -1  # as tensors count devices
@@ -230,3 +231,13 @@ def test_experts_have_kernels_of_their_own(family: str) -> None:
 def test_other_types_stay_as_they_are() -> None:
     assert matrices_of(make_layers("llama").half()) == []
     assert not prepare_linears(make_layers("llama"), torch.device("cpu"))
+
+
+def test_an_engine_prepares_the_layers_of_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint("llama", tmp_path)
+    prepared = Mock()
+    monkeypatch.setattr("infer.engine.build.prepare_linears", prepared)
+    llm = LLM(str(tmp_path), device="cpu")
+    layers, device = prepared.call_args.args
+    assert len(layers) == Sizes().num_layers and device == torch.device("cpu")
+    assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
