@@ -41,6 +41,8 @@ class StepDefaults(NamedTuple):
 
 CPU_STEPS = StepDefaults(batch_size=64, batched_tokens=512, chunk_size=512, mixed_tokens=128)
 GPU_STEPS = StepDefaults(batch_size=256, batched_tokens=8192, chunk_size=None, mixed_tokens=128)
+LARGE_GPU_STEPS = GPU_STEPS._replace(batched_tokens=16384)  # the host launches half as many kernels per token
+LARGE_GPU_BYTES = 64 << 30
 SIMULATED_STEPS = StepDefaults(batch_size=64, batched_tokens=2048, chunk_size=512, mixed_tokens=None)
 
 
@@ -151,7 +153,8 @@ class SchedulerConfig:
     max_num_batched_tokens: int | None = knob(
         None,
         f"tokens one step may compute, all sequences together; default: {CPU_STEPS.batched_tokens}, on a GPU "
-        f"{GPU_STEPS.batched_tokens}, or more if max_batch_size or prompts that are not chunked need it",
+        f"{GPU_STEPS.batched_tokens} (with {LARGE_GPU_BYTES >> 30} GiB {LARGE_GPU_STEPS.batched_tokens}), or "
+        "more if max_batch_size or prompts that are not chunked need it",
     )
     use_chunked_prefill: bool = knob(
         True,

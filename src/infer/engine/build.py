@@ -29,7 +29,15 @@ from infer.cache.memory import (
     free_host_bytes,
 )
 from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
-from infer.config import CPU_STEPS, GPU_STEPS, EngineConfig, SchedulerConfig, StepDefaults
+from infer.config import (
+    CPU_STEPS,
+    GPU_STEPS,
+    LARGE_GPU_BYTES,
+    LARGE_GPU_STEPS,
+    EngineConfig,
+    SchedulerConfig,
+    StepDefaults,
+)
 from infer.engine.cpu_step import attention_gathers
 from infer.engine.device_runner import DeviceRunner
 from infer.engine.engine import Engine
@@ -100,7 +108,7 @@ def build_engine(
 
 def check_knobs(config: EngineConfig, loaded: LoadedModel | LoadChoice) -> SchedulerConfig:
     """The scheduler's settings for this model and device; knobs that cannot be had there are refused."""
-    scheduler = resolve_scheduler(config, loaded.max_seq_len, step_defaults(loaded.device.type))
+    scheduler = resolve_scheduler(config, loaded.max_seq_len, step_defaults(loaded.device))
     backend = config.cache.attention_backend
     keeps_state_on_device(backend, loaded.device)
     if not config.run.deterministic:
@@ -208,9 +216,13 @@ def resolve_scheduler(
     )
 
 
-def step_defaults(device_type: str) -> StepDefaults:
-    """How large steps are on "cuda" or "cpu" unless somebody says so."""
-    return GPU_STEPS if device_type == "cuda" else CPU_STEPS
+def step_defaults(device: torch.device, memory: int | None = None) -> StepDefaults:
+    """How large steps are unless somebody says so; `memory` of a GPU that is not this machine's."""
+    if device.type != "cuda":
+        return CPU_STEPS
+    if memory is None and torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(device).total_memory
+    return LARGE_GPU_STEPS if memory is not None and memory >= LARGE_GPU_BYTES else GPU_STEPS
 
 
 def make_pool(config: EngineConfig, size: CacheSize, *, placement_seed: int | None = None) -> KVCachePool:

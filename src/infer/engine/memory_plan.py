@@ -138,7 +138,7 @@ def check_settings(config: EngineConfig, choice: LoadChoice) -> None:
 def plan_memory(config: EngineConfig, headers: ModelHeaders, machine: Machine, *, dtype: str) -> MemoryPlan:
     """Divide the memory of a machine, or say what would fit instead."""
     max_seq_len = check_length(config.load.max_seq_len, headers.config)
-    scheduler = resolve_scheduler(config, max_seq_len, step_defaults(machine.device.type))
+    scheduler = resolve_scheduler(config, max_seq_len, step_defaults(machine.device, machine.memory))
     model_config, bytes_each = headers.config, DTYPES[dtype].itemsize
     num_parameters, num_table_bytes = count_parameters(headers)
     weight_format = plan_format(config, headers, machine)
@@ -202,7 +202,7 @@ def _too_small(config: EngineConfig, headers: ModelHeaders, machine: Machine, dt
     advice = "give more memory"
     for name, settings, changed in _smaller(config, dtype):
         bytes_each = DTYPES[name].itemsize
-        scheduler = resolve_scheduler(settings, max_seq_len, step_defaults(machine.device.type))
+        scheduler = resolve_scheduler(settings, max_seq_len, step_defaults(machine.device, machine.memory))
         step = step_bytes(
             scheduler, layer_sizes(model), max_seq_len=max_seq_len, bytes_per_element=bytes_each
         )

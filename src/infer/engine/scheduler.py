@@ -33,7 +33,8 @@ from infer.engine.sequence import Sequence
 from infer.engine.waiting import WaitingQueue
 
 RETRY_STEPS = 16  # who found no room looks again after so many steps even if no block came free
-BACKLOG_STEPS = 16  # prompts that wait and would take more steps than these are computed at full speed
+BACKLOG_STEPS = 16  # prompts that wait and would take more steps than these are computed at full speed:
+HURRIED_TOKENS = 8192  # of prompts in a step, and whoever decodes waits for them
 _sort_key = attrgetter("sort_key")
 
 
@@ -241,8 +242,7 @@ class Scheduler:
             backlog += sum(seq.num_tokens - seq.num_computed for seq in further_behind[1:])
             if not further_behind and self._waiting:  # then the first of those is next
                 backlog -= self._waiting.first(self.step).num_tokens
-            if backlog <= BACKLOG_STEPS * limit:
-                draft.limit(limit)
+            draft.limit(limit if backlog <= BACKLOG_STEPS * limit else HURRIED_TOKENS)
 
     def _decode_beams(self, seq: Sequence, draft: PlanDraft) -> int:
         """Beams advance together or not at all: each step chooses among the continuations of all of them."""

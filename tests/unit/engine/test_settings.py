@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from infer.async_llm import AsyncLLM
 from infer.config import EngineConfig
@@ -85,3 +86,13 @@ def test_the_headers_count_as_many_parameters_as_the_network(family: str, tmp_pa
     make_checkpoint(family, tmp_path / family)
     headers = read_headers(resolve_model(str(tmp_path / family)))
     assert stored_parameters(headers) == count_parameters(headers)[0]
+
+
+@pytest.mark.parametrize(
+    ("device", "memory", "tokens"),
+    [("cpu", None, 512), ("cuda", 24 << 30, 8192), ("cuda", 63 << 30, 8192), ("cuda", 80 << 30, 16384)],
+)
+def test_a_step_is_longer_where_there_is_memory_for_it(device: str, memory: int | None, tokens: int) -> None:
+    defaults = build.step_defaults(torch.device(device), memory)
+    scheduler = build.resolve_scheduler(EngineConfig.from_knobs(), 4096, defaults)
+    assert scheduler.max_num_batched_tokens == tokens
