@@ -73,6 +73,7 @@ def _remember(
     if len(_known) >= _MAX_KNOWN:
         _known.clear()
     names = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
-    assert kernel.arg_names[-len(names) :] == names, f"{kernel.arg_names}: constants must come last"
+    last = kernel.arg_names[len(kernel.arg_names) - len(names) :]
+    assert last == names, f"{kernel.arg_names}: constants must come last"
     whole_grid = (*grid, 1, 1)[:3]
     _known[question] = compiled[whole_grid], (*numbers, *(constants[name] for name in names))
