@@ -7,6 +7,9 @@
 A checkpoint made for embeddings ships them; its vectors have the length 1 if and only if a step named
 Normalize is among them. Any other model gets what clients of embeddings expect: the last token, which is the
 only one that has seen all of the text, and the length 1, so that a dot product is a cosine.
+
+A step that is not made here (a Dense layer, say) becomes part of the mode's name, which nobody knows: such a
+model is refused when somebody asks for an embedding, for without that step it would be another vector.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from infer.errors import CheckpointError
 from infer.loader.hf_config import MAX_CONFIG_BYTES, read_json, read_json_list
 
 MODES = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}  # their names and ours
 PREFIX = "pooling_mode_"
+STEPS = ("Pooling", "Normalize")  # those that are made here, after the network
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +39,23 @@ def read_pooling(directory: Path) -> Pooling:
     path = directory / "modules.json"
     if not path.exists():
         return Pooling()
-    steps = [step for step in read_json_list(path, MAX_CONFIG_BYTES) if isinstance(step, dict)]
-    kinds = {str(step.get("type")).rpartition(".")[2]: step for step in steps}
+    steps = [step for step in read_json_list(path, MAX_CONFIG_BYTES)[1:] if isinstance(step, dict)]
+    kinds = {
+        str(step.get("type")).rpartition(".")[2]: step for step in steps
+    }  # the network, the first, apart
     mode = Pooling().mode
     if "Pooling" in kinds:
-        config = directory / str(kinds["Pooling"].get("path")) / "config.json"
+        config = directory / _folder(path, str(kinds["Pooling"].get("path"))) / "config.json"
         mode = _mode_of(read_json(config, MAX_CONFIG_BYTES)) if config.exists() else mode
-    return Pooling(mode=mode, normalize="Normalize" in kinds)
+    unknown = [kind for kind in kinds if kind not in STEPS]
+    return Pooling(mode="+".join([mode, *unknown]), normalize="Normalize" in kinds)
+
+
+def _folder(modules: Path, name: str) -> str:
+    """The name, if it is that of a folder beside the file: a model must not send us anywhere else."""
+    if "/" in name or name == "..":
+        raise CheckpointError(f"{modules} names the folder {name!r}, which is not one of the model's own")
+    return name
 
 
 def _mode_of(raw: dict[str, Any]) -> str:

@@ -55,6 +55,22 @@ def test_vectors_keep_their_length_where_the_model_has_no_such_step(tmp_path: Pa
     assert read_pooling(folder) == Pooling(mode="mean", normalize=False)
 
 
+def test_a_step_that_is_not_made_here_is_named_in_the_mode_and_so_refused_when_asked_for(
+    tmp_path: Path,
+) -> None:
+    dense = {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
+    own = TRANSFORMER | {"type": "custom_st.Network"}  # the first is the network, whatever its class
+    config = {"pooling_mode_mean_tokens": True}
+    folder = write(tmp_path / "m", [own, POOLING, dense, dense | {"idx": 3}, NORMALIZE], config)
+    assert read_pooling(folder) == Pooling(mode="mean+Dense", normalize=True)
+
+
+@pytest.mark.parametrize("path", ["../elsewhere", "/elsewhere", "..", "1_Pooling/.."])
+def test_a_model_cannot_send_us_to_files_that_are_not_its_own(tmp_path: Path, path: str) -> None:
+    with pytest.raises(CheckpointError, match=r"modules.json names the folder '.*', which is not one of"):
+        read_pooling(write(tmp_path / "m", [TRANSFORMER, POOLING | {"path": path}]))
+
+
 def test_a_file_that_is_no_list_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"modules.json must hold a JSON list, got dict"):
         read_pooling(write(tmp_path / "m", {}))
