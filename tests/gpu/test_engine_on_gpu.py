@@ -249,16 +249,17 @@ def test_graphs_of_an_engine_that_is_gone_do_not_spoil_a_capture(checkpoint: str
 def test_an_engine_is_frozen_while_it_lives_and_its_memory_comes_back(qwen3: str) -> None:
     gc.unfreeze()
     gc.collect()
+    always = gc.get_freeze_count()  # Python's own immortal objects, from 3.12 on
     before = torch.cuda.memory_allocated()
     llm = LLM(qwen3, device="cuda", dtype="bfloat16", max_batch_size=4)
     built = gc.get_freeze_count()
     while llm.engine.prepare():
         pass
-    assert 0 < built < gc.get_freeze_count()
+    assert always < built < gc.get_freeze_count()
     held = torch.cuda.memory_allocated()
     del llm
     gc.collect()
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() == always
     assert torch.cuda.memory_allocated() - before < (held - before) / 10
 
 

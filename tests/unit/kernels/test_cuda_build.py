@@ -98,7 +98,7 @@ def make_nvcc(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_nvrtc_is_asked_first_and_its_bytes_are_whole(nvrtc: FakeNvrtc) -> None:
     assert compile_source(SOURCE, "sm_90", DEFINES) == b"cu\0bin"
     usual = ["--gpu-architecture=sm_90", "--std=c++17", "-DH=64", "-DG=2"]
-    assert nvrtc.flags == [*usual, f"--include-path={SOURCE.parent}"]
+    assert nvrtc.flags == [*usual, f"--include-path={SOURCE.parent}", "--device-as-default-execution-space"]
     assert nvrtc.source == SOURCE.read_bytes() and nvrtc.num_programs == 0
 
 

@@ -101,7 +101,8 @@ def nvrtc_version() -> str:
 def compile_with_nvrtc(source: Path, flags: Sequence[str]) -> bytes:
     """Through the library: text in memory to cubin in memory; what it includes lies beside it."""
     nvrtc = load_nvrtc()
-    flags = [*flags, f"--include-path={source.parent}"]
+    # NVRTC of CUDA 13.0 takes a lambda with a parameter of type `auto` for a function of the host
+    flags = [*flags, f"--include-path={source.parent}", "--device-as-default-execution-space"]
     program = ctypes.c_void_p()
 
     def check(code: int) -> None:
