@@ -20,7 +20,7 @@ def thawed() -> Iterator[None]:
 
 
 def num_frozen() -> int:
-    """What is frozen beside Python's own immortal objects: from 3.12 on a collection puts a few hundred there."""
+    """Without Python's own immortal objects: from 3.12 on a collection puts a few hundred of them there."""
     count = gc.get_freeze_count()
     return count if count > 1000 else 0
 
