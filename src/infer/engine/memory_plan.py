@@ -35,7 +35,7 @@ from infer.cache.memory import (
     workspace_share,
 )
 from infer.cache.memory import format_bytes as format_bytes
-from infer.config import EngineConfig
+from infer.config import EngineConfig, StepDefaults
 from infer.engine.build import check_knobs, fit_to_device, layer_sizes, resolve_scheduler, step_defaults
 from infer.engine.cpu_step import attention_gathers
 from infer.errors import CheckpointError, ConfigError
@@ -64,11 +64,17 @@ class Machine:
     memory: int
     cache_share: float  # of what is left once the weights are there
     runtime: int = 0
+    total: int | None = None  # of a GPU here, where `memory` is what is free of it
 
     @property
     def device(self) -> torch.device:
         """Where its tensors would live."""
         return torch.device("cuda" if self.kind == "gpu" else "cpu")
+
+    @property
+    def step_defaults(self) -> StepDefaults:
+        """How large steps are there unless somebody says so; that others use memory does not change it."""
+        return step_defaults(self.device, self.total or self.memory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +144,7 @@ def check_settings(config: EngineConfig, choice: LoadChoice) -> None:
 def plan_memory(config: EngineConfig, headers: ModelHeaders, machine: Machine, *, dtype: str) -> MemoryPlan:
     """Divide the memory of a machine, or say what would fit instead."""
     max_seq_len = check_length(config.load.max_seq_len, headers.config)
-    scheduler = resolve_scheduler(config, max_seq_len, step_defaults(machine.device, machine.memory))
+    scheduler = resolve_scheduler(config, max_seq_len, machine.step_defaults)
     model_config, bytes_each = headers.config, DTYPES[dtype].itemsize
     num_parameters, num_table_bytes = count_parameters(headers)
     weight_format = plan_format(config, headers, machine)
@@ -202,7 +208,7 @@ def _too_small(config: EngineConfig, headers: ModelHeaders, machine: Machine, dt
     advice = "give more memory"
     for name, settings, changed in _smaller(config, dtype):
         bytes_each = DTYPES[name].itemsize
-        scheduler = resolve_scheduler(settings, max_seq_len, step_defaults(machine.device, machine.memory))
+        scheduler = resolve_scheduler(settings, max_seq_len, machine.step_defaults)
         step = step_bytes(
             scheduler, layer_sizes(model), max_seq_len=max_seq_len, bytes_per_element=bytes_each
         )
@@ -309,8 +315,8 @@ def find_machine(device: str, gpu_memory: str | None) -> Machine:
         return Machine(kind="gpu", memory=memory, cache_share=GPU_SHARE, runtime=GPU_RUNTIME_BYTES)
     chosen = choose_device(device)
     if chosen.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(chosen)  # the runtime has taken its part already
-        return Machine(kind="gpu", memory=free, cache_share=GPU_SHARE)
+        free, total = torch.cuda.mem_get_info(chosen)  # the runtime has taken its part already
+        return Machine(kind="gpu", memory=free, cache_share=GPU_SHARE, total=total)
     return Machine(kind="cpu", memory=free_host_bytes(), cache_share=CPU_SHARE)
 
 

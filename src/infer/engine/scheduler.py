@@ -242,7 +242,7 @@ class Scheduler:
             backlog += sum(seq.num_tokens - seq.num_computed for seq in further_behind[1:])
             if not further_behind and self._waiting:  # then the first of those is next
                 backlog -= self._waiting.first(self.step).num_tokens
-            draft.limit(limit if backlog <= BACKLOG_STEPS * limit else HURRIED_TOKENS)
+            draft.limit(limit if backlog <= BACKLOG_STEPS * limit else max(limit, HURRIED_TOKENS))
 
     def _decode_beams(self, seq: Sequence, draft: PlanDraft) -> int:
         """Beams advance together or not at all: each step chooses among the continuations of all of them."""

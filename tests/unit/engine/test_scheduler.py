@@ -86,6 +86,16 @@ def test_a_hurried_step_is_shorter_than_one_nobody_waits_for(monkeypatch: pytest
     assert step(world) == {"b": (40, 41), "c": (24, 40), "d": (0, 14)}, "30 tokens, and one that b waits for"
 
 
+def test_a_backlog_never_makes_a_step_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.engine.scheduler.HURRIED_TOKENS", 2)
+    world = make_world(mixed_prefill_tokens=4, max_batch_size=8, max_num_batched_tokens=64)
+    world.add("a", prompt_of(2), max_tokens=30)
+    step(world)
+    for name in "bcde":
+        world.add(name, prompt_of(40, start=ord(name)))
+    assert step(world) == {"a": (2, 3), "b": (0, 4)}
+
+
 def test_decoding_goes_on_while_a_prompt_fills_what_is_left_of_the_budget() -> None:
     world = make_world(max_num_batched_tokens=8)
     for name in "ab":

@@ -12,7 +12,7 @@ import torch
 from infer.async_llm import AsyncLLM
 from infer.config import EngineConfig
 from infer.engine import build, process
-from infer.engine.memory_plan import count_parameters, stored_parameters
+from infer.engine.memory_plan import count_parameters, find_machine, plan_memory, stored_parameters
 from infer.errors import ConfigError
 from infer.llm import LLM
 from infer.loader import load
@@ -96,3 +96,17 @@ def test_a_step_is_longer_where_there_is_memory_for_it(device: str, memory: int 
     defaults = build.step_defaults(torch.device(device), memory)
     scheduler = build.resolve_scheduler(EngineConfig.from_knobs(), 4096, defaults)
     assert scheduler.max_num_batched_tokens == tokens
+
+
+def test_a_plan_for_a_gpu_that_is_half_used_has_the_steps_of_its_engine(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps are as long as the GPU's memory allows, whatever is free of it at the moment."""
+    monkeypatch.setattr("infer.engine.memory_plan.choose_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 << 30, 80 << 30))
+    machine = find_machine("cuda", None)
+    headers = read_headers(resolve_model(checkpoint))
+    config, same = EngineConfig.from_knobs(), EngineConfig.from_knobs(max_num_batched_tokens=16384)
+    plan, expected = (plan_memory(each, headers, machine, dtype="float32") for each in (config, same))
+    assert machine.memory == 40 << 30
+    assert plan.activations == expected.activations
