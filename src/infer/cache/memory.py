@@ -142,9 +142,8 @@ def fit_cache(
     )
     asked = size.num_bytes
     if cache.num_blocks is None and cache.kv_cache_memory is not None:
-        asked = parse_bytes(
-            cache.kv_cache_memory
-        )  # must be there, even if sequences could never use all of it
+        # what was asked for must be there, even if sequences could never use all of it
+        asked = parse_bytes(cache.kv_cache_memory)
     if asked > room:
         knob, _, _ = _asker(cache).partition("=")
         if knob == "num_blocks":

@@ -133,9 +133,8 @@ def _refusal(status: int, body: bytes) -> InferError:
     except (ValueError, KeyError, TypeError):
         return EngineError(f"the server answered {status}")
     if status in (400, 422):
-        is_overflow = (
-            code == "context_length_exceeded" or "context length" in message
-        )  # not all send the code
+        # not every server sends the code
+        is_overflow = code == "context_length_exceeded" or "context length" in message
         return (RemoteOverflow if is_overflow else RequestError)(message, param=param)
     if status == 401:
         return ConfigError(f"the server asks for a key: {message}; give it with --api-key")

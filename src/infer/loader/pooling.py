@@ -39,10 +39,9 @@ def read_pooling(directory: Path) -> Pooling:
     path = directory / "modules.json"
     if not path.exists():
         return Pooling()
-    steps = [step for step in read_json_list(path, MAX_CONFIG_BYTES)[1:] if isinstance(step, dict)]
-    kinds = {
-        str(step.get("type")).rpartition(".")[2]: step for step in steps
-    }  # the network, the first, apart
+    _network, *others = read_json_list(path, MAX_CONFIG_BYTES) or [{}]
+    steps = [step for step in others if isinstance(step, dict)]
+    kinds = {str(step.get("type")).rpartition(".")[2]: step for step in steps}
     mode = Pooling().mode
     if "Pooling" in kinds:
         config = directory / _folder(path, str(kinds["Pooling"].get("path"))) / "config.json"
