@@ -21,12 +21,14 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `infer` with these arguments (default: those of the process) and return its exit code."""
     try:
-        handler = signal.getsignal(signal.SIGINT)
-        if handler is signal.default_int_handler:  # not if whoever started us wants it ignored
+        # not if whoever started us wants it ignored, or looks after it outside Python
+        is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if is_ours:
             signal.signal(signal.SIGINT, _leave)
         from infer.cli.main import main as run
 
-        signal.signal(signal.SIGINT, handler)
+        if is_ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         return run(argv)
     except KeyboardInterrupt:  # before or after what cli/main.py looks at
         return INTERRUPTED

@@ -12,7 +12,8 @@ work.
 
 Frozen or not, references are counted. But an engine has circles in it (a runner and its graphs), and a frozen
 circle would hold its memory for good, the cache of keys and values with it. So an engine that goes unfreezes
-everything: the next collection finds what is left of it, and walks once through what is not.
+everything, and the next collection finds what is left of it. Another engine of the same process is then in
+sight, too, until something is built or captured again: slower now and then, never wrong.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from infer import __version__
+from infer.__main__ import main as open_door
 from infer.cli import fetch
 from infer.cli.interrupts import importing
 from infer.log import progress, setup_logging
@@ -264,6 +265,12 @@ def test_ctrl_c_means_afterwards_what_it_meant_before(handler: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_ctrl_c_that_is_not_pythons_business_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)  # set by whoever embeds us, not from Python
+    with pytest.raises(SystemExit, match="0"):
+        open_door(["--version"])
 
 
 def test_the_installed_command_enters_by_the_door_that_can_be_interrupted() -> None:
