@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import shutil
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -233,3 +236,48 @@ def test_what_fails_is_not_kept(nvrtc: FakeNvrtc, cache: Path, monkeypatch: pyte
         compile_source(SOURCE, "sm_90", DEFINES)
     nvrtc.log = b""
     assert compile_source(SOURCE, "sm_90", DEFINES) == b"cu\0bin"
+
+
+# -- the driver -----------------------------------------------------------------------------------
+
+
+class FakeDriver:
+    """Takes its time to read the arguments of a launch, as one that is called without Python's lock may."""
+
+    def __init__(self) -> None:
+        self.launched: list[list[int]] = []
+
+    def cuModuleLoadData(self, *_: Any) -> int:
+        return 209
+
+    def cuGetErrorString(self, code: int, reason: Any) -> None:
+        reason._obj.value = b"no kernel image is available"
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, pointers: Any, extra: Any) -> int:
+        values = []
+        for pointer in pointers:
+            values.append(ctypes.cast(pointer, ctypes.POINTER(ctypes.c_int)).contents.value)
+            time.sleep(1e-4)
+        self.launched.append([config._obj.grid[0], *values])
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    fake = FakeDriver()
+    monkeypatch.setattr(build, "_driver", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    return fake
+
+
+def test_threads_that_share_a_launch_do_not_mix_their_arguments(driver: FakeDriver) -> None:
+    launch = build.PreparedLaunch(ctypes.c_void_p(1), 32, [ctypes.c_int] * 3, starts_early=False)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: launch(number, number, number, number), range(1, 41)))
+    assert sorted(driver.launched) == [[number] * 4 for number in range(1, 41)]
+
+
+def test_a_cubin_the_driver_is_too_old_for_is_a_failed_build(driver: FakeDriver) -> None:
+    with pytest.raises(BuildError, match="driver does not load .*: no kernel image is available"):
+        build.LoadedKernels(b"cubin")

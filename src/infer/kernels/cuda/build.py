@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from infer.errors import ConfigError, DeviceLost
 from infer.kernels.cuda.cache import cached
 
 TIMEOUT = 120.0  # seconds for nvcc
+_NOT_FOR_THIS_DRIVER = (200, 209, 222, 223)  # invalid image, no binary for this GPU, unsupported or no PTX
 
 
 class BuildError(Exception):
@@ -187,12 +189,16 @@ def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
+def _reason(code: int) -> str:
+    reason = ctypes.c_char_p()
+    _driver().cuGetErrorString(code, ctypes.byref(reason))
+    return (reason.value or b"unknown error").decode()
+
+
 def _check(code: int, what: str) -> None:
     """A failed driver call may have lost the device; a caller cannot repair either."""
     if code:
-        reason = ctypes.c_char_p()
-        _driver().cuGetErrorString(code, ctypes.byref(reason))
-        raise DeviceLost(f"{what}: {(reason.value or b'unknown error').decode()}")
+        raise DeviceLost(f"{what}: {_reason(code)}")
 
 
 class LoadedKernels:
@@ -201,7 +207,10 @@ class LoadedKernels:
     def __init__(self, cubin: bytes) -> None:
         torch.cuda.synchronize()  # a thread's first call binds it to PyTorch's context, which modules live in
         self._module = ctypes.c_void_p()
-        _check(_driver().cuModuleLoadData(ctypes.byref(self._module), cubin), "loading kernels")
+        code = _driver().cuModuleLoadData(ctypes.byref(self._module), cubin)
+        if code in _NOT_FOR_THIS_DRIVER:
+            raise BuildError(f"the driver does not load what was compiled: {_reason(code)}")
+        _check(code, "loading kernels")
         self._functions: dict[str, ctypes.c_void_p] = {}
 
     def function(self, name: str) -> ctypes.c_void_p:
@@ -254,6 +263,7 @@ class PreparedLaunch:
         self, function: ctypes.c_void_p, num_threads: int, types: Sequence[Any], *, starts_early: bool
     ) -> None:
         self._function = function
+        self._lock = threading.Lock()  # several engines of a process, each a thread, share what was prepared
         self._values = [of_type() for of_type in types]
         self._pointers = as_pointers(self._values)
         self._attribute = _LaunchAttribute(id=self._STARTS_EARLY, value=1)
@@ -266,11 +276,15 @@ class PreparedLaunch:
 
     def __call__(self, num_blocks: int, *arguments: int | float) -> None:
         """Start that many blocks, on PyTorch's current stream; the driver copies the arguments."""
-        for value, argument in zip(self._values, arguments, strict=True):
-            value.value = argument
-        self._config.grid[0] = num_blocks
-        self._config.stream = torch.cuda.current_stream().cuda_stream
-        code = _driver().cuLaunchKernelEx(ctypes.byref(self._config), self._function, self._pointers, None)
+        stream = torch.cuda.current_stream().cuda_stream
+        with self._lock:
+            for value, argument in zip(self._values, arguments, strict=True):
+                value.value = argument
+            self._config.grid[0] = num_blocks
+            self._config.stream = stream
+            code = _driver().cuLaunchKernelEx(
+                ctypes.byref(self._config), self._function, self._pointers, None
+            )
         _check(code, "launching a kernel")
 
 
@@ -284,5 +298,12 @@ def as_pointers(arguments: Sequence[Any]) -> Any:
 def load_kernels(source: Path, defines: tuple[tuple[str, int], ...], device: int) -> LoadedKernels:
     """The functions of a file for one GPU and one set of defines, compiled on the first call."""
     major, minor = torch.cuda.get_device_capability(device)
-    with torch.cuda.device(device):
-        return LoadedKernels(compile_source(source, f"sm_{major}{minor}", dict(defines)))
+    cubin = compile_source(source, f"sm_{major}{minor}", dict(defines))
+    try:
+        with torch.cuda.device(device):
+            return LoadedKernels(cubin)
+    except BuildError as error:
+        raise ConfigError(
+            f"attention_backend=cuda compiled {source.name} and {error}; "
+            "update the GPU's driver, or use attention_backend=triton"
+        ) from None

@@ -107,11 +107,11 @@ def prepare(matrices: Sequence[Matrix], device: torch.device) -> bool:
     try:
         with ThreadPoolExecutor(min(_MAX_COMPILERS, os.cpu_count() or 1)) as pool:
             list(pool.map(_cubin, variants))
+        for defines in variants:
+            _load(defines, index, dispatch.PDL)
     except build.BuildError as error:
         logger.info("Triton computes all linears: %s is to be compiled and %s", SOURCE.name, error)
         return False
-    for defines in variants:
-        _load(defines, index, dispatch.PDL)
     _ready.update(chosen)
     return True
 
