@@ -29,7 +29,7 @@ import gc
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -150,8 +150,11 @@ class StepGraphs:
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 self._launch(size)
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(Exception):  # of a capture that has failed: why it did is worth more
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, cast
 
 import pytest
@@ -67,6 +68,26 @@ def test_a_step_that_cannot_be_captured_is_launched(monkeypatch: pytest.MonkeyPa
     assert steps.graphs.ensure(SIZE) and not steps.graphs.ensure(SIZE)
     steps.graphs.run(SIZE)
     assert (steps.recorder.num_replays, steps.launched) == (0, [SIZE, SIZE])
+
+
+def test_why_a_capture_failed_is_not_hidden_by_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Graph:
+        def capture_begin(self, *_: Any, **__: Any) -> None: ...
+
+        def capture_end(self) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def launch(size: StepSize) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for name, fake in {"synchronize": lambda: None, "graph_pool_handle": object, "CUDAGraph": Graph}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr("infer.engine.graphs._stream_of", lambda device: None)
+    graphs = StepGraphs(launch, lambda: None, max_rows=4, max_tokens=0, captures=True)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        graphs._record(SIZE)
 
 
 def test_idle_time_captures_every_size_once(monkeypatch: pytest.MonkeyPatch) -> None:
