@@ -110,7 +110,7 @@ class CacheConfig:
     )
     attention_backend: str = knob(
         "auto",
-        "what computes attention; auto: triton on a GPU and cuda for many rows, C or sdpa on a CPU; naive: "
+        "what computes attention; auto: on a GPU triton, and cuda for decoding, C or sdpa on a CPU; naive: "
         "the readable reference; flash: triton, and PyTorch's FlashAttention for prompts; "
         "cuda: triton, and CUDA C++ for decoding",
         choices=("auto", "naive", "sdpa", "triton", "flash", "cuda"),

@@ -7,6 +7,7 @@ import torch
 
 from infer.kernels import dispatch
 from infer.kernels.attention_decode import DecodeWork, attend_decode, attend_projected
+from infer.kernels.cuda.decode_projected import attend_projected_cuda
 from infer.kernels.gated_activation import gated_activation
 from infer.kernels.heads import HeadTransform, norm_rope_write
 from infer.kernels.linear_small import linear
@@ -25,9 +26,11 @@ def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
 class Step:
     """Some layers of one step: each kernel reads what the one before has written."""
 
-    def __init__(self, lens: list[int], *, is_projected: bool) -> None:
+    def __init__(self, lens: list[int], attention: str) -> None:
         S = len(lens)
-        self.is_projected = is_projected
+        self.attention = {
+            "heads": self.attend, "projected": self.attend_projected, "cuda": self.attend_projected_cuda
+        }[attention]  # fmt: skip
         self.paged = make_paged(lens, Heads(N, G, H), block_size=16, dtype=torch.bfloat16, device="cuda")
         self.rows = torch.arange(S, dtype=torch.int32, device="cuda")
         self.lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
@@ -37,6 +40,7 @@ class Step:
         angles = torch.rand(4096, H // 2, device="cuda")
         self.cos, self.sin = angles.cos(), angles.sin()
         self.gain, self.head_gain = random(D), random(H)
+        self.transform = HeadTransform((self.head_gain, self.head_gain), self.cos, self.sin, N, G, EPS)
         self.weights = [
             (random((N + 2 * G) * H, D, scale=0.03), random(2 * D, N * H, scale=0.02))
             for _ in range(NUM_LAYERS)
@@ -52,8 +56,7 @@ class Step:
         for qkv_weight, out_weight in self.weights:
             x, residual = add_rms_norm(x, residual, self.gain, eps=EPS)
             qkv = linear(x, qkv_weight)
-            out = self.attend_projected(qkv) if self.is_projected else self.attend(qkv)
-            x = gated_activation(linear(out.flatten(1), out_weight), activation="silu")
+            x = gated_activation(linear(self.attention(qkv).flatten(1), out_weight), activation="silu")
         return x + residual
 
     def attend(self, qkv: torch.Tensor) -> torch.Tensor:
@@ -69,21 +72,27 @@ class Step:
 
     def attend_projected(self, qkv: torch.Tensor) -> torch.Tensor:
         """The same in one kernel."""
-        transform = HeadTransform((self.head_gain, self.head_gain), self.cos, self.sin, N, G, EPS)
         return attend_projected(
-            qkv, transform, self.paged.keys, self.paged.values, self.paged.tables, self.rows, self.lens,
+            qkv, self.transform, self.paged.keys, self.paged.values, self.paged.tables, self.rows, self.lens,
             self.work, block_size=16, scale=H**-0.5, window=None,
         )  # fmt: skip
 
+    def attend_projected_cuda(self, qkv: torch.Tensor) -> torch.Tensor:
+        """And by hand."""
+        return attend_projected_cuda(
+            qkv, self.transform, self.paged.keys, self.paged.values, self.paged.tables, self.work,
+            block_size=16, scale=H**-0.5, window=None,
+        )  # fmt: skip
 
-@pytest.mark.parametrize("is_projected", [False, True], ids=["heads", "projected"])
+
+@pytest.mark.parametrize("attention", ["heads", "projected", "cuda"])
 @pytest.mark.parametrize(
     "lens", [[400], [70, 400, 1, 1000, 16, 33, 257, 64], [300] * 32, [300] * 80], ids=len
 )
 def test_launching_ahead_leaves_no_trace(
-    lens: list[int], is_projected: bool, monkeypatch: pytest.MonkeyPatch
+    lens: list[int], attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = Step(lens, is_projected=is_projected)
+    step = Step(lens, attention)
     graphs = {}
     for is_ahead in (False, True):
         monkeypatch.setattr(dispatch, "PDL", is_ahead)
@@ -101,15 +110,16 @@ def test_launching_ahead_leaves_no_trace(
         assert torch.equal(graphs[True][1], graphs[False][1])
 
 
+@pytest.mark.parametrize("attention", ["projected", "cuda"])
 @pytest.mark.parametrize("lens", [[400], [70, 400, 1, 1000, 16, 33, 257, 64], [300] * 80], ids=len)
-def test_one_kernel_computes_what_two_do(lens: list[int]) -> None:
-    step = Step(lens, is_projected=True)
+def test_one_kernel_computes_what_two_do(lens: list[int], attention: str) -> None:
+    step = Step(lens, attention)
     qkv = random(len(lens), (N + 2 * G) * H)
     step.work.plan(step.rows, step.lens)
     two = step.attend(qkv)
     keys, values = step.paged.keys[step.slots].clone(), step.paged.values[step.slots].clone()
     step.paged.keys[step.slots] = step.paged.values[step.slots] = torch.nan
-    one = step.attend_projected(qkv)
+    one = step.attention(qkv)
     torch.testing.assert_close(one, two, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(step.paged.keys[step.slots], keys, rtol=2e-2, atol=2e-2)
     assert torch.equal(step.paged.values[step.slots], values)

@@ -15,7 +15,7 @@ from infer.engine import build, device_step
 from infer.engine.engine import Engine
 from infer.errors import ConfigError
 from infer.kernels.attention_decode import DecodeWork
-from infer.kernels.cuda import decode_attention
+from infer.kernels.cuda import decode_attention, decode_projected
 from infer.loader.load import LoadedModel, load_model
 from infer.loader.source import resolve_model
 from infer.sampling.params import SamplingParams
@@ -57,49 +57,75 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedLaunch]:
     loaded: dict[Any, EmulatedLaunch] = {}
     launches: list[EmulatedLaunch] = []
 
-    def prepare(defines: Any, device: int, starts_early: bool) -> EmulatedLaunch:
-        if defines not in loaded:
-            loaded[defines] = EmulatedLaunch(defines)
-            launches.append(loaded[defines])
-        return loaded[defines]
+    def prepare(module: Any, defines: Any, device: int, starts_early: bool) -> EmulatedLaunch:
+        if (module, defines) not in loaded:
+            launches.append(EmulatedLaunch(defines, module.SOURCE, module._TYPES))
+            loaded[module, defines] = launches[-1]
+        return loaded[module, defines]
 
+    for module in (decode_attention, decode_projected):
+        monkeypatch.setattr(module, "prepare_launch", functools.partial(prepare, module))
+        monkeypatch.setattr(module, "index_of", lambda device: 0)
+        monkeypatch.setattr(module, "launch_options", lambda device: {"PDL": False})
     monkeypatch.setattr(build, "keeps_state_on_device", lambda backend, device: backend != "naive")
-    monkeypatch.setattr(decode_attention, "prepare_launch", prepare)
-    monkeypatch.setattr(decode_attention, "_index", lambda device: 0)
+    monkeypatch.setattr(device_step, "use_triton", lambda tensor: True)  # as on a GPU
     monkeypatch.setattr(decode_attention, "_capability", lambda device: (9, 0))
-    monkeypatch.setattr(decode_attention, "launch_options", lambda device: {"PDL": False})
     monkeypatch.setattr(DecodeWork, "plan", plan_on_host)
     return launches
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])  # the second has windows
-def test_attention_by_the_cuda_kernel_changes_no_token(family: str, emulated: list[EmulatedLaunch]) -> None:
-    engine = make_engine(family, attention_backend="cuda")
-    assert len(emulated) == 1, "the kernel is compiled when the engine is built, not in its first step"
-    made = run_engine(engine, REQUESTS)
-    assert len(emulated[0].grids) >= 2 * 2 * 2, "two layers, two batches, two tokens each after the first"
-    assert made == expected(family)
-
-
-@pytest.mark.parametrize(("most", "by_cuda"), [(2, {2}), (4, set())])
-def test_auto_gives_many_rows_to_cuda_and_few_to_triton(
-    most: int, by_cuda: set[int], emulated: list[EmulatedLaunch], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("most", [0, 256])
+def test_attention_by_the_cuda_kernels_changes_no_token(
+    family: str, most: int, emulated: list[EmulatedLaunch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two kv heads per row: with 2 heads for the projected kernel one row is few and two are many."""
     monkeypatch.setattr(device_step, "PROJECTED_HEADS", most)
-    seen: set[int] = set()
-    real = decode_attention.attend_decode_cuda
+    engine = make_engine(family, attention_backend="cuda")
+    assert len(emulated) == 2, "the kernels are compiled when the engine is built, not in its first step"
+    made = run_engine(engine, REQUESTS)
+    launches = emulated[most > 0].grids
+    assert len(launches) >= 2 * 2 * 2, "two layers, two batches, two tokens each after the first"
+    assert len(emulated) == 2 and made == expected(family)
 
-    def attend(q_SNH: torch.Tensor, *inputs: Any, **options: Any) -> torch.Tensor:
-        seen.add(len(q_SNH))
-        return real(q_SNH, *inputs, **options)
 
-    monkeypatch.setattr(device_step, "attend_decode_cuda", attend)
+MANY, FEW, FEW_BY_TRITON = "attend_decode_cuda", "attend_projected_cuda", "attend_projected"
+
+
+@pytest.mark.parametrize(
+    ("most", "faster", "expected_rows"),
+    [
+        (0, 256, {MANY: {1, 2}, FEW: set(), FEW_BY_TRITON: set()}),
+        (2, 256, {MANY: {2}, FEW: {1}, FEW_BY_TRITON: set()}),
+        (4, 256, {MANY: set(), FEW: {1, 2}, FEW_BY_TRITON: set()}),
+        (4, 2, {MANY: set(), FEW: {1}, FEW_BY_TRITON: {2}}),
+    ],
+    ids=str,
+)
+def test_auto_gives_rows_to_the_fastest_kernel(
+    most: int,
+    faster: int,
+    expected_rows: dict[str, set[int]],
+    emulated: list[EmulatedLaunch],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two kv heads per row: where 2 heads are few, one row is few and two are many."""
+    monkeypatch.setattr(device_step, "PROJECTED_HEADS", most)
+    monkeypatch.setattr(device_step, "FASTER_UP_TO", {64: faster})
+    seen: dict[str, set[int]] = {name: set() for name in expected_rows}
+
+    def attend(name: str, real: Any, given: torch.Tensor, *inputs: Any, **options: Any) -> torch.Tensor:
+        seen[name].add(len(given))
+        result: torch.Tensor = real(given, *inputs, **options)
+        return result
+
+    for name in seen:
+        spy = functools.partial(attend, name, getattr(device_step, name))
+        monkeypatch.setattr(device_step, name, spy)
     engine = make_engine("qwen3", attention_backend="auto")
     runner: Any = engine._runner
     runner._backend = "auto"  # as on a GPU
     made = run_engine(engine, REQUESTS)
-    assert seen == by_cuda
+    assert seen == expected_rows
     assert made == expected("qwen3")
 
 
@@ -117,9 +143,9 @@ def prepare(asked: str, *, block_size: int = 16, max_batch_size: int = 256) -> s
     )
 
 
-def test_auto_compiles_for_large_batches_alone(emulated: list[EmulatedLaunch]) -> None:
-    assert prepare("auto", max_batch_size=128) == "triton" and not emulated
-    assert prepare("auto", max_batch_size=129) == "auto" and len(emulated) == 1
+def test_auto_compiles_for_many_rows_only_where_a_batch_may_have_them(emulated: list[EmulatedLaunch]) -> None:
+    assert prepare("auto", max_batch_size=128) == "auto" and len(emulated) == 1
+    assert prepare("auto", max_batch_size=129) == "auto" and len(emulated) == 2
     assert [prepare(backend) for backend in ("triton", "invariant", "cuda")] == [
         "triton",
         "invariant",

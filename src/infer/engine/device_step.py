@@ -15,14 +15,15 @@ ordinary way, after both, and the rules of programmatic dependent launch (kernel
 of branches.
 
     backend     rows that decode           chunks of prompts
-    auto        few Triton, many CUDA C++  Triton; those in `dense` cuDNN (kernels/attention_dense.py)
+    auto        CUDA C++, or Triton        Triton; those in `dense` cuDNN (kernels/attention_dense.py)
     triton      Triton                     as auto
     cuda        CUDA C++                   Triton
     flash       Triton                     PyTorch's FlashAttention if every chunk is fresh, otherwise Triton
     invariant   Triton's kernel for prompts, for both: one order of additions, wherever a token is computed
 
-Rows are few while they have no more than `PROJECTED_HEADS` kv heads in all: up to there the kernel that takes
-the projection is faster.
+Rows are few while they have no more than `PROJECTED_HEADS` kv heads in all: up to there a kernel that takes
+the projection is faster. With `auto` many rows are CUDA C++'s; so are few, up to `FASTER_UP_TO`, unless there
+are chunks of prompts beside them.
 
 Shapes:  T tokens, S of them rows that decode, N query heads, G kv heads, H head size.
 """
@@ -42,6 +43,11 @@ from infer.kernels.attention_decode import PROJECTED_HEADS, DecodeWork, attend_d
 from infer.kernels.attention_dense import Batch, DenseAttention
 from infer.kernels.attention_prefill import PrefillChunks, attend_prefill, check_flash
 from infer.kernels.cuda.decode_attention import attend_decode_cuda, compile_attend_decode
+from infer.kernels.cuda.decode_projected import (
+    FASTER_UP_TO,
+    attend_projected_cuda,
+    compile_attend_projected,
+)
 from infer.kernels.dispatch import use_triton
 from infer.kernels.heads import HeadTransform
 from infer.kernels.linear_configs import MAX_SMALL_M
@@ -50,7 +56,7 @@ from infer.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-_PROJECTED_BY_TRITON = ("auto", "triton", "flash")
+_PROJECTED = ("auto", "triton", "flash", "cuda")
 
 
 class DeviceStep(StepContext):
@@ -103,13 +109,19 @@ class DeviceStep(StepContext):
         """One kernel from the projection to the output, where every token is a row that decodes."""
         num_rows = self._num_rows
         decodes_only = self._chunks is None and self._dense is None and 0 < num_rows == qkv_TX.shape[0]
-        if not decodes_only or self._backend not in _PROJECTED_BY_TRITON or not use_triton(qkv_TX):
+        if not decodes_only or self._backend not in _PROJECTED or not use_triton(qkv_TX):
             return None
         if not _are_few(num_rows, transform.num_kv_heads):
             return None
+        keys, values = self._store.keys[layer], self._store.values[layer]
+        is_faster = num_rows * transform.num_kv_heads <= FASTER_UP_TO.get(keys.shape[2], 0)
+        if self._backend == "cuda" or (self._backend == "auto" and is_faster):
+            return attend_projected_cuda(
+                qkv_TX, transform, keys, values, self._tables_RB, self._work,
+                block_size=self._block_size, scale=scale, window=window,
+            )  # fmt: skip
         return attend_projected(
-            qkv_TX, transform, self._store.keys[layer], self._store.values[layer],
-            self._tables_RB, self._rows_S, self._lens_S, self._work,
+            qkv_TX, transform, keys, values, self._tables_RB, self._rows_S, self._lens_S, self._work,
             block_size=self._block_size, scale=scale, window=window,
         )  # fmt: skip
 
@@ -175,20 +187,23 @@ def prepare_backend(
 ) -> str:
     """The backend of an engine's steps; what it needs is compiled, or is an error, before the first of them.
 
-    `auto` does without CUDA C++ where it cannot be had, and where no batch is large enough to want it.
+    `auto` does without CUDA C++ where it cannot be had.
     """
     if asked == "flash":
         check_flash(store.device, config.head_dim)
     if asked not in ("auto", "cuda"):
         return asked
     is_auto = asked == "auto"
-    if is_auto and (store.device.type != "cuda" or _are_few(max_batch_size, config.num_kv_heads)):
+    if is_auto and store.device.type != "cuda":
         return "triton"
+    sizes = {
+        "num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim,
+        "block_size": block_size,
+    }  # fmt: skip
     try:
-        compile_attend_decode(
-            store.keys[0].dtype, store.device, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim, block_size=block_size,
-        )  # fmt: skip
+        if not is_auto or not _are_few(max_batch_size, config.num_kv_heads):
+            compile_attend_decode(store.keys[0].dtype, store.device, **sizes)
+        compile_attend_projected(store.keys[0].dtype, store.device, has_norm=config.qk_norm, **sizes)
     except ConfigError as error:
         if not is_auto:
             raise

@@ -1,18 +1,23 @@
-/* A GPU in one thread: enough of CUDA C++ to run `decode_attention.cu` block by block on a CPU.
+/* A GPU in one thread: enough of CUDA C++ to run the kernels of decode attention block by block on a CPU.
 
    Each thread of a block is a coroutine with a stack of its own. They take turns; one gives up its turn where it
    would wait for others, at a barrier or where a warp does something together. What a warp exchanges is kept in
    two boards that take turns as well: a fast lane may post its next value before a slow one has read the last. A
    coroutine is entered once through its context and from then on by a jump, which spares a system call per turn.
 
-   KERNEL_SOURCE is the .cu file. A launch is `emulate(blocks, threads, arguments)`, with addresses of arguments as
-   the driver's cuLaunchKernelEx has them. */
+   A GPU reads 8 or 16 bytes only at a multiple of 8 or 16; a CPU does not mind. So vectors are declared as they
+   are there, and the compiler checks each use of one (`-fsanitize=alignment`) and reports to us. Shared variables
+   are laid out as a GPU's compiler would: in their order, each aligned as it was declared and no better.
+
+   KERNEL_SOURCE is the .cu file, KERNEL the function in it. A launch is `emulate(blocks, threads, arguments)`, with
+   addresses of arguments as the driver's cuLaunchKernelEx has them; it returns what went wrong, or null. */
 
 #include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -21,17 +26,27 @@
 #define __device__ static inline
 #define __global__
 #define __launch_bounds__(...)
-#define __shared__ static
+#define __shared__ static __attribute__((section("shared"), aligned(4)))
+#define __align__(size) __attribute__((aligned(size)))
+__shared__ __align__(16) __attribute__((used)) char shared_memory_starts_here[16];
 
 using std::max;
 using std::min;
 
-struct uint4 { unsigned int x, y, z, w; };
-struct uint2 { unsigned int x, y; };
-struct int4 { int x, y, z, w; };
-struct float4 { float x, y, z, w; };
+struct alignas(16) uint4 { unsigned int x, y, z, w; };
+struct alignas(8) uint2 { unsigned int x, y; };
+struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
 struct Index { unsigned int x; };
 static Index blockIdx, gridDim, threadIdx;
+
+static char fault[400];  // the first one
+
+struct SourceLocation { const char* file; unsigned int line, column; };
+extern "C" void __ubsan_handle_type_mismatch_v1(SourceLocation* where, unsigned long address) {
+    if (!fault[0]) snprintf(fault, sizeof fault, "%s:%u: misaligned: 0x%lx", where->file, where->line, address);
+}
 
 constexpr unsigned int WARP_SIZE = 32, MAX_THREADS = 1024;
 constexpr size_t STACK = 64 << 10;
@@ -106,6 +121,8 @@ static float __shfl_xor_sync(unsigned int, float value, int distance) {
     return __uint_as_float(exchange({{__float_as_uint(value)}})[lane ^ distance].w[0]);
 }
 
+static unsigned int __shfl_sync(unsigned int, unsigned int value, int lane) { return exchange({{value}})[lane].w[0]; }
+
 static bool __any_sync(unsigned int, bool is_set) {
     const Words* all = exchange({{is_set}});
     return std::any_of(all, all + WARP_SIZE, [](const Words& x) { return x.w[0]; });
@@ -138,14 +155,19 @@ static unsigned int transpose(unsigned int row) {
 // ---- what a thread does alone --------------------------------------------------------------------
 
 static unsigned int pack(float low, float high) { return to_bits(low) | (unsigned int)to_bits(high) << 16; }
+static float2 unpack(unsigned int pair) { return float2{half_of(pair, 0), half_of(pair, 1)}; }
 static float power_of_two(float x) { return exp2f(x); }
+static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static uint4 load_stream(const unsigned short* at) { return *reinterpret_cast<const uint4*>(at); }
 static int take_ticket(int* counter) { return (*counter)++; }
+static void prefetch(const unsigned short* at) { volatile unsigned short read = *at; }  // it must be there
 static void let_next_start() {}
 static void wait_for_before() {}
 static void __threadfence() {}
 template <typename T>
 static T __ldcg(const T* address) { return *address; }
+template <typename T>
+static void __stcg(T* address, const T& x) { *address = x; }
 
 static unsigned int __byte_perm(unsigned int a, unsigned int b, unsigned int selector) {
     const unsigned long long both = a | (unsigned long long)b << 32;
@@ -197,13 +219,15 @@ static void call(void (*kernel)(A...), void** arguments) {
     call(kernel, arguments, std::index_sequence_for<A...>{});
 }
 
-extern "C" void emulate(unsigned int num_blocks, unsigned int threads_of_block, void** arguments) {
-    body = [](void** given) { call(decode_attention, given); };
+extern "C" const char* emulate(unsigned int num_blocks, unsigned int threads_of_block, void** arguments) {
+    body = [](void** given) { call(KERNEL, given); };
     body_arguments = arguments;
     gridDim = Index{num_blocks};
     num_threads = threads_of_block;
+    fault[0] = 0;
     for (unsigned int x = 0; x < num_blocks; ++x) {
         blockIdx = Index{x};
         run_block();
     }
+    return fault[0] ? fault : nullptr;
 }

@@ -1,4 +1,4 @@
-"""`decode_attention.cu` on a CPU: compiled by the system's C++ compiler, a block's threads taking turns."""
+"""Decode attention in CUDA C++ on a CPU: by the system's C++ compiler, a block's threads taking turns."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,32 +23,46 @@ EMULATOR = Path(__file__).with_name("emulated_cuda.cpp")
 
 
 @functools.cache
-def compile_library(defines: Defines) -> ctypes.CDLL:
+def compile_library(source: Path, defines: Defines) -> ctypes.CDLL:
     compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
     if compiler is None:
         pytest.skip("needs a C++ compiler")
     flags = [f"-D{name}={value}" for name, value in defines]
     with tempfile.TemporaryDirectory() as scratch:
-        library = Path(scratch) / "emulated.so"
-        command = [compiler, "-std=c++17", "-O2", "-w", "-shared", "-fPIC", *flags]
-        command += [f'-DKERNEL_SOURCE="{decode_attention.SOURCE}"', str(EMULATOR), "-o", str(library)]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert answer.returncode == 0, answer.stderr
-        return ctypes.CDLL(str(library))
+        made, library = Path(scratch) / "emulated.o", Path(scratch) / "emulated.so"
+        flags += [f'-DKERNEL_SOURCE="{source}"', f"-DKERNEL={source.stem}"]
+        flags += ["-fsanitize=alignment", "-fno-toplevel-reorder"]  # the emulator explains
+        flags += ["-std=c++17", "-O2", "-w", "-fPIC"]
+        run(compiler, *flags, "-c", str(EMULATOR), "-o", str(made))
+        run(compiler, "-shared", str(made), "-o", str(library))
+        loaded = ctypes.CDLL(str(library))
+    loaded.emulate.restype = ctypes.c_char_p
+    return loaded
+
+
+def run(*command: str) -> None:
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert answer.returncode == 0, answer.stderr
 
 
 class EmulatedLaunch:
     """Launches like `PreparedLaunch`, and returns when every block has run."""
 
-    def __init__(self, defines: Defines) -> None:
-        self.library, self.num_threads = compile_library(defines), 32 * dict(defines)["WARPS"]
+    def __init__(
+        self,
+        defines: Defines,
+        source: Path = decode_attention.SOURCE,
+        types: Sequence[Any] = decode_attention._TYPES,
+    ) -> None:
+        self.library, self.num_threads = compile_library(source, defines), 32 * dict(defines)["WARPS"]
+        self.types = types
         self.grids: list[int] = []
 
     def __call__(self, num_blocks: int, *arguments: int | float) -> None:
         self.grids.append(num_blocks)
-        types: tuple[Any, ...] = decode_attention._TYPES
-        values = [of_type(value) for of_type, value in zip(types, arguments, strict=True)]
-        self.library.emulate(num_blocks, self.num_threads, as_pointers(values))
+        values = [of_type(value) for of_type, value in zip(self.types, arguments, strict=True)]
+        fault = self.library.emulate(num_blocks, self.num_threads, as_pointers(values))
+        assert fault is None, fault.decode()
 
 
 def plan_on_host(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +30,32 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     LAUNCHES.clear()
     monkeypatch.setattr(decode_attention, "prepare_launch", prepare)
-    monkeypatch.setattr(decode_attention, "_index", lambda device: 0)
+    monkeypatch.setattr(decode_attention, "index_of", lambda device: 0)
+
+
+KERNEL_OF_ONE_LOAD = """
+__shared__ float one;
+__shared__ __align__(ALIGNMENT) float two[2];
+extern "C" void one_load(float* out) {
+    one = two[0] = two[1] = 1.0f;
+    *out = reinterpret_cast<const float2*>(two)->x;
+}
+"""
+
+
+@pytest.mark.parametrize("alignment", [4, 8])
+def test_the_emulator_refuses_what_a_gpu_would(alignment: int, tmp_path: Path) -> None:
+    """Without a word about it an array is aligned as its elements are, and stands behind another."""
+    source = tmp_path / "one_load.cu"
+    source.write_text(KERNEL_OF_ONE_LOAD)
+    defines = (("ALIGNMENT", alignment), ("IS_BFLOAT16", 1), ("WARPS", 1))
+    launch, out = EmulatedLaunch(defines, source, [ctypes.c_void_p]), torch.zeros(1)
+    if alignment == 4:
+        with pytest.raises(AssertionError, match=r"one_load\.cu:6: misaligned"):
+            launch(1, out.data_ptr())
+    else:
+        launch(1, out.data_ptr())
+        assert out.item() == 1.0
 
 
 def make_work(heads: Heads, *, max_rows: int, max_len: int, split_len: int) -> DecodeWork:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from infer.errors import ConfigError
-from infer.kernels.cuda import build
+from infer.kernels.cuda import build, decode_projected
 from infer.kernels.cuda.build import (
     BuildError,
     compile_source,
@@ -150,7 +150,7 @@ def test_an_nvcc_that_does_not_run_says_why(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("compile_with", [compile_with_nvrtc, compile_with_nvcc])
-def test_a_gpus_compiler_accepts_the_kernel(compile_with: Callable[[Path, Sequence[str]], bytes]) -> None:
+def test_a_gpus_compiler_accepts_the_kernels(compile_with: Callable[[Path, Sequence[str]], bytes]) -> None:
     """No GPU is needed for that, only the compiler; NVRTC refuses what nvcc takes for code of the host."""
     if compile_with is compile_with_nvcc and shutil.which("nvcc") is None:
         pytest.skip("needs nvcc")
@@ -165,6 +165,11 @@ def test_a_gpus_compiler_accepts_the_kernel(compile_with: Callable[[Path, Sequen
         defines = defines_of(dtype, block_size=16, pdl=arch == "sm_90", **dataclasses.asdict(heads))
         cubin = compile_with(SOURCE, options(arch, dict(defines)))
         assert cubin.startswith(b"\x7fELF") and b"decode_attention" in cubin
+        defines = decode_projected.defines_of(
+            dtype, block_size=16, has_norm=arch == "sm_90", pdl=arch == "sm_90", **dataclasses.asdict(heads)
+        )
+        cubin = compile_with(decode_projected.SOURCE, options(arch, dict(defines)))
+        assert cubin.startswith(b"\x7fELF") and b"decode_projected" in cubin
 
 
 def test_the_kernel_is_installed_with_the_package() -> None:

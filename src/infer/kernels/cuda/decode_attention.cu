@@ -66,14 +66,14 @@
 
 #include "decode_parts.cuh"
 
-struct Item {
-    int s, row, first, end, split, num_splits;
-};
-
-__device__ Item read_item(const int4* items, int index, bool exists) {
-    if (!exists) return Item{0, 0, 0, 0, 0, 0};  // without positions
-    const int4 x = items[2 * index], y = items[2 * index + 1];
-    return Item{x.x, x.y, x.z, x.w, y.x, y.y};
+// Of 4 elements, from all splits of a row: registers are full of the next item, so one after the other.
+__device__ Merged merge_splits(const float* sums, const float* maxima, const float* denominators, int num_splits) {
+    Merged merged = {{0.0f, 0.0f, 0.0f, 0.0f}, LOWEST, 0.0f};
+    for (int i = 0; i < num_splits; ++i) merged.maximum = fmaxf(merged.maximum, __ldcg(maxima + i * N));
+    for (int i = 0; i < num_splits; ++i)
+        add_part(merged, __ldcg(reinterpret_cast<const float4*>(sums + (long long)i * N * H)), __ldcg(maxima + i * N),
+                 __ldcg(denominators + i * N));
+    return merged;
 }
 
 // grid: any number of blocks; each strides over the units.
@@ -85,12 +85,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_atte
     Element* out,                    // [S, N, H]
     const int4* __restrict__ items,  // [W, 8 ints]
     const int* __restrict__ num_items,
-    float* sums,          // [S, max_splits, N, H]: weighted values, not yet divided
-    float* maxima,        // [S, max_splits, N]
-    float* denominators,  // the same
-    int* tickets,         // [S, G]
+    float* sums, float* maxima, float* denominators, int* tickets,  // `Scratch`
     long long q_row_stride, long long q_head_stride, long long table_stride, int max_splits, float scale_log2e) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+
+    const Scratch scratch = {sums, maxima, denominators, tickets, max_splits};
 
     // Older than the kernel before: the list and the tables.
     const int num_units = *num_items * G;
@@ -151,41 +150,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_atte
         begin_unit(next_block);
 
         leave_part(softmax, warp, g, t);
-        __syncthreads();
-        const long long out_head = (long long)done.s * N + head * M;
-        const long long row_head = (long long)done.s * max_splits * N + head * M;
-        for (int i = threadIdx.x; i < M * H / 4; i += THREADS) {
-            const int m = i / (H / 4), h = i % (H / 4) * 4;
-            const Merged merged = merge_warps(m, h);
-            if (done.num_splits == 1) {
-                store_out(out + (out_head + m) * H + h, merged);
-                continue;
-            }
-            const long long part = row_head + done.split * N + m;
-            *reinterpret_cast<float4*>(sums + part * H + h) =
-                float4{merged.x[0], merged.x[1], merged.x[2], merged.x[3]};
-            if (h == 0) {
-                maxima[part] = merged.maximum;
-                denominators[part] = merged.denominator;
-            }
-        }
-        if (done.num_splits > 1) {
-            __threadfence();
-            __syncthreads();  // every thread has stored before one of them takes the ticket
-            int* counter = tickets + done.s * G + head;
-            if (threadIdx.x == 0) last_ticket = take_ticket(counter);
-            __syncthreads();
-            if (last_ticket == done.num_splits - 1) {
-                __threadfence();
-                if (threadIdx.x == 0) *counter = 0;
-                for (int i = threadIdx.x; i < M * H / 4; i += THREADS) {
-                    const int m = i / (H / 4), h = i % (H / 4) * 4;
-                    const long long part = row_head + m;
-                    store_out(out + (out_head + m) * H + h,
-                              merge_splits(sums + part * H + h, maxima + part, denominators + part, done.num_splits));
-                }
-            }
-        }
-        __syncthreads();  // the next unit may overwrite what the warps left
+        finish_item(done, head, out, scratch, merge_splits);
     }
 }

@@ -76,7 +76,7 @@ def compile_attend_decode(
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     check_heads(dtype, device, block_size=block_size, **heads)
     pdl = launch_options(device)["PDL"]
-    prepare_launch(defines_of(dtype, pdl=pdl, block_size=block_size, **heads), _index(device), pdl)
+    prepare_launch(defines_of(dtype, pdl=pdl, block_size=block_size, **heads), index_of(device), pdl)
 
 
 def defines_of(
@@ -134,7 +134,7 @@ def attend_decode_cuda(
     pdl = launch_options(q_SNH.device)["PDL"]
     defines = defines_of(q_SNH.dtype, num_heads=N, num_kv_heads=G, head_dim=H, block_size=block_size, pdl=pdl)
     # the list is read before the kernel waits: its author must not be the kernel before
-    launch = prepare_launch(defines, _index(q_SNH.device), pdl and not work.is_fresh)
+    launch = prepare_launch(defines, index_of(q_SNH.device), pdl and not work.is_fresh)
     work.is_fresh = False
     items_W8, num_items = work.work_list(window)
     max_splits = work.max_splits(S)
@@ -150,7 +150,8 @@ def attend_decode_cuda(
     return out
 
 
-def _index(device: torch.device) -> int:
+def index_of(device: torch.device) -> int:
+    """The GPU's number; PyTorch's current one where the device does not say."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 

@@ -1,5 +1,6 @@
 /* What a warp does with 16 positions, and how warps and splits are put together: the pieces of `decode_attention.cu`,
-   whose first comment explains lanes (g, t), fragments and why they are loaded as they are. */
+   whose first comment explains lanes (g, t), fragments and why they are loaded as they are, and of
+   `decode_projected.cu`. */
 
 typedef unsigned short Element;
 typedef unsigned int Pair;  // two elements, the first one in the lower half
@@ -49,6 +50,18 @@ __device__ Pair pack(float low, float high) {
     return pair;
 }
 
+__device__ float2 unpack(Pair pair) {
+#if IS_BFLOAT16
+    return float2{__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+#else
+    float2 x;
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
+        : "=f"(x.x), "=f"(x.y)
+        : "r"(pair));
+    return x;
+#endif
+}
+
 __device__ float power_of_two(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -63,6 +76,8 @@ __device__ uint4 load_stream(const Element* at) {
                  : "l"(at));
     return x;
 }
+
+__device__ void prefetch(const Element* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
 __device__ int take_ticket(int* counter) {  // what its holder wrote before can be seen by whoever draws a later one
     int ticket;
@@ -190,7 +205,9 @@ __device__ void hide_values(Values& v, int first, int end, int t) {
 
 // ---- putting together ----------------------------------------------------------------------------
 
-__shared__ float warp_sums[WARPS][M][H], warp_maxima[WARPS][M], warp_denominators[WARPS][M];
+// Aligned by decree: the compiler puts shared arrays one after the other, and 4 floats are stored at once.
+__shared__ __align__(16) float warp_sums[WARPS][M][H];
+__shared__ float warp_maxima[WARPS][M], warp_denominators[WARPS][M];
 __shared__ int last_ticket;
 
 struct Merged {  // 4 elements of a head
@@ -237,18 +254,70 @@ __device__ Merged merge_warps(int m, int h) {
     return merged;
 }
 
-// cg: other multiprocessors wrote it, so it is in L2; our own L1 must not be asked
-__device__ Merged merge_splits(const float* sums, const float* maxima, const float* denominators, int num_splits) {
-    Merged merged = {{0.0f, 0.0f, 0.0f, 0.0f}, LOWEST, 0.0f};
-    for (int i = 0; i < num_splits; ++i) merged.maximum = fmaxf(merged.maximum, __ldcg(maxima + i * N));
-    for (int i = 0; i < num_splits; ++i)
-        add_part(merged, __ldcg(reinterpret_cast<const float4*>(sums + (long long)i * N * H)), __ldcg(maxima + i * N),
-                 __ldcg(denominators + i * N));
-    return merged;
-}
-
 __device__ void store_out(Element* out, const Merged& merged) {
     const float scale = merged.denominator == 0.0f ? 0.0f : 1.0f / merged.denominator;  // 0: padding
     *reinterpret_cast<uint2*>(out) =
         uint2{pack(merged.x[0] * scale, merged.x[1] * scale), pack(merged.x[2] * scale, merged.x[3] * scale)};
+}
+
+// ---- work ----------------------------------------------------------------------------------------
+
+struct Item {
+    int s, row, first, end, split, num_splits, length;
+};
+
+__device__ Item read_item(const int4* items, int index, bool exists) {
+    if (!exists) return Item{0, 0, 0, 0, 0, 0, 0};  // without positions
+    const int4 x = items[2 * index], y = items[2 * index + 1];
+    return Item{x.x, x.y, x.z, x.w, y.x, y.y, y.z};
+}
+
+struct Scratch {          // where parts of rows wait for each other
+    float* sums;          // [S, max_splits, N, H]: weighted values, not yet divided
+    float* maxima;        // [S, max_splits, N]
+    float* denominators;  // the same
+    int* tickets;         // [S, G]
+    int max_splits;
+};
+
+// All warps have left their parts of an item: put them together, and with the row's other splits if they are done.
+// `merge` adds the splits of 4 elements. What other multiprocessors write or have written is in L2: stored and loaded
+// with `cg`, past our own L1. A ticket makes visible what every thread stored before the barrier, not its holder alone.
+template <typename Merge>
+__device__ void finish_item(const Item& item, int head, Element* out, const Scratch& scratch, const Merge& merge) {
+    __syncthreads();
+    const long long out_head = (long long)item.s * N + head * M;
+    const long long row_head = (long long)item.s * scratch.max_splits * N + head * M;
+    for (int i = threadIdx.x; i < M * H / 4; i += THREADS) {
+        const int m = i / (H / 4), h = i % (H / 4) * 4;
+        const Merged merged = merge_warps(m, h);
+        if (item.num_splits == 1) {
+            store_out(out + (out_head + m) * H + h, merged);
+            continue;
+        }
+        const long long part = row_head + item.split * N + m;
+        __stcg(reinterpret_cast<float4*>(scratch.sums + part * H + h),
+               float4{merged.x[0], merged.x[1], merged.x[2], merged.x[3]});
+        if (h == 0) {
+            __stcg(scratch.maxima + part, merged.maximum);
+            __stcg(scratch.denominators + part, merged.denominator);
+        }
+    }
+    if (item.num_splits > 1) {
+        __syncthreads();  // every thread has stored before one of them takes the ticket
+        int* counter = scratch.tickets + item.s * G + head;
+        if (threadIdx.x == 0) last_ticket = take_ticket(counter);
+        __syncthreads();
+        if (last_ticket == item.num_splits - 1) {
+            if (threadIdx.x == 0) *counter = 0;
+            for (int i = threadIdx.x; i < M * H / 4; i += THREADS) {
+                const int m = i / (H / 4), h = i % (H / 4) * 4;
+                const long long part = row_head + m;
+                store_out(out + (out_head + m) * H + h,
+                          merge(scratch.sums + part * H + h, scratch.maxima + part, scratch.denominators + part,
+                                item.num_splits));
+            }
+        }
+    }
+    __syncthreads();  // the next item may overwrite what the warps left
 }

@@ -1,0 +1,103 @@
+"""The CUDA kernel that takes the projection, without a GPU: its threads taking turns on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from infer.kernels.attention_decode import DecodeWork, attend_projected_reference
+from infer.kernels.cuda import decode_projected
+from infer.kernels.cuda.decode_projected import attend_projected_cuda
+from tests.unit.kernels.attention_contract import Heads, assert_close, make_paged
+from tests.unit.kernels.emulated_cuda import EmulatedLaunch, plan_on_host
+from tests.unit.kernels.kernel_contract import FramedTensor
+from tests.unit.kernels.projected_contract import make_transform, newest_slots
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(defines: Any, device: int, starts_early: bool) -> EmulatedLaunch:
+        return EmulatedLaunch(defines, decode_projected.SOURCE, decode_projected._TYPES)
+
+    torch.manual_seed(0)
+    monkeypatch.setattr(decode_projected, "prepare_launch", prepare)
+    monkeypatch.setattr(decode_projected, "index_of", lambda device: 0)
+    monkeypatch.setattr(decode_projected, "launch_options", lambda device: {"PDL": True})
+
+
+def check(
+    lens: list[int],
+    heads: Heads,
+    *,
+    dtype: torch.dtype = torch.float16,
+    block_size: int = 16,
+    split_len: int = 1024,
+    window: int | None = None,
+    has_norm: bool = True,
+    offset: float = 0.0,
+) -> None:
+    rows = torch.randperm(len(lens)).int()
+    lens_S = torch.tensor(lens, dtype=torch.int32)[rows.long()]
+    rows = torch.where(lens_S > 0, rows, -1)
+    work = DecodeWork(
+        max_rows=len(lens) + 2, max_len=max(lens), num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim, device="cpu", split_len=split_len,
+    )  # fmt: skip
+    for scratch in (work.sums, work.maxima, work.denominators):
+        scratch.fill_(torch.nan)
+    work.num_sms = 1
+    plan_on_host(work, rows, lens_S, window=window)
+    for _ in range(2):
+        transform = make_transform(
+            heads, dtype=dtype, device="cpu", has_norm=has_norm, offset=offset, num_positions=max(lens)
+        )
+        paged = make_paged(lens, heads, block_size=block_size, dtype=dtype, device="cpu")
+        newest = newest_slots(paged, rows, lens_S)
+        paged.keys[newest] = paged.values[newest] = torch.nan
+        stores = [store.clone() for store in (paged.keys, paged.values)]
+        num_heads = heads.num_heads + 2 * heads.num_kv_heads
+        qkv = FramedTensor((len(lens), num_heads * heads.head_dim), dtype, "cpu").view
+        if qkv.stride(0) % 8 or qkv.data_ptr() % 16:
+            wide = torch.full((len(lens), qkv.shape[1] + 16), torch.nan, dtype=dtype)
+            qkv = wide[:, 8:-8].copy_(qkv)
+        how: dict[str, Any] = {"block_size": block_size, "scale": 0.1, "window": window}
+        actual = attend_projected_cuda(qkv, transform, paged.keys, paged.values, paged.tables, work, **how)
+        expected = attend_projected_reference(
+            qkv, transform, stores[0], stores[1], paged.tables, rows, lens_S, **how
+        )
+        assert_close(actual, expected)
+        assert_close(paged.keys[newest], stores[0][newest])
+        assert torch.equal(paged.values[newest], stores[1][newest])
+        for actual_store, expected_store in zip((paged.keys, paged.values), stores, strict=True):
+            actual_store[newest] = expected_store[newest] = 0.0
+            torch.testing.assert_close(actual_store, expected_store, rtol=0, atol=0, equal_nan=True)
+        assert not work.tickets.any()
+
+
+@pytest.mark.parametrize(
+    "heads", [Heads(4, 2, 128), Heads(8, 2, 64), Heads(8, 1, 128), Heads(7, 1, 64), Heads(3, 3, 64)], ids=str
+)
+@pytest.mark.parametrize("split_len", [32, 1024])
+def test_at_lengths_around_a_tile_a_block_and_a_split(heads: Heads, split_len: int) -> None:
+    check([1, 2, 16, 17, 32, 33, 70, 0, 150], heads, split_len=split_len)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("has_norm", "offset"), [(False, 0.0), (True, 1.0)])
+def test_norms(dtype: torch.dtype, has_norm: bool, offset: float) -> None:
+    check([5, 33, 70], Heads(8, 2, 64), dtype=dtype, has_norm=has_norm, offset=offset)
+
+
+@pytest.mark.parametrize("window", [1, 40])
+def test_windows(window: int) -> None:
+    check([1, 2, 41, 0, 97, 200], Heads(8, 2, 64), window=window, split_len=48)
+
+
+def test_larger_blocks_and_more_units_than_blocks() -> None:
+    check([150, 2, 65, 0, 12], Heads(8, 2, 64), block_size=48, split_len=16)
+
+
+def test_many_splits() -> None:
+    check([300], Heads(4, 2, 128), split_len=16)
