@@ -204,6 +204,7 @@ class CtrlC:  # pressed while a module of the command line is looked for
             except KeyboardInterrupt:  # as the import system may do it
                 raise TypeError("expected a message argument") from None
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 sys.meta_path.insert(0, CtrlC())
 {door}
 """
@@ -219,7 +220,7 @@ sys.meta_path.insert(0, CtrlC())
 )
 def test_ctrl_c_while_importing_ends_quietly(door: str) -> None:
     command = [sys.executable, "-c", IMPATIENT.format(pressed_at="infer.cli.flags", door=door)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
@@ -239,7 +240,7 @@ def test_ctrl_c_while_torch_is_imported_ends_quietly(arguments: list[str]) -> No
     """It takes seconds, and what Ctrl-C raises in it is lost or comes out as an ImportError."""
     door = f"from infer.__main__ import main; sys.exit(main({arguments}))"
     command = [sys.executable, "-c", IMPATIENT.format(pressed_at="torch", door=door)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
