@@ -80,7 +80,7 @@ def test_a_plan_of_transfers_only_moves_blocks_and_runs_nothing() -> None:
     block.fill_(1.5)
     moves = (Transfer(COPY, 3, 5), Transfer(SWAP_OUT, 5, 1), Transfer(SWAP_IN, 1, 8))
     result = runner.run(StepPlan(1, (), (), moves), [])
-    assert result == ([], [], {})
+    assert (result.ids, result.logprobs, result.prompt_logprobs) == ([], [], {})
     assert torch.equal(store._data[:, :, 8], block)
     assert torch.equal(store._data[:, :, 5], block)
     assert not store._data[:, :, 4].any()

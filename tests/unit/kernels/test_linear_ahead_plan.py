@@ -144,6 +144,7 @@ def test_without_a_compiler_triton_computes_and_the_log_says_why(
         return b"cubin"
 
     monkeypatch.setattr(build, "make_cubin", fail_at_the_third)
+    monkeypatch.setattr(logging.getLogger("infer"), "propagate", True)  # another test may have set it up
     with caplog.at_level(logging.INFO):
         assert not prepare(MATRICES, GPU)
     assert not ready
