@@ -209,7 +209,7 @@ def read_peers(paths: Sequence[Path], known: Sequence[str]) -> list[dict[str, An
     return found
 
 
-def measure(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
+def measure(directory: Path, args: argparse.Namespace) -> None:
     """Everything about one shape."""
     start = time.perf_counter()
     loaded = load_random(directory, dtype="bfloat16", device="cuda", max_seq_len=args.max_seq_len)
@@ -253,12 +253,20 @@ def measure(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
             f"{row['floor_share']:6.1%} of the floor   {peers}",
             flush=True,
         )
+        write(found, args)
     if not args.quick:
         found["cpu_us_per_step"] = {str(n): round(cpu_per_step(engine, n), 1) for n in (1, 64, 256)}
         found["prefix_8k"] = prefix_gain(engine)
         found["mixed_load"] = gaps_under_load(engine)
         print({key: found[key] for key in ("cpu_us_per_step", "prefix_8k", "mixed_load")}, flush=True)
-    return found
+    write(found, args)
+
+
+def write(found: dict[str, Any], args: argparse.Namespace) -> None:
+    """What is known so far, after every workload: a run that is cut short has not been for nothing."""
+    if args.out_dir:
+        path = args.out_dir / f"gpu-{found['model']}.json"
+        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> int:
@@ -281,10 +289,7 @@ def main() -> int:
         return 2
     args.peers = read_peers(args.peer, args.peer_version)
     for directory in args.configs:
-        found = measure(directory, args)
-        if args.out_dir:
-            path = args.out_dir / f"gpu-{directory.name}.json"
-            path.write_text(json.dumps(found, indent=1) + "\n")
+        measure(directory, args)
         gc.unfreeze()
         gc.collect()
         torch.cuda.empty_cache()
