@@ -67,7 +67,8 @@ async def create_embeddings(body: EmbeddingRequest, http: HttpRequest) -> Respon
             )
     except TimeoutError:
         raise RequestTimeout(f"the embeddings were not ready after {limit:g} s; send fewer inputs") from None
-    vectors = [to_unit(vector) for vector in vectors] if is_unit else vectors
+    if is_unit:  # beside the event loop: millions of numbers take a while, and others are being answered
+        vectors = await asyncio.to_thread(lambda found: [to_unit(vector) for vector in found], vectors)
     num_tokens = sum(len(each) for each in ids)
     return json_response(
         {
