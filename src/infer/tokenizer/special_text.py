@@ -19,6 +19,8 @@ from tokenizers import AddedToken
 
 from infer.errors import CheckpointError
 
+_MAX_LEVELS = 32
+
 
 class Occurrence(NamedTuple):
     """text[start:stop] is replaced by the token; `content` is its spelling."""
@@ -41,12 +43,7 @@ class SpecialText:
 
     def __init__(self, tokens: Iterable[AddedToken]) -> None:
         self._edges = {token.content: _Edges(token.lstrip, token.rstrip) for token in tokens if token.content}
-        try:
-            self._pattern = re.compile(_trie_pattern(sorted(self._edges))) if self._edges else None
-        except RecursionError:
-            raise CheckpointError(
-                "hundreds of special tokens begin with one another; no real vocabulary has such a chain"
-            ) from None
+        self._pattern = re.compile(_trie_pattern(sorted(self._edges))) if self._edges else None
 
     def find(self, text: str, mark: str = "") -> Iterator[Occurrence]:
         """Yield each occurrence from left to right, never overlapping, except those that `guard` marked."""
@@ -77,8 +74,12 @@ class SpecialText:
         return self._pattern.sub(lambda match: "".join(char + mark for char in match[0]), text)
 
 
-def _trie_pattern(words: list[str]) -> str:
+def _trie_pattern(words: list[str], levels: int = _MAX_LEVELS) -> str:
     """A pattern that matches any of these sorted words, the longest that fits."""
+    if levels == 0:  # each of them holds a copy of the words
+        raise CheckpointError(
+            f"more than {_MAX_LEVELS} special tokens begin with one another, as in no real vocabulary"
+        )
     groups: dict[str, list[str]] = {}
     for word in words:
         if word:
@@ -86,7 +87,9 @@ def _trie_pattern(words: list[str]) -> str:
     branches = []
     for group in groups.values():
         shared = _shared_start(group)
-        branches.append(re.escape(shared) + _trie_pattern([word[len(shared) :] for word in group]))
+        branches.append(
+            re.escape(shared) + _trie_pattern([word[len(shared) :] for word in group], levels - 1)
+        )
     if not branches:
         return ""
     pattern = branches[0] if len(branches) == 1 else "(?:" + "|".join(branches) + ")"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -47,9 +48,26 @@ def test_white_space_belongs_to_a_token_that_asks_for_it() -> None:
     assert [found[:2] for found in special.find("a \n<m>  b <n> c")] == [(1, 8), (10, 13)]
 
 
-def test_a_long_chain_of_special_tokens_is_refused() -> None:
+def test_a_long_chain_of_special_tokens_is_refused_before_it_fills_the_memory() -> None:
+    tokens = [AddedToken("<" + "x" * length) for length in range(2000)]  # 2 MB, and a copy for every link
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match="begin with one another"):
+            SpecialText(tokens)
+        assert tracemalloc.get_traced_memory()[1] < 200 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_deep_branches_that_are_no_tokens_are_refused_as_well() -> None:
+    words = ["x" * depth + "y" for depth in range(1, 1000)]
     with pytest.raises(CheckpointError, match="begin with one another"):
-        SpecialText([AddedToken("<" + "x" * length) for length in range(5000)])
+        SpecialText([AddedToken(word) for word in words])
+
+
+def test_a_short_chain_is_found_by_its_longest_link() -> None:
+    special = SpecialText([AddedToken("<" + "x" * length) for length in range(20)])
+    assert [found[:2] for found in special.find("a<xx<xxx b")] == [(1, 4), (4, 8)]
 
 
 def test_a_vocabulary_without_special_tokens_finds_nothing() -> None:
