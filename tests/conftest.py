@@ -8,16 +8,13 @@ Property tests draw the same examples in every run, so that a failure is of the 
 day; `pytest --hypothesis-profile=default` draws fresh ones.
 
 `checkpoint` is the one tiny model of whoever needs any: a Llama with random weights, to be read only.
-A test that sets up the log leaves it as it was: the next one may want to read it.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -25,15 +22,6 @@ import pytest
 
 hypothesis.settings.register_profile("fixed", derandomize=True)
 hypothesis.settings.load_profile("fixed")
-
-
-@pytest.fixture(autouse=True)
-def _log_stays_as_it_was() -> Iterator[None]:
-    logger = logging.getLogger("infer")
-    level, handlers, propagates = logger.level, list(logger.handlers), logger.propagate
-    yield
-    logger.setLevel(level)
-    logger.handlers, logger.propagate = handlers, propagates
 
 
 @functools.cache
