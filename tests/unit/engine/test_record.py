@@ -108,7 +108,8 @@ def test_a_disk_that_fills_up_ends_the_recording_and_not_the_engine(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel refuses to let the file grow past a limit, in the middle of a line."""
-    monkeypatch.setattr(logging.getLogger("infer"), "propagate", True)
+    for name, value in {"handlers": [], "propagate": True}.items():  # another test may have set it up
+        monkeypatch.setattr(logging.getLogger("infer"), name, value)
     path = tmp_path / "r.jsonl"
     with Recorder(path) as recorder:
         recorder.on_start(make_facts())
