@@ -120,9 +120,9 @@ def test_linears_that_hold_their_weights_early_make_the_tokens_of_triton(
     make_checkpoint(family, tmp_path / family, sizes=Sizes(hidden_size=256))
 
     def generate(params: SamplingParams) -> tuple[list[Any], int]:
-        launches = Mock(wraps=linear_ahead._launch)
+        launches = Mock(wraps=linear_ahead.launch)
         with monkeypatch.context() as patch:
-            patch.setattr(linear_ahead, "_launch", launches)
+            patch.setattr(linear_ahead, "launch", launches)
             llm = LLM(
                 str(tmp_path / family), device="cuda", dtype="bfloat16", use_cuda_graphs=use_cuda_graphs
             )

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from infer.kernels import dispatch, linear_small
 from infer.kernels.cuda import build, linear_ahead
 from infer.kernels.cuda.ahead_configs import AheadConfig, can_launch
-from infer.kernels.cuda.linear_ahead import Matrix, launch, launch_added, launch_into, prepare
+from infer.kernels.cuda.linear_ahead import Matrix, prepare
 from infer.kernels.linear_configs import SkinnyConfig
+from infer.kernels.linear_small import launch, launch_added, launch_into
 from infer.kernels.linear_stream import Added, Stream
 from tests.unit.kernels.linear_contract import assert_near, gate
 

@@ -253,14 +253,11 @@ def launch(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run the kernel that `plan` is for; a norm can be folded into dot products only."""
-    if isinstance(plan, AheadConfig):
-        assert norm is None and out is None
-        return linear_ahead.launch(plan, x_MK, w, bias_N=bias_N, activation=activation)
     N = w.shape[0] // 2 if activation else w.shape[0]
     y_MN = torch.empty((len(x_MK), N), dtype=x_MK.dtype, device=x_MK.device) if out is None else out
-    if isinstance(plan, SkinnyConfig):
+    if not isinstance(plan, GemvConfig):
         assert norm is None, "tensor cores take what `linear_into` has left"
-        _launch_skinny(plan, x_MK, w, y_MN, bias_N=bias_N, activation=activation)
+        _launch_tiles(plan, x_MK, w, y_MN, bias_N=bias_N, activation=activation)
         return y_MN
     M, K = _check_product(x_MK, w)
     residual = x_MK if norm is None or norm.residual is None else norm.residual
@@ -286,14 +283,12 @@ def launch_into(
     bias_N: torch.Tensor | None = None,
 ) -> Added:
     """Run the kernel with the addition behind it."""
-    if isinstance(plan, AheadConfig):
-        return linear_ahead.launch_into(plan, stream, x_MK, w_NK, bias_N)
     M, N = len(x_MK), len(w_NK)
     scaled_MN = torch.empty((M, N), dtype=x_MK.dtype, device=x_MK.device)
     _check_sum(scaled_MN, stream.residual_MN)
     squares_PM = torch.empty((plan.num_parts(N), M), dtype=torch.float64, device=x_MK.device)
     added = Added(torch.empty_like(scaled_MN), scaled_MN, squares_PM)
-    _launch_skinny(plan, x_MK, w_NK, scaled_MN, bias_N=bias_N, into=(stream, added))
+    _launch_tiles(plan, x_MK, w_NK, scaled_MN, bias_N=bias_N, into=(stream, added))
     return added
 
 
@@ -307,17 +302,15 @@ def launch_added(
     activation: str = "",
 ) -> torch.Tensor:
     """Run the kernel on what the one before has added."""
-    if isinstance(plan, AheadConfig):
-        return linear_ahead.launch_added(plan, added, w, eps=eps, bias_N=bias_N, activation=activation)
     N = w.shape[0] // 2 if activation else w.shape[0]
     x_MK = added.scaled_MN
     y_MN = torch.empty((len(x_MK), N), dtype=x_MK.dtype, device=x_MK.device)
-    _launch_skinny(plan, x_MK, w, y_MN, bias_N=bias_N, activation=activation, added=added, eps=eps)
+    _launch_tiles(plan, x_MK, w, y_MN, bias_N=bias_N, activation=activation, added=added, eps=eps)
     return y_MN
 
 
-def _launch_skinny(
-    plan: SkinnyConfig,
+def _launch_tiles(
+    plan: SkinnyConfig | AheadConfig,
     x_MK: torch.Tensor,
     w: torch.Tensor,
     y_MN: torch.Tensor,
@@ -328,6 +321,12 @@ def _launch_skinny(
     added: Added | None = None,
     eps: float = 0.0,
 ) -> None:
+    """Through the tensor cores, by Triton's kernel or the one in CUDA C++."""
+    if isinstance(plan, AheadConfig):
+        linear_ahead.launch(
+            plan, x_MK, w, y_MN, bias_N=bias_N, activation=activation, into=into, added=added, eps=eps
+        )
+        return
     (M, K), N = _check_product(x_MK, w), y_MN.shape[1]
     stream, result = into or (Stream(x_MK, x_MK, 0.0), added or Added(x_MK, x_MK, x_MK))
     split_len = -(-K // plan.block_k // plan.split_k) * plan.block_k

@@ -11,8 +11,16 @@ import torch.nn.functional as F
 from infer.kernels import linear_small
 from infer.kernels.cuda import linear_ahead
 from infer.kernels.cuda.ahead_configs import AheadConfig
-from infer.kernels.cuda.linear_ahead import launch, launch_added, launch_into
-from infer.kernels.linear_small import added_gated_linear, added_linear, can_add, linear, linear_into
+from infer.kernels.linear_small import (
+    added_gated_linear,
+    added_linear,
+    can_add,
+    launch,
+    launch_added,
+    launch_into,
+    linear,
+    linear_into,
+)
 from infer.kernels.linear_stream import Stream
 from infer.kernels.rms_norm import add_rms_norm_reference
 from tests.unit.kernels.emulated_linear import EmulatedLaunch

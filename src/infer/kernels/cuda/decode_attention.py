@@ -29,7 +29,7 @@ Defines = tuple[tuple[str, int], ...]
 
 _TILE, _MAX_GROUP = 16, 8  # positions and query heads of one instruction
 _OLDEST = (8, 0)  # compute capability: the first with the instruction for bfloat16
-_WARPS = 4
+WARPS = 4
 _BLOCKS_PER_SM = {64: 4, 128: 3}  # by the head size: as many as registers allow
 _TURNS = 4  # blocks for each place on a multiprocessor: whoever is done first takes the next
 _TYPES = (*(ctypes.c_void_p,) * 11, *(ctypes.c_longlong,) * 3, ctypes.c_int, ctypes.c_float)
@@ -79,27 +79,32 @@ def compile_attend_decode(
     prepare_launch(defines_of(dtype, pdl=pdl, block_size=block_size, **heads), index_of(device), pdl)
 
 
-def defines_of(
+def model_defines(
     dtype: torch.dtype, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, pdl: bool
 ) -> Defines:
-    """The constants a model's kernel is compiled with."""
+    """The constants that all kernels for a model's rows that decode are compiled with."""
     return (
         ("IS_BFLOAT16", int(dtype is torch.bfloat16)),
         ("H", head_dim),
         ("G", num_kv_heads),
         ("M", num_heads // num_kv_heads),
         ("BLOCK_SIZE", block_size),
-        ("WARPS", _WARPS),
-        ("BLOCKS_PER_SM", _BLOCKS_PER_SM[head_dim]),
+        ("WARPS", WARPS),
         ("PDL", int(pdl)),
     )
+
+
+def defines_of(dtype: torch.dtype, *, head_dim: int, pdl: bool, **sizes: int) -> Defines:
+    """The constants of this kernel; `sizes` as of `model_defines`."""
+    shared = model_defines(dtype, head_dim=head_dim, pdl=pdl, **sizes)
+    return (*shared, ("BLOCKS_PER_SM", _BLOCKS_PER_SM[head_dim]))
 
 
 @functools.cache
 def prepare_launch(defines: Defines, device: int, starts_early: bool) -> PreparedLaunch:
     """The kernel with these constants, compiled and loaded on the first call."""
     kernels = load_kernels(SOURCE, defines, device)
-    return kernels.prepare("decode_attention", 32 * _WARPS, _TYPES, starts_early=starts_early)
+    return kernels.prepare("decode_attention", 32 * WARPS, _TYPES, starts_early=starts_early)
 
 
 def attend_decode_cuda(

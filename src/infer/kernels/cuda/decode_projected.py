@@ -18,42 +18,23 @@ import torch
 
 from infer.kernels.attention_decode import PROJECTED_HEADS, DecodeWork
 from infer.kernels.cuda.build import PreparedLaunch, load_kernels
-from infer.kernels.cuda.decode_attention import Defines, check_heads, index_of
+from infer.kernels.cuda.decode_attention import WARPS, Defines, check_heads, index_of, model_defines
 from infer.kernels.dispatch import launch_options
 from infer.kernels.heads import HeadTransform
 
 SOURCE = Path(__file__).with_name("decode_projected.cu")
 
 _TYPES = (*(ctypes.c_void_p,) * 15, *(ctypes.c_longlong,) * 2, ctypes.c_int, *(ctypes.c_float,) * 3)
-_WARPS = 4
 _BLOCKS_PER_SM = 2  # and no more are launched: with few rows the plan has an item or two for each
 
 # Up to so many S * G, by the head size, it was measured to be faster than Triton's `attend_projected`.
 FASTER_UP_TO = {64: PROJECTED_HEADS, 128: 64}
 
 
-def defines_of(
-    dtype: torch.dtype,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    has_norm: bool,
-    pdl: bool,
-) -> Defines:
-    """The constants a model's kernel is compiled with."""
-    return (
-        ("IS_BFLOAT16", int(dtype is torch.bfloat16)),
-        ("H", head_dim),
-        ("G", num_kv_heads),
-        ("M", num_heads // num_kv_heads),
-        ("BLOCK_SIZE", block_size),
-        ("WARPS", _WARPS),
-        ("BLOCKS_PER_SM", _BLOCKS_PER_SM),
-        ("HAS_NORM", int(has_norm)),
-        ("PDL", int(pdl)),
-    )
+def defines_of(dtype: torch.dtype, *, has_norm: bool, pdl: bool, **sizes: int) -> Defines:
+    """The constants of this kernel; `sizes` as of `model_defines`."""
+    shared = model_defines(dtype, pdl=pdl, **sizes)
+    return (*shared, ("BLOCKS_PER_SM", _BLOCKS_PER_SM), ("HAS_NORM", int(has_norm)))
 
 
 def compile_attend_projected(
@@ -78,7 +59,7 @@ def compile_attend_projected(
 def prepare_launch(defines: Defines, device: int, starts_early: bool) -> PreparedLaunch:
     """The kernel with these constants, compiled and loaded on the first call."""
     kernels = load_kernels(SOURCE, defines, device)
-    return kernels.prepare("decode_projected", 32 * _WARPS, _TYPES, starts_early=starts_early)
+    return kernels.prepare("decode_projected", 32 * WARPS, _TYPES, starts_early=starts_early)
 
 
 def attend_projected_cuda(

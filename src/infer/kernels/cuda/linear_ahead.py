@@ -1,10 +1,7 @@
 """Linears of few tokens through `linear_ahead.cu`, which holds its weights before the one ahead has finished.
 
-    launch          y = x WT + bias, or act(x WgT) * (x WuT)                    as in linear_small.py
-    launch_into     r = x WT + bias + residual, prepared for the norm that reads it: an `Added`
-    launch_added    the linear, or the gated one, of what was so prepared
-
-An `Added` of one kernel may be read by the other: what it holds does not depend on who made it.
+`linear_small.py` allocates what it fills and says what stands before and behind the product, as for its own
+kernels; an `Added` of one may be read by the other, for what it holds does not depend on who made it.
 
 It is for bfloat16 on Hopper, up to `AHEAD_MAX_M` tokens, and models whose residual stream is narrow: with
 wider ones the time is that of reading, which both kernels do alike, and with more tokens Triton's tiles read
@@ -173,59 +170,6 @@ def launch(
     config: AheadConfig,
     x_MK: torch.Tensor,
     w: torch.Tensor,
-    *,
-    bias_N: torch.Tensor | None = None,
-    activation: str = "",
-) -> torch.Tensor:
-    """`linear`, or with an activation `gated_linear`."""
-    y_MN = _output(x_MK, w, activation)
-    _launch(config, x_MK, w, y_MN, bias_N=bias_N, activation=activation)
-    return y_MN
-
-
-def launch_into(
-    config: AheadConfig,
-    stream: Stream,
-    x_MK: torch.Tensor,
-    w_NK: torch.Tensor,
-    bias_N: torch.Tensor | None = None,
-) -> Added:
-    """`linear_into`: the addition to the residual stream behind the product."""
-    scaled_MN = _output(x_MK, w_NK, "")
-    assert stream.residual_MN.shape == scaled_MN.shape and stream.residual_MN.dtype == x_MK.dtype
-    assert stream.residual_MN.stride(1) == 1 and stream.residual_MN.stride(0) % 2 == 0
-    assert stream.norm_weight_N.dtype == x_MK.dtype, stream.norm_weight_N.dtype
-    num_parts = config.num_parts(len(w_NK))
-    squares_PM = torch.empty((num_parts, len(x_MK)), dtype=torch.float64, device=x_MK.device)
-    added = Added(torch.empty_like(scaled_MN), scaled_MN, squares_PM)
-    _launch(config, x_MK, w_NK, scaled_MN, bias_N=bias_N, into=(stream, added))
-    return added
-
-
-def launch_added(
-    config: AheadConfig,
-    added: Added,
-    w: torch.Tensor,
-    *,
-    eps: float,
-    bias_N: torch.Tensor | None = None,
-    activation: str = "",
-) -> torch.Tensor:
-    """`added_linear` or `added_gated_linear`: the product of a norm that the kernel before began."""
-    y_MN = _output(added.scaled_MN, w, activation)
-    _launch(config, added.scaled_MN, w, y_MN, bias_N=bias_N, activation=activation, added=added, eps=eps)
-    return y_MN
-
-
-def _output(x_MK: torch.Tensor, w: torch.Tensor, activation: str) -> torch.Tensor:
-    N = len(w) // 2 if activation else len(w)
-    return torch.empty((len(x_MK), N), dtype=x_MK.dtype, device=x_MK.device)
-
-
-def _launch(
-    config: AheadConfig,
-    x_MK: torch.Tensor,
-    w: torch.Tensor,
     y_MN: torch.Tensor,
     *,
     bias_N: torch.Tensor | None = None,
@@ -234,6 +178,7 @@ def _launch(
     added: Added | None = None,
     eps: float = 0.0,
 ) -> None:
+    """Fill `y_MN` and what `into` is to receive, all of it allocated by `linear_small.py`."""
     (M, K), N = x_MK.shape, y_MN.shape[1]
     assert w.shape[1] == K and w.is_contiguous(), f"{w.shape} with strides {w.stride()}"
     assert x_MK.dtype == w.dtype and x_MK.stride(1) == 1 and x_MK.stride(0) % 8 == 0, x_MK.stride()
@@ -246,6 +191,7 @@ def _launch(
     squares = y_MN if added is None else added.squares_PM
     if into is not None:
         (residual, gain, offset), (total, _, squares) = into
+        assert residual.stride(0) % 2 == 0 and gain.dtype == x_MK.dtype, (residual.stride(), gain.dtype)
     kernel(
         -(-N // config.rows) * config.cluster,
         x_MK.data_ptr(), w.data_ptr(), 0 if bias_N is None else bias_N.data_ptr(), y_MN.data_ptr(),
