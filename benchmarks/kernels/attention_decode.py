@@ -22,7 +22,7 @@ import torch
 
 from infer.kernels.attention_decode import DecodeConfig, DecodeWork, attend_decode
 from infer.kernels.cuda.decode_attention import attend_decode_cuda
-from infer.kernels.dispatch import jit, tl
+from infer.kernels.dispatch import jit, num_sms, tl
 
 SHAPES = (
     (1, 512, 16, 8, 128),
@@ -77,7 +77,7 @@ def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
 def read_bandwidth() -> float:
     """Bytes per second of a kernel that reads 1 GiB and writes next to nothing."""
     x = torch.randn(1 << 29, device="cuda").bfloat16()
-    num_programs = torch.cuda.get_device_properties(x.device).multi_processor_count * 8
+    num_programs = num_sms(x.device) * 8
     sums = torch.empty(num_programs, device="cuda")
     graph = captured(
         lambda: _read_kernel[(num_programs,)](x, sums, x.numel() // 8192, BLOCK=8192, num_warps=8)

@@ -47,7 +47,7 @@ import torch
 from infer.kernels.attention import attend_naive
 from infer.kernels.attention_decode_kernels import decode_kernel
 from infer.kernels.attention_decode_plan import plan_kernel
-from infer.kernels.dispatch import launch_options, next_power_of_two, use_triton
+from infer.kernels.dispatch import launch_options, next_power_of_two, num_sms, use_triton
 from infer.kernels.heads import HeadTransform, norm_rope_write_reference
 
 LOG2E = math.log2(math.e)
@@ -86,7 +86,6 @@ _SPLIT_LENS = ((32, 64), (64, 128), (128, 512), (math.inf, 1024))
 _MOST_ITEMS = 256  # for all kv heads: two for nearly each multiprocessor of a large GPU
 _PREFETCHED = 128  # positions of a program's first item; of few heads alone: all of them must fit L2
 _LEAST_ITEMS = 128  # for all kv heads, of a row alone: one for nearly each multiprocessor
-_INTERPRETED_SMS = 3  # few, so that a program takes several items
 _ITEM_INTS = (
     8  # row of the batch, row of the tables, first position, last + 1, split, splits, row's length, -
 )
@@ -157,9 +156,7 @@ class DecodeWork:
         self.denominators = torch.empty(heads, dtype=torch.float32, device=device)
         self.tickets = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
         self.is_fresh = True  # planned, and not read since
-        self.num_sms = _INTERPRETED_SMS
-        if self.tickets.is_cuda:
-            self.num_sms = torch.cuda.get_device_properties(self.tickets.device).multi_processor_count
+        self.num_sms = num_sms(self.tickets.device)
 
     def split_len(self, num_rows: int) -> int:
         """Positions in the shortest splits of a batch of this many rows."""

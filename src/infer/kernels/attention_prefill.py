@@ -33,7 +33,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -43,7 +42,7 @@ import torch
 from infer.errors import ConfigError
 from infer.kernels.attention import attend_naive
 from infer.kernels.attention_prefill_kernels import merge_kernel, prefill_kernel
-from infer.kernels.dispatch import launch_options, next_power_of_two, use_triton
+from infer.kernels.dispatch import launch_options, next_power_of_two, num_sms, use_triton
 from infer.kernels.launch import launch
 
 LOG2E = math.log2(math.e)
@@ -55,7 +54,6 @@ _SPLIT_LEN = 512  # keys; a tile with no more is not split: to put splits togeth
 _MERGE_PROGRAMS = 4  # per multiprocessor
 _MERGE_ROWS, _MERGE_AT_ONCE = 8, 4  # rows that a program merges at once, and parts that it waits for together
 _SM_REGISTERS = 65536
-_INTERPRETED_SMS = 4
 
 
 class Chunk(NamedTuple):
@@ -278,14 +276,6 @@ def _max_items(
         longest = max(chunk.start + chunk.num for chunk in chunks.chunks)
         return room if longest > _SPLIT_LEN and 2 * num_tiles <= room else 0
     return room if num_tiles <= 2 * room else 0
-
-
-@lru_cache(maxsize=16)
-def num_sms(device: torch.device) -> int:
-    """Multiprocessors; few under the interpreter."""
-    if device.type != "cuda":
-        return _INTERPRETED_SMS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _new_parts(num_rows: int, head_dim: int, device: torch.device) -> tuple[torch.Tensor, ...]:

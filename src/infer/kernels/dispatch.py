@@ -42,6 +42,8 @@ from infer.kernels.cpu.library import Library, library
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
+_INTERPRETED_SMS = 4  # few, so that a program takes several pieces of work
+
 PDL = True  # launch kernels while the one before still runs, where the GPU can: `launch_options`
 
 
@@ -90,6 +92,14 @@ def _can_launch_ahead(device: torch.device) -> bool:
 def launch_options(device: torch.device) -> dict[str, Any]:
     """What a kernel that waits for its input is launched with: `PDL`, and to start early if it can."""
     return {"PDL": True, "launch_pdl": True} if PDL and _can_launch_ahead(device) else {"PDL": False}
+
+
+@lru_cache(maxsize=16)
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of the GPU; few where there is none, which is under the interpreter."""
+    if device.type != "cuda":
+        return _INTERPRETED_SMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def next_power_of_two(size: int) -> int:
