@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.kernels.report import run_benchmark
 from benchmarks.kernels.timing import Case
-from infer.kernels.heads import norm_rope_write, norm_rope_write_reference, split_heads
+from infer.kernels.heads import HeadTransform, norm_rope_write, norm_rope_write_reference, split_heads
 from infer.kernels.rms_norm import rms_norm
 from infer.kernels.rope import rope
 
@@ -50,21 +50,15 @@ def _case(num_tokens: int, heads: tuple[int, int, int], dtype: torch.dtype, devi
 
     def in_one(*inputs: torch.Tensor) -> Inputs:
         qkv, q_weight, k_weight, cos, sin, positions, keys, values, slots = inputs
-        q, _, _ = norm_rope_write(
-            qkv, (q_weight, k_weight), cos, sin, positions,
-            num_heads=num_heads, num_kv_heads=num_kv_heads, eps=EPS,
-            cache=(keys, values, slots),
-        )  # fmt: skip
+        transform = HeadTransform((q_weight, k_weight), cos, sin, num_heads, num_kv_heads, EPS)
+        q, _, _ = norm_rope_write(qkv, transform, positions, cache=(keys, values, slots))
         return q, keys, values
 
     def reference(*inputs: torch.Tensor) -> Inputs:
         qkv, q_weight, k_weight, cos, sin, positions, keys, values, slots = inputs
         keys, values = keys.clone(), values.clone()
-        q, _, _ = norm_rope_write_reference(
-            qkv, (q_weight, k_weight), cos, sin, positions,
-            num_heads=num_heads, num_kv_heads=num_kv_heads, eps=EPS,
-            cache=(keys, values, slots),
-        )  # fmt: skip
+        transform = HeadTransform((q_weight, k_weight), cos, sin, num_heads, num_kv_heads, EPS)
+        q, _, _ = norm_rope_write_reference(qkv, transform, positions, cache=(keys, values, slots))
         return q, keys, values
 
     def one_after_the_other(*inputs: torch.Tensor) -> Inputs:

@@ -38,9 +38,8 @@ class Step:
         at = self.paged.tables.gather(1, self.positions[:, None] // 16)[:, 0]
         self.slots = at.long() * 16 + self.positions % 16
         angles = torch.rand(4096, H // 2, device="cuda")
-        self.cos, self.sin = angles.cos(), angles.sin()
-        self.gain, self.head_gain = random(D), random(H)
-        self.transform = HeadTransform((self.head_gain, self.head_gain), self.cos, self.sin, N, G, EPS)
+        self.gain, head_gain = random(D), random(H)
+        self.transform = HeadTransform((head_gain, head_gain), angles.cos(), angles.sin(), N, G, EPS)
         self.weights = [
             (random((N + 2 * G) * H, D, scale=0.03), random(2 * D, N * H, scale=0.02))
             for _ in range(NUM_LAYERS)
@@ -61,10 +60,8 @@ class Step:
 
     def attend(self, qkv: torch.Tensor) -> torch.Tensor:
         """Two kernels: heads, then attention."""
-        q, _, _ = norm_rope_write(
-            qkv, (self.head_gain, self.head_gain), self.cos, self.sin, self.positions,
-            num_heads=N, num_kv_heads=G, eps=EPS, cache=(self.paged.keys, self.paged.values, self.slots),
-        )  # fmt: skip
+        cache = (self.paged.keys, self.paged.values, self.slots)
+        q, _, _ = norm_rope_write(qkv, self.transform, self.positions, cache=cache)
         return attend_decode(
             q, self.paged.keys, self.paged.values, self.paged.tables, self.rows, self.lens, self.work,
             block_size=16, scale=H**-0.5, window=None,
@@ -129,15 +126,14 @@ def test_a_head_has_the_same_bits_whatever_the_number_of_tokens() -> None:
     T = 2048
     qkv, gain = random(T, (N + 2 * G) * H), random(H)
     angles = torch.rand(T, H // 2, device="cuda")
+    transform = HeadTransform((gain, gain), angles.cos(), angles.sin(), N, G, EPS)
     positions = torch.arange(T, device="cuda")
 
     def heads(tokens: slice) -> list[torch.Tensor]:
         caches = [torch.zeros(T, G, H, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
         q, _, _ = norm_rope_write(
-            qkv[tokens], (gain, gain), angles.cos(), angles.sin(), positions[tokens],
-            num_heads=N, num_kv_heads=G, eps=EPS,
-            cache=(caches[0], caches[1], positions[tokens]),
-        )  # fmt: skip
+            qkv[tokens], transform, positions[tokens], cache=(caches[0], caches[1], positions[tokens])
+        )
         return [q, *(cache[tokens] for cache in caches)]
 
     together = heads(slice(0, T))

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from infer.kernels.heads import norm_rope_write, norm_rope_write_reference
+from infer.kernels.heads import HeadTransform, norm_rope_write, norm_rope_write_reference
 from infer.kernels.sample_rows import SampleScratch, sample_rows, sample_rows_reference
 from infer.kernels.step_state import StepInputs, advance_rows, apply_table_diffs, gather_step
 from infer.sampling.params import SamplingParams
@@ -101,16 +101,14 @@ class TestCompiledStep(StepContract):
 
     def test_captured_heads_follow_positions_and_slots(self) -> None:
         qkv = self.randn(4, (16 + 2 * 8) * 128).bfloat16()
-        q_weight, k_weight = self.randn(128).bfloat16(), self.randn(128).bfloat16()
-        tables, positions = self.tables(128), torch.zeros(4, dtype=torch.int64, device="cuda")
+        weights = self.randn(128).bfloat16(), self.randn(128).bfloat16()
+        transform = HeadTransform(weights, *self.tables(128), num_heads=16, num_kv_heads=8, eps=1e-6)
+        positions = torch.zeros(4, dtype=torch.int64, device="cuda")
         caches = [torch.zeros((32, 8, 128), dtype=torch.bfloat16, device="cuda") for _ in range(4)]
         slots, q_out = torch.full((4,), -1, device="cuda"), torch.zeros((4, 16, 128), device="cuda")
 
         def step() -> None:
-            q, _, _ = norm_rope_write(
-                qkv, (q_weight, k_weight), *tables, positions, num_heads=16, num_kv_heads=8, eps=1e-6,
-                cache=(caches[0], caches[1], slots),
-            )  # fmt: skip
+            q, _, _ = norm_rope_write(qkv, transform, positions, cache=(caches[0], caches[1], slots))
             q_out.copy_(q)
 
         graph = capture(step)
@@ -120,9 +118,8 @@ class TestCompiledStep(StepContract):
         qkv.copy_(self.randn(*qkv.shape))
         graph.replay()
         expected, _, _ = norm_rope_write_reference(
-            qkv, (q_weight, k_weight), *tables, positions, num_heads=16, num_kv_heads=8, eps=1e-6,
-            cache=(caches[2], caches[3], slots),
-        )  # fmt: skip
+            qkv, transform, positions, cache=(caches[2], caches[3], slots)
+        )
         assert_same(q_out.bfloat16(), expected)
         assert_same(caches[0], caches[2])
         assert torch.equal(caches[1], caches[3])

@@ -118,11 +118,8 @@ def attend_projected_reference(
     newest_S = (lens_S.long() - 1).clamp(min=0)
     blocks_S = tables_RB[rows_S.long().clamp(min=0), newest_S // block_size].long()
     slots_S = torch.where(lens_S > 0, blocks_S * block_size + newest_S % block_size, -1)
-    q_SNH, _, _ = norm_rope_write_reference(
-        qkv_SX, transform.norm_weights, transform.cos_PR, transform.sin_PR, newest_S,
-        num_heads=transform.num_heads, num_kv_heads=transform.num_kv_heads,
-        eps=transform.eps, offset=transform.offset, cache=(keys_PGH, values_PGH, slots_S),
-    )  # fmt: skip
+    cache = (keys_PGH, values_PGH, slots_S)
+    q_SNH, _, _ = norm_rope_write_reference(qkv_SX, transform, newest_S, cache=cache)
     return attend_decode_reference(
         q_SNH, keys_PGH, values_PGH, tables_RB, rows_S, lens_S,
         block_size=block_size, scale=scale, window=window,

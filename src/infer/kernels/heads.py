@@ -57,25 +57,16 @@ class HeadTransform(NamedTuple):
 
 
 def norm_rope_write_reference(
-    qkv_TX: torch.Tensor,
-    norm_weights: NormWeights | None,
-    cos_PR: torch.Tensor,
-    sin_PR: torch.Tensor,
-    positions_T: torch.Tensor,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float,
-    offset: float = 0.0,
-    cache: Cache | None = None,
+    qkv_TX: torch.Tensor, transform: HeadTransform, positions_T: torch.Tensor, *, cache: Cache | None = None
 ) -> Heads:
     """The specification: what the kernel must equal."""
-    q_TNH, k_TGH, v_TGH = split_heads(qkv_TX, num_heads, num_kv_heads)
+    q_TNH, k_TGH, v_TGH = split_heads(qkv_TX, transform.num_heads, transform.num_kv_heads)
     q, k = q_TNH, k_TGH
-    if norm_weights is not None:
-        q = rms_norm_reference(q, norm_weights[0], eps, offset)
-        k = rms_norm_reference(k, norm_weights[1], eps, offset)
-    q, k = rope_reference(q, k, cos_PR, sin_PR, positions_T)
+    if transform.norm_weights is not None:
+        q_weight_H, k_weight_H = transform.norm_weights
+        q = rms_norm_reference(q, q_weight_H, transform.eps, transform.offset)
+        k = rms_norm_reference(k, k_weight_H, transform.eps, transform.offset)
+    q, k = rope_reference(q, k, transform.cos_PR, transform.sin_PR, positions_T)
     if cache is None:
         return q.contiguous(), k.contiguous(), v_TGH
     keys_PGH, values_PGH, slots_T = cache
@@ -256,15 +247,9 @@ def _norm_rope_write_kernel(
 
 def norm_rope_write(
     qkv_TX: torch.Tensor,
-    norm_weights: NormWeights | None,
-    cos_PR: torch.Tensor,
-    sin_PR: torch.Tensor,
+    transform: HeadTransform,
     positions_T: torch.Tensor,
     *,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float,
-    offset: float = 0.0,
     cache: Cache | None = None,
     keeps: bool = False,
 ) -> Heads:
@@ -272,8 +257,9 @@ def norm_rope_write(
 
     `keeps`: keys and values are returned as well as cached, fresh and contiguous.
     """
+    norm_weights, cos_PR, sin_PR, N, G, eps, offset = transform
     if not use_triton(qkv_TX):
-        q_TNH, k_TGH, v_TGH = split_heads(qkv_TX, num_heads, num_kv_heads)
+        q_TNH, k_TGH, v_TGH = split_heads(qkv_TX, N, G)
         if norm_weights is not None:
             q_TNH = rms_norm(q_TNH, norm_weights[0], eps=eps, offset=offset)
             k_TGH = rms_norm(k_TGH, norm_weights[1], eps=eps, offset=offset)
@@ -281,8 +267,7 @@ def norm_rope_write(
         if cache is not None:
             write_slots(k_TGH, v_TGH, *cache)
         return q_TNH.contiguous(), k_TGH.contiguous(), v_TGH
-    T, N, G = qkv_TX.shape[0], num_heads, num_kv_heads
-    H = qkv_TX.shape[1] // (N + 2 * G)
+    T, H = qkv_TX.shape[0], qkv_TX.shape[1] // (N + 2 * G)
     assert qkv_TX.stride(1) == 1, "the elements of a token must be contiguous"
     assert cos_PR.shape == sin_PR.shape and 2 * cos_PR.shape[1] == H, f"tables {cos_PR.shape}, heads of {H}"
     assert cos_PR.is_contiguous() and sin_PR.is_contiguous(), "the tables must be contiguous"

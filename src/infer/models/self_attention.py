@@ -77,14 +77,8 @@ class SelfAttention(nn.Module):
             cache = step.slots(self.layer)
             q_TNH, k_TGH, v_TGH = norm_rope_write(
                 qkv_TX,
-                transform.norm_weights,
-                transform.cos_PR,
-                transform.sin_PR,
+                transform,
                 step.positions,
-                num_heads=self.num_heads,
-                num_kv_heads=self.num_kv_heads,
-                eps=self.eps,
-                offset=self.norm_offset,
                 cache=cache and cache[:3],
                 keeps=cache is not None and cache.are_needed,
             )

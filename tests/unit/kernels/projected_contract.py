@@ -218,10 +218,7 @@ class ProjectedContract(OnDevice):
             return step, store
 
         step, expected_store = make_step()
-        q, k, v = norm_rope_write(
-            qkv, transform.norm_weights, transform.cos_PR, transform.sin_PR, step.positions,
-            num_heads=4, num_kv_heads=2, eps=EPS, offset=1.0, cache=step.slots(1)[:3],
-        )  # fmt: skip
+        q, k, v = norm_rope_write(qkv, transform, step.positions, cache=step.slots(1)[:3])
         expected = step.attend(1, q, k, v, scale=0.3, window=window)
         for backend in ("triton", "flash"):
             step, store = make_step(backend)

@@ -14,7 +14,7 @@ import torch
 
 from infer.kernels.copy_block import copy_block, copy_block_reference
 from infer.kernels.dispatch import use_triton
-from infer.kernels.heads import norm_rope_write, norm_rope_write_reference, split_heads
+from infer.kernels.heads import HeadTransform, norm_rope_write, norm_rope_write_reference, split_heads
 from infer.kernels.rms_norm import rms_norm
 from infer.kernels.rope import rope
 from infer.kernels.sample_rows import (
@@ -138,8 +138,9 @@ class StepContract:
         self, shape: tuple[int, int, int, int], has_norm: bool, dtype: torch.dtype
     ) -> None:
         num_tokens, num_heads, num_kv_heads, head_dim = shape
-        qkv, tables = self.qkv(shape, dtype), self.tables(head_dim)
+        qkv = self.qkv(shape, dtype)
         weights = (self.randn(head_dim).to(dtype), self.randn(head_dim).to(dtype)) if has_norm else None
+        transform = HeadTransform(weights, *self.tables(head_dim), num_heads, num_kv_heads, EPS, offset=1.0)
         slots = torch.randperm(NUM_SLOTS, device=self.device)[:num_tokens]
         slots[1:2] = -1  # padding
         caches = [
@@ -149,13 +150,11 @@ class StepContract:
         positions = self.positions(num_tokens, torch.int32)
         with nan_in_fresh_memory():
             q, k, v = norm_rope_write(
-                qkv.view, weights, *tables, positions, num_heads=num_heads, num_kv_heads=num_kv_heads,
-                eps=EPS, offset=1.0, cache=(caches[0], caches[1], slots.int()),
-            )  # fmt: skip
+                qkv.view, transform, positions, cache=(caches[0], caches[1], slots.int())
+            )
         expected_q, _, _ = norm_rope_write_reference(
-            qkv.view, weights, *tables, positions, num_heads=num_heads, num_kv_heads=num_kv_heads,
-            eps=EPS, offset=1.0, cache=(caches[2], caches[3], slots),
-        )  # fmt: skip
+            qkv.view, transform, positions, cache=(caches[2], caches[3], slots)
+        )
         assert_same(q, expected_q)
         assert_same(caches[0], caches[2])
         assert torch.equal(caches[1], caches[3])
@@ -169,10 +168,8 @@ class StepContract:
         qkv, tables, positions = self.qkv(shape, dtype), self.tables(80), self.positions(5)
         q_weight, k_weight = self.randn(80).to(dtype), self.randn(80).to(dtype)
         with nan_in_fresh_memory():
-            q, k, v = norm_rope_write(
-                qkv.view, (q_weight, k_weight), *tables, positions,
-                num_heads=6, num_kv_heads=2, eps=EPS, offset=offset,
-            )  # fmt: skip
+            transform = HeadTransform((q_weight, k_weight), *tables, 6, 2, EPS, offset)
+            q, k, v = norm_rope_write(qkv.view, transform, positions)
         raw_q, raw_k, raw_v = split_heads(qkv.view, 6, 2)
         expected_q, expected_k = rope(
             rms_norm(raw_q, q_weight, eps=EPS, offset=offset),
@@ -186,16 +183,14 @@ class StepContract:
 
     def test_keys_and_values_are_kept_beside_the_cache_on_demand(self) -> None:
         shape = (5, 9, 3, 80)
-        qkv, tables, positions = self.qkv(shape, torch.bfloat16), self.tables(80), self.positions(5)
+        qkv, positions = self.qkv(shape, torch.bfloat16), self.positions(5)
+        transform = HeadTransform(None, *self.tables(80), 9, 3, EPS)
         keys, values = (
             torch.zeros((NUM_SLOTS, 3, 80), dtype=torch.bfloat16, device=self.device) for _ in range(2)
         )
         slots = torch.randperm(NUM_SLOTS, device=self.device)[:5]
         with nan_in_fresh_memory():
-            _, k, v = norm_rope_write(
-                qkv.view, None, *tables, positions, num_heads=9, num_kv_heads=3, eps=EPS,
-                cache=(keys, values, slots), keeps=True,
-            )  # fmt: skip
+            _, k, v = norm_rope_write(qkv.view, transform, positions, cache=(keys, values, slots), keeps=True)
         assert torch.equal(k, keys[slots]) and torch.equal(v, values[slots])
 
     # sampling ------------------------------------------------------------------------------------------

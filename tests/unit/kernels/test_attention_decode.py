@@ -66,10 +66,7 @@ def test_a_projection_is_written_to_the_cache_and_attends_to_itself_too(window: 
     work = DecodeWork(max_rows=3, max_len=32, num_heads=6, num_kv_heads=2, head_dim=8, device="cpu")
     work.plan(rows, lens, window=window)
     positions = torch.tensor([20, 0, 2])
-    q, k, v = norm_rope_write(
-        qkv, transform.norm_weights, transform.cos_PR, transform.sin_PR, positions,
-        num_heads=6, num_kv_heads=2, eps=transform.eps, offset=1.0,
-    )  # fmt: skip
+    q, k, v = norm_rope_write(qkv, transform, positions)
     before = paged.keys.clone()
     got = attend_projected(
         qkv, transform, paged.keys, paged.values, paged.tables, rows, lens, work,

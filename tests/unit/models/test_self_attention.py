@@ -24,11 +24,7 @@ class ProjectedStep(ListStep):
         self, layer: int, qkv_TX: torch.Tensor, transform: HeadTransform, *, scale: float, window: int | None
     ) -> torch.Tensor:
         self.layers.append(layer)
-        q, k, v = norm_rope_write(
-            qkv_TX, transform.norm_weights, transform.cos_PR, transform.sin_PR, self.positions,
-            num_heads=transform.num_heads, num_kv_heads=transform.num_kv_heads,
-            eps=transform.eps, offset=transform.offset,
-        )  # fmt: skip
+        q, k, v = norm_rope_write(qkv_TX, transform, self.positions)
         return self.attend(layer, q, k, v, scale=scale, window=window)
 
 
