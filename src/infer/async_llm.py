@@ -17,13 +17,14 @@ from os import PathLike
 from types import TracebackType
 from typing import Any, Unpack
 
+from infer.embeddings import open_embeddings
 from infer.engine.client import EngineClient, InProcessClient
 from infer.engine.observer import EngineObserver
 from infer.engine.request import Request
-from infer.errors import EngineError, RequestError
-from infer.front import Conversation, Prompt, RequestOptions
+from infer.errors import EngineError
+from infer.front import Conversation, Prompt, RequestOptions, read_prompt
 from infer.llm import TextModel
-from infer.outputs import OutputBuilder, RequestOutput, TextDelta
+from infer.outputs import OutputBuilder, RequestOutput, TextDelta, check_streams
 from infer.sampling.params import SamplingParams
 
 
@@ -129,6 +130,16 @@ class AsyncLLM(TextModel):
             async for delta in deltas:
                 yield delta
 
+    async def embed(
+        self, prompt: Prompt, *, pooling: str | None = None, normalize: bool | None = None
+    ) -> list[float]:
+        """The vector of a text or of token ids, between two steps of the others; see `LLM.embed`."""
+        given = read_prompt(prompt)
+        job = await asyncio.to_thread(
+            open_embeddings, self.front, [given], pooling=pooling, normalize=normalize
+        )
+        return job.finish(await self.client.embed(job.prompts[0], job.pooling))
+
     async def _generate(
         self,
         prompt: Prompt,
@@ -154,10 +165,7 @@ class AsyncLLM(TextModel):
         is_chat: bool,
     ) -> AsyncGenerator[TextDelta, None]:
         request, builder = await self._open(prompt, params, request_id, options, is_chat=is_chat)
-        if not builder.streams:
-            raise RequestError(
-                "best_of and beam search choose at the end, so they cannot stream; use generate"
-            )
+        check_streams(request.params, "use generate")
         async with contextlib.aclosing(self._deltas(request, builder)) as deltas:
             async for delta in deltas:
                 yield delta

@@ -11,7 +11,7 @@ import numbers
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypedDict, Unpack
+from typing import Any, TypeAlias, TypedDict, Unpack, cast
 
 import torch
 
@@ -81,6 +81,26 @@ class TextFront:
         except ContextOverflow as error:
             raise error.of(self.model_len) from None
 
+    def encode_all(
+        self, prompts: Sequence[str | list[int]], param: str, *, add_special: bool = True
+    ) -> list[list[int]]:
+        """The ids of every prompt: those of texts from the tokenizer, those given if the tokenizer has them.
+
+        `param` is what the caller calls the prompts.
+        """
+        last = self.tokenizer.vocab_size - 1
+        for prompt in prompts:
+            if not isinstance(prompt, str) and prompt and not 0 <= min(prompt) <= max(prompt) <= last:
+                raise RequestError(
+                    f"{param} holds ids from {min(prompt)} to {max(prompt)}, "
+                    f"but this model's tokens are 0 to {last}",
+                    param=param,
+                )
+        return [
+            self.encode(prompt, add_special=add_special) if isinstance(prompt, str) else prompt
+            for prompt in prompts
+        ]
+
     def encode_chat(
         self,
         messages: Conversation,
@@ -111,7 +131,8 @@ class TextFront:
         Without params it is sampled as the model's authors recommend; a short context then ends the output,
         and is no error.
         """
-        ids = self.encode(prompt) if isinstance(prompt, str) else read_token_ids(prompt)
+        given = read_prompt(prompt)
+        ids = self.encode(given) if isinstance(given, str) else given
         _check_options(options)
         if params is None:
             advice: dict[str, Any] = dict(self.sampling_defaults)
@@ -129,6 +150,11 @@ def is_token_id(value: object) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
+def read_prompt(prompt: object) -> str | list[int]:
+    """A text as it is, token ids of any make as a list of plain integers."""
+    return prompt if isinstance(prompt, str) else read_token_ids(prompt)
+
+
 def read_token_ids(prompt: object) -> list[int]:
     """A prompt of token ids as plain integers: from a sequence, or an array with one dimension."""
     given = prompt.tolist() if hasattr(prompt, "tolist") else prompt
@@ -142,6 +168,45 @@ def read_token_ids(prompt: object) -> list[int]:
                 param="prompt",
             )
     return [int(token_id) for token_id in given]
+
+
+def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many? A string, a list of integers and an array with one dimension are one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, bytes | bytearray):
+        raise RequestError("a prompt must be text or token ids, got bytes; decode it first", param="prompt")
+    given = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if not isinstance(given, Sequence):
+        raise RequestError(
+            f"prompts must be text, token ids or a list of either, got {type(prompts).__name__}",
+            param="prompt",
+        )
+    if given and is_token_id(given[0]):
+        return [cast("Sequence[int]", given)]
+    return list(cast("Sequence[Prompt]", given))
+
+
+def as_conversations(messages: Conversation | Sequence[Sequence[Message]]) -> list[Conversation]:
+    """One conversation or several? A text and a list of messages are one."""
+    message = '{"role": "user", "content": "..."}'
+    allowed = (
+        f"chat answers a text, one conversation, which is a list of messages such as {message}, "
+        "or several, which is a list of such lists"
+    )
+    if isinstance(messages, str):
+        return [messages]
+    if not isinstance(messages, Sequence) or isinstance(messages, bytes | bytearray):
+        raise RequestError(f"{allowed}, got {type(messages).__name__}", param="messages")
+    if messages and isinstance(messages[0], Mapping):
+        return [cast("Sequence[Message]", messages)]
+    for i, each in enumerate(messages):
+        if not isinstance(each, Sequence) or isinstance(each, str | bytes | bytearray):
+            given = f"conversation {i} of {len(messages)} is {type(each).__name__}"
+            if isinstance(each, str):  # turns of one conversation, or one text for each of several?
+                given += f"; to ask every text by itself give [[{message}], [{message}], ...]"
+            raise RequestError(f"{allowed}; {given}", param="messages")
+    return list(cast("Sequence[Sequence[Message]]", messages))
 
 
 def _check_options(options: RequestOptions) -> None:

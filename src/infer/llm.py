@@ -6,6 +6,9 @@
 
 All prompts of a call are in the engine together; it batches them as it sees fit, and each answer is
 what it would have been alone. Not thread-safe: for many callers at once use `AsyncLLM`.
+
+A model is large, so whoever needs its memory for something else says when it is no longer wanted:
+`llm.close()`, or `with LLM(...) as llm:`.
 """
 
 from __future__ import annotations
@@ -15,17 +18,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import TYPE_CHECKING, Any, Unpack
 
 from infer.config import EngineConfig, knob_table
+from infer.embeddings import open_embeddings
 from infer.engine.build import build_engine
 from infer.engine.engine import Engine
+from infer.engine.garbage import collect
 from infer.engine.memory_plan import check_settings
 from infer.engine.observer import EngineObserver
-from infer.errors import BatchFailed, ConfigError, EngineError, RequestError
-from infer.front import Conversation, Message, Prompt, RequestOptions, is_token_id, open_model
+from infer.errors import BatchFailed, ConfigError, EngineError, EngineStopped, RequestError
+from infer.front import (
+    Conversation,
+    Message,
+    Prompt,
+    RequestOptions,
+    as_batch,
+    as_conversations,
+    open_model,
+    read_prompt,
+)
 from infer.log import progress
-from infer.outputs import CompletionOutput, OutputBuilder, RequestOutput, TextDelta
+from infer.outputs import CompletionOutput, OutputBuilder, RequestOutput, TextDelta, check_streams
 from infer.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -89,9 +103,33 @@ class LLM(TextModel):
         observer: EngineObserver | None = None,
         **knobs: Any,
     ) -> None:
-        self.engine = self._open_engine(model, knobs, observer, show_progress=show_progress)
+        engine = self._open_engine(model, knobs, observer, show_progress=show_progress)
+        self._engine: Engine | None = engine  # None: closed
         self._streams: dict[str, _Stream] = {}
         self._dropped: deque[_Stream] = deque()  # nobody reads them any more; to be closed between steps
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the weights and the cache; requests still open, and later calls, get `EngineStopped`."""
+        if self._engine is None:
+            return
+        for stream in list(self._streams.values()):
+            self._close(stream)
+        self._dropped.clear()
+        self._engine = None
+        collect()
+
+    @property
+    def engine(self) -> Engine:
+        """What computes; gone once this is closed."""
+        if self._engine is None:
+            raise EngineStopped("this LLM was closed; make another one")
+        return self._engine
 
     def encode(self, text: str) -> list[int]:
         """The ids of a plain prompt."""
@@ -122,7 +160,7 @@ class LLM(TextModel):
 
         If the engine fails some of several prompts, `BatchFailed` names them and holds the other answers.
         """
-        return self._generate(_as_batch(prompts), params, options, show_progress=show_progress)
+        return self._generate(as_batch(prompts), params, options, show_progress=show_progress)
 
     def _generate(
         self,
@@ -182,9 +220,31 @@ class LLM(TextModel):
         """Answer one conversation or several; a text is a conversation of one message."""
         prompts: list[Prompt] = [
             self.encode_chat(conversation, tools=tools, template_options=template_options)
-            for conversation in _as_conversations(messages)
+            for conversation in as_conversations(messages)
         ]
         return self._generate(prompts, params, options, is_chat=True)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        show_progress: bool = False,
+    ) -> list[list[float]]:
+        """One vector for each text or list of token ids, the same as `/v1/embeddings` of a server gives.
+
+        `pooling` ("last", "mean") and `normalize` (to the length 1) are what the model's authors say, unless
+        given.
+        """
+        given = [read_prompt(prompt) for prompt in as_batch(prompts)]
+        job = open_embeddings(self.front, given, pooling=pooling, normalize=normalize)
+        vectors = []
+        with progress("embedding", total=len(given), is_shown=show_progress) as advance:
+            for prompt in job.prompts:
+                vectors.append(job.finish(self.engine.embed(prompt, job.pooling)))
+                advance(1)
+        return vectors
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
@@ -195,10 +255,8 @@ class LLM(TextModel):
     def _stream(
         self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions, *, is_chat: bool
     ) -> TextStream:
-        if params is not None and (params.num_sequences != params.n or params.use_beam_search):
-            raise RequestError(
-                "best_of and beam search choose at the end, so they cannot stream; use generate"
-            )
+        if isinstance(params, SamplingParams):
+            check_streams(params, "use generate")
         return TextStream(self, self._open(prompt, params, options, is_chat=is_chat))
 
     def stream_chat(
@@ -233,7 +291,8 @@ class LLM(TextModel):
 
     def _close(self, stream: _Stream) -> None:
         self._streams.pop(stream.request.request_id, None)
-        self.engine.abort(stream.request.request_id)
+        if self._engine is not None:
+            self._engine.abort(stream.request.request_id)
 
     def _step(self) -> list[str]:
         """One step of the engine; its outputs go to their streams. Returns the requests that are done."""
@@ -325,45 +384,6 @@ class TextStream(Iterator[TextDelta]):
         # Garbage may be collected in the middle of a step, when the engine must be left alone.
         if not self._is_closed:
             self._llm._dropped.append(self._stream)
-
-
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many? A string, a list of integers and an array with one dimension are one."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, bytes | bytearray):
-        raise RequestError("a prompt must be text or token ids, got bytes; decode it first", param="prompt")
-    given = prompts.tolist() if hasattr(prompts, "tolist") else prompts
-    if not isinstance(given, Sequence):
-        raise RequestError(
-            f"prompts must be text, token ids or a list of either, got {type(prompts).__name__}",
-            param="prompt",
-        )
-    if given and is_token_id(given[0]):
-        return [cast("Sequence[int]", given)]
-    return list(cast("Sequence[Prompt]", given))
-
-
-def _as_conversations(messages: Conversation | Sequence[Sequence[Message]]) -> list[Conversation]:
-    """One conversation or several? A text and a list of messages are one."""
-    message = '{"role": "user", "content": "..."}'
-    allowed = (
-        f"chat answers a text, one conversation, which is a list of messages such as {message}, "
-        "or several, which is a list of such lists"
-    )
-    if isinstance(messages, str):
-        return [messages]
-    if not isinstance(messages, Sequence) or isinstance(messages, bytes | bytearray):
-        raise RequestError(f"{allowed}, got {type(messages).__name__}", param="messages")
-    if messages and isinstance(messages[0], Mapping):
-        return [cast("Sequence[Message]", messages)]
-    for i, each in enumerate(messages):
-        if not isinstance(each, Sequence) or isinstance(each, str | bytes | bytearray):
-            given = f"conversation {i} of {len(messages)} is {type(each).__name__}"
-            if isinstance(each, str):  # turns of one conversation, or one text for each of several?
-                given += f"; to ask every text by itself give [[{message}], [{message}], ...]"
-            raise RequestError(f"{allowed}; {given}", param="messages")
-    return list(cast("Sequence[Sequence[Message]]", messages))
 
 
 def _batch_error(streams: Sequence[_Stream], reason: str) -> BatchFailed:

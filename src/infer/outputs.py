@@ -16,9 +16,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from infer.engine.request import Request, StepOutput
-from infer.sampling.params import RowLogprobs
+from infer.errors import RequestError
+from infer.sampling.params import RowLogprobs, SamplingParams
 from infer.tokenizer.detokenizer import Detokenizer
 from infer.tokenizer.tokenizer import Tokenizer
+
+
+def check_streams(params: SamplingParams, advice: str) -> None:
+    """Refuse to show in pieces what is chosen at the end; `advice` is what the caller may do instead."""
+    if params.use_beam_search or params.num_sequences != params.n:
+        raise RequestError(
+            f"best_of and beam search choose at the end, so they cannot stream; {advice}",
+            param="use_beam_search" if params.use_beam_search else "best_of",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,12 +208,6 @@ class OutputBuilder:
     def is_finished(self) -> bool:
         """Whether every output has ended."""
         return all(line.finish_reason is not None for line in self._lines)
-
-    @property
-    def streams(self) -> bool:
-        """Whether pieces may be shown as they come: not where the best of several are chosen at the end."""
-        params = self.request.params
-        return params.num_sequences == params.n and not params.use_beam_search
 
     def build(self) -> RequestOutput:
         """The whole answer; of `best_of` lines the n likeliest, by mean logprob per token."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
+import weakref
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,14 @@ import torch
 
 from infer import LLM, AsyncLLM, SamplingParams
 from infer.engine.request import Request, StepOutput
-from infer.errors import BatchFailed, ConfigError, ContextOverflow, DeviceLost, RequestError
+from infer.errors import (
+    BatchFailed,
+    ConfigError,
+    ContextOverflow,
+    DeviceLost,
+    EngineStopped,
+    RequestError,
+)
 
 KNOBS: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "block_size": 4, "num_threads": 1}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -198,6 +207,82 @@ def test_beams_cannot_stream(checkpoint: str, n: int) -> None:
             assert len((await many.generate(IDS, beams)).outputs) == n
 
     asyncio.run(main())
+
+
+# -- vectors --------------------------------------------------------------------------------------
+
+
+def test_integers_of_any_make_are_embedded(llm: LLM) -> None:
+    (wanted,) = llm.embed(IDS)
+    assert len(wanted) == llm.model_config.hidden_size
+    assert math.hypot(*wanted) == pytest.approx(1.0)
+    given: Any = [np.array(IDS), tuple(IDS)]
+    assert llm.embed(given) == [wanted, wanted]
+    assert llm.embed([]) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "says"),
+    [(None, "got NoneType"), (["a", 1], "got int"), ([[1, 2.5]], "must hold integers"), (b"x", "got bytes")],
+)
+def test_what_is_no_text_is_not_embedded(llm: LLM, prompts: Any, says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        llm.embed(prompts)
+
+
+def test_an_async_model_embeds_while_it_generates(checkpoint: str, llm: LLM) -> None:
+    async def main() -> None:
+        async with AsyncLLM(checkpoint, **KNOBS) as many:
+            answer, last, mean = await asyncio.gather(
+                many.generate(IDS, GREEDY),
+                many.embed("the river"),
+                many.embed(IDS, pooling="mean", normalize=False),
+            )
+            assert answer.token_ids == llm.generate(IDS, GREEDY)[0].token_ids
+            assert [last] == llm.embed("the river")
+            assert [mean] == llm.embed(IDS, pooling="mean", normalize=False)
+            with pytest.raises(RequestError, match="pooling must be one of last, mean, got 'max'"):
+                await many.embed(IDS, pooling="max")
+
+    asyncio.run(main())
+
+
+# -- the end --------------------------------------------------------------------------------------
+
+
+def test_a_closed_model_has_let_go_of_its_weights_and_says_so(checkpoint: str) -> None:
+    with LLM(checkpoint, **KNOBS) as llm:
+        llm.generate(IDS, GREEDY)
+        runner: Any = llm.engine._runner
+        weights = weakref.ref(runner._model)
+        del runner
+        assert weights() is not None
+    assert weights() is None
+    for call in (llm.generate, llm.embed, llm.stream):
+        with pytest.raises(EngineStopped, match="this LLM was closed; make another one"):
+            call(IDS)
+    assert llm.encode("the river")  # the text side needs no engine
+    llm.close()
+
+
+def test_a_stream_of_a_closed_model_gives_what_it_has_and_ends(checkpoint: str) -> None:
+    llm = LLM(checkpoint, **KNOBS)
+    reading, waiting = llm.stream(IDS, GREEDY), llm.stream(IDS, GREEDY)
+    next(reading)
+    llm.close()
+    for stream in (reading, waiting):
+        with pytest.raises(EngineStopped):
+            while True:
+                next(stream)
+        stream.close()
+        assert list(stream) == []
+
+
+def test_a_model_is_closed_when_its_block_fails(checkpoint: str) -> None:
+    with pytest.raises(KeyError), LLM(checkpoint, **KNOBS) as llm:
+        raise KeyError
+    with pytest.raises(EngineStopped):
+        llm.generate(IDS)
 
 
 # -- plain data -----------------------------------------------------------------------------------

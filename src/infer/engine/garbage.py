@@ -22,6 +22,8 @@ import gc
 import weakref
 from collections.abc import Callable
 
+import torch
+
 
 def freeze() -> None:
     """Collect what is garbage now, and never look again at what is not."""
@@ -33,6 +35,12 @@ def freeze_with(owner: object) -> None:
     """`freeze`, until this object is gone."""
     weakref.finalize(owner, gc.unfreeze).atexit = False
     freeze()
+
+
+def collect() -> None:
+    """Find what is left of an engine that has gone, and give its memory back to the device."""
+    gc.collect()
+    torch.cuda.empty_cache()  # nothing where there is no GPU
 
 
 def freezing(prepare: Callable[[], bool]) -> Callable[[], bool]:

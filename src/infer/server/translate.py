@@ -20,6 +20,7 @@ from infer.config import ServerConfig
 from infer.engine.request import Request
 from infer.errors import RequestError
 from infer.front import TextFront
+from infer.outputs import check_streams
 from infer.sampling.params import SamplingParams
 from infer.server.record import engine_id
 from infer.server.schemas import ChatRequest, CompletionRequest, Prompts, SamplingBody
@@ -183,16 +184,7 @@ def check_supported(body: SamplingBody, params: SamplingParams) -> None:
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream to be true", param="stream_options")
     if body.stream:
-        check_streams(params)
-
-
-def check_streams(params: SamplingParams) -> None:
-    """Refuse to stream what is chosen at the end."""
-    if params.use_beam_search or params.num_sequences != params.n:
-        raise RequestError(
-            "best_of and beam search choose at the end, so they cannot stream; leave stream out",
-            param="use_beam_search" if params.use_beam_search else "best_of",
-        )
+        check_streams(params, "leave stream out")
 
 
 def split_prompts(given: Prompts, max_prompts: int, param: str) -> list[str | list[int]]:
@@ -225,24 +217,10 @@ def check_queue(model: ServedModel, num_prompts: int) -> None:
 async def encode_prompts(
     front: TextFront, prompts: Sequence[str | list[int]], param: str, *, add_special: bool = True
 ) -> list[list[int]]:
-    """The ids of every prompt: those of texts from the tokenizer, in a thread; those given, checked."""
-    tokenizer = front.tokenizer
-
-    def encode_all() -> list[list[int]]:
-        return [
-            front.encode(prompt, add_special=add_special) if isinstance(prompt, str) else prompt
-            for prompt in prompts
-        ]
-
-    for prompt in prompts:
-        if isinstance(prompt, list) and prompt and not 0 <= min(prompt) <= max(prompt) < tokenizer.vocab_size:
-            raise RequestError(
-                f"{param} holds ids from {min(prompt)} to {max(prompt)}, "
-                f"but this model's tokens are 0 to {tokenizer.vocab_size - 1}",
-                param=param,
-            )
-    has_text = any(isinstance(prompt, str) for prompt in prompts)
-    return await asyncio.to_thread(encode_all) if has_text else encode_all()
+    """The ids of every prompt; in a thread if there is a text to tokenize."""
+    if any(isinstance(prompt, str) for prompt in prompts):
+        return await asyncio.to_thread(front.encode_all, prompts, param, add_special=add_special)
+    return front.encode_all(prompts, param)
 
 
 def encode_conversation(

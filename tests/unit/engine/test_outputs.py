@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from infer.engine.request import Request, StepOutput
-from infer.outputs import OutputBuilder, RequestOutput, TextDelta
+from infer.errors import RequestError
+from infer.outputs import OutputBuilder, RequestOutput, TextDelta, check_streams
 from infer.sampling.params import RowLogprobs, SamplingParams
 from infer.tokenizer.tokenizer import Tokenizer
 from tests.unit.tokenizer.vocabularies import gpt2_metadata, spm_metadata
@@ -149,7 +150,9 @@ def test_best_of_ranks_by_mean_logprob_per_token() -> None:
     assert [output.text for output in answer.outputs] == ["cccc", "b"]
     assert [output.index for output in answer.outputs] == [0, 1]
     assert [output.cumulative_logprob for output in answer.outputs] == [-2.0, -1.0]
-    assert not builder.streams
+    with pytest.raises(RequestError, match="best_of and beam search .* cannot stream; do without") as caught:
+        check_streams(builder.request.params, "do without")
+    assert caught.value.param == "best_of"
 
 
 def test_beams_come_ranked_and_stay_so() -> None:

@@ -6,13 +6,15 @@ import base64
 import math
 import struct
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import pytest
 
+from infer.embeddings import to_unit
 from infer.engine.request import Request, StepOutput
+from infer.errors import RequestError
 from infer.llm import LLM
 from infer.loader.pooling import Pooling
-from infer.server.embeddings import to_unit
 from tests.support.wire import ScriptedClient, Wire, make_state, outputs_of
 
 
@@ -122,6 +124,37 @@ def test_embeddings_of_ids_are_those_of_their_text(wire: Wire, oracle: LLM) -> N
     by_text = wire.ok("/v1/embeddings", {"input": "the river"})["data"]
     assert wire.ok("/v1/embeddings", {"input": ids})["data"] == by_text
     assert wire.ok("/v1/embeddings", {"input": [ids]})["data"] == by_text
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"pooling": "mean"}, {"normalize": False}, {"pooling": "last", "normalize": True}]
+)
+def test_the_library_and_the_route_give_the_same_numbers(wire: Wire, oracle: LLM, fields: Any) -> None:
+    inputs: list[Any] = ["the river", "a clock", [7, 8, 9]]
+    by_library = [oracle.embed(each, **fields) for each in inputs]
+    for each, vectors in zip(inputs, by_library, strict=True):
+        by_route = wire.ok("/v1/embeddings", {"input": each} | fields)["data"]
+        assert vectors == [row["embedding"] for row in by_route]
+    assert oracle.embed(inputs, **fields) == [vector for (vector,) in by_library]
+
+
+@pytest.mark.parametrize(
+    ("given", "fields"),
+    [
+        ([10**6], {}),
+        ([[5], []], {}),
+        ([[5], list(range(5, 305))], {}),
+        ("x" * 10**6, {}),
+        ("x", {"pooling": "max"}),
+    ],
+)
+def test_the_library_and_the_route_refuse_in_the_same_words(
+    wire: Wire, oracle: LLM, given: Any, fields: Any
+) -> None:
+    error = wire.post("/v1/embeddings", {"input": given} | fields).json()["error"]
+    with pytest.raises(RequestError) as caught:
+        oracle.embed(given, **fields)
+    assert (str(caught.value), caught.value.param) == (error["message"], error["param"])
 
 
 @pytest.mark.parametrize(
