@@ -266,8 +266,8 @@ class EngineConfig:
         for name in knobs:
             if name not in table:
                 aliases = {a.replace("-", "_"): row.name for row in table.values() for a in row.aliases}
-                hint = closest(name, table, aliases=aliases)
-                raise ConfigError(f"unknown knob {name!r}{hint}; known: {', '.join(table)}")
+                hint = closest(name, table, aliases=aliases, listed="known")
+                raise ConfigError(f"unknown knob {name!r}{hint}")
         sections: dict[str, Any] = {}
         for section, section_type in engine_sections().items():
             chosen = {k: parse_knob(table[k], v) for k, v in knobs.items() if table[k].section == section}

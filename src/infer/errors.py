@@ -158,14 +158,20 @@ def spell_limit(context_len: int, model_len: int | None) -> str:
     return f" (it is limited here by max_seq_len, which its operator may raise to {model_len})"
 
 
-def closest(name: str, known: Iterable[str], *, aliases: Mapping[str, str] | None = None) -> str:
-    """End an error message with the known name that a misspelt one stands for, or with nothing.
+def closest(
+    name: str, known: Iterable[str], *, aliases: Mapping[str, str] | None = None, listed: str = ""
+) -> str:
+    """End an error message with the known name that a misspelt one stands for.
 
-    `aliases` are names that are known elsewhere, each with the one it has here.
+    Where there is none it ends with all known names, behind the word `listed`, or else with nothing: who is
+    told one name has no use for the others. `aliases` are known elsewhere, each with the name it has here.
     """
-    names = {each: each for each in known} | dict(aliases or {})
+    here = list(known)
+    names = {each: each for each in here} | dict(aliases or {})
     match = nearest(name, names)
-    return f"; did you mean {names[match]!r}?" if match is not None else ""
+    if match is not None:
+        return f"; did you mean {names[match]!r}?"
+    return f"; {listed}: {', '.join(here)}" if listed else ""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -215,10 +215,8 @@ def _check_options(options: RequestOptions) -> None:
         if name in SamplingParams.__dataclass_fields__:
             raise RequestError(f"{name} belongs to the params: SamplingParams({name}=...)", param=name)
         if name not in RequestOptions.__annotations__:
-            known = RequestOptions.__annotations__
-            raise RequestError(
-                f"unknown option {name!r}{closest(name, known)}; known: {', '.join(known)}", param=name
-            )
+            hint = closest(name, RequestOptions.__annotations__, listed="known")
+            raise RequestError(f"unknown option {name!r}{hint}", param=name)
     priority, deadline = options.get("priority", 0), options.get("deadline")
     if not is_token_id(priority):
         raise RequestError(f"priority must be an integer, got {priority!r}", param="priority")

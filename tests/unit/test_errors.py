@@ -57,6 +57,12 @@ def test_what_is_far_from_every_name_is_taken_for_none(given: str) -> None:
     assert closest(given, NAMES) == ""
 
 
+def test_all_names_are_listed_only_where_none_is_near() -> None:
+    known = ["tiny", "large"]
+    assert closest("tinny", known, listed="served") == "; did you mean 'tiny'?"
+    assert closest("gpt", known, aliases={"huge": "large"}, listed="served") == "; served: tiny, large"
+
+
 def test_a_name_from_elsewhere_is_answered_with_the_one_here() -> None:
     assert closest("max_modle_len", NAMES, aliases={"max_model_len": "max_seq_len"}) == (
         "; did you mean 'max_seq_len'?"

@@ -87,10 +87,8 @@ def test_a_text_that_can_never_fit_is_told_which_limit_it_breaks(folder: Path) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"prioritty": 1},
-            "unknown option 'prioritty'; did you mean 'priority'?; known: priority, deadline, cache_salt",
-        ),
+        ({"prioritty": 1}, "unknown option 'prioritty'; did you mean 'priority'?"),
+        ({"urgency": 1}, "unknown option 'urgency'; known: priority, deadline, cache_salt"),
         ({"temperature": 0.5}, "temperature belongs to the params: SamplingParams(temperature=...)"),
         ({"n": 2}, "n belongs to the params: SamplingParams(n=...)"),
         ({"deadline": True}, "deadline must be a number of seconds, got True"),

@@ -99,7 +99,7 @@ def bench_matrix(
     names = [toggle.name for toggle in TOGGLES]
     for name in only:
         if name not in names:
-            raise ConfigError(f"unknown toggle {name!r}{closest(name, names)}; known: {', '.join(names)}")
+            raise ConfigError(f"unknown toggle {name!r}{closest(name, names, listed='known')}")
     bench = _Bench(subject, seed=seed, repeats=repeats, tell=tell)
     stage = _Stage("static", BASE)
     jobs: dict[str, Callable[[], Row]] = {}

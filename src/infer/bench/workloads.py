@@ -322,7 +322,7 @@ def make_workload(name: str, *, seed: int = 42, vocab_size: int = DEFAULT_VOCAB)
         return Workload(name=base, about=about, arrival=AT_ONCE, sessions=sessions)
     if base not in SERVING:
         known = [*SERVING, *OFFLINE]
-        raise ConfigError(f"unknown workload {base!r}{closest(base, known)}; known: {', '.join(known)}")
+        raise ConfigError(f"unknown workload {base!r}{closest(base, known, listed='known')}")
     if vocab_size <= FIRST_ID:
         raise ConfigError(f"a vocabulary must have more than {FIRST_ID} tokens, got {vocab_size}")
     make, variants = SERVING[base]

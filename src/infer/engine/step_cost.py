@@ -77,7 +77,7 @@ def read_cost(text: str) -> StepCost:
         raise ConfigError(f"the cost must be a JSON object with any of {', '.join(known)}")
     for name in given:
         if name not in known:
-            raise ConfigError(f"unknown cost {name!r}{closest(name, known)}; known: {', '.join(known)}")
+            raise ConfigError(f"unknown cost {name!r}{closest(name, known, listed='known')}")
     return StepCost(**given)
 
 

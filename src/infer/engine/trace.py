@@ -101,7 +101,7 @@ def _read_line(where: str, line: bytes) -> TraceRequest:
     known = [field.name for field in fields(TraceRequest)]
     for name in raw:
         if name not in known:
-            fail(f"unknown key {name!r}{closest(name, known)}; known: {', '.join(known)}")
+            fail(f"unknown key {name!r}{closest(name, known, listed='known')}")
     checked: dict[str, Any] = {
         "arrival": _number(raw, "arrival", fail),
         "prompt_len": _integer(raw, "prompt_len", fail, low=1),

@@ -47,11 +47,8 @@ def _names_checked(cls: type[T]) -> type[T]:
                 ) from None
             for name in given:
                 if name not in known:
-                    raise RequestError(
-                        f"unknown sampling parameter {name!r}{closest(name, known)}; "
-                        f"known: {', '.join(known)}",
-                        param=name,
-                    ) from None
+                    hint = closest(name, known, listed="known")
+                    raise RequestError(f"unknown sampling parameter {name!r}{hint}", param=name) from None
             raise
 
     cls.__init__ = __init__  # type: ignore[method-assign, assignment]

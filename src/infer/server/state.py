@@ -76,10 +76,8 @@ class ServerState:
             known = [*self.models, *self.aliases]
             if not known:
                 raise UnknownModel("no model is served at the moment; ask the operator", param="model")
-            raise UnknownModel(
-                f"model {name!r} is not served here{closest(name or '', known)}; served: {', '.join(known)}",
-                param="model",
-            )
+            hint = closest(name or "", known, listed="served")
+            raise UnknownModel(f"model {name!r} is not served here{hint}", param="model")
         if (held := _HELD.get()) is not None:
             held.append(found)
             found.num_held += 1
