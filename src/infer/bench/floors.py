@@ -50,12 +50,9 @@ class Shape:
 def shape_of(config: ModelConfig, *, weight_bytes: float, kv_bytes: float) -> Shape:
     """The shape of a model from its config alone."""
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    num_mlp = 2 if config.family == "gpt2" else 3  # with a gate or without
-    attention = config.num_layers * config.hidden_size * (2 * query + 2 * kv)
-    # of experts those that one token is sent to: a floor, for several tokens may well need more of them
-    mlp = sum(num_mlp * config.hidden_size * config.mlp_size(layer) for layer in range(config.num_layers))
     return Shape(
-        layer_params=attention + mlp,
+        # of experts those that one token is sent to: a floor, for several tokens may well need more of them
+        layer_params=sum(config.layer_weights(layer) for layer in range(config.num_layers)),
         head_params=config.vocab_size * config.hidden_size,
         attention_size=query * config.num_layers,
         kv_elements=2 * kv * config.num_layers,

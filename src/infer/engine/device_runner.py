@@ -98,8 +98,7 @@ class DeviceRunner(ModelRunner):
             device=device,
         )
         tile_len = tokens_per_tile(config.num_heads, config.num_kv_heads)
-        layer_weights = sum(weight.numel() for weight in model.layers.parameters()) // config.num_layers
-        max_graph_tokens = most_tokens(layer_weights, max_tokens) if use_cuda_graphs else 0
+        max_graph_tokens = most_tokens(config, max_tokens) if use_cuda_graphs else 0
         self._inputs = DeviceInputs(max_batch_size, max_tokens, max_graph_tokens, tile_len, device)
         self._scratch = SampleScratch(max_batch_size + MAX_CHUNKS, config.vocab_size, device)
         self._results = Results(max_batch_size + MAX_CHUNKS, device)

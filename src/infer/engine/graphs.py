@@ -35,6 +35,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from infer.models.config import ModelConfig
+
 logger = logging.getLogger(__name__)
 
 _SMALL = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
@@ -59,12 +61,13 @@ def decode_sizes(max_rows: int) -> list[int]:
     return [*sizes, max_rows]
 
 
-def most_tokens(layer_weights: int, max_tokens: int) -> int:
-    """Up to how many tokens of prompts a graph is worth it, for layers of so many weights.
+def most_tokens(config: ModelConfig, max_tokens: int) -> int:
+    """Up to how many tokens of prompts a graph of this model is worth it.
 
     Not more than half of what a step may have: memory for activations is twice that of the largest step.
     """
-    limit = min(_LAUNCHED_LAYER / max(layer_weights, 1), max_tokens / 2)
+    weights = sum(config.layer_weights(layer) for layer in range(config.num_layers)) / config.num_layers
+    limit = min(_LAUNCHED_LAYER / weights, max_tokens / 2)
     return max((tokens for tokens in _PROMPT_TOKENS if tokens <= limit), default=MIXED_TOKENS[-1])
 
 

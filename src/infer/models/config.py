@@ -58,6 +58,7 @@ class ModelConfig:
     qkv_bias: bool = False  # Qwen 2.5
     attention_out_bias: bool = False  # Llama's `attention_bias` puts one on the output projection too
     mlp_bias: bool = False
+    gated_mlp: bool = True  # GPT-2: up and down alone
     qk_norm: bool = False  # Qwen 3: normalise each head before rotating it
     layer_windows: tuple[
         int | None, ...
@@ -86,6 +87,15 @@ class ModelConfig:
         """The intermediate numbers of one token in one layer: of all experts it is sent to."""
         experts = self.experts_of(layer)
         return self.intermediate_size if experts is None else experts.num_choices * experts.size
+
+    def layer_weights(self, layer: int) -> int:
+        """The weights that one token is multiplied with in one layer; of experts, of those it is sent to.
+
+        Of matrices, however they are stored; norms, biases and routers are too small to count.
+        """
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        mlp = (3 if self.gated_mlp else 2) * self.mlp_size(layer)
+        return self.hidden_size * (attention + mlp)
 
     @property
     def scale(self) -> float:

@@ -62,6 +62,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         qkv_bias=True,
         attention_out_bias=True,
         mlp_bias=True,
+        gated_mlp=False,
         learned_positions=True,
         query_scale=None if keys.flag("scale_attn_weights", default=True) else 1.0,
         bos_id=bos_ids[0] if bos_ids else None,

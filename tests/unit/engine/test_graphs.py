@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from infer.engine.graphs import StepGraphs, StepSize, most_tokens
+from infer.models.config import ExpertConfig, ModelConfig
 
 SIZE = StepSize(4, 0)
 
@@ -97,21 +99,42 @@ def test_idle_time_captures_every_size_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert steps.launched == [StepSize(1, 0), StepSize(2, 0), StepSize(4, 0)]
 
 
+def model_of(
+    hidden_size: int, mlp_size: int, heads: tuple[int, int, int], experts: ExpertConfig | None = None
+) -> ModelConfig:
+    num_heads, num_kv_heads, head_dim = heads
+    return ModelConfig(
+        family="llama", vocab_size=1000, hidden_size=hidden_size, intermediate_size=mlp_size, num_layers=4,
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, context_len=8192, norm_eps=1e-6,
+        activation="silu", tie_embeddings=True, experts=experts,
+    )  # fmt: skip
+
+
+SMALL = model_of(1024, 3072, (16, 8, 128))  # 0.6B: 16 million weights per layer
+
+
 @pytest.mark.parametrize(
-    ("layer_weights", "max_tokens", "most"),
+    ("config", "max_tokens", "most"),
     [
-        (16_000_000, 8192, 4096),  # 0.6B
-        (61_000_000, 8192, 1536),  # 1B
-        (192_000_000, 8192, 512),  # 8B: computed more slowly than launched
-        (16_000_000, 2048, 1024),  # half of the largest step
-        (16_000_000, 512, 512),
-        (0, 8192, 4096),
+        (SMALL, 8192, 4096),
+        (model_of(2048, 8192, (32, 8, 64)), 8192, 1536),  # 1B: 61 million
+        (model_of(4096, 14336, (32, 8, 128)), 8192, 512),  # 8B: computed more slowly than launched
+        (SMALL, 2048, 1024),  # half of the largest step
+        (SMALL, 512, 512),
     ],
 )
 def test_prompts_are_captured_while_launching_takes_longer_than_computing(
-    layer_weights: int, max_tokens: int, most: int
+    config: ModelConfig, max_tokens: int, most: int
 ) -> None:
-    assert most_tokens(layer_weights, max_tokens) == most
+    assert most_tokens(config, max_tokens) == most
+
+
+def test_of_experts_those_count_that_a_token_is_sent_to() -> None:
+    experts = ExpertConfig(num_experts=128, num_choices=8, size=768, normalized=True)
+    sparse = model_of(2048, 6144, (32, 4, 128), experts)  # 57 million of 620 million weights per layer
+    assert most_tokens(sparse, 8192) == 1536
+    half_dense = dataclasses.replace(experts, dense_layers=(0, 1))  # 6144 = 8 * 768: as much for a token
+    assert most_tokens(dataclasses.replace(sparse, experts=half_dense), 8192) == 1536
 
 
 def test_steps_of_prompts_alone_have_sizes_of_their_own_once_they_are_captured(

@@ -47,6 +47,21 @@ def test_weights_take_the_default_dtype_and_tables_stay_float32(name: str) -> No
     assert {buffer.dtype for buffer in model.buffers()} <= {torch.float32}
 
 
+@all_families
+def test_the_config_knows_the_weights_that_a_token_meets_in_a_layer(name: str) -> None:
+    """Those of the matrices that were built, of experts as many as a token is sent to."""
+    model = build(name)
+    for layer, block in enumerate(model.layers):
+        matrices = {part: p for part, p in block.named_parameters() if p.ndim > 1 and "router" not in part}
+        shares = dict.fromkeys(matrices, 1.0)
+        if (experts := model.config.experts_of(layer)) is not None:
+            stacked = [part for part, matrix in matrices.items() if matrix.ndim == 3]
+            assert len(stacked) == 2
+            shares |= dict.fromkeys(stacked, experts.num_choices / experts.num_experts)
+        met = sum(matrix.numel() * shares[part] for part, matrix in matrices.items())
+        assert model.config.layer_weights(layer) == met
+
+
 def test_layers_share_one_rotary_table_per_base() -> None:
     llama, gemma3 = build("llama", num_hidden_layers=5), build("gemma3", num_hidden_layers=5)
 
