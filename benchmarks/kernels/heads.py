@@ -12,7 +12,13 @@ import torch
 
 from benchmarks.kernels.report import run_benchmark
 from benchmarks.kernels.timing import Case
-from infer.kernels.heads import HeadTransform, norm_rope_write, norm_rope_write_reference, split_heads
+from infer.kernels.heads import (
+    CacheSlots,
+    HeadTransform,
+    norm_rope_write,
+    norm_rope_write_reference,
+    split_heads,
+)
 from infer.kernels.rms_norm import rms_norm
 from infer.kernels.rope import rope
 
@@ -51,14 +57,14 @@ def _case(num_tokens: int, heads: tuple[int, int, int], dtype: torch.dtype, devi
     def in_one(*inputs: torch.Tensor) -> Inputs:
         qkv, q_weight, k_weight, cos, sin, positions, keys, values, slots = inputs
         transform = HeadTransform((q_weight, k_weight), cos, sin, num_heads, num_kv_heads, EPS)
-        q, _, _ = norm_rope_write(qkv, transform, positions, cache=(keys, values, slots))
+        q, _, _ = norm_rope_write(qkv, transform, positions, CacheSlots(keys, values, slots))
         return q, keys, values
 
     def reference(*inputs: torch.Tensor) -> Inputs:
         qkv, q_weight, k_weight, cos, sin, positions, keys, values, slots = inputs
         keys, values = keys.clone(), values.clone()
         transform = HeadTransform((q_weight, k_weight), cos, sin, num_heads, num_kv_heads, EPS)
-        q, _, _ = norm_rope_write_reference(qkv, transform, positions, cache=(keys, values, slots))
+        q, _, _ = norm_rope_write_reference(qkv, transform, positions, CacheSlots(keys, values, slots))
         return q, keys, values
 
     def one_after_the_other(*inputs: torch.Tensor) -> Inputs:

@@ -9,7 +9,7 @@ from infer.kernels import dispatch
 from infer.kernels.attention_decode import DecodeWork, attend_decode, attend_projected
 from infer.kernels.cuda.decode_projected import attend_projected_cuda
 from infer.kernels.gated_activation import gated_activation
-from infer.kernels.heads import HeadTransform, norm_rope_write
+from infer.kernels.heads import CacheSlots, HeadTransform, norm_rope_write
 from infer.kernels.linear_small import linear
 from infer.kernels.rms_norm import add_rms_norm
 from tests.unit.kernels.attention_contract import Heads, make_paged
@@ -60,8 +60,8 @@ class Step:
 
     def attend(self, qkv: torch.Tensor) -> torch.Tensor:
         """Two kernels: heads, then attention."""
-        cache = (self.paged.keys, self.paged.values, self.slots)
-        q, _, _ = norm_rope_write(qkv, self.transform, self.positions, cache=cache)
+        cache = CacheSlots(self.paged.keys, self.paged.values, self.slots)
+        q, _, _ = norm_rope_write(qkv, self.transform, self.positions, cache)
         return attend_decode(
             q, self.paged.keys, self.paged.values, self.paged.tables, self.rows, self.lens, self.work,
             block_size=16, scale=H**-0.5, window=None,
@@ -132,7 +132,7 @@ def test_a_head_has_the_same_bits_whatever_the_number_of_tokens() -> None:
     def heads(tokens: slice) -> list[torch.Tensor]:
         caches = [torch.zeros(T, G, H, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
         q, _, _ = norm_rope_write(
-            qkv[tokens], transform, positions[tokens], cache=(caches[0], caches[1], positions[tokens])
+            qkv[tokens], transform, positions[tokens], CacheSlots(caches[0], caches[1], positions[tokens])
         )
         return [q, *(cache[tokens] for cache in caches)]
 

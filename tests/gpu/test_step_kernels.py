@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from infer.kernels.heads import HeadTransform, norm_rope_write, norm_rope_write_reference
+from infer.kernels.heads import CacheSlots, HeadTransform, norm_rope_write, norm_rope_write_reference
 from infer.kernels.sample_rows import SampleScratch, sample_rows, sample_rows_reference
 from infer.kernels.step_state import StepInputs, advance_rows, apply_table_diffs, gather_step
 from infer.sampling.params import SamplingParams
@@ -108,7 +108,7 @@ class TestCompiledStep(StepContract):
         slots, q_out = torch.full((4,), -1, device="cuda"), torch.zeros((4, 16, 128), device="cuda")
 
         def step() -> None:
-            q, _, _ = norm_rope_write(qkv, transform, positions, cache=(caches[0], caches[1], slots))
+            q, _, _ = norm_rope_write(qkv, transform, positions, CacheSlots(caches[0], caches[1], slots))
             q_out.copy_(q)
 
         graph = capture(step)
@@ -118,7 +118,7 @@ class TestCompiledStep(StepContract):
         qkv.copy_(self.randn(*qkv.shape))
         graph.replay()
         expected, _, _ = norm_rope_write_reference(
-            qkv, transform, positions, cache=(caches[2], caches[3], slots)
+            qkv, transform, positions, CacheSlots(caches[2], caches[3], slots)
         )
         assert_same(q_out.bfloat16(), expected)
         assert_same(caches[0], caches[2])

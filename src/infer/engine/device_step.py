@@ -49,9 +49,9 @@ from infer.kernels.cuda.decode_projected import (
     compile_attend_projected,
 )
 from infer.kernels.dispatch import use_triton
-from infer.kernels.heads import HeadTransform
+from infer.kernels.heads import CacheSlots, HeadTransform
 from infer.kernels.linear_configs import MAX_SMALL_M
-from infer.layers.attention import CacheSlots, StepContext
+from infer.layers.attention import StepContext
 from infer.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -100,8 +100,8 @@ class DeviceStep(StepContext):
 
     def slots(self, layer: int) -> CacheSlots:
         """Of this step's tokens."""
-        is_dense = self._dense is not None
-        return CacheSlots(self._store.keys[layer], self._store.values[layer], self._slots_T, is_dense)
+        keeps = self._dense is not None  # cuDNN's attention reads no cache
+        return CacheSlots(self._store.keys[layer], self._store.values[layer], self._slots_T, keeps)
 
     def attend_projected(
         self, layer: int, qkv_TX: torch.Tensor, transform: HeadTransform, *, scale: float, window: int | None

@@ -48,7 +48,7 @@ from infer.kernels.attention import attend_naive
 from infer.kernels.attention_decode_kernels import decode_kernel
 from infer.kernels.attention_decode_plan import plan_kernel
 from infer.kernels.dispatch import launch_options, next_power_of_two, num_sms, use_triton
-from infer.kernels.heads import HeadTransform, norm_rope_write_reference
+from infer.kernels.heads import CacheSlots, HeadTransform, norm_rope_write_reference
 
 LOG2E = math.log2(math.e)
 
@@ -118,8 +118,8 @@ def attend_projected_reference(
     newest_S = (lens_S.long() - 1).clamp(min=0)
     blocks_S = tables_RB[rows_S.long().clamp(min=0), newest_S // block_size].long()
     slots_S = torch.where(lens_S > 0, blocks_S * block_size + newest_S % block_size, -1)
-    cache = (keys_PGH, values_PGH, slots_S)
-    q_SNH, _, _ = norm_rope_write_reference(qkv_SX, transform, newest_S, cache=cache)
+    cache = CacheSlots(keys_PGH, values_PGH, slots_S)
+    q_SNH, _, _ = norm_rope_write_reference(qkv_SX, transform, newest_S, cache)
     return attend_decode_reference(
         q_SNH, keys_PGH, values_PGH, tables_RB, rows_S, lens_S,
         block_size=block_size, scale=scale, window=window,

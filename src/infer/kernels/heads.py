@@ -11,8 +11,8 @@ kernels/rope.py. A normed head is rounded to the type of the input before it is 
 called one after the other.
 
 A slot of -1 marks a padding token: its query is computed like any other, its key and value are written
-nowhere. With a cache, the keys and values *returned* are views of the input, neither normed nor rotated,
-for the cache has the real ones; an attention that reads no cache asks for both (`keeps`).
+nowhere. With a cache, the kernel *returns* keys and values that are views of the input, neither normed nor
+rotated, for the cache has the real ones; an attention that reads no cache asks for both (`CacheSlots.keeps`).
 
 Memory-bound: reads X elements per token and writes as many. A program takes a few heads of a kind, in halves:
 an element of the first half and its partner in the rotation stand in the same place of two tiles, so that
@@ -40,8 +40,16 @@ _BLOCK_HEADS = 8  # of a program
 _MAX_AHEAD = 256  # tokens: above, the registers that hold what was read early cost more than a launch
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q_TNH, k_TGH, v_TGH
-Cache = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # keys_PGH, values_PGH, slots_T
 NormWeights = tuple[torch.Tensor, torch.Tensor]  # of the queries and of the keys, [H] each
+
+
+class CacheSlots(NamedTuple):
+    """Where the keys and values of a step's tokens go, in one layer."""
+
+    keys_PGH: torch.Tensor
+    values_PGH: torch.Tensor
+    slots_T: torch.Tensor  # -1: a padding token, written nowhere
+    keeps: bool = False  # attention wants the keys and values as well
 
 
 class HeadTransform(NamedTuple):
@@ -57,23 +65,26 @@ class HeadTransform(NamedTuple):
 
 
 def norm_rope_write_reference(
-    qkv_TX: torch.Tensor, transform: HeadTransform, positions_T: torch.Tensor, *, cache: Cache | None = None
+    qkv_TX: torch.Tensor, transform: HeadTransform, positions_T: torch.Tensor, cache: CacheSlots | None = None
 ) -> Heads:
     """The specification: what the kernel must equal."""
-    q_TNH, k_TGH, v_TGH = split_heads(qkv_TX, transform.num_heads, transform.num_kv_heads)
-    q, k = q_TNH, k_TGH
+    q, k, v_TGH = split_heads(qkv_TX, transform.num_heads, transform.num_kv_heads)
     if transform.norm_weights is not None:
         q_weight_H, k_weight_H = transform.norm_weights
         q = rms_norm_reference(q, q_weight_H, transform.eps, transform.offset)
         k = rms_norm_reference(k, k_weight_H, transform.eps, transform.offset)
     q, k = rope_reference(q, k, transform.cos_PR, transform.sin_PR, positions_T)
-    if cache is None:
-        return q.contiguous(), k.contiguous(), v_TGH
-    keys_PGH, values_PGH, slots_T = cache
-    is_real_T = slots_T >= 0
-    keys_PGH[slots_T[is_real_T].long()] = k[is_real_T]
-    values_PGH[slots_T[is_real_T].long()] = v_TGH[is_real_T]
-    return q.contiguous(), k_TGH, v_TGH
+    if cache is not None:
+        write_slots_reference(k, v_TGH, cache)
+    return q.contiguous(), k.contiguous(), v_TGH
+
+
+def write_slots_reference(k_TGH: torch.Tensor, v_TGH: torch.Tensor, cache: CacheSlots) -> None:
+    """The same for a cache that is filled on its own."""
+    is_real_T = cache.slots_T >= 0
+    slots = cache.slots_T[is_real_T].long()
+    cache.keys_PGH[slots] = k_TGH[is_real_T]
+    cache.values_PGH[slots] = v_TGH[is_real_T]
 
 
 @jit
@@ -102,27 +113,19 @@ def _write_slots_kernel(
     tl.store(values_ptr + slot * GH + index, v, mask=mask)
 
 
-def write_slots(
-    k_TGH: torch.Tensor,
-    v_TGH: torch.Tensor,
-    keys_PGH: torch.Tensor,
-    values_PGH: torch.Tensor,
-    slots_T: torch.Tensor,
-) -> None:
-    """Put keys and values where the slots say; -1: nowhere."""
-    if use_triton(k_TGH):
-        T, G, H = k_TGH.shape
-        assert k_TGH.stride(2) == v_TGH.stride(2) == 1, "the elements of a head must be contiguous"
-        assert keys_PGH.is_contiguous() and values_PGH.is_contiguous(), "the cache must be contiguous"
-        _write_slots_kernel[(T,)](
-            k_TGH, v_TGH, keys_PGH, values_PGH, slots_T, k_TGH.stride(0), k_TGH.stride(1),
-            v_TGH.stride(0), v_TGH.stride(1), G * H, H, BLOCK=next_power_of_two(G * H),
-        )  # fmt: skip
+def write_slots(k_TGH: torch.Tensor, v_TGH: torch.Tensor, cache: CacheSlots) -> None:
+    """Put keys and values where the slots say."""
+    if not use_triton(k_TGH):
+        write_slots_reference(k_TGH, v_TGH, cache)
         return
-    is_real_T = slots_T >= 0
-    slots = slots_T[is_real_T].long()
-    keys_PGH[slots] = k_TGH[is_real_T]
-    values_PGH[slots] = v_TGH[is_real_T]
+    keys_PGH, values_PGH, slots_T, _ = cache
+    T, G, H = k_TGH.shape
+    assert k_TGH.stride(2) == v_TGH.stride(2) == 1, "the elements of a head must be contiguous"
+    assert keys_PGH.is_contiguous() and values_PGH.is_contiguous(), "the cache must be contiguous"
+    _write_slots_kernel[(T,)](
+        k_TGH, v_TGH, keys_PGH, values_PGH, slots_T, k_TGH.stride(0), k_TGH.stride(1),
+        v_TGH.stride(0), v_TGH.stride(1), G * H, H, BLOCK=next_power_of_two(G * H),
+    )  # fmt: skip
 
 
 def split_heads(qkv_TX: torch.Tensor, num_heads: int, num_kv_heads: int) -> Heads:
@@ -246,17 +249,9 @@ def _norm_rope_write_kernel(
 
 
 def norm_rope_write(
-    qkv_TX: torch.Tensor,
-    transform: HeadTransform,
-    positions_T: torch.Tensor,
-    *,
-    cache: Cache | None = None,
-    keeps: bool = False,
+    qkv_TX: torch.Tensor, transform: HeadTransform, positions_T: torch.Tensor, cache: CacheSlots | None = None
 ) -> Heads:
-    """Queries, keys and values ready for attention; with a cache, keys and values go to their slots.
-
-    `keeps`: keys and values are returned as well as cached, fresh and contiguous.
-    """
+    """Queries, keys and values ready for attention; with a cache, keys and values go to their slots."""
     norm_weights, cos_PR, sin_PR, N, G, eps, offset = transform
     if not use_triton(qkv_TX):
         q_TNH, k_TGH, v_TGH = split_heads(qkv_TX, N, G)
@@ -265,7 +260,7 @@ def norm_rope_write(
             k_TGH = rms_norm(k_TGH, norm_weights[1], eps=eps, offset=offset)
         q_TNH, k_TGH = rope(q_TNH, k_TGH, cos_PR, sin_PR, positions_T)
         if cache is not None:
-            write_slots(k_TGH, v_TGH, *cache)
+            write_slots(k_TGH, v_TGH, cache)
         return q_TNH.contiguous(), k_TGH.contiguous(), v_TGH
     T, H = qkv_TX.shape[0], qkv_TX.shape[1] // (N + 2 * G)
     assert qkv_TX.stride(1) == 1, "the elements of a token must be contiguous"
@@ -273,7 +268,8 @@ def norm_rope_write(
     assert cos_PR.is_contiguous() and sin_PR.is_contiguous(), "the tables must be contiguous"
     assert positions_T.is_contiguous(), "positions must be contiguous"
     q_out = torch.empty((T, N, H), dtype=qkv_TX.dtype, device=qkv_TX.device)
-    keys, values, slots_T = cache or (q_out, q_out, positions_T)  # not looked at, like the weights of no norm
+    # without a cache these are not looked at, like the weights of no norm
+    keys, values, slots_T, keeps = cache or CacheSlots(q_out, q_out, positions_T)
     if cache is not None:
         for name, part in (("keys", keys), ("values", values)):
             assert part.is_contiguous() and part.shape[1:] == (G, H), f"{name} are {tuple(part.shape)}"

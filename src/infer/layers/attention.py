@@ -16,20 +16,11 @@ X = (N + 2 G) H.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
-from infer.kernels.heads import HeadTransform
-
-
-class CacheSlots(NamedTuple):
-    """Where the keys and values of a step's tokens go, in one layer."""
-
-    keys_PGH: torch.Tensor
-    values_PGH: torch.Tensor
-    slots_T: torch.Tensor  # -1: a padding token, written nowhere
-    are_needed: bool = False  # whether `attend` wants the keys and values as well
+from infer.kernels.heads import CacheSlots, HeadTransform
 
 
 class StepContext(Protocol):

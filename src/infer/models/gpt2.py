@@ -89,7 +89,7 @@ class Attention(nn.Module):
         )
         cache = step.slots(self.layer)
         if cache is not None:
-            write_slots(k_TNH, v_TNH, *cache[:3])
+            write_slots(k_TNH, v_TNH, cache)
         seen_TNH = step.attend(self.layer, q_TNH, k_TNH, v_TNH, scale=self.scale, window=None)
         y_TD: torch.Tensor = self.out(seen_TNH.flatten(-2))
         return y_TD

@@ -75,12 +75,6 @@ class SelfAttention(nn.Module):
         seen_TNH = step.attend_projected(self.layer, qkv_TX, transform, scale=self.scale, window=self.window)
         if seen_TNH is None:
             cache = step.slots(self.layer)
-            q_TNH, k_TGH, v_TGH = norm_rope_write(
-                qkv_TX,
-                transform,
-                step.positions,
-                cache=cache and cache[:3],
-                keeps=cache is not None and cache.are_needed,
-            )
+            q_TNH, k_TGH, v_TGH = norm_rope_write(qkv_TX, transform, step.positions, cache)
             seen_TNH = step.attend(self.layer, q_TNH, k_TGH, v_TGH, scale=self.scale, window=self.window)
         return self.out.into(seen_TNH.flatten(-2), residual_TD, reader)

@@ -218,7 +218,7 @@ class ProjectedContract(OnDevice):
             return step, store
 
         step, expected_store = make_step()
-        q, k, v = norm_rope_write(qkv, transform, step.positions, cache=step.slots(1)[:3])
+        q, k, v = norm_rope_write(qkv, transform, step.positions, step.slots(1))
         expected = step.attend(1, q, k, v, scale=0.3, window=window)
         for backend in ("triton", "flash"):
             step, store = make_step(backend)

@@ -14,7 +14,13 @@ import torch
 
 from infer.kernels.copy_block import copy_block, copy_block_reference
 from infer.kernels.dispatch import use_triton
-from infer.kernels.heads import HeadTransform, norm_rope_write, norm_rope_write_reference, split_heads
+from infer.kernels.heads import (
+    CacheSlots,
+    HeadTransform,
+    norm_rope_write,
+    norm_rope_write_reference,
+    split_heads,
+)
 from infer.kernels.rms_norm import rms_norm
 from infer.kernels.rope import rope
 from infer.kernels.sample_rows import (
@@ -150,10 +156,10 @@ class StepContract:
         positions = self.positions(num_tokens, torch.int32)
         with nan_in_fresh_memory():
             q, k, v = norm_rope_write(
-                qkv.view, transform, positions, cache=(caches[0], caches[1], slots.int())
+                qkv.view, transform, positions, CacheSlots(caches[0], caches[1], slots.int())
             )
         expected_q, _, _ = norm_rope_write_reference(
-            qkv.view, transform, positions, cache=(caches[2], caches[3], slots)
+            qkv.view, transform, positions, CacheSlots(caches[2], caches[3], slots)
         )
         assert_same(q, expected_q)
         assert_same(caches[0], caches[2])
@@ -190,7 +196,8 @@ class StepContract:
         )
         slots = torch.randperm(NUM_SLOTS, device=self.device)[:5]
         with nan_in_fresh_memory():
-            _, k, v = norm_rope_write(qkv.view, transform, positions, cache=(keys, values, slots), keeps=True)
+            cache = CacheSlots(keys, values, slots, keeps=True)
+            _, k, v = norm_rope_write(qkv.view, transform, positions, cache)
         assert torch.equal(k, keys[slots]) and torch.equal(v, values[slots])
 
     # sampling ------------------------------------------------------------------------------------------
