@@ -218,19 +218,20 @@ class SchedulerConfig:
 class RunConfig:
     """How steps are carried out."""
 
-    use_cuda_graphs: bool = knob(
-        True,
-        "replay decode steps as CUDA graphs instead of launching kernel after kernel",
+    use_cuda_graphs: bool | None = knob(
+        None,
+        "replay decode steps as CUDA graphs instead of launching kernel after kernel; default: on a GPU",
         aliases=("cuda-graphs",),
     )
-    use_overlap: bool = knob(
-        True,
-        "plan and launch the next step while the GPU computes this one",
+    use_overlap: bool | None = knob(
+        None,
+        "plan and launch the next step while the GPU computes this one; default: on a GPU",
         aliases=("overlap", "async-scheduling"),
     )
-    use_cpu_program: bool = knob(
-        True,
-        "run a decode step on a CPU as one recorded list of C kernels instead of calling them from Python",
+    use_cpu_program: bool | None = knob(
+        None,
+        "run a decode step as one recorded list of C kernels instead of calling them from Python; "
+        "default: on a CPU",
         aliases=("cpu-program",),
     )
     deterministic: bool = knob(

@@ -98,7 +98,7 @@ def build_engine(
         eos_ids=loaded.eos_ids,
         observer=observer,
         embedder=runner.embed,
-        overlap=config.run.use_overlap and isinstance(runner, DeviceRunner) and keeps_cache,
+        overlap=config.run.use_overlap is not False and isinstance(runner, DeviceRunner) and keeps_cache,
         prepare=freezing(runner.prepare) if is_gpu else runner.prepare,
     )
     if is_gpu:  # a CPU waits for nobody while garbage is collected, and tiny models are built by the hundred
@@ -110,7 +110,7 @@ def check_knobs(config: EngineConfig, loaded: LoadedModel | LoadChoice) -> Sched
     """The scheduler's settings for this model and device; knobs that cannot be had there are refused."""
     scheduler = resolve_scheduler(config, loaded.max_seq_len, step_defaults(loaded.device))
     backend = config.cache.attention_backend
-    keeps_state_on_device(backend, loaded.device)
+    check_steps(config, loaded.device)
     if not config.run.deterministic:
         return scheduler
     if loaded.device.type == "cuda" and backend not in ("auto", "triton"):
@@ -126,6 +126,22 @@ def check_knobs(config: EngineConfig, loaded: LoadedModel | LoadChoice) -> Sched
             "(`infer doctor` says what is missing)"
         )
     return scheduler
+
+
+def check_steps(config: EngineConfig, device: torch.device) -> None:
+    """Refuse what was asked for and would do nothing on this device."""
+    backend = config.cache.attention_backend
+    is_there = keeps_state_on_device(backend, device)
+    for name in ("use_cuda_graphs", "use_overlap"):
+        if getattr(config.run, name) and not is_there:
+            plain = f" with attention_backend={backend}, which is plain PyTorch" * (device.type == "cuda")
+            raise ConfigError(
+                f"{name} needs the kernels of a GPU, and the model is on {device}{plain}; leave it out"
+            )
+    if config.run.use_cpu_program and device.type != "cpu":
+        raise ConfigError(
+            f"use_cpu_program is for a model on a CPU, and this one is on {device}; leave it out"
+        )
 
 
 def _make_runner(
@@ -144,7 +160,7 @@ def _make_runner(
             pool,
             max_batch_size=scheduler.width,
             attention_backend=backend,
-            use_cpu_program=config.run.use_cpu_program,
+            use_cpu_program=config.run.use_cpu_program is not False,
         )
     assert scheduler.max_num_batched_tokens is not None
     return DeviceRunner(
@@ -154,7 +170,7 @@ def _make_runner(
         max_batch_size=scheduler.width,
         max_tokens=scheduler.max_num_batched_tokens,
         max_seq_len=loaded.max_seq_len,
-        use_cuda_graphs=config.run.use_cuda_graphs,
+        use_cuda_graphs=config.run.use_cuda_graphs is not False,
         attention_backend="invariant" if config.run.deterministic else backend,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ def start_engine_process(model: str, **knobs: Any) -> None:
             "without chunked prefill a step must hold",
         ),
         ({"attention_backend": "triton"}, "attention_backend=triton needs a GPU"),
+        ({"use_cuda_graphs": True}, "use_cuda_graphs needs .* a GPU, and the model is on cpu; leave it out"),
+        ({"use_overlap": True}, "use_overlap needs .* a GPU, and the model is on cpu; leave it out"),
         (
             {"deterministic": True, "attention_backend": "naive"},
             "deterministic needs the attention kernel in C",
@@ -63,6 +66,24 @@ def test_impossible_settings_are_refused_before_a_weight_is_read(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         start(checkpoint, device="cpu", **knobs)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"use_cpu_program": True}, "use_cpu_program is for a model on a CPU, and this one is on cuda"),
+        (
+            {"use_cuda_graphs": True, "attention_backend": "sdpa"},
+            "is on cuda with attention_backend=sdpa, which is plain PyTorch; leave it out",
+        ),
+        ({"use_cuda_graphs": True, "use_overlap": True}, None),
+        ({"use_cuda_graphs": False, "use_cpu_program": False, "attention_backend": "sdpa"}, None),
+    ],
+)
+def test_what_would_do_nothing_on_a_gpu_is_refused(knobs: dict[str, Any], message: str | None) -> None:
+    config, device = EngineConfig.from_knobs(**knobs), torch.device("cuda")
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+        build.check_steps(config, device)
 
 
 @pytest.mark.usefixtures("nothing_is_read")
