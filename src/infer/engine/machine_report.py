@@ -16,6 +16,7 @@ from infer.cache.memory import format_bytes, free_host_bytes
 from infer.kernels.cpu.build import BuildError, compiler_version, cpu_flags, find_compiler
 from infer.kernels.cpu.library import library, why_not
 from infer.loader.default_model import models_dir
+from infer.loader.dtype import cpu_has_amx
 
 # What the kernels can use, in the spelling of /proc/cpuinfo, from old to new.
 _FEATURES = (
@@ -45,10 +46,7 @@ def examine_machine() -> MachineReport:
         ("threads", f"{num_threads} of {os.cpu_count()} (knob num_threads)"),
         ("compiler", _compiler(compiler)),
         ("C kernels", f"{c.variant}, {c.path}" if c else f"none: {why_not()}"),
-        (
-            "weights",
-            "int4 where a file has 4 bits, int8 elsewhere, fp32 for files in float32" if c else "fp32",
-        ),
+        ("weights", _weights(c is not None, num_gpus)),
         ("GPU", torch.cuda.get_device_name(0) if num_gpus else "none that PyTorch can use"),
         ("memory", f"{format_bytes(free_host_bytes())} available"),
         ("models", _cached_models()),
@@ -77,11 +75,21 @@ def _advice(
     wanted = {"asimddp"} if is_arm else {"avx2"}
     if flags and not wanted & flags:
         advice.append("this processor has no instructions for products of bytes: the portable kernels run")
-    if not num_gpus:
+    if not num_gpus and has_kernels:
         advice.append(
-            "a smaller model, or a file in 4 bits (GGUF: Q4_0, Q4_1, Q4_K), is the next step on a CPU"
+            "a model of fewer parameters or bits: a GGUF file in Q4_0, Q4_1 (the default model's) or Q4_K keeps "
+            "its 4 bits; --cpu-weights int4 rounds any other file to them, which costs accuracy"
         )
     return advice
+
+
+def _weights(has_kernels: bool, num_gpus: int) -> str:
+    """What `auto` makes of weights on the CPU (loader/cpu_weights.py)."""
+    if has_kernels:
+        kept = "int4 where a file has 4 bits, int8 elsewhere, fp32 for files in float32"
+    else:
+        kept = "fp32, bf16 for files in bfloat16" if cpu_has_amx() else "fp32"
+    return f"on the CPU {kept}; on the GPU as in the file" if num_gpus else kept
 
 
 def _processor() -> str:

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
+import torch
 
 from infer.cli.main import main
 from infer.engine import machine_report
 from infer.kernels.cpu.library import library, use_library
+from infer.loader import default_model
+from infer.loader.gguf_quants import FOUR_BITS
 
 
 def doctor(capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, str], list[str]]:
@@ -37,11 +41,32 @@ def test_says_how_weights_will_be_kept(capsys: pytest.CaptureFixture[str]) -> No
     assert doctor(capsys)[0]["weights"].startswith("int4 where a file has 4 bits, int8 elsewhere")
 
 
-def test_without_kernels_it_says_so_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("has_amx", "weights"), [(False, "fp32"), (True, "fp32, bf16 for files in bfloat16")]
+)
+def test_without_kernels_it_says_so_and_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, has_amx: bool, weights: str
+) -> None:
+    monkeypatch.setattr(machine_report, "cpu_has_amx", lambda: has_amx)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with use_library(None):
         machine, advice = doctor(capsys)
-    assert machine["C kernels"] == "none: the C kernels are switched off" and machine["weights"] == "fp32"
+    assert machine["C kernels"] == "none: the C kernels are switched off" and machine["weights"] == weights
     assert any("C kernels could not be built" in sentence or "C compiler" in sentence for sentence in advice)
+    assert not any("4 bits" in sentence for sentence in advice)  # without kernels they are no faster
+
+
+@pytest.mark.skipif(library() is None, reason="needs a C compiler")
+def test_what_it_says_of_4_bits_is_what_auto_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    _, advice = doctor(capsys)
+    named = set(re.findall(r"\bQ\w+", advice[-1]))
+    assert named == {"Q4_0", "Q4_1", "Q4_K"}
+    assert named <= {kind.name for kind in FOUR_BITS}
+    assert default_model.FILE.split(".")[-2] in named
+    assert "--cpu-weights int4" in advice[-1]
 
 
 def test_without_a_compiler_it_advises_one(
