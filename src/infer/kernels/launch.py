@@ -4,11 +4,13 @@
 has, whether it is 1 or a multiple of 16. That takes the CPU longer than the launch itself, and the layers of
 a model all ask the same question. Here the answer is kept:
 
-    kernel, grid, numbers, constants, types of the tensors   ->   the compiled kernel, ready for addresses
+    kernel, grid, numbers, constants, types   ->   the compiled kernel, ready for addresses
 
-Numbers are part of the question as they are, so whatever Triton makes of them was made of the same ones. Of
-tensors it looks at the alignment too: an answer is for tensors whose addresses are all multiples of 16, as
-those of fresh memory are; any other launch goes the long way.
+Numbers are part of the question as they are, so whatever Triton makes of them was made of the same ones; with
+their types, for 1, 1.0 and True are equal but compiled differently. Constants are integers, bools and names:
+of these True does what 1 does, and floats are refused. Of tensors Triton looks at the alignment too: an
+answer is for tensors whose addresses are all multiples of 16, as those of fresh memory are; any other launch
+goes the long way.
 
 A kernel is launched so only if its parameters come in this order: tensors, numbers, constants.
 """
@@ -16,6 +18,7 @@ A kernel is launched so only if its parameters come in this order: tensors, numb
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,6 +31,8 @@ Launch = tuple[
 
 _ALIGNMENT = 16  # bytes
 _MAX_KNOWN = 4096  # prompts have all lengths, and every length is a launch of its own
+
+_address_of, _dtype_of = torch.Tensor.data_ptr, attrgetter("dtype")  # to map: every launch asks them
 
 _known: dict[tuple[Any, ...], Launch] = {}
 
@@ -43,15 +48,13 @@ def launch(
     if INTERPRETED or torch.version.hip is not None:  # there, more of a tensor counts than its alignment
         kernel[grid](*tensors, *numbers, **constants)
         return
-    addresses = []
+    addresses = [*map(_address_of, tensors)]
     bits = 0
-    for tensor in tensors:
-        address = tensor.data_ptr()
+    for address in addresses:
         bits |= address
-        addresses.append(address)
     device = tensors[0].get_device()
-    types = [tensor.dtype for tensor in tensors]
-    question = (id(kernel), device, grid, numbers, *types, *constants.items())
+    types = (*map(_dtype_of, tensors), *map(type, numbers))
+    question = (id(kernel), device, grid, numbers, types, *constants, *constants.values())
     answer = _known.get(question)
     if answer is None or bits % _ALIGNMENT:
         compiled = kernel[grid](*tensors, *numbers, **constants)
@@ -75,5 +78,7 @@ def _remember(
     names = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
     last = kernel.arg_names[len(kernel.arg_names) - len(names) :]
     assert last == names, f"{kernel.arg_names}: constants must come last"
+    for name, value in constants.items():
+        assert not isinstance(value, float), f"{name} is {value}: {value:g} would be the same question"
     whole_grid = (*grid, 1, 1)[:3]
     _known[question] = compiled[whole_grid], (*numbers, *(constants[name] for name in names))

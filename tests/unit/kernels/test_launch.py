@@ -81,6 +81,21 @@ def test_whatever_differs_is_asked_for(kernel: Kernel, change: str) -> None:
     assert not kernel.compiled.runs and not other.compiled.runs
 
 
+@pytest.mark.parametrize("first, second", [(1, 1.0), (1.0, 1), (1, True), (0.0, False)])
+def test_equal_numbers_of_other_types_are_other_numbers(kernel: Kernel, first: float, second: float) -> None:
+    """Triton compiles an integer 1 as a constant, True as one bit and 1.0 as a parameter."""
+    assert first == second
+    for number in (first, second, first, second):
+        launch(kernel, (3,), (aligned(8), aligned(8)), (8, number), BLOCK=64, PDL=False)
+    assert [type(args[3]) for _, args, _ in kernel.asked] == [type(first), type(second)]
+    assert [type(args[3]) for _, args, _ in kernel.compiled.runs] == [type(first), type(second)]
+
+
+def test_a_constant_is_no_float(kernel: Kernel) -> None:
+    with pytest.raises(AssertionError, match="BLOCK is 64.0: 64 would be the same question"):
+        launch(kernel, (3,), (aligned(8), aligned(8)), (8, 0.5), BLOCK=64.0, PDL=False)
+
+
 def test_tensors_that_are_not_aligned_never_become_an_answer(kernel: Kernel) -> None:
     odd = aligned(12)[1:9]
     for x in (odd, odd, aligned(8), aligned(8)):
