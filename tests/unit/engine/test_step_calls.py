@@ -15,6 +15,7 @@ import sys
 from types import FrameType
 
 from benchmarks import engine_cpu
+from infer.engine.engine import Engine
 
 ROUND = engine_cpu.BLOCK_SIZE  # steps in which every row fills one block and gets the next
 CALLS_TO_CROSS = 10  # of one row: give a full block to the prefix tree, take another, tell the device
@@ -49,17 +50,25 @@ def test_a_step_of_one_row_costs_few_calls() -> None:
     assert per_step <= 56, f"{per_step:.1f} calls per step"
 
 
-def test_steps_leave_nothing_to_the_garbage_collector() -> None:
-    engine = engine_cpu.make_engine(64)
+def left_by_a_round(engine: Engine) -> tuple[int, int]:
+    """How many objects only the collector can free after a round, and how many more it walks through."""
     gc.collect()
-    num_tracked, num_cached = len(gc.get_objects()), engine.stats().num_cached_blocks
+    num_tracked = len(gc.get_objects())
     gc.disable()
     try:
-        for _ in range(2 * ROUND):
+        for _ in range(ROUND):
             engine.step()
-        assert gc.collect() == 0, "circles"
+        num_in_circles = gc.collect()
     finally:
         gc.enable()
-    assert engine.stats().num_cached_blocks - num_cached == 2 * 64
-    num_more = len(gc.get_objects()) - num_tracked
-    assert num_more < 64
+    return num_in_circles, len(gc.get_objects()) - num_tracked
+
+
+def test_steps_leave_nothing_to_the_garbage_collector() -> None:
+    engine = engine_cpu.make_engine(64)
+    num_cached = engine.stats().num_cached_blocks
+    rounds = [left_by_a_round(engine) for _ in range(4)]
+    assert engine.stats().num_cached_blocks - num_cached == 4 * 64
+    # the least of all rounds: what other tests left behind ends in some of them, what steps leave is in each
+    assert min(num_in_circles for num_in_circles, _ in rounds) == 0, rounds
+    assert min(num_more for _, num_more in rounds) < 32, rounds
