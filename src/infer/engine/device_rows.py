@@ -16,6 +16,7 @@ Shapes:  R rows of state, B blocks of the longest table, K changes.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
@@ -24,7 +25,13 @@ import torch
 
 from infer.engine.sequence import Sequence as TokenSequence
 from infer.kernels.sample_rows import SampleState
-from infer.kernels.step_state import advance_rows, apply_table_diffs, enter_rows, packed_sampling
+from infer.kernels.step_state import (
+    NUM_FIELDS,
+    advance_rows,
+    apply_table_diffs,
+    enter_rows,
+    sampling_entry,
+)
 
 NO_POSITION = -1
 ALIGNMENT = 16  # bytes
@@ -47,11 +54,10 @@ class DeviceRows:
         self._num_ahead = 0  # so many tokens each, since `_next_token` was written
         self._free = list(range(max_rows - 1, -1, -1))
         self._blocks: list[list[int]] = [[] for _ in range(max_rows)]
-        self._entries_R6, self._host_sampling = packed_sampling(max_rows)
         self._diffs: list[int] = []  # in threes: a row, a place in its table, the block that is there now
         self._runs: list[tuple[int, int, Sequence[int]]] = []  # the same of many blocks from a place on
         self._tokens: dict[int, tuple[int, int]] = {}  # row -> (token, position) to be sent
-        self._entered: list[int] = []
+        self._entered: dict[int, bytes] = {}  # row -> how it is sampled, to be sent
 
     @property
     def next_token(self) -> list[int]:
@@ -84,7 +90,7 @@ class DeviceRows:
         params = seq.group.request.params
         if seq.group.samples_on_host or params.num_sequences > 1 or params.prompt_logprobs is not None:
             self.on_host.add(row)
-        self._host_sampling.set_row(
+        self._entered[row] = sampling_entry(
             row,
             temperature=0.0 if params.is_greedy else params.temperature,
             top_k=params.top_k,
@@ -92,7 +98,6 @@ class DeviceRows:
             min_p=params.min_p,
             seed=seed,
         )
-        self._entered.append(row)
         return row
 
     def forget(self, seq_id: int) -> None:
@@ -107,8 +112,7 @@ class DeviceRows:
                 self._diffs = [number for place in kept for number in diffs[place : place + 3]]
             if self._runs:
                 self._runs = [run for run in self._runs if run[0] != row]
-            if row in self._entered:
-                self._entered.remove(row)
+            self._entered.pop(row, None)
 
     def sync_table(self, row: int, blocks: Sequence[int], first: int) -> None:
         """Note the blocks from place `first` on that differ from what the device has."""
@@ -142,9 +146,10 @@ class DeviceRows:
         """Send all that was noted, in the order of the stream: after every step launched so far."""
         parcels: list[tuple[np.ndarray, Callable[[torch.Tensor], None]]] = []
         if self._entered:
-            entries_K6 = self._entries_R6.numpy()[self._entered]
+            packed = bytearray().join(self._entered.values())
+            entries_K6 = np.frombuffer(packed, dtype=np.int64).reshape(-1, NUM_FIELDS)
             parcels.append((entries_K6, lambda entries: enter_rows(self.sampling, entries)))
-            self._entered = []
+            self._entered = {}
         if self._diffs or self._runs:
             diffs_K3 = _packed_diffs(self._diffs, self._runs)
             parcels.append((diffs_K3, lambda diffs: apply_table_diffs(self.tables_RB, diffs)))
@@ -173,7 +178,7 @@ def _packed_diffs(diffs: list[int], runs: Sequence[tuple[int, int, Sequence[int]
         run_K3 = np.empty((len(blocks), 3), dtype=np.int32)
         run_K3[:, 0] = row
         run_K3[:, 1] = np.arange(first, first + len(blocks))
-        run_K3[:, 2] = blocks
+        run_K3[:, 2] = array("I", blocks)  # numpy takes twice as long to read a list
         packed.append(run_K3)
     return np.concatenate(packed) if len(packed) > 1 else packed[0]
 
@@ -194,14 +199,15 @@ def send_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[to
     """
     if len(arrays) == 1:
         return [send(torch.from_numpy(arrays[0]), device)]
-    starts = [0, *accumulate(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]
-    packed = np.empty(starts[-1], dtype=np.uint8)
-    for array, start in zip(arrays, starts, strict=False):
-        packed[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-    sent = send(torch.from_numpy(packed), device)
-    return [
-        sent[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
-        for array, start in zip(arrays, starts, strict=False)
+    sizes = [-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in arrays]
+    packed = bytearray().join([part.tobytes().ljust(size) for part, size in zip(arrays, sizes, strict=True)])
+    sent = send(torch.frombuffer(packed, dtype=torch.int64), device)
+    views = {np.dtype(np.int64): sent, np.dtype(np.int32): sent.view(torch.int32)}
+    return [  # one call each, where slicing, retyping and shaping would be three
+        views[part.dtype].as_strided(
+            part.shape, [stride // part.itemsize for stride in part.strides], start // part.itemsize
+        )
+        for part, start in zip(arrays, accumulate(sizes, initial=0), strict=False)
     ]
 
 

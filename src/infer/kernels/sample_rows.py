@@ -81,12 +81,16 @@ class SampleState:
     def set_row(
         self, row: int, *, temperature: float, top_k: int, top_p: float, min_p: float, seed: int
     ) -> None:
-        """Write one row; on a GPU better write a host copy this way and send that."""
-        self.temperature_R[row] = max(temperature, _TINY) if temperature else 0.0  # tiny is not greedy
-        self.top_k_R[row] = min(max(top_k, 0), 2**31 - 1)
+        """Write one row, number by number; entries (kernels/step_state.py) are the quick way."""
+        self.temperature_R[row], self.top_k_R[row], self.seed_R[row] = as_stored(temperature, top_k, seed)
         self.top_p_R[row] = top_p
         self.min_p_R[row] = min_p
-        self.seed_R[row] = ((seed + 2**63) % 2**64) - 2**63
+
+
+def as_stored(temperature: float, top_k: int, seed: int) -> tuple[float, int, int]:
+    """The three as their types can hold them; a tiny temperature does not become 0, which is greedy."""
+    temperature = max(temperature, _TINY) if temperature else 0.0
+    return temperature, min(max(top_k, 0), 2**31 - 1), ((seed + 2**63) % 2**64) - 2**63
 
 
 class SampleScratch:

@@ -19,14 +19,16 @@ Shapes:  S rows of a step, R rows of state, B blocks of the longest table, K cha
 
 from __future__ import annotations
 
+from struct import Struct
 from typing import NamedTuple
 
 import torch
 
 from infer.kernels.dispatch import jit, tl, use_triton
-from infer.kernels.sample_rows import SampleState
+from infer.kernels.sample_rows import SampleState, as_stored
 
-NUM_FIELDS = 6  # of an entry: row, top-k, seed, then the bits of temperature, top-p and min-p as float64
+_ENTRY = Struct("=3q3d")  # row, top-k, seed, then temperature, top-p and min-p; eight bytes each
+NUM_FIELDS = _ENTRY.size // 8
 
 
 class StepInputs(NamedTuple):
@@ -197,17 +199,12 @@ def apply_table_diffs(tables_RB: torch.Tensor, diffs_K3: torch.Tensor) -> None:
         _apply_table_diffs_kernel[(diffs_K3.shape[0],)](tables_RB, diffs_K3, tables_RB.stride(0), num_warps=1)
 
 
-def packed_sampling(num_rows: int) -> tuple[torch.Tensor, SampleState]:
-    """Entries of all rows on the host, int64 [R, 6], and the state that is written to set them.
-
-    The state's tensors are columns of the entries, so that what one row is sampled by lies together and
-    can be sent in one piece.
-    """
-    entries_R6 = torch.zeros((num_rows, NUM_FIELDS), dtype=torch.int64)
-    entries_R6[:, 0] = torch.arange(num_rows)
-    _, top_k_R, seed_R, *_ = entries_R6.unbind(1)
-    *_, temperature_R, top_p_R, min_p_R = entries_R6.view(torch.float64).unbind(1)
-    return entries_R6, SampleState(temperature_R, top_k_R, top_p_R, min_p_R, seed_R)
+def sampling_entry(
+    row: int, *, temperature: float, top_k: int, top_p: float, min_p: float, seed: int
+) -> bytes:
+    """How one row is sampled, as the bytes of an entry: what `enter_rows` takes one below the other."""
+    temperature, top_k, seed = as_stored(temperature, top_k, seed)
+    return _ENTRY.pack(row, top_k, seed, temperature, top_p, min_p)
 
 
 def enter_rows_reference(state: SampleState, entries_K6: torch.Tensor) -> None:
@@ -240,7 +237,7 @@ def _enter_rows_kernel(
 
 
 def enter_rows(state: SampleState, entries_K6: torch.Tensor) -> None:
-    """Set how rows are sampled, each by its entry (`packed_sampling`); no row may come twice, -1: nothing."""
+    """Set how rows are sampled, each by its entry (`sampling_entry`); no row may come twice, -1: nothing."""
     if not use_triton(entries_K6):
         enter_rows_reference(state, entries_K6)
     elif entries_K6.shape[0]:

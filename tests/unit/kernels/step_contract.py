@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -33,12 +34,13 @@ from infer.kernels.sample_rows import (
     sample_rows_reference,
 )
 from infer.kernels.step_state import (
+    NUM_FIELDS,
     StepInputs,
     advance_rows,
     apply_table_diffs,
     enter_rows,
     gather_step,
-    packed_sampling,
+    sampling_entry,
 )
 from infer.sampling.params import SamplingParams
 from infer.sampling.sampler import SampleRow, sample
@@ -330,17 +332,24 @@ class StepContract:
 
     def test_rows_enter_with_how_they_are_sampled(self) -> None:
         """By way of an entry a row gets the very bits that it gets when it is set by itself."""
-        entries, packed = packed_sampling(5)
+        entries = []
         state, expected = SampleState.empty(5, self.device), SampleState.empty(5, self.device)
         for row, temperature, top_k, top_p, min_p, seed in [
             (3, 0.1, 40, 0.1, 0.3, 2**64 - 1),
             (0, 1e-45, 2**40, 1.0, 0.0, 2**63),
             (4, 0.0, -1, 1e-9, 1e-4, -5),
         ]:
-            for each in (packed, expected):
-                each.set_row(row, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-        sent = entries[[3, 1, 0, 4]]
-        sent[1] = torch.tensor([-1, 7, 7, 7, 7, 7])
+            asked: dict[str, Any] = {
+                "temperature": temperature,
+                "top_k": top_k,
+                "top_p": top_p,
+                "min_p": min_p,
+                "seed": seed,
+            }
+            expected.set_row(row, **asked)
+            entries.append(sampling_entry(row, **asked))
+        entries.insert(1, sampling_entry(-1, temperature=7.0, top_k=7, top_p=7.0, min_p=7.0, seed=7))
+        sent = torch.frombuffer(bytearray().join(entries), dtype=torch.int64).view(-1, NUM_FIELDS)
         enter_rows(state, sent.to(self.device))
         for name in ("temperature_R", "top_k_R", "top_p_R", "min_p_R", "seed_R"):
             assert torch.equal(getattr(state, name), getattr(expected, name)), name
@@ -389,7 +398,10 @@ class StepContract:
         assert gather_step(rows, state, state, tables, block_size=4).tokens_S.shape == (0,)
         advance_rows(rows, rows.long(), rows.long(), state, state)
         apply_table_diffs(tables, torch.empty((0, 3), dtype=torch.int32, device=self.device))
-        enter_rows(SampleState.empty(2, self.device), packed_sampling(0)[0].to(self.device))
+        enter_rows(
+            SampleState.empty(2, self.device),
+            torch.empty((0, NUM_FIELDS), dtype=torch.int64, device=self.device),
+        )
         scratch = SampleScratch(2, 8, self.device)
         samples = SampleState.empty(1, self.device)
         logits = torch.empty((0, 8), device=self.device)
