@@ -8,11 +8,15 @@ Property tests draw the same examples in every run, so that a failure is of the 
 day; `pytest --hypothesis-profile=default` draws fresh ones.
 
 `checkpoint` is the one tiny model of whoever needs any: a Llama with random weights, to be read only.
+
+Every test finds the log as `import infer` leaves it, whatever command lines were run before. It is put right
+before a test and not after: what is there after it are pytest's own handlers as well, of a test that is over.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +26,13 @@ import pytest
 
 hypothesis.settings.register_profile("fixed", derandomize=True)
 hypothesis.settings.load_profile("fixed")
+
+
+@pytest.fixture(autouse=True)
+def _log_as_imported() -> None:
+    logger = logging.getLogger("infer")
+    logger.handlers, logger.propagate = [], True
+    logger.setLevel(logging.NOTSET)
 
 
 @functools.cache

@@ -154,10 +154,8 @@ def test_auto_compiles_for_many_rows_only_where_a_batch_may_have_them(emulated: 
 
 
 def test_auto_goes_without_what_cannot_be_had_and_says_so_once(
-    emulated: list[EmulatedLaunch], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    emulated: list[EmulatedLaunch], caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name, value in {"handlers": [], "propagate": True}.items():  # another test may have set it up
-        monkeypatch.setattr(logging.getLogger("infer"), name, value)
     with caplog.at_level(logging.INFO, "infer"):
         assert prepare("auto", block_size=8) == "triton"
     assert [record.levelname for record in caplog.records] == ["INFO"]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import resource
 import stat
@@ -105,11 +104,9 @@ def test_a_full_disk_is_an_error_at_the_start() -> None:
 
 
 def test_a_disk_that_fills_up_ends_the_recording_and_not_the_engine(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The kernel refuses to let the file grow past a limit, in the middle of a line."""
-    for name, value in {"handlers": [], "propagate": True}.items():  # another test may have set it up
-        monkeypatch.setattr(logging.getLogger("infer"), name, value)
     path = tmp_path / "r.jsonl"
     with Recorder(path) as recorder:
         recorder.on_start(make_facts())

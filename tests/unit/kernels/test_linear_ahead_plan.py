@@ -144,8 +144,6 @@ def test_without_a_compiler_triton_computes_and_the_log_says_why(
         return b"cubin"
 
     monkeypatch.setattr(build, "make_cubin", fail_at_the_third)
-    for name, value in {"handlers": [], "propagate": True}.items():  # another test may have set it up
-        monkeypatch.setattr(logging.getLogger("infer"), name, value)
     with caplog.at_level(logging.INFO, "infer"):
         assert not prepare(MATRICES, GPU)
     assert not ready

@@ -100,14 +100,8 @@ def test_each_matrix_of_a_mixed_file_has_the_bits_that_keep_it(tmp_path: Path) -
     ],
 )
 def test_the_form_has_a_name_and_the_log_says_why(
-    kind: str,
-    form: str,
-    reason: str,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, form: str, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("infer"), "propagate", True)
     kinds = MIXED if kind == "mixed" else None
     path = write_gguf(tmp_path / "m.gguf", reference(), kind="Q4_0" if kinds else kind, kinds=kinds)
     with caplog.at_level(logging.INFO, logger="infer.loader.load"):
