@@ -6,8 +6,10 @@ prompts share a path for as many blocks as they share tokens (block_size 2 below
     root ── (the cat)→ block 7 ── (sat on)→ block 3 ── (the mat)→ block 5
                                └─ (ran to)→ block 9
 
-Edges are found through a dict whose keys are the token ids themselves: a hash decides where to look,
-the ids decide what matches, so no collision can hand one prompt the cache of another. A request's
+Edges are found through a dict whose keys are the token ids themselves, written one after the other in
+four bytes each: a hash decides where to look, the ids decide what matches, so no collision can hand one
+prompt the cache of another. (As bytes, because a block then is one object to compare, and because Python
+keys the hash of bytes with a secret: nobody can choose prompts that all fall into one place.) A request's
 `salt` is part of the label of its first edge: different salts never share a node.
 
 The tree is one more owner of its blocks: it holds one reference on each, a sequence that uses them
@@ -24,18 +26,21 @@ cached one, its *twin*, because its path leads through it.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from itertools import islice
 from typing import Final, NamedTuple
 
 import msgspec
+import numpy as np
 
 from infer.cache.block_allocator import PREFIX_TREE, BlockAllocator, Owner
 from infer.errors import EngineError
 
-Label = tuple[int | str | None, ...]
+Label = bytes | tuple[str | None, bytes]  # of a first edge: the salt and the ids
 
 ROOT: Final = -1  # where others have a block
+ID_TYPE: Final = "I"  # of the ids in a label: 32 bits
+ID_BYTES: Final = array(ID_TYPE).itemsize
 
 
 class _Node(msgspec.Struct, eq=False, gc=False):  # no circles: the collector need not look at them
@@ -63,7 +68,8 @@ class PrefixTree:
         self.num_hit_tokens = 0
         self.num_evicted_blocks = 0
         self._allocator = allocator
-        self._root = _Node(ROOT, (), ROOT, 0)
+        self._label_type = np.dtype((np.void, block_size * ID_BYTES))
+        self._root = _Node(ROOT, b"", ROOT, 0)
         self._nodes: dict[int, _Node] = {}  # by block
 
     @property
@@ -76,17 +82,25 @@ class PrefixTree:
 
     def match(self, tokens: Sequence[int], salt: str | None = None) -> list[int]:
         """The blocks of the longest cached prefix, in order; changes nothing and holds nothing."""
-        size, rest = self.block_size, iter(tokens)
-        node = self._root.children.get((salt, *islice(rest, size)))
+        labels = self._labels(tokens)
+        node = self._root.children.get((salt, labels[0])) if labels else None
         if node is None:
             return []
         blocks = [node.block]
-        for label in zip(*[rest] * size, strict=False):  # block after block, never a part
+        for label in labels[1:]:
             node = node.children.get(label)
             if node is None:
                 break
             blocks.append(node.block)
         return blocks
+
+    def _labels(self, tokens: Sequence[int]) -> list[bytes]:
+        """The ids of one block after the other, never of a part."""
+        num_blocks = len(tokens) // self.block_size
+        if not num_blocks:
+            return []
+        labels: list[bytes] = np.frombuffer(array(ID_TYPE, tokens), self._label_type, num_blocks).tolist()
+        return labels
 
     def parent(self, block: int) -> int | None:
         """The cached block before this one; None for the first of a prefix."""
@@ -114,9 +128,9 @@ class PrefixTree:
         twins: list[tuple[int, int]] = []
         new: list[_Node] = []
         num_entered = 0
-        for block in blocks:
-            start = node.depth * size
-            label = tuple(tokens[start : start + size]) if start else (salt, *tokens[:size])
+        labels = self._labels(tokens[node.depth * size : (node.depth + len(blocks)) * size])
+        for block, ids in zip(blocks, labels, strict=True):
+            label = ids if node.depth else (salt, ids)
             child = node.children.get(label)
             if child is None:
                 if allocator.ref_count(block) > 1:
@@ -145,8 +159,8 @@ class PrefixTree:
         node = self._nodes[after]
         size, children = self.block_size, node.children
         start = node.depth * size
-        label: Label = tuple(tokens[start : start + size])
-        if (children and label in children) or len(label) < size:
+        label = array(ID_TYPE, tokens[start : start + size]).tobytes()
+        if (children and label in children) or len(label) < size * ID_BYTES:
             return False
         if not self._allocator.share_with_tree(block, owner, after=after):
             return False
@@ -210,11 +224,13 @@ class PrefixTree:
         while stack:
             node = stack.pop()
             for label, child in node.children.items():
-                size = self.block_size + (child.depth == 1)  # the first label carries the salt
+                ids = label if isinstance(label, bytes) else label[1]
                 if child.label != label or child.parent != node.block or child.depth != node.depth + 1:
                     raise EngineError(f"cached block {child.block} is linked wrongly in the prefix tree")
-                if len(label) != size:
-                    raise EngineError(f"cached block {child.block} has a label of {len(label)}, not {size}")
+                if len(ids) != self.block_size * ID_BYTES or isinstance(label, bytes) == (child.depth == 1):
+                    raise EngineError(
+                        f"cached block {child.block} has a label of {len(ids)} bytes: {label!r}"
+                    )
                 is_idle = self._allocator.ref_count(child.block) == 1
                 if node is not self._root and self._allocator.ref_count(node.block) == 1 and not is_idle:
                     raise EngineError(f"idle block {node.block} has a child, {child.block}, that is in use")

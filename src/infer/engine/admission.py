@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from infer.errors import ContextOverflow, QueueFull, RequestError
 MAX_PRIORITY = 2**63 - 1
 SEED_STRIDE = 0x9E3779B97F4A7C15  # odd and large: engines with other seeds give other seeds
 MAX_DEADLINE = sys.float_info.max
-LONG = 256  # ids, from which on packing them pays
 
 
 def admit(
@@ -33,8 +32,8 @@ def admit(
     context_len: int,
     vocab_size: int,
     eos_ids: tuple[int, ...],
-) -> SequenceGroup:
-    """Check a request against this model, this cache and this queue; what it may have if it is let in.
+) -> tuple[SequenceGroup, array[int]]:
+    """Check a request against this model, this cache and this queue; what it may have, and its prompt's ids.
 
     A request without a seed gets one that follows from its `number`: equal runs give equal answers.
     """
@@ -43,42 +42,43 @@ def admit(
         raise QueueFull(f"{num_waiting} sequences are waiting and max_waiting is {config.max_waiting}")
     if params.use_beam_search and not scheduler.keeps_cache:
         raise RequestError("beam search needs a KV cache, and kv_cache_backend=naive keeps none")
-    check_token_ids(request, vocab_size)
+    tokens = check_token_ids(request, vocab_size)
     check_order(request)
     check_width(request, config.width)
     max_total = longest_total(request, context_len, scheduler.pool)
     stop_ids = params.stop_token_ids if params.ignore_eos else (*eos_ids, *params.stop_token_ids)
     seed = config.seed * SEED_STRIDE + number if params.seed is None else params.seed
-    return SequenceGroup(request, max_total=max_total, stop_ids=tuple(dict.fromkeys(stop_ids)), seed=seed)
+    group = SequenceGroup(request, max_total=max_total, stop_ids=tuple(dict.fromkeys(stop_ids)), seed=seed)
+    return group, tokens
 
 
-def check_token_ids(request: Request, vocab_size: int) -> None:
-    """Refuse ids that this model does not have."""
+def check_token_ids(request: Request, vocab_size: int) -> array[int]:
+    """Refuse ids that this model does not have; the prompt's, packed.
+
+    Of a long prompt this is the one walk over Python's integers: from here on the ids are 32 bits each, side
+    by side, which numpy and the prefix tree read as they are.
+    """
     if not request.prompt:
         raise RequestError("the prompt has no tokens; give at least one", param="prompt")
-    named = {
-        "prompt": request.prompt,
-        "logit_bias": tuple(request.params.logit_bias),
-        "stop_token_ids": request.params.stop_token_ids,
-    }
-    for param, ids in named.items():
-        if len(ids) >= LONG and _are_below(ids, vocab_size):
-            continue
-        for token_id in (min(ids), max(ids)) if ids else ():
-            if not 0 <= token_id < vocab_size:
-                raise RequestError(
-                    f"{param} holds token id {token_id}, but this model has ids 0 to {vocab_size - 1}",
-                    param=param,
-                )
-
-
-def _are_below(ids: Sequence[int], vocab_size: int) -> bool:
-    """Whether all ids surely exist, in a third of the time that `min` and `max` need to tell."""
     try:
-        packed = array("I", ids)
-    except (OverflowError, TypeError):  # negative, or beyond any vocabulary, or no integer
-        return False
-    return bool(np.frombuffer(packed, dtype=np.uintc).max() < vocab_size)
+        packed = array("I", request.prompt)
+    except OverflowError:  # negative, or beyond any vocabulary
+        _check_range("prompt", request.prompt, vocab_size)
+        raise
+    if np.frombuffer(packed, dtype=np.uintc).max() >= vocab_size:
+        _check_range("prompt", request.prompt, vocab_size)
+    _check_range("logit_bias", request.params.logit_bias, vocab_size)
+    _check_range("stop_token_ids", request.params.stop_token_ids, vocab_size)
+    return packed
+
+
+def _check_range(param: str, ids: Collection[int], vocab_size: int) -> None:
+    for token_id in (min(ids), max(ids)) if ids else ():
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"{param} holds token id {token_id}, but this model has ids 0 to {vocab_size - 1}",
+                param=param,
+            )
 
 
 def check_order(request: Request) -> None:

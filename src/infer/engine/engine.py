@@ -105,7 +105,7 @@ class Engine:
                 f"request id {request.request_id!r} is already being served", param="request_id"
             )
         try:
-            group = admit(
+            group, tokens = admit(
                 request,
                 self.scheduler,
                 number=self._live.num_added,
@@ -116,7 +116,7 @@ class Engine:
         except ContextOverflow as error:
             raise error.of(self._model_len) from None
         self._observer.on_add(self.scheduler.step, request)
-        self._live.add(group)
+        self._live.add(group, tokens)
 
     def abort(self, request_id: str, index: int | None = None) -> list[StepOutput]:
         """End a request, or one sequence of it, at any stage; returns the last output of each it ended."""

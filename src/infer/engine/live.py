@@ -15,6 +15,7 @@ Whatever happens, each sequence the client waits for gets exactly one output wit
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Seq
 from time import perf_counter
 
@@ -46,11 +47,11 @@ class LiveRequests:
 
     # -- to begin ---------------------------------------------------------------------------------
 
-    def add(self, group: SequenceGroup) -> None:
-        """Make the leader of an admitted request, and let it wait for its turn."""
+    def add(self, group: SequenceGroup, tokens: array[int]) -> None:
+        """Make the leader of an admitted request with its prompt's ids, and let it wait for its turn."""
         params = group.request.params
         group.added_at = perf_counter()
-        leader = self._new_sequence(group, 0, list(group.request.prompt))
+        leader = self._new_sequence(group, 0, tokens)
         leader.arrival = self.num_added * ARRIVALS_PER_GROUP
         leader.num_slots = params.num_sequences
         leader.num_samples = 1 if group.is_beam else params.num_sequences
@@ -65,7 +66,7 @@ class LiveRequests:
         if leader.num_samples > 1 or group.samples_on_host:
             self.need_the_host.add(group.request.request_id)
 
-    def _new_sequence(self, group: SequenceGroup, index: int, tokens: list[int]) -> Sequence:
+    def _new_sequence(self, group: SequenceGroup, index: int, tokens: array[int]) -> Sequence:
         seq = Sequence(self._next_seq_id, group, index, tokens)
         self._next_seq_id += 1
         group.sequences.append(seq)
@@ -74,7 +75,7 @@ class LiveRequests:
 
     def _fork(self, parent: Sequence, index: int) -> Sequence:
         """Let a child continue beside its parent; its next token already has its place."""
-        child = self._new_sequence(parent.group, index, list(parent.tokens))
+        child = self._new_sequence(parent.group, index, parent.tokens)
         child.num_tokens = parent.num_tokens
         child.num_cached = parent.num_cached
         child.arrival = parent.arrival - parent.arrival % ARRIVALS_PER_GROUP + parent.group.num_made

@@ -15,6 +15,8 @@ the CPU yet already has its place, so the next step can be planned before it is 
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from infer.engine.request import Request
@@ -57,18 +59,18 @@ class Sequence:
         "was_admitted",
     )
 
-    def __init__(self, seq_id: int, group: SequenceGroup, index: int, tokens: list[int]) -> None:
+    def __init__(self, seq_id: int, group: SequenceGroup, index: int, tokens: Iterable[int]) -> None:
         request = group.request
         self.seq_id = seq_id
         self.request_id = request.request_id
         self.group = group
         self.index = index
-        self.tokens = tokens
+        self.tokens = array("I", tokens)  # its own, 32 bits each: long prompts are read by whole blocks
         self.num_prompt = len(request.prompt)
         self.max_total = group.max_total
         self.stop_ids = group.stop_ids
         self.goes_on_until = 0  # a token at a lower place is neither its first nor its last, unless it stops
-        self.num_tokens = len(tokens)
+        self.num_tokens = len(self.tokens)
         self.num_computed = 0
         self.num_reserved = 0  # tokens the block table covers and may write without asking the pool
         self.next_commit = 0  # the num_computed from which on the pool has to hear of it

@@ -49,14 +49,14 @@ class Prompts:
             del self.decoding[number]
         self.last_places = [*range(len(self.decoding))]  # of each chunk: where its last token is
         self.first = place = len(self.decoding) if first is None else first
-        tokens: list[int] = []
+        tokens: list[np.ndarray] = []
         positions: list[np.ndarray] = []
         slots: list[np.ndarray] = []
         self.chunks: list[PrefillChunk] = []
         size = pool.block_size
         for number in self.numbers:
             start, stop = chunks[number].start, chunks[number].stop
-            tokens += sequences[number].tokens[start:stop]
+            tokens.append(np.frombuffer(sequences[number].tokens[start:stop], dtype=np.uintc))
             where = np.arange(start, stop)
             table = np.array(pool.block_table(chunks[number].seq_id)[: -(-stop // size)])
             positions.append(where)
@@ -67,7 +67,7 @@ class Prompts:
         self.end = place
         self.table_3P = np.zeros((3, 0), dtype=np.int64)
         if self.numbers:
-            self.table_3P = np.stack([np.array(tokens), np.concatenate(positions), np.concatenate(slots)])
+            self.table_3P = np.stack([*map(np.concatenate, (tokens, positions, slots))])
 
     @property
     def num_tokens(self) -> int:

@@ -30,8 +30,8 @@ from infer.engine.request import Request
 from infer.errors import ConfigError, closest
 from infer.sampling.params import SamplingParams
 
-MAX_LEN = 1 << 24  # tokens of one prompt or output; also the distance between two requests' token ids
-VOCAB_SIZE = 1 << 62  # token ids are made up, so there may be as many as it takes
+MAX_LEN = 1 << 24  # tokens of one prompt or output
+VOCAB_SIZE = 1 << 32  # token ids are made up, so there may be as many as there can be
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,10 @@ class TraceRequest:
 
 
 class RequestMaker:
-    """Turns lengths into prompts: equal tokens where prefixes are shared, unlike ones everywhere else."""
+    """Turns lengths into prompts: equal tokens where prefixes are shared, unlike ones everywhere else.
+
+    Every prefix has an odd id that it repeats, and every request an even one for what is its own.
+    """
 
     def __init__(self) -> None:
         self._prefixes: dict[str, int] = {}
@@ -58,15 +61,13 @@ class RequestMaker:
         """The next request; it has its number in the trace for a name."""
         number = self._num_made
         self._num_made += 1
-        prompt: list[int] = []
+        shared: tuple[int, ...] = ()
         if item.prefix_id is not None:
-            shared = MAX_LEN * (2 * self._prefixes.setdefault(item.prefix_id, len(self._prefixes)) + 1)
-            prompt += range(shared, shared + item.prefix_len)
-        own = MAX_LEN * 2 * number
-        prompt += range(own, own + item.prompt_len - len(prompt))
+            which = self._prefixes.setdefault(item.prefix_id, len(self._prefixes))
+            shared = (2 * which + 1,) * item.prefix_len
         return Request(
             request_id=str(number),
-            prompt=tuple(prompt),
+            prompt=shared + (2 * number,) * (item.prompt_len - len(shared)),
             params=SamplingParams(max_tokens=item.output_len, ignore_eos=True),
             priority=item.priority,
             deadline=item.deadline,

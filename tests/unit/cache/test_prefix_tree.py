@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from array import array
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
@@ -49,11 +51,44 @@ def test_two_prompts_share_a_path_as_long_as_they_agree() -> None:
     assert (tree.parent(ran), tree.parent(sat[1]), tree.parent(sat[0])) == (sat[0], sat[0], None)
 
 
-def test_equal_hashes_do_not_make_equal_prefixes() -> None:
-    assert hash(-1) == hash(-2), "the premise: CPython hashes these two alike"
+class Clashing(bytes):
+    """A label that has the hash of every other."""
+
+    def __hash__(self) -> int:
+        return 1
+
+
+def test_equal_hashes_do_not_make_equal_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator, tree = make_tree()
-    cache(allocator, tree, [-1, 5], owner=1)
-    assert tree.match([-2, 5]) == []
+    labels = tree._labels
+    monkeypatch.setattr(tree, "_labels", lambda tokens: [Clashing(label) for label in labels(tokens)])
+    blocks = cache(allocator, tree, THE_CAT + SAT_ON, owner=1)
+    assert tree.match(THE_CAT + SAT_ON) == blocks
+    assert tree.match(THE_CAT + RAN_TO) == blocks[:1]
+    assert tree.match(RAN_TO + SAT_ON) == []
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_ids_that_differ_in_any_bit_are_another_prefix(place: int) -> None:
+    allocator, tree = make_tree()
+    blocks = cache(allocator, tree, THE_CAT + SAT_ON, owner=1)
+    for bit in range(32):
+        tokens = THE_CAT + SAT_ON
+        tokens[place] ^= 1 << bit
+        assert tree.match(tokens) == blocks[: place // 2]
+
+
+def test_one_block_behind_a_path_is_found_like_many() -> None:
+    """`append` and `insert` write the same labels, whatever kind of sequence the ids come in."""
+    allocator, tree = make_tree()
+    tokens = THE_CAT + SAT_ON + THE_MAT
+    blocks = allocator.take(3, 1)
+    tree.insert(tokens, blocks[:1], 1)
+    assert tree.append(tokens, blocks[1], 1, after=blocks[0])
+    assert tree.append(array("I", tokens), blocks[2], 1, after=blocks[1])
+    for same in (tokens, tuple(tokens), array("I", tokens)):
+        assert tree.match(same) == blocks
+    tree.check()
 
 
 def test_a_salt_is_a_world_of_its_own() -> None:

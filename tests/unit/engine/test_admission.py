@@ -81,7 +81,9 @@ def test_one_wrong_id_of_a_long_prompt_is_found(wrong: int) -> None:
 @pytest.mark.parametrize("num_repeats", [1, 50])
 def test_the_first_and_the_last_id_are_fine(num_repeats: int) -> None:
     request = make_request(10, stop_token_ids=(0, 9))
-    check_token_ids(replace(request, prompt=request.prompt * num_repeats), 10)
+    prompt = request.prompt * num_repeats
+    packed = check_token_ids(replace(request, prompt=prompt), 10)
+    assert tuple(packed) == prompt and packed.itemsize == 4
 
 
 def test_more_sequences_than_may_run_at_once_are_refused() -> None:

@@ -54,7 +54,7 @@ def test_a_plan_runs_prompts_and_decodes_in_one_batch() -> None:
         pool.match_prefix(seq_id, prompt)
         pool.reserve(seq_id, len(prompt) + 1)
     first = runner.run(StepPlan(1, (Chunk(1, 0, 5, 1),)), [seqs[1]])
-    seqs[1].tokens += first.ids[0]
+    seqs[1].tokens.extend(first.ids[0])
     second = runner.run(StepPlan(2, (Chunk(1, 5, 6, 1), Chunk(2, 0, 2, 0))), [seqs[1], seqs[2]])
     third = runner.run(StepPlan(3, (Chunk(2, 2, 3, 1),)), [seqs[2]])
     assert second.ids[1] == (), "the prompt goes on: nothing is sampled"
