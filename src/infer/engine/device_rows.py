@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from infer.engine.sequence import Sequence as TokenSequence
+from infer.kernels.dispatch import next_power_of_two
 from infer.kernels.sample_rows import SampleState
 from infer.kernels.step_state import (
     NUM_FIELDS,
@@ -172,15 +173,23 @@ class DeviceRows:
 
 
 def _packed_diffs(diffs: list[int], runs: Sequence[tuple[int, int, Sequence[int]]]) -> np.ndarray:
-    """A row of (row, place, block) for each block."""
-    packed = [np.array(diffs, dtype=np.int32).reshape(-1, 3)] if diffs else []
+    """A line of (row, place, block) for each block, padded to a power of two: few numbers of lines in all.
+
+    For every other number of programs a launch is prepared anew (kernels/launch.py).
+    """
+    place = len(diffs) // 3
+    num_diffs = place + sum([len(blocks) for _, _, blocks in runs])
+    diffs_K3 = np.empty((next_power_of_two(num_diffs), 3), dtype=np.int32)
+    diffs_K3[num_diffs:] = -1
+    if diffs:
+        diffs_K3[:place] = np.array(diffs, dtype=np.int32).reshape(-1, 3)
     for row, first, blocks in runs:
-        run_K3 = np.empty((len(blocks), 3), dtype=np.int32)
+        run_K3 = diffs_K3[place : place + len(blocks)]
         run_K3[:, 0] = row
         run_K3[:, 1] = np.arange(first, first + len(blocks))
         run_K3[:, 2] = array("I", blocks)  # numpy takes twice as long to read a list
-        packed.append(run_K3)
-    return np.concatenate(packed) if len(packed) > 1 else packed[0]
+        place += len(blocks)
+    return diffs_K3
 
 
 def _packed_tokens(tokens: Mapping[int, tuple[int, int]]) -> np.ndarray:

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 
 from infer.kernels.dispatch import jit, tl, use_triton
+from infer.kernels.launch import launch
 from infer.kernels.sample_rows import SampleState, as_stored
 
 _ENTRY = Struct("=3q3d")  # row, top-k, seed, then temperature, top-p and min-p; eight bytes each
@@ -120,10 +121,11 @@ def gather_step(
         return out
     assert rows_S.is_contiguous() and tables_RB.stride(1) == 1, "rows and tables must be contiguous"
     if num_rows:
-        _gather_step_kernel[(num_rows,)](
-            rows_S, last_token_R, position_R, tables_RB,
-            out.tokens_S, out.positions_S, out.slots_S, out.lens_S, tables_RB.stride(0), block_size,
-            num_warps=1,
+        launch(
+            _gather_step_kernel, (num_rows,),
+            (rows_S, last_token_R, position_R, tables_RB,
+             out.tokens_S, out.positions_S, out.slots_S, out.lens_S),
+            (tables_RB.stride(0), block_size), num_warps=1,
         )  # fmt: skip
     return out
 
@@ -170,9 +172,8 @@ def advance_rows(
     elif rows_S.shape[0]:
         assert rows_S.is_contiguous() and ids_S.is_contiguous(), "rows and ids must be contiguous"
         assert positions_S.is_contiguous(), "positions must be contiguous"
-        _advance_rows_kernel[(rows_S.shape[0],)](
-            rows_S, ids_S, positions_S, last_token_R, position_R, num_warps=1
-        )
+        tensors = rows_S, ids_S, positions_S, last_token_R, position_R
+        launch(_advance_rows_kernel, (rows_S.shape[0],), tensors, (), num_warps=1)
 
 
 def apply_table_diffs_reference(tables_RB: torch.Tensor, diffs_K3: torch.Tensor) -> None:
@@ -196,7 +197,8 @@ def apply_table_diffs(tables_RB: torch.Tensor, diffs_K3: torch.Tensor) -> None:
         apply_table_diffs_reference(tables_RB, diffs_K3)
     elif diffs_K3.shape[0]:
         assert diffs_K3.is_contiguous() and tables_RB.stride(1) == 1, "diffs and tables must be contiguous"
-        _apply_table_diffs_kernel[(diffs_K3.shape[0],)](tables_RB, diffs_K3, tables_RB.stride(0), num_warps=1)
+        grid, numbers = (diffs_K3.shape[0],), (tables_RB.stride(0),)
+        launch(_apply_table_diffs_kernel, grid, (tables_RB, diffs_K3), numbers, num_warps=1)
 
 
 def sampling_entry(
@@ -242,7 +244,8 @@ def enter_rows(state: SampleState, entries_K6: torch.Tensor) -> None:
         enter_rows_reference(state, entries_K6)
     elif entries_K6.shape[0]:
         assert entries_K6.is_contiguous(), "entries must be contiguous"
-        _enter_rows_kernel[(entries_K6.shape[0],)](
-            entries_K6, state.temperature_R, state.top_k_R, state.top_p_R, state.min_p_R, state.seed_R,
-            NUM_FIELDS=NUM_FIELDS, num_warps=1,
+        launch(
+            _enter_rows_kernel, (entries_K6.shape[0],),
+            (entries_K6, state.temperature_R, state.top_k_R, state.top_p_R, state.min_p_R, state.seed_R),
+            (), NUM_FIELDS=NUM_FIELDS, num_warps=1,
         )  # fmt: skip
