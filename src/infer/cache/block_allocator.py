@@ -174,18 +174,19 @@ class BlockAllocator:
         held = self._held.get(owner)
         if held is None or len(named) != len(blocks) or not named <= held:
             raise self._double_free(blocks, owner)
-        held -= named
-        if not held:
+        if len(named) == len(held):
             del self._held[owner]
+        else:
+            held -= named
         cached = self._held.get(PREFIX_TREE, _NOTHING)
+        counts, idle, free = self._ref_counts, self._idle, self._free
         for block in blocks:
-            refs = self._ref_counts[block] - 1
-            self._ref_counts[block] = refs
-            if refs == 0:
-                self._idle.pop(block, None)
-                self._free.append(block)
+            refs = counts[block] = counts[block] - 1
+            if not refs:
+                idle.pop(block, None)
+                free.append(block)
             elif refs == 1 and block in cached:
-                self._idle[block] = None
+                idle[block] = None
 
     def oldest_idle(self) -> int | None:
         """The block that only the prefix tree has held for longest, or None."""

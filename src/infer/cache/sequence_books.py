@@ -43,15 +43,16 @@ class SequenceBooks:
 
     def holdings(self) -> list[int]:
         """Every device block the sequence holds, deepest first: the order in which they should idle."""
+        deepest_first = self.table.blocks[::-1]
         if not self.twins:
-            return self.table.blocks[::-1]
-        twin_of = dict(self.twins)
-        return [
-            held
-            for block in reversed(self.table.blocks)
-            for held in (block, twin_of.get(block))
-            if held is not None
-        ]
+            return deepest_first
+        held: list[int] = []
+        start = 0
+        for block, cached in reversed(self.twins):  # few as a rule, with long runs between them
+            stop = deepest_first.index(block, start) + 1
+            held += (*deepest_first[start:stop], cached)
+            start = stop
+        return held + deepest_first[start:]
 
     def check(self, device: BlockAllocator, host: BlockAllocator, tree: PrefixTree) -> None:
         """Raise EngineError unless these books agree with the allocators and the tree."""

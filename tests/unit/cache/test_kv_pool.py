@@ -4,8 +4,10 @@ import random
 
 import pytest
 
+from infer.cache.block_table import BlockTable
 from infer.cache.kv_pool import KVCachePool
 from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
+from infer.cache.sequence_books import SequenceBooks
 from infer.errors import ConfigError, EngineError
 from tests.unit.cache.traffic import RandomTraffic, Traffic
 
@@ -446,3 +448,15 @@ def test_random_traffic_keeps_every_book_right(placement_seed: int | None) -> No
     life.run(200)
     life.finish()
     assert life.traffic.pool.num_free_blocks == 7
+
+
+@pytest.mark.parametrize("with_twin", [[], [0], [5], [0, 5], [2, 3], [0, 1, 2, 3, 4, 5]], ids=str)
+def test_a_sequence_names_its_deepest_block_first_and_each_twin_behind_its_own(with_twin: list[int]) -> None:
+    table = BlockTable(4, [10, 11, 12, 13, 14, 15])
+    twins = [(10 + place, 20 + place) for place in with_twin]
+    books = SequenceBooks(seq_id=1, salt=None, table=table, enters_tree=True, next_commit=4, twins=twins)
+    expected = []
+    for place in reversed(range(6)):
+        expected += [10 + place, 20 + place] if place in with_twin else [10 + place]
+    assert books.holdings() == expected
+    assert table.blocks == [10, 11, 12, 13, 14, 15]
