@@ -90,17 +90,24 @@ def parse_knob(row: KnobRow, value: Any) -> Any:
     return value
 
 
+LEAST_BARE = 2**20  # bytes that may be written without their unit
+
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS |= {"k": 2**10, "m": 2**20, "g": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 
 def parse_bytes(text: str, name: str = "a size") -> int:
-    """Read a size such as 512MiB, 4GiB or 1.5GB; `name` is whose it is, for the error."""
+    """Read a size such as 512MiB, 4GiB or 1.5GB; `name` is whose it is, for the error.
+
+    A number alone is bytes, if there are many of them: nobody means 4 bytes by 4, who does writes 4B.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     unit = _UNITS.get(match[2].lower()) if match else None
     size = float(match[1]) * unit if match is not None and unit is not None else 0.0
     if not 1 <= size < 2**63:
         raise ConfigError(f"{name} must be a size above 0, such as 512MiB or 4GiB, got {text!r}")
+    if size < LEAST_BARE and match is not None and not match[2]:
+        raise ConfigError(f"{name} needs a unit, such as {match[1]}MiB or {match[1]}GiB, got {text!r}")
     return int(size)
 
 

@@ -8,7 +8,7 @@ import pytest
 from infer.config import EngineConfig, LoadConfig, ServerConfig, knob_table
 from infer.config_file import read_config_file
 from infer.errors import ConfigError
-from infer.knobs import parse_knob
+from infer.knobs import parse_bytes, parse_knob
 
 
 def write(folder: Path, text: str) -> Path:
@@ -83,12 +83,21 @@ def test_who_knows_a_knob_by_another_name_is_told_this_one(given: str, meant: st
         ({"seed": "1"}, "seed must be int, got '1'"),
         ({"kv_cache_memory": 512}, "kv_cache_memory must be str, got 512"),
         ({"device": 5}, "device must be str, got 5"),
+        ({"kv_cache_memory": "4"}, "kv_cache_memory needs a unit, such as 4MiB or 4GiB, got '4'"),
+        ({"kv_cache_memory": " 1.5 "}, "needs a unit, such as 1.5MiB or 1.5GiB"),
         ({"dtype": None}, "dtype must be str, got None"),
     ],
 )
 def test_an_impossible_value_is_refused(knobs: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig.from_knobs(**knobs)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("4B", 4), ("64 KiB", 65536), ("1048576", 2**20), ("1.5gb", 15 * 10**8)]
+)
+def test_a_size_has_a_unit_or_many_digits(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
 
 
 def test_a_body_of_no_size_is_refused() -> None:

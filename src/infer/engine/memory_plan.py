@@ -310,8 +310,6 @@ def find_machine(device: str, gpu_memory: str | None) -> Machine:
     """A GPU of the given memory, or the device that would be used here with what is free on it."""
     if gpu_memory is not None:
         memory = parse_bytes(gpu_memory, "gpu_memory")
-        if memory < 2**20 and gpu_memory.strip().isdigit():  # nobody means 80 bytes
-            raise ConfigError(f"gpu_memory needs a unit, such as {gpu_memory.strip()}GiB, got {gpu_memory!r}")
         return Machine(kind="gpu", memory=memory, cache_share=GPU_SHARE, runtime=GPU_RUNTIME_BYTES)
     chosen = choose_device(device)
     if chosen.type == "cuda":

@@ -120,7 +120,7 @@ def test_two_names_for_the_model_are_refused(infer: Infer, shape: Path) -> None:
 def test_a_gpu_of_a_few_bytes_is_a_unit_forgotten(infer: Infer, shape: Path) -> None:
     outcome = infer("plan", str(shape), "--gpu-memory", "80")
     assert (outcome.code, outcome.out) == (2, "")
-    assert "gpu_memory needs a unit, such as 80GiB, got '80'" in outcome.err
+    assert "gpu_memory needs a unit, such as 80MiB or 80GiB, got '80'" in outcome.err
     assert infer("plan", str(shape), "--gpu-memory", str(24 * 2**30)).code == 0
 
 

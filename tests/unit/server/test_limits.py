@@ -58,7 +58,7 @@ async def echo(
 
 
 def through_body_limit(connection: Connection, timeout_s: float = 5.0, **fields: Any) -> None:
-    layer = BodyLimit(echo, f"{LIMIT}", timeout_s=timeout_s)
+    layer = BodyLimit(echo, f"{LIMIT}B", timeout_s=timeout_s)
     asyncio.run(layer(scope(**fields), connection.receive, connection.send))
 
 
