@@ -25,6 +25,7 @@ from infer.errors import ConfigError, closest
 from infer.knobs import KnobRow, check_choice, check_positive, knob, knob_rows, parse_bytes, parse_knob
 
 MAX_THREADS = 1024  # far more makes the thread library crash
+MAX_SEQUENCES = 128  # n, best_of or beams of one request, whoever asks; a server's max_n may allow fewer
 
 
 class StepDefaults(NamedTuple):
@@ -315,6 +316,8 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "max_prompts", "max_n", "replicas")
+        if self.max_n > MAX_SEQUENCES:
+            raise ConfigError(f"max_n must be at most {MAX_SEQUENCES}, got {self.max_n}")
         parse_bytes(self.max_body_size, "max_body_size")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in 0..65535, got {self.port}")

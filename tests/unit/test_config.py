@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from infer.config import EngineConfig, LoadConfig, ServerConfig, knob_table
+from infer.config import MAX_SEQUENCES, EngineConfig, LoadConfig, ServerConfig, knob_table
 from infer.config_file import read_config_file
-from infer.errors import ConfigError
+from infer.errors import ConfigError, RequestError
 from infer.knobs import parse_bytes, parse_knob
+from infer.sampling.params import SamplingParams
 
 
 def write(folder: Path, text: str) -> Path:
@@ -98,6 +99,15 @@ def test_an_impossible_value_is_refused(knobs: dict[str, object], message: str) 
 )
 def test_a_size_has_a_unit_or_many_digits(text: str, size: int) -> None:
     assert parse_bytes(text) == size
+
+
+def test_a_server_gives_no_more_outputs_than_any_request_may_ask_for() -> None:
+    most = ServerConfig(max_n=MAX_SEQUENCES).max_n
+    assert SamplingParams(n=most).n == most
+    with pytest.raises(RequestError, match=f"n must be an integer in \\[1, {most}\\], got {most + 1}"):
+        SamplingParams(n=most + 1)
+    with pytest.raises(ConfigError, match=f"max_n must be at most {most}, got {most + 1}"):
+        ServerConfig(max_n=most + 1)
 
 
 def test_a_body_of_no_size_is_refused() -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import TypeVar
 
+from infer.config import MAX_SEQUENCES
 from infer.errors import RequestError, closest
 
 T = TypeVar("T")
@@ -27,7 +28,6 @@ MAX_LOGIT_BIAS = 1024
 MAX_INT = 2**63 - 1  # of any parameter: what a tensor and every wire format can hold
 MAX_SEED = MAX_INT
 MAX_LOGPROBS = 20
-MAX_SEQUENCES = 128  # n, best_of or beams of one request
 
 
 def _names_checked(cls: type[T]) -> type[T]:
@@ -121,9 +121,9 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 _check_int(name, value, 0, MAX_LOGPROBS)
-        _check_int("n", self.n, 1, MAX_SEQUENCES)
+        check_num_sequences("n", self.n)
         if self.best_of is not None:
-            _check_int("best_of", self.best_of, 1, MAX_SEQUENCES)
+            check_num_sequences("best_of", self.best_of)
             if self.best_of < self.n:
                 raise RequestError(
                     f"best_of is {self.best_of} but n is {self.n}; best_of must be at least n",
@@ -214,6 +214,11 @@ def _check_range(name: str, value: float, low: float, high: float, *, low_open: 
         raise RequestError(
             f"{name} must be a number in {bracket}{low:g}, {high:g}], got {_shown(value)}", param=name
         )
+
+
+def check_num_sequences(name: str, value: int, limit: int = MAX_SEQUENCES) -> None:
+    """Refuse an `n` or a `best_of` that nobody is given here."""
+    _check_int(name, value, 1, limit)
 
 
 def _check_int(name: str, value: int, low: int, high: int = MAX_INT) -> None:

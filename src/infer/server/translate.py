@@ -21,7 +21,7 @@ from infer.engine.request import Request
 from infer.errors import RequestError
 from infer.front import TextFront
 from infer.outputs import check_streams
-from infer.sampling.params import SamplingParams
+from infer.sampling.params import SamplingParams, check_num_sequences
 from infer.server.record import engine_id
 from infer.server.schemas import ChatRequest, CompletionRequest, Prompts, SamplingBody
 from infer.server.state import ServedModel, ServerState
@@ -167,8 +167,7 @@ def make_params(
     fields: dict[str, Any] = {"temperature": 0.0} if body.use_beam_search else dict(front.sampling_defaults)
     fields |= {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
     for name in ("n", "best_of"):
-        if fields.get(name, 1) > config.max_n:
-            raise RequestError(f"{name} is {fields[name]}, at most {config.max_n} are allowed", param=name)
+        check_num_sequences(name, fields.get(name, 1), config.max_n)
     if body.logit_bias is not None:
         fields["logit_bias"] = _read_bias(body.logit_bias)
     return SamplingParams(**fields, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)

@@ -148,6 +148,13 @@ def test_what_cannot_be_honoured_is_refused_by_name(
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize("n", [0, 5, 1000])
+def test_the_servers_limit_is_the_one_that_a_client_hears_of(state: ServerState, n: int) -> None:
+    with pytest.raises(RequestError) as caught:
+        complete(state, n=n)
+    assert str(caught.value) == f"n must be an integer in [1, 4], got {n}"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
