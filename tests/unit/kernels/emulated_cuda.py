@@ -1,48 +1,29 @@
-"""Decode attention in CUDA C++ on a CPU: by the system's C++ compiler, a block's threads taking turns."""
+"""Decode attention in CUDA C++ on a CPU: a block's threads take turns."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from infer.kernels.attention_decode import DecodeWork
 from infer.kernels.cuda import decode_attention
 from infer.kernels.cuda.build import as_pointers
 from infer.kernels.cuda.decode_attention import Defines
-
-EMULATOR = Path(__file__).with_name("emulated_cuda.cpp")
+from tests.unit.kernels.emulated import compile_library
 
 
 @functools.cache
-def compile_library(source: Path, defines: Defines) -> ctypes.CDLL:
-    compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
-    flags = [f"-D{name}={value}" for name, value in defines]
-    with tempfile.TemporaryDirectory() as scratch:
-        made, library = Path(scratch) / "emulated.o", Path(scratch) / "emulated.so"
-        flags += [f'-DKERNEL_SOURCE="{source}"', f"-DKERNEL={source.stem}"]
-        flags += ["-fsanitize=alignment", "-fno-toplevel-reorder"]  # the emulator explains
-        flags += ["-std=c++17", "-O2", "-w", "-fPIC"]
-        run(compiler, *flags, "-c", str(EMULATOR), "-o", str(made))
-        run(compiler, "-shared", str(made), "-o", str(library))
-        loaded = ctypes.CDLL(str(library))
+def compile_attention(source: Path, defines: Defines) -> ctypes.CDLL:
+    flags = [f"-DKERNEL={source.stem}", "-O2"]
+    flags += ["-fsanitize=alignment", "-fno-toplevel-reorder"]  # the emulator explains
+    loaded = compile_library("emulated_cuda.cpp", source, defines, *flags)
     loaded.emulate.restype = ctypes.c_char_p
     return loaded
-
-
-def run(*command: str) -> None:
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert answer.returncode == 0, answer.stderr
 
 
 class EmulatedLaunch:
@@ -54,7 +35,7 @@ class EmulatedLaunch:
         source: Path = decode_attention.SOURCE,
         types: Sequence[Any] = decode_attention._TYPES,
     ) -> None:
-        self.library, self.num_threads = compile_library(source, defines), 32 * dict(defines)["WARPS"]
+        self.library, self.num_threads = compile_attention(source, defines), 32 * dict(defines)["WARPS"]
         self.types = types
         self.grids: list[int] = []
 

@@ -1,43 +1,26 @@
-"""`linear_ahead.cu` on a CPU: compiled by the system's C++ compiler, a cluster's threads taking turns."""
+"""`linear_ahead.cu` on a CPU: a cluster's threads take turns."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import shutil
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from infer.kernels.cuda import linear_ahead
 from infer.kernels.cuda.build import as_pointers
-
-EMULATOR = Path(__file__).with_name("emulated_linear.cpp")
+from tests.unit.kernels.emulated import compile_library
 
 
 @functools.cache
-def compile_library(defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
-    compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
-    flags = [f"-D{name}={value}" for name, value in defines]
-    with tempfile.TemporaryDirectory() as scratch:
-        library = Path(scratch) / "emulated.so"
-        command = [compiler, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *flags]
-        command += [f'-DKERNEL_SOURCE="{linear_ahead.SOURCE}"', str(EMULATOR), "-o", str(library)]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert answer.returncode == 0, answer.stderr
-        return ctypes.CDLL(str(library))
+def compile_linear(defines: linear_ahead.Defines) -> ctypes.CDLL:
+    return compile_library("emulated_linear.cpp", linear_ahead.SOURCE, defines, "-O1")
 
 
 class EmulatedLaunch:
     """Launches like `PreparedLaunch`, and returns when every block has run."""
 
-    def __init__(self, defines: tuple[tuple[str, int], ...]) -> None:
-        self.library = compile_library(defines)
+    def __init__(self, defines: linear_ahead.Defines) -> None:
+        self.library = compile_linear(defines)
         self.num_threads = 32 * dict(defines)["WARPS"]
 
     def __call__(self, num_blocks: int, *arguments: Any) -> None:
