@@ -152,10 +152,10 @@ def spell_context(context_len: int) -> str:
 
 
 def spell_limit(context_len: int, model_len: int | None) -> str:
-    """A last clause for whoever runs a model that could do more than it is allowed to; else nothing."""
+    """A last clause where a model could do more than it is allowed to: which setting holds it back."""
     if model_len is None or model_len <= context_len:
         return ""
-    return f" (it is limited here by max_seq_len, which its operator may raise to {model_len})"
+    return f" (this is the setting max_seq_len; the model itself could do {model_len})"
 
 
 def closest(

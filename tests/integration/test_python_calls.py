@@ -351,7 +351,7 @@ def test_what_is_no_conversation_is_told_what_is(llm: LLM, messages: Any, says: 
 # -- which limit ----------------------------------------------------------------------------------
 
 
-def test_a_prompt_too_long_is_told_which_limit_it_breaks_and_who_can_raise_it(
+def test_a_prompt_too_long_is_told_which_limit_it_breaks_and_how_far_that_could_go(
     llm: LLM, checkpoint: str
 ) -> None:
     with pytest.raises(ContextOverflow) as caught:
@@ -365,10 +365,10 @@ def test_a_prompt_too_long_is_told_which_limit_it_breaks_and_who_can_raise_it(
         short.generate([1] * 62, GREEDY)
     assert str(caught.value) == (
         "prompt has 62 tokens and max_tokens is 4, but this model's maximum context length is 64 tokens; "
-        "shorten the prompt or set max_tokens <= 2 (it is limited here by max_seq_len, which its operator "
-        "may raise to 256)"
+        "shorten the prompt or set max_tokens <= 2 (this is the setting max_seq_len; the model itself could "
+        "do 256)"
     )
-    with pytest.raises(ContextOverflow, match=r"is 64 tokens; .* operator may raise to 256\)$"):
+    with pytest.raises(ContextOverflow, match=r"is 64 tokens; .* the model itself could do 256\)$"):
         short.engine.embed((1,) * 65, "last")
 
 

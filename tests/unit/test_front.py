@@ -75,7 +75,7 @@ def test_a_text_that_can_never_fit_is_told_which_limit_it_breaks(folder: Path) -
         ),
         (
             front_of(folder, max_seq_len=64),
-            "length is 64 tokens; shorten the prompt to at most 63 tokens (it is limited here by max_seq_len",
+            "length is 64 tokens; shorten the prompt to at most 63 tokens (this is the setting max_seq_len",
         ),
     ):
         for encode in (partial(front.encode, text), partial(front.encode_chat, message)):

@@ -124,7 +124,7 @@ def longest_total(request: Request, context_len: int, pool: KVCachePool) -> int:
     beams = f" in each of {width} beams" if width > 1 else ""
     raise RequestError(
         f"prompt and max_tokens need {max_total - 1} tokens of cache{beams}, but the whole cache holds "
-        f"{pool.num_blocks * pool.block_size}; shorten the prompt or lower max_tokens (the operator may "
-        "enlarge the cache)",
+        f"{pool.num_blocks * pool.block_size}; shorten the prompt or lower max_tokens (the settings "
+        "kv_cache_memory and num_blocks give the cache its size)",
         param="max_tokens",
     )

@@ -75,7 +75,7 @@ class ServerState:
         if found is None:
             known = [*self.models, *self.aliases]
             if not known:
-                raise UnknownModel("no model is served at the moment; ask the operator", param="model")
+                raise UnknownModel("no model is served at the moment; try again later", param="model")
             hint = closest(name or "", known, listed="served")
             raise UnknownModel(f"model {name!r} is not served here{hint}", param="model")
         if (held := _HELD.get()) is not None:

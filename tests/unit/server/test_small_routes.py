@@ -65,7 +65,7 @@ def test_every_route_says_in_the_same_words_that_a_model_is_not_served(
 def test_a_server_without_models_says_so(wire: Wire) -> None:
     wire.state.models, wire.state.default_model = {}, None
     error = wire.refused("/v1/completions", {"prompt": "x"}, 422, "model_not_found")
-    assert error["message"] == "no model is served at the moment; ask the operator"
+    assert error["message"] == "no model is served at the moment; try again later"
 
 
 def test_tokenize_says_what_would_run(wire: Wire, oracle: LLM) -> None:
