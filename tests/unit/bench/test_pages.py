@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,15 @@ def test_a_gpu_report_is_read_for_comparison_with_its_origin(tmp_path: Path) -> 
     path.write_text(json.dumps(OLD | rows | {"commit": "abc", "created": "2030-01-01", "version": "7"}))
     report = read_report(path)
     assert (report.commit, report.created, report.versions) == ("abc", "2030-01-01", {"engine": "infer 7"})
+
+
+def test_every_table_says_of_which_commit_and_day_it_is() -> None:
+    page = (docs.DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    reports = re.findall(r"^<!-- report (.*?): .*?-->\n(.*?)<!-- end -->", page, re.DOTALL | re.MULTILINE)
+    measured = {name: text for name, text in reports if "*Not measured yet.*" not in text}
+    assert len(measured) >= 8
+    for name, text in measured.items():
+        assert re.search(r"; commit [0-9a-f]{7,}(-dirty)?; .*; 20\d\d-\d\d-\d\d\. `", text), name
 
 
 def test_every_toggle_has_its_sentences_on_the_page() -> None:
