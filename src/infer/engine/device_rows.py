@@ -225,3 +225,9 @@ def send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return values
     return values.pin_memory().to(device, non_blocking=True)  # the allocator keeps it until it has arrived
+
+
+def send_into(target: torch.Tensor, values: torch.Tensor) -> None:
+    """The same to where it belongs, if that is one piece of memory: without a second copy on the device."""
+    assert target.is_contiguous(), "what has gaps is filled by way of a copy without them: send"
+    target.copy_(values.pin_memory() if target.is_cuda else values, non_blocking=True)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from infer.cache.kv_pool import KVCachePool
-from infer.engine.device_rows import send
+from infer.engine.device_rows import send, send_into
 from infer.engine.plan import StepPlan
 from infer.engine.sequence import Sequence as TokenSequence
 from infer.kernels.attention_prefill import Chunk as PrefillChunk
@@ -114,7 +114,7 @@ class DeviceInputs:
         """The rows that decode, padded to `size`; those of the last step need not be sent again."""
         padded = rows + [-1] * (size - len(rows))
         if padded != self._rows_sent:
-            self.rows_S[:size].copy_(send(torch.tensor(padded, dtype=torch.int32), self.device))
+            send_into(self.rows_S[:size], torch.tensor(padded, dtype=torch.int32))
             self._rows_sent = padded
 
     def send_prompts(self, prompts: Prompts, size: int) -> None:
@@ -128,7 +128,7 @@ class DeviceInputs:
         tiles_W4 = build_prefill_chunks(
             prompts.chunks, tokens_per_tile=self.tile_len, max_tiles=self.num_tiles(size)
         )
-        self.tiles_W4[: len(tiles_W4)].copy_(send(torch.from_numpy(tiles_W4), self.device))
+        send_into(self.tiles_W4[: len(tiles_W4)], torch.from_numpy(tiles_W4))
 
     def send_samples(
         self, where: list[int], places: list[int], rows: list[int], positions: list[int], size: int

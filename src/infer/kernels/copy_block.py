@@ -24,6 +24,7 @@ from __future__ import annotations
 import torch
 
 from infer.kernels.dispatch import jit_for_any, tl, use_triton
+from infer.kernels.launch import launch
 
 PIECE_BYTES = 8192  # of one program: four loads of 16 bytes for each of its 128 threads
 
@@ -52,6 +53,7 @@ def copy_block(cache_L2NPGH: torch.Tensor, source: int, destination: int) -> Non
     assert 0 <= source < num_blocks and 0 <= destination < num_blocks, f"no block {source} or {destination}"
     size = shape[0] * shape[1] * shape[2]
     piece = PIECE_BYTES // cache_L2NPGH.element_size()
-    _copy_block_kernel[(num_layers * 2, -(-size // piece))](
-        cache_L2NPGH, source, destination, num_blocks, SIZE=size, PIECE=piece, num_warps=4
-    )
+    launch(
+        _copy_block_kernel, (num_layers * 2, -(-size // piece)), (cache_L2NPGH,), (),
+        (source, destination, num_blocks), SIZE=size, PIECE=piece, num_warps=4,
+    )  # fmt: skip

@@ -12,7 +12,11 @@ of these True does what 1 does, and floats are refused. Of tensors Triton looks 
 answer is for tensors whose addresses are all multiples of 16, as those of fresh memory are; any other launch
 goes the long way.
 
-A kernel is launched so only if its parameters come in this order: tensors, numbers, constants.
+Other integers, of 31 bits, differ from launch to launch and nothing is made of them, because the kernel says
+so (`jit_for_any`): they are no part of the question.
+
+A kernel is launched so only if its parameters come in this order: tensors, integers that may be any, numbers,
+constants.
 """
 
 from __future__ import annotations
@@ -42,11 +46,13 @@ def launch(
     grid: tuple[int, ...],
     tensors: tuple[torch.Tensor, ...],
     numbers: tuple[int | float, ...],
+    any_integers: tuple[int, ...] = (),
+    /,
     **constants: Any,
 ) -> None:
-    """`kernel[grid](*tensors, *numbers, **constants)`; constants may be options of the launch, too."""
+    """`kernel[grid](*tensors, *any_integers, *numbers, **constants)`; constants may be options, too."""
     if INTERPRETED or torch.version.hip is not None:  # there, more of a tensor counts than its alignment
-        kernel[grid](*tensors, *numbers, **constants)
+        kernel[grid](*tensors, *any_integers, *numbers, **constants)
         return
     addresses = [*map(_address_of, tensors)]
     bits = 0
@@ -57,12 +63,12 @@ def launch(
     question = (id(kernel), device, grid, numbers, types, *constants, *constants.values())
     answer = _known.get(question)
     if answer is None or bits % _ALIGNMENT:
-        compiled = kernel[grid](*tensors, *numbers, **constants)
+        compiled = kernel[grid](*tensors, *any_integers, *numbers, **constants)
         if not bits % _ALIGNMENT:
             _remember(question, kernel, compiled, grid, numbers, constants)
         return
     run, others = answer
-    run(*addresses, *others, stream=triton.runtime.driver.active.get_current_stream(device))
+    run(*addresses, *any_integers, *others, stream=triton.runtime.driver.active.get_current_stream(device))
 
 
 def _remember(

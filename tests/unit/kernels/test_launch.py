@@ -64,6 +64,14 @@ def test_the_second_launch_takes_addresses_numbers_and_constants_in_order(kernel
     assert kernel.compiled.runs == [((3, 2, 1), expected, 77)]
 
 
+def test_integers_that_may_be_any_are_passed_on_and_not_asked_about(kernel: Kernel) -> None:
+    x, y = aligned(8), aligned(8)
+    for number in (1, 16, 5):
+        launch(kernel, (3,), (x, y), (0.5,), (number,), BLOCK=64, PDL=False)
+    assert [args[2:] for _, args, _ in kernel.asked] == [(1, 0.5)]
+    assert [args[2:] for _, args, _ in kernel.compiled.runs] == [(16, 0.5, 64, False), (5, 0.5, 64, False)]
+
+
 @pytest.mark.parametrize("change", ["grid", "number", "constant", "option", "dtype", "alignment", "kernel"])
 def test_whatever_differs_is_asked_for(kernel: Kernel, change: str) -> None:
     x, y = aligned(8), aligned(8)
