@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from infer.kernels.attention_decode import (
-    DecodeWork,
     attend_decode_reference,
     attend_projected,
     attend_projected_reference,
@@ -20,6 +19,7 @@ from infer.kernels.attention_prefill import (
     build_prefill_chunks,
     tokens_per_tile,
 )
+from tests.gpu.attention import check_that_a_graph_follows_the_lengths, decode_work, relative_error
 from tests.unit.kernels.attention_contract import DecodeContract, Heads, PrefillContract, make_paged
 from tests.unit.kernels.projected_contract import ProjectedContract, make_transform, newest_slots
 
@@ -27,21 +27,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TRITON_DEFAULT
 
 MODELS = [Heads(16, 8, 128), Heads(32, 8, 64), Heads(28, 4, 128), Heads(8, 4, 256), Heads(32, 32, 96)]
 every_model = pytest.mark.parametrize("heads", MODELS, ids=str)
-
-
-def decode_work(heads: Heads, max_rows: int, max_len: int) -> DecodeWork:
-    return DecodeWork(
-        max_rows=max_rows,
-        max_len=max_len,
-        num_heads=heads.num_heads,
-        num_kv_heads=heads.num_kv_heads,
-        head_dim=heads.head_dim,
-        device="cuda",
-    )
-
-
-def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((actual.float() - exact).abs().max() / exact.abs().max())
 
 
 class TestCompiledDecode(DecodeContract):
@@ -77,37 +62,7 @@ class TestCompiledDecode(DecodeContract):
         assert all(torch.equal(attend(), first) for _ in range(50))  # the order of arrival leaves no trace
 
     def test_a_replayed_graph_follows_the_lengths(self) -> None:
-        heads, block_size = MODELS[0], 32
-        paged = make_paged([3000] * 8, heads, block_size=block_size, dtype=torch.bfloat16, device="cuda")
-        rows = torch.arange(8, dtype=torch.int32, device="cuda")
-        lens_S = torch.ones(8, dtype=torch.int32, device="cuda")
-        q = torch.randn(8, heads.num_heads, heads.head_dim, device="cuda").bfloat16()
-        work = decode_work(heads, 8, 3000)
-
-        def step() -> list[torch.Tensor]:
-            work.plan(rows, lens_S)
-            return [
-                self.attend(
-                    q, paged.keys, paged.values, paged.tables, rows, lens_S,
-                    work=work, block_size=block_size, scale=0.1, window=None,
-                )
-                for _ in range(3)
-            ]  # fmt: skip
-
-        step()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outs = step()
-        for lens in ([3000] * 8, [0, 1, 2, 700, 0, 2999, 31, 33], [1] * 8, [2048, 0, 0, 0, 0, 0, 0, 1]):
-            lens_S.copy_(torch.tensor(lens, dtype=torch.int32))
-            graph.replay()
-            eager = step()[0]
-            expected = attend_decode_reference(
-                q, paged.keys, paged.values, paged.tables, rows, lens_S,
-                block_size=block_size, scale=0.1, window=None,
-            )  # fmt: skip
-            torch.testing.assert_close(eager, expected, rtol=2e-2, atol=2e-2)
-            assert all(torch.equal(out, eager) for out in outs)
+        check_that_a_graph_follows_the_lengths(self.attend, MODELS[0])
 
 
 class TestCompiledProjected(ProjectedContract):

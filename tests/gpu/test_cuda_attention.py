@@ -15,7 +15,7 @@ from infer.kernels.attention_decode import DecodeWork, attend_decode_reference
 from infer.kernels.cuda import build, decode_attention
 from infer.kernels.cuda.decode_attention import attend_decode_cuda
 from infer.kernels.dispatch import launch_options
-from tests.gpu.test_attention_kernels import decode_work, relative_error
+from tests.gpu.attention import check_that_a_graph_follows_the_lengths, relative_error
 from tests.unit.kernels.attention_contract import Heads, make_paged
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")]
@@ -99,29 +99,11 @@ def test_at_real_sizes_two_hundred_times_bit_by_bit(heads: Heads, window: int | 
 
 @pytest.mark.parametrize("heads", MODELS[:2], ids=str)
 def test_a_replayed_graph_follows_the_lengths(heads: Heads) -> None:
-    block_size = 32
-    paged = make_paged([3000] * 8, heads, block_size=block_size, dtype=torch.bfloat16, device="cuda")
-    rows = torch.arange(8, dtype=torch.int32, device="cuda")
-    lens_S = torch.ones(8, dtype=torch.int32, device="cuda")
-    q = torch.randn(8, heads.num_heads, heads.head_dim, device="cuda").bfloat16()
-    work = decode_work(heads, 8, 3000)
-    how: dict[str, Any] = {"block_size": block_size, "scale": 0.1, "window": None}
+    def attend(*inputs: torch.Tensor, work: DecodeWork, **how: Any) -> torch.Tensor:
+        q, keys, values, tables, _, _ = inputs
+        return attend_decode_cuda(q, keys, values, tables, work, **how)
 
-    def step() -> list[torch.Tensor]:
-        work.plan(rows, lens_S)
-        return [attend_decode_cuda(q, paged.keys, paged.values, paged.tables, work, **how) for _ in range(3)]
-
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs = step()
-    for lens in ([3000] * 8, [0, 1, 2, 700, 0, 2999, 31, 33], [1] * 8, [2048, 0, 0, 0, 0, 0, 0, 1]):
-        lens_S.copy_(torch.tensor(lens, dtype=torch.int32))
-        graph.replay()
-        eager = step()[0]
-        expected = attend_decode_reference(q, paged.keys, paged.values, paged.tables, rows, lens_S, **how)
-        torch.testing.assert_close(eager, expected, rtol=2e-2, atol=2e-2)
-        assert all(torch.equal(out, eager) for out in outs)
+    check_that_a_graph_follows_the_lengths(attend, heads)
 
 
 @pytest.mark.parametrize("compiler", ["nvrtc", "nvcc"])

@@ -10,7 +10,8 @@ import torch
 
 from infer.kernels.attention_decode import DecodeWork, attend_projected_reference
 from infer.kernels.cuda.decode_projected import attend_projected_cuda
-from tests.gpu.test_attention_kernels import relative_error
+from tests.gpu.attention import relative_error
+from tests.gpu.graphs import capture
 from tests.unit.kernels.attention_contract import Heads, assert_close, make_paged
 from tests.unit.kernels.projected_contract import make_transform, newest_slots
 
@@ -72,9 +73,7 @@ def check(
     assert relative_error(outs[0], expected) < 2e-2
     assert_close(paged.keys[newest], stores[0][newest])
     assert torch.equal(paged.values[newest], stores[1][newest])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replayed = step()
+    graph, replayed = capture(step)
     for _ in range(40):
         graph.replay()
         assert all(torch.equal(out, outs[0]) for out in replayed)

@@ -7,6 +7,7 @@ import torch
 
 from infer.kernels import launch
 from infer.kernels.rms_norm import add_rms_norm, add_rms_norm_reference
+from tests.gpu.graphs import capture
 
 pytestmark = pytest.mark.gpu
 
@@ -42,11 +43,7 @@ def test_the_second_launch_is_not_asked_for_and_right(monkeypatch: pytest.Monkey
 def test_a_launch_that_was_made_before_can_be_captured() -> None:
     weight, residual = make(1, 512, 0)[0], make(700, 512, 1)
     x = make(700, 512, 2)
-    check(x, residual, weight)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y, total = add_rms_norm(x, residual, weight, eps=1e-6)
+    graph, (y, total) = capture(lambda: add_rms_norm(x, residual, weight, eps=1e-6))
     x.copy_(make(700, 512, 3))
     graph.replay()
     torch.testing.assert_close(total, x + residual, rtol=0, atol=0)

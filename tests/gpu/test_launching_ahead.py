@@ -5,22 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.kernels import dispatch
 from infer.kernels.attention_decode import DecodeWork, attend_decode, attend_projected
 from infer.kernels.cuda.decode_projected import attend_projected_cuda
 from infer.kernels.gated_activation import gated_activation
 from infer.kernels.heads import CacheSlots, HeadTransform, norm_rope_write
 from infer.kernels.linear_small import linear
 from infer.kernels.rms_norm import add_rms_norm
+from tests.gpu.graphs import check_that_starting_early_leaves_no_trace, random
 from tests.unit.kernels.attention_contract import Heads, make_paged
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")]
 
 N, G, H, D, NUM_LAYERS, EPS = 16, 8, 128, 1024, 6, 1e-6
-
-
-def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
-    return (torch.randn(*shape, device="cuda") * scale).bfloat16()
 
 
 class Step:
@@ -90,21 +86,7 @@ def test_launching_ahead_leaves_no_trace(
     lens: list[int], attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = Step(lens, attention)
-    graphs = {}
-    for is_ahead in (False, True):
-        monkeypatch.setattr(dispatch, "PDL", is_ahead)
-        step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = step()
-        graphs[is_ahead] = graph, out
-    for _ in range(20):
-        step.x.copy_(random(*step.x.shape))
-        for graph, _ in graphs.values():
-            graph.replay()
-        assert graphs[True][1].isfinite().all()
-        assert torch.equal(graphs[True][1], graphs[False][1])
+    check_that_starting_early_leaves_no_trace(lambda: (step(),), step.x, monkeypatch, num_replays=20)
 
 
 @pytest.mark.parametrize("attention", ["projected", "cuda"])

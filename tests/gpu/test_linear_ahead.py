@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from infer.kernels import dispatch, linear_small
+from infer.kernels import linear_small
 from infer.kernels.cuda import build, linear_ahead
 from infer.kernels.cuda.ahead_configs import AheadConfig, can_launch
 from infer.kernels.cuda.linear_ahead import Matrix, prepare
 from infer.kernels.linear_configs import SkinnyConfig
 from infer.kernels.linear_small import launch, launch_added, launch_into
-from infer.kernels.linear_stream import Added, Stream
+from infer.kernels.linear_stream import Stream
+from tests.gpu.graphs import check_that_starting_early_leaves_no_trace, random
 from tests.unit.kernels.linear_contract import assert_near, gate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")]
@@ -42,10 +45,6 @@ def seed() -> None:
         if major < 9:
             pytest.skip("needs clusters of blocks")
     torch.manual_seed(0)
-
-
-def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
-    return (torch.randn(shape, device="cuda") * scale).bfloat16()
 
 
 def fitting(M: int, N: int, K: int, *, gated: bool = False, adds: bool = False) -> list[AheadConfig]:
@@ -116,33 +115,18 @@ def test_a_step_of_pairs_that_start_early_waits_for_its_input(monkeypatch: pytes
          random(4096, D, scale=0.02), random(D)) for _ in range(8)
     ]  # fmt: skip
 
-    def step(x: torch.Tensor) -> tuple[torch.Tensor, Added]:
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         residual, y = torch.zeros_like(x), x.repeat(1, 4)
         for o, gate_up, down, qkv, gain in layers:
             added = launch_into(into[K], Stream(residual, gain, 0.0), y[:, :K], o)
             gated = launch_added(out[True], added, gate_up, eps=EPS, activation="silu")
             added = launch_into(into[F_out], Stream(added.sum_MN, gain, 0.0), gated, down)
             y, residual = launch_added(out[False], added, qkv, eps=EPS), added.sum_MN
-        return y, added
+        return y, added.sum_MN
 
     for num_tokens in (1, 5, 8, 16, 32):
         x = random(num_tokens, D)
-        graphs = {}
-        for is_ahead in (False, True):
-            monkeypatch.setattr(dispatch, "PDL", is_ahead)
-            step(x)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                outputs = step(x)
-            graphs[is_ahead] = graph, outputs
-        for _ in range(40):
-            x.copy_(random(num_tokens, D))
-            for graph, _ in graphs.values():
-                graph.replay()
-            (early_y, early), (y, added) = graphs[True][1], graphs[False][1]
-            assert early_y.isfinite().all()
-            assert torch.equal(early_y, y) and torch.equal(early.sum_MN, added.sum_MN)
+        check_that_starting_early_leaves_no_trace(partial(step, x), x, monkeypatch, num_replays=40)
 
 
 def test_the_same_input_gives_the_same_bits_again() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from infer.kernels.linear_small import (
     norm_linear,
 )
 from infer.kernels.linear_stream import Added, Stream
+from tests.gpu.graphs import capture, check_that_starting_early_leaves_no_trace, random
 from tests.unit.kernels.added_contract import AddedContract
 from tests.unit.kernels.linear_contract import LinearContract, assert_near, gate
 
@@ -33,10 +35,6 @@ GATED_SHAPES = [(3072, 1024), (8192, 2048), (12288, 4096)]  # F, K
 PAIRS = [(2048, 1024, 3072, True), (3072, 1024, 4096, False), (4096, 4096, 12288, True)]  # K, D, N, gated
 TILES = [SkinnyConfig(64, 256, 4, 4, 3), SkinnyConfig(16, 256, 1, 2, 4), SkinnyConfig(32, 128, 2, 4, 4)]
 TOKENS = [1, 2, 3, 4, 5, 8, 16, 17, 64, 100, 128]
-
-
-def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
-    return (torch.randn(shape, device="cuda") * scale).bfloat16()
 
 
 @pytest.mark.gpu
@@ -101,32 +99,18 @@ class TestRealPairs:
              random(4096, D, scale=0.02), random(D)) for _ in range(8)
         ]  # fmt: skip
 
-        def step(x: torch.Tensor) -> torch.Tensor:
+        def step(x: torch.Tensor) -> tuple[torch.Tensor]:
             residual, y = torch.zeros_like(x), x.repeat(1, 4)
             for out, gate_up, down, qkv, gain in layers:
                 added = linear_into(Stream(residual, gain, 0.0), y[:, :K], out)
                 gated = added_gated_linear(added, EPS, gate_up, "silu")
                 added = linear_into(Stream(added.sum_MN, gain, 0.0), gated, down)
                 y, residual = added_linear(added, EPS, qkv), added.sum_MN
-            return y + residual.repeat(1, 4)
+            return (y + residual.repeat(1, 4),)
 
         for num_tokens in (5, 16, 32):
             x = random(num_tokens, D)
-            graphs = {}
-            for is_ahead in (False, True):
-                monkeypatch.setattr(dispatch, "PDL", is_ahead)
-                step(x)
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    y = step(x)
-                graphs[is_ahead] = graph, y
-            for _ in range(20):
-                x.copy_(random(num_tokens, D))
-                for graph, _ in graphs.values():
-                    graph.replay()
-                assert graphs[True][1].isfinite().all()
-                assert torch.equal(graphs[True][1], graphs[False][1])
+            check_that_starting_early_leaves_no_trace(partial(step, x), x, monkeypatch, num_replays=20)
 
 
 @pytest.mark.gpu
@@ -196,11 +180,7 @@ class TestRealShapes:
             monkeypatch.setattr(dispatch, "PDL", False)
             chain(x)
             monkeypatch.setattr(dispatch, "PDL", True)
-            chain(x)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                y = chain(x)
+            graph, y = capture(partial(chain, x))
             for _ in range(20):
                 x.copy_(random(num_tokens, 2048))
                 graph.replay()
@@ -214,11 +194,7 @@ class TestRealShapes:
         w, gain = random(1024, 2048, scale=0.02), random(2048)
         for num_tokens in (1, 4, 7, 32):
             x, residual = random(num_tokens, 2048), random(num_tokens, 2048)
-            norm_linear(x, residual, gain, EPS, 0.0, w)  # compiles, and makes the counters
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                y, total = norm_linear(x, residual, gain, EPS, 0.0, w)
+            graph, (y, total) = capture(partial(norm_linear, x, residual, gain, EPS, 0.0, w))
             for _ in range(3):
                 x.copy_(random(num_tokens, 2048))
                 graph.replay()

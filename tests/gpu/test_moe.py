@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from infer.kernels.moe import experts_mlp, experts_mlp_reference, route, route_reference
+from tests.gpu.graphs import capture
 from tests.unit.kernels.moe_contract import MoeContract, assert_near
 
 REAL = {"Mixtral 8x7B": (4096, 14336, 8, 2), "Qwen3-30B-A3B": (2048, 768, 128, 8)}  # D, F, E, C
@@ -71,14 +72,7 @@ class TestRealShapes:
             routed = route(logits, num_choices, normalized=True)
             return experts_mlp(x, *routed, gate_up, down, activation="silu")
 
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            step()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = step()
+        graph, y = capture(step)
         for _ in range(5):
             x.normal_()
             logits.normal_()

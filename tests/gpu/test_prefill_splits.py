@@ -13,6 +13,7 @@ from infer.kernels.attention_prefill import (
     build_prefill_chunks,
     tokens_per_tile,
 )
+from tests.gpu.graphs import capture
 from tests.unit.kernels.attention_contract import Heads, make_paged
 from tests.unit.kernels.prefill_splits_contract import SplitsContract
 
@@ -44,11 +45,11 @@ class TestCompiledSplits(SplitsContract):
                 block_size=16, scale=scale, window=window, out=out, num_splits=num_splits,
             )  # fmt: skip
 
-        attend()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        def step() -> None:
             for _ in range(3):  # layers that share their scratch memory
                 attend()
+
+        graph, _ = capture(step)
         assert self.num_split_calls
         for nums in ([0, 128, 0, 0, 0], [100, 128, 1, 130, 64], [1, 0, 0, 0, 0], [0] * 5, [0, 0, 0, 0, 130]):
             chunks, first = [], 3

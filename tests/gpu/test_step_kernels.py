@@ -11,24 +11,11 @@ from infer.kernels.heads import CacheSlots, HeadTransform, norm_rope_write, norm
 from infer.kernels.sample_rows import SampleScratch, sample_rows, sample_rows_reference
 from infer.kernels.step_state import StepInputs, advance_rows, apply_table_diffs, gather_step
 from infer.sampling.params import SamplingParams
+from tests.gpu.graphs import capture
 from tests.unit.kernels.kernel_contract import assert_same
 from tests.unit.kernels.step_contract import SampledRows, StepContract, random_params
 
 VOCAB_SIZE = 151_936
-
-
-def capture(step: object) -> torch.cuda.CUDAGraph:
-    """Record `step` after it has run once: a capture wants compiled kernels."""
-    assert callable(step)
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())  # the inputs may still be on their way
-    with torch.cuda.stream(stream):
-        step()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph
 
 
 @pytest.mark.gpu
@@ -63,7 +50,7 @@ class TestCompiledStep(StepContract):
         rows = SampledRows([SamplingParams(temperature=0.0)] * 8, "cuda")
         logits = self.randn(8, VOCAB_SIZE).bfloat16()
         scratch = SampleScratch(8, VOCAB_SIZE, "cuda")
-        graph = capture(lambda: sample_rows(logits, rows.state, rows.rows_S, rows.positions_S, scratch))
+        graph, _ = capture(lambda: sample_rows(logits, rows.state, rows.rows_S, rows.positions_S, scratch))
         for replay in range(6):
             fresh = SampledRows([random_params(source) for _ in range(8)], "cuda", seed=replay)
             for ours, theirs in zip(rows.tensors(), fresh.tensors(), strict=True):
@@ -89,7 +76,7 @@ class TestCompiledStep(StepContract):
             gather_step(rows, last_token, position, tables, block_size=4, out=inputs)
             advance_rows(rows, inputs.tokens_S * 2, inputs.positions_S + 1, last_token, position)
 
-        graph = capture(step)  # the step ran once: capturing itself computes nothing
+        graph, _ = capture(step)  # the step ran once: capturing itself computes nothing
         seen = []
         for _ in range(3):
             graph.replay()
@@ -111,7 +98,7 @@ class TestCompiledStep(StepContract):
             q, _, _ = norm_rope_write(qkv, transform, positions, CacheSlots(caches[0], caches[1], slots))
             q_out.copy_(q)
 
-        graph = capture(step)
+        graph, _ = capture(step)
         assert not caches[0].any()
         positions.copy_(torch.tensor([3, 9, 0, 40]))
         slots.copy_(torch.tensor([31, -1, 0, 7]))
