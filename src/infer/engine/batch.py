@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +32,35 @@ from infer.kernels.paged_attention import attend_paged
 from infer.layers.attention import StepContext
 
 MIN_GROUP_LEN = 64  # below this length padding is cheaper than another call
+
+
+class Wanted(NamedTuple):
+    """The tokens of a step whose hidden states somebody reads."""
+
+    places: list[int] | None  # among the T tokens; None: all of them
+    last_rows: list[int]  # of each chunk that samples: which of these rows is its last token's
+
+
+def wanted(plan: StepPlan, sequences: Sequence[TokenSequence], last_places: list[int]) -> Wanted:
+    """Of a plan whose chunks end at `last_places`: the ends that sample; all tokens for logprobs of a prompt.
+
+    There is always one, though the middle of a long prompt samples nothing: a kernel wants a row to compute.
+    """
+    places: list[int] = []
+    rows: list[int] = []
+    for chunk, place in zip(plan.chunks, last_places, strict=True):
+        rows.append(len(places))
+        if chunk.num_samples:
+            places.append(place)
+    num_tokens = sum(chunk.stop - chunk.start for chunk in plan.chunks)
+    if len(places) == num_tokens or any(map(reads_prompt, plan.chunks, sequences)):
+        return Wanted(None, last_places)
+    return Wanted(places or last_places[:1], rows)
+
+
+def reads_prompt(chunk: Chunk, seq: TokenSequence) -> bool:
+    """Whether logprobs of prompt tokens come from this chunk; a prompt's last token predicts the output."""
+    return seq.group.request.params.prompt_logprobs is not None and chunk.start < seq.num_prompt - 1
 
 
 class BlockRows:

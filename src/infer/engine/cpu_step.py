@@ -10,7 +10,8 @@ A step's inputs are five small tables of integers, kept where they are and overw
 
 Because nothing moves, the operations of a whole step can be recorded once and replayed in one call
 (kernels/cpu/program.py), for any number of rows up to the size of the batch: that is how a decode step
-runs. Larger steps, which hold prompts, run the model's Python; their operations take long enough.
+runs. Larger steps, which hold prompts, run the model's Python; their operations take long enough, and the
+last layer has only the tokens to compute that are wanted of it (models/model.py).
 
 Whatever way a token takes, its result has the same bits: each operation works row by row.
 
@@ -26,7 +27,7 @@ import torch
 
 from infer.cache.kv_pool import KVCachePool
 from infer.cache.kv_store import KVStore
-from infer.engine.batch import BlockRows
+from infer.engine.batch import BlockRows, wanted
 from infer.engine.plan import StepPlan
 from infer.engine.sequence import Sequence as TokenSequence
 from infer.kernels.cpu import operations
@@ -151,7 +152,7 @@ class CpuSteps:
             self._record(max_rows)
 
     def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> tuple[torch.Tensor, list[int]]:
-        """The hidden states of a plan's tokens, and where each chunk's last one is.
+        """The hidden states of a plan's tokens that are wanted, and where each chunk's last one is.
 
         The states of a recorded step are overwritten by the next one.
         """
@@ -162,7 +163,8 @@ class CpuSteps:
             self._program.run(num_rows, inputs.num_items)
             return self._hidden_TD[:num_rows], last_rows
         step = CpuStep(self._library, self._store, inputs, self._rows, self._pool.block_size, num_rows)
-        return self._model(step.tokens_T, step), last_rows
+        places, last_rows = wanted(plan, sequences, last_rows)
+        return self._model(step.tokens_T, step, None if places is None else torch.tensor(places)), last_rows
 
     @torch.inference_mode()
     def _record(self, max_rows: int) -> None:

@@ -12,7 +12,7 @@ logprobs, beams) take the sampler of the CPU path; the engine does not overlap s
 
 On a CPU the same code runs on the kernels' references, which is how it is tested without a GPU.
 
-Shapes:  T tokens, S rows that decode, C tokens of prompts.
+Shapes:  T tokens, S rows that decode, C tokens whose hidden states are wanted.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 
 from infer.cache.kv_pool import KVCachePool
 from infer.cache.kv_store import KVStore
+from infer.engine.batch import reads_prompt, wanted
 from infer.engine.device_results import Results, to_result
 from infer.engine.device_rows import NO_POSITION, DeviceRows, send
 from infer.engine.device_step import DeviceStep, prepare_backend
@@ -52,9 +53,7 @@ _PADDING_STEP = 1024  # tokens: many, for every kernel that chooses by their num
 def _needs_the_host(plan: StepPlan, sequences: Sequence[TokenSequence]) -> bool:
     """Whether a chunk of the plan is sampled on the host, or its logits are needed there."""
     return any(
-        chunk.num_samples > 1
-        or seq.group.samples_on_host
-        or (seq.group.request.params.prompt_logprobs is not None and chunk.start < seq.num_prompt - 1)
+        chunk.num_samples > 1 or seq.group.samples_on_host or reads_prompt(chunk, seq)
         for chunk, seq in zip(plan.chunks, sequences, strict=True)
     )
 
@@ -289,19 +288,17 @@ class DeviceRunner(ModelRunner):
         inputs, num_rows = self._inputs, size.num_rows
         rows_S, num_tokens = inputs.rows_S[:num_rows], num_rows + size.num_tokens
         decode = self._gather(rows_S)
-        tiles = None
-        if size.num_tokens:
-            num_tiles = inputs.num_tiles(size.num_tokens)
-            tiles = PrefillChunks.from_arrays(inputs.tiles_W4[:num_tiles], self._host_chunks)
-        hidden_TD = self._forward(num_tokens, rows_S, tiles)
         if not size.num_tokens:
-            logits_SV = self._model.logits(hidden_TD)
+            hidden_SD = self._forward(num_tokens, rows_S, None)
             # the sampled token's place is the one after its input's
             positions_S = decode.positions_S + 1
         else:
-            places_C, rows_S, positions_S = inputs.samples_3C[:, : num_rows + MAX_CHUNKS].unbind()
-            logits_SV = self._model.logits(hidden_TD[places_C])
-        self._draw(logits_SV, rows_S, positions_S)
+            num_tiles = inputs.num_tiles(size.num_tokens)
+            tiles = PrefillChunks.from_arrays(inputs.tiles_W4[:num_tiles], self._host_chunks)
+            samples_3C = inputs.samples_3C[:, : num_rows + MAX_CHUNKS]
+            hidden_SD = self._forward(num_tokens, rows_S, tiles, (), samples_3C[0])
+            _, rows_S, positions_S = samples_3C.unbind()
+        self._draw(self._model.logits(hidden_SD), rows_S, positions_S)
 
     def _gather(self, rows_S: torch.Tensor) -> StepInputs:
         """Tokens, positions, slots and lengths of rows that decode, from their state."""
@@ -326,7 +323,9 @@ class DeviceRunner(ModelRunner):
         rows_S: torch.Tensor,
         tiles: PrefillChunks | None,
         batches: Sequence[Batch] = (),
+        places_C: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Hidden states of all tokens, or of those at `places_C`."""
         table_3T = self._inputs.table_3T
         step = DeviceStep(
             self._store, self._state.tables_RB, self._work, block_size=self._pool.block_size,
@@ -334,16 +333,18 @@ class DeviceRunner(ModelRunner):
             rows_S=rows_S, lens_S=self._inputs.lens_S[: len(rows_S)], chunks=tiles, windows=self._windows,
             dense=(self._dense, batches) if self._dense and batches else None, backend=self._backend,
         )  # fmt: skip
-        hidden_TD: torch.Tensor = self._model(table_3T[0, :num_tokens], step)
-        return hidden_TD
+        hidden_CD: torch.Tensor = self._model(table_3T[0, :num_tokens], step, places_C)
+        return hidden_CD
 
     # -- any other step -----------------------------------------------------------------------------
 
     def _launch_ragged(
         self, plan: StepPlan, sequences: Sequence[TokenSequence], rows: list[int]
     ) -> Callable[[], StepResult]:
-        last_rows, hidden_TD = self._hidden_of(plan, sequences, rows)
-        prompt_logprobs = self._prompt_logprobs(plan, sequences, last_rows, hidden_TD)
+        prompts = Prompts(plan, sequences, rows, self._pool)
+        places, last_rows = wanted(plan, sequences, prompts.last_places)
+        hidden_CD = self._hidden_of(prompts, rows, places)
+        prompt_logprobs = self._prompt_logprobs(plan, sequences, last_rows, hidden_CD)
         num_sampled = sum(chunk.num_samples for chunk in plan.chunks)
         on_host = num_sampled > len(plan.chunks) or any(
             chunk.num_samples > 1 or (chunk.num_samples and seq.group.samples_on_host)
@@ -353,7 +354,7 @@ class DeviceRunner(ModelRunner):
         for row, chunk in zip(rows, plan.chunks, strict=True):
             next_token[row] = chunk.stop if chunk.num_samples and not on_host else NO_POSITION
         if on_host or not num_sampled:
-            ids, logprobs = self._sample(plan, sequences, last_rows, hidden_TD)
+            ids, logprobs = self._sample(plan, sequences, last_rows, hidden_CD)
             return lambda: StepResult(ids, logprobs, prompt_logprobs)
 
         sampling = [number for number, chunk in enumerate(plan.chunks) if chunk.num_samples]
@@ -365,16 +366,15 @@ class DeviceRunner(ModelRunner):
             ],
             dtype=np.int64,
         )
-        places, rows_S, positions_S = send(torch.from_numpy(packed), self._device).unbind()
-        wait = self._results.take(self._draw(self._model.logits(hidden_TD[places]), rows_S, positions_S))
+        last_S, rows_S, positions_S = send(torch.from_numpy(packed), self._device).unbind()
+        hidden_SD = hidden_CD[last_S] if places is None else hidden_CD
+        wait = self._results.take(self._draw(self._model.logits(hidden_SD), rows_S, positions_S))
 
         return lambda: to_result(len(plan.chunks), sampling, wait(), prompt_logprobs)
 
-    def _hidden_of(
-        self, plan: StepPlan, sequences: Sequence[TokenSequence], rows: list[int]
-    ) -> tuple[list[int], torch.Tensor]:
-        """Hidden states of a ragged step, and the place of each chunk's last token in them."""
-        inputs, prompts = self._inputs, Prompts(plan, sequences, rows, self._pool)
+    def _hidden_of(self, prompts: Prompts, rows: list[int], places: list[int] | None) -> torch.Tensor:
+        """Hidden states of a ragged step: of all tokens, or of those at `places`."""
+        inputs = self._inputs
         rows_S = inputs.rows_S[:0]
         if prompts.decoding:
             rows_S = send(torch.tensor([rows[n] for n in prompts.decoding], dtype=torch.int32), self._device)
@@ -388,4 +388,5 @@ class DeviceRunner(ModelRunner):
         if chunks:
             tiles_W4 = build_prefill_chunks(chunks, tokens_per_tile=inputs.tile_len)
             tiles = PrefillChunks.from_arrays(send(torch.from_numpy(tiles_W4), self._device), chunks)
-        return prompts.last_places, self._forward(prompts.end, rows_S, tiles, batches)
+        places_C = None if places is None else send(torch.tensor(places), self._device)
+        return self._forward(prompts.end, rows_S, tiles, batches, places_C)

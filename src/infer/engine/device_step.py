@@ -10,9 +10,9 @@ graph and replayed while sequences grow.
 
 A step that has both has two kernels that do not need each other and that each leave most of the GPU idle: a
 chunk of 128 tokens is a handful of programs, and rows that decode wait for memory. In a graph they are two
-branches and run side by side. Only where the linear behind them is the library's: it is launched the
-ordinary way, after both, and the rules of programmatic dependent launch (kernels/dispatch.py) need not know
-of branches.
+branches and run side by side. Only where the linear behind them is the library's, or in the last layer the
+picking of rows (models/model.py): either is launched the ordinary way, after both, and the rules of
+programmatic dependent launch (kernels/dispatch.py) need not know of branches.
 
     backend     rows that decode           chunks of prompts
     auto        CUDA C++, or Triton        Triton; those in `dense` cuDNN (kernels/attention_dense.py)

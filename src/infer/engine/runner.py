@@ -2,7 +2,7 @@
 
     transfers ── the store moves blocks the books have already moved
     batch     ── the plan's integers become tensors                          (engine/batch.py)
-    model     ── hidden states of all T tokens
+    model     ── hidden states of the tokens that anybody reads: behind the last attention there are no others
     logits    ── only of the rows that sample, or whose logprobs were asked for
     sample    ── one token per sampling row, several for a chunk about to fork
 
@@ -19,7 +19,7 @@ import torch
 
 from infer.cache.kv_pool import KVCachePool
 from infer.cache.kv_store import KVStore
-from infer.engine.batch import BlockRows, PagedStep, StepBatch
+from infer.engine.batch import BlockRows, PagedStep, StepBatch, reads_prompt, wanted
 from infer.engine.beam import num_offers
 from infer.engine.cpu_step import CpuSteps, can_run
 from infer.engine.plan import StepPlan
@@ -126,12 +126,14 @@ class ModelRunner(SyncRunner):
         return StepResult(ids, logprobs, self._prompt_logprobs(plan, sequences, last_rows, hidden_TD))
 
     def _hidden(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> tuple[torch.Tensor, list[int]]:
-        """Hidden states of all tokens of the plan, and where the last one of each chunk is."""
+        """Hidden states of the tokens that are wanted, and where the last one of each chunk is among them."""
         if self._cpu is not None:
             return self._cpu.run(plan, sequences)
         batch = StepBatch(plan, sequences, self._rows, self._pool, self._store.device)
         step = PagedStep(batch, self._store, use_reference=self._use_reference)
-        return self._model(batch.tokens_T, step), batch.last_rows
+        places, last_rows = wanted(plan, sequences, batch.last_rows)
+        places_S = None if places is None else torch.tensor(places, device=self._store.device)
+        return self._model(batch.tokens_T, step, places_S), last_rows
 
     @torch.inference_mode()
     def embed(self, prompt: Sequence[int], pooling: str) -> list[float]:
@@ -188,9 +190,9 @@ class ModelRunner(SyncRunner):
         found: dict[int, list[RowLogprobs]] = {}
         for chunk, seq, last_row in zip(plan.chunks, sequences, last_rows, strict=True):
             count = seq.group.request.params.prompt_logprobs
-            stop = min(chunk.stop, seq.num_prompt - 1)  # the last prompt token predicts the output
-            if count is None or chunk.start >= stop:
+            if count is None or not reads_prompt(chunk, seq):
                 continue
+            stop = min(chunk.stop, seq.num_prompt - 1)
             place = last_row + 1 - (chunk.stop - chunk.start) - chunk.start  # of position 0, were it here
             rows: list[RowLogprobs] = []
             for first in range(chunk.start, stop, LOGPROB_ROWS):

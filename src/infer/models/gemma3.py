@@ -16,7 +16,8 @@ What sets it apart from the Llama block:
 The text part of a `Gemma3ForConditionalGeneration` checkpoint is the same network under longer names;
 its vision tower is not loaded.
 
-Shapes:  T tokens of all sequences laid end to end, D hidden, N query heads, G kv heads, H head size.
+Shapes:  T tokens of all sequences laid end to end, S of them behind the last attention (model.py), D hidden,
+N query heads, G kv heads, H head size.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from torch import nn
 
 from infer.errors import CheckpointError, ConfigError
 from infer.layers.attention import StepContext
+from infer.layers.linear import Reader
 from infer.layers.mlp import GatedMLP
 from infer.layers.norm import AddNorm, RMSNorm
 from infer.layers.rotary import Rotary
 from infer.models.config import ModelConfig, RopeScaling
-from infer.models.model import ResidualStack, make_rotary
+from infer.models.model import Layer, Model, make_rotary, rows_at
 from infer.models.raw_config import (
     MAX_LAYERS,
     RawConfig,
@@ -129,7 +131,7 @@ def _read_rope(raw: RawConfig, context_len: int) -> tuple[float, float, RopeScal
     )
 
 
-class Block(nn.Module):
+class Block(Layer):
     """Attention, then the MLP, each between two norms; the sum is fused with the norm that follows it."""
 
     def __init__(self, config: ModelConfig, layer: int, rotary: Rotary) -> None:
@@ -143,16 +145,22 @@ class Block(nn.Module):
         self.post_mlp_norm = RMSNorm(size, eps=eps, offset=1.0)
 
     def forward(
-        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, step: StepContext
+        self,
+        x_TD: torch.Tensor,
+        residual_TD: torch.Tensor | None,
+        step: StepContext,
+        reader: Reader | None = None,
+        places_S: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the second half's output and the stream it is still to be added to."""
+        del reader  # a norm of the output alone comes before the sum
         qkv_TX, residual_TD = self.attention.qkv.after(self.attention_norm, x_TD, residual_TD)
-        x_TD = self.post_attention_norm(self.attention(qkv_TX, step))
-        y_TD, residual_TD = self.mlp.after(self.mlp_norm, x_TD, residual_TD)
-        return self.post_mlp_norm(y_TD), residual_TD
+        x_SD = self.post_attention_norm(self.attention(qkv_TX, step, places_S=places_S))
+        y_SD, residual_SD = self.mlp.after(self.mlp_norm, x_SD, rows_at(places_S, residual_TD))
+        return self.post_mlp_norm(y_SD), residual_SD
 
 
-class Gemma3(ResidualStack):
+class Gemma3(Model):
     """A stack of local and global blocks, with one rotary table for each kind."""
 
     def __init__(self, config: ModelConfig) -> None:

@@ -11,7 +11,8 @@ Its checkpoints store matrices [in, out] (the reference calls the layer Conv1D),
 them transposed. They exist with and without the prefix `transformer.`, and old ones carry the causal
 mask of each layer as a buffer (`attn.bias`, `attn.masked_bias`), which is not a weight.
 
-Shapes:  T tokens of all sequences laid end to end, D hidden, N heads, H head size.
+Shapes:  T tokens of all sequences laid end to end, S of them behind the last attention (model.py), D hidden,
+N heads, H head size.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from infer.errors import CheckpointError
 from infer.kernels.heads import write_slots
 from infer.layers.attention import StepContext
 from infer.layers.embedding import Embedding
-from infer.layers.linear import Linear
+from infer.layers.linear import Linear, Reader
 from infer.layers.mlp import MLP
 from infer.layers.norm import AddLayerNorm
 from infer.models.config import ModelConfig
-from infer.models.model import Model
+from infer.models.model import Layer, Model, rows_at
 from infer.models.raw_config import MAX_LAYERS, RawConfig
 from infer.models.weight_map import IGNORED, Shard, Target, WeightMap
 
@@ -82,8 +83,10 @@ class Attention(nn.Module):
         self.qkv = Linear(size, 3 * size, bias=True, parts={"q": size, "k": size, "v": size})
         self.out = Linear(size, size, bias=True)
 
-    def forward(self, x_TD: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """Let each token look at its sequence up to itself."""
+    def forward(
+        self, x_TD: torch.Tensor, step: StepContext, places_S: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Let each token look at its sequence up to itself; what some of them have seen, or all."""
         q_TNH, k_TNH, v_TNH = (
             part.view(len(part), -1, self.head_dim) for part in self.qkv.split(self.qkv(x_TD))
         )
@@ -91,11 +94,11 @@ class Attention(nn.Module):
         if cache is not None:
             write_slots(k_TNH, v_TNH, cache)
         seen_TNH = step.attend(self.layer, q_TNH, k_TNH, v_TNH, scale=self.scale, window=None)
-        y_TD: torch.Tensor = self.out(seen_TNH.flatten(-2))
-        return y_TD
+        y_SD: torch.Tensor = self.out(rows_at(places_S, seen_TNH.flatten(-2)))
+        return y_SD
 
 
-class Block(nn.Module):
+class Block(Layer):
     """Attention, then the MLP, each after a norm and each added to the residual stream."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -106,12 +109,19 @@ class Block(nn.Module):
         self.mlp = MLP(config.hidden_size, config.intermediate_size, activation=config.activation)
 
     def forward(
-        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, step: StepContext
+        self,
+        x_TD: torch.Tensor,
+        residual_TD: torch.Tensor | None,
+        step: StepContext,
+        reader: Reader | None = None,
+        places_S: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the second half's output and the stream it is still to be added to."""
+        del reader  # its norm has a mean to subtract: no kernel adds for it
         x_TD, residual_TD = self.attention_norm(x_TD, residual_TD)
-        x_TD, residual_TD = self.mlp_norm(self.attention(x_TD, step), residual_TD)
-        return self.mlp(x_TD), residual_TD
+        y_SD = self.attention(x_TD, step, places_S)
+        x_SD, residual_SD = self.mlp_norm(y_SD, rows_at(places_S, residual_TD))
+        return self.mlp(x_SD), residual_SD
 
 
 class GPT2(Model):
@@ -123,13 +133,9 @@ class GPT2(Model):
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
         self.norm = AddLayerNorm(config.hidden_size, eps=config.norm_eps)
 
-    def forward(self, tokens_T: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """Return the hidden states of all tokens after the final norm, [T, D]."""
-        x_TD, residual_TD = self.embedding(tokens_T), self.position_embedding(step.positions)
-        for layer in self.layers:
-            x_TD, residual_TD = layer(x_TD, residual_TD, step)
-        hidden_TD: torch.Tensor = self.norm(x_TD, residual_TD)[0]
-        return hidden_TD
+    def embed(self, tokens_T: torch.Tensor, step: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens' embeddings, to be added to those of their positions."""
+        return self.embedding(tokens_T), self.position_embedding(step.positions)
 
 
 # fmt: off

@@ -19,13 +19,13 @@ tensors: the output of the last block, `x`, and the stream it is still to be add
 (layers/norm.py). Or it is fused with the projection before it, which must know who reads the sum: the MLP's
 norm and matrix behind attention, the next layer's behind the MLP (`reader`); `x` is then an `Added`.
 
-Shapes:  T tokens of all sequences laid end to end, D hidden, N query heads, G kv heads, H head size.
+Shapes:  T tokens of all sequences laid end to end, S of them behind the last attention (model.py), D hidden,
+N query heads, G kv heads, H head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ from infer.layers.moe import MixtureOfExperts
 from infer.layers.norm import AddNorm
 from infer.layers.rotary import Rotary
 from infer.models.config import ExpertConfig, ModelConfig
-from infer.models.model import ResidualStack, make_rotary
+from infer.models.model import Layer, Model, make_rotary, rows_at
 from infer.models.raw_config import MAX_LAYERS, RawConfig, read_head_dim, read_heads, read_rope, read_windows
 from infer.models.self_attention import SelfAttention
 from infer.models.weight_map import IGNORED, Shard, Target, WeightMap
@@ -106,7 +106,7 @@ def read_shared_config(
     )
 
 
-class Block(nn.Module):
+class Block(Layer):
     """Attention, then the MLP, each after a norm and each added to the residual stream."""
 
     def __init__(
@@ -129,14 +129,16 @@ class Block(nn.Module):
         residual_TD: torch.Tensor | None,
         step: StepContext,
         reader: Reader | None = None,
+        places_S: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | Added, torch.Tensor]:
         """Return the MLP's output and the stream it is still to be added to, unless it was for `reader`."""
         qkv_TX, residual_TD = self.attention.qkv.after(self.attention_norm, x_TD, residual_TD)
-        x_TD = self.attention(qkv_TX, step, residual_TD, self.mlp.reader(self.mlp_norm))
-        return self.mlp.after(self.mlp_norm, x_TD, residual_TD, reader)
+        residual_SD = rows_at(places_S, residual_TD)
+        x_SD = self.attention(qkv_TX, step, residual_SD, self.mlp.reader(self.mlp_norm), places_S)
+        return self.mlp.after(self.mlp_norm, x_SD, residual_SD, reader)
 
 
-class Llama(ResidualStack):
+class Llama(Model):
     """A stack of blocks that keep their global numbers."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -147,21 +149,6 @@ class Llama(ResidualStack):
             for layer in range(config.num_layers)
         )
         self.norm = AddNorm(config.hidden_size, eps=config.norm_eps)
-
-    def forward(self, tokens_T: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """Return the hidden states of all tokens after the final norm, [T, D]."""
-        x_TD, residual_TD = self.embedding(tokens_T), None
-        for layer, reader in zip(self.layers, self._readers(), strict=True):
-            x_TD, residual_TD = layer(x_TD, residual_TD, step, reader)
-        hidden_TD: torch.Tensor = self.norm(x_TD, residual_TD)[0]
-        return hidden_TD
-
-    def _readers(self) -> Iterator[Reader | None]:
-        """Who reads the stream behind each layer; None behind the last: the norm there is the result."""
-        for layer in islice(self.layers, 1, None):
-            assert isinstance(layer, Block), layer
-            yield layer.reader
-        yield None
 
     @staticmethod
     def make_mlp(config: ModelConfig, layer: int) -> GatedMLP | MixtureOfExperts:

@@ -6,8 +6,8 @@ The first projection is the caller's: it is fused with the norm before it (layer
 second box is one pass over its result (kernels/heads.py). Where the step can do it, the second and the third
 are one kernel (`attend_projected`).
 
-Shapes:  T tokens of all sequences laid end to end, D hidden, N query heads, G kv heads, H head size,
-X = (N + 2 G) H.
+Shapes:  T tokens of all sequences laid end to end, S of them that are wanted behind attention, D hidden,
+N query heads, G kv heads, H head size, X = (N + 2 G) H.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from infer.layers.linear import Linear, Reader
 from infer.layers.norm import RMSNorm
 from infer.layers.rotary import Rotary
 from infer.models.config import ModelConfig
+from infer.models.model import rows_at
 
 
 class SelfAttention(nn.Module):
@@ -56,12 +57,14 @@ class SelfAttention(nn.Module):
         self,
         qkv_TX: torch.Tensor,
         step: StepContext,
-        residual_TD: torch.Tensor | None = None,
+        residual_SD: torch.Tensor | None = None,
         reader: Reader | None = None,
+        places_S: torch.Tensor | None = None,
     ) -> torch.Tensor | Added:
-        """From the projected queries, keys and values to [T, D]: let each token look at its past.
+        """From the projected queries, keys and values to [S, D]: let each token look at its past.
 
-        With the residual stream and its next reader, [T, D] may have been added (layers/linear.py, `into`).
+        `residual_SD` and what is returned have the rows at `places_S`, or all of them (model.py). With the
+        stream and its next reader, [S, D] may have been added (layers/linear.py, `into`).
         """
         transform = HeadTransform(
             norm_weights=(self.q_norm.weight, self.k_norm.weight) if self.q_norm and self.k_norm else None,
@@ -77,4 +80,4 @@ class SelfAttention(nn.Module):
             cache = step.slots(self.layer)
             q_TNH, k_TGH, v_TGH = norm_rope_write(qkv_TX, transform, step.positions, cache)
             seen_TNH = step.attend(self.layer, q_TNH, k_TGH, v_TGH, scale=self.scale, window=self.window)
-        return self.out.into(seen_TNH.flatten(-2), residual_TD, reader)
+        return self.out.into(rows_at(places_S, seen_TNH.flatten(-2)), residual_SD, reader)
