@@ -30,6 +30,7 @@ from infer.errors import ConfigError, DeviceLost
 from infer.kernels.cuda.cache import cached
 
 TIMEOUT = 120.0  # seconds for nvcc
+_MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _NOT_FOR_THIS_DRIVER = (200, 209, 222, 223)  # invalid image, no binary for this GPU, unsupported or no PTX
 
 
@@ -225,10 +226,16 @@ class LoadedKernels:
         return self._functions[name]
 
     def prepare(
-        self, name: str, num_threads: int, types: Sequence[Any], *, starts_early: bool
+        self, name: str, num_threads: int, types: Sequence[Any], *, starts_early: bool, shared_bytes: int = 0
     ) -> PreparedLaunch:
-        """A launch to be repeated with arguments of these ctypes."""
-        return PreparedLaunch(self.function(name), num_threads, types, starts_early=starts_early)
+        """A launch to be repeated with arguments of these types; with more shared memory than it declares."""
+        function = self.function(name)
+        if shared_bytes:
+            code = _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
+            _check(code, f"giving {name} {shared_bytes} bytes of shared memory")
+        return PreparedLaunch(
+            function, num_threads, types, starts_early=starts_early, shared_bytes=shared_bytes
+        )
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -260,7 +267,13 @@ class PreparedLaunch:
     _STARTS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
     def __init__(
-        self, function: ctypes.c_void_p, num_threads: int, types: Sequence[Any], *, starts_early: bool
+        self,
+        function: ctypes.c_void_p,
+        num_threads: int,
+        types: Sequence[Any],
+        *,
+        starts_early: bool,
+        shared_bytes: int = 0,
     ) -> None:
         self._function = function
         self._lock = threading.Lock()  # several engines of a process, each a thread, share what was prepared
@@ -270,11 +283,12 @@ class PreparedLaunch:
         self._config = _LaunchConfig(
             grid=(1, 1, 1),
             block=(num_threads, 1, 1),
+            shared_bytes=shared_bytes,
             attributes=ctypes.pointer(self._attribute),
             num_attributes=1 if starts_early else 0,
         )
 
-    def __call__(self, num_blocks: int, *arguments: int | float) -> None:
+    def __call__(self, num_blocks: int, *arguments: Any) -> None:
         """Start that many blocks, on PyTorch's current stream; the driver copies the arguments."""
         stream = torch.cuda.current_stream().cuda_stream
         with self._lock:
