@@ -3,6 +3,8 @@
     infer serve: error: unknown option --max-batchsize; did you mean --max-batch-size?
     infer: error: unknown command 'serv'; did you mean serve?
 
+What other programs call a command is known as well: `infer run` means `generate`.
+
 argparse leaves what a subcommand does not know to the parser above it, which can neither name the
 subcommand nor compare with its options. Here each parser complains for itself.
 """
@@ -14,6 +16,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from infer.errors import nearest
+
+ELSEWHERE = {
+    "run": "generate",
+    "complete": "generate",
+    "pull": "fetch",
+    "download": "fetch",
+    "start": "serve",
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,8 +45,10 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Refuse a value that is not among the choices; argparse calls the commands of a parser such, too."""
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
-            match = nearest(value, action.choices)
-            hint = f"did you mean {match}?" if match else f"'{self.prog} --help' lists the commands"
+            known = {name: name for name in action.choices}
+            known |= {name: ours for name, ours in ELSEWHERE.items() if ours in known}
+            match = nearest(value, known)
+            hint = f"did you mean {known[match]}?" if match else f"'{self.prog} --help' lists the commands"
             self.error(f"unknown command {value!r}; {hint}")
         super()._check_value(action, value)
 

@@ -43,6 +43,7 @@ from infer.errors import (
     RequestTimeout,
     TemplateError,
     UnknownModel,
+    closest,
 )
 from infer.server.record import current_id
 
@@ -211,10 +212,11 @@ def install_error_handlers(app: FastAPI) -> None:
     async def on_http_error(http: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = str(error.detail)
+        path, allowed = http.scope["path"][:100], (error.headers or {}).get("Allow")
         if error.status_code == 404:
-            message = f"there is no route {http.method} {http.scope['path'][:100]}"
+            message = f"there is no route {http.method} {path}{closest(path, sorted(ROUTES))}"
         elif error.status_code == 405:
-            message = f"{http.scope['path'][:100]} does not take {http.method}"
+            message = f"{path} does not take {http.method}" + (f"; it takes {allowed}" if allowed else "")
         return ApiError(status=error.status_code, message=message, headers=error.headers or {}).response()
 
     async def on_client_gone(_: Request, error: Exception) -> Response:

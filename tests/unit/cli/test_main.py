@@ -43,6 +43,12 @@ def test_no_command_shows_the_help_on_standard_error(infer: Infer) -> None:
         (["serve", "--port", "x"], "infer serve: error: argument --port: invalid int value: 'x'"),
         (["bench", "serve"], "infer bench serve: error: the following arguments are required: --url"),
         (["serv"], "infer: error: unknown command 'serv'; did you mean serve?"),
+        (["run", "hello"], "infer: error: unknown command 'run'; did you mean generate?"),
+        (["pull"], "infer: error: unknown command 'pull'; did you mean fetch?"),
+        (
+            ["bench", "pull"],
+            "infer bench: error: unknown command 'pull'; 'infer bench --help' lists the commands",
+        ),
         (["bench", "off"], "infer bench: error: unknown command 'off'; did you mean offline?"),
         (["xyzzy"], "infer: error: unknown command 'xyzzy'; 'infer --help' lists the commands"),
         (["--verison"], "infer: error: unknown option --verison; did you mean --version?"),

@@ -219,6 +219,20 @@ def test_an_unknown_route_and_method_answer_in_the_same_form(wire: Wire) -> None
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, 404)
     wrong = wire.get("/v1/completions")
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, 405)
+    assert wrong.json()["error"]["message"] == "/v1/completions does not take GET; it takes POST"
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "; did you mean '/v1/chat/completions'?"),  # a base URL without /v1
+        ("/v1/v1/chat/completions", "; did you mean '/v1/chat/completions'?"),
+        ("/v1/embedding", "; did you mean '/v1/embeddings'?"),
+        ("/v1/responses", ""),
+    ],
+)
+def test_a_route_that_is_nearly_right_is_told_the_right_one(wire: Wire, path: str, meant: str) -> None:
+    assert wire.post(path, {}).json()["error"]["message"] == f"there is no route POST {path}{meant}"
 
 
 def test_messages_hold_no_addresses_and_no_paths() -> None:
