@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -31,23 +27,14 @@ from infer.kernels.linear_configs import (
 )
 from infer.kernels.linear_invariant import linear_invariant
 from infer.kernels.linear_small import gated_linear, linear, norm_gated_linear, norm_linear
+from tests.unit.kernels.interpreter import assert_passes_interpreted
 
-HERE = Path(__file__).parent
 SHAPES = [(1024, 2048), (6144, 4096), (12288, 4096), (151936, 1024), (70, 150), (1, 1)]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_the_kernels_keep_their_contract_under_the_interpreter() -> None:
-    file = str(HERE / "interpreted_linear.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""},
-        cwd=HERE.parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\d+ passed", done.stdout) and "skipped" not in done.stdout, done.stdout
+    assert_passes_interpreted("interpreted_linear.py")
 
 
 def test_on_the_cpu_the_fused_forms_are_the_plain_ones_one_after_the_other() -> None:

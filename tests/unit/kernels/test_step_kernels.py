@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import random
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,31 +11,13 @@ import torch
 from infer.kernels.dispatch import use_triton
 from infer.kernels.sample_rows import NO_TOKEN
 from infer.sampling import sampler
+from tests.unit.kernels.interpreter import assert_passes_interpreted
 from tests.unit.kernels.step_contract import SampledRows, StepContract, random_params
-
-HERE = Path(__file__).parent
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_step_kernels_keep_their_contract_under_the_interpreter() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        str(HERE / "interpreted_step.py"),
-    ]
-    done = subprocess.run(
-        command,
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""},
-        cwd=HERE.parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\d+ passed", done.stdout) and "skipped" not in done.stdout, done.stdout
+    assert_passes_interpreted("interpreted_step.py")
 
 
 class TestReferences(StepContract):

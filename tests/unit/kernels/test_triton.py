@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.unit.kernels.interpreter import assert_passes_interpreted
+
 HERE = Path(__file__).parent
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_triton_kernels_keep_their_contract_under_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "interpreted.py")]
-    done = subprocess.run(
-        command,
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""},
-        cwd=HERE.parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\d+ passed", done.stdout) and "skipped" not in done.stdout, done.stdout
+    assert_passes_interpreted("interpreted.py")
 
 
 def test_importing_the_kernels_needs_no_triton() -> None:
