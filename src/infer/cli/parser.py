@@ -55,8 +55,16 @@ class Parser(argparse.ArgumentParser):
     def _complaint(self, unknown: Sequence[str]) -> str:
         options = [argument.partition("=")[0] for argument in unknown if argument.startswith("-")]
         if not options:
-            return f"unexpected argument {unknown[0]!r}; quote a text that holds spaces"
+            return f"unexpected argument {unknown[0]!r}; {self._surplus_hint()}"
         known = {name.lstrip("-"): name for name in self._option_string_actions}  # dashes make no two alike
         match = nearest(options[0].lstrip("-"), known)
         hint = f"did you mean {known[match]}?" if match else f"'{self.prog} --help' lists the options"
         return f"unknown option {options[0]}; {hint}"
+
+    def _surplus_hint(self) -> str:
+        """What somebody may have meant who wrote one word too many."""
+        if any(action.metavar == "PROMPT" for action in self._get_positional_actions()):
+            return "quote a text that holds spaces"
+        if "--model" in self._option_string_actions:
+            return "name a model with --model"
+        return f"'{self.prog} --help' shows what it takes"

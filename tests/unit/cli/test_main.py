@@ -68,6 +68,12 @@ def test_no_command_shows_the_help_on_standard_error(infer: Infer) -> None:
             ["generate", "two", "words"],
             "infer generate: error: unexpected argument 'words'; quote a text that holds spaces",
         ),
+        (["chat", "mine"], "infer chat: error: unexpected argument 'mine'; name a model with --model"),
+        (["serve", "a", "b"], "infer serve: error: unexpected argument 'b'; name a model with --model"),
+        (
+            ["doctor", "who"],
+            "infer doctor: error: unexpected argument 'who'; 'infer doctor --help' shows what it takes",
+        ),
     ],
 )
 def test_a_wrong_argument_is_blamed_on_its_command_and_the_option_meant_is_named(
