@@ -18,6 +18,7 @@ from benchmarks.kernels.linear_small import EPS, MODELS, Model, read_stream, wri
 from benchmarks.kernels.report import run_benchmark
 from benchmarks.kernels.timing import Case
 from infer.kernels.cuda import linear_ahead
+from infer.kernels.cuda.prepared_linears import Matrix
 from infer.kernels.linear_small import can_add
 from infer.kernels.linear_stream import Added
 
@@ -34,13 +35,13 @@ def linear_ahead_cases(device: torch.device) -> Iterator[Case]:
 def prepare_model(model: Model, device: torch.device) -> bool:
     """Compile what its layers ask for."""
     matrices = [
-        linear_ahead.Matrix(
+        Matrix(
             matrix.num_outputs, matrix.num_inputs, "silu" if matrix.gated else "",
             reads=matrix.norm, writes=not matrix.norm,
         )
         for matrix in model.layer
     ]  # fmt: skip
-    return linear_ahead.prepare(matrices, device)
+    return linear_ahead.AHEAD.prepare(matrices, device)
 
 
 def _case(model: Model, num_tokens: int, device: torch.device) -> Case:
@@ -66,11 +67,11 @@ def _case(model: Model, num_tokens: int, device: torch.device) -> Case:
         return x.sum_MN if isinstance(x, Added) else x + residual
 
     def by_triton(*inputs: torch.Tensor) -> torch.Tensor:
-        linear_ahead.ENABLED = False
+        linear_ahead.AHEAD.enabled = False
         try:
             return layer(*inputs)
         finally:
-            linear_ahead.ENABLED = True
+            linear_ahead.AHEAD.enabled = True
 
     def in_float64(
         stream: torch.Tensor, scaled: torch.Tensor, squares: torch.Tensor, gain: torch.Tensor,

@@ -131,7 +131,7 @@ def test_linears_that_hold_their_weights_early_make_the_tokens_of_triton(
 
     ours, num_launches = generate(GREEDY)
     assert num_launches > 0
-    monkeypatch.setattr(linear_ahead, "ENABLED", False)
+    monkeypatch.setattr(linear_ahead.AHEAD, "enabled", False)
     known, num_launches = generate(dataclasses.replace(GREEDY, logprobs=5))
     assert num_launches == 0
     assert_same_tokens(ours, known, tolerance=0.15)

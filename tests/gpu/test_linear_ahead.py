@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from infer.kernels import linear_small
 from infer.kernels.cuda import build, linear_ahead
 from infer.kernels.cuda.ahead_configs import AheadConfig, can_launch
-from infer.kernels.cuda.linear_ahead import Matrix, prepare
+from infer.kernels.cuda.prepared_linears import Matrix
 from infer.kernels.linear_configs import SkinnyConfig
 from infer.kernels.linear_small import launch, launch_added, launch_into
 from infer.kernels.linear_stream import Stream
@@ -168,7 +168,7 @@ def test_a_layer_of_a_model_that_was_prepared(name: str, monkeypatch: pytest.Mon
         Matrix(F_out, D, "gelu_tanh", reads=True),
         Matrix(D, F_out, writes=True),
     ]
-    assert prepare(matrices, torch.device("cuda"))
+    assert linear_ahead.AHEAD.prepare(matrices, torch.device("cuda"))
     monkeypatch.setattr(build, "make_cubin", None)
     weights = [random(m.N * (2 if m.activation else 1), m.K, scale=0.02) for m in matrices]
     qkv_w, o_w, gate_up_w, down_w = weights
@@ -191,5 +191,5 @@ def test_a_layer_of_a_model_that_was_prepared(name: str, monkeypatch: pytest.Mon
         whole = whole or [added.sum_MN, gated, last.sum_MN, y]
         for got, expected in zip((added.sum_MN, gated, last.sum_MN, y), whole, strict=True):
             assert torch.equal(got, expected[:num_tokens])  # the bits of a row do not depend on the others
-    monkeypatch.setattr(linear_ahead, "ENABLED", False)
+    monkeypatch.setattr(linear_ahead.AHEAD, "enabled", False)
     assert not isinstance(linear_small._plan(rows, o_w, gated=False), AheadConfig)

@@ -50,8 +50,11 @@ from itertools import count
 import torch
 import torch.nn.functional as F
 
-from infer.kernels.cuda import linear_ahead
+from infer.kernels.cuda import linear_ahead, linear_wgmma
 from infer.kernels.cuda.ahead_configs import AheadConfig
+from infer.kernels.cuda.linear_ahead import AHEAD
+from infer.kernels.cuda.linear_wgmma import WGMMA
+from infer.kernels.cuda.wgmma_configs import WgmmaConfig
 from infer.kernels.dispatch import INTERPRETED, launch_options, use_triton
 from infer.kernels.gated_activation import _known, gated_activation, gated_activation_reference
 from infer.kernels.linear_configs import (
@@ -74,7 +77,8 @@ _MAX_TILES = 1024  # of a layer whose K is split: with more tiles than this ther
 _NUM_COUNTER_SLOTS = 64
 _next_call = count()
 
-Plan = GemvConfig | SkinnyConfig | AheadConfig
+TilePlan = SkinnyConfig | AheadConfig | WgmmaConfig  # through the tensor cores
+Plan = GemvConfig | TilePlan
 
 
 def linear_reference(x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
@@ -162,7 +166,7 @@ def can_add(x_MK: torch.Tensor, w_NK: torch.Tensor, reader_w: torch.Tensor, *, g
     if isinstance(writer, GemvConfig) or writer is None:
         return False
     if not isinstance(reader, SkinnyConfig):
-        return isinstance(reader, AheadConfig)  # which reads any number of parts
+        return isinstance(reader, TilePlan)  # those in CUDA C++ read any number of parts
     return block_of_parts(writer.num_parts(len(w_NK))) * max(bucket(len(x_MK)), 16) <= MAX_SQUARES
 
 
@@ -171,7 +175,7 @@ def linear_into(
 ) -> Added:
     """Add `linear` to the residual stream and begin the norm of the sum, where `can_add` says so."""
     plan = _plan(x_MK, w_NK, gated=False)
-    assert isinstance(plan, SkinnyConfig | AheadConfig), plan
+    assert isinstance(plan, TilePlan), plan
     return launch_into(plan, stream, x_MK, w_NK, bias_N)
 
 
@@ -180,7 +184,7 @@ def added_linear(
 ) -> torch.Tensor:
     """`linear` of the norm that `added` began."""
     plan = _plan(added.scaled_MN, w_NK, gated=False)
-    assert isinstance(plan, SkinnyConfig | AheadConfig), plan
+    assert isinstance(plan, TilePlan), plan
     return launch_added(plan, added, w_NK, eps=eps, bias_N=bias_N)
 
 
@@ -188,7 +192,7 @@ def added_gated_linear(added: Added, eps: float, w_2FK: torch.Tensor, activation
     """`gated_linear` of the norm that `added` began."""
     _known(activation)
     plan = _plan(added.scaled_MN, w_2FK, gated=True)
-    assert isinstance(plan, SkinnyConfig | AheadConfig), plan
+    assert isinstance(plan, TilePlan), plan
     return launch_added(plan, added, w_2FK, eps=eps, activation=activation)
 
 
@@ -236,8 +240,9 @@ def _plan(x_MX: torch.Tensor, w: torch.Tensor, *, gated: bool) -> Plan | None:
     if not 0 < M <= MAX_SMALL_M or not use_triton(x_MX) or x_MX.dtype != w.dtype:
         return None
     N, K = w.shape[0] // 2 if gated else w.shape[0], w.shape[1]
-    if ready := linear_ahead.ready_config(x_MX, w, N, K, gated=gated):
-        return ready
+    for kernels in (AHEAD, WGMMA):
+        if ready := kernels.config_for(x_MX, w, N, K, gated=gated):
+            return ready
     dots = gemv_config(N, K, gated, bucket(M), x_MX.device) if M <= GEMV_MAX_M else None
     return dots or skinny_config(N, K, gated, max(bucket(M), 16), x_MX.device, x_MX.element_size())
 
@@ -276,7 +281,7 @@ def launch(
 
 
 def launch_into(
-    plan: SkinnyConfig | AheadConfig,
+    plan: TilePlan,
     stream: Stream,
     x_MK: torch.Tensor,
     w_NK: torch.Tensor,
@@ -293,7 +298,7 @@ def launch_into(
 
 
 def launch_added(
-    plan: SkinnyConfig | AheadConfig,
+    plan: TilePlan,
     added: Added,
     w: torch.Tensor,
     *,
@@ -310,7 +315,7 @@ def launch_added(
 
 
 def _launch_tiles(
-    plan: SkinnyConfig | AheadConfig,
+    plan: TilePlan,
     x_MK: torch.Tensor,
     w: torch.Tensor,
     y_MN: torch.Tensor,
@@ -321,9 +326,14 @@ def _launch_tiles(
     added: Added | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Through the tensor cores, by Triton's kernel or the one in CUDA C++."""
+    """By Triton's kernel or one of those in CUDA C++."""
     if isinstance(plan, AheadConfig):
         linear_ahead.launch(
+            plan, x_MK, w, y_MN, bias_N=bias_N, activation=activation, into=into, added=added, eps=eps
+        )
+        return
+    if isinstance(plan, WgmmaConfig):
+        linear_wgmma.launch(
             plan, x_MK, w, y_MN, bias_N=bias_N, activation=activation, into=into, added=added, eps=eps
         )
         return

@@ -1,8 +1,8 @@
-"""What the matrices of a model need before its first step: kernels that are compiled for their shapes.
+"""What the matrices of a model need before its first step: kernels that are compiled for them.
 
 Triton compiles when a kernel is first launched, which is when steps are captured, before anyone waits. The
-linears of kernels/cuda/linear_ahead.py take seconds, for all shapes of a model and all at once or not at all,
-so they are compiled while the engine is built.
+linears in CUDA C++ take seconds, for all matrices of a model and all at once or not at all
+(kernels/cuda/prepared_linears.py), so they are compiled while the engine is built.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from infer.kernels.cuda.linear_ahead import Matrix, prepare
+from infer.kernels.cuda.linear_ahead import AHEAD
+from infer.kernels.cuda.linear_wgmma import WGMMA
+from infer.kernels.cuda.prepared_linears import Matrix
 from infer.layers.linear import Linear
 from infer.layers.mlp import GatedMLP
 from infer.layers.moe import MixtureOfExperts
@@ -21,16 +23,20 @@ from infer.quant.dense import DENSE
 _WRITERS = ("out", "down")  # names of the matrices that write into the residual stream; the others read it
 
 
-def prepare_linears(layers: Iterable[nn.Module], device: torch.device) -> bool:
-    """Compile what few tokens are multiplied with in these layers; False: Triton's kernels will do it."""
-    return device.type == "cuda" and prepare(matrices_of(layers), device)
+def prepare_linears(layers: Iterable[nn.Module], device: torch.device) -> None:
+    """Compile what few tokens are multiplied with in these layers, where Triton's kernels are slower."""
+    if device.type != "cuda":
+        return
+    matrices = matrices_of(layers)
+    AHEAD.prepare(matrices, device)
+    WGMMA.prepare(matrices, device)
 
 
 def matrices_of(layers: Iterable[nn.Module]) -> list[Matrix]:
     """All matrices of a model's layers, each kind once; none if one is not plain bfloat16, or has experts."""
     found: dict[Matrix, None] = {}
     for block in layers:
-        adds = hasattr(block, "reader")  # such a block lets its matrices add to the stream themselves
+        adds = getattr(block, "reader", None) is not None  # its matrices add to the stream themselves
         gates: dict[Linear, str] = {}
         for name, module in block.named_modules():
             if isinstance(module, MixtureOfExperts):

@@ -104,7 +104,7 @@ def test_the_linears_of_a_model_that_was_prepared(monkeypatch: pytest.MonkeyPatc
     first, second, third = random(D, K, scale=0.05), random(2 * 40, D, scale=0.05), random(40, D, scale=0.05)
     shapes = [(D, K, False), (40, D, True), (40, D, False)]
     ready = {(x.get_device(), 1, *shape): TWO_BLOCKS for shape in shapes}
-    monkeypatch.setattr(linear_ahead, "_ready", ready)
+    monkeypatch.setattr(linear_ahead.AHEAD, "ready", ready)
     monkeypatch.setattr(linear_small, "use_triton", lambda _: True)
     assert_near(linear(x, first), F.linear(x.double(), first.double()))
     assert can_add(x, first, second, gated=True) and can_add(x, first, third, gated=False)

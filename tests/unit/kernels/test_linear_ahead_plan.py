@@ -13,9 +13,11 @@ import torch
 
 from infer import LLM, SamplingParams
 from infer.kernels import linear_small
-from infer.kernels.cuda import build, linear_ahead
+from infer.kernels.cuda import build, linear_ahead, prepared_linears
 from infer.kernels.cuda.ahead_configs import AheadConfig, can_launch, choose_config
-from infer.kernels.cuda.linear_ahead import Matrix, prepare, ready_config
+from infer.kernels.cuda.linear_ahead import AHEAD
+from infer.kernels.cuda.linear_wgmma import WGMMA
+from infer.kernels.cuda.prepared_linears import Matrix
 from infer.kernels.linear_configs import GemvConfig, SkinnyConfig
 from infer.layers.linear import set_invariant
 from infer.layers.prepare import matrices_of, prepare_linears
@@ -38,12 +40,13 @@ MATRICES = [
 def ready(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, AheadConfig]]:
     """Nothing prepared; a GPU that can; a compiler and a driver that do as they are told."""
     known: dict[Any, AheadConfig] = {}
-    monkeypatch.setattr(linear_ahead, "_ready", known)
-    monkeypatch.setattr(linear_ahead, "_is_for", lambda device: device.type == "cuda")
+    monkeypatch.setattr(AHEAD, "ready", known)
+    monkeypatch.setattr(WGMMA, "ready", {})
+    monkeypatch.setattr(prepared_linears, "is_for", lambda device: device.type == "cuda")
     monkeypatch.setattr(linear_ahead, "_load", Mock())
-    linear_ahead._cubin.cache_clear()
+    prepared_linears.cubin.cache_clear()
     yield known
-    linear_ahead._cubin.cache_clear()
+    prepared_linears.cubin.cache_clear()
 
 
 @pytest.fixture
@@ -86,7 +89,7 @@ def test_the_rule(shape: tuple[int, int, bool], expected: AheadConfig | None) ->
 
 
 def test_all_that_a_model_asks_for_is_compiled_once(compiled: list[dict[str, int]], ready: Any) -> None:
-    assert prepare(MATRICES + MATRICES[:1], GPU)
+    assert AHEAD.prepare(MATRICES + MATRICES[:1], GPU)
     kinds = [(d["N"], d["K"], d["ACTIVATION"], d["ADDS"], d["PARTS"]) for d in compiled]
     assert sorted(kinds) == sorted(
         [
@@ -107,8 +110,8 @@ def test_all_that_a_model_asks_for_is_compiled_once(compiled: list[dict[str, int
 def test_more_tokens_are_more_variants(
     compiled: list[dict[str, int]], ready: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear_ahead, "AHEAD_MAX_M", 16)
-    assert prepare(MATRICES, GPU)
+    monkeypatch.setattr(AHEAD, "tokens", range(1, 17))
+    assert AHEAD.prepare(MATRICES, GPU)
     assert [d["MT"] for d in compiled].count(2) == len(compiled) / 2 == 8
     assert {tiles for _, tiles, *_ in ready} == {1, 2}
 
@@ -125,12 +128,12 @@ def test_more_tokens_are_more_variants(
 def test_a_model_is_prepared_whole_or_not_at_all(
     odd_one: Matrix, compiled: list[dict[str, int]], ready: Any
 ) -> None:
-    assert not prepare([*MATRICES, odd_one], GPU)
+    assert not AHEAD.prepare([*MATRICES, odd_one], GPU)
     assert not compiled and not ready
 
 
 def test_other_devices_compile_nothing(compiled: list[dict[str, int]], ready: Any) -> None:
-    assert not prepare(MATRICES, torch.device("cpu")) and not prepare([], GPU)
+    assert not AHEAD.prepare(MATRICES, torch.device("cpu")) and not AHEAD.prepare([], GPU)
     assert not compiled and not ready
 
 
@@ -145,10 +148,10 @@ def test_without_a_compiler_triton_computes_and_the_log_says_why(
 
     monkeypatch.setattr(build, "make_cubin", fail_at_the_third)
     with caplog.at_level(logging.INFO, "infer"):
-        assert not prepare(MATRICES, GPU)
+        assert not AHEAD.prepare(MATRICES, GPU)
     assert not ready
     assert [record.getMessage() for record in caplog.records] == [
-        "Triton computes all linears: linear_ahead.cu is to be compiled and "
+        "Triton computes linears of 1 to 8 tokens: linear_ahead.cu is to be compiled and "
         "neither NVRTC nor nvcc could: no space"
     ]
 
@@ -158,7 +161,7 @@ def test_what_was_prepared_is_used_where_it_fits(ready: Any, monkeypatch: pytest
     x, w = torch.zeros(8, 128, dtype=torch.bfloat16), torch.zeros(64, 128, dtype=torch.bfloat16)
 
     def config(x: torch.Tensor, w: torch.Tensor = w, *, gated: bool = False) -> AheadConfig | None:
-        return ready_config(x, w, 64, 128, gated=gated)
+        return AHEAD.config_for(x, w, 64, 128, gated=gated)
 
     wide = torch.zeros(9, 256, dtype=torch.bfloat16)
     assert config(x) is config(x[:1]) is config(wide[1:, 128:]) is CONFIG
@@ -168,7 +171,7 @@ def test_what_was_prepared_is_used_where_it_fits(ready: Any, monkeypatch: pytest
     assert config(wide[1:, 1:129]) is None  # its rows start at no multiple of 16 bytes
     assert config(torch.zeros(2, 132, dtype=torch.bfloat16)[:, :128]) is None
     assert config(x, torch.zeros(64, 256, dtype=torch.bfloat16)[:, :128]) is None
-    monkeypatch.setattr(linear_ahead, "ENABLED", False)
+    monkeypatch.setattr(AHEAD, "enabled", False)
     assert config(x) is None
 
 
@@ -230,7 +233,7 @@ def test_experts_have_kernels_of_their_own(family: str) -> None:
 
 def test_other_types_stay_as_they_are() -> None:
     assert matrices_of(make_layers("llama").half()) == []
-    assert not prepare_linears(make_layers("llama"), torch.device("cpu"))
+    prepare_linears(make_layers("llama"), torch.device("cpu"))
 
 
 def test_an_engine_prepares_the_layers_of_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

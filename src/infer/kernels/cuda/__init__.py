@@ -7,8 +7,14 @@
     decode_projected.py   launches the second
     linear_ahead.cu       linears of few tokens of small models; its comment explains loads before the wait
     linear_parts.cuh      its instructions
-    linear_ahead.py       compiles what a model needs before its first step, checks the tensors, launches it
+    linear_ahead.py       checks the tensors, launches it
     ahead_configs.py      how it cuts a matrix
+    linear_wgmma.cu       linears of more tokens of any model; its comment explains stages and their barriers
+    wgmma_parts.cuh       its instructions
+    linear_wgmma.py       launches it
+    wgmma_configs.py      how it cuts a matrix
+    tensor_map.py         what its copy engine must know of one
+    prepared_linears.py   compiles the linears that a model needs, before its first step
     build.py              compiles a file for this GPU when it is first needed, loads and launches it
     cache.py              keeps what was compiled
 

@@ -4,11 +4,8 @@
 kernels; an `Added` of one may be read by the other, for what it holds does not depend on who made it.
 
 It is for bfloat16 on Hopper, up to `AHEAD_MAX_M` tokens, and models whose residual stream is narrow: with
-wider ones the time is that of reading, which both kernels do alike, and with more tokens Triton's tiles read
-x more cheaply. And it is for whole models: what a kernel loads before its wait is hidden behind the
-kernel before, and one of Triton's between two of these hides nothing and is slower than either kind alone. So
-`prepare` compiles all variants that a model's layers can ask for, side by side, before the first step, and
-`ready_config` knows those alone. Where one cannot be had, or no compiler, all of them stay Triton's.
+wider ones the time is that of reading, which all kernels do alike, and with more tokens x is read more
+cheaply through shared memory (linear_wgmma.py).
 
 Shapes:  M tokens, N outputs, F outputs of a gated layer (W has 2F rows), K inputs, P parts.
 """
@@ -17,32 +14,22 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
-import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from infer.kernels import dispatch
 from infer.kernels.cuda import build
 from infer.kernels.cuda.ahead_configs import AheadConfig, choose_config, token_tiles
+from infer.kernels.cuda.prepared_linears import ACTIVATIONS, Defines, Matrix, PreparedLinears, cubin
 from infer.kernels.linear_stream import Added, Stream
 
-logger = logging.getLogger(__name__)
-
-ENABLED = True  # for tests and benchmarks that want Triton's kernels of a model that was prepared
 AHEAD_MAX_M = 8
 SOURCE = Path(__file__).with_name("linear_ahead.cu")
 
-Defines = tuple[tuple[str, int], ...]
-
+_ARCH = "sm_90"
 _MAX_STREAM = 2048  # one side of every matrix of a layer is the residual stream's width
 _MAX_BYTES = 128 << 20  # of a matrix
-_MAX_COMPILERS = 8
-_ACTIVATIONS = {"": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
 _TYPES = (
     *(ctypes.c_void_p,) * 8,
     ctypes.c_longlong,
@@ -50,88 +37,6 @@ _TYPES = (
     *(ctypes.c_int,) * 2,
     *(ctypes.c_float,) * 2,
 )
-
-Shape = tuple[int, int, int, int, bool]  # device, tiles of tokens, N, K, gated
-
-_ready: dict[Shape, AheadConfig] = {}
-
-
-class Matrix(NamedTuple):
-    """A matrix of a model's layers, and what may be asked of it besides the plain product."""
-
-    N: int
-    K: int
-    activation: str = ""  # of a gated one; N counts the gate's rows
-    bias: bool = False
-    reads: bool = False  # the residual stream: `launch_added`
-    writes: bool = False  # into it: `launch_into`
-
-
-def ready_config(x_MX: torch.Tensor, w: torch.Tensor, N: int, K: int, *, gated: bool) -> AheadConfig | None:
-    """How a matrix that was prepared is cut; None: this product is not for the kernel here."""
-    M = x_MX.shape[0]
-    if M > AHEAD_MAX_M or not (_ready and ENABLED):
-        return None
-    config = _ready.get((x_MX.get_device(), token_tiles(M), N, K, gated))
-    return config if config and _are_pieces(x_MX, w) else None
-
-
-def _are_pieces(x_MX: torch.Tensor, w: torch.Tensor) -> bool:
-    """Whether every row is one of bfloat16, without gaps, at an address of 16 bytes."""
-    return (
-        x_MX.dtype is torch.bfloat16
-        and w.is_contiguous()
-        and x_MX.stride(1) == 1
-        and not (x_MX.stride(0) % 8 or x_MX.data_ptr() % 16 or w.data_ptr() % 16)
-    )
-
-
-def prepare(matrices: Sequence[Matrix], device: torch.device) -> bool:
-    """Compile and load all that these matrices can ask for; False, and why in the log: they are Triton's."""
-    if not matrices or not _is_for(device) or not all(_is_small(matrix) for matrix in matrices):
-        return False
-    index = torch.cuda.current_device() if device.index is None else device.index
-    chosen: dict[Shape, AheadConfig] = {}
-    variants: dict[Defines, None] = {}  # in order, each once
-    for tiles in dict.fromkeys(token_tiles(M) for M in range(1, AHEAD_MAX_M + 1)):
-        for matrix in matrices:
-            gated = bool(matrix.activation)
-            config = choose_config(8 * tiles, matrix.N, matrix.K, gated=gated)
-            if config is None:
-                return False
-            chosen[index, tiles, matrix.N, matrix.K, gated] = config
-            variants |= dict.fromkeys(_variants_of(matrix, config, tiles))
-    try:
-        with ThreadPoolExecutor(min(_MAX_COMPILERS, os.cpu_count() or 1)) as pool:
-            list(pool.map(_cubin, variants))
-        for defines in variants:
-            _load(defines, index, dispatch.PDL)
-    except build.BuildError as error:
-        logger.info("Triton computes all linears: %s is to be compiled and %s", SOURCE.name, error)
-        return False
-    _ready.update(chosen)
-    return True
-
-
-def _variants_of(matrix: Matrix, config: AheadConfig, tiles: int) -> Iterator[Defines]:
-    N, K, activation, bias, reads, writes = matrix
-    for adds, parts in ((False, False), (False, True), (True, False)):
-        if (reads or not parts) and (writes or not adds):
-            yield defines_of(
-                config, tiles=tiles, N=N, K=K, activation=activation, bias=bias, adds=adds, parts=parts
-            )
-
-
-def _is_small(matrix: Matrix) -> bool:
-    num_rows = matrix.N * (2 if matrix.activation else 1)
-    return min(matrix.N, matrix.K) <= _MAX_STREAM and num_rows * matrix.K * 2 <= _MAX_BYTES
-
-
-def _is_for(device: torch.device) -> bool:
-    """Hopper: clusters, the launch ahead of time, and what was measured."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def defines_of(
@@ -160,7 +65,7 @@ def defines_of(
         ("DEPTH", config.depth),
         ("AHEAD", config.ahead),
         ("BIAS", int(bias)),
-        ("ACTIVATION", _ACTIVATIONS[activation]),
+        ("ACTIVATION", ACTIVATIONS[activation]),
         ("ADDS", int(adds)),
         ("PARTS", int(parts)),
     )
@@ -224,11 +129,24 @@ def _kernel(
 @functools.cache
 def _load(defines: Defines, device: int, starts_early: bool) -> build.PreparedLaunch:
     with torch.cuda.device(device):
-        kernels = build.LoadedKernels(_cubin(defines))
+        kernels = build.LoadedKernels(cubin(SOURCE, _ARCH, defines))
         num_threads = 32 * dict(defines)["WARPS"]
         return kernels.prepare("linear_ahead", num_threads, _TYPES, starts_early=starts_early)
 
 
-@functools.cache
-def _cubin(defines: Defines) -> bytes:
-    return build.make_cubin(SOURCE, "sm_90", dict(defines))
+def _choose(num_tokens: int, matrix: Matrix) -> AheadConfig | None:
+    N, K, activation, *_ = matrix
+    num_rows = N * (2 if activation else 1)
+    is_small = min(N, K) <= _MAX_STREAM and num_rows * K * 2 <= _MAX_BYTES
+    return choose_config(num_tokens, N, K, gated=bool(activation)) if is_small else None
+
+
+def _defines(config: AheadConfig, matrix: Matrix, tiles: int, adds: bool, parts: bool) -> Defines:
+    N, K, activation, bias, *_ = matrix
+    return defines_of(config, tiles=tiles, N=N, K=K, activation=activation, bias=bias, adds=adds, parts=parts)
+
+
+AHEAD = PreparedLinears(
+    SOURCE, _ARCH, range(1, AHEAD_MAX_M + 1), token_tiles, _choose, _defines,
+    lambda *variant: _load(*variant),
+)  # fmt: skip

@@ -1,4 +1,11 @@
-"""Linears of 9 to 256 tokens through `linear_wgmma.cu`: Hopper's copy engine and matrix unit."""
+"""Linears of 9 to 64 tokens through `linear_wgmma.cu`: Hopper's copy engine and matrix unit.
+
+`linear_small.py` allocates what it fills and says what stands before and behind the product, as for its own
+kernels; an `Added` of one may be read by the other. It is for bfloat16 on Hopper and matrices of any size: up
+to 8 tokens linear_ahead.py holds the weights of small models in registers, above 64 the library multiplies.
+
+Shapes:  M tokens, N outputs, K inputs.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +17,23 @@ import torch
 
 from infer.kernels import dispatch
 from infer.kernels.cuda import build
+from infer.kernels.cuda.prepared_linears import ACTIVATIONS, Defines, Matrix, PreparedLinears, cubin
 from infer.kernels.cuda.tensor_map import Boxes, TensorMap
-from infer.kernels.cuda.wgmma_configs import WgmmaConfig
+from infer.kernels.cuda.wgmma_configs import MAX_TOKENS, WgmmaConfig, choose_config, token_width
 from infer.kernels.linear_stream import Added, Stream
 
 SOURCE = Path(__file__).with_name("linear_wgmma.cu")
 
-Defines = tuple[tuple[str, int], ...]
-
-_ACTIVATIONS = {"": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
+_ARCH = "sm_90a"  # a: what Hopper has and its successors have not, such as this matrix unit
+_MIN_M = 9
 _TYPES = (
-    TensorMap, TensorMap,
+    TensorMap,
+    TensorMap,
     *(ctypes.c_void_p,) * 6,
     ctypes.c_longlong,
     *(ctypes.c_int,) * 4,
     *(ctypes.c_float,) * 2,
-)  # fmt: skip
+)
 
 
 def defines_of(
@@ -46,7 +54,7 @@ def defines_of(
         ("SPLIT", config.split),
         ("BLOCKS", config.blocks),
         ("BIAS", int(bias)),
-        ("ACTIVATION", _ACTIVATIONS[activation]),
+        ("ACTIVATION", ACTIVATIONS[activation]),
         ("ADDS", int(adds)),
         ("PARTS", int(parts)),
     )
@@ -97,15 +105,32 @@ def _kernel(
     device: int,
     starts_early: bool,
 ) -> build.PreparedLaunch:
+    """Found by numbers that are quick to compare; what was not prepared is compiled on its first call."""
     defines = defines_of(config, dtype, activation=activation, bias=bias, adds=adds, parts=parts)
+    return _load(defines, device, starts_early)
+
+
+@functools.cache
+def _load(defines: Defines, device: int, starts_early: bool) -> build.PreparedLaunch:
+    known = dict(defines)
+    config = WgmmaConfig(*(known[name] for name in ("TOKENS", "ROWS", "STAGES", "SPLIT", "BLOCKS")))
     with torch.cuda.device(device):
-        kernels = build.LoadedKernels(_cubin(defines))
+        kernels = build.LoadedKernels(cubin(SOURCE, _ARCH, defines))
         return kernels.prepare(
             "linear_wgmma", config.num_threads, _TYPES,
             starts_early=starts_early, shared_bytes=config.shared_bytes,
         )  # fmt: skip
 
 
-@functools.cache
-def _cubin(defines: Defines) -> bytes:
-    return build.make_cubin(SOURCE, "sm_90a", dict(defines))
+def _choose(num_tokens: int, matrix: Matrix) -> WgmmaConfig | None:
+    return choose_config(num_tokens, matrix.N, matrix.K, gated=bool(matrix.activation))
+
+
+def _defines(config: WgmmaConfig, matrix: Matrix, width: int, adds: bool, parts: bool) -> Defines:
+    return defines_of(config, activation=matrix.activation, bias=matrix.bias, adds=adds, parts=parts)
+
+
+WGMMA = PreparedLinears(
+    SOURCE, _ARCH, range(_MIN_M, MAX_TOKENS + 1), token_width, _choose, _defines,
+    lambda *variant: _load(*variant),
+)  # fmt: skip

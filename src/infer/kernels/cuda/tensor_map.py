@@ -33,7 +33,7 @@ class Boxes(NamedTuple):
 
 
 class TensorMap(ctypes.Structure):
-    """A kernel's argument; like ctypes' numbers it is given a `value`, the matrix, and holds what the kernel reads."""
+    """A kernel's argument: given a `value` as ctypes' numbers are, it holds what the copy engine reads."""
 
     _fields_ = (("encoded", ctypes.c_ubyte * _SIZE),)
 

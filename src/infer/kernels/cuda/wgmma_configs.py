@@ -1,8 +1,8 @@
 """How `linear_wgmma.cu` cuts a matrix into blocks: what fits, and a rule for what is fast.
 
     rows      64 to a block; 128 where that is still a block for every multiprocessor
-    split     of K, so that all blocks run at once and most multiprocessors have one: clusters of more than two
-              blocks do not find room on every multiprocessor, so a few are left over
+    split     of K, so that all blocks run at once and most multiprocessors have one; clusters of more than
+              two blocks do not find room everywhere, and a few multiprocessors are left over
     stages    as much of W under way as the shared memory of a multiprocessor holds, which is what the memory
               needs to be busy; half of it for each of two blocks where a matrix has more blocks than
               there are multiprocessors

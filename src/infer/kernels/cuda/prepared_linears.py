@@ -1,0 +1,129 @@
+"""Linears in CUDA C++: the variants of a kernel that a model's matrices can ask for, compiled before they do.
+
+These kernels load weights before the kernel ahead of them has finished. One of Triton's between two of them
+hides nothing and is slower than either kind alone. So a model's matrices are prepared whole or not at all:
+`prepare` compiles all that its layers can ask for, side by side, before the first step; `config_for` knows
+those alone. Where one cannot be had, or no compiler, all of them stay Triton's.
+
+Shapes:  M tokens, N outputs, F outputs of a gated layer (W has 2F rows), K inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+
+from infer.kernels import dispatch
+from infer.kernels.cuda import build
+
+logger = logging.getLogger(__name__)
+
+ACTIVATIONS = {"": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}  # as linear_parts.cuh counts them
+
+Defines = tuple[tuple[str, int], ...]
+Shape = tuple[int, int, int, int, bool]  # device, bucket of tokens, N, K, gated
+Config = TypeVar("Config")
+
+_MAX_COMPILERS = 8
+
+
+class Matrix(NamedTuple):
+    """A matrix of a model, and what may be asked of it besides the plain product."""
+
+    N: int
+    K: int
+    activation: str = ""  # of a gated one; N counts the gate's rows
+    bias: bool = False
+    reads: bool = False  # the residual stream: `launch_added`
+    writes: bool = False  # into it: `launch_into`
+
+
+@dataclass(slots=True)
+class PreparedLinears(Generic[Config]):
+    """A kernel of linears: for how many tokens, how it cuts a matrix, what has been compiled of it."""
+
+    source: Path
+    arch: str
+    tokens: range
+    bucket: Callable[[int], int]  # numbers of tokens in the same one share a kernel
+    choose: Callable[[int, Matrix], Config | None]  # the cut of a matrix for so many tokens
+    defines: Callable[[Config, Matrix, int, bool, bool], Defines]  # of a bucket, adding, reading parts
+    load: Callable[[Defines, int, bool], build.PreparedLaunch]  # for a device, starting early
+    enabled: bool = True  # for tests and benchmarks that want Triton's kernels of a model that was prepared
+    ready: dict[Shape, Config] = field(default_factory=dict)
+
+    def config_for(
+        self, x_MX: torch.Tensor, w: torch.Tensor, N: int, K: int, *, gated: bool
+    ) -> Config | None:
+        """How a matrix that was prepared is cut; None: this product is not for this kernel."""
+        M = x_MX.shape[0]
+        if M not in self.tokens or not (self.ready and self.enabled):
+            return None
+        config = self.ready.get((x_MX.get_device(), self.bucket(M), N, K, gated))
+        return config if config and are_pieces(x_MX, w) else None
+
+    def prepare(self, matrices: Sequence[Matrix], device: torch.device) -> bool:
+        """Compile and load all that these matrices can ask for; False, and why in the log: none is ready."""
+        if not matrices or not is_for(device):
+            return False
+        index = torch.cuda.current_device() if device.index is None else device.index
+        chosen: dict[Shape, Config] = {}
+        variants: dict[Defines, None] = {}  # in order, each once
+        for bucket in dict.fromkeys(self.bucket(M) for M in self.tokens):
+            num_tokens = max(M for M in self.tokens if self.bucket(M) == bucket)
+            for matrix in matrices:
+                config = self.choose(num_tokens, matrix)
+                if config is None:
+                    return False
+                chosen[index, bucket, matrix.N, matrix.K, bool(matrix.activation)] = config
+                variants |= dict.fromkeys(self._variants_of(matrix, config, bucket))
+        try:
+            with ThreadPoolExecutor(min(_MAX_COMPILERS, os.cpu_count() or 1)) as pool:
+                list(pool.map(functools.partial(cubin, self.source, self.arch), variants))
+            for defines in variants:
+                self.load(defines, index, dispatch.PDL)
+        except build.BuildError as error:
+            first, last = self.tokens[0], self.tokens[-1]
+            logger.info(
+                "Triton computes linears of %d to %d tokens: %s is to be compiled and %s",
+                first, last, self.source.name, error,
+            )  # fmt: skip
+            return False
+        self.ready.update(chosen)
+        return True
+
+    def _variants_of(self, matrix: Matrix, config: Config, bucket: int) -> Iterator[Defines]:
+        for adds, parts in ((False, False), (False, True), (True, False)):
+            if (matrix.reads or not parts) and (matrix.writes or not adds):
+                yield self.defines(config, matrix, bucket, adds, parts)
+
+
+def are_pieces(x_MX: torch.Tensor, w: torch.Tensor) -> bool:
+    """Whether every row is one of bfloat16, without gaps, at an address of 16 bytes."""
+    return (
+        x_MX.dtype is torch.bfloat16
+        and w.is_contiguous()
+        and x_MX.stride(1) == 1
+        and not (x_MX.stride(0) % 8 or x_MX.data_ptr() % 16 or w.data_ptr() % 16)
+    )
+
+
+def is_for(device: torch.device) -> bool:
+    """Hopper: clusters, the launch ahead of time, the copy engine, and what was measured."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@functools.cache
+def cubin(source: Path, arch: str, defines: Defines) -> bytes:
+    """What the compiler makes of a file with these constants."""
+    return build.make_cubin(source, arch, dict(defines))
