@@ -186,7 +186,7 @@ def run_command(conversation: Conversation, line: str) -> bool:
     elif name == "/save":
         _save(conversation, argument)
     else:
-        notice(f"no command {name!r}{closest(name, COMMANDS)}; /help lists them")
+        notice(f"no command {name!r}{closest(name, COMMANDS) or '; /help lists them'}")
     return True
 
 

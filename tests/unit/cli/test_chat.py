@@ -60,9 +60,10 @@ def test_a_conversation_that_cannot_be_saved_goes_on(infer: Infer, tmp_path: Pat
 
 
 def test_help_lists_every_command_and_a_misspelt_one_is_guessed(infer: Infer) -> None:
-    outcome = infer("chat", stdin="/help\n/rest\n")
+    outcome = infer("chat", stdin="/help\n/rest\n/xyzzy\n")
     assert all(command in outcome.err for command in ("/help", "/reset", "/system", "/save", "/exit"))
-    assert "no command '/rest'; did you mean '/reset'?" in outcome.err
+    assert "no command '/rest'; did you mean '/reset'?\n" in outcome.err
+    assert "no command '/xyzzy'; /help lists them\n" in outcome.err
 
 
 def test_the_oldest_turns_are_dropped_with_a_notice_when_the_context_is_full(infer: Infer) -> None:
