@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import platform
 import time
+from array import array
 from collections.abc import Callable
 
 from infer.cache.block_allocator import BlockAllocator
@@ -54,7 +55,7 @@ def measure_allocator(repeats: int) -> list[tuple[str, float]]:
 def measure_decode(block_size: int, repeats: int, num_running: int) -> list[tuple[str, float]]:
     """Reserve and commit for every running sequence of a step."""
     pool = PagedKVCachePool(num_running * 40, block_size)
-    tokens = {seq_id: [seq_id] * (30 * block_size) for seq_id in range(num_running)}
+    tokens = {seq_id: array("I", [seq_id]) * (30 * block_size) for seq_id in range(num_running)}
     lengths = dict.fromkeys(tokens, 0)
 
     def step() -> None:
@@ -96,7 +97,7 @@ def measure_prefixes(block_size: int, repeats: int) -> list[tuple[str, float]]:
     """A long prompt through its whole life: computed, found again, let go, evicted."""
     num_blocks = LONG_PROMPT_LEN // block_size
     pool = PagedKVCachePool(num_blocks + 1, block_size)
-    tokens = [token * 7919 % 150_000 for token in range(LONG_PROMPT_LEN)]
+    tokens = array("I", [token * 7919 % 150_000 for token in range(LONG_PROMPT_LEN)])
 
     def enter(seq_id: int) -> Callable[[], object]:
         return lambda: pool.match_prefix(seq_id, tokens)

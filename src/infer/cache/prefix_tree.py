@@ -82,12 +82,14 @@ class PrefixTree:
 
     def match(self, tokens: Sequence[int], salt: str | None = None) -> list[int]:
         """The blocks of the longest cached prefix, in order; changes nothing and holds nothing."""
-        labels = self._labels(tokens)
-        node = self._root.children.get((salt, labels[0])) if labels else None
+        size = self.block_size
+        node = None
+        for label in self._labels(tokens[:size]):  # a prompt shorter than a block has none
+            node = self._root.children.get((salt, label))
         if node is None:
             return []
         blocks = [node.block]
-        for label in labels[1:]:
+        for label in self._labels(tokens[size:]):
             node = node.children.get(label)
             if node is None:
                 break
