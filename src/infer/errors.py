@@ -74,7 +74,8 @@ class ContextOverflow(RequestError):
         `model_len` is the model's own context, where `max_seq_len` may have been set below it.
         """
         room = context_len - num_prompt_tokens
-        given = f"prompt has {'at least ' if is_least else ''}{num_prompt_tokens} tokens"
+        tokens = "token" if num_prompt_tokens == 1 else "tokens"
+        given = f"prompt has {'at least ' if is_least else ''}{num_prompt_tokens} {tokens}"
         if room > 0:
             given += f" and max_tokens is {max_tokens}"
             advice = f"shorten the prompt or set max_tokens <= {room}"

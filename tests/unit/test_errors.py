@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from infer.config import knob_table
-from infer.errors import closest, nearest
+from infer.errors import ContextOverflow, closest, nearest
 from infer.sampling.params import SamplingParams
 
 NAMES = [*knob_table(with_server=True), *SamplingParams.__dataclass_fields__]
@@ -67,3 +67,10 @@ def test_a_name_from_elsewhere_is_answered_with_the_one_here() -> None:
     assert closest("max_modle_len", NAMES, aliases={"max_model_len": "max_seq_len"}) == (
         "; did you mean 'max_seq_len'?"
     )
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "spelled"), [(1, "prompt has 1 token and"), (2, "prompt has 2 tokens and")]
+)
+def test_one_token_is_not_called_tokens(num_tokens: int, spelled: str) -> None:
+    assert str(ContextOverflow(num_tokens, 99, 64)).startswith(spelled)
