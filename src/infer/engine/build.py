@@ -75,7 +75,7 @@ def build_engine(
     model_config = loaded.config
     scheduler_config = check_knobs(config, loaded)
     set_invariant(loaded.model, config.run.deterministic)
-    prepare_linears(loaded.model.layers, loaded.device)
+    prepare_linears(loaded.model.layers, loaded.model.head, loaded.device)
     size = fit_to_device(config, scheduler_config, loaded)
     store = _make_store(config, loaded, size)
     pool = make_pool(config, size)

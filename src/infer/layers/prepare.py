@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from infer.kernels.cuda.linear_ahead import AHEAD
-from infer.kernels.cuda.linear_wgmma import WGMMA
+from infer.kernels.cuda.linear_wgmma import WGMMA, WGMMA_GATED
 from infer.kernels.cuda.prepared_linears import Matrix
 from infer.layers.linear import Linear
 from infer.layers.mlp import GatedMLP
@@ -23,13 +23,14 @@ from infer.quant.dense import DENSE
 _WRITERS = ("out", "down")  # names of the matrices that write into the residual stream; the others read it
 
 
-def prepare_linears(layers: Iterable[nn.Module], device: torch.device) -> None:
-    """Compile what few tokens are multiplied with in these layers, where Triton's kernels are slower."""
-    if device.type != "cuda":
+def prepare_linears(layers: Iterable[nn.Module], head: Linear, device: torch.device) -> None:
+    """Compile what few tokens are multiplied with in a model, where Triton's kernels are slower."""
+    matrices = matrices_of(layers) if device.type == "cuda" else []
+    if not matrices:
         return
-    matrices = matrices_of(layers)
     AHEAD.prepare(matrices, device)
-    WGMMA.prepare(matrices, device)
+    WGMMA.prepare([*matrices, Matrix(*head.weight.shape)] if _is_plain(head) else matrices, device)
+    WGMMA_GATED.prepare([matrix._replace(reads=False) for matrix in matrices if matrix.activation], device)
 
 
 def matrices_of(layers: Iterable[nn.Module]) -> list[Matrix]:
@@ -45,7 +46,7 @@ def matrices_of(layers: Iterable[nn.Module]) -> list[Matrix]:
                 gates[module.gate_up] = module.activation
             if not isinstance(module, Linear):
                 continue
-            if module.scheme is not DENSE or module.weight.dtype != torch.bfloat16:
+            if not _is_plain(module):
                 return []
             (N, K), activation = module.weight.shape, gates.get(module, "")
             writes = name.rpartition(".")[2] in _WRITERS
@@ -55,3 +56,7 @@ def matrices_of(layers: Iterable[nn.Module]) -> list[Matrix]:
             )  # fmt: skip
             found[matrix] = None
     return list(found)
+
+
+def _is_plain(matrix: Linear) -> bool:
+    return matrix.scheme is DENSE and matrix.weight.dtype == torch.bfloat16

@@ -16,11 +16,12 @@ from infer.kernels import linear_small
 from infer.kernels.cuda import build, linear_ahead, prepared_linears
 from infer.kernels.cuda.ahead_configs import AheadConfig, can_launch, choose_config
 from infer.kernels.cuda.linear_ahead import AHEAD
-from infer.kernels.cuda.linear_wgmma import WGMMA
-from infer.kernels.cuda.prepared_linears import Matrix
+from infer.kernels.cuda.linear_wgmma import WGMMA, WGMMA_GATED
+from infer.kernels.cuda.prepared_linears import Matrix, PreparedLinears
 from infer.kernels.linear_configs import GemvConfig, SkinnyConfig
 from infer.layers.linear import set_invariant
 from infer.layers.prepare import matrices_of, prepare_linears
+from infer.models.model import Model
 from infer.models.registry import get_family
 from scripts.make_checkpoint import Sizes, make_checkpoint, raw_config
 
@@ -204,9 +205,13 @@ def test_either_kernel_may_add_for_the_other(ready: Any, monkeypatch: pytest.Mon
     assert not can_add()
 
 
-def make_layers(family: str) -> torch.nn.ModuleList:
+def make_model(family: str) -> Model:
     chosen = get_family(family)
-    return chosen.build(chosen.read_config(raw_config(family, Sizes()))).bfloat16().layers
+    return chosen.build(chosen.read_config(raw_config(family, Sizes()))).bfloat16()
+
+
+def make_layers(family: str) -> torch.nn.ModuleList:
+    return make_model(family).layers
 
 
 @pytest.mark.parametrize(
@@ -233,7 +238,23 @@ def test_experts_have_kernels_of_their_own(family: str) -> None:
 
 def test_other_types_stay_as_they_are() -> None:
     assert matrices_of(make_layers("llama").half()) == []
-    prepare_linears(make_layers("llama"), torch.device("cpu"))
+
+
+def test_each_kernel_is_prepared_for_what_it_is_good_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head is large and has many tiles; above 64 tokens only a gate is worth a kernel."""
+    model = make_model("llama")
+    asked: dict[int, list[Matrix]] = {}
+    monkeypatch.setattr(
+        PreparedLinears, "prepare", lambda self, matrices, _: asked.__setitem__(id(self), matrices)
+    )
+    prepare_linears(model.layers, model.head, torch.device("cpu"))
+    assert not asked
+    prepare_linears(model.layers, model.head, GPU)
+    layers = matrices_of(model.layers)
+    (gate,) = [matrix for matrix in layers if matrix.activation]
+    assert asked[id(AHEAD)] == layers
+    assert asked[id(WGMMA)] == [*layers, Matrix(Sizes().vocab_size, Sizes().hidden_size)]
+    assert asked[id(WGMMA_GATED)] == [gate._replace(reads=False)]
 
 
 def test_an_engine_prepares_the_layers_of_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,6 +262,7 @@ def test_an_engine_prepares_the_layers_of_its_model(tmp_path: Path, monkeypatch:
     prepared = Mock()
     monkeypatch.setattr("infer.engine.build.prepare_linears", prepared)
     llm = LLM(str(tmp_path), device="cpu")
-    layers, device = prepared.call_args.args
+    layers, head, device = prepared.call_args.args
     assert len(layers) == Sizes().num_layers and device == torch.device("cpu")
+    assert head.weight.shape == (Sizes().vocab_size, Sizes().hidden_size)
     assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))

@@ -1,4 +1,4 @@
-/* A linear layer of 9 to 64 tokens: Hopper's copy engine and matrix unit, and the weights ahead of the wait.
+/* A linear layer of 2 to 128 tokens: Hopper's copy engine and matrix unit, and the weights ahead of the wait.
 
        y[m, n] = sum over k of x[m, k] * w[n, k]
 
@@ -64,7 +64,7 @@ constexpr int PITCH = ROWS + 4;                    // 4: the sums of a warp meet
 constexpr int LANES = OWN <= 2 ? 2 : OWN <= 4 ? 4 : OWN <= 8 ? 8 : OWN <= 16 ? 16 : 32;  // that add up squares of different tokens
 constexpr bool HOLDS_RESIDUAL = ADDS && OWN_OF_WARP * TURNS <= 16;
 
-static_assert(ROWS % 64 == 0 && TOKENS % 16 == 0 && TOKENS <= 64, "64 rows to a warpgroup, one instruction for all tokens");
+static_assert(ROWS % 64 == 0 && TOKENS % 16 == 0 && TOKENS <= 128, "64 rows to a warpgroup, one instruction for all tokens");
 static_assert(!ADDS || !GATED, "a gated layer does not write into the stream");
 
 #include "linear_parts.cuh"
@@ -209,8 +209,8 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
     } else if (PARTS && warp > WARPS) {
         const int helper = warp - WARPS - 1;
         constexpr int STEP = 3 * (32 / LANES);  // threads for each token
-        for (int own = lane % LANES; own < OWN; own += 32) {
-            const int token = split + SPLIT * own;
+        for (int round = 0; round < OWN; round += 32) {  // all lanes come to the shuffle
+            const int own = round + lane % LANES, token = split + SPLIT * own;
             double total = 0.0;
 #pragma unroll 1
             for (int first = helper * (32 / LANES) + lane / LANES; first < num_parts; first += 8 * STEP) {
@@ -226,7 +226,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
 #pragma unroll
             for (int distance = 16; distance >= LANES; distance /= 2)
                 total += __shfl_xor_sync(0xffffffffu, total, distance);
-            if (lane < LANES) shared.squares[helper][own] = total;
+            if (lane < LANES && own < OWN) shared.squares[helper][own] = total;
         }
     }
     __syncwarp();

@@ -1,8 +1,9 @@
-"""Linears of 9 to 64 tokens through `linear_wgmma.cu`: Hopper's copy engine and matrix unit.
+"""Linears of 2 to 128 tokens through `linear_wgmma.cu`: Hopper's copy engine and matrix unit.
 
 `linear_small.py` allocates what it fills and says what stands before and behind the product, as for its own
 kernels; an `Added` of one may be read by the other. It is for bfloat16 on Hopper and matrices of any size: up
-to 8 tokens linear_ahead.py holds the weights of small models in registers, above 64 the library multiplies.
+to 8 tokens linear_ahead.py holds the weights of small models in registers. Above 64 tokens the library is as
+fast, but for a gated matrix, whose activation it leaves to another kernel.
 
 Shapes:  M tokens, N outputs, K inputs.
 """
@@ -25,7 +26,8 @@ from infer.kernels.linear_stream import Added, Stream
 SOURCE = Path(__file__).with_name("linear_wgmma.cu")
 
 _ARCH = "sm_90a"  # a: what Hopper has and its successors have not, such as this matrix unit
-_MIN_M = 9
+_MIN_M = 2  # one token needs no tensor cores
+_MAX_M = 64
 _TYPES = (
     TensorMap,
     TensorMap,
@@ -130,7 +132,11 @@ def _defines(config: WgmmaConfig, matrix: Matrix, width: int, adds: bool, parts:
     return defines_of(config, activation=matrix.activation, bias=matrix.bias, adds=adds, parts=parts)
 
 
-WGMMA = PreparedLinears(
-    SOURCE, _ARCH, range(_MIN_M, MAX_TOKENS + 1), token_width, _choose, _defines,
-    lambda *variant: _load(*variant),
-)  # fmt: skip
+def _kernels(tokens: range) -> PreparedLinears[WgmmaConfig]:
+    return PreparedLinears(
+        SOURCE, _ARCH, tokens, token_width, _choose, _defines, lambda *variant: _load(*variant)
+    )
+
+
+WGMMA = _kernels(range(_MIN_M, _MAX_M + 1))
+WGMMA_GATED = _kernels(range(_MAX_M + 1, MAX_TOKENS + 1))  # prepared for gated matrices alone

@@ -1,11 +1,17 @@
 """How `linear_wgmma.cu` cuts a matrix into blocks: what fits, and a rule for what is fast.
 
-    rows      64 to a block; 128 where that is still a block for every multiprocessor
-    split     of K, so that all blocks run at once and most multiprocessors have one; clusters of more than
-              two blocks do not find room everywhere, and a few multiprocessors are left over
-    stages    as much of W under way as the shared memory of a multiprocessor holds, which is what the memory
-              needs to be busy; half of it for each of two blocks where a matrix has more blocks than
-              there are multiprocessors
+A block keeps as much of W under way as the shared memory of a multiprocessor holds, which is what the memory
+needs to be busy. How many blocks there are:
+
+    a layer's matrices    rows and the split of K so that about three quarters of the multiprocessors have a
+                          block: the kernel behind loads its first weights on the others
+    long rows             (of `down` in a large model) take their time; all multiprocessors help
+    many rows             (of gate and up) so many to a block that one for each multiprocessor is enough: a
+                          second round for a few of them would take as long as the first
+    more than that        (a head) small blocks, two or three to a multiprocessor, round after round
+
+Clusters of more than two blocks do not find room everywhere: of four, 30 run at once. Some dozens of cuts of
+each matrix were tried in chains of layers of four models, with 16, 32 and 64 tokens.
 
 Shapes:  M tokens, N outputs (of the gate half when gated), K inputs.
 """
@@ -15,15 +21,18 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-MAX_TOKENS = 64
+MAX_TOKENS = 128
 
-_WIDTHS = (16, 32, 48, 64)  # tokens of a block: each of them is compiled once more
+_WIDTHS = (16, 32, 48, 64, 96, 128)  # tokens of a block: each of them is compiled once more
 _CHUNK = 64  # columns of a stage
 _NUM_SMS = 132  # multiprocessors of an H100 or H200
-_RESIDENT = {1: 132, 2: 130, 4: 116, 8: 104}  # blocks that run at once in clusters of this many, one to each
+_RESIDENT = {1: 132, 2: 132, 3: 126, 4: 120, 8: 120}  # blocks that run at once in clusters of so many
+_MOST_SMS = 112  # and enough are left for the kernel behind
+_LONG = 128  # chunks of a row
+_MIN_CHUNKS = 4  # for each block of a cluster
+_MIN_TILES = 16
 _SHARED_BYTES = 227 << 10  # of a multiprocessor, for all its blocks
 _RESERVED_BYTES = 1 << 10  # of each block
-_MIN_CHUNKS = 4  # for each block of a cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +82,33 @@ def choose_config(M: int, N: int, K: int, *, gated: bool) -> WgmmaConfig | None:
     if not 0 < M <= MAX_TOKENS or N % 8 or K % 8:
         return None
     width, num_chunks = token_width(M), -(-K // _CHUNK)
-    rows = 64
-    if WgmmaConfig(width, 128, 1).num_tiles(N, gated=gated) >= 96 or width == 64:
-        rows = 128
-    num_tiles = WgmmaConfig(width, rows, 1).num_tiles(N, gated=gated)
-    blocks = 1 if num_tiles <= _NUM_SMS else 2
-    split = max(
-        split
-        for split, resident in _RESIDENT.items()
-        if split == 1 or (num_tiles * split <= resident and num_chunks >= split * _MIN_CHUNKS)
-    )
-    room = _SHARED_BYTES // blocks - _RESERVED_BYTES
+    num_tiles = {rows: -(-N // (rows // 2 if gated else rows)) for rows in (64, 128, 192)}
+
+    def split_of(rows: int, most: int) -> int:
+        """Into as many as leave no more than `most` blocks."""
+        fitting = [
+            split
+            for split, resident in _RESIDENT.items()
+            if num_tiles[rows] * split <= min(most, resident)
+            and num_chunks >= split * _MIN_CHUNKS
+            and (split != 3 or num_chunks >= _LONG // 2)  # thirds of few chunks are uneven
+        ]
+        return max(fitting, default=1)
+
+    rows = 128 if num_tiles[128] >= _MIN_TILES else 64
+    split, blocks = split_of(rows, _MOST_SMS), 1
+    if num_chunks >= _LONG:
+        splits = {rows: split_of(rows, _NUM_SMS) for rows in (64, 128) if num_tiles[rows] <= _NUM_SMS}
+        rows = max(splits, key=lambda rows: num_tiles[rows] * splits[rows], default=rows)
+        split = splits.get(rows, 1)
+    if num_tiles[rows] > _NUM_SMS:
+        one_round = [rows for rows, tiles in num_tiles.items() if tiles <= _NUM_SMS]
+        if one_round:
+            rows = min(one_round)
+        else:
+            rows, blocks = (64, 3) if width <= 32 else (128, 2 if width <= 64 else 1)
     stages = -(-num_chunks // split)
+    room = _SHARED_BYTES // blocks - _RESERVED_BYTES
     while stages > 1 and WgmmaConfig(width, rows, stages, split, blocks).shared_bytes > room:
         stages -= 1
     return WgmmaConfig(width, rows, stages, split, blocks)

@@ -75,11 +75,6 @@ __device__ __forceinline__ void fetch_map(const TensorMap& map) {
 
 // ---- the matrix unit --------------------------------------------------------------------------------
 
-// Where an operand begins: the address, 1024 bytes from eight rows to the next eight, the pattern of 128 bytes.
-__device__ __forceinline__ u64 operand(const char* at) {
-    return ((shared_address(at) & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
-}
-
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -98,10 +93,13 @@ __device__ __forceinline__ void wait_for_products() {
 #define SUMS_1 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define SUMS_2 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define SUMS_3 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define SUMS_4 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define SUMS_6 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define PLUS "1, 1, 1, 0, 0; }"  // sums += W x, neither operand negated nor transposed
 #define OF_4(s) "+f"((s)[0]), "+f"((s)[1]), "+f"((s)[2]), "+f"((s)[3])
 #define OF_8(s) OF_4(s), OF_4((s) + 4)
 #define OF_16(s) OF_8(s), OF_8((s) + 8)
+#define OF_32(s) OF_16(s), OF_16((s) + 16)
 #define OPERANDS "l"(w), "l"(x)
 
 // 64 rows of W times all tokens over 16 columns, added to the warpgroup's sums.
@@ -113,10 +111,21 @@ __device__ __forceinline__ void add_product(float* s, u64 w, u64 x) {
         asm volatile(WGMMA(32) SUMS_0 SUMS_1 "}, %16, %17, " PLUS : OF_16(s) : OPERANDS);
     } else if constexpr (NUM_TOKENS == 48) {
         asm volatile(WGMMA(48) SUMS_0 SUMS_1 SUMS_2 "}, %24, %25, " PLUS : OF_16(s), OF_8((s) + 16) : OPERANDS);
+    } else if constexpr (NUM_TOKENS == 64) {
+        asm volatile(WGMMA(64) SUMS_0 SUMS_1 SUMS_2 SUMS_3 "}, %32, %33, " PLUS : OF_32(s) : OPERANDS);
+    } else if constexpr (NUM_TOKENS == 96) {
+        asm volatile(WGMMA(96) SUMS_0 SUMS_1 SUMS_2 SUMS_3 SUMS_4 "}, %48, %49, " PLUS
+                     : OF_32(s), OF_16((s) + 32) : OPERANDS);
     } else {
-        static_assert(NUM_TOKENS == 64, "16, 32, 48 or 64 tokens");
-        asm volatile(WGMMA(64) SUMS_0 SUMS_1 SUMS_2 SUMS_3 "}, %32, %33, " PLUS : OF_16(s), OF_16((s) + 16) : OPERANDS);
+        static_assert(NUM_TOKENS == 128, "16, 32, 48, 64, 96 or 128 tokens");
+        asm volatile(WGMMA(128) SUMS_0 SUMS_1 SUMS_2 SUMS_3 SUMS_4 SUMS_6 "}, %64, %65, " PLUS
+                     : OF_32(s), OF_32((s) + 32) : OPERANDS);
     }
 }
 
 #endif
+
+// Where an operand begins: the address, 1024 bytes from eight rows to the next eight, the pattern of 128 bytes.
+__device__ __forceinline__ u64 operand(const char* at) {
+    return ((shared_address(at) & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
