@@ -35,7 +35,11 @@ static Index blockIdx, threadIdx;
 // ---- threads that take turns ---------------------------------------------------------------------
 
 constexpr unsigned int WARP_SIZE = 32, MAX_BLOCKS = 8, MAX_THREADS = 4096;  // that run at the same time
+#ifdef STACK_BYTES
+constexpr size_t STACK = STACK_BYTES;
+#else
 constexpr size_t STACK = 128 << 10;
+#endif
 
 struct Thread {
     ucontext_t context;
