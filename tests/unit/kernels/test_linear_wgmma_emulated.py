@@ -21,8 +21,9 @@ from tests.unit.kernels.linear_contract import EPS, assert_near, gate
 
 ONE_BLOCK = WgmmaConfig(16, 64, stages=2)
 TWO_BLOCKS = WgmmaConfig(32, 128, stages=2, split=2, blocks=2)
-FOUR_BLOCKS = WgmmaConfig(48, 64, stages=3, split=4)
-WIDE = WgmmaConfig(64, 192, stages=4)  # so high that it does not hold the residual in registers
+THREE_BLOCKS = WgmmaConfig(96, 64, stages=3, split=3)
+FOUR_BLOCKS = WgmmaConfig(48, 64, stages=3, split=4)  # 12 tokens each, a number that divides no warp
+WIDE = WgmmaConfig(128, 192, stages=4)  # so many rows and tokens that no register holds the residual
 
 LONG = 968  # sixteen chunks, the last of them cut: more than stages
 SHORT = 136  # three chunks: fewer
@@ -73,7 +74,7 @@ def test_each_product_finds_its_place(config: WgmmaConfig, num_tokens: int, K: i
     [
         (ONE_BLOCK, "silu", torch.bfloat16),
         (TWO_BLOCKS, "gelu_tanh", torch.float16),
-        (FOUR_BLOCKS, "gelu", torch.bfloat16),
+        (WgmmaConfig(96, 192, 2), "gelu", torch.bfloat16),
     ],
 )
 def test_the_gate(config: WgmmaConfig, activation: str, dtype: torch.dtype) -> None:
@@ -105,7 +106,7 @@ def add(
 
 
 @pytest.mark.parametrize(
-    ("config", "num_tokens", "K"), [(ONE_BLOCK, 9, SHORT), (FOUR_BLOCKS, 33, LONG), (WIDE, 50, SHORT)]
+    ("config", "num_tokens", "K"), [(ONE_BLOCK, 9, SHORT), (THREE_BLOCKS, 95, LONG), (WIDE, 100, SHORT)]
 )
 def test_the_sum_its_scaled_form_and_its_squares(config: WgmmaConfig, num_tokens: int, K: int) -> None:
     add(config, num_tokens, config.rows + 40, K)
@@ -113,7 +114,7 @@ def test_the_sum_its_scaled_form_and_its_squares(config: WgmmaConfig, num_tokens
 
 @pytest.mark.parametrize(
     ("config", "num_tokens", "activation"),
-    [(ONE_BLOCK, 9, ""), (FOUR_BLOCKS, 33, "silu"), (WgmmaConfig(64, 64, 2), 63, "")],
+    [(ONE_BLOCK, 9, ""), (FOUR_BLOCKS, 33, "silu"), (WgmmaConfig(128, 64, 2, split=3), 127, "")],
 )
 def test_what_is_left_of_the_norm(config: WgmmaConfig, num_tokens: int, activation: str) -> None:
     """Of few parts and of more than the helpers take at a time."""
