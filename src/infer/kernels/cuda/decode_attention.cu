@@ -50,7 +50,8 @@
    KEEPING MEMORY BUSY. As soon as a tile's keys are multiplied, the next keys are asked for into the registers
    that they leave, then the same with values: 8 KiB of heads of 128 are under way for each warp at nearly any
    time. Block numbers are looked up a step earlier. And where a unit ends, the first keys and values of the next
-   are asked for before this one is put together, so memory works while the warps meet.
+   are asked for before this one is put together, so memory works while the warps meet. The first unit's are asked
+   for before the kernel ahead has finished: it writes the newest position of a row, all others are older.
 
    PUTTING TOGETHER. The warps leave maximum, denominator and sum in shared memory, and all threads add. A row of
    one split is then done. Otherwise the result goes to scratch memory and the block draws a ticket; the one with
@@ -98,19 +99,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_atte
     int position = item.first / TILE * TILE + warp * TILE;
     int block = 0;  // of the tile after the one that is loaded
     if (position < item.end) block = tables[item.row * table_stride + position / BLOCK_SIZE];
-#if PDL
-    let_next_start();
-    wait_for_before();
-#endif
 
     Keys k = {};
     Values v = {};
     uint4 query[K_PIECES];
+    const auto load_tile = [&](int of_block) {
+        const long long tile = offset_of(of_block, position, unit % G);
+        load_keys(k, keys + tile, g, t);
+        load_values(v, values + tile, g, t);
+    };
+    bool is_loaded = false;
+#if PDL
+    is_loaded = position < item.end && position + TILE < item.length;  // without the newest position
+    if (is_loaded) load_tile(block);
+    let_next_start();
+    wait_for_before();
+#endif
+
     const auto begin_unit = [&](int first_block) {  // ask for what `unit` begins with
         if (position < item.end) {
-            const long long tile = offset_of(first_block, position, unit % G);
-            load_keys(k, keys + tile, g, t);
-            load_values(v, values + tile, g, t);
+            if (!is_loaded) load_tile(first_block);
             const int after = position + STRIDE;
             if (after < item.end) block = tables[item.row * table_stride + after / BLOCK_SIZE];
         }
@@ -118,6 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_atte
             load_query(query, q + item.s * q_row_stride + unit % G * M * q_head_stride, q_head_stride, g, t);
     };
     begin_unit(block);
+    is_loaded = false;
 
     while (unit < num_units) {
         const int* table = tables + item.row * table_stride;
