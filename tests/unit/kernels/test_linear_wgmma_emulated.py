@@ -132,6 +132,15 @@ def test_what_is_left_of_the_norm(config: WgmmaConfig, num_tokens: int, activati
         assert_near(y, expected)
 
 
+def test_more_tokens_than_a_block_multiplies_are_refused() -> None:
+    """The copy engine would bring the first of them and leave the others out without a word."""
+    w = integers(64, 64)
+    with pytest.raises(AssertionError, match="width=16"):
+        launch(ONE_BLOCK, integers(17, 64), w)
+    with pytest.raises(AssertionError, match=r"\(1, 16\)"):
+        launch(ONE_BLOCK, integers(64, 16).T, w)
+
+
 BROKEN = {
     "wait_until(&shared.full[i % STAGES], i / STAGES & 1);": ("", "multiplied before its bytes have come"),
     "wait_for_products<1>();": ("wait_for_products<2>();", "overwritten that somebody has still to read"),
