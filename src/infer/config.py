@@ -31,7 +31,9 @@ MAX_SEQUENCES = 128  # n, best_of or beams of one request, whoever asks; a serve
 class StepDefaults(NamedTuple):
     """How large the steps of a device are where nobody says so: long enough to be efficient, and no longer.
 
-    Whoever decodes waits for the whole step. On a CPU 512 tokens of a prompt are nearly a second.
+    Whoever decodes waits for the whole step. On a CPU 512 tokens of a prompt are nearly a second. On a GPU a
+    small model decodes through kernels for few tokens, and a step with a long piece of a prompt would leave
+    them: it gets short pieces. A large model's step is long anyway, and its prompts would only wait longer.
     """
 
     batch_size: int
@@ -44,6 +46,8 @@ CPU_STEPS = StepDefaults(batch_size=64, batched_tokens=512, chunk_size=512, mixe
 GPU_STEPS = StepDefaults(batch_size=256, batched_tokens=8192, chunk_size=None, mixed_tokens=128)
 LARGE_GPU_STEPS = GPU_STEPS._replace(batched_tokens=16384)  # the host launches half as many kernels per token
 LARGE_GPU_BYTES = 64 << 30
+SMALL_MODEL_MIXED_TOKENS = 32  # on a GPU: with as many rows that decode, the 64 tokens of its fastest kernels
+SMALL_MODEL_WEIGHTS = 1_500_000_000  # of all layers that one token meets; a model with more is not small
 SIMULATED_STEPS = StepDefaults(batch_size=64, batched_tokens=2048, chunk_size=512, mixed_tokens=None)
 
 
@@ -170,7 +174,8 @@ class SchedulerConfig:
         None,
         "tokens of prompts that a step may compute while others decode, unless a long backlog waits "
         "(continuous batching, policies that put decoding first); "
-        f"default: {GPU_STEPS.mixed_tokens}",
+        f"default: {GPU_STEPS.mixed_tokens}, on a GPU {SMALL_MODEL_MIXED_TOKENS} where a token meets at most "
+        f"{SMALL_MODEL_WEIGHTS / 1e9:g} billion weights: such a step stays on kernels for few tokens",
     )
     preemption: str = knob(
         "auto",

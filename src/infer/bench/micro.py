@@ -112,7 +112,7 @@ def bench_memory(subject: Subject, *, seed: int, tell: Tell) -> Report:
     loaded, config = subject.loaded, subject.loaded.config
     engine = subject.engine()
     stats = engine.stats()
-    scheduler = resolve_scheduler(subject.config, loaded.max_seq_len, step_defaults(loaded.device))
+    scheduler = resolve_scheduler(subject.config, loaded.max_seq_len, step_defaults(loaded.device, config))
     per_token = kv_bytes_per_token(
         config.num_layers, config.num_kv_heads, config.head_dim, loaded.dtype.itemsize
     )

@@ -107,7 +107,8 @@ class Subject:
     def knobs(self) -> dict[str, Any]:
         """What a report says about the configuration: what `auto` meant here, not that it was asked for."""
         max_seq_len = self.loaded.max_seq_len
-        scheduler = resolve_scheduler(self.config, max_seq_len, step_defaults(self.device))
+        defaults = step_defaults(self.device, self.loaded.config)
+        scheduler = resolve_scheduler(self.config, max_seq_len, defaults)
         chosen = {name: getattr(scheduler, name, None) for name in shareable_knobs(self.config)}
         chosen |= {"dtype": str(self.loaded.dtype).removeprefix("torch."), "device": self.device.type}
         chosen |= {"max_seq_len": max_seq_len, "num_threads": torch.get_num_threads()}

@@ -133,6 +133,7 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
         "total": plan.total,
         "max_seq_len": plan.longest_sequence,
         "max_batch_size": plan.max_batch_size,
+        "mixed_prefill_tokens": plan.mixed_prefill_tokens,
         "contexts": {str(context): plan.at_once(context) for context in plan.contexts()},
         "flags": flags.spell(plan.knobs()),
     }

@@ -34,6 +34,8 @@ from infer.config import (
     GPU_STEPS,
     LARGE_GPU_BYTES,
     LARGE_GPU_STEPS,
+    SMALL_MODEL_MIXED_TOKENS,
+    SMALL_MODEL_WEIGHTS,
     EngineConfig,
     SchedulerConfig,
     StepDefaults,
@@ -108,7 +110,7 @@ def build_engine(
 
 def check_knobs(config: EngineConfig, loaded: LoadedModel | LoadChoice) -> SchedulerConfig:
     """The scheduler's settings for this model and device; knobs that cannot be had there are refused."""
-    scheduler = resolve_scheduler(config, loaded.max_seq_len, step_defaults(loaded.device))
+    scheduler = resolve_scheduler(config, loaded.max_seq_len, step_defaults(loaded.device, loaded.config))
     backend = config.cache.attention_backend
     check_steps(config, loaded.device)
     if not config.run.deterministic:
@@ -232,13 +234,15 @@ def resolve_scheduler(
     )
 
 
-def step_defaults(device: torch.device, memory: int | None = None) -> StepDefaults:
+def step_defaults(device: torch.device, model: ModelConfig, memory: int | None = None) -> StepDefaults:
     """How large steps are unless somebody says so; `memory` of a GPU that is not this machine's."""
     if device.type != "cuda":
         return CPU_STEPS
     if memory is None and torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(device).total_memory
-    return LARGE_GPU_STEPS if memory is not None and memory >= LARGE_GPU_BYTES else GPU_STEPS
+    steps = LARGE_GPU_STEPS if memory is not None and memory >= LARGE_GPU_BYTES else GPU_STEPS
+    weights = sum(model.layer_weights(layer) for layer in range(model.num_layers))
+    return steps._replace(mixed_tokens=SMALL_MODEL_MIXED_TOKENS) if weights <= SMALL_MODEL_WEIGHTS else steps
 
 
 def make_pool(config: EngineConfig, size: CacheSize, *, placement_seed: int | None = None) -> KVCachePool:

@@ -8,6 +8,7 @@ a step does not fill is padding, for which every kernel does nothing.
 
     37 rows that decode           ──► size (40, 0):  rows [12, 3, 7, ..., -1, -1, -1] ──► replay
     20 rows, 100 prompt tokens    ──► size (32, 128)
+    30 rows, 32 prompt tokens     ──► size (32, 32), few enough for the kernels that decode
     900 prompt tokens alone       ──► size (0, 1024) of a small model; of a large one, no graph
 
 A size is captured when it is first needed, or before that in idle time (`prepare`): the first answer
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 _SMALL = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 _STEP = 32  # between the sizes above
 MIXED_ROWS = (0, 4, 16, 32, 64, 128, 256)
-MIXED_TOKENS = (64, 128, 256, 512)
+MIXED_TOKENS = (32, 64, 128, 256, 512)
 _PROMPT_TOKENS = (640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)  # without rows
 _LAUNCHED_LAYER = 1e11  # weights times tokens: what a large GPU multiplies while the CPU launches a layer
 

@@ -46,6 +46,7 @@ from infer.loader.hf_config import MAX_CONFIG_BYTES, GenerationDefaults, read_js
 from infer.loader.load import LoadChoice, ModelHeaders, check_length, choose_device, read_headers
 from infer.loader.placement import plan_moves
 from infer.loader.source import ModelSource, resolve_model
+from infer.models.config import ModelConfig
 from infer.models.registry import find_family
 from infer.models.weight_map import find_target
 
@@ -71,10 +72,9 @@ class Machine:
         """Where its tensors would live."""
         return torch.device("cuda" if self.kind == "gpu" else "cpu")
 
-    @property
-    def step_defaults(self) -> StepDefaults:
+    def step_defaults(self, model: ModelConfig) -> StepDefaults:
         """How large steps are there unless somebody says so; that others use memory does not change it."""
-        return step_defaults(self.device, self.total or self.memory)
+        return step_defaults(self.device, model, self.total or self.memory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +95,7 @@ class MemoryPlan:
     max_seq_len: int
     context_len: int  # the model's own
     max_batch_size: int
+    mixed_prefill_tokens: int | None  # None: as many as a step has room for
     config: EngineConfig
 
     @property
@@ -144,7 +145,7 @@ def check_settings(config: EngineConfig, choice: LoadChoice) -> None:
 def plan_memory(config: EngineConfig, headers: ModelHeaders, machine: Machine, *, dtype: str) -> MemoryPlan:
     """Divide the memory of a machine, or say what would fit instead."""
     max_seq_len = check_length(config.load.max_seq_len, headers.config)
-    scheduler = resolve_scheduler(config, max_seq_len, machine.step_defaults)
+    scheduler = resolve_scheduler(config, max_seq_len, machine.step_defaults(headers.config))
     model_config, bytes_each = headers.config, DTYPES[dtype].itemsize
     num_parameters, num_table_bytes = count_parameters(headers)
     weight_format = plan_format(config, headers, machine)
@@ -189,6 +190,7 @@ def plan_memory(config: EngineConfig, headers: ModelHeaders, machine: Machine, *
         max_seq_len=max_seq_len,
         context_len=model_config.context_len,
         max_batch_size=scheduler.width,
+        mixed_prefill_tokens=scheduler.mixed_prefill_tokens,
         config=config,
     )
     if config.load.max_seq_len is not None and plan.longest_sequence < max_seq_len:
@@ -208,7 +210,7 @@ def _too_small(config: EngineConfig, headers: ModelHeaders, machine: Machine, dt
     advice = "give more memory"
     for name, settings, changed in _smaller(config, dtype):
         bytes_each = DTYPES[name].itemsize
-        scheduler = resolve_scheduler(settings, max_seq_len, machine.step_defaults)
+        scheduler = resolve_scheduler(settings, max_seq_len, machine.step_defaults(model))
         step = step_bytes(
             scheduler, layer_sizes(model), max_seq_len=max_seq_len, bytes_per_element=bytes_each
         )

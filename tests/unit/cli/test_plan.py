@@ -99,6 +99,24 @@ def test_a_config_alone_is_enough(infer: Infer, shape: Path) -> None:
     assert "infer generate --model MODEL --max-seq-len" in text
 
 
+@pytest.mark.parametrize(
+    ("num_layers", "where", "mixed"),
+    [
+        (32, ("--gpu-memory", "24GiB"), 128),
+        (6, ("--gpu-memory", "24GiB"), 32),  # 1.3 billion weights in the layers
+        (6, ("--gpu-memory", "24GiB", "--mixed-prefill-tokens", "96"), 96),
+        (6, ("--gpu-memory", "24GiB", "--no-use-chunked-prefill", "--max-seq-len", "4096"), None),
+        (1, ("--device", "cpu", "--num-blocks", "8"), 128),
+    ],
+)
+def test_a_plan_says_how_many_prompt_tokens_join_a_step_that_decodes(
+    infer: Infer, tmp_path: Path, num_layers: int, where: tuple[str, ...], mixed: int | None
+) -> None:
+    shape = LLAMA_8B | {"num_hidden_layers": num_layers, "vocab_size": 1000}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    assert planned(infer, tmp_path, *where)["mixed_prefill_tokens"] == mixed
+
+
 def test_the_model_may_be_named_by_place_by_flag_or_in_a_file(
     infer: Infer, shape: Path, tmp_path: Path
 ) -> None:

@@ -151,6 +151,18 @@ def test_steps_of_prompts_alone_have_sizes_of_their_own_once_they_are_captured(
     assert graphs.size_for(3, 500) == StepSize(4, 512)
 
 
+@pytest.mark.parametrize(
+    ("rows", "tokens", "size"),
+    [(32, 32, (32, 32)), (20, 30, (32, 32)), (32, 33, (32, 64)), (5, 1, (16, 32)), (0, 7, (0, 32))],
+)
+def test_few_prompt_tokens_beside_rows_are_hardly_padded(
+    monkeypatch: pytest.MonkeyPatch, rows: int, tokens: int, size: tuple[int, int]
+) -> None:
+    """A step of 64 tokens decodes through kernels that a step of 96 may not use."""
+    graphs = Steps(monkeypatch, max_rows=256, max_tokens=512).graphs
+    assert graphs.size_for(rows, tokens) == size
+
+
 def test_without_graphs_of_prompts_a_long_one_has_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Steps(monkeypatch, max_tokens=512).graphs.size_for(0, 600) is None
     assert Steps(monkeypatch, max_tokens=0).graphs.size_for(0, 6) is None

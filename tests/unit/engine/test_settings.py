@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from infer.engine.memory_plan import count_parameters, find_machine, plan_memory
 from infer.errors import ConfigError
 from infer.llm import LLM
 from infer.loader import load
-from infer.loader.load import read_headers
+from infer.loader.load import LoadChoice, ModelHeaders, read_headers
 from infer.loader.source import resolve_model
+from infer.models.config import ModelConfig
 from scripts.make_checkpoint import make_checkpoint
 
 
@@ -28,6 +30,11 @@ def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("weights were read")
 
     monkeypatch.setattr(load, "_fill", fill)
+
+
+@pytest.fixture
+def headers(checkpoint: str) -> ModelHeaders:
+    return read_headers(resolve_model(checkpoint))
 
 
 def start_engine_process(model: str, **knobs: Any) -> None:
@@ -109,24 +116,85 @@ def test_the_headers_count_as_many_parameters_as_the_network(family: str, tmp_pa
     assert stored_parameters(headers) == count_parameters(headers)[0]
 
 
+def model_of(
+    num_layers: int, hidden_size: int, mlp_size: int, heads: tuple[int, int, int] = (32, 8, 64)
+) -> ModelConfig:
+    num_heads, num_kv_heads, head_dim = heads
+    return ModelConfig(
+        family="llama", vocab_size=128256, hidden_size=hidden_size, intermediate_size=mlp_size,
+        num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+        context_len=8192, norm_eps=1e-6, activation="silu", tie_embeddings=True,
+    )  # fmt: skip
+
+
+MODEL_06B = model_of(28, 1024, 3072, (16, 8, 128))  # 0.44 billion weights in its layers
+MODEL_1B = model_of(16, 2048, 8192)  # 0.97 billion
+MODEL_17B = model_of(24, 2048, 8192, (32, 32, 64))  # 1.61 billion
+MODEL_8B = model_of(32, 4096, 14336, (32, 8, 128))
+BOUNDARY = model_of(1, 1000, 497952, (1, 1, 1536))  # 1.5 billion: 1000 * (4 * 1536 + 3 * 497952)
+
+
+@pytest.mark.parametrize("model", [MODEL_1B, MODEL_8B])
 @pytest.mark.parametrize(
     ("device", "memory", "tokens"),
     [("cpu", None, 512), ("cuda", 24 << 30, 8192), ("cuda", 63 << 30, 8192), ("cuda", 80 << 30, 16384)],
 )
-def test_a_step_is_longer_where_there_is_memory_for_it(device: str, memory: int | None, tokens: int) -> None:
-    defaults = build.step_defaults(torch.device(device), memory)
+def test_a_step_is_longer_where_there_is_memory_for_it(
+    model: ModelConfig, device: str, memory: int | None, tokens: int
+) -> None:
+    defaults = build.step_defaults(torch.device(device), model, memory)
     scheduler = build.resolve_scheduler(EngineConfig.from_knobs(), 4096, defaults)
     assert scheduler.max_num_batched_tokens == tokens
 
 
+@pytest.mark.parametrize(
+    ("device", "model", "mixed"),
+    [
+        ("cuda", MODEL_06B, 32),
+        ("cuda", MODEL_1B, 32),
+        ("cuda", BOUNDARY, 32),
+        ("cuda", dataclasses.replace(BOUNDARY, intermediate_size=497953), 128),
+        ("cuda", MODEL_17B, 128),
+        ("cuda", MODEL_8B, 128),
+        ("cpu", MODEL_06B, 128),
+        ("cpu", MODEL_8B, 128),
+    ],
+)
+@pytest.mark.parametrize("memory", [24 << 30, 80 << 30])
+def test_beside_decoding_rows_a_small_model_on_a_gpu_computes_fewer_prompt_tokens(
+    device: str, model: ModelConfig, mixed: int, memory: int
+) -> None:
+    defaults = build.step_defaults(torch.device(device), model, memory)
+
+    def resolved(**knobs: Any) -> int | None:
+        scheduler = build.resolve_scheduler(EngineConfig.from_knobs(**knobs), 4096, defaults)
+        return scheduler.mixed_prefill_tokens
+
+    assert resolved() == mixed
+    assert resolved(mixed_prefill_tokens=77) == 77
+    assert resolved(max_num_batched_tokens=16, max_batch_size=4) == 16  # no more than a step may have
+    assert resolved(use_chunked_prefill=False, max_num_batched_tokens=4096) is None
+
+
+@pytest.mark.parametrize(("model", "mixed"), [(MODEL_1B, 32), (MODEL_8B, 128)])
+def test_an_engine_has_the_steps_of_its_model(headers: ModelHeaders, model: ModelConfig, mixed: int) -> None:
+    choice = LoadChoice(
+        headers=dataclasses.replace(headers, config=model),
+        device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+        weights="as stored",
+        max_seq_len=4096,
+    )
+    assert build.check_knobs(EngineConfig.from_knobs(), choice).mixed_prefill_tokens == mixed
+
+
 def test_a_plan_for_a_gpu_that_is_half_used_has_the_steps_of_its_engine(
-    checkpoint: str, monkeypatch: pytest.MonkeyPatch
+    headers: ModelHeaders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps are as long as the GPU's memory allows, whatever is free of it at the moment."""
     monkeypatch.setattr("infer.engine.memory_plan.choose_device", torch.device)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 << 30, 80 << 30))
     machine = find_machine("cuda", None)
-    headers = read_headers(resolve_model(checkpoint))
     config, same = EngineConfig.from_knobs(), EngineConfig.from_knobs(max_num_batched_tokens=16384)
     plan, expected = (plan_memory(each, headers, machine, dtype="float32") for each in (config, same))
     assert machine.memory == 40 << 30
