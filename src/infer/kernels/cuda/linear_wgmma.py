@@ -1,4 +1,4 @@
-"""Linears of 2 to 256 tokens through `linear_wgmma.cu`: Hopper's copy engine and matrix unit.
+"""Linears of 2 to 128 tokens through `linear_wgmma.cu`: Hopper's copy engine and matrix unit.
 
 `linear_small.py` allocates what it fills and says what stands before and behind the product, as for its own
 kernels; an `Added` of one may be read by the other. It is for bfloat16 on Hopper and matrices of any size: up
@@ -88,7 +88,7 @@ def launch(
         (residual, gain, offset), (total, _, squares) = into
     gated = bool(activation)
     kernel(
-        config.num_blocks(M, N, gated=gated),
+        config.num_tiles(N, gated=gated) * config.split,
         Boxes(w.data_ptr(), w.dtype, len(w), K, K * 2, config.box_rows(gated=gated)),
         Boxes(x_MK.data_ptr(), x_MK.dtype, M, K, x_MK.stride(0) * 2, config.width),
         0 if bias_N is None else bias_N.data_ptr(), y_MN.data_ptr(),
