@@ -50,11 +50,12 @@ from infer.kernels.cuda.decode_projected import (
 )
 from infer.kernels.dispatch import use_triton
 from infer.kernels.heads import CacheSlots, HeadTransform
-from infer.kernels.linear_configs import MAX_SMALL_M
 from infer.layers.attention import StepContext
 from infer.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
+
+BRANCH_FROM = 128  # tokens of a step; with fewer, kernels that start early gain more
 
 _PROJECTED = ("auto", "triton", "flash", "cuda")
 
@@ -177,7 +178,7 @@ class DeviceStep(StepContext):
     def _branch(self, q_TNH: torch.Tensor) -> torch.cuda.Stream | None:
         """Where the chunks of prompts are computed beside the rows that decode; None: after them."""
         has_both = self._num_rows > 0 and self._chunks is not None
-        if not has_both or len(q_TNH) <= MAX_SMALL_M or not q_TNH.is_cuda:
+        if not has_both or len(q_TNH) <= BRANCH_FROM or not q_TNH.is_cuda:
             return None
         return _branch_of(q_TNH.device) if torch.cuda.is_current_stream_capturing() else None
 

@@ -1,4 +1,4 @@
-"""Linears of 2 to 128 tokens through `linear_wgmma.cu`: Hopper's copy engine and matrix unit.
+"""Linears of 2 to 256 tokens through `linear_wgmma.cu`: Hopper's copy engine and matrix unit.
 
 `linear_small.py` allocates what it fills and says what stands before and behind the product, as for its own
 kernels; an `Added` of one may be read by the other. It is for bfloat16 on Hopper and matrices of any size: up
@@ -77,7 +77,7 @@ def launch(
     """Fill `y_MN` and what `into` is to receive, all of it allocated by `linear_small.py`."""
     (M, K), N = x_MK.shape, y_MN.shape[1]
     assert w.shape[1] == K and w.is_contiguous(), f"{w.shape} with strides {w.stride()}"
-    assert config.width >= M and x_MK.stride(1) == 1, (x_MK.shape, x_MK.stride(), config)
+    assert x_MK.stride(1) == 1 and x_MK.dtype == w.dtype, (x_MK.stride(), x_MK.dtype, w.dtype)
     kernel = _kernel(
         config, x_MK.dtype, activation, bias_N is not None, into is not None,
         added is not None, x_MK.get_device(), dispatch.PDL,
@@ -88,7 +88,7 @@ def launch(
         (residual, gain, offset), (total, _, squares) = into
     gated = bool(activation)
     kernel(
-        config.num_tiles(N, gated=gated) * config.split,
+        config.num_blocks(M, N, gated=gated),
         Boxes(w.data_ptr(), w.dtype, len(w), K, K * 2, config.box_rows(gated=gated)),
         Boxes(x_MK.data_ptr(), x_MK.dtype, M, K, x_MK.stride(0) * 2, config.width),
         0 if bias_N is None else bias_N.data_ptr(), y_MN.data_ptr(),
