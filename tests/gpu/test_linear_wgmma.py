@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TRITON_DEFAULT
 
 EPS = 1e-6
 TOKENS = [2, 9, 16, 17, 31, 32, 33, 48, 64]
-MORE_TOKENS = [65, 96, 127, 128]
+MORE_TOKENS = [65, 96, 127, 128, 129, 200, 256]  # from 129 on, two blocks for each tile
 CUTS = [  # rows, stages, split, blocks
     (64, 2, 1, 1),
     (128, 4, 2, 1),
@@ -195,7 +195,7 @@ def test_a_layer_of_a_model_that_was_prepared(name: str, monkeypatch: pytest.Mon
         normed = check_added(last, gated.double() @ down_w.double().T + added.sum_MN.double(), gain, 0.0)
         y = linear_small.added_linear(last, EPS, qkv_w, bias)
         assert_near(y, normed @ qkv_w.double().T + bias.double())
-    for num_tokens in MORE_TOKENS:
+    for num_tokens in sorted({*MORE_TOKENS, WGMMA_GATED.tokens[-1]} & {*WGMMA_GATED.tokens}):
         x = random(num_tokens, D)
         assert isinstance(linear_small._plan(x, gate_up_w, gated=True), WgmmaConfig)
         expected = gate(x.double() @ gate_up_w.double().T, "silu")
