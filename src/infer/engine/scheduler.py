@@ -33,7 +33,7 @@ from infer.engine.sequence import Sequence
 from infer.engine.waiting import WaitingQueue
 
 RETRY_STEPS = 16  # who found no room looks again after so many steps even if no block came free
-BACKLOG_STEPS = 16  # prompts that wait and would take more steps than these are computed at full speed:
+BACKLOG_TOKENS = 2048  # of prompts that wait; with more of them they are computed at full speed:
 HURRIED_TOKENS = 8192  # of prompts in a step, and whoever decodes waits for them
 _sort_key = attrgetter("sort_key")
 
@@ -238,11 +238,11 @@ class Scheduler:
         """Keep a step short while somebody decodes: few tokens of prompts, unless many wait behind them."""
         limit = self.config.mixed_prefill_tokens
         if limit is not None and draft.chunks:
-            backlog = self._waiting.num_tokens
-            backlog += sum(seq.num_tokens - seq.num_computed for seq in further_behind[1:])
+            behind = sum(seq.num_tokens - seq.num_computed for seq in further_behind[1:])
+            backlog = self._waiting.num_tokens + behind
             if not further_behind and self._waiting:  # then the first of those is next
                 backlog -= self._waiting.first(self.step).num_tokens
-            draft.limit(limit if backlog <= BACKLOG_STEPS * limit else max(limit, HURRIED_TOKENS))
+            draft.limit(limit if backlog <= BACKLOG_TOKENS else max(limit, HURRIED_TOKENS))
 
     def _decode_beams(self, seq: Sequence, draft: PlanDraft) -> int:
         """Beams advance together or not at all: each step chooses among the continuations of all of them."""

@@ -54,7 +54,7 @@ from infer.kernels.cuda import linear_ahead, linear_wgmma
 from infer.kernels.cuda.ahead_configs import AheadConfig
 from infer.kernels.cuda.linear_ahead import AHEAD
 from infer.kernels.cuda.linear_wgmma import WGMMA, WGMMA_GATED
-from infer.kernels.cuda.wgmma_configs import MAX_TOKENS, WgmmaConfig
+from infer.kernels.cuda.wgmma_configs import WgmmaConfig
 from infer.kernels.dispatch import INTERPRETED, launch_options, use_triton
 from infer.kernels.gated_activation import _known, gated_activation, gated_activation_reference
 from infer.kernels.linear_configs import (
@@ -237,14 +237,12 @@ def _plan_with_norm(x_MK: torch.Tensor, w: torch.Tensor, *, gated: bool) -> Gemv
 def _plan(x_MX: torch.Tensor, w: torch.Tensor, *, gated: bool) -> Plan | None:
     """Which kernel multiplies as many tokens as `x_MX` has with `w`, and how; None for the library."""
     M = x_MX.shape[0]
-    if not 0 < M <= MAX_TOKENS or not use_triton(x_MX) or x_MX.dtype != w.dtype:
+    if not 0 < M <= MAX_SMALL_M or not use_triton(x_MX) or x_MX.dtype != w.dtype:
         return None
     N, K = w.shape[0] // 2 if gated else w.shape[0], w.shape[1]
     for kernels in (AHEAD, WGMMA, WGMMA_GATED):
         if ready := kernels.config_for(x_MX, w, N, K, gated=gated):
             return ready
-    if M > MAX_SMALL_M:
-        return None
     dots = gemv_config(N, K, gated, bucket(M), x_MX.device) if M <= GEMV_MAX_M else None
     return dots or skinny_config(N, K, gated, max(bucket(M), 16), x_MX.device, x_MX.element_size())
 

@@ -57,27 +57,30 @@ def test_prompts_come_in_small_pieces_while_somebody_decodes() -> None:
     assert step(world) == {"a": (21, 22), "b": (4, 8)}
 
 
-def test_one_long_prompt_is_no_backlog() -> None:
+def test_one_long_prompt_is_no_backlog(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.engine.scheduler.BACKLOG_TOKENS", 64)
     world = make_world(mixed_prefill_tokens=2, max_batch_size=8, max_num_batched_tokens=64)
     world.add("a", prompt_of(2), max_tokens=30)
     step(world)
-    world.add("b", prompt_of(50, start=50))
-    assert step(world) == {"a": (2, 3), "b": (0, 2)}, "25 steps, but nobody waits behind it"
+    world.add("b", prompt_of(100, start=50))
+    assert step(world) == {"a": (2, 3), "b": (0, 2)}, "long, but nobody waits behind it"
     assert step(world) == {"a": (3, 4), "b": (2, 4)}
     world.add("c", prompt_of(20, start=200))
     assert step(world) == {"a": (4, 5), "b": (4, 6)}
 
 
-def test_a_long_backlog_is_computed_at_full_speed() -> None:
+def test_a_long_backlog_is_computed_at_full_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.engine.scheduler.BACKLOG_TOKENS", 64)
     world = make_world(mixed_prefill_tokens=4, max_batch_size=8, max_num_batched_tokens=64)
     world.add("a", prompt_of(2), max_tokens=30)
     step(world)
     for name in "bcde":
         world.add(name, prompt_of(40, start=ord(name)))
-    assert step(world) == {"a": (2, 3), "b": (0, 40), "c": (0, 23)}, "160 tokens would take 40 steps"
+    assert step(world) == {"a": (2, 3), "b": (0, 40), "c": (0, 23)}, "160 tokens are a backlog"
 
 
 def test_a_hurried_step_is_shorter_than_one_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.engine.scheduler.BACKLOG_TOKENS", 16)
     monkeypatch.setattr("infer.engine.scheduler.HURRIED_TOKENS", 30)
     world = make_world(mixed_prefill_tokens=1, max_batch_size=8, max_num_batched_tokens=64)
     for name in "bcde":
@@ -87,6 +90,7 @@ def test_a_hurried_step_is_shorter_than_one_nobody_waits_for(monkeypatch: pytest
 
 
 def test_a_backlog_never_makes_a_step_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.engine.scheduler.BACKLOG_TOKENS", 16)
     monkeypatch.setattr("infer.engine.scheduler.HURRIED_TOKENS", 2)
     world = make_world(mixed_prefill_tokens=4, max_batch_size=8, max_num_batched_tokens=64)
     world.add("a", prompt_of(2), max_tokens=30)

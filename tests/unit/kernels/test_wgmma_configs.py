@@ -20,7 +20,7 @@ NUM_SMS, SHARED_BYTES, BLOCK_BYTES = (
     227 << 10,
     1 << 10,
 )  # of a multiprocessor; taken from it by each block
-TOKENS = [1, 2, 8, 9, 16, 17, 32, 33, 48, 49, 64, 65, 96, 97, 128, 129, 192, 193, 256]
+TOKENS = [1, 2, 8, 9, 16, 17, 32, 33, 48, 49, 64, 65, 96, 97, 127, 128]
 OUTPUTS = [
     8,
     64,
@@ -75,8 +75,7 @@ def test_what_is_chosen_fits_a_multiprocessor(M: int) -> None:
         assert (
             config.num_threads == 32 * (config.rows // 16 + 4) and config.blocks * config.num_threads <= 2048
         )
-        share = M if M <= 128 else M / 2  # of a block; with more tokens than 128 there are two for each tile
-        assert share <= config.width <= 128 and config.width - share < max(16, config.width / 2), config
+        assert M <= config.width <= MAX_TOKENS and config.width - M < max(16, config.width / 2), config
 
 
 @pytest.mark.parametrize("M", TOKENS)
@@ -89,7 +88,7 @@ def test_what_is_chosen_covers_the_matrix(M: int) -> None:
             config.rows % 64 == 0 and box % 8 == 0 and box <= 256
         )  # warpgroups, patterns, a box of the engine
         assert config.num_parts(N) == -(-N // config.rows)
-        assert config.num_blocks(M, N, gated=gated) == tiles * config.split * (1 if M <= 128 else 2)
+        assert config.num_blocks(N, gated=gated) == tiles * config.split
 
 
 @pytest.mark.parametrize("M", TOKENS)

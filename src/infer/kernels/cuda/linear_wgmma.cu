@@ -1,4 +1,4 @@
-/* A linear layer of 2 to 256 tokens: Hopper's copy engine and matrix unit, and the weights ahead of the wait.
+/* A linear layer of 2 to 128 tokens: Hopper's copy engine and matrix unit, and the weights ahead of the wait.
 
        y[m, n] = sum over k of x[m, k] * w[n, k]
 
@@ -32,8 +32,7 @@
 
    Compiled with those and
        IS_BFLOAT16            or float16
-       TOKENS                 that a block multiplies, of the M that there are: with more, two blocks next to each
-                              other read the same rows of W, one of them from L2
+       TOKENS                 that a block multiplies; the number of tokens M is an argument, at most that
        ROWS                   of W, of a gated layer half of them the gate's and half `up`'s
        STAGES, SPLIT          as above
        BLOCKS                 to a multiprocessor
@@ -80,7 +79,7 @@ struct Shared {
     double squares[3][OWN];
 };
 
-// grid: SPLIT blocks for each TOKENS tokens of each tile.
+// grid: SPLIT blocks for each tile.
 extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREADS, BLOCKS) linear_wgmma(
     const __grid_constant__ TensorMap w_map,  // [N, K] or [2N, K], boxes of OUT_ROWS
     const __grid_constant__ TensorMap x_map,  // [M, K], boxes of TOKENS
@@ -93,9 +92,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
     long long residual_stride, int M, int N, int K, int num_parts, float eps, float offset) {
     extern __shared__ char memory[];
     Shared& shared = *(Shared*)(((u64)memory + 1023) / 1024 * 1024);
-    const int num_rounds = (M + TOKENS - 1) / TOKENS, block = blockIdx.x / SPLIT, split = blockIdx.x % SPLIT;
-    const int tile = block / num_rounds, first_token = block % num_rounds * TOKENS;
-    const int num_tokens = min(M - first_token, TOKENS);
+    const int tile = blockIdx.x / SPLIT, split = blockIdx.x % SPLIT;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int num_chunks = (K + CHUNK - 1) / CHUNK;
     const int first_chunk = split * num_chunks / SPLIT;
@@ -112,7 +109,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
         if (GATED) copy_box(to + W_BYTES / 2, w_map, N + tile * OUT_ROWS, column, full, READ_ONCE);
     };
     auto load_tokens_of = [&](int i) {
-        copy_box(shared.stages[i % STAGES] + W_BYTES, x_map, first_token, (first_chunk + i) * CHUNK, &shared.full[i % STAGES], READ_AGAIN);
+        copy_box(shared.stages[i % STAGES] + W_BYTES, x_map, 0, (first_chunk + i) * CHUNK, &shared.full[i % STAGES], READ_AGAIN);
     };
 
     // -- weights, before the wait
@@ -152,7 +149,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
 
     u32 residuals[HOLDS_RESIDUAL ? OWN_OF_WARP : 1][TURNS];
     auto residual_at = [&](int token, int turn) {
-        return load_pair(residual + (first_token + token) * residual_stride + (first_row + (turn * 32 + lane) * 2) * 2ll);
+        return load_pair(residual + token * residual_stride + (first_row + (turn * 32 + lane) * 2) * 2ll);
     };
     if (warp < WARPS) {
         if (HOLDS_RESIDUAL) {
@@ -162,7 +159,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
 #pragma unroll
                 for (int turn = 0; turn < TURNS; ++turn) {
                     residuals[j][turn] = 0;
-                    if (token < num_tokens && is_row(turn)) residuals[j][turn] = residual_at(token, turn);
+                    if (token < M && is_row(turn)) residuals[j][turn] = residual_at(token, turn);
                 }
             }
         }
@@ -193,7 +190,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
         const int row = warp * 16 + lane / 4, t = lane % 4;
 #pragma unroll
         for (int j = 0; j < TOKENS / 8; ++j) {
-            if (j * 8 < num_tokens) {
+            if (j * 8 < M) {
                 float* at = &shared.sums[j * 8 + 2 * t][row];
                 at[0] = sums[4 * j];
                 at[PITCH] = sums[4 * j + 1];
@@ -222,8 +219,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
                 for (int j = 0; j < 8; ++j) {
                     const int part = first + j * STEP;
                     held[j] = 0.0;
-                    if (token < num_tokens && part < num_parts)
-                        held[j] = load_double(squares + (long long)part * M + first_token + token);
+                    if (token < M && part < num_parts) held[j] = load_double(squares + (long long)part * M + token);
                 }
                 total += sum_in_pairs<8>([&](int j) { return held[j]; });
             }
@@ -258,7 +254,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
 #pragma unroll(OWN_OF_WARP < 4 ? OWN_OF_WARP : 4)
         for (int j = 0; j < OWN_OF_WARP; ++j) {
             const int own = warp + WARPS * j, token = split + SPLIT * own;
-            if (token >= num_tokens) break;
+            if (token >= M) break;
             float inverse = 1.0f;
             if (PARTS) {
                 const double square = shared.squares[0][own] + shared.squares[1][own] + shared.squares[2][own];
@@ -269,7 +265,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
             for (int turn = 0; turn < TURNS; ++turn) {
                 if (!is_row(turn)) continue;
                 const int pair = turn * 32 + lane;
-                const long long place = ((long long)(first_token + token) * N + first_row + pair * 2) * 2;
+                const long long place = ((long long)token * N + first_row + pair * 2) * 2;
                 float2 total = sum_at(token, pair * 2);
                 if (PARTS) {
                     total.x *= inverse;
@@ -299,7 +295,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
 #pragma unroll
                 for (int distance = 16; distance > 0; distance /= 2)
                     square += __shfl_xor_sync(0xffffffffu, square, distance);
-                if (lane == 0 && first_row < N) squares[(long long)tile * M + first_token + token] = square;
+                if (lane == 0 && first_row < N) squares[(long long)tile * M + token] = square;
             }
         }
     }

@@ -1,9 +1,9 @@
-"""Linears of 2 to 256 tokens through `linear_wgmma.cu`: Hopper's copy engine and matrix unit.
+"""Linears of 2 to 128 tokens through `linear_wgmma.cu`: Hopper's copy engine and matrix unit.
 
 `linear_small.py` allocates what it fills and says what stands before and behind the product, as for its own
 kernels; an `Added` of one may be read by the other. It is for bfloat16 on Hopper and matrices of any size: up
 to 8 tokens linear_ahead.py holds the weights of small models in registers. Above 64 tokens the library is as
-fast, but for a gated matrix, whose activation it leaves to another kernel.
+fast, but for a large gated matrix, whose activation it leaves to another kernel.
 
 Shapes:  M tokens, N outputs, K inputs.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ SOURCE = Path(__file__).with_name("linear_wgmma.cu")
 _ARCH = "sm_90a"  # a: what Hopper has and its successors have not, such as this matrix unit
 _MIN_M = 2  # one token needs no tensor cores
 _MAX_M = 64
+_LARGE_GATED = 1 << 24  # weights: the library is faster with fewer, even with another kernel behind it
 _TYPES = (
     TensorMap,
     TensorMap,
@@ -78,6 +80,7 @@ def launch(
     (M, K), N = x_MK.shape, y_MN.shape[1]
     assert w.shape[1] == K and w.is_contiguous(), f"{w.shape} with strides {w.stride()}"
     assert x_MK.stride(1) == 1 and x_MK.dtype == w.dtype, (x_MK.stride(), x_MK.dtype, w.dtype)
+    assert config.width >= M, f"{M} tokens with {config}"
     kernel = _kernel(
         config, x_MK.dtype, activation, bias_N is not None, into is not None,
         added is not None, x_MK.get_device(), dispatch.PDL,
@@ -88,7 +91,7 @@ def launch(
         (residual, gain, offset), (total, _, squares) = into
     gated = bool(activation)
     kernel(
-        config.num_blocks(M, N, gated=gated),
+        config.num_blocks(N, gated=gated),
         Boxes(w.data_ptr(), w.dtype, len(w), K, K * 2, config.box_rows(gated=gated)),
         Boxes(x_MK.data_ptr(), x_MK.dtype, M, K, x_MK.stride(0) * 2, config.width),
         0 if bias_N is None else bias_N.data_ptr(), y_MN.data_ptr(),
@@ -133,11 +136,18 @@ def _defines(config: WgmmaConfig, matrix: Matrix, width: int, adds: bool, parts:
     return defines_of(config, activation=matrix.activation, bias=matrix.bias, adds=adds, parts=parts)
 
 
-def _kernels(tokens: range) -> PreparedLinears[WgmmaConfig]:
+def _choose_gated(num_tokens: int, matrix: Matrix) -> WgmmaConfig | None:
+    is_large = matrix.activation and 2 * matrix.N * matrix.K >= _LARGE_GATED
+    return _choose(num_tokens, matrix) if is_large else None
+
+
+def _kernels(
+    tokens: range, choose: Callable[[int, Matrix], WgmmaConfig | None]
+) -> PreparedLinears[WgmmaConfig]:
     return PreparedLinears(
-        SOURCE, _ARCH, tokens, token_width, _choose, _defines, lambda *variant: _load(*variant)
+        SOURCE, _ARCH, tokens, token_width, choose, _defines, lambda *variant: _load(*variant)
     )
 
 
-WGMMA = _kernels(range(_MIN_M, _MAX_M + 1))
-WGMMA_GATED = _kernels(range(_MAX_M + 1, MAX_TOKENS + 1))  # prepared for gated matrices alone
+WGMMA = _kernels(range(_MIN_M, _MAX_M + 1), _choose)
+WGMMA_GATED = _kernels(range(_MAX_M + 1, MAX_TOKENS + 1), _choose_gated)

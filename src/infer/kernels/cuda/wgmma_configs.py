@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-MAX_TOKENS = 256
+MAX_TOKENS = 128
 
 _WIDTHS = (16, 32, 48, 64, 96, 128)  # tokens of a block: each of them is compiled once more
 _CHUNK = 64  # columns of a stage
@@ -57,9 +57,9 @@ class WgmmaConfig:
         """Of W, that are copied at once: of a gated layer first the gate's, then those of `up`."""
         return self.rows // 2 if gated else self.rows
 
-    def num_blocks(self, M: int, N: int, *, gated: bool) -> int:
+    def num_blocks(self, N: int, *, gated: bool) -> int:
         """Of a launch."""
-        return self.num_tiles(N, gated=gated) * -(-M // self.width) * self.split
+        return self.num_tiles(N, gated=gated) * self.split
 
     @property
     def num_threads(self) -> int:
@@ -76,9 +76,8 @@ class WgmmaConfig:
 
 
 def token_width(num_tokens: int) -> int:
-    """The tokens of a block where there are this many, or of each of two."""
-    half = num_tokens if num_tokens <= _WIDTHS[-1] else -(-num_tokens // 2)
-    return next(width for width in _WIDTHS if half <= width)
+    """The tokens of a block that multiplies this many."""
+    return next(width for width in _WIDTHS if num_tokens <= width)
 
 
 @functools.lru_cache(maxsize=1024)
