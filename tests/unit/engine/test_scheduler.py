@@ -58,11 +58,11 @@ def test_prompts_come_in_small_pieces_while_somebody_decodes() -> None:
 
 
 def test_one_long_prompt_is_no_backlog(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.engine.scheduler.BACKLOG_TOKENS", 64)
+    monkeypatch.setattr("infer.engine.scheduler.BACKLOG_TOKENS", 30)
     world = make_world(mixed_prefill_tokens=2, max_batch_size=8, max_num_batched_tokens=64)
     world.add("a", prompt_of(2), max_tokens=30)
     step(world)
-    world.add("b", prompt_of(100, start=50))
+    world.add("b", prompt_of(50, start=50))
     assert step(world) == {"a": (2, 3), "b": (0, 2)}, "long, but nobody waits behind it"
     assert step(world) == {"a": (3, 4), "b": (2, 4)}
     world.add("c", prompt_of(20, start=200))
