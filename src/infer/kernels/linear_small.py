@@ -13,12 +13,14 @@ product is built for large M and reaches a third of it on small models.
 
     M <= 8      of small models on Hopper: tensor cores, the
                 weights asked for before the wait                  cuda/linear_ahead.py
+    M <= 64     of all others, and large gates of M <= 128: the
+                same, through shared memory                        cuda/linear_wgmma.py
     M = 1       dot products, the norm folded in                   linear_kernels.gemv_kernel
     M <= 4      the same without the norm where that is faster, or
     M <= 128    tensor cores, W on the left, K split in order      linear_kernels.skinny_kernel
     above       the library (F.linear), then `gated_activation`
 
-The first is for matrices that were prepared for it, all of a model's layers or none (`linear_ahead.prepare`).
+The first two are for matrices that were prepared for them (layers/prepare.py), all of a model's or none.
 Which of the others a number of tokens gets is looked up for each shape of W (linear_configs.py). With two
 tokens already, every program's own norm costs more than one launch for all of them. It is cheapest where the
 sum is made: a matrix that writes into the residual stream (`linear_into`) adds and multiplies with the norm's
@@ -165,6 +167,8 @@ def can_add(x_MK: torch.Tensor, w_NK: torch.Tensor, reader_w: torch.Tensor, *, g
     writer, reader = _plan(x_MK, w_NK, gated=False), _plan(x_MK, reader_w, gated=gated)
     if isinstance(writer, GemvConfig) or writer is None:
         return False
+    if isinstance(reader, WgmmaConfig) and len(x_MK) not in WGMMA.tokens:
+        return False  # prepared for what is normalised already
     if not isinstance(reader, SkinnyConfig):
         return isinstance(reader, TilePlan)  # those in CUDA C++ read any number of parts
     return block_of_parts(writer.num_parts(len(w_NK))) * max(bucket(len(x_MK)), 16) <= MAX_SQUARES

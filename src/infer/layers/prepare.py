@@ -29,7 +29,9 @@ def prepare_linears(layers: Iterable[nn.Module], head: Linear, device: torch.dev
     if not matrices:
         return
     AHEAD.prepare(matrices, device)
-    WGMMA.prepare([*matrices, Matrix(*head.weight.shape)] if _is_plain(head) else matrices, device)
+    to_logits = Matrix(*head.weight.shape)
+    has_head = _is_plain(head) and WGMMA.choose(WGMMA.tokens[-1], to_logits) is not None
+    WGMMA.prepare([*matrices, to_logits] if has_head else matrices, device)
     WGMMA_GATED.prepare([matrix._replace(reads=False) for matrix in matrices if matrix.activation], device)
 
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from infer import LLM, SamplingParams
-from infer.kernels import linear_small
+from infer.kernels import dispatch, linear_small
 from infer.kernels.cuda import build, linear_ahead, prepared_linears
 from infer.kernels.cuda.ahead_configs import AheadConfig, can_launch, choose_config
 from infer.kernels.cuda.linear_ahead import AHEAD
 from infer.kernels.cuda.linear_wgmma import WGMMA, WGMMA_GATED
 from infer.kernels.cuda.prepared_linears import Matrix, PreparedLinears
 from infer.kernels.linear_configs import GemvConfig, SkinnyConfig
-from infer.layers.linear import set_invariant
+from infer.layers.linear import Linear, set_invariant
 from infer.layers.prepare import matrices_of, prepare_linears
 from infer.models.model import Model
 from infer.models.registry import get_family
@@ -255,6 +255,26 @@ def test_each_kernel_is_prepared_for_what_it_is_good_at(monkeypatch: pytest.Monk
     assert asked[id(AHEAD)] == layers
     assert asked[id(WGMMA)] == [*layers, Matrix(Sizes().vocab_size, Sizes().hidden_size)]
     assert asked[id(WGMMA_GATED)] == [gate._replace(reads=False)]
+
+
+def test_a_head_that_does_not_fit_stays_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token more than a multiple of 8: the layers do not suffer for it."""
+    model = make_model("llama")
+    asked: dict[int, list[Matrix]] = {}
+    monkeypatch.setattr(
+        PreparedLinears, "prepare", lambda self, matrices, _: asked.__setitem__(id(self), matrices)
+    )
+    head = Linear(Sizes().hidden_size, 1001, bias=False).bfloat16()
+    prepare_linears(model.layers, head, GPU)
+    assert asked[id(WGMMA)] == matrices_of(model.layers)
+
+
+@pytest.mark.parametrize(("num_sms", "is_for"), [(132, True), (144, True), (114, False), (16, False)])
+def test_the_cuts_are_for_whole_hoppers(num_sms: int, is_for: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(dispatch, "num_sms", lambda _: num_sms)
+    assert prepared_linears.is_for(GPU) == is_for
 
 
 def test_an_engine_prepares_the_layers_of_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

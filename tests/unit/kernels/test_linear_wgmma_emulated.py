@@ -33,7 +33,7 @@ SHORT = 136  # three chunks: fewer
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
     monkeypatch.setattr(linear_wgmma, "_load", lambda defines, *_: EmulatedLaunch(defines))
-    monkeypatch.setattr(tensor_map, "_encode", lambda: encode_tiled)
+    monkeypatch.setattr(tensor_map, "encoder", lambda: encode_tiled)
     linear_wgmma._kernel.cache_clear()
     with nan_in_fresh_memory():
         yield

@@ -148,7 +148,7 @@ def test_the_driver_is_told_of_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None
         told.append(arguments)
         return 0
 
-    monkeypatch.setattr(tensor_map, "_encode", lambda: encode)
+    monkeypatch.setattr(tensor_map, "encoder", lambda: encode)
     argument = TensorMap()
     assert ctypes.sizeof(argument) == 128
     for boxes, dtype in ((BOXES, 9), (BOXES._replace(dtype=torch.float16), 6)):
@@ -176,7 +176,7 @@ ODD_ADDRESS, ODD_ROWS = BOXES._replace(address=(1 << 40) + 8), BOXES._replace(ro
 @pytest.mark.parametrize("odd_one", [ODD_ADDRESS, ODD_ROWS, BOXES._replace(box_rows=264)], ids=str)
 def test_a_matrix_that_the_driver_refuses(odd_one: Boxes, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor map that was there before stays as it was."""
-    monkeypatch.setattr(tensor_map, "_encode", lambda: encode_tiled)
+    monkeypatch.setattr(tensor_map, "encoder", lambda: encode_tiled)
     argument = TensorMap()
     argument.value = BOXES
     before = bytes(argument)

@@ -186,13 +186,14 @@ def first_error(log: str) -> str:
 
 
 @functools.cache
-def _driver() -> Any:
+def driver() -> Any:
+    """The library that PyTorch's own calls end in."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 def _reason(code: int) -> str:
     reason = ctypes.c_char_p()
-    _driver().cuGetErrorString(code, ctypes.byref(reason))
+    driver().cuGetErrorString(code, ctypes.byref(reason))
     return (reason.value or b"unknown error").decode()
 
 
@@ -208,7 +209,7 @@ class LoadedKernels:
     def __init__(self, cubin: bytes) -> None:
         torch.cuda.synchronize()  # a thread's first call binds it to PyTorch's context, which modules live in
         self._module = ctypes.c_void_p()
-        code = _driver().cuModuleLoadData(ctypes.byref(self._module), cubin)
+        code = driver().cuModuleLoadData(ctypes.byref(self._module), cubin)
         if code in _NOT_FOR_THIS_DRIVER:
             raise BuildError(f"the driver does not load what was compiled: {_reason(code)}")
         _check(code, "loading kernels")
@@ -219,7 +220,7 @@ class LoadedKernels:
         if name not in self._functions:
             function = ctypes.c_void_p()
             _check(
-                _driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()),
+                driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()),
                 f"finding {name}",
             )
             self._functions[name] = function
@@ -231,7 +232,7 @@ class LoadedKernels:
         """A launch to be repeated with arguments of these types; with more shared memory than it declares."""
         function = self.function(name)
         if shared_bytes:
-            code = _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
+            code = driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
             _check(code, f"giving {name} {shared_bytes} bytes of shared memory")
         return PreparedLaunch(
             function, num_threads, types, starts_early=starts_early, shared_bytes=shared_bytes
@@ -296,9 +297,7 @@ class PreparedLaunch:
                 value.value = argument
             self._config.grid[0] = num_blocks
             self._config.stream = stream
-            code = _driver().cuLaunchKernelEx(
-                ctypes.byref(self._config), self._function, self._pointers, None
-            )
+            code = driver().cuLaunchKernelEx(ctypes.byref(self._config), self._function, self._pointers, None)
         _check(code, "launching a kernel")
 
 

@@ -100,7 +100,8 @@ __device__ __forceinline__ void receive(unsigned long long* barrier) {
                  ::"r"((u32)__cvta_generic_to_shared(barrier)) : "memory");
 }
 
-__device__ __forceinline__ void arrive_in_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;"); }
+// What was read of other blocks has come by then: it was used for what is stored, and no store moves below this.
+__device__ __forceinline__ void arrive_in_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 

@@ -20,7 +20,7 @@ import torch
 from infer.kernels import dispatch
 from infer.kernels.cuda import build
 from infer.kernels.cuda.prepared_linears import ACTIVATIONS, Defines, Matrix, PreparedLinears, cubin
-from infer.kernels.cuda.tensor_map import Boxes, TensorMap
+from infer.kernels.cuda.tensor_map import Boxes, TensorMap, encoder
 from infer.kernels.cuda.wgmma_configs import MAX_TOKENS, WgmmaConfig, choose_config, token_width
 from infer.kernels.linear_stream import Added, Stream
 
@@ -80,6 +80,7 @@ def launch(
     (M, K), N = x_MK.shape, y_MN.shape[1]
     assert w.shape[1] == K and w.is_contiguous(), f"{w.shape} with strides {w.stride()}"
     assert x_MK.stride(1) == 1 and x_MK.dtype == w.dtype, (x_MK.stride(), x_MK.dtype, w.dtype)
+    assert not (x_MK.stride(0) % 8 or x_MK.data_ptr() % 16 or w.data_ptr() % 16), "pieces of 16 bytes"
     assert config.width >= M, f"{M} tokens with {config}"
     kernel = _kernel(
         config, x_MK.dtype, activation, bias_N is not None, into is not None,
@@ -89,6 +90,7 @@ def launch(
     squares = y_MN if added is None else added.squares_PM
     if into is not None:
         (residual, gain, offset), (total, _, squares) = into
+        assert residual.stride(0) % 2 == 0 and gain.dtype == x_MK.dtype, (residual.stride(), gain.dtype)
     gated = bool(activation)
     kernel(
         config.num_blocks(N, gated=gated),
@@ -118,6 +120,7 @@ def _kernel(
 
 @functools.cache
 def _load(defines: Defines, device: int, starts_early: bool) -> build.PreparedLaunch:
+    encoder()  # without one, nothing of this can be launched
     known = dict(defines)
     config = WgmmaConfig(*(known[name] for name in ("TOKENS", "ROWS", "STAGES", "SPLIT", "BLOCKS")))
     with torch.cuda.device(device):

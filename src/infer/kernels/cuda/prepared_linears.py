@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -32,7 +33,10 @@ Defines = tuple[tuple[str, int], ...]
 Shape = tuple[int, int, int, int, bool]  # device, bucket of tokens, N, K, gated
 Config = TypeVar("Config")
 
+NUM_SMS = 132  # multiprocessors of an H100 or H200
+
 _MAX_COMPILERS = 8
+_LONG_SECONDS = 1.0  # to compile; what was kept on disk takes less
 
 
 class Matrix(NamedTuple):
@@ -82,9 +86,11 @@ class PreparedLinears(Generic[Config]):
             for matrix in matrices:
                 config = self.choose(num_tokens, matrix)
                 if config is None:
+                    logger.debug("%s is not for a matrix of %d by %d", self.source.name, matrix.N, matrix.K)
                     return False
                 chosen[index, bucket, matrix.N, matrix.K, bool(matrix.activation)] = config
                 variants |= dict.fromkeys(self._variants_of(matrix, config, bucket))
+        start = time.perf_counter()
         try:
             with ThreadPoolExecutor(min(_MAX_COMPILERS, os.cpu_count() or 1)) as pool:
                 list(pool.map(functools.partial(cubin, self.source, self.arch), variants))
@@ -97,6 +103,8 @@ class PreparedLinears(Generic[Config]):
                 first, last, self.source.name, error,
             )  # fmt: skip
             return False
+        if (seconds := time.perf_counter() - start) > _LONG_SECONDS:
+            logger.info("%d variants of %s took %.1f s", len(variants), self.source.name, seconds)
         self.ready.update(chosen)
         return True
 
@@ -117,10 +125,11 @@ def are_pieces(x_MX: torch.Tensor, w: torch.Tensor) -> bool:
 
 
 def is_for(device: torch.device) -> bool:
-    """Hopper: clusters, the launch ahead of time, the copy engine, and what was measured."""
+    """Hopper, whole: clusters, the launch ahead of time, the copy engine, and what the cuts are made for."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
+    is_hopper = torch.cuda.get_device_capability(device) == (9, 0)
+    return is_hopper and dispatch.num_sms(device) >= NUM_SMS
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from infer.errors import DeviceLost
+from infer.kernels.cuda import build
 
 BOX_COLUMNS = 64
 
@@ -44,7 +45,7 @@ class TensorMap(ctypes.Structure):
         strides = (ctypes.c_uint64 * 1)(boxes.row_bytes)
         box = (ctypes.c_uint32 * 2)(BOX_COLUMNS, boxes.box_rows)
         steps = (ctypes.c_uint32 * 2)(1, 1)
-        code = _encode()(
+        code = encoder()(
             ctypes.c_void_p(aligned), _DTYPES[boxes.dtype], 2, ctypes.c_void_p(boxes.address),
             sizes, strides, box, steps, 0, _SWIZZLE_128B, _PROMOTE_TO_256B, 0,
         )  # fmt: skip
@@ -56,5 +57,9 @@ class TensorMap(ctypes.Structure):
 
 
 @functools.cache
-def _encode() -> Any:
-    return ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+def encoder() -> Any:
+    """The driver's function; BuildError where it is older than that."""
+    try:
+        return build.driver().cuTensorMapEncodeTiled
+    except AttributeError:
+        raise build.BuildError("the driver knows no tensor maps; update it") from None
