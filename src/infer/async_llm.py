@@ -4,8 +4,9 @@
         async for piece in llm.stream("Once upon a time"):
             print(piece.text, end="", flush=True)
 
-Every call is a request of its own; the engine batches whatever is there at each step. Leaving an
-iterator, cancelling its task, or `abort(request_id)` ends the request before the next step.
+Every call is a request of its own, with one prompt and one answer: `asyncio.gather` makes several. The
+engine batches whatever is there at each step. Leaving an iterator, cancelling its task, or
+`abort(request_id)` ends the request before the next step.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from infer.embeddings import open_embeddings
 from infer.engine.client import EngineClient, InProcessClient
 from infer.engine.observer import EngineObserver
 from infer.engine.request import Request
-from infer.errors import EngineError
-from infer.front import Conversation, Prompt, RequestOptions, read_prompt
+from infer.errors import EngineError, EngineStopped
+from infer.front import Conversation, Prompt, RequestOptions, check_single, read_prompt
 from infer.llm import TextModel
 from infer.outputs import OutputBuilder, RequestOutput, TextDelta, check_streams
 from infer.sampling.params import SamplingParams
@@ -40,7 +41,7 @@ class AsyncLLM(TextModel):
         **knobs: Any,
     ) -> None:
         engine = self._open_engine(model, knobs, observer, show_progress=show_progress)
-        self.client: EngineClient = InProcessClient(engine)
+        self._client: EngineClient | None = InProcessClient(engine)  # None: closed
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -51,8 +52,17 @@ class AsyncLLM(TextModel):
         await self.close()
 
     async def close(self) -> None:
-        """Stop the engine; requests still running end with `EngineStopped`."""
-        await self.client.close()
+        """Stop the engine and let go of it; requests still running, and later calls, get `EngineStopped`."""
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+    @property
+    def client(self) -> EngineClient:
+        """The way to what computes; gone once this is closed."""
+        if self._client is None:
+            raise EngineStopped("this AsyncLLM was closed; make another one")
+        return self._client
 
     async def encode(self, text: str) -> list[int]:
         """The ids of a plain prompt; in a thread, as a long text takes its time."""
@@ -66,6 +76,7 @@ class AsyncLLM(TextModel):
         template_options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The ids of a conversation, ready for the assistant's answer; rendered and tokenized in a thread."""
+        check_single(messages)
         return await asyncio.to_thread(
             self.front.encode_chat, messages, tools=tools, template_options=template_options
         )
@@ -134,6 +145,7 @@ class AsyncLLM(TextModel):
         self, prompt: Prompt, *, pooling: str | None = None, normalize: bool | None = None
     ) -> list[float]:
         """The vector of a text or of token ids, between two steps of the others; see `LLM.embed`."""
+        check_single(prompt)
         given = read_prompt(prompt)
         job = await asyncio.to_thread(
             open_embeddings, self.front, [given], pooling=pooling, normalize=normalize
@@ -179,6 +191,7 @@ class AsyncLLM(TextModel):
         *,
         is_chat: bool,
     ) -> tuple[Request, OutputBuilder]:
+        check_single(prompt)
         request = await asyncio.to_thread(self.front.make_request, prompt, params, request_id, **options)
         text = prompt if isinstance(prompt, str) else None
         return request, OutputBuilder(request, self.front.tokenizer, text, is_chat=is_chat)

@@ -187,6 +187,16 @@ def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(cast("Sequence[Prompt]", given))
 
 
+def check_single(given: object) -> None:
+    """Refuse a list of prompts or conversations where one is answered; token ids and messages are one."""
+    items = given.tolist() if hasattr(given, "tolist") else given
+    if isinstance(items, list | tuple) and items and isinstance(items[0], str | list | tuple):
+        raise RequestError(
+            f"AsyncLLM takes one prompt per call, got a list of {len(items)}; use asyncio.gather",
+            param="prompt",
+        )
+
+
 def as_conversations(messages: Conversation | Sequence[Sequence[Message]]) -> list[Conversation]:
     """One conversation or several? A text and a list of messages are one."""
     message = '{"role": "user", "content": "..."}'

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from infer import LLM, AsyncLLM, SamplingParams
-from infer.errors import RequestError
+from infer.errors import EngineStopped, RequestError
 
 PROMPTS = [f"the {word} of the story is" for word in ("end", "start", "middle", "point", "moral")]
-KNOBS = {"dtype": "float32", "num_blocks": 64, "block_size": 4, "num_threads": 1}
+KNOBS: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "block_size": 4, "num_threads": 1}
 
 
 def test_many_callers_get_what_they_would_get_alone(checkpoint: str) -> None:
@@ -75,5 +77,50 @@ def test_what_cannot_stream_says_so(checkpoint: str) -> None:
         async with AsyncLLM(checkpoint, **KNOBS) as llm:
             with pytest.raises(RequestError, match="cannot stream"):
                 await anext(llm.stream(PROMPTS[0], SamplingParams(n=1, best_of=2)))
+
+    asyncio.run(main())
+
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+SEVERAL: list[tuple[Callable[[Any], Awaitable[Any]], int]] = [
+    (lambda llm: llm.generate(["a", "b"]), 2),
+    (lambda llm: llm.generate([[1, 2, 3]]), 1),
+    (lambda llm: anext(llm.stream(["a", "b"])), 2),
+    (lambda llm: llm.chat(["a", "b", "c"]), 3),
+    (lambda llm: llm.chat([MESSAGES, MESSAGES]), 2),
+    (lambda llm: anext(llm.stream_chat([MESSAGES])), 1),
+    (lambda llm: llm.embed(("a", "b")), 2),
+]
+
+
+def test_several_prompts_are_told_to_come_one_by_one(checkpoint: str) -> None:
+    async def main() -> None:
+        async with AsyncLLM(checkpoint, **KNOBS) as llm:
+            for call, number in SEVERAL:
+                says = f"AsyncLLM takes one prompt per call, got a list of {number}; use asyncio.gather"
+                with pytest.raises(RequestError, match=says):
+                    await call(llm)
+            one = SamplingParams(max_tokens=1)
+            for prompt in ([1, 2, 3], (1,), "text"):
+                assert len((await llm.generate(prompt, one)).token_ids) == 1
+            assert len((await llm.chat(MESSAGES, one)).token_ids) == 1
+
+    asyncio.run(main())
+
+
+def test_a_closed_model_says_so(checkpoint: str) -> None:
+    async def main() -> None:
+        llm = AsyncLLM(checkpoint, **KNOBS)
+        await llm.close()
+        await llm.close()
+        calls: list[Callable[[], Awaitable[Any]]] = [
+            lambda: llm.generate("x"),
+            lambda: anext(llm.stream("x")),
+            lambda: llm.chat("x"),
+            lambda: llm.embed("x"),
+        ]
+        for call in calls:
+            with pytest.raises(EngineStopped, match="this AsyncLLM was closed; make another one"):
+                await call()
 
     asyncio.run(main())
