@@ -4,10 +4,11 @@
 
 The port is taken before models are loaded, so that a second server on it fails at once and not after a
 minute, and whoever watches sees "starting" instead of a refused connection. Only a model that cannot be
-found is refused earlier still: who will never be ready should not listen. After SIGTERM or Ctrl-C new
-requests get 503, running ones have `drain_timeout` seconds to end and are then cut off with an error; a
-second signal exits at once. If a model cannot be loaded the server ends with that error, and if every engine
-is down for good it ends with `EngineLost`: whoever watches the process starts it again.
+found, and knobs that the device cannot have, are refused earlier still: who will never be ready should not
+listen. After SIGTERM or Ctrl-C new requests get 503, running ones have `drain_timeout` seconds to end and are
+then cut off with an error; a second signal exits at once. If a model cannot be loaded the server ends with
+that error, and if every engine is down for good it ends with `EngineLost`: whoever watches the process starts
+it again.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import uvicorn
 
 from infer.config import EngineConfig, ServerConfig
 from infer.errors import ConfigError, EngineLost
+from infer.loader.load import choose_device
 from infer.loader.source import check_model
 from infer.server.app import build_app
 from infer.server.connection import GuardedConnection
@@ -62,8 +64,22 @@ def serve(
     """Serve these models until a signal comes; `announce` is told the URL once requests are welcome."""
     for engine in models.values():
         check_model(engine.load.model, revision=engine.load.revision)
+        _check_device(engine)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(run(models, config, announce=announce))
+
+
+def _check_device(config: EngineConfig) -> None:
+    """Refuse a device that is not there, and what was asked for and cannot be had on it."""
+    device = choose_device(config.load.device)
+    steps = config.run
+    is_asked = steps.use_cuda_graphs or steps.use_overlap or steps.use_cpu_program
+    if is_asked or config.cache.attention_backend != "auto":
+        from infer.engine.build import (
+            check_steps,
+        )  # a server whose engines are processes has no other use for it
+
+        check_steps(config, device)
 
 
 async def run(
