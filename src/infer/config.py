@@ -107,7 +107,9 @@ class CacheConfig:
     block_size: int = knob(16, "tokens per KV-cache block")
     num_blocks: int | None = knob(None, "KV-cache blocks; default: what kv_cache_memory holds")
     kv_cache_memory: str | None = knob(
-        None, "memory for the KV cache, such as 512MiB or 4GiB; default: chosen from what is free"
+        None,
+        "memory for the KV cache, such as 512MiB or 4GiB; default: chosen from what is free",
+        is_size=True,
     )
     num_host_blocks: int = knob(0, "blocks in host memory for sequences preempted by swapping; 0: never swap")
     use_prefix_caching: bool = knob(
@@ -304,7 +306,7 @@ class ServerConfig:
     )
     tls_cert: str | None = knob(None, "PEM certificate: serve HTTPS", aliases=("ssl-certfile",))
     tls_key: str | None = knob(None, "PEM key of tls_cert", aliases=("ssl-keyfile",))
-    max_body_size: str = knob("8MiB", "largest request body")
+    max_body_size: str = knob("8MiB", "largest request body", is_size=True)
     max_prompts: int = knob(256, "prompts in one completion request")
     max_n: int = knob(16, "outputs (n, best_of or beams) of one prompt")
     request_timeout: float = knob(600.0, "seconds after which a request ends with an error")

@@ -26,9 +26,11 @@ def knob(
     *,
     choices: tuple[str, ...] = (),
     aliases: tuple[str, ...] = (),
+    is_size: bool = False,
 ) -> Any:
     """Declare a field that people may set; `aliases` are extra flag names, without the dashes."""
-    return field(default=default, metadata={"help": help, "choices": choices, "aliases": aliases})
+    metadata = {"help": help, "choices": choices, "aliases": aliases, "is_size": is_size}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,7 @@ class KnobRow:
     choices: tuple[str, ...]
     aliases: tuple[str, ...]
     is_many: bool = False  # a tuple: the flag may be given several times
+    is_size: bool = False  # a text that `parse_bytes` reads; a number stands for its digits
 
 
 def knob_rows(section: str, section_type: type) -> list[KnobRow]:
@@ -85,6 +88,8 @@ def parse_knob(row: KnobRow, value: Any) -> Any:
         return tuple(values)
     if row.kind is str and isinstance(value, os.PathLike):
         value = os.fspath(value)
+    if row.is_size and isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)  # whether it needs a unit is for the section to say
     if not isinstance(value, row.kind) or (row.kind is int and isinstance(value, bool)):
         raise ConfigError(f"{row.name} must be {row.kind.__name__}, got {value!r}")
     return value

@@ -82,7 +82,10 @@ def test_who_knows_a_knob_by_another_name_is_told_this_one(given: str, meant: st
         ({"kv_cache_memory": "0.4b"}, "kv_cache_memory must be a size above 0"),
         ({"kv_cache_memory": "9" * 400}, "kv_cache_memory must be a size above 0"),
         ({"seed": "1"}, "seed must be int, got '1'"),
-        ({"kv_cache_memory": 512}, "kv_cache_memory must be str, got 512"),
+        ({"kv_cache_memory": 512}, "kv_cache_memory needs a unit, such as 512MiB or 512GiB, got '512'"),
+        ({"kv_cache_memory": 1.5}, "kv_cache_memory needs a unit, such as 1.5MiB or 1.5GiB"),
+        ({"kv_cache_memory": -1}, "kv_cache_memory must be a size above 0"),
+        ({"kv_cache_memory": True}, "kv_cache_memory must be str, got True"),
         ({"device": 5}, "device must be str, got 5"),
         ({"kv_cache_memory": "4"}, "kv_cache_memory needs a unit, such as 4MiB or 4GiB, got '4'"),
         ({"kv_cache_memory": " 1.5 "}, "needs a unit, such as 1.5MiB or 1.5GiB"),
@@ -99,6 +102,15 @@ def test_an_impossible_value_is_refused(knobs: dict[str, object], message: str) 
 )
 def test_a_size_has_a_unit_or_many_digits(text: str, size: int) -> None:
     assert parse_bytes(text) == size
+
+
+def test_a_size_without_a_unit_may_come_as_a_number(tmp_path: Path) -> None:
+    assert EngineConfig.from_knobs(kv_cache_memory=2**30).cache.kv_cache_memory == str(2**30)
+    path = tmp_path / "knobs.yaml"
+    path.write_text("max_body_size: 4\n")
+    knobs = read_config_file(path, knob_table(with_server=True))
+    with pytest.raises(ConfigError, match="max_body_size needs a unit, such as 4MiB or 4GiB, got '4'"):
+        ServerConfig(**knobs)
 
 
 def test_a_server_gives_no_more_outputs_than_any_request_may_ask_for() -> None:
