@@ -36,6 +36,7 @@ COMMANDS = {
     "/save": "FILE  write the conversation to a JSON file",
     "/exit": "leave (so does Ctrl-D)",
 }
+ALIASES = {"/clear": "/reset", "/quit": "/exit", "/bye": "/exit"}  # what other programs call them
 
 EXAMPLES = """\
 examples:
@@ -171,7 +172,8 @@ def _answer_line(conversation: Conversation, text: str, *, shows_stats: bool) ->
 
 def run_command(conversation: Conversation, line: str) -> bool:
     """Do what a line that starts with a slash says; returns whether the conversation goes on."""
-    name, _, rest = line.partition(" ")
+    given, _, rest = line.partition(" ")
+    name = ALIASES.get(given, given)
     argument = rest.strip()
     if name == "/exit":
         return False
@@ -186,7 +188,7 @@ def run_command(conversation: Conversation, line: str) -> bool:
     elif name == "/save":
         _save(conversation, argument)
     else:
-        notice(f"no command {name!r}{closest(name, COMMANDS) or '; /help lists them'}")
+        notice(f"no command {name!r}{closest(name, COMMANDS, aliases=ALIASES) or '; /help lists them'}")
     return True
 
 

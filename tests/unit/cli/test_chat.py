@@ -31,6 +31,7 @@ def test_each_line_of_a_pipe_is_a_message_and_the_model_sees_all_before_it(infer
 def test_reset_forgets_the_turns_and_keeps_the_system_message(infer: Infer) -> None:
     outcome = infer("chat", "--system", "be kind", stdin="one\n/reset\ntwo\n")
     assert outcome.llm.chats[-1] == [{"role": "system", "content": "be kind"}, user("two")]
+    assert infer("chat", stdin="one\n/clear\ntwo\n").llm.chats[-1] == [user("two")]
 
 
 def test_system_replaces_the_system_message_and_removes_it(infer: Infer) -> None:
@@ -39,8 +40,9 @@ def test_system_replaces_the_system_message_and_removes_it(infer: Infer) -> None
     assert outcome.llm.chats[1][0] == user("one")
 
 
-def test_exit_leaves_before_the_next_line(infer: Infer) -> None:
-    outcome = infer("chat", stdin="/exit\none\n")
+@pytest.mark.parametrize("command", ["/exit", "/quit", "/bye"])
+def test_exit_leaves_before_the_next_line(infer: Infer, command: str) -> None:
+    outcome = infer("chat", stdin=f"{command}\none\n")
     assert (outcome.code, outcome.out, outcome.llm.chats) == (0, "", [])
 
 
