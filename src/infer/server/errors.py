@@ -90,6 +90,12 @@ ROUTES = frozenset(  # what a hint may send a client to
     }
 )
 
+FOREIGN_ROUTES = {  # of another program's own API: what does the same here
+    "/api/chat": "/v1/chat/completions",
+    "/api/generate": "/v1/completions",
+    "/api/embed": "/v1/embeddings",
+    "/api/tags": "/v1/models",
+}
 
 _SHOWN = reprlib.Repr()
 _SHOWN.maxlevel = 2
@@ -214,7 +220,9 @@ def install_error_handlers(app: FastAPI) -> None:
         message = str(error.detail)
         path, allowed = http.scope["path"][:100], (error.headers or {}).get("Allow")
         if error.status_code == 404:
-            message = f"there is no route {http.method} {path}{closest(path, sorted(ROUTES))}"
+            hint = closest(path, sorted(ROUTES), aliases=FOREIGN_ROUTES)
+            hint = hint or "; GET /openapi.json lists the routes"
+            message = f"there is no route {http.method} {path}{hint}"
         elif error.status_code == 405:
             message = f"{path} does not take {http.method}" + (f"; it takes {allowed}" if allowed else "")
         return ApiError(status=error.status_code, message=message, headers=error.headers or {}).response()

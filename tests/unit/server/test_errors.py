@@ -228,11 +228,17 @@ def test_an_unknown_route_and_method_answer_in_the_same_form(wire: Wire) -> None
         ("/chat/completions", "; did you mean '/v1/chat/completions'?"),  # a base URL without /v1
         ("/v1/v1/chat/completions", "; did you mean '/v1/chat/completions'?"),
         ("/v1/embedding", "; did you mean '/v1/embeddings'?"),
-        ("/v1/responses", ""),
+        ("/api/chat", "; did you mean '/v1/chat/completions'?"),
+        ("/api/generate", "; did you mean '/v1/completions'?"),
+        ("/v1/responses", "; GET /openapi.json lists the routes"),
     ],
 )
 def test_a_route_that_is_nearly_right_is_told_the_right_one(wire: Wire, path: str, meant: str) -> None:
     assert wire.post(path, {}).json()["error"]["message"] == f"there is no route POST {path}{meant}"
+
+
+def test_the_list_of_routes_is_where_a_hint_says(wire: Wire) -> None:
+    assert "/v1/chat/completions" in wire.get("/openapi.json").json()["paths"]
 
 
 def test_messages_hold_no_addresses_and_no_paths() -> None:
