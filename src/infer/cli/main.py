@@ -57,7 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `infer` with these arguments (default: those of the process) and return its exit code."""
     _replace_closed_streams()
     parser = build_parser()
-    args = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
+    args = parser.parse_args(words)
     if args.run is None:
         parser.print_help(sys.stderr)
         return 2

@@ -23,7 +23,12 @@ ELSEWHERE = {
     "pull": "fetch",
     "download": "fetch",
     "start": "serve",
+    "benchmark": "bench",
+    "version": "--version",
 }
+MODELS_HINT = (
+    "'infer fetch MODEL' gets a model and prints where it lies; a server lists its own at /v1/models"
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -46,9 +51,12 @@ class Parser(argparse.ArgumentParser):
         """Refuse a value that is not among the choices; argparse calls the commands of a parser such, too."""
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
             known = {name: name for name in action.choices}
-            known |= {name: ours for name, ours in ELSEWHERE.items() if ours in known}
+            here = {*action.choices, *self._option_string_actions}
+            known |= {name: ours for name, ours in ELSEWHERE.items() if ours in here}
             match = nearest(value, known)
             hint = f"did you mean {known[match]}?" if match else f"'{self.prog} --help' lists the commands"
+            if value in ("list", "ls", "models") and "fetch" in here:
+                hint = MODELS_HINT
             self.error(f"unknown command {value!r}; {hint}")
         super()._check_value(action, value)
 

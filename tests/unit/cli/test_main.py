@@ -17,6 +17,7 @@ from infer import __version__
 from infer.__main__ import main as open_door
 from infer.cli import fetch
 from infer.cli.interrupts import importing
+from infer.cli.parser import MODELS_HINT
 from infer.log import progress, setup_logging
 from tests.unit.cli.fake_llm import FakeLLM
 
@@ -29,6 +30,13 @@ def test_version_and_help_leave_with_success(infer: Infer) -> None:
     assert outcome.code == 0
     assert "generate" in outcome.out
     assert "chat" in outcome.out
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["bench", "serve"]])
+def test_help_is_a_command_too(infer: Infer, command: list[str]) -> None:
+    outcome = infer("help", *command)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out == infer(*command, "--help").out
 
 
 def test_no_command_shows_the_help_on_standard_error(infer: Infer) -> None:
@@ -45,6 +53,11 @@ def test_no_command_shows_the_help_on_standard_error(infer: Infer) -> None:
         (["serv"], "infer: error: unknown command 'serv'; did you mean serve?"),
         (["run", "hello"], "infer: error: unknown command 'run'; did you mean generate?"),
         (["pull"], "infer: error: unknown command 'pull'; did you mean fetch?"),
+        (["benchmark"], "infer: error: unknown command 'benchmark'; did you mean bench?"),
+        (["version"], "infer: error: unknown command 'version'; did you mean --version?"),
+        (["help", "serv"], "infer: error: unknown command 'serv'; did you mean serve?"),
+        (["list"], f"infer: error: unknown command 'list'; {MODELS_HINT}"),
+        (["models"], f"infer: error: unknown command 'models'; {MODELS_HINT}"),
         (
             ["bench", "pull"],
             "infer bench: error: unknown command 'pull'; 'infer bench --help' lists the commands",
