@@ -93,8 +93,14 @@ def run(args: argparse.Namespace) -> int:
         from infer.engine.memory_plan import find_headers, find_machine, plan_dtype, plan_memory
 
     load = config.load
+    try:
+        machine = find_machine(load.device, args.gpu_memory)
+    except ConfigError as error:
+        if "device" not in knobs:
+            raise
+        elsewhere = "plan for a GPU elsewhere with --gpu-memory 24GiB instead of --device"
+        raise ConfigError(f"{error}, or {elsewhere}") from None
     headers = find_headers(load.model, revision=load.revision, show_progress=True)
-    machine = find_machine(load.device, args.gpu_memory)
     plan = plan_memory(config, headers, machine, dtype=plan_dtype(config, headers, machine))
     write_out(json.dumps(to_json(plan), indent=2) + "\n" if args.json else to_text(plan, load.model))
     return 0

@@ -142,6 +142,16 @@ def test_a_gpu_of_a_few_bytes_is_a_unit_forgotten(infer: Infer, shape: Path) -> 
     assert infer("plan", str(shape), "--gpu-memory", str(24 * 2**30)).code == 0
 
 
+def test_a_gpu_that_is_not_here_can_be_planned_for_by_its_memory(infer: Infer, shape: Path) -> None:
+    outcome = infer("plan", str(shape), "--device", "cuda:99")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "device is 'cuda:99', but this machine has" in outcome.err
+    assert (
+        "; use cpu or auto, or plan for a GPU elsewhere with --gpu-memory 24GiB instead of --device"
+        in outcome.err
+    )
+
+
 @pytest.mark.parametrize(
     "knobs",
     [
