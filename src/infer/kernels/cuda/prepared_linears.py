@@ -35,7 +35,7 @@ Config = TypeVar("Config")
 
 NUM_SMS = 132  # multiprocessors of an H100 or H200
 
-_MAX_COMPILERS = 8
+_MAX_COMPILERS = 16
 _LONG_SECONDS = 1.0  # to compile; what was kept on disk takes less
 
 
