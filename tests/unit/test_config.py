@@ -7,6 +7,7 @@ import pytest
 
 from infer.config import MAX_SEQUENCES, EngineConfig, LoadConfig, ServerConfig, knob_table
 from infer.config_file import read_config_file
+from infer.engine.scheduler import BACKLOG_TOKENS
 from infer.errors import ConfigError, RequestError
 from infer.knobs import parse_bytes, parse_knob
 from infer.sampling.params import SamplingParams
@@ -25,6 +26,10 @@ def test_every_field_of_every_section_is_a_knob_with_help() -> None:
     table = knob_table()
     assert [(row.name, row.section) for row in table.values()] == expected
     assert all(len(row.help) > 10 and not row.help.endswith(".") for row in table.values())
+
+
+def test_the_help_of_mixed_prefill_tokens_has_the_scheduler_s_number() -> None:
+    assert f"more than {BACKLOG_TOKENS} wait" in knob_table()["mixed_prefill_tokens"].help
 
 
 def test_no_alias_hides_a_knob() -> None:
