@@ -69,7 +69,7 @@ from infer.kernels.linear_configs import (
     skinny_config,
 )
 from infer.kernels.linear_kernels import gemv_kernel, skinny_kernel
-from infer.kernels.linear_stream import Added, Stream
+from infer.kernels.linear_stream import Added, Around, Stream
 from infer.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 
 FOLD_NORM_MAX_M = 1
@@ -266,7 +266,7 @@ def launch(
     y_MN = torch.empty((len(x_MK), N), dtype=x_MK.dtype, device=x_MK.device) if out is None else out
     if not isinstance(plan, GemvConfig):
         assert norm is None, "tensor cores take what `linear_into` has left"
-        _launch_tiles(plan, x_MK, w, y_MN, bias_N=bias_N, activation=activation)
+        _launch_tiles(plan, x_MK, w, y_MN, Around(bias_N, activation))
         return y_MN
     M, K = _check_product(x_MK, w)
     residual = x_MK if norm is None or norm.residual is None else norm.residual
@@ -297,7 +297,7 @@ def launch_into(
     _check_sum(scaled_MN, stream.residual_MN)
     squares_PM = torch.empty((plan.num_parts(N), M), dtype=torch.float64, device=x_MK.device)
     added = Added(torch.empty_like(scaled_MN), scaled_MN, squares_PM)
-    _launch_tiles(plan, x_MK, w_NK, scaled_MN, bias_N=bias_N, into=(stream, added))
+    _launch_tiles(plan, x_MK, w_NK, scaled_MN, Around(bias_N, into=(stream, added)))
     return added
 
 
@@ -314,33 +314,21 @@ def launch_added(
     N = w.shape[0] // 2 if activation else w.shape[0]
     x_MK = added.scaled_MN
     y_MN = torch.empty((len(x_MK), N), dtype=x_MK.dtype, device=x_MK.device)
-    _launch_tiles(plan, x_MK, w, y_MN, bias_N=bias_N, activation=activation, added=added, eps=eps)
+    _launch_tiles(plan, x_MK, w, y_MN, Around(bias_N, activation, added=added, eps=eps))
     return y_MN
 
 
 def _launch_tiles(
-    plan: TilePlan,
-    x_MK: torch.Tensor,
-    w: torch.Tensor,
-    y_MN: torch.Tensor,
-    *,
-    bias_N: torch.Tensor | None = None,
-    activation: str = "",
-    into: tuple[Stream, Added] | None = None,
-    added: Added | None = None,
-    eps: float = 0.0,
+    plan: TilePlan, x_MK: torch.Tensor, w: torch.Tensor, y_MN: torch.Tensor, around: Around
 ) -> None:
     """By Triton's kernel or one of those in CUDA C++."""
     if isinstance(plan, AheadConfig):
-        linear_ahead.launch(
-            plan, x_MK, w, y_MN, bias_N=bias_N, activation=activation, into=into, added=added, eps=eps
-        )
+        linear_ahead.launch(plan, x_MK, w, y_MN, around)
         return
     if isinstance(plan, WgmmaConfig):
-        linear_wgmma.launch(
-            plan, x_MK, w, y_MN, bias_N=bias_N, activation=activation, into=into, added=added, eps=eps
-        )
+        linear_wgmma.launch(plan, x_MK, w, y_MN, around)
         return
+    bias_N, activation, into, added, eps = around
     (M, K), N = _check_product(x_MK, w), y_MN.shape[1]
     stream, result = into or (Stream(x_MK, x_MK, 0.0), added or Added(x_MK, x_MK, x_MK))
     split_len = -(-K // plan.block_k // plan.split_k) * plan.block_k

@@ -26,3 +26,13 @@ class Stream(NamedTuple):
     residual_MN: torch.Tensor
     norm_weight_N: torch.Tensor
     offset: float
+
+
+class Around(NamedTuple):
+    """What stands before and behind a product."""
+
+    bias_N: torch.Tensor | None = None
+    activation: str = ""  # of a gated matrix
+    into: tuple[Stream, Added] | None = None  # what the result is added to, and where the sum goes
+    added: Added | None = None  # whose `scaled_MN` x is: its norm is to be finished
+    eps: float = 0.0  # of that norm

@@ -21,8 +21,15 @@ import torch
 from infer.kernels import dispatch
 from infer.kernels.cuda import build
 from infer.kernels.cuda.ahead_configs import AheadConfig, choose_config, token_tiles
-from infer.kernels.cuda.prepared_linears import ACTIVATIONS, Defines, Matrix, PreparedLinears, cubin
-from infer.kernels.linear_stream import Added, Stream
+from infer.kernels.cuda.prepared_linears import (
+    ACTIVATIONS,
+    Defines,
+    Matrix,
+    PreparedLinears,
+    cubin,
+    outer_arguments,
+)
+from infer.kernels.linear_stream import Around
 
 AHEAD_MAX_M = 8
 SOURCE = Path(__file__).with_name("linear_ahead.cu")
@@ -72,36 +79,19 @@ def defines_of(
 
 
 def launch(
-    config: AheadConfig,
-    x_MK: torch.Tensor,
-    w: torch.Tensor,
-    y_MN: torch.Tensor,
-    *,
-    bias_N: torch.Tensor | None = None,
-    activation: str = "",
-    into: tuple[Stream, Added] | None = None,
-    added: Added | None = None,
-    eps: float = 0.0,
+    config: AheadConfig, x_MK: torch.Tensor, w: torch.Tensor, y_MN: torch.Tensor, around: Around
 ) -> None:
-    """Fill `y_MN` and what `into` is to receive, all of it allocated by `linear_small.py`."""
+    """Fill `y_MN` and what `around.into` is to receive, all of it allocated by `linear_small.py`."""
     (M, K), N = x_MK.shape, y_MN.shape[1]
-    assert w.shape[1] == K and w.is_contiguous(), f"{w.shape} with strides {w.stride()}"
-    assert x_MK.dtype == w.dtype and x_MK.stride(1) == 1 and x_MK.stride(0) % 8 == 0, x_MK.stride()
-    assert x_MK.data_ptr() % 16 == 0 and w.data_ptr() % 16 == 0, "pieces of 16 bytes"
+    outer = outer_arguments(x_MK, w, y_MN, around)
     kernel = _kernel(
-        config, x_MK.dtype, token_tiles(M), N, K, activation, bias_N is not None, into is not None,
-        added is not None, x_MK.get_device(), dispatch.PDL,
+        config, x_MK.dtype, token_tiles(M), N, K, around.activation, around.bias_N is not None,
+        around.into is not None, around.added is not None, x_MK.get_device(), dispatch.PDL,
     )  # fmt: skip
-    residual, gain, total, offset = x_MK, w, y_MN, 0.0
-    squares = y_MN if added is None else added.squares_PM
-    if into is not None:
-        (residual, gain, offset), (total, _, squares) = into
-        assert residual.stride(0) % 2 == 0 and gain.dtype == x_MK.dtype, (residual.stride(), gain.dtype)
     kernel(
         -(-N // config.rows) * config.cluster,
-        x_MK.data_ptr(), w.data_ptr(), 0 if bias_N is None else bias_N.data_ptr(), y_MN.data_ptr(),
-        residual.data_ptr(), gain.data_ptr(), total.data_ptr(), squares.data_ptr(),
-        x_MK.stride(0) * 2, residual.stride(0) * 2, M, 0 if added is None else len(squares), eps, offset,
+        x_MK.data_ptr(), w.data_ptr(), *outer.addresses,
+        x_MK.stride(0) * 2, outer.residual_bytes, M, outer.num_parts, around.eps, outer.offset,
     )  # fmt: skip
 
 

@@ -19,10 +19,17 @@ import torch
 
 from infer.kernels import dispatch
 from infer.kernels.cuda import build
-from infer.kernels.cuda.prepared_linears import ACTIVATIONS, Defines, Matrix, PreparedLinears, cubin
+from infer.kernels.cuda.prepared_linears import (
+    ACTIVATIONS,
+    Defines,
+    Matrix,
+    PreparedLinears,
+    cubin,
+    outer_arguments,
+)
 from infer.kernels.cuda.tensor_map import Boxes, TensorMap, encoder
 from infer.kernels.cuda.wgmma_configs import MAX_TOKENS, WgmmaConfig, choose_config, token_width
-from infer.kernels.linear_stream import Added, Stream
+from infer.kernels.linear_stream import Around
 
 SOURCE = Path(__file__).with_name("linear_wgmma.cu")
 
@@ -65,40 +72,21 @@ def defines_of(
 
 
 def launch(
-    config: WgmmaConfig,
-    x_MK: torch.Tensor,
-    w: torch.Tensor,
-    y_MN: torch.Tensor,
-    *,
-    bias_N: torch.Tensor | None = None,
-    activation: str = "",
-    into: tuple[Stream, Added] | None = None,
-    added: Added | None = None,
-    eps: float = 0.0,
+    config: WgmmaConfig, x_MK: torch.Tensor, w: torch.Tensor, y_MN: torch.Tensor, around: Around
 ) -> None:
-    """Fill `y_MN` and what `into` is to receive, all of it allocated by `linear_small.py`."""
-    (M, K), N = x_MK.shape, y_MN.shape[1]
-    assert w.shape[1] == K and w.is_contiguous(), f"{w.shape} with strides {w.stride()}"
-    assert x_MK.stride(1) == 1 and x_MK.dtype == w.dtype, (x_MK.stride(), x_MK.dtype, w.dtype)
-    assert not (x_MK.stride(0) % 8 or x_MK.data_ptr() % 16 or w.data_ptr() % 16), "pieces of 16 bytes"
+    """Fill `y_MN` and what `around.into` is to receive, all of it allocated by `linear_small.py`."""
+    (M, K), N, gated = x_MK.shape, y_MN.shape[1], bool(around.activation)
     assert config.width >= M, f"{M} tokens with {config}"
+    outer = outer_arguments(x_MK, w, y_MN, around)
     kernel = _kernel(
-        config, x_MK.dtype, activation, bias_N is not None, into is not None,
-        added is not None, x_MK.get_device(), dispatch.PDL,
+        config, x_MK.dtype, around.activation, around.bias_N is not None,
+        around.into is not None, around.added is not None, x_MK.get_device(), dispatch.PDL,
     )  # fmt: skip
-    residual, gain, total, offset = x_MK, w, y_MN, 0.0
-    squares = y_MN if added is None else added.squares_PM
-    if into is not None:
-        (residual, gain, offset), (total, _, squares) = into
-        assert residual.stride(0) % 2 == 0 and gain.dtype == x_MK.dtype, (residual.stride(), gain.dtype)
-    gated = bool(activation)
     kernel(
         config.num_blocks(N, gated=gated),
         Boxes(w.data_ptr(), w.dtype, len(w), K, K * 2, config.box_rows(gated=gated)),
         Boxes(x_MK.data_ptr(), x_MK.dtype, M, K, x_MK.stride(0) * 2, config.width),
-        0 if bias_N is None else bias_N.data_ptr(), y_MN.data_ptr(),
-        residual.data_ptr(), gain.data_ptr(), total.data_ptr(), squares.data_ptr(),
-        residual.stride(0) * 2, M, N, K, 0 if added is None else len(squares), eps, offset,
+        *outer.addresses, outer.residual_bytes, M, N, K, outer.num_parts, around.eps, outer.offset,
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ import torch
 
 from infer.kernels import dispatch
 from infer.kernels.cuda import build
+from infer.kernels.linear_stream import Around
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +123,35 @@ def are_pieces(x_MX: torch.Tensor, w: torch.Tensor) -> bool:
         and x_MX.stride(1) == 1
         and not (x_MX.stride(0) % 8 or x_MX.data_ptr() % 16 or w.data_ptr() % 16)
     )
+
+
+class OuterArguments(NamedTuple):
+    """What a kernel takes besides its operands and sizes."""
+
+    addresses: tuple[int, ...]  # of bias, y, residual, gain, sum and squares
+    residual_bytes: int  # from one row to the next
+    num_parts: int
+    offset: float
+
+
+def outer_arguments(
+    x_MK: torch.Tensor, w: torch.Tensor, y_MN: torch.Tensor, around: Around
+) -> OuterArguments:
+    """Of a product whose tensors the kernels can read; what it has not is never read."""
+    assert w.shape[1] == x_MK.shape[1] and w.is_contiguous(), f"{w.shape} with strides {w.stride()}"
+    assert x_MK.dtype == w.dtype and x_MK.stride(1) == 1, (x_MK.dtype, w.dtype, x_MK.stride())
+    is_aligned = not (x_MK.stride(0) % 8 or x_MK.data_ptr() % 16 or w.data_ptr() % 16)
+    assert is_aligned, f"pieces of 16 bytes: {x_MK.stride()}"
+    bias_N, _, into, added, _ = around
+    residual, gain, total, offset = x_MK, w, y_MN, 0.0
+    squares = y_MN if added is None else added.squares_PM
+    if into is not None:
+        (residual, gain, offset), (total, _, squares) = into
+        assert residual.stride(0) % 2 == 0 and gain.dtype == x_MK.dtype, (residual.stride(), gain.dtype)
+    tensors = (y_MN, residual, gain, total, squares)
+    addresses = (0 if bias_N is None else bias_N.data_ptr(), *(tensor.data_ptr() for tensor in tensors))
+    num_parts = 0 if added is None else len(squares)
+    return OuterArguments(addresses, residual.stride(0) * 2, num_parts, offset)
 
 
 def is_for(device: torch.device) -> bool:
