@@ -20,6 +20,7 @@ NUM_SMS, SHARED_BYTES, BLOCK_BYTES = (
     227 << 10,
     1 << 10,
 )  # of a multiprocessor; taken from it by each block
+RUN_AT_ONCE = {2: 132, 3: 126, 4: 120, 8: 120}  # blocks in clusters of so many, as the driver counts them
 TOKENS = [1, 2, 8, 9, 16, 17, 32, 33, 48, 49, 64, 65, 96, 97, 127, 128]
 OUTPUTS = [
     8,
@@ -107,7 +108,7 @@ def test_blocks_that_meet_run_at_the_same_time(M: int) -> None:
     for N, K, gated in SHAPES:
         config = chosen(M, N, K, gated=gated)
         num_blocks = config.num_tiles(N, gated=gated) * config.split
-        assert config.split == 1 or (config.split <= 8 and num_blocks <= NUM_SMS), config
+        assert config.split == 1 or num_blocks <= RUN_AT_ONCE[config.split], config
 
 
 @pytest.mark.parametrize("M", [2, 16, 64])
