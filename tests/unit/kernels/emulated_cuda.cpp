@@ -4,8 +4,12 @@
    are there, and the compiler checks each use of one (`-fsanitize=alignment`) and reports to us. Shared variables
    are laid out as a GPU's compiler would: in their order, each aligned as it was declared and no better.
 
-   KERNEL_SOURCE is the .cu file, KERNEL the function in it. A launch is `emulate(blocks, threads, arguments)`, with
-   addresses of arguments as the driver's cuLaunchKernelEx has them; it returns what went wrong, or null. */
+   The kernel before is as slow as it may be: its work cannot be seen until every thread of a block waits for it. What
+   it writes is in memory when a launch begins, and not a number from the start of each block to its wait.
+
+   KERNEL_SOURCE is the .cu file, KERNEL the function in it. A launch is `emulate(blocks, threads, arguments, ...)`,
+   with addresses of arguments as the driver's cuLaunchKernelEx has them, and the places where the kernel before
+   writes; it returns what went wrong, or null. */
 
 #include "emulated.hpp"
 
@@ -46,14 +50,47 @@ static unsigned int transpose(unsigned int row) {
     return column;
 }
 
+// ---- the kernel before ---------------------------------------------------------------------------
+
+struct Place { char* at; size_t num_bytes; };
+static std::vector<std::pair<Place, std::vector<char>>> written;  // by it, and what
+static bool is_waited[MAX_THREADS];
+static unsigned int num_waited;  // threads of this block
+constexpr int MAX_TURNS = 1000;  // from the first thread's wait to the last one's
+extern "C" unsigned int num_early_loads = 0;  // of the last launch, all threads' together
+
+static void begin_before() {
+    for (auto& [place, bytes] : written) std::memset(place.at, 0xff, place.num_bytes);
+    std::fill_n(is_waited, num_threads, false);
+    num_waited = 0;
+}
+
+static void wait_for_before() {
+    is_waited[current] = true;
+    if (++num_waited == num_threads)
+        for (auto& [place, bytes] : written) std::memcpy(place.at, bytes.data(), place.num_bytes);
+    for (int i = 0; num_waited < num_threads && !fault[0]; ++i) {
+        if (i == MAX_TURNS) snprintf(fault, sizeof fault, "some threads of a block wait, and others do not");
+        give_up_turn();
+    }
+}
+
+static void check_that_it_waited() {
+#if PDL
+    if (!is_waited[current] && !fault[0]) snprintf(fault, sizeof fault, "a thread leaves that has not waited");
+#endif
+}
+
 // ---- what a thread does alone --------------------------------------------------------------------
 
 static float power_of_two(float x) { return exp2f(x); }
-static uint4 load_stream(const unsigned short* at) { return *reinterpret_cast<const uint4*>(at); }
+static uint4 load_stream(const unsigned short* at) {
+    num_early_loads += !is_waited[current];
+    return *reinterpret_cast<const uint4*>(at);
+}
 static int take_ticket(int* counter) { return (*counter)++; }
 static void prefetch(const unsigned short* at) { volatile unsigned short read = *at; }  // it must be there
 static void let_next_start() {}
-static void wait_for_before() {}
 static void __threadfence() {}
 template <typename T>
 static T __ldcg(const T* address) { return *address; }
@@ -69,12 +106,22 @@ static unsigned int __byte_perm(unsigned int a, unsigned int b, unsigned int sel
 
 #include KERNEL_SOURCE
 
-extern "C" const char* emulate(unsigned int num_blocks, unsigned int threads_of_block, void** arguments) {
-    body = [](void** given) { call(KERNEL, given); };
+extern "C" const char* emulate(unsigned int num_blocks, unsigned int threads_of_block, void** arguments,
+                               unsigned int num_places, const Place* places) {
+    body = [](void** given) {
+        call(KERNEL, given);
+        check_that_it_waited();
+    };
     body_arguments = arguments;
     gridDim = Index{num_blocks};
     num_threads = threads_of_block;
-    fault[0] = 0;
-    for (unsigned int block = 0; block < num_blocks; ++block) run_blocks(block, 1);
+    fault[0] = num_early_loads = 0;
+    written.clear();
+    for (const Place* place = places; place < places + num_places; ++place)
+        written.push_back({*place, std::vector<char>(place->at, place->at + place->num_bytes)});
+    for (unsigned int block = 0; block < num_blocks; ++block) {
+        begin_before();
+        run_blocks(block, 1);
+    }
     return fault[0] ? fault : nullptr;
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from infer.kernels.attention_decode import DecodeWork
 from infer.kernels.cuda import decode_attention
 from infer.kernels.cuda.build import as_pointers
 from infer.kernels.cuda.decode_attention import Defines
+from tests.unit.kernels.attention_contract import Heads
 from tests.unit.kernels.emulated import compile_library
 
 
@@ -26,24 +28,54 @@ def compile_attention(source: Path, defines: Defines) -> ctypes.CDLL:
     return loaded
 
 
+class Place(ctypes.Structure):
+    """Memory that the kernel before writes."""
+
+    _fields_ = (("at", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
+
+
 class EmulatedLaunch:
-    """Launches like `PreparedLaunch`, and returns when every block has run."""
+    """Launches like `PreparedLaunch`, and returns when every block has run.
+
+    `written_before` is what the kernel before writes: views of tensors that hold it already. A block finds
+    NaN there until all of its threads have waited.
+    """
 
     def __init__(
         self,
         defines: Defines,
         source: Path = decode_attention.SOURCE,
         types: Sequence[Any] = decode_attention._TYPES,
+        written_before: Sequence[torch.Tensor] = (),
     ) -> None:
         self.library, self.num_threads = compile_attention(source, defines), 32 * dict(defines)["WARPS"]
         self.types = types
+        assert all(view.is_contiguous() for view in written_before)
+        self.places = [Place(view.data_ptr(), view.nbytes) for view in written_before]
         self.grids: list[int] = []
 
     def __call__(self, num_blocks: int, *arguments: int | float) -> None:
         self.grids.append(num_blocks)
         values = [of_type(value) for of_type, value in zip(self.types, arguments, strict=True)]
-        fault = self.library.emulate(num_blocks, self.num_threads, as_pointers(values))
+        places = (Place * len(self.places))(*self.places)
+        fault = self.library.emulate(num_blocks, self.num_threads, as_pointers(values), len(places), places)
         assert fault is None, fault.decode()
+
+    @property
+    def num_early_loads(self) -> int:
+        """Pieces of keys and values that threads of the last launch asked for before they waited."""
+        return ctypes.c_uint.in_dll(self.library, "num_early_loads").value
+
+
+def make_work(heads: Heads, *, max_rows: int, max_len: int, split_len: int, num_sms: int = 1) -> DecodeWork:
+    """Scratch memory without a number in it; few multiprocessors, so that each block takes several units."""
+    work = DecodeWork(
+        max_rows=max_rows, max_len=max_len, device="cpu", split_len=split_len, **dataclasses.asdict(heads)
+    )
+    for scratch in (work.sums, work.maxima, work.denominators):
+        scratch.fill_(torch.nan)
+    work.num_sms = num_sms
+    return work
 
 
 def plan_on_host(

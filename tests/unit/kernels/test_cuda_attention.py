@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,11 @@ import pytest
 import torch
 
 from infer.errors import ConfigError
-from infer.kernels.attention_decode import DecodeWork, attend_decode_reference
+from infer.kernels.attention_decode import attend_decode_reference
 from infer.kernels.cuda import decode_attention
 from infer.kernels.cuda.decode_attention import attend_decode_cuda, check_heads
 from tests.unit.kernels.attention_contract import Heads, assert_close, make_paged
-from tests.unit.kernels.emulated_cuda import EmulatedLaunch, plan_on_host
+from tests.unit.kernels.emulated_cuda import EmulatedLaunch, make_work, plan_on_host
 
 LAUNCHES: list[EmulatedLaunch] = []
 
@@ -56,16 +55,6 @@ def test_the_emulator_refuses_what_a_gpu_would(alignment: int, tmp_path: Path) -
     else:
         launch(1, out.data_ptr())
         assert out.item() == 1.0
-
-
-def make_work(heads: Heads, *, max_rows: int, max_len: int, split_len: int) -> DecodeWork:
-    work = DecodeWork(
-        max_rows=max_rows, max_len=max_len, device="cpu", split_len=split_len, **dataclasses.asdict(heads)
-    )
-    for scratch in (work.sums, work.maxima, work.denominators):
-        scratch.fill_(torch.nan)
-    work.num_sms = 1  # few blocks, so that each takes several units
-    return work
 
 
 def check(
