@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from infer.kernels.attention_decode import DecodeWork, attend_decode, attend_projected
+from infer.kernels.cuda.decode_attention import attend_decode_cuda
 from infer.kernels.cuda.decode_projected import attend_projected_cuda
 from infer.kernels.gated_activation import gated_activation
 from infer.kernels.heads import CacheSlots, HeadTransform, norm_rope_write
@@ -25,7 +26,8 @@ class Step:
     def __init__(self, lens: list[int], attention: str) -> None:
         S = len(lens)
         self.attention = {
-            "heads": self.attend, "projected": self.attend_projected, "cuda": self.attend_projected_cuda
+            "heads": self.attend, "heads_cuda": self.attend_cuda,
+            "projected": self.attend_projected, "cuda": self.attend_projected_cuda,
         }[attention]  # fmt: skip
         self.paged = make_paged(lens, Heads(N, G, H), block_size=16, dtype=torch.bfloat16, device="cuda")
         self.rows = torch.arange(S, dtype=torch.int32, device="cuda")
@@ -54,12 +56,24 @@ class Step:
             x = gated_activation(linear(self.attention(qkv).flatten(1), out_weight), activation="silu")
         return x + residual
 
+    def write_heads(self, qkv: torch.Tensor) -> torch.Tensor:
+        """The queries; the newest keys and values go to the cache."""
+        cache = CacheSlots(self.paged.keys, self.paged.values, self.slots)
+        return norm_rope_write(qkv, self.transform, self.positions, cache)[0]
+
     def attend(self, qkv: torch.Tensor) -> torch.Tensor:
         """Two kernels: heads, then attention."""
-        cache = CacheSlots(self.paged.keys, self.paged.values, self.slots)
-        q, _, _ = norm_rope_write(qkv, self.transform, self.positions, cache)
+        q = self.write_heads(qkv)
         return attend_decode(
             q, self.paged.keys, self.paged.values, self.paged.tables, self.rows, self.lens, self.work,
+            block_size=16, scale=H**-0.5, window=None,
+        )  # fmt: skip
+
+    def attend_cuda(self, qkv: torch.Tensor) -> torch.Tensor:
+        """Two kernels, and the second asks for older keys and values while the first writes the newest."""
+        q = self.write_heads(qkv)
+        return attend_decode_cuda(
+            q, self.paged.keys, self.paged.values, self.paged.tables, self.work,
             block_size=16, scale=H**-0.5, window=None,
         )  # fmt: skip
 
@@ -78,10 +92,13 @@ class Step:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("attention", ["heads", "projected", "cuda"])
-@pytest.mark.parametrize(
-    "lens", [[400], [70, 400, 1, 1000, 16, 33, 257, 64], [300] * 32, [300] * 80], ids=len
-)
+UNEVEN = [70, 400, 1, 1000, 16, 33, 257, 64]
+# The newest position is the last but one, the last or the first of a tile, often of a warp's first tile.
+AROUND_TILES = [16 * (1 + i % 11) + i % 3 - 1 for i in range(96)]
+
+
+@pytest.mark.parametrize("attention", ["heads", "heads_cuda", "projected", "cuda"])
+@pytest.mark.parametrize("lens", [[400], UNEVEN, [300] * 32, [300] * 80, AROUND_TILES], ids=len)
 def test_launching_ahead_leaves_no_trace(
     lens: list[int], attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,17 +106,17 @@ def test_launching_ahead_leaves_no_trace(
     check_that_starting_early_leaves_no_trace(lambda: (step(),), step.x, monkeypatch, num_replays=20)
 
 
-@pytest.mark.parametrize("attention", ["projected", "cuda"])
-@pytest.mark.parametrize("lens", [[400], [70, 400, 1, 1000, 16, 33, 257, 64], [300] * 80], ids=len)
-def test_one_kernel_computes_what_two_do(lens: list[int], attention: str) -> None:
+@pytest.mark.parametrize("attention", ["heads_cuda", "projected", "cuda"])
+@pytest.mark.parametrize("lens", [[400], UNEVEN, [300] * 80, AROUND_TILES], ids=len)
+def test_the_others_compute_what_two_kernels_of_triton_do(lens: list[int], attention: str) -> None:
     step = Step(lens, attention)
     qkv = random(len(lens), (N + 2 * G) * H)
     step.work.plan(step.rows, step.lens)
     two = step.attend(qkv)
     keys, values = step.paged.keys[step.slots].clone(), step.paged.values[step.slots].clone()
     step.paged.keys[step.slots] = step.paged.values[step.slots] = torch.nan
-    one = step.attention(qkv)
-    torch.testing.assert_close(one, two, rtol=2e-2, atol=2e-2)
+    other = step.attention(qkv)
+    torch.testing.assert_close(other, two, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(step.paged.keys[step.slots], keys, rtol=2e-2, atol=2e-2)
     assert torch.equal(step.paged.values[step.slots], values)
 
