@@ -101,7 +101,9 @@ __device__ __forceinline__ void receive(unsigned long long* barrier) {
 }
 
 // What was read of other blocks has come by then: it was used for what is stored, and no store moves below this.
-__device__ __forceinline__ void arrive_in_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void arrive_in_cluster() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 
 __device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 

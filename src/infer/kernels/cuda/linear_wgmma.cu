@@ -12,8 +12,8 @@
    and a stage of shared memory passes from hand to hand with two barriers: `full` opens when its bytes have come,
    `empty` when all warpgroups have multiplied them.
 
-       W ──box──►┐ stage 0 │ stage 1 │ ... │                        ┌► sums, in registers: ROWS x tokens
-       x ──box──►┘  full?  ──► multiply ──► empty!  ──► next box    ┘
+       W ──box──►┐ stage 0 │ stage 1 │ ...     ┌► sums, in registers: ROWS x tokens
+       x ──box──►┘  full?  ──► multiply ───────┘──► empty!  ──► next box
 
    The boxes of W for all stages are asked for before the kernel ahead has finished (`griddepcontrol.wait`), those of
    x, which that kernel makes, after it. The kernel behind is let in when the last box is under way: what it asks
@@ -61,11 +61,12 @@ constexpr int OWN_OF_WARP = (OWN + WARPS - 1) / WARPS;
 constexpr int PAIRS = OUT_ROWS / 2;                // a lane finishes two rows of a token,
 constexpr int TURNS = (PAIRS + 31) / 32;           // in so many turns
 constexpr int PITCH = ROWS + 4;                    // 4: the sums of a warp meet 32 different banks
-constexpr int LANES = OWN <= 2 ? 2 : OWN <= 4 ? 4 : OWN <= 8 ? 8 : OWN <= 16 ? 16 : 32;  // that add up squares of different tokens
+constexpr int LANES = OWN <= 2 ? 2 : OWN <= 4 ? 4 : OWN <= 8 ? 8 : OWN <= 16 ? 16 : 32;  // with squares of other tokens
 constexpr bool HOLDS_RESIDUAL = ADDS && OWN_OF_WARP * TURNS <= 16;
 
-static_assert(ROWS % 64 == 0 && TOKENS % 16 == 0 && TOKENS <= 128, "64 rows to a warpgroup, one instruction for all tokens");
-static_assert(!ADDS || !GATED, "a gated layer does not write into the stream");
+static_assert(ROWS % 64 == 0, "64 rows to a warpgroup");
+static_assert(TOKENS % 16 == 0 && TOKENS <= 128, "one instruction for all tokens");
+static_assert(!GATED || !(ADDS || BIAS), "a gated layer does not write into the stream, and has no bias");
 
 #include "linear_parts.cuh"
 #include "wgmma_parts.cuh"
@@ -109,7 +110,8 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
         if (GATED) copy_box(to + W_BYTES / 2, w_map, N + tile * OUT_ROWS, column, full, READ_ONCE);
     };
     auto load_tokens_of = [&](int i) {
-        copy_box(shared.stages[i % STAGES] + W_BYTES, x_map, 0, (first_chunk + i) * CHUNK, &shared.full[i % STAGES], READ_AGAIN);
+        char* to = shared.stages[i % STAGES] + W_BYTES;
+        copy_box(to, x_map, 0, (first_chunk + i) * CHUNK, &shared.full[i % STAGES], READ_AGAIN);
     };
 
     // -- weights, before the wait

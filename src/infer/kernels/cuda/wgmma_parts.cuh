@@ -17,7 +17,8 @@ __device__ __forceinline__ u32 shared_address(const void* at) { return (u32)__cv
 // ---- barriers in shared memory --------------------------------------------------------------------
 
 __device__ __forceinline__ void make_barrier(u64* barrier, int num_arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_arrivals) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_arrivals)
+                 : "memory");
 }
 
 // After all are made: for the copy engine, and for the other blocks of the cluster.
@@ -62,7 +63,8 @@ __device__ __forceinline__ float2 load_from(const float* at, int rank) {  // the
 constexpr u64 READ_ONCE = 0x12F0000000000000, READ_AGAIN = 0x14F0000000000000;  // first or last out of L2
 
 // The box at (row, column) of a matrix; past its ends there are zeros, which count as bytes as well.
-__device__ __forceinline__ void copy_box(char* to, const TensorMap& map, int row, int column, u64* barrier, u64 policy) {
+__device__ __forceinline__ void copy_box(
+    char* to, const TensorMap& map, int row, int column, u64* barrier, u64 policy) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
                  "[%0], [%1, {%2, %3}], [%4], %5;"
                  ::"r"(shared_address(to)), "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(policy)
