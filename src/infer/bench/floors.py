@@ -52,7 +52,7 @@ def shape_of(config: ModelConfig, *, weight_bytes: float, kv_bytes: float) -> Sh
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return Shape(
         # of experts those that one token is sent to: a floor, for several tokens may well need more of them
-        layer_params=sum(config.layer_weights(layer) for layer in range(config.num_layers)),
+        layer_params=config.all_layer_weights,
         head_params=config.vocab_size * config.hidden_size,
         attention_size=query * config.num_layers,
         kv_elements=2 * kv * config.num_layers,

@@ -241,8 +241,8 @@ def step_defaults(device: torch.device, model: ModelConfig, memory: int | None =
     if memory is None and torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(device).total_memory
     steps = LARGE_GPU_STEPS if memory is not None and memory >= LARGE_GPU_BYTES else GPU_STEPS
-    weights = sum(model.layer_weights(layer) for layer in range(model.num_layers))
-    return steps._replace(mixed_tokens=SMALL_MODEL_MIXED_TOKENS) if weights <= SMALL_MODEL_WEIGHTS else steps
+    is_small = model.all_layer_weights <= SMALL_MODEL_WEIGHTS
+    return steps._replace(mixed_tokens=SMALL_MODEL_MIXED_TOKENS) if is_small else steps
 
 
 def make_pool(config: EngineConfig, size: CacheSize, *, placement_seed: int | None = None) -> KVCachePool:

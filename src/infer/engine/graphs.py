@@ -67,7 +67,7 @@ def most_tokens(config: ModelConfig, max_tokens: int) -> int:
 
     Not more than half of what a step may have: memory for activations is twice that of the largest step.
     """
-    weights = sum(config.layer_weights(layer) for layer in range(config.num_layers)) / config.num_layers
+    weights = config.all_layer_weights / config.num_layers
     limit = min(_LAUNCHED_LAYER / weights, max_tokens / 2)
     return max((tokens for tokens in _PROMPT_TOKENS if tokens <= limit), default=MIXED_TOKENS[-1])
 

@@ -98,6 +98,11 @@ class ModelConfig:
         return self.hidden_size * (attention + mlp)
 
     @property
+    def all_layer_weights(self) -> int:
+        """The same of all layers."""
+        return sum(map(self.layer_weights, range(self.num_layers)))
+
+    @property
     def scale(self) -> float:
         """What attention scores are multiplied by."""
         return self.query_scale if self.query_scale is not None else self.head_dim**-0.5

@@ -20,10 +20,11 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from infer.kernels.cuda.prepared_linears import NUM_SMS
+
 MAX_TOKENS = 64  # that the kernel can be compiled for
 
 _CHUNK = 64  # columns
-_NUM_SMS = 132  # multiprocessors of an H100 or H200
 _DEPTHS = (4, 3, 2, 1)
 _MAX_REGISTERS = 212  # as estimated; with more, addresses spill
 _REGISTERS_PER_SM = 65536
@@ -73,8 +74,8 @@ def choose_config(M: int, N: int, K: int, *, gated: bool) -> AheadConfig | None:
 
 def _by_preference(N: int, K: int) -> Iterator[AheadConfig]:
     num_chunks = K // _CHUNK
-    rows_tiles, warps = (1 if N <= 16 * _NUM_SMS else 2), 16
-    if N > 32 * _NUM_SMS:
+    rows_tiles, warps = (1 if N <= 16 * NUM_SMS else 2), 16
+    if N > 32 * NUM_SMS:
         rows_tiles, warps = 1, 4
     while warps > 4 and warps >= num_chunks:  # two chunks for each, if K has them
         warps //= 2

@@ -203,6 +203,11 @@ def _check(code: int, what: str) -> None:
         raise DeviceLost(f"{what}: {_reason(code)}")
 
 
+def index_of(device: torch.device) -> int:
+    """The GPU's number; PyTorch's current one where the device does not say."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
 class LoadedKernels:
     """The functions of a cubin, in the memory of the current GPU."""
 

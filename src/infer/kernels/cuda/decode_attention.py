@@ -20,7 +20,7 @@ import torch
 
 from infer.errors import ConfigError
 from infer.kernels.attention_decode import DecodeWork
-from infer.kernels.cuda.build import PreparedLaunch, load_kernels
+from infer.kernels.cuda.build import PreparedLaunch, index_of, load_kernels
 from infer.kernels.dispatch import launch_options
 
 SOURCE = Path(__file__).with_name("decode_attention.cu")
@@ -153,11 +153,6 @@ def attend_decode_cuda(
         q_SNH.stride(0), q_SNH.stride(1), tables_RB.stride(0), max_splits, scale * math.log2(math.e),
     )  # fmt: skip
     return out
-
-
-def index_of(device: torch.device) -> int:
-    """The GPU's number; PyTorch's current one where the device does not say."""
-    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _capability(device: torch.device) -> tuple[int, int]:

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from infer.kernels.attention_decode import PROJECTED_HEADS, DecodeWork
-from infer.kernels.cuda.build import PreparedLaunch, load_kernels
-from infer.kernels.cuda.decode_attention import WARPS, Defines, check_heads, index_of, model_defines
+from infer.kernels.cuda.build import PreparedLaunch, index_of, load_kernels
+from infer.kernels.cuda.decode_attention import WARPS, Defines, check_heads, model_defines
 from infer.kernels.dispatch import launch_options
 from infer.kernels.heads import HeadTransform
 

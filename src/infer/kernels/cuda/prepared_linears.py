@@ -34,7 +34,7 @@ Defines = tuple[tuple[str, int], ...]
 Shape = tuple[int, int, int, int, bool]  # device, bucket of tokens, N, K, gated
 Config = TypeVar("Config")
 
-NUM_SMS = 132  # multiprocessors of an H100 or H200
+NUM_SMS = 132  # multiprocessors of an H100 or H200, which the cuts of matrices are made for
 
 _MAX_COMPILERS = 16
 _LONG_SECONDS = 1.0  # to compile; what was kept on disk takes less
@@ -79,7 +79,7 @@ class PreparedLinears(Generic[Config]):
         """Compile and load all that these matrices can ask for; False, and why in the log: none is ready."""
         if not matrices or not is_for(device):
             return False
-        index = torch.cuda.current_device() if device.index is None else device.index
+        index = build.index_of(device)
         chosen: dict[Shape, Config] = {}
         variants: dict[Defines, None] = {}  # in order, each once
         for bucket in dict.fromkeys(self.bucket(M) for M in self.tokens):

@@ -21,11 +21,12 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from infer.kernels.cuda.prepared_linears import NUM_SMS
+
 MAX_TOKENS = 128
 
 _WIDTHS = (16, 32, 48, 64, 96, 128)  # tokens of a block: each of them is compiled once more
 _CHUNK = 64  # columns of a stage
-_NUM_SMS = 132  # multiprocessors of an H100 or H200
 _RESIDENT = {1: 132, 2: 132, 3: 126, 4: 120, 8: 120}  # blocks that run at once in clusters of so many
 _MOST_SMS = 112  # and enough are left for the kernel behind
 _LONG = 128  # chunks of a row
@@ -102,11 +103,11 @@ def choose_config(M: int, N: int, K: int, *, gated: bool) -> WgmmaConfig | None:
     rows = 128 if num_tiles[128] >= _MIN_TILES else 64
     split, blocks = split_of(rows, _MOST_SMS), 1
     if num_chunks >= _LONG:
-        splits = {rows: split_of(rows, _NUM_SMS) for rows in (64, 128) if num_tiles[rows] <= _NUM_SMS}
+        splits = {rows: split_of(rows, NUM_SMS) for rows in (64, 128) if num_tiles[rows] <= NUM_SMS}
         rows = max(splits, key=lambda rows: num_tiles[rows] * splits[rows], default=rows)
         split = splits.get(rows, 1)
-    if num_tiles[rows] > _NUM_SMS:
-        one_round = [rows for rows, tiles in num_tiles.items() if tiles <= _NUM_SMS]
+    if num_tiles[rows] > NUM_SMS:
+        one_round = [rows for rows, tiles in num_tiles.items() if tiles <= NUM_SMS]
         if one_round:
             rows = min(one_round)
         else:
