@@ -1,27 +1,38 @@
-"""The CUDA kernel that takes the projection, without a GPU: its threads taking turns on a CPU."""
+"""The CUDA kernel that takes the projection, without a GPU: its threads taking turns on a CPU.
+
+The kernel before it makes the projection, so NaN is in its place until all threads of a block have waited,
+and again when the next block begins. Older keys and values are asked for ahead; the newest it writes itself.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from infer.kernels.attention_decode import DecodeWork, attend_projected_reference
+from infer.kernels.attention_decode import attend_projected_reference
 from infer.kernels.cuda import decode_projected
 from infer.kernels.cuda.decode_projected import attend_projected_cuda
 from tests.unit.kernels.attention_contract import Heads, assert_close, make_paged
-from tests.unit.kernels.emulated_cuda import EmulatedLaunch, plan_on_host
+from tests.unit.kernels.emulated_cuda import EmulatedLaunch, make_work, plan_on_host
 from tests.unit.kernels.kernel_contract import FramedTensor
 from tests.unit.kernels.projected_contract import make_transform, newest_slots
+
+WRITTEN: list[torch.Tensor] = []  # by the kernel before
+LAUNCHES: list[EmulatedLaunch] = []
 
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     def prepare(defines: Any, device: int, starts_early: bool) -> EmulatedLaunch:
-        return EmulatedLaunch(defines, decode_projected.SOURCE, decode_projected._TYPES)
+        source, types = decode_projected.SOURCE, decode_projected._TYPES
+        LAUNCHES.append(EmulatedLaunch(defines, source, types, WRITTEN))
+        return LAUNCHES[-1]
 
     torch.manual_seed(0)
+    LAUNCHES.clear()
     monkeypatch.setattr(decode_projected, "prepare_launch", prepare)
     monkeypatch.setattr(decode_projected, "index_of", lambda device: 0)
     monkeypatch.setattr(decode_projected, "launch_options", lambda device: {"PDL": True})
@@ -37,17 +48,12 @@ def check(
     window: int | None = None,
     has_norm: bool = True,
     offset: float = 0.0,
+    num_sms: int = 1,
 ) -> None:
     rows = torch.randperm(len(lens)).int()
     lens_S = torch.tensor(lens, dtype=torch.int32)[rows.long()]
     rows = torch.where(lens_S > 0, rows, -1)
-    work = DecodeWork(
-        max_rows=len(lens) + 2, max_len=max(lens), num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads,
-        head_dim=heads.head_dim, device="cpu", split_len=split_len,
-    )  # fmt: skip
-    for scratch in (work.sums, work.maxima, work.denominators):
-        scratch.fill_(torch.nan)
-    work.num_sms = 1
+    work = make_work(heads, max_rows=len(lens) + 2, max_len=max(lens), split_len=split_len, num_sms=num_sms)
     plan_on_host(work, rows, lens_S, window=window)
     for _ in range(2):
         transform = make_transform(
@@ -62,6 +68,7 @@ def check(
         if qkv.stride(0) % 8 or qkv.data_ptr() % 16:
             wide = torch.full((len(lens), qkv.shape[1] + 16), torch.nan, dtype=dtype)
             qkv = wide[:, 8:-8].copy_(qkv)
+        WRITTEN[:] = qkv.unbind()
         how: dict[str, Any] = {"block_size": block_size, "scale": 0.1, "window": window}
         actual = attend_projected_cuda(qkv, transform, paged.keys, paged.values, paged.tables, work, **how)
         expected = attend_projected_reference(
@@ -101,3 +108,43 @@ def test_larger_blocks_and_more_units_than_blocks() -> None:
 
 def test_many_splits() -> None:
     check([300], Heads(4, 2, 128), split_len=16)
+
+
+@pytest.mark.parametrize("split_len", [16, 64, 1024])
+def test_every_block_begins_before_the_projection_is_there(split_len: int) -> None:
+    check([1, 15, 16, 17, 0, 65, 200], Heads(8, 2, 64), split_len=split_len, num_sms=64)
+
+
+@pytest.mark.parametrize(("length", "num_tiles"), [(1, 1), (17, 2), (64, 4), (200, 4)])
+def test_all_warps_ask_ahead_for_a_tile_even_the_newest(length: int, num_tiles: int) -> None:
+    """A lane loads its part of a tile in 4 + 4 pieces, of each kv head's tile."""
+    check([length], Heads(8, 2, 64))
+    assert [launch.num_early_loads for launch in LAUNCHES] == [num_tiles * 2 * 32 * 8] * 2
+
+
+WAIT, AFTER_THE_LOADS = "wait_for_before();", "transform(query, gains[is_key], eps, t);"
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({WAIT: ""}, "a thread leaves that has not waited"),
+        ({WAIT: "if (warp > 0) wait_for_before();"}, "some threads of a block wait, and others do not"),
+        ({WAIT: "", AFTER_THE_LOADS: f"{WAIT} {AFTER_THE_LOADS}"}, "Tensor-likes are not close"),
+    ],
+    ids=["none", "some", "late"],
+)
+def test_a_kernel_that_reads_the_projection_too_early_is_caught(
+    changes: dict[str, str], rule: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for path in decode_projected.SOURCE.parent.glob("*.cu*"):
+        (tmp_path / path.name).write_text(path.read_text())
+    text = decode_projected.SOURCE.read_text()
+    for line, instead in changes.items():
+        assert text.count(line) == 1
+        text = text.replace(line, instead)
+    changed = tmp_path / decode_projected.SOURCE.name
+    changed.write_text(text)
+    monkeypatch.setattr(decode_projected, "SOURCE", changed)
+    with pytest.raises(AssertionError, match=rule):
+        check([33], Heads(8, 2, 64))
