@@ -1,13 +1,14 @@
 """Every request has an id, a record, and one line in the log.
 
     method=POST path="/v1/completions" status=200 ms=41.3 prompt_tokens=5 output_tokens=16 request_id=req-7f
+    method=POST path="/v1/completions" status=400 ... request_id=req-80 param="stop" error="stop: must be ..."
 
 The id is the client's `x-request-id` if it is short and plain, else a fresh one; either is sent back.
 Polls of `/health` come every few seconds for as long as the server lives: the first one is logged, then those
 whose status is another than the last one's; the rest are there at the level debug.
 
 What a request costs is gathered in its `RequestRecord` (record.py): no prompt, no answer and no key is ever
-in it.
+in it. Of a refusal it holds the error, of which the line says what is ours (reason.py).
 
 This is the outermost layer of the server's own: an exception nobody expected ends here, as a 500
 without a traceback for the client and with one for the operator.
@@ -27,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from infer.server.auth import HEALTH_PATH
 from infer.server.errors import ApiError
 from infer.server.metrics import ServerMetrics
+from infer.server.reason import spell_reason
 from infer.server.record import RECORD, RequestRecord
 from infer.server.refusal import refuse
 
@@ -98,7 +100,7 @@ class AccessLog:
         if self._is_logged:
             logger.log(
                 self._level(scope, record.status),
-                "method=%s path=%s status=%d ms=%.1f prompt_tokens=%d output_tokens=%d%s request_id=%s",
+                "method=%s path=%s status=%d ms=%.1f prompt_tokens=%d output_tokens=%d%s request_id=%s%s",
                 method,
                 orjson.dumps(scope["path"][:MAX_LOGGED_PATH]).decode(),  # quoted: a path may hold a newline
                 record.status,
@@ -107,6 +109,7 @@ class AccessLog:
                 record.num_output_tokens,
                 " client=gone" if record.is_gone else "",
                 record.request_id,
+                "" if record.error is None else spell_reason(record.error),
             )
 
     def _level(self, scope: Scope, status: int) -> int:

@@ -45,7 +45,7 @@ from infer.errors import (
     UnknownModel,
     closest,
 )
-from infer.server.record import current_id
+from infer.server.record import current_id, current_record
 
 logger = logging.getLogger(__name__)
 
@@ -114,17 +114,22 @@ class ApiError:
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON body, also sent as the last event of a stream that fails."""
+        """What the client is told."""
         kind = ERROR_TYPES.get(
             self.status, "InternalServerError" if self.status >= 500 else "BadRequestError"
         )
         code = self.code or self.status
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": code}}
 
+    def encode(self) -> bytes:
+        """The JSON body as it is sent now; the log line of the request will say why."""
+        if (record := current_record()) is not None:
+            record.error = self
+        return orjson.dumps(self.body)
+
     def response(self) -> Response:
         """The error as a whole answer."""
-        content = orjson.dumps(self.body)
-        return Response(content, self.status, headers=dict(self.headers), media_type="application/json")
+        return Response(self.encode(), self.status, headers=dict(self.headers), media_type="application/json")
 
 
 def shorten(message: str) -> str:

@@ -11,6 +11,10 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from infer.server.errors import ApiError
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +28,7 @@ class RequestRecord:
     num_output_tokens: int = 0
     is_complete: bool = False  # the whole answer was handed to the connection
     is_gone: bool = False  # the client left before that
+    error: ApiError | None = None  # what it was told in place of an answer, or at the end of half of one
 
 
 RECORD: ContextVar[RequestRecord | None] = ContextVar("infer_request_record", default=None)

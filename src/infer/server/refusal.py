@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import orjson
 from starlette.types import Scope, Send
 
 from infer.server.errors import ApiError
@@ -15,7 +14,7 @@ from infer.server.errors import ApiError
 
 async def refuse(send: Send, error: ApiError) -> None:
     """Answer with an error; what is left of the request's body is not read."""
-    body = orjson.dumps(error.body)
+    body = error.encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})

@@ -111,17 +111,21 @@ def _usage_field(usage: Mapping[str, Any] | None) -> bytes:
 
 def data_error(error: BaseException) -> bytes:
     """How a stream of data frames fails."""
-    return b"data: " + orjson.dumps(to_api_error(error).body) + b"\n\n" + DONE
+    return b"data: " + to_api_error(error).encode() + b"\n\n" + DONE
 
 
 def named_event(name: str, data: Mapping[str, Any]) -> bytes:
     """A frame with an event name."""
-    return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(data) + b"\n\n"
+    return _named(name, orjson.dumps(data))
+
+
+def _named(name: str, data: bytes) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
 
 
 def named_error(error: BaseException) -> bytes:
     """How a stream of named events fails."""
-    return named_event("error", to_api_error(error).body)
+    return _named("error", to_api_error(error).encode())
 
 
 class EventStream(StreamingResponse):

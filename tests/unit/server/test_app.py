@@ -50,11 +50,58 @@ def test_a_request_is_one_line_in_the_log_without_keys(caplog: pytest.LogCapture
     assert re.fullmatch(pattern, line)
 
 
+SECRET = "my secret prompt"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "reason"),
+    [
+        ({}, 400, 'param="prompt" error="the required field \'prompt\' is missing"'),
+        ({"prompt": "a", "tempratur": 1}, 422, "did you mean 'temperature'?\""),
+        ({"prompt": {"text": SECRET}}, 400, 'param="prompt" error="prompt: must be a string'),
+        ({"prompt": "a", "stop": {"x": SECRET}}, 400, 'param="stop" error="stop: must be a string or'),
+        ({"prompt": "a", "suffix": SECRET}, 422, 'param="suffix" error="suffix is not supported'),
+        ({"prompt": "a", SECRET: 1}, 422, 'error="unknown field \'..."'),
+        ({"prompt": "a", "model": "gpt\n4"}, 422, "code=model_not_found"),
+        ([SECRET], 400, "error="),
+    ],
+)
+def test_the_line_of_a_refused_request_says_why_and_quotes_no_text_of_the_client(
+    body: object, status: int, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="infer.server.access_log"):
+        response = Site().request("POST", "/v1/completions", json=body)
+    assert response.status_code == status
+    (line,) = logged(caplog)
+    assert f"status={status}" in line and reason in line
+    assert SECRET not in line and "\n" not in line
+
+
+def test_whoever_is_sent_away_before_any_route_has_a_reason_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    site = Site(api_key=("secret-key",), max_body_size="1KiB")
+    with caplog.at_level(logging.INFO, logger="infer.server.access_log"):
+        site.request("GET", "/v1/models", headers={"authorization": "Bearer sk-wrong"})
+        site.request("GET", "/nowhere", headers={"authorization": "Bearer secret-key"})
+    wrong_key, no_route = logged(caplog)
+    assert "status=401 " in wrong_key and 'error="' in wrong_key
+    assert "secret-key" not in wrong_key and "sk-wrong" not in wrong_key
+    assert 'error="there is no route GET /nowhere' in no_route
+
+
+def test_the_reason_in_the_log_is_of_bounded_length(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="infer.server.access_log"):
+        Site().request("POST", "/v1/completions", json={"prompt": "a", "x" * 5000: 1, "model": "\n" * 250})
+    (line,) = logged(caplog)
+    assert len(line) < 800
+
+
 def test_a_path_cannot_forge_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="infer.server.access_log"):
         Site().request("GET", "/x%0astatus=200%20request_id=fake" + "y" * 1000)
     (line,) = logged(caplog)
-    assert "\n" not in line and len(line) < 400
+    assert "\n" not in line and len(line) < 600
 
 
 def test_a_poll_of_health_is_logged_when_its_status_is_news(caplog: pytest.LogCaptureFixture) -> None:
