@@ -112,7 +112,8 @@ def test_either_compiler_makes_kernels_that_run(compiler: str, monkeypatch: pyte
         pytest.skip("needs nvcc")
     compile_with = {"nvrtc": build.compile_with_nvrtc, "nvcc": build.compile_with_nvcc}[compiler]
     heads, pdl = Heads(4, 2, 64), launch_options(torch.device("cuda"))["PDL"]
-    defines = decode_attention.defines_of(torch.float16, block_size=16, pdl=pdl, **dataclasses.asdict(heads))
+    cached = decode_attention.CachedHeads(torch.float16, **dataclasses.asdict(heads), block_size=16)
+    defines = decode_attention.defines_of(cached, pdl=pdl)
     major, minor = torch.cuda.get_device_capability()
     cubin = compile_with(decode_attention.SOURCE, build.options(f"sm_{major}{minor}", dict(defines)))
     kernels = build.LoadedKernels(cubin)

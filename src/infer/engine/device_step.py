@@ -42,7 +42,7 @@ from infer.errors import ConfigError
 from infer.kernels.attention_decode import PROJECTED_HEADS, DecodeWork, attend_decode, attend_projected
 from infer.kernels.attention_dense import Batch, DenseAttention
 from infer.kernels.attention_prefill import PrefillChunks, attend_prefill, check_flash
-from infer.kernels.cuda.decode_attention import attend_decode_cuda, compile_attend_decode
+from infer.kernels.cuda.decode_attention import CachedHeads, attend_decode_cuda, compile_attend_decode
 from infer.kernels.cuda.decode_projected import (
     FASTER_UP_TO,
     attend_projected_cuda,
@@ -197,14 +197,13 @@ def prepare_backend(
     is_auto = asked == "auto"
     if is_auto and store.device.type != "cuda":
         return "triton"
-    sizes = {
-        "num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim,
-        "block_size": block_size,
-    }  # fmt: skip
+    heads = CachedHeads(
+        store.keys[0].dtype, config.num_heads, config.num_kv_heads, config.head_dim, block_size
+    )
     try:
         if not is_auto or not _are_few(max_batch_size, config.num_kv_heads):
-            compile_attend_decode(store.keys[0].dtype, store.device, **sizes)
-        compile_attend_projected(store.keys[0].dtype, store.device, has_norm=config.qk_norm, **sizes)
+            compile_attend_decode(heads, store.device)
+        compile_attend_projected(heads, store.device, has_norm=config.qk_norm)
     except ConfigError as error:
         if not is_auto:
             raise

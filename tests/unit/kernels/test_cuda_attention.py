@@ -13,7 +13,7 @@ import torch
 from infer.errors import ConfigError
 from infer.kernels.attention_decode import attend_decode_reference
 from infer.kernels.cuda import decode_attention
-from infer.kernels.cuda.decode_attention import attend_decode_cuda, check_heads
+from infer.kernels.cuda.decode_attention import CachedHeads, attend_decode_cuda
 from tests.unit.kernels.attention_contract import Heads, assert_close, make_paged
 from tests.unit.kernels.emulated_cuda import EmulatedLaunch, make_work, plan_on_host
 
@@ -199,9 +199,9 @@ def test_a_model_it_cannot_serve_is_refused_with_a_way_out(
     model: dict[str, Any] = {"dtype": torch.bfloat16, "gpu": (8, 0), "block_size": 16}
     model |= {"num_heads": 16, "num_kv_heads": 2, "head_dim": 64}
 
-    def check_model(*, gpu: tuple[int, int], dtype: torch.dtype, **heads: int) -> None:
+    def check_model(*, gpu: tuple[int, int], **heads: Any) -> None:
         monkeypatch.setattr(decode_attention, "_capability", lambda device: gpu)
-        check_heads(dtype, torch.device("cuda"), **heads)
+        CachedHeads(**heads).check(torch.device("cuda"))
 
     check_model(**model)
     message = f"attention_backend=cuda needs {reason}; use attention_backend=triton"

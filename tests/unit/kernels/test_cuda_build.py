@@ -24,7 +24,7 @@ from infer.kernels.cuda.build import (
     compile_with_nvrtc,
     options,
 )
-from infer.kernels.cuda.decode_attention import SOURCE, defines_of
+from infer.kernels.cuda.decode_attention import SOURCE, CachedHeads, defines_of
 from tests.unit.kernels.attention_contract import Heads
 
 DEFINES = {"H": 64, "G": 2}
@@ -162,12 +162,11 @@ def test_a_gpus_compiler_accepts_the_kernels(compile_with: Callable[[Path, Seque
     for heads, dtype, arch in (
         (Heads(32, 8, 128), torch.bfloat16, "sm_90"), (Heads(4, 2, 64), torch.float16, "sm_80")
     ):  # fmt: skip
-        defines = defines_of(dtype, block_size=16, pdl=arch == "sm_90", **dataclasses.asdict(heads))
+        cached = CachedHeads(dtype, **dataclasses.asdict(heads), block_size=16)
+        defines = defines_of(cached, pdl=arch == "sm_90")
         cubin = compile_with(SOURCE, options(arch, dict(defines)))
         assert cubin.startswith(b"\x7fELF") and b"decode_attention" in cubin
-        defines = decode_projected.defines_of(
-            dtype, block_size=16, has_norm=arch == "sm_90", pdl=arch == "sm_90", **dataclasses.asdict(heads)
-        )
+        defines = decode_projected.defines_of(cached, has_norm=arch == "sm_90", pdl=arch == "sm_90")
         cubin = compile_with(decode_projected.SOURCE, options(arch, dict(defines)))
         assert cubin.startswith(b"\x7fELF") and b"decode_projected" in cubin
 

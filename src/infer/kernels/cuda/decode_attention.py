@@ -15,6 +15,7 @@ import ctypes
 import functools
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -35,69 +36,57 @@ _TURNS = 4  # blocks for each place on a multiprocessor: whoever is done first t
 _TYPES = (*(ctypes.c_void_p,) * 11, *(ctypes.c_longlong,) * 3, ctypes.c_int, ctypes.c_float)
 
 
-def check_heads(
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-) -> None:
-    """ConfigError if the kernel cannot be had for this model on this GPU."""
-    group = num_heads // num_kv_heads
-    if dtype not in (torch.float16, torch.bfloat16):
-        reason = f"16-bit numbers, and the cache holds {str(dtype).removeprefix('torch.')}"
-    elif head_dim not in _BLOCKS_PER_SM:
-        reason = f"heads of 64 or 128, and this model's have {head_dim}"
-    elif group > _MAX_GROUP:
-        reason = f"at most {_MAX_GROUP} query heads per kv head, and this model has {group}"
-    elif block_size % _TILE:
-        reason = f"block_size to be a multiple of {_TILE}, and it is {block_size}"
-    elif (capability := _capability(device)) < _OLDEST:
-        reason = "an NVIDIA GPU of compute capability 8.0 or later, and this one has {}.{}".format(
-            *capability
+class CachedHeads(NamedTuple):
+    """The heads of a model, and the cache they lie in: what both kernels are compiled for."""
+
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+
+    def check(self, device: torch.device) -> None:
+        """ConfigError if the kernels cannot be had for this model on this GPU."""
+        group = self.num_heads // self.num_kv_heads
+        if self.dtype not in (torch.float16, torch.bfloat16):
+            reason = f"16-bit numbers, and the cache holds {str(self.dtype).removeprefix('torch.')}"
+        elif self.head_dim not in _BLOCKS_PER_SM:
+            reason = f"heads of 64 or 128, and this model's have {self.head_dim}"
+        elif group > _MAX_GROUP:
+            reason = f"at most {_MAX_GROUP} query heads per kv head, and this model has {group}"
+        elif self.block_size % _TILE:
+            reason = f"block_size to be a multiple of {_TILE}, and it is {self.block_size}"
+        elif (capability := _capability(device)) < _OLDEST:
+            reason = "an NVIDIA GPU of compute capability 8.0 or later, and this one has {}.{}".format(
+                *capability
+            )
+        else:
+            return
+        raise ConfigError(f"attention_backend=cuda needs {reason}; use attention_backend=triton")
+
+    def defines(self, *, pdl: bool) -> Defines:
+        """The constants that both kernels are compiled with."""
+        return (
+            ("IS_BFLOAT16", int(self.dtype is torch.bfloat16)),
+            ("H", self.head_dim),
+            ("G", self.num_kv_heads),
+            ("M", self.num_heads // self.num_kv_heads),
+            ("BLOCK_SIZE", self.block_size),
+            ("WARPS", WARPS),
+            ("PDL", int(pdl)),
         )
-    else:
-        return
-    raise ConfigError(f"attention_backend=cuda needs {reason}; use attention_backend=triton")
 
 
-def compile_attend_decode(
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-) -> None:
+def compile_attend_decode(heads: CachedHeads, device: torch.device) -> None:
     """Compile now what `attend_decode_cuda` would on its first call, so that an error comes at the start."""
-    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    check_heads(dtype, device, block_size=block_size, **heads)
+    heads.check(device)
     pdl = launch_options(device)["PDL"]
-    prepare_launch(defines_of(dtype, pdl=pdl, block_size=block_size, **heads), index_of(device), pdl)
+    prepare_launch(defines_of(heads, pdl=pdl), index_of(device), pdl)
 
 
-def model_defines(
-    dtype: torch.dtype, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, pdl: bool
-) -> Defines:
-    """The constants that all kernels for a model's rows that decode are compiled with."""
-    return (
-        ("IS_BFLOAT16", int(dtype is torch.bfloat16)),
-        ("H", head_dim),
-        ("G", num_kv_heads),
-        ("M", num_heads // num_kv_heads),
-        ("BLOCK_SIZE", block_size),
-        ("WARPS", WARPS),
-        ("PDL", int(pdl)),
-    )
-
-
-def defines_of(dtype: torch.dtype, *, head_dim: int, pdl: bool, **sizes: int) -> Defines:
-    """The constants of this kernel; `sizes` as of `model_defines`."""
-    shared = model_defines(dtype, head_dim=head_dim, pdl=pdl, **sizes)
-    return (*shared, ("BLOCKS_PER_SM", _BLOCKS_PER_SM[head_dim]))
+def defines_of(heads: CachedHeads, *, pdl: bool) -> Defines:
+    """The constants of this kernel."""
+    return (*heads.defines(pdl=pdl), ("BLOCKS_PER_SM", _BLOCKS_PER_SM[heads.head_dim]))
 
 
 @functools.cache
@@ -137,7 +126,7 @@ def attend_decode_cuda(
     if S == 0:
         return out
     pdl = launch_options(q_SNH.device)["PDL"]
-    defines = defines_of(q_SNH.dtype, num_heads=N, num_kv_heads=G, head_dim=H, block_size=block_size, pdl=pdl)
+    defines = defines_of(CachedHeads(q_SNH.dtype, N, G, H, block_size), pdl=pdl)
     # the list is read before the kernel waits: its author must not be the kernel before
     launch = prepare_launch(defines, index_of(q_SNH.device), pdl and not work.is_fresh)
     work.is_fresh = False

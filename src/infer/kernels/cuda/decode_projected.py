@@ -18,7 +18,7 @@ import torch
 
 from infer.kernels.attention_decode import PROJECTED_HEADS, DecodeWork
 from infer.kernels.cuda.build import PreparedLaunch, index_of, load_kernels
-from infer.kernels.cuda.decode_attention import WARPS, Defines, check_heads, model_defines
+from infer.kernels.cuda.decode_attention import WARPS, CachedHeads, Defines
 from infer.kernels.dispatch import launch_options
 from infer.kernels.heads import HeadTransform
 
@@ -31,28 +31,16 @@ _BLOCKS_PER_SM = 2  # and no more are launched: with few rows the plan has an it
 FASTER_UP_TO = {64: PROJECTED_HEADS, 128: 64}
 
 
-def defines_of(dtype: torch.dtype, *, has_norm: bool, pdl: bool, **sizes: int) -> Defines:
-    """The constants of this kernel; `sizes` as of `model_defines`."""
-    shared = model_defines(dtype, pdl=pdl, **sizes)
-    return (*shared, ("BLOCKS_PER_SM", _BLOCKS_PER_SM), ("HAS_NORM", int(has_norm)))
-
-
-def compile_attend_projected(
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    has_norm: bool,
-) -> None:
+def compile_attend_projected(heads: CachedHeads, device: torch.device, *, has_norm: bool) -> None:
     """Compile now what `attend_projected_cuda` would on its first call."""
-    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    check_heads(dtype, device, block_size=block_size, **heads)
+    heads.check(device)
     pdl = launch_options(device)["PDL"]
-    defines = defines_of(dtype, block_size=block_size, has_norm=has_norm, pdl=pdl, **heads)
-    prepare_launch(defines, index_of(device), pdl)
+    prepare_launch(defines_of(heads, has_norm=has_norm, pdl=pdl), index_of(device), pdl)
+
+
+def defines_of(heads: CachedHeads, *, has_norm: bool, pdl: bool) -> Defines:
+    """The constants of this kernel."""
+    return (*heads.defines(pdl=pdl), ("BLOCKS_PER_SM", _BLOCKS_PER_SM), ("HAS_NORM", int(has_norm)))
 
 
 @functools.cache
@@ -96,10 +84,8 @@ def attend_projected_cuda(
     q_gain, k_gain = transform.norm_weights or (qkv_SX, qkv_SX)  # without a norm nobody looks
     assert q_gain.dtype == k_gain.dtype == qkv_SX.dtype, "gains are of the projection's type"
     pdl = launch_options(qkv_SX.device)["PDL"]
-    defines = defines_of(
-        qkv_SX.dtype, num_heads=N, num_kv_heads=G, head_dim=H, block_size=block_size,
-        has_norm=transform.norm_weights is not None, pdl=pdl,
-    )  # fmt: skip
+    heads = CachedHeads(qkv_SX.dtype, N, G, H, block_size)
+    defines = defines_of(heads, has_norm=transform.norm_weights is not None, pdl=pdl)
     # the list is read before the kernel waits: its author must not be the kernel before
     launch = prepare_launch(defines, index_of(qkv_SX.device), pdl and not work.is_fresh)
     work.is_fresh = False
