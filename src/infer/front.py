@@ -96,10 +96,13 @@ class TextFront:
                     f"but this model's tokens are 0 to {last}",
                     param=param,
                 )
-        return [
-            self.encode(prompt, add_special=add_special) if isinstance(prompt, str) else prompt
-            for prompt in prompts
-        ]
+        try:
+            return [
+                self.encode(prompt, add_special=add_special) if isinstance(prompt, str) else prompt
+                for prompt in prompts
+            ]
+        except RequestError as error:
+            raise blame(error, param) from None
 
     def encode_chat(
         self,
@@ -117,7 +120,7 @@ class TextFront:
         try:
             return self._template.encode_chat(messages, self.context_len, tools=tools, **options)
         except ContextOverflow as error:
-            raise error.of(self.model_len) from None
+            raise blame(error.of(self.model_len), "messages") from None
 
     def make_request(
         self,
@@ -143,6 +146,13 @@ class TextFront:
             raise RequestError(f"params must be SamplingParams, got {type(params).__name__}", param="params")
         request_id = request_id if request_id is not None else f"request-{next(self._numbers)}"
         return Request(request_id=request_id, prompt=tuple(ids), params=params, **options)
+
+
+def blame(error: RequestError, param: str) -> RequestError:
+    """An error for whoever calls the prompt otherwise: `messages` of a chat, `input` of an embedding."""
+    if error.param == "prompt":
+        error.param = param
+    return error
 
 
 def is_token_id(value: object) -> bool:

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from infer.engine.request import StepOutput
-from infer.errors import EngineError, EngineStopped, RequestTimeout
+from infer.errors import EngineError, EngineStopped, RequestError, RequestTimeout
+from infer.front import blame
 from infer.outputs import OutputBuilder, RequestOutput, TextDelta
 from infer.server.off_loop import Breather
 from infer.server.translate import Job
@@ -98,6 +99,8 @@ class Generation:
                 f"the answer was not complete after {self.job.time_limit_s:g} s; "
                 "ask for fewer tokens or allow a longer timeout"
             ) from None
+        except RequestError as error:
+            raise blame(error, "messages" if self.job.is_chat else "prompt") from None
         except StopAsyncIteration:
             raise EngineError("the engine ended a request without its last token") from None
 

@@ -226,6 +226,7 @@ def test_nothing_has_no_direction() -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 10**6}]}),
         ("/v1/embeddings", {"input": "x" * 10**6}),
         ("/tokenize", {"prompt": "x" * 10**6}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x" * 10**6}]}),
     ],
 )
 def test_a_text_that_can_never_fit_is_refused_without_tokenizing_it(
@@ -238,3 +239,4 @@ def test_a_text_that_can_never_fit_is_refused_without_tokenizing_it(
     error = wire.refused(path, body, 422, "context_length_exceeded")
     assert "prompt has at least" in error["message"]
     assert "shorten the prompt" in error["message"]
+    assert error["param"] == next(iter(body)), "the client's own field is to blame"
