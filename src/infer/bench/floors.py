@@ -6,10 +6,15 @@ Layers, head and keys come one after the other, so their floors add up:
     decode(batch, context) = max(W_layers / BW, 2 P_layers * batch / F)      weights of the layers
                            + max(W_head / BW, 2 P_head * batch / F)          weights of the head
                            + batch * context * kv / BW                       keys and values, once each
-    prefill(length)        = (2 P_layers * length + 4 N H L * length (length + 1) / 2 + 2 P_head) / F
+    prefill(length)        = (2 (P_layers - P_last) * length + 4 N H (L - 1) * length (length + 1) / 2
+                              + 2 P_last + 4 N H * length                    last layer of the last token
+                              + 2 P_head) / F
                              and not less than reading the weights once
 
 P parameters, W bytes of them, kv bytes of keys and values per token, N query heads of size H in L layers.
+P_last are those of the last layer but for its keys and values. One token of a prompt samples, and of the
+others nothing is read behind the last layer's keys and values: neither their queries nor what attention and
+MLP would make of them must be computed. (The engine saves less: it attends there for all, models/model.py.)
 BW (bytes copied per second, read and write counted) and F (multiply-adds of a large matrix product, two per
 element) are measured in the same process as what is compared with them: a ceiling from a data sheet is
 another machine's.
@@ -40,8 +45,10 @@ class Shape:
     """What a floor needs to know about a model; sizes in elements unless they say bytes."""
 
     layer_params: int  # in matrices; norms and biases are too small to count
+    last_params: int  # of these, the last layer's but for keys and values: what only a row that samples needs
     head_params: int
-    attention_size: int  # query heads * head size * layers
+    attention_size: int  # query heads * head size, in one layer
+    num_layers: int
     kv_elements: int  # keys and values of one token in all layers
     weight_bytes: float = 2.0
     kv_bytes: float = 2.0
@@ -53,8 +60,10 @@ def shape_of(config: ModelConfig, *, weight_bytes: float, kv_bytes: float) -> Sh
     return Shape(
         # of experts those that one token is sent to: a floor, for several tokens may well need more of them
         layer_params=config.all_layer_weights,
+        last_params=config.layer_weights(config.num_layers - 1) - 2 * kv * config.hidden_size,
         head_params=config.vocab_size * config.hidden_size,
-        attention_size=query * config.num_layers,
+        attention_size=query,
+        num_layers=config.num_layers,
         kv_elements=2 * kv * config.num_layers,
         weight_bytes=weight_bytes,
         kv_bytes=kv_bytes,
@@ -77,9 +86,10 @@ def decode_floor(shape: Shape, ceilings: Ceilings, *, batch: int, context: float
 
 
 def prefill_flops(shape: Shape, length: int) -> float:
-    """Operations of one prompt of this length, alone."""
-    attention = 4 * shape.attention_size * length * (length + 1) / 2
-    return 2 * shape.layer_params * length + attention + 2 * shape.head_params
+    """Operations of one prompt of this length, alone: the last layer and the head for its last token only."""
+    rows = 2 * (shape.layer_params - shape.last_params) * length + 2 * (shape.last_params + shape.head_params)
+    num_pairs = (shape.num_layers - 1) * length * (length + 1) / 2 + length  # of a query and a key
+    return rows + 4 * shape.attention_size * num_pairs
 
 
 def prefill_floor(shape: Shape, ceilings: Ceilings, length: int) -> float:

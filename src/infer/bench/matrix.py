@@ -6,7 +6,8 @@ Each toggle is run on the workload that shows it best and on one that it could h
 everything that was switched on before it. The memory is the same for all: as many tokens of KV cache as
 `SEQUENCES` of the longest length take. A sentence says what happened, also when nothing did.
 
-    speed-up = after / before of the toggle's own figure, turned so that more than one is better
+    speed-up = after / before of the toggle's own figure, turned so that more than one is better; of several
+               repeats the median of their ratios, for the two runs of a repeat have the same tokens
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from infer.errors import ConfigError, closest
 
 SEQUENCES = 6  # that a contiguous cache holds: few, so that memory is a limit
 MAX_BATCH = 48
+SEVERAL = "speed-ups are medians of the repeats' ratios, and not the ratio of the two medians beside them"
 NOISE = 0.05  # a smaller change is called none, and so is one within the spread of the repeats
 
 Tell = Callable[[str], None]
@@ -126,6 +128,7 @@ def bench_matrix(
         seed=seed,
         repeats=repeats,
         warmup=WARM_UP,
+        notes=[SEVERAL] if repeats > 1 else [],
         is_partial=is_partial,
     )
 

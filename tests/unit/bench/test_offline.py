@@ -22,10 +22,12 @@ from infer.bench.floors import (
     decode_floor,
     measure_ceilings,
     prefill_floor,
+    prefill_flops,
     shape_of,
     workload_floor,
 )
 from infer.bench.matrix import TOGGLES, bench_matrix, speed_ups
+from infer.bench.matrix import _row as row_of
 from infer.bench.matrix import _sentence as sentence_of
 from infer.bench.micro import bench_attention, bench_memory
 from infer.bench.offline import batch, bench_decode, bench_latency, bench_offline, bench_prefill, run_once
@@ -36,6 +38,7 @@ from infer.bench.subject import TINY, Subject, open_subject
 from infer.bench.workloads import SERVING, Arrival, Session, Turn, Workload, make_workload
 from infer.errors import ConfigError, EngineError
 from infer.kernels.cpu.library import library
+from infer.layers.linear import Linear
 from infer.loader.cpu_weights import pack_layers
 from infer.models.registry import find_family
 
@@ -151,10 +154,30 @@ def test_the_matrix_explains_every_row(subject: Subject) -> None:
     assert [name for name, _ in speed_ups(report)] == ["+paged paged_attention", "+paged w1_single"]
     for name in ("+paged paged_attention", "+paged w1_single"):
         assert "->" in rows[name].note
+    assert not report.notes  # of one repeat the figures of a sentence give its ratio
     assert all(row.note.endswith(".") for row in report.rows)  # a sentence, also where nothing was measured
     assert "a decode step is launched as one graph" in rows["+graphs b1_256_256"].note
     paged = rows["+paged paged_attention"].figures
     assert paged["mean_running"].median > 6  # a contiguous cache holds six
+
+
+def test_a_speed_up_of_several_repeats_is_the_median_of_their_ratios(subject: Subject) -> None:
+    """Which is not what a reader gets who divides the two medians of the sentence, so the report says it."""
+    toggle = next(toggle for toggle in TOGGLES if toggle.name == "paged")
+    before, after = (
+        [{"output_tokens_per_s": speed} for speed in side]
+        for side in ((10.0, 20.0, 60.0), (30.0, 40.0, 66.0))
+    )
+    row = row_of(toggle, toggle.best, before, after)
+    assert row.figures["speed_up"].median == 2.0  # of 3, 2 and 1.1
+    assert row.note.startswith("output 20 tok/s -> 40 tok/s: ")
+    before[2]["output_tokens_per_s"] = 15.0
+    row = row_of(toggle, toggle.best, before, after)
+    assert (row.figures["speed_up"].median, row.note[:29]) == (3.0, "output 15 tok/s -> 40 tok/s: ")
+    several = bench_matrix(subject, seed=1, repeats=2, tell=quiet, only=["graphs"])
+    assert several.notes == [
+        "speed-ups are medians of the repeats' ratios, and not the ratio of the two medians beside them"
+    ]
 
 
 def test_a_share_above_the_floor_is_explained_and_others_are_not() -> None:
@@ -172,12 +195,17 @@ def test_a_share_above_the_floor_is_explained_and_others_are_not() -> None:
 
 
 def test_floors_by_hand() -> None:
-    shape = Shape(layer_params=1000, head_params=100, attention_size=10, kv_elements=4)
+    shape = Shape(
+        layer_params=1000, last_params=300, head_params=100, attention_size=5, num_layers=2, kv_elements=4
+    )
     slow_memory = Ceilings(copy_bytes_per_s=100.0, matmul_flops_per_s=1e9)
     assert decode_floor(shape, slow_memory, batch=1, context=50) == pytest.approx(22 + 50 * 4 * 2 / 100)
     slow_matmul = Ceilings(copy_bytes_per_s=1e12, matmul_flops_per_s=100.0)
     assert decode_floor(shape, slow_matmul, batch=3, context=0) == pytest.approx(2 * 1100 * 3 / 100)
-    assert prefill_floor(shape, slow_matmul, 4) == pytest.approx((2 * 1000 * 4 + 4 * 10 * 10 + 200) / 100)
+    rows, pairs = 4 * 700 + 300 + 100, (1 + 2 + 3 + 4) + 4  # of the last layer and the head one row, the last
+    assert prefill_floor(shape, slow_matmul, 4) == pytest.approx((2 * rows + 4 * 5 * pairs) / 100)
+    alone = 2 * 1100 + 4 * 5 * 2  # one token passes through everything
+    assert prefill_floor(shape, slow_matmul, 1) == pytest.approx(alone / 100)
     assert prefill_floor(shape, slow_memory, 4) == pytest.approx(22)  # reading the weights once
     both = workload_floor(shape, slow_memory, [(4, 3), (4, 1)])
     decode = 2 * 22 + (5 + 6) * 4 * 2 / 100  # two more steps for the first, none for the second
@@ -195,6 +223,25 @@ def test_the_floor_of_a_published_shape() -> None:
     assert (shape.layer_params + shape.head_params) * 2 == pytest.approx(1.192e9, rel=1e-3)
     h200 = Ceilings(copy_bytes_per_s=4.3e12, matmul_flops_per_s=790e12)
     assert 1 / decode_floor(shape, h200, batch=1, context=128) == pytest.approx(3564, rel=1e-3)
+    wide, narrow, mlp = 1024 * 2048, 1024 * 1024, 3 * 1024 * 3072  # queries or output, keys or values, MLP
+    of_all = 27 * (2 * wide + 2 * narrow + mlp) + 2 * narrow  # of the last layer only its keys and values
+    of_last = 2 * wide + mlp + 1024 * 151936
+    pairs = 27 * 512 * 513 / 2 + 512
+    assert prefill_flops(shape, 512) == 2 * (512 * of_all + of_last) + 4 * 16 * 128 * pairs
+
+
+def test_the_floor_of_a_prompt_is_what_a_model_must_multiply(subject: Subject) -> None:
+    """Counted in the model itself: its matrices, with the last layer cut to what its last token needs."""
+    config, model, length = subject.loaded.config, subject.loaded.model, 10
+    size = {
+        name: matrix.weight.numel() for name, matrix in model.named_modules() if isinstance(matrix, Linear)
+    }
+    keys_and_values = 2 * config.num_kv_heads * config.head_dim * config.hidden_size
+    assert config.num_layers == 1  # which is the last: all but keys and values once
+    once = sum(size.values()) - keys_and_values
+    attention = 4 * config.num_heads * config.head_dim * length
+    flops = prefill_flops(subject.shape(), length)
+    assert flops == 2 * (keys_and_values * length + once) + attention
 
 
 @pytest.mark.skipif(library() is None, reason="needs a C compiler")
