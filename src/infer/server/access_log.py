@@ -96,7 +96,13 @@ class AccessLog:
 
     def _finish(self, scope: Scope, record: RequestRecord) -> None:
         method = scope["method"]
-        self._metrics.count_http(method, _route_of(scope), record.status, is_gone=record.is_gone)
+        self._metrics.count_http(
+            method,
+            _route_of(scope),
+            record.status,
+            is_gone=record.is_gone,
+            error_code=None if record.error is None else str(record.error.code or record.error.status),
+        )
         if self._is_logged:
             logger.log(
                 self._level(scope, record.status),

@@ -151,6 +151,7 @@ class ServerMetrics(Collector):
         self.num_active = 0  # HTTP requests in progress
         self.startup_s = 0.0
         self._http: Counter[tuple[str, str, str]] = Counter()
+        self._errors: Counter[str] = Counter()  # by the code in the body
         self._num_gone = 0
 
     def add(self, model: str, client: EngineClient) -> EngineMeter:
@@ -165,9 +166,13 @@ class ServerMetrics(Collector):
         """Stop reporting an engine that is no longer there."""
         self.meters = [meter for meter in self.meters if meter.client is not client]
 
-    def count_http(self, method: str, route: str, status: int, *, is_gone: bool) -> None:
-        """Count an HTTP request that has ended."""
+    def count_http(
+        self, method: str, route: str, status: int, *, is_gone: bool, error_code: str | None = None
+    ) -> None:
+        """Count an HTTP request that has ended, with the code of the error that it was told, if any."""
         self._http[method, route, str(status)] += 1
+        if error_code is not None:
+            self._errors[error_code] += 1
         self._num_gone += is_gone
 
     def text(self) -> bytes:
@@ -212,6 +217,12 @@ class ServerMetrics(Collector):
         for row, count in self._http.items():
             http.add_metric(row, count)
         yield http
+        errors = CounterMetricFamily(
+            self._prefix + "http_errors", "errors told, in streams too", labels=("code",)
+        )
+        for code, count in self._errors.items():
+            errors.add_metric((code,), count)
+        yield errors
         yield _single(CounterMetricFamily, self._prefix + "http_clients_gone", "left early", self._num_gone)
         yield _single(
             GaugeMetricFamily, self._prefix + "http_requests_active", "being served", self.num_active

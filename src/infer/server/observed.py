@@ -8,7 +8,10 @@ there is one: what a client waits for includes the reading of its body and the t
     stop      an end-of-text token, a stop token, or a stop string the reader found (it then calls `abort`)
     length    max_tokens or the context was reached
     abort     given up before that: the client left, its time was up, another prompt of its body failed
-    error     the engine refused it, failed, or died
+    error     the engine failed or died
+
+What the engine would not take (a prompt that does not fit, a full queue) has not begun, so it has not ended
+either: it is among the HTTP errors alone.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from time import perf_counter
 from infer.engine.client import EngineClient
 from infer.engine.request import Request, StepOutput
 from infer.engine.stats import EngineStats
+from infer.errors import QueueFull, RequestError
 from infer.server.metrics import EngineMeter, ServerMetrics
 from infer.server.record import RequestRecord, current_record
 
@@ -42,6 +46,9 @@ class ObservedClient:
                 async for output in outputs:
                     times.take(output)
                     yield output
+        except (RequestError, QueueFull):
+            times.is_refused = True
+            raise
         except Exception:
             times.has_failed = True
             raise
@@ -99,6 +106,7 @@ class _Times:
         self._stopped: set[int] = set()  # sequences whose reader has seen enough
         self._reason: str | None = None
         self.has_failed = False
+        self.is_refused = False
 
     def take(self, output: StepOutput) -> None:
         now = perf_counter()
@@ -139,7 +147,8 @@ class _Times:
     def finish(self) -> None:
         meter, record, params = self._meter, self._record, self._request.params
         num_tokens = self._num_tokens.total()
-        meter.finished[self._how_it_ended()] += 1
+        if not self.is_refused:
+            meter.finished[self._how_it_ended()] += 1
         record.num_prompt_tokens += len(self._request.prompt)
         record.num_output_tokens += num_tokens
         if self._first_at is None:

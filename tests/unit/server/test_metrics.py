@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from infer.engine.client import InProcessClient
 from infer.engine.request import Request, StepOutput
 from infer.engine.stats import STEP_TOKENS, EngineStats, Histogram, add_counters
-from infer.errors import EngineStopped
+from infer.errors import EngineStopped, QueueFull
 from infer.llm import LLM
 from infer.sampling.params import SamplingParams
 from infer.server.app import build_app
@@ -207,6 +207,47 @@ def test_a_failure_is_counted_and_passed_on() -> None:
         asyncio.run(read())
     assert client.meter.finished == {"error": 1}
     assert numbers(metrics)[f"infer_engine_up{LABELS}"] == 0
+
+
+@pytest.mark.parametrize("prefix", ["infer_", "vllm:"])
+def test_a_prompt_that_does_not_fit_is_no_success_but_an_error_by_its_code(
+    oracle: LLM, client: InProcessClient, prefix: str
+) -> None:
+    site = Site(metrics_prefix=prefix[:-1])
+    app = site.app = build_app(make_state(oracle.front, client, metrics_prefix=prefix[:-1]))
+    body = {"prompt": [5] * 1000, "max_tokens": 1}
+    assert site.request("POST", "/v1/completions", json=body).status_code == 422
+    (meter,) = app.state.metrics.meters
+    assert meter.finished.total() == 0
+    found = site.metrics()
+    assert {value for name, value in found.items() if name.startswith(f"{prefix}request_success")} == {0}
+    assert found[f'{prefix}http_errors_total{{code="context_length_exceeded"}}'] == 1
+
+
+def test_a_full_queue_is_no_success_either() -> None:
+    fake = FakeClient()
+    fake.failure = QueueFull("too many are waiting")
+    client = ObservedClient(fake, "m", ServerMetrics("infer"))
+
+    async def read() -> None:
+        async for _ in client.generate(request()):
+            pass
+
+    with pytest.raises(QueueFull):
+        asyncio.run(read())
+    assert client.meter.finished.total() == 0
+
+
+def test_a_stream_that_breaks_off_is_an_error_though_its_status_is_200(oracle: LLM) -> None:
+    async def fails(request: Request) -> AsyncGenerator[StepOutput, None]:
+        yield outputs_of(request, [5, 6])[0]
+        raise EngineStopped("dead")
+
+    site = Site()
+    site.app = build_app(make_state(oracle.front, ScriptedClient(fails)))
+    body = {"prompt": "a", "stream": True}
+    assert site.request("POST", "/v1/completions", json=body).status_code == 200
+    assert site.metrics()['infer_http_errors_total{code="503"}'] == 1
 
 
 def test_gauges_are_the_engine_s_last_snapshot() -> None:
