@@ -105,7 +105,7 @@ def rope(
         if c and q_TNH.stride(1) == k_TGH.stride(1) == q_TNH.shape[2] and positions_T.dtype is torch.int64:
             if recorder() is None and len(positions_T) and int(positions_T.max()) >= len(cos_PR):
                 raise IndexError(f"position {int(positions_T.max())} is beyond tables of {len(cos_PR)} rows")
-            return operations.heads(c, q_TNH, k_TGH, None, None, cos_PR, sin_PR, positions_T)
+            return operations.rope(c, q_TNH, k_TGH, cos_PR, sin_PR, positions_T)
         return rope_reference(q_TNH, k_TGH, cos_PR, sin_PR, positions_T)
     T, N, H = q_TNH.shape
     G, R = k_TGH.shape[1], H // 2

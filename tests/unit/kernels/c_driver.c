@@ -178,21 +178,18 @@ static void run_gates(word F) {
     }
 }
 
-static void run_heads(word H, int has_norm, int has_cache) {
+static void run_heads(word H) {
     enum { T = 5, N = 4, G = 2, POSITIONS = 9, SLOTS = 12 };
     word R = H / 2, positions[T] = {0, 8, 3, 3, 1}, slots[T] = {11, 0, -1, 4, 5}, stride = (N + 2 * G) * H;
     float *qkv = random_floats(T * stride), *cos = random_floats(POSITIONS * R), *sin = random_floats(POSITIONS * R);
-    float *q_weight = random_floats(H), *k_weight = random_floats(H), *q_out = room((size_t)(T * N * H) * 4);
+    float *q_out = room((size_t)(T * N * H) * 4), *k_out = room((size_t)(T * G * H) * 4);
     float *keys = random_floats(SLOTS * G * H), *values = random_floats(SLOTS * G * H);
     float *k = qkv + N * H, *v = k + G * H;
-    RUN("infer_heads", 3, T, p(qkv), p(k), has_cache ? p(v) : 0, stride, stride, stride, has_norm ? p(q_weight) : 0,
-        has_norm ? p(k_weight) : 0, d(1e-5), d(1.0), p(cos), p(sin), p(positions), has_cache ? p(slots) : 0, p(q_out),
-        p(keys), has_cache ? p(values) : 0, N, G, R, 2);
+    RUN("infer_rope", 3, T, p(qkv), p(k), stride, stride, p(cos), p(sin), p(positions), p(q_out), p(k_out), N, G, R, 2);
     emit_floats("turned_queries", q_out, T * N * H);
-    emit_floats("turned_keys", keys, SLOTS * G * H);
-    emit("written_values", "bytes", values, SLOTS * G * H * 4);
+    emit_floats("turned_keys", k_out, T * G * H);
     RUN("infer_write_cache", 3, T, p(k), p(v), stride, stride, p(keys), p(values), p(slots), G * H, 2);
-    emit_floats("cache_keys", keys, SLOTS * G * H);
+    emit("cache_keys", "bytes", keys, SLOTS * G * H * 4);
     emit("cache_values", "bytes", values, SLOTS * G * H * 4);
 }
 
@@ -225,7 +222,7 @@ int main(int argc, char **argv) {
     for (int i = 0; i < 3; i++) run_norms(sizes[i]), run_gates(sizes[i]);
     static const word head_sizes[] = {20, 64, 128};
     for (int i = 0; i < 3; i++) {
-        for (int both = 0; both < 4; both++) run_heads(head_sizes[i], both & 1, both >> 1);
+        run_heads(head_sizes[i]);
         run_attention(head_sizes[i], 0), run_attention(head_sizes[i], 9);
     }
     ((word(*)(word))find("infer_set_threads"))(1);

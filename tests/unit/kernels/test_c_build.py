@@ -111,8 +111,8 @@ operations.scale(c, torch.randn(3, 45), 1.5)
 q, k = torch.randn(5, 4, 20), torch.randn(5, 2, 20)
 keys, values = torch.randn(64, 2, 20), torch.randn(64, 2, 20)
 table = torch.arange(4).view(1, 4)
-operations.heads(c, q, k, k, None, torch.randn(9, 10), torch.randn(9, 10), torch.arange(5),
-                 cache=(keys, values, torch.arange(5)))
+operations.rope(c, q, k, torch.randn(9, 10), torch.randn(9, 10), torch.arange(5))
+operations.write_cache(c, k, k, keys, values, torch.arange(5))
 operations.attend(c, q, keys, values, table, torch.tensor([[0, 5, 0, 40]]),
                   block_size=16, scale=1.0, window=9)
 c.set_threads(1)

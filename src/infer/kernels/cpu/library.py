@@ -57,7 +57,7 @@ class Library:
         self.layer_norm = self._address("infer_layer_norm")
         self.scale = self._address("infer_scale")
         self.activation = self._address("infer_activation")
-        self.heads = self._address("infer_heads")
+        self.rope = self._address("infer_rope")
         self.write_cache = self._address("infer_write_cache")
         self.attend = self._address("infer_attend")
         self.num_threads = 1

@@ -32,7 +32,7 @@ _NORM = struct.Struct("qqqqqqqqqqqddq")
 _LAYER_NORM = struct.Struct("qqqqqqqqqqdq")
 _SCALE = struct.Struct("qqqqqdq")
 _GATE = struct.Struct("qqqqqqqq")
-_HEADS = struct.Struct("qqqqqqqqqddqqqqqqqqqqq")
+_ROPE = struct.Struct("qqqqqqqqqqqqqq")
 _WRITE = struct.Struct("qqqqqqqqqq")
 _ATTEND = struct.Struct("qqqqqqqqqqqqqqd")
 
@@ -257,35 +257,25 @@ def _activation(library: Library, x: torch.Tensor, size: int, name: str, *, is_g
     return y_TF
 
 
-def heads(
+def rope(
     library: Library,
     q_TNH: torch.Tensor,
     k_TGH: torch.Tensor,
-    v_TGH: torch.Tensor | None,
-    norm_weights: tuple[torch.Tensor, torch.Tensor] | None,
     cos_PR: torch.Tensor,
     sin_PR: torch.Tensor,
     positions_T: torch.Tensor,
-    *,
-    eps: float = 0.0,
-    offset: float = 0.0,
-    cache: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Norm and turn queries and keys; the `cache` (keys, values, slots) gets keys and values if given."""
-    T, N, H = q_TNH.shape
-    G, R = k_TGH.shape[1], H // 2
-    q_out = empty((T, N, H))
-    keys, values, slots = cache or (empty((T, G, H)), None, None)
-    q_weight, k_weight = norm_weights or (None, None)
-    tokens_per_chunk = _rows_per_chunk((N + 2 * G) * H)
-    args = _HEADS.pack(
-        T, q_TNH.data_ptr(), k_TGH.data_ptr(), _pointer(v_TGH), q_TNH.stride(0), k_TGH.stride(0),
-        0 if v_TGH is None else v_TGH.stride(0), _pointer(q_weight), _pointer(k_weight), eps, offset,
-        cos_PR.data_ptr(), sin_PR.data_ptr(), positions_T.data_ptr(), _pointer(slots), q_out.data_ptr(),
-        keys.data_ptr(), _pointer(values), N, G, R, tokens_per_chunk,
+    """Turn queries and keys to their positions."""
+    (T, N, H), G = q_TNH.shape, k_TGH.shape[1]
+    q_out, k_out = empty((T, N, H)), empty((T, G, H))
+    tokens_per_chunk = _rows_per_chunk((N + G) * H)
+    args = _ROPE.pack(
+        T, q_TNH.data_ptr(), k_TGH.data_ptr(), q_TNH.stride(0), k_TGH.stride(0), cos_PR.data_ptr(),
+        sin_PR.data_ptr(), positions_T.data_ptr(), q_out.data_ptr(), k_out.data_ptr(), N, G, H // 2,
+        tokens_per_chunk,
     )  # fmt: skip
-    launch(library, library.heads, args, num_rows=T, kind=PER_ROW, rows_per_chunk=tokens_per_chunk)
-    return q_out, keys
+    launch(library, library.rope, args, num_rows=T, kind=PER_ROW, rows_per_chunk=tokens_per_chunk)
+    return q_out, k_out
 
 
 def write_cache(

@@ -162,61 +162,34 @@ void infer_activation(const void *args, int64_t chunk) {
 
 typedef struct {
     int64_t T;
-    const float *q, *k, *v; /* heads of one token lie H apart; v NULL: nothing to write */
-    int64_t q_stride, k_stride, v_stride;
-    const float *q_weight, *k_weight; /* of the norm; NULL: none */
-    double eps, offset;
+    const float *q, *k; /* heads of one token lie H apart */
+    int64_t q_stride, k_stride;
     const float *cos, *sin; /* [P][R] */
     const int64_t *positions;
-    const int64_t *slots;  /* of the cache; NULL: keys go to row t of `keys` */
-    float *q_out;          /* [T][N][H] */
-    float *keys, *values;  /* [slots][G][H] */
+    float *q_out, *k_out; /* [T][N][H] and [T][G][H] */
     int64_t N, G, R;
     int64_t tokens_per_chunk;
-} heads_args;
+} rope_args;
 
-/* Norm a head, if there are weights for it, and turn its pairs (channels i and i + R) by the angles of
- * its position. */
-static void turn(const heads_args *a, const float *x, const float *weight, const float *cos, const float *sin,
-                 float *y) {
-    int64_t R = a->R;
-    float inverse = 1.0f;
-    if (weight) {
-        vf squares = {0};
-        for (int64_t i = 0; i < 2 * R; i += LANES) {
-            vf v = load_up_to(x + i, 2 * R - i);
-            squares += v * v;
+/* Turn the pairs of some heads (channels i and i + R) by the angles of their position. */
+static void turn(const float *x, int64_t num_heads, const float *cos, const float *sin, int64_t R, float *y) {
+    for (const float *end = x + num_heads * 2 * R; x < end; x += 2 * R, y += 2 * R)
+        for (int64_t i = 0; i < R; i += LANES) {
+            vf c = load_up_to(cos + i, R - i), s = load_up_to(sin + i, R - i);
+            vf x1 = load_up_to(x + i, R - i), x2 = load_up_to(x + R + i, R - i);
+            store_up_to(y + i, x1 * c - x2 * s, R - i);
+            store_up_to(y + R + i, x2 * c + x1 * s, R - i);
         }
-        inverse = 1.0f / sqrtf(sum_lanes(squares) / (float)(2 * R) + (float)a->eps);
-    }
-    for (int64_t i = 0; i < R; i += LANES) {
-        vf c = load_up_to(cos + i, R - i), s = load_up_to(sin + i, R - i);
-        vf x1 = load_up_to(x + i, R - i), x2 = load_up_to(x + R + i, R - i);
-        if (weight) {
-            x1 = x1 * inverse * (load_up_to(weight + i, R - i) + (float)a->offset);
-            x2 = x2 * inverse * (load_up_to(weight + R + i, R - i) + (float)a->offset);
-        }
-        store_up_to(y + i, x1 * c - x2 * s, R - i);
-        store_up_to(y + R + i, x2 * c + x1 * s, R - i);
-    }
 }
 
-/* From projected heads to attention's inputs: queries out, keys and values into their slots. A slot of
- * -1 is padding: nothing is written for it. */
-void infer_heads(const void *args, int64_t chunk) {
-    const heads_args *a = args;
-    int64_t H = 2 * a->R, first = chunk * a->tokens_per_chunk, last = first + a->tokens_per_chunk;
+void infer_rope(const void *args, int64_t chunk) {
+    const rope_args *a = args;
+    int64_t R = a->R, first = chunk * a->tokens_per_chunk, last = first + a->tokens_per_chunk;
     if (last > a->T) last = a->T;
     for (int64_t t = first; t < last; t++) {
-        const float *cos = a->cos + a->positions[t] * a->R, *sin = a->sin + a->positions[t] * a->R;
-        for (int64_t n = 0; n < a->N; n++)
-            turn(a, a->q + t * a->q_stride + n * H, a->q_weight, cos, sin, a->q_out + (t * a->N + n) * H);
-        int64_t slot = a->slots ? a->slots[t] : t;
-        if (slot < 0) continue;
-        for (int64_t g = 0; g < a->G; g++)
-            turn(a, a->k + t * a->k_stride + g * H, a->k_weight, cos, sin, a->keys + (slot * a->G + g) * H);
-        if (a->v)
-            memcpy(a->values + slot * a->G * H, a->v + t * a->v_stride, (size_t)(a->G * H) * sizeof(float));
+        const float *cos = a->cos + a->positions[t] * R, *sin = a->sin + a->positions[t] * R;
+        turn(a->q + t * a->q_stride, a->N, cos, sin, R, a->q_out + t * a->N * 2 * R);
+        turn(a->k + t * a->k_stride, a->G, cos, sin, R, a->k_out + t * a->G * 2 * R);
     }
 }
 
@@ -230,6 +203,7 @@ typedef struct {
     int64_t tokens_per_chunk;
 } write_args;
 
+/* A slot of -1 is padding: nothing is written for it. */
 void infer_write_cache(const void *args, int64_t chunk) {
     const write_args *a = args;
     size_t num_bytes = (size_t)a->size * sizeof(float);
