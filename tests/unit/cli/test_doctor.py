@@ -8,9 +8,10 @@ import torch
 
 from infer.cli.main import main
 from infer.engine import machine_report
-from infer.kernels.cpu.library import library, use_library
+from infer.kernels.cpu.library import library
 from infer.loader import default_model
 from infer.loader.gguf_quants import FOUR_BITS
+from tests.support.c_library import use_library
 
 
 def doctor(capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, str], list[str]]:
@@ -51,7 +52,7 @@ def test_without_kernels_it_says_so_and_why(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with use_library(None):
         machine, advice = doctor(capsys)
-    assert machine["C kernels"] == "none: the C kernels are switched off" and machine["weights"] == weights
+    assert machine["C kernels"] == "none: a test does without" and machine["weights"] == weights
     assert any("C kernels could not be built" in sentence or "C compiler" in sentence for sentence in advice)
     assert not any("4 bits" in sentence for sentence in advice)  # without kernels they are no faster
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from infer.kernels.cpu import operations
-from infer.kernels.cpu.library import Library, use_library
+from infer.kernels.cpu.library import Library
 from infer.kernels.embedding import embed, embed_reference, scaled, scaled_reference
 from infer.kernels.gated_activation import (
     ACTIVATIONS,
@@ -20,6 +20,7 @@ from infer.kernels.gated_activation import (
 from infer.kernels.layer_norm import add_layer_norm, add_layer_norm_reference
 from infer.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from infer.kernels.rope import rope, rope_reference
+from tests.support.c_library import use_library
 from tests.unit.kernels.c_builds import BUILDS, c_library
 
 SHAPES = [(1, 16), (3, 45), (7, 576), (2, 1)]
@@ -118,7 +119,7 @@ def test_the_cache_gets_keys_and_values_of_all_but_padding(c: Library) -> None:
     assert not keys[[1, 3, 4]].any() and not values[[1, 3, 4]].any()
 
 
-def test_switched_off_means_pytorch() -> None:
+def test_no_library_means_pytorch() -> None:
     x, weight = torch.randn(3, 45), torch.randn(45)
     with use_library(None):
         assert torch.equal(rms_norm(x, weight, eps=1e-5), rms_norm_reference(x, weight, 1e-5, 0.0))

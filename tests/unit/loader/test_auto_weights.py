@@ -19,7 +19,7 @@ from infer.engine.facts import RunFacts
 from infer.engine.memory_plan import count_parameters, stored_parameters, weight_bytes
 from infer.engine.replay import replay_config
 from infer.errors import ConfigError
-from infer.kernels.cpu.library import library, use_library
+from infer.kernels.cpu.library import library
 from infer.layers.linear import Linear
 from infer.layers.moe import ExpertLinear
 from infer.loader import cpu_weights, dtype
@@ -33,6 +33,7 @@ from infer.loader.gguf_quants import FOUR_BITS
 from infer.loader.load import LoadedModel, load_model, read_headers
 from infer.loader.source import resolve_model
 from infer.quant.packed import PackedMatrix
+from tests.support.c_library import use_library
 from tests.support.checkpoints import reference_model
 from tests.unit.loader.tiny_files import write_directory, write_gguf
 

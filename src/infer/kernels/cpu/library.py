@@ -1,6 +1,6 @@
 """The compiled library: loaded when the first kernel asks for it, or never.
 
-    library()        the library, or None where there is none or it has been switched off
+    library()        the library, or None where there is none
     why_not()        one line: why there is none
 
 Whatever goes wrong ends in PyTorch's own path and one line in the log, never in an error: a machine
@@ -12,8 +12,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -24,7 +22,6 @@ log = logging.getLogger(__name__)
 
 _lock = threading.Lock()
 _state: Library | BuildError | None = None
-_is_off = False
 
 
 class Library:
@@ -79,17 +76,11 @@ class Library:
 
 def library() -> Library | None:
     """The library of this process; the first call compiles and loads it."""
-    if _is_off:
-        return None
-    if isinstance(_state, Library):  # the common case, without the lock
-        return _state
-    return _load()
+    return _state if isinstance(_state, Library) else _load()  # the common case, without the lock
 
 
 def why_not() -> str:
     """Why `library()` is None, in one line."""
-    if _is_off:
-        return "the C kernels are switched off"
     return str(_state) if isinstance(_state, BuildError) else "it has not been tried"
 
 
@@ -104,21 +95,3 @@ def _load() -> Library | None:
                 _state = error
                 log.warning("no C kernels, so the CPU is slower than it could be: %s", error)
         return _state if isinstance(_state, Library) else None
-
-
-@contextmanager
-def use_library(chosen: Library | None) -> Iterator[None]:
-    """Use another build of the library, or none, for a while; for tests and comparisons."""
-    global _state, _is_off
-    before = _state, _is_off
-    _state, _is_off = (chosen, False) if chosen is not None else (before[0], True)
-    try:
-        yield
-    finally:
-        _state, _is_off = before
-
-
-def switch_off() -> None:
-    """Use PyTorch alone in this process from now on."""
-    global _is_off
-    _is_off = True

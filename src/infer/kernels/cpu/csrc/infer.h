@@ -96,9 +96,9 @@ static inline float peak_of_lanes(vf v) {
 /* e^x for x <= 88: 2^n * e^r with |r| <= ln2/2, and e^r by its series. Below -87 it is 0. */
 static inline vf exp_lanes(vf x) {
     vi too_small = x < splat(-87.0f);
-    vf clamped = (vf)(((vi)x & ~too_small) | ((vi)splat(-87.0f) & too_small));
+    vf clamped = choose(too_small, splat(-87.0f), x);
     vi too_big = clamped > splat(88.0f);
-    clamped = (vf)(((vi)clamped & ~too_big) | ((vi)splat(88.0f) & too_big));
+    clamped = choose(too_big, splat(88.0f), clamped);
     vf shifted = clamped * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
     vf n = shifted - 12582912.0f;
     vf r = clamped - n * 0.693359375f;
@@ -112,9 +112,7 @@ static inline vf exp_lanes(vf x) {
     p = p * r * r + r + 1.0f;
     vi exponent = (vi)shifted << 23; /* the integer sits in the low bits of the sum */
     vf y = (vf)((vi)p + exponent);
-    vi is_nan = x != x;
-    y = (vf)((vi)y & ~too_small);
-    return (vf)(((vi)y & ~is_nan) | ((vi)x & is_nan));
+    return choose(x != x, x, (vf)((vi)y & ~too_small)); /* NaN stays NaN */
 }
 
 /* IEEE half precision, for the scales of weight groups. */
