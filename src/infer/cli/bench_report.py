@@ -120,7 +120,7 @@ def positive(text: str) -> int:
     """A number of 1 or more."""
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}")
+        raise ValueError
     return number
 
 
@@ -128,8 +128,10 @@ def natural(text: str) -> int:
     """A number of 0 or more."""
     number = int(text)
     if number < 0:
-        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
+        raise ValueError
     return number
 
 
-positive.__name__ = natural.__name__ = "number"
+# what the parser says of a value that such a function does not take
+positive.__name__ = "a whole number of 1 or more"
+natural.__name__ = "a whole number of 0 or more"

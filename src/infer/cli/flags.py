@@ -232,12 +232,10 @@ def _int_or_none(text: str) -> int | None:
 
 
 def _token_bias(text: str) -> tuple[int, float]:
-    token_id, equals, bias = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"expected ID=BIAS, for example 42=-100, got {text!r}")
+    token_id, _, bias = text.partition("=")
     return int(token_id), float(bias)
 
 
-# argparse names the function in its message: "invalid integer or 'none' value: 'x'"
-_int_or_none.__name__ = "integer or 'none'"
+# what the parser says of a value that such a function cannot read: "must be a whole number or 'none'"
+_int_or_none.__name__ = "a whole number or 'none'"
 _token_bias.__name__ = "ID=BIAS"

@@ -1,6 +1,7 @@
 """The parser of `infer` and of each of its subcommands: argparse, with errors that help.
 
     infer serve: error: unknown option --max-batchsize; did you mean --max-batch-size?
+    infer serve: error: --port must be a whole number, for example 8000, got 'x'
     infer: error: unknown command 'serv'; did you mean serve?
 
 What other programs call a command is known as well: `infer run` means `generate`.
@@ -12,6 +13,7 @@ subcommand nor compare with its options. Here each parser complains for itself.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +31,9 @@ ELSEWHERE = {
 MODELS_HINT = (
     "'infer fetch MODEL' gets a model and prints where it lies; a server lists its own at /v1/models"
 )
+
+KINDS = {int: "a whole number", float: "a number"}  # other readers of a value have such words as their name
+EXAMPLES = {"X": "0.5", "ID=BIAS": "42=-100"}  # by metavar, where the help of a flag names no default
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,7 +63,20 @@ class Parser(argparse.ArgumentParser):
             if value in ("list", "ls", "models") and "fetch" in here:
                 hint = MODELS_HINT
             self.error(f"unknown command {value!r}; {hint}")
-        super()._check_value(action, value)
+        if action.choices is not None and value not in action.choices:
+            self.error(f"{_name(action)} must be one of {', '.join(map(str, action.choices))}, got {value!r}")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """Read a value; one that cannot be read is refused with what is allowed and an example."""
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:
+            if isinstance(error.__context__, ValueError):
+                reader: Any = action.type
+                kind = KINDS.get(reader) or reader.__name__
+                example = _example(action)
+                self.error(f"{_name(action)} must be {kind}, for example {example}, got {arg_string!r}")
+            raise
 
     def _complaint(self, unknown: Sequence[str]) -> str:
         options = [argument.partition("=")[0] for argument in unknown if argument.startswith("-")]
@@ -76,3 +94,13 @@ class Parser(argparse.ArgumentParser):
         if "--model" in self._option_string_actions:
             return "name a model with --model"
         return f"'{self.prog} --help' shows what it takes"
+
+
+def _name(action: argparse.Action) -> str:
+    return action.option_strings[0] if action.option_strings else str(action.metavar)
+
+
+def _example(action: argparse.Action) -> str:
+    """A value that the flag takes: its default, if its help names one."""
+    default = re.search(r"\(default: (?:[^)]* )?(-?\d[\d.e-]*)\)", action.help or "")
+    return default[1] if default else EXAMPLES.get(str(action.metavar), "16")

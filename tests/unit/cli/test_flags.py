@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -104,11 +105,19 @@ def test_sampling_flags_reach_their_fields() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--top-k", "many"], "argument --top-k: invalid int value: 'many'"),
-        (["--max-tokens", "all"], "invalid integer or 'none' value: 'all'"),
-        (["--logit-bias", "7"], "expected ID=BIAS, for example 42=-100, got '7'"),
-        (["--logit-bias", "x=1"], "invalid ID=BIAS value: 'x=1'"),
-        (["--dtype", "int3"], "invalid choice: 'int3'"),
+        (["--top-k", "many"], "--top-k must be a whole number, for example 16, got 'many'"),
+        (["--top-p", "x"], "--top-p must be a number, for example 0.9, got 'x'"),
+        (
+            ["--max-tokens", "all"],
+            "--max-tokens must be a whole number or 'none', for example 512, got 'all'",
+        ),
+        (["--seed", "1.5"], "--seed must be a whole number or 'none', for example 16, got '1.5'"),
+        (["--stop-token-ids", "</s>"], "--stop-token-ids must be a whole number, for example 16, got '</s>'"),
+        (["--logit-bias", "7"], "--logit-bias must be ID=BIAS, for example 42=-100, got '7'"),
+        (["--logit-bias", "x=1"], "--logit-bias must be ID=BIAS, for example 42=-100, got 'x=1'"),
+        (["--max-seq-len", "4k"], "--max-seq-len must be a whole number, for example 16, got '4k'"),
+        (["--max-model-len", "4k"], "--max-seq-len must be a whole number"),
+        (["--dtype", "int3"], "--dtype must be one of auto, float32, bfloat16, float16, got 'int3'"),
         (["--temp", "1"], "unknown option --temp; did you mean --temperature?"),
         (["--temperature", "nan"], "temperature must be a number in [0, 100], got nan"),
         (["--min-tokens", "9", "--max-tokens", "3"], "lower min_tokens to at most 3 or raise max_tokens"),
@@ -122,6 +131,30 @@ def test_a_wrong_flag_is_refused_with_its_reason(
     assert outcome.code == 2
     assert outcome.out == ""
     assert message in outcome.err
+
+
+def subcommands(parser: argparse.ArgumentParser, words: list[str]) -> Iterator[tuple[list[str], Any]]:
+    """Every parser below this one, with the words that lead to it."""
+    yield words, parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, below in action.choices.items():
+                yield from subcommands(below, [*words, name])
+
+
+def test_every_flag_that_takes_a_number_says_what_a_number_is(capsys: pytest.CaptureFixture[str]) -> None:
+    num_checked = 0
+    for words, parser in subcommands(build_parser(), []):
+        for action in parser._actions:
+            if action.type in (None, Path, str) or not action.option_strings:
+                continue
+            flag = action.option_strings[0]
+            with pytest.raises(SystemExit):
+                build_parser().parse_args([*words, flag, "x"])
+            told = capsys.readouterr().err.splitlines()[-1]
+            assert re.search(rf"error: {flag} must be .+, for example [\d=.-]+, got 'x'$", told), told
+            num_checked += 1
+    assert num_checked > 80
 
 
 def test_a_default_of_max_tokens_fits_a_short_context_but_a_wish_is_kept() -> None:

@@ -48,7 +48,10 @@ def test_no_command_shows_the_help_on_standard_error(infer: Infer) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["serve", "--port", "x"], "infer serve: error: argument --port: invalid int value: 'x'"),
+        (
+            ["serve", "--port", "x"],
+            "infer serve: error: --port must be a whole number, for example 8000, got 'x'",
+        ),
         (["bench", "serve"], "infer bench serve: error: the following arguments are required: --url"),
         (["serv"], "infer: error: unknown command 'serv'; did you mean serve?"),
         (["run", "hello"], "infer: error: unknown command 'run'; did you mean generate?"),
