@@ -97,6 +97,8 @@ FOREIGN_ROUTES = {  # of another program's own API: what does the same here
     "/api/tags": "/v1/models",
 }
 
+_JSON_WORDS = ((list, "a list"), (str, "a string"), (bool, "true or false"), (int | float, "a number"))
+
 _SHOWN = reprlib.Repr()
 _SHOWN.maxlevel = 2
 _SHOWN.maxstring = _SHOWN.maxlong = _SHOWN.maxother = MAX_VALUE_LEN
@@ -182,14 +184,12 @@ def to_api_error(error: BaseException) -> ApiError:
     return ApiError(status=500, message="the server failed to answer this request; its log says why")
 
 
-def validation_error(errors: list[dict[str, Any]]) -> RequestError:
+def validation_error(errors: list[dict[str, Any]], headers: Mapping[str, str]) -> RequestError:
     """The first complaint about a body: the wrong shape is malformed, the wrong value is invalid."""
     first = errors[0]
     kind, where = str(first["type"]), _spell_location(first["loc"])
-    if kind == "json_invalid":
-        return MalformedRequest(f"the body is not valid JSON: {first['ctx']['error']}")
-    if where is None:
-        return MalformedRequest("the body must be a JSON object sent as content-type application/json")
+    if kind == "json_invalid" or where is None:
+        return MalformedRequest(whole_body_fault(kind, first, headers))
     if kind == "missing":
         return MalformedRequest(f"the required field {where!r} is missing", param=where)
     said = str(first["msg"])
@@ -197,6 +197,28 @@ def validation_error(errors: list[dict[str, Any]]) -> RequestError:
     if kind.endswith("_type") or kind.startswith("union"):
         return MalformedRequest(message, param=where)
     return RequestError(message, param=where)
+
+
+def whole_body_fault(kind: str, first: Mapping[str, Any], headers: Mapping[str, str]) -> str:
+    """What is wrong with a body of which no field could be read: how it was sent, or what it is."""
+    example = "send a JSON object, such as {...}"
+    encoding, media_type = headers.get("content-encoding"), headers.get("content-type")
+    if encoding not in (None, "", "identity"):
+        return f"the body came with content-encoding {encoding[:40]}; send it as it is, not compressed"
+    if kind == "json_invalid":
+        said = str(first["ctx"]["error"])
+        if "not valid UTF-8" in said:
+            return "the body is not UTF-8 text, as JSON must be; encode it as UTF-8"
+        return f"the body is not valid JSON: {said} (character {first['loc'][-1] + 1})"
+    value = first["input"]
+    if isinstance(value, bytes):  # nobody has tried to read it
+        came = f"as content-type {media_type[:80]}" if media_type else "without a content-type"
+        advice = "send it as application/json (curl -H 'content-type: application/json')"
+        return f"the body came {came}; {advice}"
+    if value is None:
+        return f"the body is empty or null; {example}"
+    given = next((word for types, word in _JSON_WORDS if isinstance(value, types)), "something else")
+    return f"the body must be a JSON object, such as {{...}}, got {given}"
 
 
 def _spell_location(location: tuple[str | int, ...]) -> str | None:
@@ -216,9 +238,9 @@ def install_error_handlers(app: FastAPI) -> None:
     async def on_infer_error(_: Request, error: Exception) -> Response:
         return to_api_error(error).response()
 
-    async def on_validation_error(_: Request, error: Exception) -> Response:
+    async def on_validation_error(http: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return to_api_error(validation_error(list(error.errors()))).response()
+        return to_api_error(validation_error(list(error.errors()), http.headers)).response()
 
     async def on_http_error(http: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

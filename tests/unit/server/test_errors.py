@@ -122,7 +122,7 @@ def test_a_body_of_another_type_is_refused(wire: Wire) -> None:
             "POST", "/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": kind}
         )
         assert response.status_code == 400
-        assert "content-type application/json" in response.json()["error"]["message"]
+        assert "send it as application/json" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,44 @@ def test_only_the_value_to_blame_is_shown(wire: Wire) -> None:
 def test_a_missing_body_is_not_a_missing_field(wire: Wire, path: str) -> None:
     response = wire.request("POST", path, headers={"content-type": "application/json"})
     assert response.status_code == 400
-    assert response.json()["error"]["message"].startswith("the body must be a JSON object")
+    assert response.json()["error"]["message"].startswith("the body is empty or null; send a JSON object")
+
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "message"),
+    [
+        (b"prompt=hi", JSON, "the body is not valid JSON: unexpected character, expected a JSON value"),
+        (b'{"prompt": "a",\n}', JSON, "trailing comma is not allowed (character 15)"),
+        (b"null", JSON, "the body is empty or null; send a JSON object"),
+        (b"[1]", JSON, "the body must be a JSON object, such as {...}, got a list"),
+        (b'"hi"', JSON, "the body must be a JSON object, such as {...}, got a string"),
+        (b"1.5", JSON, "the body must be a JSON object, such as {...}, got a number"),
+        (b"true", JSON, "the body must be a JSON object, such as {...}, got true or false"),
+        ('{"prompt": "ä"}'.encode("latin-1"), JSON, "the body is not UTF-8 text, as JSON must be"),
+        ('{"prompt": "a"}'.encode("utf-16"), JSON, "the body is not UTF-8 text, as JSON must be"),
+        (
+            b"\x1f\x8b\x08\x00",
+            JSON | {"content-encoding": "gzip"},
+            "the body came with content-encoding gzip; send it as it is, not compressed",
+        ),
+        (
+            b'{"prompt": "a"}',
+            {"content-type": "application/x-www-form-urlencoded"},  # what curl -d says by itself
+            "the body came as content-type application/x-www-form-urlencoded; "
+            "send it as application/json (curl -H 'content-type: application/json')",
+        ),
+        (b'{"prompt": "a"}', {}, "the body came without a content-type; send it as application/json"),
+    ],
+)
+def test_each_fault_of_a_whole_body_is_told_by_its_own_words(
+    wire: Wire, content: bytes, headers: dict[str, str], message: str
+) -> None:
+    response = wire.request("POST", "/v1/completions", content=content, headers=headers)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
 
 
 def test_messages_of_the_wrong_type_are_malformed(wire: Wire) -> None:
