@@ -39,16 +39,12 @@ def sample_rows_cases(device: torch.device) -> Iterator[Case]:
 
 def _case(kind: str, num_rows: int, dtype: torch.dtype, device: torch.device) -> Case:
     temperature, top_k, top_p, min_p, spread = KINDS[kind]
-    state = SampleState.empty(num_rows, "cpu")
-    for row in range(num_rows):
-        state.set_row(row, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=row)
-    state = SampleState(
-        state.temperature_R.to(device),
-        state.top_k_R.to(device),
-        state.top_p_R.to(device),
-        state.min_p_R.to(device),
-        state.seed_R.to(device),
-    )
+    state = SampleState.empty(num_rows, device)
+    state.temperature_R.fill_(temperature)
+    state.top_k_R.fill_(top_k)
+    state.top_p_R.fill_(top_p)
+    state.min_p_R.fill_(min_p)
+    torch.arange(num_rows, out=state.seed_R)
     scratch = SampleScratch(num_rows, VOCAB_SIZE, device)
     rows = torch.arange(num_rows, dtype=torch.int32, device=device)
     positions = torch.arange(num_rows, device=device) + 100

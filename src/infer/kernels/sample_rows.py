@@ -53,8 +53,8 @@ NO_TOKEN = -1  # the id of a row whose largest logit is not finite, as in sampli
 GROUP = 512  # tokens of a group, whose peak is known
 TILE = 4096  # tokens of one program
 MAX_CANDIDATES = 2048
+SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny  # below, float32 would divide by zero
 _ROWS_PER_TILE = 16  # so many rows, and a program of the kernels after the survey takes one more tile
-_TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +77,6 @@ class SampleState:
             torch.zeros(num_rows, dtype=torch.float64, device=device),
             torch.zeros(num_rows, dtype=torch.int64, device=device),
         )
-
-    def set_row(
-        self, row: int, *, temperature: float, top_k: int, top_p: float, min_p: float, seed: int
-    ) -> None:
-        """Write one row, number by number; entries (kernels/step_state.py) are the quick way."""
-        self.temperature_R[row], self.top_k_R[row], self.seed_R[row] = as_stored(temperature, top_k, seed)
-        self.top_p_R[row] = top_p
-        self.min_p_R[row] = min_p
-
-
-def as_stored(temperature: float, top_k: int, seed: int) -> tuple[float, int, int]:
-    """The three as their types can hold them; a tiny temperature does not become 0, which is greedy."""
-    temperature = max(temperature, _TINY) if temperature else 0.0
-    return temperature, min(max(top_k, 0), 2**31 - 1), ((seed + 2**63) % 2**64) - 2**63
 
 
 class SampleScratch:
@@ -138,7 +124,7 @@ def _sample_row(logits_V: torch.Tensor, state: SampleState, row: int, position: 
     temperature, top_k = state.temperature_R[row], int(state.top_k_R[row])
     if temperature == 0.0 or top_k == 1:
         return int(argmax_rows(logits_V.unsqueeze(0)))
-    scaled_V = (logits_V - peak) / temperature.clamp(min=_TINY)
+    scaled_V = (logits_V - peak) / temperature.clamp(min=SMALLEST_TEMPERATURE)
     sorted_V = scaled_V.sort(descending=True).values
     floor = state.min_p_R[row].log().float()
     if 0 < top_k < len(logits_V):

@@ -26,7 +26,7 @@ import torch
 
 from infer.kernels.dispatch import jit, tl, use_triton
 from infer.kernels.launch import launch
-from infer.kernels.sample_rows import SampleState, as_stored
+from infer.kernels.sample_rows import SMALLEST_TEMPERATURE, SampleState
 
 _ENTRY = Struct("=3q3d")  # row, top-k, seed, then temperature, top-p and min-p; eight bytes each
 NUM_FIELDS = _ENTRY.size // 8
@@ -204,8 +204,12 @@ def apply_table_diffs(tables_RB: torch.Tensor, diffs_K3: torch.Tensor) -> None:
 def sampling_entry(
     row: int, *, temperature: float, top_k: int, top_p: float, min_p: float, seed: int
 ) -> bytes:
-    """How one row is sampled, as the bytes of an entry: what `enter_rows` takes one below the other."""
-    temperature, top_k, seed = as_stored(temperature, top_k, seed)
+    """How one row is sampled, as the bytes of an entry: what `enter_rows` takes one below the other.
+
+    As the state's types can hold it: a tiny temperature does not become 0, which is greedy.
+    """
+    temperature = max(temperature, SMALLEST_TEMPERATURE) if temperature else 0.0
+    top_k, seed = min(max(top_k, 0), 2**31 - 1), ((seed + 2**63) % 2**64) - 2**63
     return _ENTRY.pack(row, top_k, seed, temperature, top_p, min_p)
 
 

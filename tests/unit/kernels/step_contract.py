@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -39,6 +38,7 @@ from infer.kernels.step_state import (
     advance_rows,
     apply_table_diffs,
     enter_rows,
+    enter_rows_reference,
     gather_step,
     sampling_entry,
 )
@@ -61,6 +61,11 @@ def random_params(random_source: random.Random) -> SamplingParams:
     )
 
 
+def as_tensor(entries: Sequence[bytes]) -> torch.Tensor:
+    """Entries one below the other, as they are sent."""
+    return torch.frombuffer(bytearray().join(entries), dtype=torch.int64).view(-1, NUM_FIELDS)
+
+
 class SampledRows:
     """Rows with their parameters, in a state that holds them in another order among strangers."""
 
@@ -72,8 +77,8 @@ class SampledRows:
         num_state_rows = len(self.params) + 3
         self.rows = source.sample(range(num_state_rows), len(self.params))
         self.state = SampleState.empty(num_state_rows, device)
-        for row, each, row_seed in zip(self.rows, self.params, self.seeds, strict=True):
-            self.state.set_row(
+        entries = [
+            sampling_entry(
                 row,
                 temperature=each.temperature,
                 top_k=each.top_k,
@@ -81,6 +86,9 @@ class SampledRows:
                 min_p=each.min_p,
                 seed=row_seed,
             )
+            for row, each, row_seed in zip(self.rows, self.params, self.seeds, strict=True)
+        ]
+        enter_rows_reference(self.state, as_tensor(entries).to(device))
         self.rows_S = torch.tensor(self.rows, dtype=torch.int32, device=device)
         self.positions_S = torch.tensor(self.positions, device=device)
 
@@ -331,28 +339,25 @@ class StepContract:
         assert tables.tolist() == [[0, 0, 0, 4], [0, 0, 0, 0], [0, 9, 0, 0]]
 
     def test_rows_enter_with_how_they_are_sampled(self) -> None:
-        """By way of an entry a row gets the very bits that it gets when it is set by itself."""
-        entries = []
-        state, expected = SampleState.empty(5, self.device), SampleState.empty(5, self.device)
-        for row, temperature, top_k, top_p, min_p, seed in [
-            (3, 0.1, 40, 0.1, 0.3, 2**64 - 1),
-            (0, 1e-45, 2**40, 1.0, 0.0, 2**63),
-            (4, 0.0, -1, 1e-9, 1e-4, -5),
-        ]:
-            asked: dict[str, Any] = {
-                "temperature": temperature,
-                "top_k": top_k,
-                "top_p": top_p,
-                "min_p": min_p,
-                "seed": seed,
-            }
-            expected.set_row(row, **asked)
-            entries.append(sampling_entry(row, **asked))
-        entries.insert(1, sampling_entry(-1, temperature=7.0, top_k=7, top_p=7.0, min_p=7.0, seed=7))
-        sent = torch.frombuffer(bytearray().join(entries), dtype=torch.int64).view(-1, NUM_FIELDS)
-        enter_rows(state, sent.to(self.device))
-        for name in ("temperature_R", "top_k_R", "top_p_R", "min_p_R", "seed_R"):
-            assert torch.equal(getattr(state, name), getattr(expected, name)), name
+        """Each in the types of the state: what does not fit is brought as near as possible."""
+        tiny = torch.finfo(torch.float32).tiny
+        entries = [
+            sampling_entry(3, temperature=0.1, top_k=40, top_p=0.1, min_p=0.3, seed=2**64 - 1),
+            sampling_entry(-1, temperature=7.0, top_k=7, top_p=7.0, min_p=7.0, seed=7),
+            sampling_entry(0, temperature=1e-45, top_k=2**40, top_p=1.0, min_p=0.0, seed=2**63),
+            sampling_entry(4, temperature=0.0, top_k=-1, top_p=1e-9, min_p=1e-4, seed=-5),
+        ]
+        state = SampleState.empty(5, self.device)
+        enter_rows(state, as_tensor(entries).to(self.device))
+        expected = {
+            "temperature_R": torch.tensor([tiny, 0.0, 0.0, 0.1, 0.0], dtype=torch.float32),
+            "top_k_R": torch.tensor([2**31 - 1, 0, 0, 40, 0], dtype=torch.int32),
+            "top_p_R": torch.tensor([1.0, 1.0, 1.0, 0.1, 1e-9], dtype=torch.float64),
+            "min_p_R": torch.tensor([0.0, 0.0, 0.0, 0.3, 1e-4], dtype=torch.float64),
+            "seed_R": torch.tensor([-(2**63), 0, 0, -1, -5]),
+        }
+        for name, values in expected.items():
+            assert torch.equal(getattr(state, name).cpu(), values), name
 
     def test_rows_are_given_tokens_from_the_host(self) -> None:
         """Rows in 64 bits, as the host sends them, with one of padding for the sake of alignment."""
