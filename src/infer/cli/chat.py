@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from infer.cli import flags
 from infer.cli.answer import Answer, notice, open_llm, show_answer, write_out
-from infer.cli.remote import RemoteModel
+from infer.cli.remote import RemoteModel, add_url_flags, is_remote, open_remote
 from infer.errors import ConfigError, ContextOverflow, RequestError, closest
 
 if TYPE_CHECKING:
@@ -61,8 +61,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=run)
     conversation = parser.add_argument_group("conversation")
     conversation.add_argument("--system", metavar="TEXT", help="the system message to begin with")
-    conversation.add_argument("--url", help="talk to a model of the server there; --model picks which")
-    conversation.add_argument("--api-key", metavar="KEY", help="the key that server asks for")
+    add_url_flags(conversation)
     flags.add_thinking_flag(conversation)
     conversation.add_argument(
         "--stats", action="store_true", help="print times and speed of each answer to standard error"
@@ -119,7 +118,7 @@ class Conversation:
 def run(args: argparse.Namespace) -> int:
     """Load the model, then answer until the user leaves."""
     params = flags.sampling_from(args)
-    llm = _open_remote(args) if args.url is not None else open_llm(args)
+    llm = open_remote(args, sampling=flags.sampling_given(args)) if is_remote(args) else open_llm(args)
     if not llm.has_chat_template:
         raise ConfigError(
             f"{llm.name} has no chat template, so it cannot hold a conversation; "
@@ -140,15 +139,6 @@ def run(args: argparse.Namespace) -> int:
         elif text:
             _answer_line(conversation, text, shows_stats=args.stats)
     return 0
-
-
-def _open_remote(args: argparse.Namespace) -> RemoteModel:
-    """The model a server runs; the knobs of an engine are that server's business."""
-    knobs = flags.knobs_from(args)
-    model = knobs.pop("model", None)
-    if knobs:
-        raise ConfigError(f"--url leaves the engine to the server, so {', '.join(knobs)} cannot be set here")
-    return RemoteModel(args.url, model=model, api_key=args.api_key, sampling=flags.sampling_given(args))
 
 
 def _answer_line(conversation: Conversation, text: str, *, shows_stats: bool) -> None:

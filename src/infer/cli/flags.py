@@ -95,7 +95,7 @@ def add_knob_flags(
 
 
 def _add_knob(group: argparse._ArgumentGroup, row: KnobRow) -> None:
-    names = [_flag(name) for name in (row.name, *row.aliases)]
+    names = [flag(name) for name in (row.name, *row.aliases)]
     shown = "" if row.default in (None, ()) else f" (default: {row.default})"
     help_text = (row.help + shown).replace("%", "%%")
     if row.kind is bool:
@@ -132,9 +132,9 @@ def spell(knobs: Mapping[str, object]) -> list[str]:
     words: list[str] = []
     for name, value in knobs.items():
         if isinstance(value, bool):
-            words.append(_flag(name) if value else _flag(name).replace("--", "--no-", 1))
+            words.append(flag(name) if value else flag(name).replace("--", "--no-", 1))
         else:
-            words += [_flag(name), str(value)]
+            words += [flag(name), str(value)]
     return words
 
 
@@ -149,7 +149,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         shown = "" if is_off else f" (default: {advised}{defaults[name]})"
         options = _sampling_options(hints[name])
         group.add_argument(
-            _flag(name), dest=SAMPLING + name, help=help_text + shown, default=argparse.SUPPRESS, **options
+            flag(name), dest=SAMPLING + name, help=help_text + shown, default=argparse.SUPPRESS, **options
         )
 
 
@@ -223,7 +223,8 @@ def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """A knob or a sampling parameter as it is written on the command line."""
     return "--" + name.replace("_", "-")
 
 

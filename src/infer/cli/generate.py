@@ -12,6 +12,9 @@ object per line and prompt.
 The prompts of a file are all in the engine together, which batches them; their answers are printed in the
 order of the file, each as soon as those before it are out. A prompt that fails is reported by its line and
 costs the others nothing; the exit code is then 1.
+
+With `--url` a server has the model and the engine: prompts go to it over HTTP, those of a file several at a
+time.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infer.cli import flags
 from infer.cli.answer import Answer, Interrupted, notice, open_llm, show_answer, write_out
+from infer.cli.remote import RemoteModel, RemoteStream, StreamAhead, add_url_flags, is_remote, open_remote
 from infer.errors import (
     ConfigError,
     DeviceLost,
@@ -49,6 +53,7 @@ logger = logging.getLogger(__name__)
 
 LABEL_LEN = 100  # characters of a prompt that its answer is announced with
 OPEN_AT_ONCE = 1024  # prompts of a file in the engine: more than it runs at once, fewer than fill the memory
+ASKED_AT_ONCE = 32  # prompts of a file with a server: a connection and a thread each
 
 EXAMPLES = """\
 examples:
@@ -56,6 +61,7 @@ examples:
   infer generate --model path/to/model --temperature 0 --raw "Once upon a time"
   cat letter.txt | infer generate --system "Summarise in one sentence." --max-tokens 60
   infer generate --prompts-file questions.txt --seed 1 --json > answers.jsonl
+  infer generate --url http://127.0.0.1:8000 "Why is the sky blue?"
 """
 
 
@@ -71,8 +77,8 @@ class Asked:
     """A prompt on its way through the engine, or the reason why it is not."""
 
     prompt: Prompt
-    prompt_ids: list[int]
-    stream: TextStream | InferError
+    prompt_ids: list[int]  # none, where a server has them
+    stream: TextStream | RemoteStream | StreamAhead | InferError
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -98,6 +104,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="answer each line of this file, all at once and printed in order",
     )
     prompt.add_argument("--system", metavar="TEXT", help="the system message to put before the prompt")
+    add_url_flags(prompt)
     prompt.add_argument("--raw", action="store_true", help="continue the text as is, without a chat template")
     flags.add_thinking_flag(prompt)
     prompt.add_argument(
@@ -120,6 +127,10 @@ def run(args: argparse.Namespace) -> int:
     """Answer every prompt; exit code 1 if some of a file's have no answer."""
     if args.raw and args.system is not None:
         raise ConfigError("--system needs the chat template that --raw turns off; give one of the two")
+    if is_remote(args) and (args.record is not None or args.overwrite):
+        raise ConfigError(
+            "--record needs an engine here, and --url leaves it to the server; give one of them"
+        )
     params = flags.sampling_from(args)
     prompts = read_prompts(args)
     with recording(args.record, may_replace=args.overwrite) as observer:
@@ -140,14 +151,14 @@ def answer_all(
     """Load the model, ask it everything, print the answers in order; returns how many prompts failed."""
     started = perf_counter()
     try:
-        llm = open_llm(args, observer)
+        llm = _open_server(args) if is_remote(args) else open_llm(args, observer)
     except KeyboardInterrupt:
         if args.stats:
             notice(f"interrupted while loading, after {perf_counter() - started:.2f} s")
         raise
     load_s = perf_counter() - started
     params = flags.fit_to_model(params, args, llm.context_len, llm.sampling_defaults)
-    if not (args.raw or llm.front.ships_chat_template):
+    if not (args.raw or isinstance(llm, RemoteModel) or llm.front.ships_chat_template):
         logger.info("%s came without a chat template: prompts are continued as plain text", llm.name)
     answers: list[Answer] = []
     partial: list[Answer] = []  # the one that Ctrl-C ended
@@ -168,8 +179,13 @@ def answer_all(
     return len(prompts) - len(answers)
 
 
+def _open_server(args: argparse.Namespace) -> RemoteModel:
+    """The server's model; the seed is sent along, so that the one `--json` prints is the one that counts."""
+    return open_remote(args, sampling={"seed", *flags.sampling_given(args)}, counts=args.json)
+
+
 def answer_each(
-    llm: LLM,
+    llm: LLM | RemoteModel,
     prompts: Sequence[Prompt],
     params: SamplingParams,
     args: argparse.Namespace,
@@ -192,7 +208,7 @@ def answer_each(
             continue
         answers.append(answer)
         if args.json:
-            _write_json(to_json(prompt.text, asked.prompt_ids, params, answer, load_s))
+            _write_json(to_json(asked, params, answer, load_s))
         if args.stats:
             notice(f"load {load_s:.2f} s, {answer.stats()}")
 
@@ -203,15 +219,16 @@ def shorten(text: str, length: int) -> str:
 
 
 def ask_all(
-    llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, args: argparse.Namespace
+    llm: LLM | RemoteModel, prompts: Sequence[Prompt], params: SamplingParams, args: argparse.Namespace
 ) -> Iterator[Asked]:
     """Put the prompts into the engine, and give them out in order; all go on while the first is read.
 
     Of a long file, and where `max_waiting` limits the engine's queue, the rest follow as answers are read.
     """
     waiting, asked = deque(prompts), deque[Asked]()
+    at_once = ASKED_AT_ONCE if isinstance(llm, RemoteModel) else OPEN_AT_ONCE
     while waiting or asked:
-        while waiting and len(asked) < OPEN_AT_ONCE:
+        while waiting and len(asked) < at_once:
             try:
                 asked.append(_ask(llm, waiting[0], params, args))
             except QueueFull:
@@ -222,12 +239,25 @@ def ask_all(
         yield asked.popleft()
 
 
-def _ask(llm: LLM, prompt: Prompt, params: SamplingParams, args: argparse.Namespace) -> Asked:
+def _ask(llm: LLM | RemoteModel, prompt: Prompt, params: SamplingParams, args: argparse.Namespace) -> Asked:
     try:
+        if not prompt.text:
+            raise RequestError("the prompt is empty; write at least one character", param="prompt")
+        if isinstance(llm, RemoteModel):
+            stream = _ask_server(llm, prompt.text, params, args)
+            return Asked(prompt, [], stream if prompt.line is None else StreamAhead(stream))
         prompt_ids = encode_prompt(llm, prompt.text, args)
         return Asked(prompt, prompt_ids, llm.stream(prompt_ids, params))
     except RequestError as error:  # to be told in its turn
         return Asked(prompt, [], error)
+
+
+def _ask_server(
+    llm: RemoteModel, text: str, params: SamplingParams, args: argparse.Namespace
+) -> RemoteStream:
+    if args.raw:
+        return llm.stream(text, params)
+    return llm.stream_chat(to_messages(text, args), params, template_options=flags.template_options(args))
 
 
 def read_answer(asked: Asked, *, is_shown: bool) -> Answer:
@@ -302,8 +332,6 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
 
 def encode_prompt(llm: LLM, prompt: str, args: argparse.Namespace) -> list[int]:
     """The prompt's tokens: as a user's message where the model came with a template, else as plain text."""
-    if not prompt:
-        raise RequestError("the prompt is empty; write at least one character", param="prompt")
     if args.raw or not llm.front.ships_chat_template:
         if args.system is not None:
             raise ConfigError(
@@ -311,27 +339,32 @@ def encode_prompt(llm: LLM, prompt: str, args: argparse.Namespace) -> list[int]:
                 "--chat-template FILE, or its family's with --chat-template family"
             )
         return llm.encode(prompt)
+    return llm.encode_chat(to_messages(prompt, args), template_options=flags.template_options(args))
+
+
+def to_messages(prompt: str, args: argparse.Namespace) -> list[dict[str, str]]:
+    """A prompt as a conversation that waits for its answer."""
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
-    messages = [*system, {"role": "user", "content": prompt}]
-    return llm.encode_chat(messages, template_options=flags.template_options(args))
+    return [*system, {"role": "user", "content": prompt}]
 
 
-def to_json(
-    prompt: str, prompt_ids: list[int], params: SamplingParams, answer: Answer, load_s: float
-) -> dict[str, Any]:
-    """The object `--json` prints for one prompt."""
+def to_json(asked: Asked, params: SamplingParams, answer: Answer, load_s: float) -> dict[str, Any]:
+    """The object `--json` prints for one prompt; of a server's answer the tokens are not known."""
+    has_ids = not isinstance(asked.stream, RemoteStream | StreamAhead)
+    num_prompt, num_output = len(asked.prompt_ids), len(answer.token_ids)
+    usage: Any = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+    }
     return {
-        "prompt": prompt,
+        "prompt": asked.prompt.text,
         "text": answer.text,
-        "token_ids": list(answer.token_ids),
+        "token_ids": list(answer.token_ids) if has_ids else None,
         "finish_reason": answer.finish_reason,
         "stop_reason": answer.stop_reason,
         "seed": params.seed,
-        "usage": {
-            "prompt_tokens": len(prompt_ids),
-            "completion_tokens": len(answer.token_ids),
-            "total_tokens": len(prompt_ids) + len(answer.token_ids),
-        },
+        "usage": getattr(asked.stream, "usage", usage),  # a server counts for itself
         "timings": {
             "load_s": round(load_s, 4),
             "first_token_s": round(answer.first_token_s, 4),

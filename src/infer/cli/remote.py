@@ -1,22 +1,31 @@
 """A model that a server runs, for those commands that need only its answers.
 
-`RemoteModel` stands where an `LLM` stands in a conversation and asks an OpenAI-compatible server
-instead, with nothing but the standard library: one POST per answer, its body a stream of events
+`RemoteModel` stands where an `LLM` stands and asks an OpenAI-compatible server instead, with nothing but
+the standard library: one POST per answer, its body a stream of events
 
-    data: {"choices": [{"delta": {"content": "The"}, "finish_reason": null}]}
+    data: {"choices": [{"delta": {"content": "The"}, "finish_reason": null}]}      a chat's
+    data: {"choices": [{"text": "The", "finish_reason": null}]}                    a completion's
     data: [DONE]
+
+A stream is read by whoever wants its pieces; several at once are read ahead by a thread each.
 """
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
+import threading
 import urllib.error
 import urllib.request
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from queue import SimpleQueue
+from time import perf_counter
 from typing import Any
 
+from infer.cli import flags
 from infer.errors import ConfigError, ContextOverflow, EngineError, InferError, RequestError
 from infer.sampling.params import SamplingParams
 
@@ -44,7 +53,7 @@ class RemoteOverflow(ContextOverflow):
 class RemoteModel:
     """One model of an OpenAI-compatible server."""
 
-    has_chat_template = True
+    has_chat_template = True  # as far as anybody here knows; the server says if not
     sampling_defaults: Mapping[str, float] = {}  # the server applies its own to what is not sent
 
     def __init__(
@@ -54,16 +63,21 @@ class RemoteModel:
         model: str | None = None,
         api_key: str | None = None,
         sampling: Collection[str] = (),
+        counts: bool = False,
     ) -> None:
-        """Ask a server what it serves; of an answer's parameters only those named in `sampling` are sent."""
+        """Ask a server what it serves; of an answer's parameters only those named in `sampling` are sent.
+
+        `counts` asks it to count tokens, too: not every server knows how to.
+        """
         self._sampling = sampling
+        self._counts = counts
         self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
         if not self._base.startswith(("http://", "https://")):
             raise ConfigError(f"--url must start with http:// or https://, got {url!r}")
         self._headers = {"content-type": "application/json"}
         if api_key is not None:
             self._headers["authorization"] = f"Bearer {api_key}"
-        with self._open("/models") as answer:
+        with self.open("/models") as answer:
             served = {str(card["id"]): card for card in json.load(answer)["data"]}
         if model is not None and model not in served:
             raise ConfigError(f"{url} serves {', '.join(served)}, not {model!r}")
@@ -76,19 +90,29 @@ class RemoteModel:
         params: SamplingParams,
         *,
         template_options: Mapping[str, object] | None = None,
-    ) -> Iterator[RemoteDelta]:
+    ) -> RemoteStream:
         """Answer a conversation, piece by piece; closing the iterator hangs up, which ends the request."""
-        body: dict[str, Any] = {"model": self.name, "messages": list(messages), "stream": True}
+        body = {"messages": list(messages), **self._body(params)}
+        if template_options:
+            body["chat_template_kwargs"] = dict(template_options)
+        return RemoteStream(self, "/chat/completions", body)
+
+    def stream(self, prompt: str, params: SamplingParams) -> RemoteStream:
+        """Continue a text, piece by piece."""
+        return RemoteStream(self, "/completions", {"prompt": prompt, **self._body(params)})
+
+    def _body(self, params: SamplingParams) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": self.name, "stream": True}
         body |= {name: getattr(params, name) for name in self._sampling}
         body["max_tokens"] = params.max_tokens
         if "logit_bias" in body:
             body["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
-        if template_options:
-            body["chat_template_kwargs"] = dict(template_options)
-        with self._open("/chat/completions", body) as answer:
-            yield from _deltas(answer)
+        if self._counts:
+            body["stream_options"] = {"include_usage": True}
+        return body
 
-    def _open(self, path: str, body: Mapping[str, Any] | None = None) -> http.client.HTTPResponse:
+    def open(self, path: str, body: Mapping[str, Any] | None = None) -> http.client.HTTPResponse:
+        """Send a request and wait for the head of its answer; a refusal is raised."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._base + path, data=data, headers=self._headers)
         try:
@@ -101,28 +125,113 @@ class RemoteModel:
         return answer
 
 
-def _deltas(answer: http.client.HTTPResponse) -> Iterator[RemoteDelta]:
-    try:
-        for line in answer:
-            if not line.startswith(b"data:"):
-                continue
-            payload = line[5:].strip()
-            if payload == b"[DONE]":
-                return
-            event = json.loads(payload)
-            if "error" in event:
-                raise EngineError(f"the server gave up: {event['error'].get('message', event['error'])}")
-            for choice in event["choices"]:
-                text = choice["delta"].get("content") or ""
-                if text or choice["finish_reason"] is not None:
-                    yield RemoteDelta(
-                        text,
-                        (UNKNOWN_ID,) if text else (),
-                        choice["finish_reason"],
-                        choice.get("stop_reason"),
-                    )
-    except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
-        raise EngineError(f"the server's answer broke off: {error}") from None
+class RemoteStream(Iterator[RemoteDelta]):
+    """One answer on its way; its request is sent when the first piece is wanted."""
+
+    def __init__(self, model: RemoteModel, path: str, body: Mapping[str, Any]) -> None:
+        self.usage: dict[str, Any] | None = None  # what the server has counted, once it says so
+        self._pieces = self._read(model, path, body)
+
+    def __next__(self) -> RemoteDelta:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Hang up, which ends the request."""
+        self._pieces.close()
+
+    def _read(
+        self, model: RemoteModel, path: str, body: Mapping[str, Any]
+    ) -> Generator[RemoteDelta, None, None]:
+        with model.open(path, body) as answer:
+            try:
+                for line in answer:
+                    if not line.startswith(b"data:"):
+                        continue
+                    payload = line[5:].strip()
+                    if payload == b"[DONE]":
+                        return
+                    event = json.loads(payload)
+                    if "error" in event:
+                        said = event["error"].get("message", event["error"])
+                        raise EngineError(f"the server gave up: {said}")
+                    self.usage = event.get("usage") or self.usage
+                    for piece in map(_to_delta, event["choices"]):
+                        if piece.text or piece.finish_reason is not None:
+                            yield piece
+            except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+                raise EngineError(f"the server's answer broke off: {error}") from None
+
+
+def _to_delta(choice: Mapping[str, Any]) -> RemoteDelta:
+    text = (choice["delta"].get("content") if "delta" in choice else choice["text"]) or ""
+    return RemoteDelta(
+        text, (UNKNOWN_ID,) if text else (), choice["finish_reason"], choice.get("stop_reason")
+    )
+
+
+class StreamAhead(Iterator[RemoteDelta]):
+    """An answer that a thread reads as it comes, whenever its pieces are wanted."""
+
+    def __init__(self, stream: RemoteStream) -> None:
+        self._stream = stream
+        self._pieces: SimpleQueue[RemoteDelta | InferError | None] = SimpleQueue()
+        self._is_closed = False
+        self.seconds = (0.0, 0.0)  # from the request to the first piece of text, and to the latest piece
+        threading.Thread(target=self._run, daemon=True).start()
+
+    @property
+    def usage(self) -> dict[str, Any] | None:
+        """What the server has counted."""
+        return self._stream.usage
+
+    def __next__(self) -> RemoteDelta:
+        piece = self._pieces.get()
+        if piece is None:
+            raise StopIteration
+        if isinstance(piece, InferError):
+            raise piece
+        return piece
+
+    def close(self) -> None:
+        """Hang up with the next piece."""
+        self._is_closed = True
+
+    def _run(self) -> None:
+        started = perf_counter()
+        with closing(self._stream) as pieces:
+            try:
+                for piece in pieces:
+                    now = perf_counter() - started
+                    self.seconds = (self.seconds[0] or (now if piece.text else 0.0), now)
+                    self._pieces.put(piece)
+                    if self._is_closed:
+                        break
+            except InferError as error:
+                self._pieces.put(error)
+        self._pieces.put(None)
+
+
+def add_url_flags(group: argparse._ArgumentGroup) -> None:
+    """The flags of a command that can also ask a server."""
+    group.add_argument("--url", help="ask a model of the server there; --model picks which")
+    group.add_argument("--api-key", metavar="KEY", help="the key that server asks for")
+
+
+def is_remote(args: argparse.Namespace) -> bool:
+    """Whether the user names a server to ask."""
+    if args.url is None and args.api_key is not None:
+        raise ConfigError("--api-key is for the server that --url names; give both or neither")
+    return args.url is not None
+
+
+def open_remote(args: argparse.Namespace, *, sampling: Collection[str], counts: bool = False) -> RemoteModel:
+    """The model of the server that `--url` names; the knobs of an engine are that server's business."""
+    knobs = flags.knobs_from(args)
+    model = knobs.pop("model", None)
+    if knobs:
+        names = ", ".join(flags.flag(name) for name in knobs)
+        raise ConfigError(f"--url leaves the engine to the server, so {names} cannot be set here")
+    return RemoteModel(args.url, model=model, api_key=args.api_key, sampling=sampling, counts=counts)
 
 
 def _refusal(status: int, body: bytes) -> InferError:

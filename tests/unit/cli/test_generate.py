@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from infer.cli.answer import Answer, show_answer
-from infer.cli.generate import to_json
-from infer.errors import DeviceLost
+from infer.cli.generate import Asked, Prompt, to_json
+from infer.errors import DeviceLost, RequestError
 from infer.outputs import TextDelta
 from infer.sampling.params import SamplingParams
 from tests.unit.cli.fake_llm import FakeLLM
@@ -191,7 +191,7 @@ def test_json_names_the_stop_string_that_ended_the_text() -> None:
         TextDelta(text="", token_ids=(2,), finish_reason="stop", stop_reason="END"),
     ]
     answer = show_answer(iter(deltas), lambda text: None)
-    data = to_json("?", [5], SamplingParams(), answer, load_s=0.0)
+    data = to_json(Asked(Prompt("?"), [5], RequestError("read")), SamplingParams(), answer, load_s=0.0)
     assert (data["finish_reason"], data["stop_reason"]) == ("stop", "END")
 
 
