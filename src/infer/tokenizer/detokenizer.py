@@ -32,12 +32,7 @@ class Detokenizer:
     """The text of one sequence. Not thread-safe: whoever streams the sequence owns it."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        stop: Sequence[str] = (),
-        skip_special: bool = True,
-        prompt_ids: Sequence[int] = (),
+        self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), prompt_ids: Sequence[int] = ()
     ) -> None:
         """Start a text of its own, or one that continues `prompt_ids`.
 
@@ -45,7 +40,6 @@ class Detokenizer:
         prompt ends in a special token: then, as after BOS, the space is the vocabulary's and not the text's.
         """
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._search = _StopSearch(stop) if stop else None
         is_continuation = bool(prompt_ids) and prompt_ids[-1] not in tokenizer.special_ids
@@ -67,7 +61,7 @@ class Detokenizer:
             return ""
         # A model may have more rows than its tokenizer has tokens (padding); such an id has no text.
         known = [i for i in ids if i < self._tokenizer.vocab_size]
-        data = b"".join(self._tokenizer.visible_bytes(i, skip_special=self._skip_special) for i in known)
+        data = b"".join(map(self._tokenizer.visible_bytes, known))
         while self._num_to_strip and data:
             self._num_to_strip = self._num_to_strip - 1 if data[:1] == b" " else 0
             data = data[1:] if data[:1] == b" " else data
@@ -78,7 +72,7 @@ class Detokenizer:
         begun, _ = self._utf8.getstate()
         if not begun or not 0 <= token_id < self._tokenizer.vocab_size:
             return False
-        data = self._tokenizer.visible_bytes(token_id, skip_special=self._skip_special)
+        data = self._tokenizer.visible_bytes(token_id)
         try:
             codecs.utf_8_decode(begun + data[:1], "strict", False)
         except UnicodeDecodeError:
@@ -102,7 +96,7 @@ class Detokenizer:
             if len(tail) >= _LONGEST_CHARACTER:
                 break
             if 0 <= token_id < self._tokenizer.vocab_size:
-                tail = self._tokenizer.visible_bytes(token_id, skip_special=self._skip_special) + tail
+                tail = self._tokenizer.visible_bytes(token_id) + tail
         return tail
 
 

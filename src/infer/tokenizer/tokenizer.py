@@ -118,14 +118,14 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Turn ids into text; bytes that are not UTF-8 become U+FFFD."""
-        data = b"".join(self.visible_bytes(token_id, skip_special=skip_special) for token_id in ids)
+        data = b"".join(map(self.visible_bytes if skip_special else self.token_bytes, ids))
         num_spaces = len(data) - len(data.lstrip(b" "))
         return data[min(num_spaces, self.num_stripped) :].decode("utf-8", errors="replace")
 
-    def visible_bytes(self, token_id: int, *, skip_special: bool) -> bytes:
-        """The bytes a token adds to a text: none if it is special and those are skipped."""
+    def visible_bytes(self, token_id: int) -> bytes:
+        """The bytes a token adds to a text: none if it is special."""
         data = self.token_bytes(token_id)
-        return b"" if skip_special and token_id in self.special_ids else data
+        return b"" if token_id in self.special_ids else data
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for; a special token stands for its own spelling."""

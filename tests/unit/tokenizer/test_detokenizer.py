@@ -64,12 +64,11 @@ def id_lists(draw: st.DrawFn, tokenizer: Tokenizer) -> list[int]:
 def test_a_stream_is_the_whole_text_up_to_the_first_stop_string(name: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[name]
     ids = data.draw(id_lists(tokenizer))
-    skip_special = data.draw(st.booleans())
-    whole = tokenizer.decode(ids, skip_special=skip_special)
+    whole = tokenizer.decode(ids)
     spans = st.tuples(st.integers(0, len(whole)), st.integers(1, 5)).map(lambda s: whole[s[0] : s[0] + s[1]])
     stops = data.draw(st.lists(st.one_of(spans, st.text("ab \ufffd", max_size=4)), max_size=3))
     stops = [stop for stop in stops if stop]
-    detokenizer = Detokenizer(tokenizer, stop=stops, skip_special=skip_special)
+    detokenizer = Detokenizer(tokenizer, stop=stops)
 
     shown = stream(detokenizer, ids, data.draw(st.lists(st.integers(0, 50), max_size=8)))
 
