@@ -42,7 +42,7 @@ class Leak:
     place: str  # "device" or "host"
     block: int
     owner: Owner
-    ref_count: int  # of the block, all owners together: reclaiming frees it when this is 1
+    ref_count: int  # of the block, all owners together
 
 
 class BlockAllocator:
@@ -204,13 +204,6 @@ class BlockAllocator:
             if owner not in live_owners
             for block in sorted(held)
         ]
-
-    def reclaim(self, leaks: Iterable[Leak]) -> int:
-        """Take leaked references back; returns how many blocks became free or idle by it."""
-        num_before = self.num_free + self.num_idle
-        for leak in leaks:
-            self.drop([leak.block], leak.owner)
-        return self.num_free + self.num_idle - num_before
 
     def check(self) -> None:
         """Raise EngineError unless the invariant of this module holds; walks over everything."""

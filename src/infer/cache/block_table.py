@@ -1,7 +1,7 @@
 """Where a sequence's tokens lie in the cache.
 
-The blocks of a sequence in order, and the arithmetic from a token's position to its *slot*, the one
-place among all `num_blocks * block_size` that keeps this token's key and value:
+The blocks of a sequence in order. They say for each of its tokens which *slot*, among all the
+`num_blocks * block_size` of the cache, keeps the token's key and value:
 
     block_size 4, blocks [7, 3, 5]          position 6 is the third token of the second block:
                                             slot = blocks[6 // 4] * 4 + 6 % 4 = 3 * 4 + 2 = 14
@@ -33,11 +33,6 @@ class BlockTable:
     def num_slots(self) -> int:
         """How many tokens the blocks have room for."""
         return len(self.blocks) * self.block_size
-
-    def slot(self, position: int) -> int:
-        """The slot of the token at this position, which must lie within the table."""
-        assert 0 <= position < self.num_slots, f"position {position} is outside {self.num_slots} slots"
-        return self.blocks[position // self.block_size] * self.block_size + position % self.block_size
 
     def extend(self, blocks: Iterable[int]) -> None:
         """Put more blocks at the end."""

@@ -134,10 +134,6 @@ class KVCachePool(Protocol):
         """Name every block whose owner is gone; empty after every normal life."""
         ...
 
-    def reclaim(self, leaks: Sequence[Leak]) -> int:
-        """Take leaked blocks back; returns how many can be used again."""
-        ...
-
     def check(self) -> None:
         """Raise EngineError unless every book agrees with every other; walks over everything."""
         ...

@@ -200,13 +200,6 @@ class PagedKVCachePool:
         live_owners: set[Owner] = {PREFIX_TREE, *self._sequences}
         return self._device.audit_blocks(live_owners) + self._host.audit_blocks(live_owners)
 
-    def reclaim(self, leaks: Sequence[Leak]) -> int:
-        """Take leaked blocks back; returns how many can be used again."""
-        return sum(
-            allocator.reclaim([leak for leak in leaks if leak.place == allocator.place])
-            for allocator in (self._device, self._host)
-        )
-
     def check(self) -> None:
         """Raise EngineError unless every book agrees with every other; walks over everything."""
         self._device.check()

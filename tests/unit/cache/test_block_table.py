@@ -5,18 +5,6 @@ import pytest
 from infer.cache.block_table import BlockTable, blocks_for
 
 
-def test_a_slot_is_counted_over_all_blocks() -> None:
-    table = BlockTable(4, [7, 3, 5])
-    slots = [table.slot(position) for position in range(table.num_slots)]
-    assert slots == [28, 29, 30, 31, 12, 13, 14, 15, 20, 21, 22, 23]
-
-
-@pytest.mark.parametrize("position", [-1, 8])
-def test_a_position_outside_the_table_has_no_slot(position: int) -> None:
-    with pytest.raises(AssertionError, match="outside 8 slots"):
-        BlockTable(4, [0, 1]).slot(position)
-
-
 def test_a_table_grows_at_its_end_and_exchanges_one_entry() -> None:
     table = BlockTable(4, [7])
     table.extend([3, 5])

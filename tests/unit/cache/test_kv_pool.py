@@ -372,7 +372,7 @@ def test_mistakes_are_named() -> None:
     pool.check()
 
 
-def test_a_leak_is_named_and_reclaimed() -> None:
+def test_a_leak_is_named() -> None:
     pool = make_pool(num_host_blocks=2)
     compute(pool, 1, PROMPT)
     blocks = list(pool.block_table(1))
@@ -383,9 +383,6 @@ def test_a_leak_is_named_and_reclaimed() -> None:
     assert sorted((leak.block, leak.owner, leak.ref_count) for leak in leaks) == [
         (block, 1, 2) for block in sorted(blocks)
     ]
-    assert pool.reclaim(leaks) == 3
-    assert (pool.audit_blocks(), pool.num_free_blocks) == ([], 8)
-    assert compute(pool, 2, [5] * 32) == 0, "reclaimed blocks can be evicted and used"
 
 
 def test_the_slotted_pool_gives_each_sequence_one_long_block() -> None:
