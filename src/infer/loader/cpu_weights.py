@@ -217,22 +217,17 @@ def matrix_of(model: Model, parameter: str, expert: int | None = None) -> Packed
 
 def fill_packed(matrix: PackedMatrix, source: StoredTensor, *, first: int, transposed: bool) -> None:
     """Quantise a stored tensor into the rows of a packed matrix from `first` on."""
-    with one_thread():  # of PyTorch's; packing has its own
-        _fill_packed(matrix, source, first=first, transposed=transposed)
-
-
-def _fill_packed(matrix: PackedMatrix, source: StoredTensor, *, first: int, transposed: bool) -> None:
     by_rows = source.transpose() if transposed else source
-    if by_rows is None:
-        whole = torch.empty(source.shape)
-        source.copy_to(whole)
-        matrix.fill(whole.T.contiguous(), first)
-        return
-    step = max(1, _CHUNK_NUMBERS // matrix.size)
-    for rows in by_rows.chunks(step, matrix.bits):
-        if isinstance(rows, QuantizedRows):
-            matrix.fill_integers(*rows, first)
-            first += len(rows.integers)
-        else:
-            matrix.fill(rows, first)
-            first += len(rows)
+    with one_thread():  # of PyTorch's; packing has its own
+        if by_rows is None:
+            whole = torch.empty(source.shape)
+            source.copy_to(whole)
+            matrix.fill(whole.T.contiguous(), first)
+            return
+        for rows in by_rows.chunks(max(1, _CHUNK_NUMBERS // matrix.size), matrix.bits):
+            if isinstance(rows, QuantizedRows):
+                matrix.fill_integers(*rows, first)
+                first += len(rows.integers)
+            else:
+                matrix.fill(rows, first)
+                first += len(rows)

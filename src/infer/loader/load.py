@@ -61,14 +61,11 @@ class LoadedModel:
 
     model: Model
     config: ModelConfig
-    family: Family
     name: str
     dtype: torch.dtype  # of the activations and of the KV cache
     device: torch.device
     max_seq_len: int  # prompt + output, in tokens: the model's context, or less if asked for
     eos_ids: tuple[int, ...]  # any of these ends an answer
-    sampling_defaults: Mapping[str, float]  # what the authors recommend; empty if they do not say
-    gguf_metadata: Mapping[str, Any] | None  # of a GGUF file: the tokenizer is in there
     weights: str = "as stored"  # their form: int8, int4, int4+int8, fp32, bf16 on a CPU (cpu_weights.py)
 
 
@@ -81,7 +78,7 @@ class ModelHeaders:
     config: ModelConfig
     tensors: Mapping[str, StoredTensor]
     defaults: GenerationDefaults
-    gguf_metadata: Mapping[str, Any] | None
+    gguf_metadata: Mapping[str, Any] | None  # of a GGUF file: the tokenizer is in there
     pooling: Pooling = Pooling()  # frozen, so all may share it
 
     @property
@@ -178,14 +175,11 @@ def load_model(
     return LoadedModel(
         model=model.eval(),
         config=config,
-        family=family,
         name=source.name,
         dtype=chosen_dtype,
         device=chosen_device,
         max_seq_len=context_len,
         eos_ids=headers.eos_ids,
-        sampling_defaults=headers.defaults.sampling,
-        gguf_metadata=headers.gguf_metadata,
         weights=weights,
     )
 

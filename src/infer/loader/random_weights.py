@@ -49,14 +49,11 @@ def load_random(
     return LoadedModel(
         model=model.eval(),
         config=config,
-        family=family,
         name=name,
         dtype=chosen_dtype,
         device=chosen_device,
         max_seq_len=context_len,
         eos_ids=(),
-        sampling_defaults={},
-        gguf_metadata=None,
     )
 
 

