@@ -5,7 +5,8 @@ Pair i of a head (channel i and channel i + H/2) turns by  position * frequency_
     frequency_i = theta ** (-2i / H)         fast for small i, slow for large i
 
 The dot product of a turned query and a turned key then depends only on their distance. Sines and
-cosines of all positions are computed once, as two float32 tables that the layers share.
+cosines of all positions are computed once, as two float32 tables that the layers share; the turning is
+part of what attention does to its heads (kernels/heads.py).
 
 A model can be stretched beyond the context it was trained on by slowing its frequencies down:
 
@@ -17,7 +18,7 @@ A model can be stretched beyond the context it was trained on by slowing its fre
                  ├───── low ─────┼──── blend ────┼──── high ──────►
                   / factor                          unchanged
 
-Shapes:  T tokens, N query heads, G kv heads, H head size, P positions, R = H/2 pairs.
+Shapes:  H head size, P positions, R = H/2 pairs.
 """
 
 from __future__ import annotations
@@ -26,8 +27,6 @@ import math
 
 import torch
 from torch import nn
-
-from infer.kernels.rope import rope
 
 
 def frequencies(head_dim: int, theta: float) -> torch.Tensor:
@@ -64,12 +63,6 @@ class Rotary(nn.Module):
         angles_PR = positions_P[:, None] * frequencies_R.float()
         self.register_buffer("cos_PR", angles_PR.cos(), persistent=False)
         self.register_buffer("sin_PR", angles_PR.sin(), persistent=False)
-
-    def forward(
-        self, positions_T: torch.Tensor, q_TNH: torch.Tensor, k_TGH: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Turn queries and keys to their positions."""
-        return rope(q_TNH, k_TGH, self.cos_PR, self.sin_PR, positions_T)
 
     def extra_repr(self) -> str:
         """Table size, for print(model)."""
