@@ -20,6 +20,7 @@ from typing import Any, Unpack
 
 from infer.embeddings import open_embeddings
 from infer.engine.client import EngineClient, InProcessClient
+from infer.engine.garbage import collect
 from infer.engine.observer import EngineObserver
 from infer.engine.request import Request
 from infer.errors import EngineError, EngineStopped
@@ -56,6 +57,7 @@ class AsyncLLM(TextModel):
         if self._client is not None:
             await self._client.close()
             self._client = None
+            collect()
 
     @property
     def client(self) -> EngineClient:

@@ -265,6 +265,20 @@ def test_a_closed_model_has_let_go_of_its_weights_and_says_so(checkpoint: str) -
     llm.close()
 
 
+def test_a_closed_model_of_an_event_loop_has_let_go_of_its_weights_too(checkpoint: str) -> None:
+    async def main() -> None:
+        async with AsyncLLM(checkpoint, **KNOBS) as llm:
+            await llm.generate(IDS, GREEDY)
+            runner: Any = llm.client._engine._runner  # type: ignore[attr-defined]
+            weights = weakref.ref(runner._model)
+            del runner
+            assert weights() is not None
+        assert weights() is None
+        await llm.close()
+
+    asyncio.run(main())
+
+
 def test_a_stream_of_a_closed_model_gives_what_it_has_and_ends(checkpoint: str) -> None:
     llm = LLM(checkpoint, **KNOBS)
     reading, waiting = llm.stream(IDS, GREEDY), llm.stream(IDS, GREEDY)
