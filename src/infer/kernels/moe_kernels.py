@@ -20,11 +20,8 @@ Shapes:  R = T * C rows, N outputs (of the gate half when gated), K inputs.
 
 from __future__ import annotations
 
-from infer.kernels.dispatch import jit, tl, triton
+from infer.kernels.dispatch import jit, jit_for_any, tl
 from infer.kernels.gated_activation import _activate
-
-# The number of rows changes from step to step: that it is 1, or a multiple of 16, must not compile anew.
-_jit_any_rows = jit if triton is None else triton.jit(do_not_specialize=["num_rows", "num_blocks"])
 
 
 @jit
@@ -61,7 +58,7 @@ def route_kernel(
     tl.store(weights_ptr + token * CHOICES + places, weights / total, mask=places < CHOICES)
 
 
-@_jit_any_rows
+@jit_for_any("num_rows")
 def count_kernel(experts_ptr, counts_ptr, num_rows, CHUNK: tl.constexpr):
     expert = tl.program_id(0)
     count = tl.zeros([CHUNK], tl.int32)
@@ -71,7 +68,7 @@ def count_kernel(experts_ptr, counts_ptr, num_rows, CHUNK: tl.constexpr):
     tl.store(counts_ptr + expert, tl.sum(count, axis=0))
 
 
-@_jit_any_rows
+@jit_for_any("num_rows", "num_blocks")
 def order_kernel(
     experts_ptr,
     counts_ptr,
@@ -110,7 +107,7 @@ def order_kernel(
         place += tl.sum(is_mine.to(tl.int32), axis=0)
 
 
-@_jit_any_rows
+@jit_for_any("num_rows", "num_blocks")
 def grouped_kernel(
     x_ptr,
     w_ptr,

@@ -1,6 +1,6 @@
 """Which families this package can run, and which of them a checkpoint belongs to.
 
-A family is five facts: what checkpoints call it, how to read its config, how to build its network, and
+A family is four facts: what checkpoints call it, how to read its config, how to build its network, and
 which checkpoint tensor goes where. Adding a model is one file and one row (docs/adding-a-model.md).
 """
 

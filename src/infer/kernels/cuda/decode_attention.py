@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from infer.errors import ConfigError
-from infer.kernels.attention_decode import DecodeWork
+from infer.kernels.attention_decode import LOG2E, DecodeWork
 from infer.kernels.cuda.build import PreparedLaunch, index_of, load_kernels
 from infer.kernels.dispatch import launch_options
 
@@ -139,7 +138,7 @@ def attend_decode_cuda(
     launch(
         min(work.num_sms * _BLOCKS_PER_SM[H] * _TURNS, S * max_splits * G),
         *(x.data_ptr() for x in tensors),
-        q_SNH.stride(0), q_SNH.stride(1), tables_RB.stride(0), max_splits, scale * math.log2(math.e),
+        q_SNH.stride(0), q_SNH.stride(1), tables_RB.stride(0), max_splits, scale * LOG2E,
     )  # fmt: skip
     return out
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 from pathlib import Path
 
 import torch
 
-from infer.kernels.attention_decode import PROJECTED_HEADS, DecodeWork
+from infer.kernels.attention_decode import LOG2E, PROJECTED_HEADS, DecodeWork
 from infer.kernels.cuda.build import PreparedLaunch, index_of, load_kernels
 from infer.kernels.cuda.decode_attention import WARPS, CachedHeads, Defines
 from infer.kernels.dispatch import launch_options
@@ -99,6 +98,6 @@ def attend_projected_cuda(
         min(work.num_sms * _BLOCKS_PER_SM, S * max_splits * G),
         *(x.data_ptr() for x in tensors),
         qkv_SX.stride(0), tables_RB.stride(0), max_splits,
-        scale * math.log2(math.e), transform.eps, transform.offset,
+        scale * LOG2E, transform.eps, transform.offset,
     )  # fmt: skip
     return out_SNH
