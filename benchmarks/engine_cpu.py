@@ -70,7 +70,7 @@ def make_engine(num_rows: int) -> Engine:
     with mock.patch.object(build, "keeps_state_on_device", lambda backend, device: True):
         engine = build.build_engine(EngineConfig.from_knobs(**knobs), loaded)
     runner = engine._runner
-    assert isinstance(runner, DeviceRunner) and engine._overlap
+    assert isinstance(runner, DeviceRunner) and engine._steps_ahead
     for number in range(num_rows):
         params = SamplingParams(temperature=0.6, max_tokens=MAX_TOKENS, ignore_eos=True, seed=number)
         prompt = tuple((number * 31 + place * 7) % 500 for place in range(2 + number % BLOCK_SIZE))

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from infer import LLM, SamplingParams
+from infer.engine import build as engine_build
 from infer.engine import device_step
 from infer.engine.graphs import StepSize
 from infer.errors import InferError
@@ -68,6 +69,30 @@ def test_sampling_with_a_seed_is_the_same_on_both(checkpoint: str) -> None:
     on_cpu = LLM(checkpoint, device="cpu", dtype="float32").generate(PROMPTS, params)
     on_gpu = LLM(checkpoint, device="cuda", dtype="float32").generate(PROMPTS, params)
     assert [a.token_ids for a in on_gpu] == [a.token_ids for a in on_cpu]
+
+
+def test_steps_ahead_change_no_token(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that come while others decode, ends at ids that the host learns late, a cache too small."""
+    ends = tuple(range(0, 256, 16))
+    params = [
+        SamplingParams(
+            temperature=number % 2, seed=number, max_tokens=40, stop_token_ids=ends * (number % 3 > 0)
+        )
+        for number in range(12)
+    ]
+    prompts = [PROMPTS[number % 5][: 3 + number] + [number] for number in range(12)]
+    known: list[list[int]] = []
+    for num_blocks in (None, 40):
+        for steps_ahead in (0, 1, 3):
+            monkeypatch.setattr(engine_build, "STEPS_AHEAD", steps_ahead)
+            knobs: dict[str, Any] = {"block_size": 4, "num_blocks": num_blocks, "max_batch_size": 8}
+            llm = LLM(checkpoint, device="cuda", dtype="float32", **knobs)
+            assert llm.engine._steps_ahead == steps_ahead
+            for _ in range(3):  # the first captures its graphs on the way
+                answers = [answer.token_ids for answer in llm.generate(prompts, params)]
+                known = known or answers
+                assert answers == known, (steps_ahead, num_blocks)
+            assert llm.engine.scheduler.pool.audit_blocks() == []
 
 
 @pytest.fixture(scope="module")

@@ -7,17 +7,18 @@ What a GPU adds (the kernels themselves, CUDA graphs) is in tests/gpu.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from infer.engine import build, graphs
+from infer.engine import build, device_rows, graphs, step_inputs
 from infer.engine.device_runner import DeviceRunner
-from infer.engine.engine import Engine
+from infer.engine.engine import STEPS_AHEAD, Engine
 from infer.engine.plan import StepPlan
-from infer.engine.request import Request
+from infer.engine.request import Request, StepOutput
 from infer.sampling.params import SamplingParams
 from tests.support.checkpoints import FAMILIES
 from tests.support.tiny import make_engine, random_prompts, run_engine
@@ -74,8 +75,130 @@ def make_device_engine(family: str, **knobs: Any) -> Engine:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_state_on_the_device_changes_no_token(family: str, use_overlap: bool) -> None:
     engine = make_device_engine(family, use_overlap=use_overlap)
-    assert engine._overlap is use_overlap
+    assert engine._steps_ahead == (STEPS_AHEAD if use_overlap else 0)
     assert run_engine(engine, PLAIN) == expected(family, False)
+
+
+@pytest.mark.usefixtures("on_device")
+def test_only_a_small_model_has_several_steps_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "SMALL_MODEL_WEIGHTS", 100)
+    assert make_device_engine("llama")._steps_ahead == 1
+    assert make_device_engine("llama", use_overlap=False)._steps_ahead == 0
+    assert make_device_engine("llama", kv_cache_backend="naive")._steps_ahead == 0
+
+
+STARTS = [prompt[:20] for prompt, _ in PLAIN]
+STOPS = [STARTS[0], STARTS[1], STARTS[0] + STARTS[2][:3], STARTS[4], STARTS[0][:5] + STARTS[3]]
+
+
+def run_with_leavers(engine: Engine) -> list[list[int]]:
+    """Prompts that start alike, ends at ids that nobody knows before, one who leaves, one who comes late."""
+    tokens: list[list[int]] = [[] for _ in range(len(STOPS) + 1)]
+
+    def add(number: int, prompt: list[int]) -> None:
+        params = SamplingParams(
+            temperature=float(number % 2),
+            seed=number,
+            max_tokens=24,
+            stop_token_ids=(*range(number, 256, 11),),
+        )
+        engine.add(Request(request_id=str(number), prompt=tuple(prompt), params=params))
+
+    def take(outputs: list[StepOutput]) -> None:
+        for output in outputs:
+            tokens[int(output.request_id)] += output.token_ids
+        assert engine.scheduler.pool.audit_blocks() == []
+
+    for number, prompt in enumerate(STOPS):
+        add(number, prompt)
+    while len(tokens[4]) < 4 and engine.is_serving("4"):
+        take(engine.step())
+    add(5, STARTS[5])
+    while engine.has_work:
+        if len(tokens[1]) >= 5:
+            take(engine.abort("1"))
+        take(engine.step())
+    tokens[1] = tokens[1][:5]  # those that were on their way when it left are its own, or nobody's
+    return tokens
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize(
+    "knobs", [{}, {"block_size": 2, "num_blocks": 36, "preemption": "recompute"}], ids=str
+)
+def test_steps_ahead_change_no_token(knobs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for steps_ahead in (0, 1, 3):
+        monkeypatch.setattr(build, "STEPS_AHEAD", steps_ahead)
+        engine = make_device_engine("qwen3", **knobs)
+        assert engine._steps_ahead == steps_ahead
+        found[steps_ahead] = run_with_leavers(engine)
+        assert bool(engine.scheduler.num_preemptions) is bool(knobs)
+    assert found[0] == found[1] == found[3]
+    assert len({len(tokens) for tokens in found[0]}) > 3, "they stop at ids"
+
+
+class LateDevice:
+    """Whatever is sent or launched runs as late as it may: when a step's ids are waited for.
+
+    On a CPU nothing is copied on the way, so whoever wrote to memory once sent would change what arrives.
+    """
+
+    def __init__(self, runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.queue: list[Callable[[], object]] = []
+        self.longest = 0
+        for module, name in (
+            (device_rows, "enter_rows"),
+            (device_rows, "apply_table_diffs"),
+            (device_rows, "advance_rows"),
+            (step_inputs, "send_into"),
+        ):
+            monkeypatch.setattr(module, name, self.later(getattr(module, name)))
+        monkeypatch.setattr(runner._graphs, "run", self.later(runner._graphs.run))
+        monkeypatch.setattr(runner._results, "take", self.take)
+        for name in ("_launch_ragged", "_launch_mixed"):  # these compute at once
+            monkeypatch.setattr(runner, name, self.at_once(getattr(runner, name)))
+
+    def later(self, work: Callable[..., object]) -> Callable[..., None]:
+        return lambda *args: self.queue.append(functools.partial(work, *args))
+
+    def at_once(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            self.catch_up(len(self.queue))
+            wait = work(*args)
+            self.catch_up(len(self.queue))
+            return wait
+
+        return run
+
+    def take(self, ids_S: torch.Tensor) -> Callable[[], list[int]]:
+        ids: list[int] = []
+        work = lambda: ids.extend(ids_S.tolist())  # noqa: E731
+        self.queue.append(work)
+
+        def wait() -> list[int]:
+            self.longest = max(self.longest, len(self.queue))
+            if work in self.queue:
+                self.catch_up(self.queue.index(work) + 1)
+            return ids
+
+        return wait
+
+    def catch_up(self, count: int) -> None:
+        for work in self.queue[:count]:
+            work()
+        del self.queue[:count]
+
+
+@pytest.mark.usefixtures("on_device")
+def test_a_device_that_is_late_gets_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = run_with_leavers(make_device_engine("qwen3", block_size=2))
+    engine = make_device_engine("qwen3", block_size=2)
+    with torch.inference_mode(), monkeypatch.context() as patch:
+        device = LateDevice(engine._runner, patch)
+        assert run_with_leavers(engine) == known
+        assert run_engine(engine, PLAIN) == expected("qwen3", False), "somebody leaves in every step"
+    assert device.longest > 3 * 2
 
 
 @pytest.mark.usefixtures("on_device")

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from infer.engine.plan import SWAP_IN, SWAP_OUT
 from infer.engine.preemption import PreemptionCost
 from infer.errors import RequestError
 from tests.support.oracle import VOCAB_SIZE, OracleWorld
@@ -38,9 +39,18 @@ def make_world(row: dict[str, Any], **changes: Any) -> OracleWorld:
 class Traffic:
     """A random stream of requests and aborts for one world; the same seed sends the same."""
 
-    def __init__(self, world: OracleWorld, seed: object, num_requests: int, plain_share: float = 0.0) -> None:
+    def __init__(
+        self,
+        world: OracleWorld,
+        seed: object,
+        num_requests: int,
+        *,
+        plain_share: float = 0.0,
+        pace: float = 0.4,
+    ) -> None:
         self.world = world
         self.plain_share = plain_share  # of the requests: nothing that switches the overlap off
+        self.pace = pace  # how likely another one comes before a step
         self.num_requests = num_requests
         self.num_sent = self.num_refused = 0
         self._rng = random.Random(str(seed))
@@ -50,7 +60,7 @@ class Traffic:
         """Send, abort and step until everything is answered."""
         rng, world = self._rng, self.world
         for _ in range(20_000):
-            while self.num_sent < self.num_requests and rng.random() < 0.4:
+            while self.num_sent < self.num_requests and rng.random() < self.pace:
                 self._send()
             if rng.random() < 0.03 and (live := world.scheduler.sequences()):
                 self._abort(rng.choice(live).group.request.request_id)
@@ -115,16 +125,46 @@ def test_every_request_gets_its_own_tokens(number: int, squeeze: dict[str, Any])
 
 @rows
 @pytest.mark.parametrize("plain_share", [1.0, 0.95], ids=["overlap all the way", "overlap on and off"])
-def test_overlap_changes_no_token(number: int, plain_share: float) -> None:
-    """Ids come one step late in a cache too small: aborts, stops and preemptions hit steps in flight."""
-    world = make_world(pairwise_rows()[number] | SQUEEZED, overlap=True)
-    traffic = Traffic(world, f"overlap {number}", num_requests=60, plain_share=plain_share)
+@pytest.mark.parametrize("steps_ahead", [1, 3])
+def test_overlap_changes_no_token(number: int, plain_share: float, steps_ahead: int) -> None:
+    """Ids come some steps late in a cache too small: aborts, stops and preemptions hit steps in flight."""
+    world = make_world(pairwise_rows()[number] | SQUEEZED, steps_ahead=steps_ahead)
+    pace = 0.4 if steps_ahead == 1 else 0.1  # several are under way only while nobody waits
+    traffic = Traffic(world, f"overlap {number}", num_requests=60, plain_share=plain_share, pace=pace)
 
     traffic.run()
 
     assert world.verify() > 15
-    assert world.num_late > 0
+    assert world.most_late == steps_ahead
     world.check_idle()
+
+
+def test_several_steps_ahead_meet_every_event() -> None:
+    """Whoever is preempted, aborted or stopped by an id while more than one step is under way."""
+    events: Counter[str] = Counter()
+
+    class Noting(OracleWorld):
+        def step(self) -> list[Any]:
+            is_deep, num_preemptions = len(self.engine._flights) > 1, self.scheduler.num_preemptions
+            outputs = super().step()
+            if is_deep:
+                events["preempted"] += self.scheduler.num_preemptions - num_preemptions
+                events.update(str(output.finish_reason) for output in outputs)
+            return outputs
+
+        def abort(self, request_id: str, index: int | None = None) -> None:
+            events["aborted"] += len(self.engine._flights) > 1
+            super().abort(request_id, index)
+
+    for seed in range(6):
+        swaps: dict[str, Any] = {"preemption": "swap", "num_host_blocks": 20} if seed % 2 else {}
+        world = Noting(block_size=2, num_blocks=24, eos_ids=EOS_IDS, steps_ahead=3, **swaps)
+        Traffic(world, f"deep {seed}", num_requests=60, plain_share=0.95, pace=0.15).run()
+        world.verify()
+        events.update(world.runner.num_transfers)
+        events["hit tokens"] += world.pool.usage().num_hit_tokens
+    for name in ("preempted", "aborted", "stop", "length", SWAP_OUT, SWAP_IN, "hit tokens"):
+        assert events[name] > 5, events
 
 
 def test_the_squeezed_rows_meet_every_event() -> None:

@@ -208,7 +208,7 @@ class OracleWorld:
         eos_ids: tuple[int, ...] = (),
         placement_seed: int | None = None,
         cost: PreemptionCost | None = None,
-        overlap: bool = False,
+        steps_ahead: int = 0,
         **scheduler_knobs: Any,
     ) -> None:
         self.pool: KVCachePool
@@ -240,13 +240,13 @@ class OracleWorld:
             vocab_size=VOCAB_SIZE,
             eos_ids=eos_ids,
             observer=self.observer,
-            overlap=overlap,
+            steps_ahead=steps_ahead,
         )
         self.requests: dict[str, Request] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.finished: dict[tuple[str, int], StepOutput] = {}
         self.aborted: set[str] = set()
-        self.num_late = 0  # steps after which one was still under way
+        self.most_late = 0  # steps that were still under way after one
 
     @property
     def plans(self) -> list[StepPlan]:
@@ -275,7 +275,7 @@ class OracleWorld:
     def step(self) -> list[StepOutput]:
         """One step of the engine, then all the books."""
         outputs = self.engine.step()
-        self.num_late += len(self.plans) < self.runner.num_steps
+        self.most_late = max(self.most_late, self.runner.num_steps - len(self.plans))
         for output in outputs:
             key = output.request_id, output.index
             assert key not in self.finished, f"{key} goes on after its end"
@@ -314,7 +314,7 @@ class OracleWorld:
         for seq in live:
             assert seq.finish_reason is None
             num_late = seq.num_tokens - len(seq.tokens)
-            assert 0 <= num_late <= self.engine.has_step_in_flight, f"{seq} waits for {num_late} tokens"
+            assert 0 <= num_late <= len(self.engine._flights), f"{seq} waits for {num_late} tokens"
             assert 0 <= seq.num_computed < seq.num_tokens
             assert not (seq.is_running and seq.is_swapped)
         assert self.engine.num_requests == len({seq.group.request.request_id for seq in live})

@@ -42,7 +42,7 @@ from infer.config import (
 )
 from infer.engine.cpu_step import attention_gathers
 from infer.engine.device_runner import DeviceRunner
-from infer.engine.engine import Engine
+from infer.engine.engine import STEPS_AHEAD, Engine
 from infer.engine.facts import RunFacts, fingerprint, shareable_knobs
 from infer.engine.garbage import freeze_with, freezing
 from infer.engine.observer import EngineObserver
@@ -83,8 +83,9 @@ def build_engine(
     pool = make_pool(config, size)
     if cost is None and scheduler_config.preemption == "auto" and config.cache.num_host_blocks:
         cost = measure_cost(loaded.model, store, size, loaded.device)
-    runner = _make_runner(config, scheduler_config, loaded, store, pool)
     keeps_cache = config.cache.kv_cache_backend != "naive"
+    steps_ahead = _steps_ahead(config, loaded) if keeps_cache else 0
+    runner = _make_runner(config, scheduler_config, loaded, store, pool, steps_ahead)
     scheduler = Scheduler(pool, scheduler_config, cost=cost, keeps_cache=keeps_cache)
     if observer is not None:
         observer.on_start(_facts(config, loaded, size, scheduler.cost))
@@ -100,7 +101,7 @@ def build_engine(
         eos_ids=loaded.eos_ids,
         observer=observer,
         embedder=runner.embed,
-        overlap=config.run.use_overlap is not False and isinstance(runner, DeviceRunner) and keeps_cache,
+        steps_ahead=steps_ahead,
         prepare=freezing(runner.prepare) if is_gpu else runner.prepare,
     )
     if is_gpu:  # a CPU waits for nobody while garbage is collected, and tiny models are built by the hundred
@@ -152,6 +153,7 @@ def _make_runner(
     loaded: LoadedModel,
     store: KVStore,
     pool: KVCachePool,
+    steps_ahead: int,
 ) -> ModelRunner:
     """On a GPU the one that keeps its state there, unless attention is asked for in plain PyTorch."""
     backend = config.cache.attention_backend
@@ -174,7 +176,17 @@ def _make_runner(
         max_seq_len=loaded.max_seq_len,
         use_cuda_graphs=config.run.use_cuda_graphs is not False,
         attention_backend="invariant" if config.run.deterministic else backend,
+        steps_ahead=steps_ahead,
     )
+
+
+def _steps_ahead(config: EngineConfig, loaded: LoadedModel) -> int:
+    """How many steps may be launched before one is read: none where it is computed at once."""
+    if config.run.use_overlap is False or not keeps_state_on_device(
+        config.cache.attention_backend, loaded.device
+    ):
+        return 0
+    return STEPS_AHEAD if is_small(loaded.config) else 1
 
 
 def keeps_state_on_device(attention_backend: str, device: torch.device) -> bool:
@@ -241,8 +253,12 @@ def step_defaults(device: torch.device, model: ModelConfig, memory: int | None =
     if memory is None and torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(device).total_memory
     steps = LARGE_GPU_STEPS if memory is not None and memory >= LARGE_GPU_BYTES else GPU_STEPS
-    is_small = model.all_layer_weights <= SMALL_MODEL_WEIGHTS
-    return steps._replace(mixed_tokens=SMALL_MODEL_MIXED_TOKENS) if is_small else steps
+    return steps._replace(mixed_tokens=SMALL_MODEL_MIXED_TOKENS) if is_small(model) else steps
+
+
+def is_small(model: ModelConfig) -> bool:
+    """Whether a step that decodes is so short on a GPU that everything around it counts."""
+    return model.all_layer_weights <= SMALL_MODEL_WEIGHTS
 
 
 def make_pool(config: EngineConfig, size: CacheSize, *, placement_seed: int | None = None) -> KVCachePool:

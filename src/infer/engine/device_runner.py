@@ -6,8 +6,8 @@
              and a copy of the sampled ids to pinned memory, with an event behind it
     wait     for that event; ids become a `StepResult`
 
-No launch reads anything back, so the engine may plan and launch the next step before it waits for this
-one: the tokens it continues with are on the device. Rows whose sampling needs the host (penalties,
+No launch reads anything back, so the engine may plan and launch the next steps before it waits for this
+one: the tokens they continue with are on the device. Rows whose sampling needs the host (penalties,
 logprobs, beams) take the sampler of the CPU path; the engine does not overlap steps while there are any.
 
 On a CPU the same code runs on the kernels' references, which is how it is tested without a GPU.
@@ -80,6 +80,7 @@ class DeviceRunner(ModelRunner):
         max_seq_len: int,
         use_cuda_graphs: bool,
         attention_backend: str = "triton",
+        steps_ahead: int = 1,
     ) -> None:
         super().__init__(model, store, pool, max_batch_size=max_batch_size, attention_backend="triton")
         config, device = model.config, store.device
@@ -100,7 +101,7 @@ class DeviceRunner(ModelRunner):
         max_graph_tokens = most_tokens(config, max_tokens) if use_cuda_graphs else 0
         self._inputs = DeviceInputs(max_batch_size, max_tokens, max_graph_tokens, tile_len, device)
         self._scratch = SampleScratch(max_batch_size + MAX_CHUNKS, config.vocab_size, device)
-        self._results = Results(max_batch_size + MAX_CHUNKS, device)
+        self._results = Results(max_batch_size + MAX_CHUNKS, device, steps_ahead=steps_ahead)
         self._last: _Decoded | None = None  # as long as all of its sequences keep their rows
         self._dense: DenseAttention | None = None
         if attention_backend == "auto" and self._windows == (None,):

@@ -5,16 +5,21 @@
     commit   full blocks enter the prefix tree                         (integers)
     report   stop conditions are checked, the finished let go          (integers; engine/live.py)
 
-A device works by itself once a step is launched. With *overlap* the last two moves come one step late,
-so that the CPU plans step N + 1 while the device computes step N:
+A device works by itself once a step is launched. With *overlap* the last two moves come late, so that the
+CPU plans step N + 1 while the device computes step N:
 
     CPU      plan 1  launch 1  plan 2  launch 2  retire 1  plan 3  launch 3  retire 2 ...
     device           [ step 1           ][ step 2                   ][ step 3
 
 A sampled token then has its place (`num_tokens`) before its id is known; only the device needs the id.
-Whoever stops at an id that came late has one more token computed, which nobody sees. Requests whose
-next step depends on ids (forks, beams, whatever is sampled on the host) switch the overlap off while
-they are there.
+Whoever stops at an id that came late has more tokens computed, which nobody sees. How many steps are
+launched ahead of the one that is read:
+
+    none          requests are there whose next step depends on ids: forks, beams, what the host samples
+    1             somebody waits, or the last plan computes prompts: a newcomer stands behind few steps
+    steps_ahead   all decode and nobody waits, so the queue may be deep enough for a host that is late once
+
+Integers decide, never a clock: a run that is repeated makes the same plans.
 
 A step is atomic: nothing is counted as computed until the launch has succeeded. If it raises, the
 requests of that plan end with an error, everybody else goes on, and the books balance. An interrupt
@@ -50,6 +55,15 @@ Embedder = Callable[[Seq[int], str], list[float]]  # (prompt, pooling) -> embedd
 
 MAX_EMPTY_STEPS = 3
 
+STEPS_AHEAD = 3
+"""Of a model whose steps are short, while all decode and nobody waits.
+
+A step of a small model takes half a millisecond, and a host that another thread or the system keeps away
+for one or two of them would leave the device without work. The price: a newcomer's first step stands
+behind those already launched, and whoever stops at an id has so many tokens computed in vain. Where a
+step takes several milliseconds no host is that late, and the price is what one would feel: there it is 1.
+"""
+
 
 class _Flight(NamedTuple):
     """A step the device is working on."""
@@ -75,7 +89,7 @@ class Engine:
         eos_ids: tuple[int, ...] = (),
         observer: EngineObserver | None = None,
         embedder: Embedder | None = None,
-        overlap: bool = False,
+        steps_ahead: int = 0,
         prepare: Callable[[], bool] = lambda: False,
     ) -> None:
         self.scheduler = scheduler
@@ -91,9 +105,9 @@ class Engine:
         self._empty_steps = 0
         self._begun: list[Sequence] = []  # of the last step
         self._unreported: list[StepOutput] = []  # of a step that was interrupted; the next one brings them
-        self._overlap = overlap
+        self._steps_ahead = steps_ahead  # at most; 0: each step is read before the next is planned
         self.prepare = prepare  # for idle time: makes later steps quicker; False: all is done
-        self._flights: deque[_Flight] = deque()  # one step that the device works on; two after an interrupt
+        self._flights: deque[_Flight] = deque()  # steps that the device works on, the oldest first
         self._step_tokens = Histogram(STEP_TOKENS)
 
     # -- requests ---------------------------------------------------------------------------------
@@ -199,11 +213,15 @@ class Engine:
         return outputs
 
     def _step(self) -> list[StepOutput]:
-        outputs = self._retire([], all_but=int(self._can_overlap))
+        num_flights = len(self._flights)
+        if num_flights > self._num_ahead:  # somebody has come; whoever comes meanwhile joins the same plan
+            return self._retire(all_but=num_flights - 1)
         plan = self.scheduler.plan()
         sequences = self.scheduler.planned
         if not plan.chunks and not plan.transfers:
-            return self._retire(outputs) if self._flights else outputs + self._step_without_work()
+            for seq_id in plan.preempted:  # for those whose last tokens are on their way
+                self._runner.forget(seq_id)
+            return self._retire(all_but=num_flights - 1) if num_flights else self._step_without_work()
         self._empty_steps = 0
         if sequences != self._begun:  # most steps serve those of the last
             for seq in sequences:
@@ -217,22 +235,27 @@ class Engine:
         except Exception as error:  # whatever the model raised, its requests end and the engine lives on
             names = [seq.group.request.request_id for seq in sequences]
             logger.exception("step %d failed for %s", plan.step, ", ".join(dict.fromkeys(names)))
-            return self._retire(outputs) + self._give_up(plan, sequences, error)
+            return self._retire() + self._give_up(plan, sequences, error)
         except BaseException as error:  # Ctrl-C: whoever catches it finds the books balanced
-            self._unreported += outputs + self._give_up(plan, sequences, error)
+            self._unreported += self._give_up(plan, sequences, error)
             raise
         self.scheduler.advance(plan, sequences)
         self._step_tokens.observe(self.scheduler.num_planned_tokens)
         self._flights.append(_Flight(plan, sequences, wait))
-        return self._retire(outputs, all_but=int(self._can_overlap))
+        return self._retire(all_but=self._num_ahead)
 
     @property
-    def _can_overlap(self) -> bool:
-        """Whether the next step may be planned before the last one is known."""
-        return self._overlap and not self._live.need_the_host
+    def _num_ahead(self) -> int:
+        """How many steps may be under way when the next one is planned."""
+        if self._live.need_the_host:
+            return 0
+        scheduler = self.scheduler
+        is_quiet = not scheduler.num_waiting and scheduler.num_planned_tokens == len(scheduler.planned)
+        return self._steps_ahead if is_quiet else min(self._steps_ahead, 1)
 
-    def _retire(self, outputs: list[StepOutput], *, all_but: int = 0) -> list[StepOutput]:
-        """Wait for the steps under way, but for the last ones, and add to `outputs` what came of them."""
+    def _retire(self, *, all_but: int = 0) -> list[StepOutput]:
+        """Wait for the steps under way, but for the last ones, and report what came of them."""
+        outputs: list[StepOutput] = []
         while len(self._flights) > all_but:
             plan, sequences, wait = self._flights[0]
             try:

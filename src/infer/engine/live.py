@@ -200,9 +200,10 @@ class LiveRequests:
         self._runner.forget(seq.seq_id)
 
     def _forget_if_done(self, group: SequenceGroup) -> None:
-        if group.is_finished:
-            self.groups.pop(group.request.request_id, None)
-            self.need_the_host.discard(group.request.request_id)
+        request_id = group.request.request_id
+        if group.is_finished and self.groups.get(request_id) is group:  # else the id is another's by now
+            del self.groups[request_id]
+            self.need_the_host.discard(request_id)
 
 
 def _output(

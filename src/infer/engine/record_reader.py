@@ -2,8 +2,9 @@
 
 A record may come from somebody else, so every line is checked before anything is built from it: that
 it is JSON, of a known kind, with the fields and types that engine/record.py writes, and that steps do
-not run backwards. What is wrong is said with the number of its line. Events are read from the file as
-they are asked for; a record of any length takes the memory of one line.
+not run backwards: neither those that ran, nor those after which something came. What is wrong is said
+with the number of its line. Events are read from the file as they are asked for; a record of any length
+takes the memory of one line.
 """
 
 from __future__ import annotations
@@ -84,11 +85,15 @@ class Record:
         self.facts = self._read_header()
         self.num_steps = 0
         self.last_step = 0
+        last_ran = 0  # what ran is written when it is read: later than what came while it was under way
         for event in self.events():
-            if not self.last_step <= event.step <= self.last_step + MAX_STEP_GAP:
-                raise ConfigError(f"{path} goes from step {self.last_step} to {event.step}; it is damaged")
-            self.last_step = event.step
-            self.num_steps += isinstance(event, Ran)
+            before = last_ran if isinstance(event, Ran) else self.last_step
+            if not before <= event.step <= self.last_step + MAX_STEP_GAP:
+                raise ConfigError(f"{path} goes from step {before} to {event.step}; it is damaged")
+            self.last_step = max(self.last_step, event.step)
+            if isinstance(event, Ran):
+                last_ran = event.step
+                self.num_steps += 1
 
     def events(self) -> Iterator[Event]:
         """Everything after the header, in order; read from the file as it is asked for."""

@@ -56,7 +56,7 @@ class _Seen:
 class _Witness(EngineObserver):
     """Remembers, in order, what the engine did and nobody has compared yet.
 
-    With overlap a step is seen one call of `step()` late, so what is seen and what is done keep no pace.
+    With overlap a step is seen some calls of `step()` late, so what is seen and what is done keep no pace.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Replay:
                 break
             if isinstance(event, Failed) and event.error.startswith(KeyboardInterrupt.__name__):
                 break  # somebody pressed Ctrl-C: the run ends here, and there is nothing to compare
-            difference = self._follow(event)
+            difference = self._follow(event, until)
             if difference is not None and check:
                 return self._report(f"step {event.step}: {difference}")
         if until is not None:
@@ -103,7 +103,7 @@ class Replay:
             difference=difference,
         )
 
-    def _follow(self, event: Event) -> str | None:
+    def _follow(self, event: Event, until: int | None) -> str | None:
         """Do what the record says was done; returns what came out differently."""
         if isinstance(event, Added | Aborted | Reset):
             self._step_to(event.step)
@@ -118,8 +118,10 @@ class Replay:
                 return f"the record has it accepted, now it is refused: {error}"
             return None
         self._step_to(event.step)
-        if not self._witness.seen and self.engine.has_step_in_flight:
-            self.engine.step()  # with overlap a step is reported by the next one
+        while not self._witness.seen and self.engine.has_step_in_flight:
+            if self.engine.scheduler.step == until:
+                return None  # with overlap a step is reported by one of the next, and there shall be none
+            self.engine.step()
         seen = self._witness.seen.popleft() if self._witness.seen else _Seen(event.step)
         if seen.step < event.step:
             return f"in the record nothing ran in step {seen.step}, now something did"
@@ -239,7 +241,7 @@ def describe_state(engine: Engine) -> str:
     lines += [_describe(seq, scheduler.pool.block_table(seq.seq_id)) for seq in scheduler.running]
     lines += [_describe(seq, []) for seq in waiting]
     for seq in scheduler.running:  # between blocks the pool does not hear of what was computed
-        scheduler.pool.commit(seq.seq_id, seq.tokens, seq.num_computed)
+        scheduler.pool.commit(seq.seq_id, seq.tokens, min(seq.num_computed, len(seq.tokens)))
     lines.append("cache: " + ", ".join(f"{k} {v:g}" for k, v in asdict(scheduler.pool.usage()).items()))
     return "\n".join(lines)
 

@@ -110,7 +110,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that do not run yet, or not at the moment."""
-        return len(self._waiting)
+        return len(self._by_id) - len(self.running)
 
     def sequences(self) -> list[Sequence]:
         """Every live sequence, running or waiting."""
@@ -122,13 +122,12 @@ class Scheduler:
         """Choose the work of one step and reserve the blocks it needs."""
         self.step += 1
         draft = PlanDraft(self._max_num_batched_tokens)
-        running = self.running
         one_behind = [  # at its max_total the last token is under way
-            s for s in running if s.num_tokens - s.num_computed == 1 and s.num_tokens < s.max_total
+            s for s in self.running if s.num_tokens - s.num_computed == 1 and s.num_tokens < s.max_total
         ]
         further_behind: list[Sequence] = []
-        if len(one_behind) < len(running):
-            further_behind = [seq for seq in running if seq.num_tokens - seq.num_computed != 1]
+        if len(one_behind) < len(self.running):
+            further_behind = [seq for seq in self.running if seq.num_tokens - seq.num_computed != 1]
         if self.policy.rotates and one_behind:
             self._rotation %= len(one_behind)
             one_behind = one_behind[self._rotation :] + one_behind[: self._rotation]
@@ -271,7 +270,8 @@ class Scheduler:
         while self._waiting and draft.budget and not draft.preempted:
             seq = self._waiting.first(self.step)
             group = seq.group.unfinished if seq.is_beam else [seq]
-            if self._slots_used + sum(member.num_slots for member in group) > self.config.width:
+            num_slots = self._slots_used + sum(member.num_slots for member in group)
+            if num_slots > self.config.width or seq.num_tokens > len(seq.tokens):  # its last id is on its way
                 break
             # Beams that came back one by one could wait for each other for ever, each holding blocks.
             if len(group) > 1 and sum(map(self._num_blocks, group)) > self.pool.num_free_blocks:

@@ -46,13 +46,19 @@ def make_facts(config: EngineConfig = CONFIG) -> RunFacts:
 
 
 def make_engine(
-    observer: EngineObserver, *, policy_config: EngineConfig = CONFIG, fail_at: int | None = None
+    observer: EngineObserver,
+    *,
+    policy_config: EngineConfig = CONFIG,
+    fail_at: int | None = None,
+    steps_ahead: int = 0,
 ) -> Engine:
     pool = make_pool(policy_config, SIZE)
     runner = OracleRunner(pool, policy_config.cache.num_host_blocks)
     runner.fail_at = fail_at
     scheduler = Scheduler(pool, policy_config.scheduler, cost=COST)
-    return Engine(scheduler, runner, context_len=60, vocab_size=VOCAB_SIZE, observer=observer)
+    return Engine(
+        scheduler, runner, context_len=60, vocab_size=VOCAB_SIZE, observer=observer, steps_ahead=steps_ahead
+    )
 
 
 def make_request(number: int, rng: random.Random) -> Request:
@@ -73,15 +79,23 @@ def make_request(number: int, rng: random.Random) -> Request:
     )
 
 
-def record_run(path: Path, *, seed: int = 0, num_requests: int = 14, fail_at: int | None = None) -> Engine:
+def record_run(
+    path: Path,
+    *,
+    seed: int = 0,
+    num_requests: int = 14,
+    fail_at: int | None = None,
+    steps_ahead: int = 0,
+    pace: float = 0.6,
+) -> Engine:
     """Random arrivals and aborts on a cache far too small, recorded to `path`."""
     rng = random.Random(seed)
     with Recorder(path) as recorder:
         recorder.on_start(make_facts())
-        engine = make_engine(recorder, fail_at=fail_at)
+        engine = make_engine(recorder, fail_at=fail_at, steps_ahead=steps_ahead)
         number = 0
         while number < num_requests or engine.has_work:
-            if number < num_requests and rng.random() < 0.6:
+            if number < num_requests and rng.random() < pace:
                 engine.add(make_request(number, rng))
                 number += 1
             if rng.random() < 0.08 and number:

@@ -515,9 +515,10 @@ def test_an_idle_engine_steps_in_vain_and_says_nothing(caplog: pytest.LogCapture
     assert caplog.text == ""
 
 
-def test_an_interrupt_while_waiting_loses_no_step() -> None:
+@pytest.mark.parametrize("steps_ahead", [1, 3])
+def test_an_interrupt_while_waiting_loses_no_step(steps_ahead: int) -> None:
     """Ctrl-C arrives where the time is spent: in the wait for a step, with the next one already launched."""
-    world = make_world(overlap=True)
+    world = make_world(steps_ahead=steps_ahead)
     for name in "ab":
         world.add(name, prompt_of(5, start=ord(name)), max_tokens=12)
     for _ in range(4):
@@ -540,8 +541,8 @@ def test_an_interrupt_while_waiting_loses_no_step() -> None:
 
 
 def test_a_static_batch_stays_closed_while_its_last_tokens_are_on_their_way() -> None:
-    def most_running(overlap: bool) -> list[int]:
-        world = make_world(batching_mode="static", max_batch_size=4, overlap=overlap)
+    def most_running(steps_ahead: int) -> list[int]:
+        world = make_world(batching_mode="static", max_batch_size=4, steps_ahead=steps_ahead)
         for number in range(8):
             world.add(str(number), prompt_of(4, start=number), max_tokens=(3, 4, 5, 8)[number % 4])
         world.run()
@@ -549,7 +550,7 @@ def test_a_static_batch_stays_closed_while_its_last_tokens_are_on_their_way() ->
         first_steps = [plan for plan in world.plans if any(chunk.start == 0 for chunk in plan.chunks)]
         return [len(plan.chunks) for plan in first_steps]
 
-    assert most_running(overlap=True) == most_running(overlap=False) == [4, 4]
+    assert [most_running(steps_ahead) for steps_ahead in (0, 1, 3)] == [[4, 4]] * 3
 
 
 def test_the_first_output_and_the_last_tell_how_a_sequence_began() -> None:

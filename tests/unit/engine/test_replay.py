@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -17,7 +20,7 @@ from infer.engine.plan import StepPlan
 from infer.engine.record import Recorder
 from infer.engine.record_reader import Record
 from infer.engine.replay import Replay, check_threads, describe_state, replay_config, replay_model
-from infer.engine.request import Request
+from infer.engine.request import Request, StepOutput
 from infer.engine.runner import StepResult
 from infer.engine.sequence import Sequence
 from infer.errors import ConfigError
@@ -51,6 +54,40 @@ def test_a_busy_run_comes_out_again_bit_for_bit(tmp_path: Path, seed: int) -> No
     assert report.num_steps == record.num_steps > 10
     assert report.step == engine.scheduler.step
     assert engine.scheduler.num_preemptions > 0  # the run was worth repeating
+
+
+@pytest.mark.parametrize("fail_at", [None, 40])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_run_with_steps_ahead_comes_out_again_bit_for_bit(
+    tmp_path: Path, seed: int, fail_at: int | None
+) -> None:
+    """Whoever comes or leaves does so between the same two steps, however many are under way."""
+    depths: Counter[int] = Counter()
+    step = Engine.step
+
+    def note(engine: Engine) -> list[StepOutput]:
+        depths[len(engine._flights)] += 1
+        return step(engine)
+
+    ahead: dict[str, Any] = {"steps_ahead": 3, "fail_at": fail_at}
+    with mock.patch.object(Engine, "step", note):
+        engine = record_run(tmp_path / "r.jsonl", seed=seed, num_requests=30, pace=0.15, **ahead)
+    recorded = depths.copy()
+    assert min(recorded[number] for number in range(4)) > 3
+    assert engine.scheduler.num_preemptions > 0
+    record = Record(tmp_path / "r.jsonl")
+    depths.clear()
+    with mock.patch.object(Engine, "step", note):
+        replay = Replay(record, partial(make_engine, **ahead))
+        report = replay.run()
+    assert report.difference is None
+    assert report.num_steps == record.num_steps > 50
+    assert depths - recorded == Counter(), "no call that was not made then"
+    for until in range(30, 40):  # where tokens are on their way
+        halfway = Replay(record, partial(make_engine, **ahead))
+        assert halfway.run(until=until).difference is None
+        assert f"after step {until}:" in describe_state(halfway.engine)
+        halfway.engine.scheduler.pool.check()
 
 
 def test_recording_a_replay_gives_the_same_record(tmp_path: Path) -> None:
