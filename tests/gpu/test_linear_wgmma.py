@@ -207,7 +207,7 @@ def test_each_kernel_reads_what_another_added() -> None:
     K, D, N = 2048, 1024, 4096
     first, second, gain = random(D, K, scale=0.02), random(N, D, scale=0.02), random(D)
     for num_tokens in (9, 16, 31):
-        width, ahead = token_width(num_tokens), AheadConfig(2, 8, cluster=1, depth=2)
+        width, ahead = token_width(num_tokens), AheadConfig(2, 8, depth=2)
         assert can_launch(ahead, num_tokens, D, K, gated=False, adds=True)
         plans: list[TilePlan] = [ahead, SkinnyConfig(64, 128, 2, 4, 3)]
         plans += [WgmmaConfig(width, 64, 4, split=4), WgmmaConfig(width, 128, 4)]

@@ -1,4 +1,4 @@
-"""`linear_ahead.cu` on a CPU: a cluster's threads take turns."""
+"""`linear_ahead.cu` on a CPU: a block's threads take turns."""
 
 from __future__ import annotations
 

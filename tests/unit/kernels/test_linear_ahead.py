@@ -1,4 +1,4 @@
-"""The linear that holds its weights early, emulated: its index maps, its sums across warps and blocks."""
+"""The linear that holds its weights early, emulated: its index maps, its sums across warps."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from tests.unit.kernels.emulated_linear import EmulatedLaunch
 from tests.unit.kernels.kernel_contract import nan_in_fresh_memory
 from tests.unit.kernels.linear_contract import EPS, assert_near, gate
 
-ONE_BLOCK = AheadConfig(2, 2, cluster=1, depth=2, ahead=1)
-TWO_BLOCKS = AheadConfig(2, 4, cluster=2, depth=1)
-EIGHT_BLOCKS = AheadConfig(1, 2, cluster=8, depth=4)
+TWO_WARPS = AheadConfig(2, 2, depth=2)
+FOUR_WARPS = AheadConfig(2, 4, depth=1)
+MANY_WARPS = AheadConfig(1, 16, depth=4)
 K = 640  # ten chunks: not a multiple of most numbers of warps
 
 
@@ -51,7 +51,7 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0)
     return (torch.randn(shape) * scale).to(dtype)
 
 
-@pytest.mark.parametrize(("config", "tokens"), [(ONE_BLOCK, 13), (TWO_BLOCKS, 7), (EIGHT_BLOCKS, 5)])
+@pytest.mark.parametrize(("config", "tokens"), [(TWO_WARPS, 13), (FOUR_WARPS, 7), (MANY_WARPS, 5)])
 def test_each_product_finds_its_place(config: AheadConfig, tokens: int) -> None:
     """Small integers: exact in any order, so that a wrong index shows in every bit."""
     w, x = integers(72, K), integers(tokens, K + 64)[:, :K]  # 72: no multiple of 16
@@ -62,9 +62,9 @@ def test_each_product_finds_its_place(config: AheadConfig, tokens: int) -> None:
 @pytest.mark.parametrize(
     ("config", "activation", "dtype"),
     [
-        (ONE_BLOCK, "silu", torch.bfloat16),
-        (TWO_BLOCKS, "gelu_tanh", torch.float16),
-        (EIGHT_BLOCKS, "gelu", torch.bfloat16),
+        (TWO_WARPS, "silu", torch.bfloat16),
+        (FOUR_WARPS, "gelu_tanh", torch.float16),
+        (MANY_WARPS, "gelu", torch.bfloat16),
     ],
 )
 def test_the_gate(config: AheadConfig, activation: str, dtype: torch.dtype) -> None:
@@ -75,10 +75,10 @@ def test_the_gate(config: AheadConfig, activation: str, dtype: torch.dtype) -> N
 
 def test_the_bias() -> None:
     x, w, bias = random(5, K), random(40, K, scale=0.05), random(40)
-    assert_near(launch(TWO_BLOCKS, x, w, bias_N=bias), F.linear(x.double(), w.double(), bias.double()))
+    assert_near(launch(FOUR_WARPS, x, w, bias_N=bias), F.linear(x.double(), w.double(), bias.double()))
 
 
-@pytest.mark.parametrize(("config", "num_tokens"), [(ONE_BLOCK, 20), (EIGHT_BLOCKS, 6)])
+@pytest.mark.parametrize(("config", "num_tokens"), [(TWO_WARPS, 20), (MANY_WARPS, 6)])
 def test_a_pair_around_the_residual_stream(config: AheadConfig, num_tokens: int) -> None:
     D, N, gain = 192, 40, random(192)
     x, first, second = integers(num_tokens, K), integers(D, K), random(2 * N, D, scale=0.05)
@@ -103,7 +103,7 @@ def test_the_linears_of_a_model_that_was_prepared(monkeypatch: pytest.MonkeyPatc
     x, residual, gain = random(1, K), random(1, D), random(D)
     first, second, third = random(D, K, scale=0.05), random(2 * 40, D, scale=0.05), random(40, D, scale=0.05)
     shapes = [(D, K, False), (40, D, True), (40, D, False)]
-    ready = {(x.get_device(), 1, *shape): TWO_BLOCKS for shape in shapes}
+    ready = {(x.get_device(), 1, *shape): FOUR_WARPS for shape in shapes}
     monkeypatch.setattr(linear_ahead.AHEAD, "ready", ready)
     monkeypatch.setattr(linear_small, "use_triton", lambda _: True)
     assert_near(linear(x, first), F.linear(x.double(), first.double()))

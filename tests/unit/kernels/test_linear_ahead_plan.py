@@ -178,7 +178,7 @@ def test_what_was_prepared_is_used_where_it_fits(ready: Any, monkeypatch: pytest
 
 def test_either_kernel_may_add_for_the_other(ready: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's can read so many parts and no more; dot products neither add nor read."""
-    many, few = torch.zeros(2048, 64, dtype=torch.bfloat16), torch.zeros(64, 2048, dtype=torch.bfloat16)
+    many, few = torch.zeros(8192, 64, dtype=torch.bfloat16), torch.zeros(64, 8192, dtype=torch.bfloat16)
     x = torch.zeros(8, 64, dtype=torch.bfloat16)
     monkeypatch.setattr(linear_small, "use_triton", lambda _: True)
     monkeypatch.setattr(linear_small, "gemv_config", lambda *_: None)
@@ -187,10 +187,10 @@ def test_either_kernel_may_add_for_the_other(ready: Any, monkeypatch: pytest.Mon
     def can_add() -> bool:
         return linear_small.can_add(x, many, few, gated=False)
 
-    writer, reader = (CPU, 1, 2048, 64, False), (CPU, 1, 64, 2048, False)
-    ready[writer] = AheadConfig(1, 8, cluster=2)  # 256 parts
+    writer, reader = (CPU, 1, 8192, 64, False), (CPU, 1, 64, 8192, False)
+    ready[writer] = AheadConfig(2, 8)  # 256 parts
     assert can_add()
-    ready[writer] = AheadConfig(1, 8, cluster=4)
+    ready[writer] = AheadConfig(1, 8)
     assert not can_add()
     ready[reader] = CONFIG
     assert can_add()

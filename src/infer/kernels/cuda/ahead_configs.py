@@ -9,7 +9,7 @@ A cut decides how much of W is on its way before the kernel ahead has finished. 
                 to a multiprocessor, and the next ones load while these compute
 
 In a chain of layers of two models, 1 and 8 tokens, a sweep over some fifty cuts found nothing faster by more
-than 2.5 %: clusters of blocks that share K are as good, and nothing is gained by asking L2 for more.
+than 2.5 %: clusters of blocks that share K were as good, and nothing was gained by asking L2 for more.
 
 Shapes:  M tokens, N outputs (of the gate half when gated), K inputs.
 """
@@ -37,22 +37,20 @@ class AheadConfig:
 
     rows_tiles: int  # of 16 rows each, per block; of a gated layer as many again
     warps: int
-    cluster: int = 1  # blocks that split K
     depth: int = 2  # chunks of 64 columns in registers
-    ahead: int = 0  # more of them, asked for into L2
 
     @property
     def rows(self) -> int:
-        """Outputs of a cluster."""
+        """Outputs of a block."""
         return 16 * self.rows_tiles
 
     def num_parts(self, N: int) -> int:
         """Of the sums of squares that it leaves: one for each block."""
-        return -(-N // self.rows) * self.cluster
+        return -(-N // self.rows)
 
     def num_turns(self, K: int) -> int:
         """How many chunks a warp takes, one after the other."""
-        return -(-K // _CHUNK // (self.warps * self.cluster))
+        return -(-K // _CHUNK // self.warps)
 
 
 def token_tiles(num_tokens: int) -> int:
@@ -100,14 +98,13 @@ def can_launch(config: AheadConfig, M: int, N: int, K: int, *, gated: bool, adds
     tiles = config.rows_tiles * (2 if gated else 1)
     tokens = 8 * token_tiles(M)
     registers = registers_of(config, M, K, gated=gated)
-    shared = (config.warps + 1) * tokens * (16 * tiles + 4) * 4 + config.warps * tokens * 8
-    pairs = config.rows // config.cluster // 2
+    shared = config.warps * tokens * ((16 * tiles + 4) * 4 + 8)
+    pairs = config.rows // 2
     return (
         0 < M <= MAX_TOKENS
         and K % _CHUNK == 0
         and N % 8 == 0
-        and config.warps * config.cluster <= K // _CHUNK  # else some warps have nothing to do
-        and config.rows % (2 * config.cluster) == 0
+        and config.warps <= K // _CHUNK  # else some warps have nothing to do
         and (not adds or (pairs & (pairs - 1) == 0 and pairs <= 32))
         and 32 * config.warps >= tokens
         and registers <= _MAX_REGISTERS

@@ -16,11 +16,8 @@
    than all registers this is a pipeline like any other, and nothing is won by it.
 
    Who does what. A *block* of WARPS warps owns ROWS = 16 * RT rows of W, of a gated layer the same rows of the
-   gate and of `up`. Its warps take the columns in *chunks* of 64 in turn: no two read the same weights, and
-   none waits for another until the sums meet, once, at the end. Where that leaves too few blocks to fill the
-   GPU, CLUSTER neighbouring blocks share a tile of rows and deal the chunks among all their warps.
-
-       chunk of warp v of block r in its turn i      (i * CLUSTER + r) * WARPS + v
+   gate and of `up`. Its warps take the columns in *chunks* of 64 in turn, warp v in its turn i the chunk
+   i * WARPS + v: no two read the same weights, and none waits for another until the sums meet, once, at the end.
 
    The matrix instruction multiplies 16 rows of W (left) with 8 tokens (right) over 16 columns. It wants from
    each lane, with g = lane / 4 and t = lane % 4, the columns 2t, 2t+1, 2t+8, 2t+9 of the rows g, g + 8 and of the
@@ -34,9 +31,7 @@
    and neither operand passes through shared memory.
 
    The sums. Each warp leaves a partial tile [token, row] in shared memory; after one barrier each thread adds
-   up two neighbouring rows of a token, in the order of the warps. In a cluster it sends them to the block that
-   finishes those rows (block r the r-th part of the tile), straight into the shared memory over there. Whoever
-   has received all bytes adds them in the order of the blocks. The same input gives the same bits.
+   up two neighbouring rows of a token, in the order of the warps. The same input gives the same bits.
 
    What follows the product is chosen by defines, and rounds where `skinny_kernel` of linear_kernels.py does:
 
@@ -49,28 +44,22 @@
        IS_BFLOAT16            or float16
        N, K                   outputs (of the gate half when gated, a multiple of 8), inputs (of 64)
        MT                     tiles of 8 tokens; the number of tokens M is an argument, at most 8 * MT
-       RT, WARPS, CLUSTER     as above
-       DEPTH, AHEAD           chunks that a warp holds in registers before it waits, and asks for into L2
+       RT, WARPS              as above
+       DEPTH                  chunks that a warp holds in registers before it waits
    The header beside this file is the only one: NVRTC has no others, and compiles in a second without them. */
-
-#ifndef __cluster_dims__
-#define __cluster_dims__(...) __attribute__((cluster_dims(__VA_ARGS__)))
-#endif
 
 typedef unsigned int u32;
 
 constexpr bool GATED = ACTIVATION != 0;
 constexpr int TILES = GATED ? 2 * RT : RT;  // of 16 rows of W, for each block
-constexpr int ROWS = 16 * RT;               // outputs of a cluster
-constexpr int ROWS_OUT = ROWS / CLUSTER;    // outputs that one block of it finishes
+constexpr int ROWS = 16 * RT;               // outputs of a block
 constexpr int TOKENS = 8 * MT;
 constexpr int THREADS = 32 * WARPS;
 
 constexpr int CHUNK = 64;
 constexpr int CHUNKS = K / CHUNK;
-constexpr int STEP = WARPS * CLUSTER;                // chunks that all warps take in one turn
-constexpr int TURNS = (CHUNKS + STEP - 1) / STEP;
-constexpr bool IS_RAGGED = CHUNKS % STEP != 0;       // in the last turn some warps have none
+constexpr int TURNS = (CHUNKS + WARPS - 1) / WARPS;
+constexpr bool IS_RAGGED = CHUNKS % WARPS != 0;      // in the last turn some warps have none
 constexpr bool IS_CUT = N % ROWS != 0;               // the last tile has rows past the end
 constexpr int HELD = DEPTH < TURNS ? DEPTH : TURNS;  // chunks of W in registers
 constexpr int WANTED_X = MT == 1 ? 4 : MT < 8 ? 2 : 1;
@@ -82,10 +71,9 @@ constexpr int ROUND = HELD % HELD_X == 0 ? HELD : HELD_X % HELD == 0 ? HELD_X : 
 // Sums of a tile that are kept apart: an instruction waits for the one before that adds to the same registers.
 constexpr int CHAINS = TILES * MT == 1 ? 4 : TILES * MT < 4 ? 2 : 1;
 
-constexpr int PAIRS = ROWS_OUT / 2;  // a thread finishes two rows of one token
+constexpr int PAIRS = ROWS / 2;  // a thread finishes two rows of one token
 constexpr int UNITS = TOKENS * PAIRS;
 constexpr int UNITS_PER_THREAD = (UNITS + THREADS - 1) / THREADS;
-constexpr int TILE_PAIRS = TILES * 8;
 constexpr int PITCH = TILES * 16 + 4;     // 4: lanes of a fragment meet 32 different banks
 constexpr int SQUARES = MT == 1 ? 8 : 4;  // loads of sums of squares under way during the product
 constexpr int TOKENS_OF_WARP = TOKENS < 32 ? TOKENS : 32;
@@ -99,7 +87,6 @@ constexpr int BLOCKS = 65536 / (THREADS * (ROUNDED > 255 ? 255 : ROUNDED));
 constexpr int MIN_BLOCKS = BLOCKS < 1 ? 1 : BLOCKS * THREADS > 2048 ? 2048 / THREADS : BLOCKS;
 
 static_assert(K % CHUNK == 0 && N % 8 == 0, "whole chunks of columns, and rows in eights");
-static_assert(ROWS % (2 * CLUSTER) == 0, "each block of a cluster finishes pairs of rows");
 static_assert(!ADDS || (PAIRS & (PAIRS - 1)) == 0 && PAIRS <= 32, "the squares of a token are added within a warp");
 static_assert(!PARTS || THREADS >= TOKENS, "a thread adds up squares of one token");
 
@@ -109,16 +96,14 @@ static_assert(!PARTS || THREADS >= TOKENS, "a thread adds up squares of one toke
 
 struct Shared {
     alignas(16) float partial[WARPS][TOKENS][PITCH];
-    alignas(16) float received[CLUSTER][TOKENS][TILES * 16 / CLUSTER];
     double square_sums[SUM_SLOTS][TOKENS];
-    unsigned long long barrier;
 };
 #ifndef EMULATED
 __shared__ Shared shared;
 #endif
 
-// grid: CLUSTER blocks for each tile of ROWS rows.
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, MIN_BLOCKS) linear_ahead(
+// grid: a block for each tile of ROWS rows.
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_ahead(
     const char* __restrict__ x,         // [M, K]; its rows lie `x_stride` bytes apart
     const char* __restrict__ w,         // [N, K]; [2N, K] when gated
     const char* __restrict__ bias,      // [N]
@@ -128,21 +113,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     char* __restrict__ sum,             // [M, N]: r
     double* __restrict__ squares,       // [parts, M]: written with ADDS, read with PARTS
     long long x_stride, long long residual_stride, int M, int num_parts, float eps, float offset) {
-    const int tile = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, t = lane % 4;
-    const int first_chunk = rank * WARPS + warp;
 
     let_next_kernel_start();
-    if (CLUSTER > 1) {
-        if (threadIdx.x == 0) expect(&shared.barrier, min(M, TOKENS) * TILES * 16 * 4);
-        arrive_in_cluster();  // "I run, and my barrier is ready": waited for before a send
-    }
 
     // -- weights, before the wait
 
-    const int first_row = tile * ROWS;
-    const long long column = first_chunk * CHUNK + t * 8;
+    const int first_row = blockIdx.x * ROWS;
+    const long long column = warp * CHUNK + t * 8;
     const char* const w_lane = w + ((IS_CUT ? 0 : first_row + g) * (long long)K + column) * 2;
     auto offset_of = [&](int i, int half_of_rows) -> long long {  // of lane g's row in the i-th tile, in bytes
         const int row = i % RT * 16 + half_of_rows * 8, up = i < RT ? 0 : N;
@@ -151,29 +130,19 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     Piece held[HELD][TILES][4];  // [..][half of the tile's rows, then of the chunk]
     auto load_chunk = [&](auto always, Piece(&slot)[TILES][4], int turn, bool is_turn) {
         // Past the end of K both operands are zero: whatever a register held could be infinite.
-        const bool is_wanted = is_turn && (!IS_RAGGED || turn * STEP + first_chunk < CHUNKS);
+        const bool is_wanted = is_turn && (!IS_RAGGED || turn * WARPS + warp < CHUNKS);
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 if (IS_RAGGED) slot[i][j] = Piece{{0, 0, 0, 0}};
                 load_weights<always.value && !IS_RAGGED>(
-                    slot[i][j], w_lane + offset_of(i, j / 2) + turn * (STEP * CHUNK * 2) + j % 2 * 64, is_wanted);
+                    slot[i][j], w_lane + offset_of(i, j / 2) + turn * (WARPS * CHUNK * 2) + j % 2 * 64, is_wanted);
             }
         }
     };
 #pragma unroll
     for (int s = 0; s < HELD; ++s) load_chunk(Yes{}, held[s], s, true);
-#pragma unroll
-    for (int s = HELD; s < HELD + AHEAD && s < TURNS; ++s) {
-        const int chunk = s * STEP + first_chunk;
-#pragma unroll
-        for (int i = 0; i < TILES * 16; i += 32) {  // a lane for each row: 128 bytes of it are a cache line
-            const int row = i + lane, out = first_row + row % ROWS;
-            if (row < TILES * 16 && (!IS_RAGGED || chunk < CHUNKS))
-                prefetch(w + ((min(out, N - 1) + row / ROWS * N) * (long long)K + chunk * CHUNK) * 2);
-        }
-    }
 
     // What this thread will finish, and what of it is older than the kernel before.
     int token_of[UNITS_PER_THREAD], out_row[UNITS_PER_THREAD];
@@ -183,7 +152,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     for (int j = 0; j < UNITS_PER_THREAD; ++j) {
         const int unit = j * THREADS + threadIdx.x;
         token_of[j] = unit / PAIRS;
-        out_row[j] = tile * ROWS + rank * ROWS_OUT + unit % PAIRS * 2;
+        out_row[j] = first_row + unit % PAIRS * 2;
         is_mine[j] = token_of[j] < min(M, TOKENS) && (!IS_CUT || out_row[j] < N);
         gains[j] = biases[j] = float2{0.0f, 0.0f};
         if (ADDS && is_mine[j]) gains[j] = unpack(load_pair(gain + out_row[j] * 2));
@@ -199,14 +168,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     for (int m = 0; m < MT; ++m) x_lane[m] = x + min(m * 8 + g, M - 1) * x_stride + column * 2;
     Piece tokens[HELD_X][MT][2];
     auto load_tokens = [&](auto always, Piece(&slot)[MT][2], int turn, bool is_turn) {
-        const bool is_wanted = is_turn && (!IS_RAGGED || turn * STEP + first_chunk < CHUNKS);
+        const bool is_wanted = is_turn && (!IS_RAGGED || turn * WARPS + warp < CHUNKS);
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 if (IS_RAGGED) slot[m][half] = Piece{{0, 0, 0, 0}};
                 load_activations<always.value && !IS_RAGGED>(
-                    slot[m][half], x_lane[m] + turn * (STEP * CHUNK * 2) + half * 64, is_wanted);
+                    slot[m][half], x_lane[m] + turn * (WARPS * CHUNK * 2) + half * 64, is_wanted);
             }
         }
     };
@@ -277,7 +246,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         }
     }
 
-    // -- the sums of the block's warps, and of the cluster's blocks
+    // -- the sums of the block's warps
 
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
@@ -304,34 +273,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
     __syncthreads();
 
-    auto sum_of_warps = [&](int token, int row) {
+    auto sum_of_warps = [&](int token, int row) {  // from ROWS on, of `up`
         float2 total = *(const float2*)&shared.partial[0][token][row];
 #pragma unroll
         for (int v = 1; v < WARPS; ++v) {
             const float2 other = *(const float2*)&shared.partial[v][token][row];
-            total.x += other.x;
-            total.y += other.y;
-        }
-        return total;
-    };
-    if (CLUSTER > 1) {
-        wait_for_cluster();
-#pragma unroll
-        for (int first = 0; first < TOKENS * TILE_PAIRS; first += THREADS) {
-            const int unit = first + threadIdx.x;
-            const int token = unit / TILE_PAIRS, row = unit % TILE_PAIRS * 2;
-            const int to = row % ROWS / ROWS_OUT, row_there = row / ROWS * ROWS_OUT + row % ROWS_OUT;
-            if (token < min(M, TOKENS))
-                send(&shared.received[rank][token][row_there], &shared.barrier, to, sum_of_warps(token, row));
-        }
-        receive(&shared.barrier);
-    }
-    auto sum_of_all = [&](int token, int row) {  // `row` of those that this block finishes; from ROWS_OUT on, of `up`
-        if (CLUSTER == 1) return sum_of_warps(token, row);
-        float2 total = *(const float2*)&shared.received[0][token][row];
-#pragma unroll
-        for (int r = 1; r < CLUSTER; ++r) {
-            const float2 other = *(const float2*)&shared.received[r][token][row];
             total.x += other.x;
             total.y += other.y;
         }
@@ -346,19 +292,19 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         const long long place = ((long long)token * N + out_row[j]) * 2;
         float2 total = {0.0f, 0.0f};
         if (is_mine[j]) {
-            total = sum_of_all(token, row);
+            total = sum_of_warps(token, row);
             if (PARTS) {
                 const double square = sum_in_pairs<SUM_SLOTS>([&](int i) { return shared.square_sums[i][token]; });
                 const float inverse = rsqrtf((float)square / (float)K + eps);
                 total.x *= inverse;
                 total.y *= inverse;
                 if (GATED) {
-                    const float2 up = sum_of_all(token, ROWS_OUT + row);
+                    const float2 up = sum_of_warps(token, ROWS + row);
                     total.x = activate(total.x + biases[j].x) * (up.x * inverse);
                     total.y = activate(total.y + biases[j].y) * (up.y * inverse);
                 }
             } else if (GATED) {
-                const float2 up = sum_of_all(token, ROWS_OUT + row);
+                const float2 up = sum_of_warps(token, ROWS + row);
                 total.x = activate(total.x + biases[j].x) * up.x;
                 total.y = activate(total.y + biases[j].y) * up.y;
             }

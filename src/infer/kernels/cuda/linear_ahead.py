@@ -68,9 +68,7 @@ def defines_of(
         ("MT", tiles),
         ("RT", config.rows_tiles),
         ("WARPS", config.warps),
-        ("CLUSTER", config.cluster),
         ("DEPTH", config.depth),
-        ("AHEAD", config.ahead),
         ("BIAS", int(bias)),
         ("ACTIVATION", ACTIVATIONS[activation]),
         ("ADDS", int(adds)),
@@ -89,7 +87,7 @@ def launch(
         around.into is not None, around.added is not None, x_MK.get_device(), dispatch.PDL,
     )  # fmt: skip
     kernel(
-        -(-N // config.rows) * config.cluster,
+        config.num_parts(N),
         x_MK.data_ptr(), w.data_ptr(), *outer.addresses,
         x_MK.stride(0) * 2, outer.residual_bytes, M, outer.num_parts, around.eps, outer.offset,
     )  # fmt: skip

@@ -58,8 +58,6 @@ __device__ __forceinline__ double load_double(const double* at) {
     return value;
 }
 
-__device__ __forceinline__ void prefetch(const char* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
-
 __device__ __forceinline__ void multiply(float* sums, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 #if IS_BFLOAT16
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -74,31 +72,6 @@ __device__ __forceinline__ void multiply(float* sums, u32 a0, u32 a1, u32 a2, u3
 __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 __device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-// A barrier in shared memory that opens when `num_bytes` have been sent here.
-__device__ __forceinline__ void expect(unsigned long long* barrier, int num_bytes) {
-    const u32 at = (u32)__cvta_generic_to_shared(barrier);
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(num_bytes) : "memory");
-}
-
-// To the same place in the shared memory of block `rank` of the cluster, and to its barrier.
-__device__ __forceinline__ void send(float* place, unsigned long long* barrier, int rank, float2 value) {
-    u32 there, barrier_there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-                 : "=r"(there) : "r"((u32)__cvta_generic_to_shared(place)), "r"(rank));
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-                 : "=r"(barrier_there) : "r"((u32)__cvta_generic_to_shared(barrier)), "r"(rank));
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(there),
-                 "f"(value.x), "f"(value.y), "r"(barrier_there) : "memory");
-}
-
-__device__ __forceinline__ void receive(unsigned long long* barrier) {
-    asm volatile("{ .reg .pred p; again: "
-                 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], 0; @!p bra again; }"
-                 ::"r"((u32)__cvta_generic_to_shared(barrier)) : "memory");
-}
 
 // What was read of other blocks has come by then: it was used for what is stored, and no store moves below this.
 __device__ __forceinline__ void arrive_in_cluster() {
