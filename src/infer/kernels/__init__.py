@@ -1,8 +1,16 @@
 """Pure functions of tensors: the arithmetic of the network, and nothing else.
 
-Every file begins with a docstring: the formula and the shape legend. `rms_norm`, `rope` and
-`gated_activation` then hold the same three things in the same order: the PyTorch *reference* (the
-specification, and the production path on the CPU), the Triton kernel that must equal it, and the
-launcher that callers import; `dispatch.py` alone decides which of the two runs. `attention`,
-`paged_attention` and `sample` have no Triton kernel: they are PyTorch on every device.
+    rms_norm, layer_norm, rope, gated_activation, embedding    what stands between the matrices
+    linear_small, moe, linear_invariant                        few tokens, experts, the same bits always
+    heads, attention_decode, attention_prefill                 attention on a GPU, from projection to output
+    attention, paged_attention                                 attention in PyTorch
+    sample, sample_rows                                        from logits to ids
+    step_state, copy_block                                     what a step on a GPU reads, advances and moves
+    cpu/, cuda/                                                kernels in C and in CUDA C++
+    dispatch, launch                                           which implementation runs; launches made before
+
+A file begins with the formula and the shape legend. Then come, in this order, the PyTorch *reference* (the
+specification, and what runs where nothing faster can), the Triton kernel that must equal it, and the launcher
+that callers import. Long kernels have files of their own (`*_kernels.py`, `*_parts.py`), and so have the
+sizes they are compiled for (`*_configs.py`).
 """
