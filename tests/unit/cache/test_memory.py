@@ -119,9 +119,9 @@ def test_sizes_are_written_for_people() -> None:
     ]
 
 
-def fit(free_bytes: int, *, gathers: bool = True, **knobs: object) -> CacheSize:
+def fit(free_bytes: int, *, gathers: bool = True, **knobs: Any) -> CacheSize:
     return fit_cache(
-        CacheConfig(**knobs),  # type: ignore[arg-type]
+        CacheConfig(**knobs),
         SchedulerConfig(max_batch_size=8, max_num_batched_tokens=2048),
         SIZES,
         max_seq_len=8192,
@@ -143,7 +143,7 @@ def test_the_cache_leaves_room_for_a_step_and_its_workspace() -> None:
     assert size.num_bytes < in_place.num_bytes <= (1 << 30) - activations
 
 
-def refusal(free_bytes: int, **knobs: object) -> str:
+def refusal(free_bytes: int, **knobs: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         fit(free_bytes, **knobs)
     return str(caught.value)

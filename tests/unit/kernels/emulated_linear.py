@@ -8,18 +8,19 @@ from typing import Any
 
 from infer.kernels.cuda import linear_ahead
 from infer.kernels.cuda.build import as_pointers
+from infer.kernels.cuda.prepared_linears import Defines
 from tests.unit.kernels.emulated import compile_library
 
 
 @functools.cache
-def compile_linear(defines: linear_ahead.Defines) -> ctypes.CDLL:
+def compile_linear(defines: Defines) -> ctypes.CDLL:
     return compile_library("emulated_linear.cpp", linear_ahead.SOURCE, defines, "-O1")
 
 
 class EmulatedLaunch:
     """Launches like `PreparedLaunch`, and returns when every block has run."""
 
-    def __init__(self, defines: linear_ahead.Defines) -> None:
+    def __init__(self, defines: Defines) -> None:
         self.library = compile_linear(defines)
         self.num_threads = 32 * dict(defines)["WARPS"]
 
