@@ -4,6 +4,7 @@
     gated_linear        y = act(x WgT) * (x WuT)                 W stacks the gate's rows on up's rows
     norm_linear         r = x + residual;  y = linear(rms_norm(r));  both are returned
     norm_gated_linear   r = x + residual;  y = gated_linear(rms_norm(r));  both are returned
+    split_linear        y in parts, for the norm that reads it                      linear_split.py
     linear_into         r = linear(x) + residual, prepared for the norm that reads it: an `Added`
     added_linear, added_gated_linear        the linears of what was so prepared, once it is normalised
 
@@ -13,7 +14,7 @@ product is built for large M and reaches a third of it on small models.
 
     M <= 8      of small models on Hopper: tensor cores, the
                 weights asked for before the wait                  cuda/linear_ahead.py
-    M <= 64     of all others, and large gates of M <= 128: the
+    M <= 64     of all others, and M <= 128 for all but qkv: the
                 same, through shared memory                        cuda/linear_wgmma.py
     M = 1       dot products, the norm folded in                   linear_kernels.gemv_kernel
     M <= 4      the same without the norm where that is faster, or
@@ -55,9 +56,9 @@ import torch.nn.functional as F
 from infer.kernels.cuda import linear_ahead, linear_wgmma
 from infer.kernels.cuda.ahead_configs import AheadConfig
 from infer.kernels.cuda.linear_ahead import AHEAD
-from infer.kernels.cuda.linear_wgmma import WGMMA, WGMMA_GATED
+from infer.kernels.cuda.linear_wgmma import WGMMA, WGMMA_MORE
 from infer.kernels.cuda.wgmma_configs import WgmmaConfig
-from infer.kernels.dispatch import INTERPRETED, launch_options, use_triton
+from infer.kernels.dispatch import INTERPRETED, launch_options, num_sms, use_triton
 from infer.kernels.gated_activation import _known, gated_activation, gated_activation_reference
 from infer.kernels.linear_configs import (
     GEMV_MAX_M,
@@ -69,6 +70,7 @@ from infer.kernels.linear_configs import (
     skinny_config,
 )
 from infer.kernels.linear_kernels import gemv_kernel, skinny_kernel
+from infer.kernels.linear_split import multiply_in_parts, num_parts
 from infer.kernels.linear_stream import Added, Around, Stream
 from infer.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 
@@ -167,11 +169,18 @@ def can_add(x_MK: torch.Tensor, w_NK: torch.Tensor, reader_w: torch.Tensor, *, g
     writer, reader = _plan(x_MK, w_NK, gated=False), _plan(x_MK, reader_w, gated=gated)
     if isinstance(writer, GemvConfig) or writer is None:
         return False
-    if isinstance(reader, WgmmaConfig) and len(x_MK) not in WGMMA.tokens:
-        return False  # prepared for what is normalised already
     if not isinstance(reader, SkinnyConfig):
         return isinstance(reader, TilePlan)  # those in CUDA C++ read any number of parts
     return block_of_parts(writer.num_parts(len(w_NK))) * max(bucket(len(x_MK)), 16) <= MAX_SQUARES
+
+
+def split_linear(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor | None:
+    """`linear` in parts, [P, M, N], where that is faster than the library whole; else None."""
+    if x_MK.dim() != 2 or x_MK.element_size() != 2 or _plan(x_MK, w_NK, gated=False) is not None:
+        return None
+    (M, K), N = x_MK.shape, len(w_NK)
+    parts = num_parts(M, N, K, num_sms(x_MK.device))
+    return multiply_in_parts(x_MK, w_NK, parts) if parts > 1 else None
 
 
 def linear_into(
@@ -234,7 +243,8 @@ def _norm(
 
 def _plan_with_norm(x_MK: torch.Tensor, w: torch.Tensor, *, gated: bool) -> GemvConfig | None:
     """Which kernel folds the norm in; None for a launch of its own."""
-    plan = _plan(x_MK, w, gated=gated) if x_MK.shape[0] <= FOLD_NORM_MAX_M else None
+    is_for_few = x_MK.dim() == 2 and x_MK.shape[0] <= FOLD_NORM_MAX_M  # not parts of more
+    plan = _plan(x_MK, w, gated=gated) if is_for_few else None
     return plan if isinstance(plan, GemvConfig) else None
 
 
@@ -244,7 +254,7 @@ def _plan(x_MX: torch.Tensor, w: torch.Tensor, *, gated: bool) -> Plan | None:
     if not 0 < M <= MAX_SMALL_M or not use_triton(x_MX) or x_MX.dtype != w.dtype:
         return None
     N, K = w.shape[0] // 2 if gated else w.shape[0], w.shape[1]
-    for kernels in (AHEAD, WGMMA, WGMMA_GATED):
+    for kernels in (AHEAD, WGMMA, WGMMA_MORE):
         if ready := kernels.config_for(x_MX, w, N, K, gated=gated):
             return ready
     dots = gemv_config(N, K, gated, bucket(M), x_MX.device) if M <= GEMV_MAX_M else None

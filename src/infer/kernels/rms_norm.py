@@ -6,13 +6,14 @@
 Statistics are taken in float32 whatever the input type, and the result is rounded once, at the end.
 `offset` is 1 for Gemma, which stores its weights centred on zero, and 0 for everyone else.
 The sum r is rounded to the input type *before* it is normalised: fused or not, the numbers agree.
+x may come in parts, [P, T, D] in float32, whose sum it is (linear_split.py); that sum is not rounded.
 
 Memory-bound: each element is read once and written once, so the target is the bandwidth of a copy
 (benchmarks/kernels/rms_norm.py prints the share of it we reach). A program takes a tile of whole rows:
 one row of a hidden state, or several rows where they are short, as the heads of a QK-norm are. In a decode
 step the launch counts for more than the bytes; the weights are there when the input is (PDL, `dispatch.py`).
 
-Shapes:  T tokens, N heads, D the normalised dimension (hidden size, or head size for a QK-norm).
+Shapes:  T tokens, N heads, D the normalised dimension (hidden size, or head size for a QK-norm), P parts.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ def add_rms_norm_reference(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The specification of the fused form: add, then normalise the rounded sum."""
-    new_residual_TD = x_TD + residual_TD
+    if x_TD.dim() == 3:
+        new_residual_TD = (x_TD.sum(0) + residual_TD.float()).to(residual_TD.dtype)
+    else:
+        new_residual_TD = x_TD + residual_TD
     return rms_norm_reference(new_residual_TD, weight_D, eps, offset), new_residual_TD
 
 
@@ -93,6 +97,7 @@ def _add_rms_norm_kernel(
     offset,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    NUM_PARTS: tl.constexpr,  # of x, each of all rows
     PDL: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -103,11 +108,14 @@ def _add_rms_norm_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
-    x = tl.load(x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask=in_tile, other=0.0)
+    at = x_ptr + rows[:, None] * x_row_stride + cols[None, :]
+    x = tl.load(at, mask=in_tile, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, NUM_PARTS):
+        x += tl.load(at + part * num_rows * x_row_stride, mask=in_tile, other=0.0)
     residual = tl.load(
         residual_ptr + rows[:, None] * residual_row_stride + cols[None, :], mask=in_tile, other=0.0
     )
-    total = (x.to(tl.float32) + residual.to(tl.float32)).to(new_residual_ptr.dtype.element_ty)
+    total = (x + residual.to(tl.float32)).to(new_residual_ptr.dtype.element_ty)
     y = _normalise(total.to(tl.float32), weight, D, eps, offset)
 
     out = rows[:, None] * D + cols[None, :]
@@ -138,22 +146,26 @@ def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, *, eps: float, offset: flo
 def add_rms_norm(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, *, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add `x_TD` to the residual stream; return the normalised sum and the sum itself."""
+    """Add `x_TD`, or parts of it, to the residual stream; return the normalised sum and the sum itself."""
     if not use_triton(x_TD):
-        if (c := use_c(x_TD)) and use_c(residual_TD) and weight_D.dtype is x_TD.dtype:
+        if x_TD.dim() == 2 and (c := use_c(x_TD)) and use_c(residual_TD) and weight_D.dtype is x_TD.dtype:
             return operations.add_rms_norm(c, x_TD, residual_TD, weight_D, eps, offset)
         return add_rms_norm_reference(x_TD, residual_TD, weight_D, eps, offset)
-    assert x_TD.shape == residual_TD.shape, f"{x_TD.shape} cannot be added to {residual_TD.shape}"
-    assert x_TD.dtype == residual_TD.dtype, f"{x_TD.dtype} cannot be added to {residual_TD.dtype}"
-    assert x_TD.stride(1) == residual_TD.stride(1) == 1, "columns must be contiguous"
-    T, D = x_TD.shape
-    y_TD = torch.empty((T, D), dtype=x_TD.dtype, device=x_TD.device)
+    T, D = residual_TD.shape
+    num_parts = x_TD.shape[0] if x_TD.dim() == 3 else 1
+    assert x_TD.shape[-2:] == residual_TD.shape, f"{x_TD.shape} cannot be added to {residual_TD.shape}"
+    if x_TD.dim() == 3:
+        assert x_TD.dtype == torch.float32 and x_TD.is_contiguous(), f"parts in {x_TD.dtype}, or with gaps"
+    else:
+        assert x_TD.dtype == residual_TD.dtype, f"{x_TD.dtype} cannot be added to {residual_TD.dtype}"
+    assert x_TD.stride(-1) == residual_TD.stride(1) == 1, "columns must be contiguous"
+    y_TD = torch.empty((T, D), dtype=residual_TD.dtype, device=x_TD.device)
     new_residual_TD = torch.empty_like(y_TD)
     tile = _Tile(T, D)
     launch(
         _add_rms_norm_kernel, tile.grid, (x_TD, residual_TD, weight_D, y_TD, new_residual_TD),
-        (x_TD.stride(0), residual_TD.stride(0), T, D, eps, offset),
-        BLOCK_ROWS=tile.num_rows, BLOCK_D=tile.num_cols, num_warps=tile.num_warps,
+        (x_TD.stride(-2), residual_TD.stride(0), T, D, eps, offset),
+        BLOCK_ROWS=tile.num_rows, BLOCK_D=tile.num_cols, NUM_PARTS=num_parts, num_warps=tile.num_warps,
         **launch_options(x_TD.device),
     )  # fmt: skip
     return y_TD, new_residual_TD

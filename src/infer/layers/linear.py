@@ -20,7 +20,8 @@ Between two matrices stands the residual stream: one adds its result to it, the 
 
 `after` is told the norm before it. `into` is told who reads behind it: for few tokens on a GPU it does the
 addition and most of that norm while its result is still at hand, and returns an `Added` instead of a tensor,
-which `after` takes as well (kernels/linear_small.py).
+which `after` takes as well (kernels/linear_small.py). For a hundred tokens or two it may return its result in
+parts, which the norm adds up on its way (kernels/linear_split.py).
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from infer.kernels.linear_small import (
     linear_into,
     norm_gated_linear,
     norm_linear,
+    split_linear,
 )
 from infer.kernels.linear_stream import Added, Stream
 from infer.layers.norm import AddNorm
@@ -78,14 +80,18 @@ class Linear(nn.Module):
     def into(
         self, x: torch.Tensor, residual_TD: torch.Tensor | None, reader: Reader | None
     ) -> torch.Tensor | Added:
-        """Multiply; and add the result to the stream for its next reader, where one kernel can do both."""
+        """Multiply; and add the result to the stream for its next reader, where one kernel can do both.
+
+        A result of three dimensions is one in parts, which the reader's norm adds up.
+        """
         if reader is None or residual_TD is None or not use_triton(x):
             return self(x)  # type: ignore[no-any-return]
         norm, matrix, gated = reader
         is_plain = self.scheme is DENSE and matrix.scheme is DENSE
-        if not is_plain or not can_add(x, self.weight, matrix.weight, gated=gated):
-            return self(x)  # type: ignore[no-any-return]
-        return linear_into(Stream(residual_TD, norm.weight, norm.offset), x, self.weight, self.bias)
+        if is_plain and can_add(x, self.weight, matrix.weight, gated=gated):
+            return linear_into(Stream(residual_TD, norm.weight, norm.offset), x, self.weight, self.bias)
+        parts_PTD = split_linear(x, self.weight) if is_plain and self.bias is None else None
+        return self(x) if parts_PTD is None else parts_PTD
 
     def after(
         self, norm: AddNorm, x_TD: torch.Tensor | Added, residual_TD: torch.Tensor | None

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from infer.kernels.cuda.linear_ahead import AHEAD
-from infer.kernels.cuda.linear_wgmma import WGMMA, WGMMA_GATED
+from infer.kernels.cuda.linear_wgmma import WGMMA, WGMMA_MORE
 from infer.kernels.cuda.prepared_linears import Matrix
 from infer.layers.linear import Linear
 from infer.layers.mlp import GatedMLP
@@ -32,7 +32,7 @@ def prepare_linears(layers: Iterable[nn.Module], head: Linear, device: torch.dev
     to_logits = Matrix(*head.weight.shape)
     has_head = _is_plain(head) and WGMMA.choose(WGMMA.tokens[-1], to_logits) is not None
     WGMMA.prepare([*matrices, to_logits] if has_head else matrices, device)
-    WGMMA_GATED.prepare([matrix._replace(reads=False) for matrix in matrices if matrix.activation], device)
+    WGMMA_MORE.prepare([matrix for matrix in matrices if matrix.activation or matrix.writes], device)
 
 
 def matrices_of(layers: Iterable[nn.Module]) -> list[Matrix]:

@@ -132,6 +132,24 @@ class KernelContract:
         residual.assert_untouched()
 
     @every_dtype
+    @pytest.mark.parametrize("num_parts", [1, 2, 3, 4])
+    @pytest.mark.parametrize("shape", [(5, 123), (2, 4096)], ids=str)
+    def test_add_rms_norm_of_parts(self, shape: tuple[int, int], num_parts: int, dtype: torch.dtype) -> None:
+        """Their sum is not rounded before it is added: the result is the exact one, rounded once."""
+        x = torch.randn(num_parts, *shape, device=self.device)
+        residual, weight = self.framed(*shape, dtype=dtype), self.weight(shape[-1], dtype)
+        with nan_in_fresh_memory():
+            y, new_residual = add_rms_norm(x, residual.view, weight, eps=EPS, offset=1.0)
+        if dtype == torch.float16 or self.device == "cuda":  # the interpreter rounds those
+            exact = (x.double().sum(0) + residual.view.double()).to(dtype)
+            torch.testing.assert_close(new_residual, exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
+            assert dtype == torch.float32 or (new_residual != exact).float().mean() < 0.02
+        expected_y, expected_residual = add_rms_norm_reference(x, residual.view, weight, EPS, 1.0)
+        assert_same(new_residual, expected_residual)
+        assert_same(y, expected_y)
+        residual.assert_untouched()
+
+    @every_dtype
     @pytest.mark.parametrize(
         "shape",  # T, N, G, H; the heads of (2, 33, 1, 128) take more than one program
         [(1, 9, 3, 64), (5, 4, 4, 80), (2, 33, 1, 128), (3, 1, 1, 2), (4, 7, 7, 6), (0, 2, 2, 8)],

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from infer.errors import ConfigError
 from infer.kernels import linear_configs, linear_invariant, linear_small
 from infer.kernels.dispatch import use_triton
 from infer.kernels.gated_activation import ACTIVATIONS
 from infer.kernels.linear_configs import GemvConfig, SkinnyConfig
-from infer.kernels.linear_small import gated_linear, linear, norm_gated_linear, norm_linear
-from infer.kernels.rms_norm import rms_norm_reference
+from infer.kernels.linear_small import (
+    gated_linear,
+    linear,
+    norm_gated_linear,
+    norm_linear,
+    split_linear,
+)
+from infer.kernels.rms_norm import rms_norm, rms_norm_reference
 from tests.unit.kernels.kernel_contract import FramedTensor, nan_in_fresh_memory
 
 # Of the result, relative to its largest element: one rounding for y, and for bfloat16 another of r * weight.
@@ -199,3 +206,33 @@ class LinearContract:
         y, total = norm_gated_linear(x, x, w[0], EPS, 0.0, w, "silu")
         assert y.shape == (num_tokens, 3) and torch.equal(total, x + x)
         assert linear(x, w).shape == (num_tokens, 6)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+    def test_a_product_in_parts_that_the_next_norm_adds_up(self, dtype: torch.dtype) -> None:
+        """65 outputs of 4,096 inputs would leave a GPU idle; with 33 tokens a kernel of ours is there."""
+        T, D, F_in = 130, 65, 4096
+        x, w, w2 = (torch.randn(s, device=self.device).to(dtype) for s in ((T, F_in), (D, F_in), (2 * D, D)))
+        residual, gain = torch.randn(T, D, device=self.device).to(dtype), self.vector(D, dtype)
+        parts = split_linear(x, w)
+        assert parts is not None and parts.dtype == torch.float32
+        assert parts.shape[0] > 1 and parts.shape[1:] == (T, D)
+        pieces = [
+            a.double() @ b.double().T for a, b in zip(*(v.chunk(len(parts), 1) for v in (x, w)), strict=True)
+        ]
+        torch.testing.assert_close(parts.double(), torch.stack(pieces), rtol=1e-4, atol=1e-3)
+        y, total = norm_linear(parts, residual, gain, EPS, 0.0, w2)
+        gated, same_total = norm_gated_linear(parts, residual, gain, EPS, 0.0, w2, "silu")
+        exact = sum(pieces) + residual.double()
+        assert_near(total, exact)
+        assert torch.equal(total, same_total)
+        products = rms_norm_reference(total.double(), gain.double(), EPS, 0.0) @ w2.double().T
+        assert_near(y, products)
+        assert_near(gated, gate(F.linear(rms_norm(total, gain, eps=EPS), w2).double(), "silu"))
+
+    def test_what_is_not_cut_into_parts(self) -> None:
+        x, w = torch.zeros(130, 4096, device=self.device), torch.zeros(64, 4096, device=self.device)
+        assert split_linear(x, w) is None  # float32 is not multiplied by matrix units
+        x, w = x.bfloat16(), w.bfloat16()
+        assert split_linear(x[:33], w) is None  # a kernel of ours
+        assert split_linear(x, w[:, :96].contiguous()) is None and split_linear(x[:, :96], w[:, :96]) is None
+        assert split_linear(x[None], w) is None

@@ -16,7 +16,7 @@ from infer.kernels import dispatch, linear_small
 from infer.kernels.cuda import build, linear_ahead, prepared_linears
 from infer.kernels.cuda.ahead_configs import AheadConfig, can_launch, choose_config
 from infer.kernels.cuda.linear_ahead import AHEAD
-from infer.kernels.cuda.linear_wgmma import WGMMA, WGMMA_GATED
+from infer.kernels.cuda.linear_wgmma import WGMMA, WGMMA_MORE
 from infer.kernels.cuda.prepared_linears import Matrix, PreparedLinears
 from infer.kernels.linear_configs import GemvConfig, SkinnyConfig
 from infer.layers.linear import Linear, set_invariant
@@ -241,7 +241,7 @@ def test_other_types_stay_as_they_are() -> None:
 
 
 def test_each_kernel_is_prepared_for_what_it_is_good_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head is large and has many tiles; above 64 tokens only a gate is worth a kernel."""
+    """The head is large and has many tiles; above 64 tokens what attention reads is the library's."""
     model = make_model("llama")
     asked: dict[int, list[Matrix]] = {}
     monkeypatch.setattr(
@@ -251,10 +251,9 @@ def test_each_kernel_is_prepared_for_what_it_is_good_at(monkeypatch: pytest.Monk
     assert not asked
     prepare_linears(model.layers, model.head, GPU)
     layers = matrices_of(model.layers)
-    (gate,) = [matrix for matrix in layers if matrix.activation]
     assert asked[id(AHEAD)] == layers
     assert asked[id(WGMMA)] == [*layers, Matrix(Sizes().vocab_size, Sizes().hidden_size)]
-    assert asked[id(WGMMA_GATED)] == [gate._replace(reads=False)]
+    assert asked[id(WGMMA_MORE)] == layers[1:] and layers[0].K < layers[0].N
 
 
 def test_a_head_that_does_not_fit_stays_alone(monkeypatch: pytest.MonkeyPatch) -> None:

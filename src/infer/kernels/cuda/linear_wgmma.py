@@ -3,7 +3,8 @@
 `linear_small.py` allocates what it fills and says what stands before and behind the product, as for its own
 kernels; an `Added` of one may be read by the other. It is for bfloat16 on Hopper and matrices of any size: up
 to 8 tokens linear_ahead.py holds the weights of small models in registers. Above 64 tokens the library is as
-fast, but for a large gated matrix, whose activation it leaves to another kernel.
+fast where attention reads the result; gates, whose activation it leaves to another kernel, and matrices that
+write into the residual stream are still multiplied here.
 
 Shapes:  M tokens, N outputs, K inputs.
 """
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -36,7 +36,6 @@ SOURCE = Path(__file__).with_name("linear_wgmma.cu")
 _ARCH = "sm_90a"  # a: what Hopper has and its successors have not, such as this matrix unit
 _MIN_M = 2  # one token needs no tensor cores
 _MAX_M = 64
-_LARGE_GATED = 1 << 24  # weights: the library is faster with fewer, even with another kernel behind it
 _TYPES = (
     TensorMap,
     TensorMap,
@@ -127,18 +126,11 @@ def _defines(config: WgmmaConfig, matrix: Matrix, width: int, adds: bool, parts:
     return defines_of(config, activation=matrix.activation, bias=matrix.bias, adds=adds, parts=parts)
 
 
-def _choose_gated(num_tokens: int, matrix: Matrix) -> WgmmaConfig | None:
-    is_large = matrix.activation and 2 * matrix.N * matrix.K >= _LARGE_GATED
-    return _choose(num_tokens, matrix) if is_large else None
-
-
-def _kernels(
-    tokens: range, choose: Callable[[int, Matrix], WgmmaConfig | None]
-) -> PreparedLinears[WgmmaConfig]:
+def _kernels(tokens: range) -> PreparedLinears[WgmmaConfig]:
     return PreparedLinears(
-        SOURCE, _ARCH, tokens, token_width, choose, _defines, lambda *variant: _load(*variant)
+        SOURCE, _ARCH, tokens, token_width, _choose, _defines, lambda *variant: _load(*variant)
     )
 
 
-WGMMA = _kernels(range(_MIN_M, _MAX_M + 1), _choose)
-WGMMA_GATED = _kernels(range(_MAX_M + 1, MAX_TOKENS + 1), _choose_gated)
+WGMMA = _kernels(range(_MIN_M, _MAX_M + 1))  # all matrices of a model
+WGMMA_MORE = _kernels(range(_MAX_M + 1, MAX_TOKENS + 1))  # gates and what writes into the stream

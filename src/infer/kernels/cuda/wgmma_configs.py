@@ -11,7 +11,8 @@ needs to be busy. How many blocks there are:
     more than that        (a head) small blocks, two or three to a multiprocessor, round after round
 
 Clusters of more than two blocks do not find room everywhere: of four, 30 run at once. Some dozens of cuts of
-each matrix were tried in chains of layers of four models, with 16, 32 and 64 tokens.
+each matrix were tried in chains of layers of four models, with 16, 32 and 64 tokens; some with 80 to 128, in
+steps of three models.
 
 Shapes:  M tokens, N outputs (of the gate half when gated), K inputs.
 """
@@ -32,6 +33,9 @@ _MOST_SMS = 112  # and enough are left for the kernel behind
 _LONG = 128  # chunks of a row
 _MIN_CHUNKS = 4  # for each block of a cluster
 _MIN_TILES = 16
+_MAX_NARROW = (
+    64  # tokens; with more, x is as many bytes as 128 rows of W, and larger tiles read it less often
+)
 _SHARED_BYTES = 227 << 10  # of a multiprocessor, for all its blocks
 _RESERVED_BYTES = 1 << 10  # of each block
 
@@ -101,6 +105,8 @@ def choose_config(M: int, N: int, K: int, *, gated: bool) -> WgmmaConfig | None:
         return max(fitting, default=1)
 
     rows = 128 if num_tiles[128] >= _MIN_TILES else 64
+    if width > _MAX_NARROW and not gated and num_tiles[192] >= _MIN_TILES:
+        rows = 192
     split, blocks = split_of(rows, _MOST_SMS), 1
     if num_chunks >= _LONG:
         splits = {rows: split_of(rows, NUM_SMS) for rows in (64, 128) if num_tiles[rows] <= NUM_SMS}
