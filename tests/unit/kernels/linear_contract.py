@@ -234,5 +234,5 @@ class LinearContract:
         assert split_linear(x, w) is None  # float32 is not multiplied by matrix units
         x, w = x.bfloat16(), w.bfloat16()
         assert split_linear(x[:33], w) is None  # a kernel of ours
-        assert split_linear(x, w[:, :96].contiguous()) is None and split_linear(x[:, :96], w[:, :96]) is None
+        assert split_linear(x[:, :96], w[:, :96]) is None  # not whole pieces
         assert split_linear(x[None], w) is None
