@@ -131,15 +131,6 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 class _AddLimits(jinja2.visitor.NodeTransformer):
     """Rewrite a parsed template: ticks in bodies, `~` as a call."""
 
-    def visit_For(self, node: Any) -> Any:
-        return self._tick(node)
-
-    def visit_Macro(self, node: Any) -> Any:
-        return self._tick(node)
-
-    def visit_CallBlock(self, node: Any) -> Any:
-        return self._tick(node)
-
     def visit_Concat(self, node: Any) -> Any:
         self.generic_visit(node)
         return _call("concat_parts", node.nodes, node.lineno)
@@ -151,6 +142,8 @@ class _AddLimits(jinja2.visitor.NodeTransformer):
         tick = jinja2.nodes.Output([_call("tick", args, node.lineno)], lineno=node.lineno)
         node.body.insert(0, tick)
         return node
+
+    visit_For = visit_Macro = visit_CallBlock = _tick
 
 
 def _call(name: str, args: list[Any], lineno: int) -> jinja2.nodes.Call:
