@@ -240,7 +240,6 @@ def attend_projected(
     block_size: int,
     scale: float,
     window: int | None,
-    config: DecodeConfig | None = None,
 ) -> torch.Tensor:
     """Norm and rotate the heads of each row's newest token, put its key and value into the cache, attend.
 
@@ -263,7 +262,7 @@ def attend_projected(
     out_SNH = torch.empty((S, N, H), dtype=qkv_SX.dtype, device=qkv_SX.device)
     _launch(
         qkv_SX, (qkv_SX.stride(0), H), keys_PGH, values_PGH, tables_RB, work, transform,
-        block_size=block_size, scale=scale, window=window, out=out_SNH, config=config,
+        block_size=block_size, scale=scale, window=window, out=out_SNH,
     )  # fmt: skip
     return out_SNH
 
@@ -281,7 +280,7 @@ def _launch(
     scale: float,
     window: int | None,
     out: torch.Tensor,
-    config: DecodeConfig | None,
+    config: DecodeConfig | None = None,
 ) -> None:
     S, N, H = out.shape
     if S == 0:
