@@ -46,7 +46,6 @@ class Arena:
 
     def __init__(self) -> None:
         self._free: list[tuple[int, np.ndarray]] = []  # (bytes, memory)
-        self.num_bytes = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised memory for a tensor, given back when its last view is gone."""
@@ -63,7 +62,6 @@ class Arena:
         fitting = [i for i, (size, _) in enumerate(self._free) if wanted <= size <= 2 * wanted]
         if fitting:
             return self._free.pop(min(fitting, key=lambda i: self._free[i][0]))[1]
-        self.num_bytes += wanted
         whole = np.empty(wanted + _ALIGNMENT, dtype=np.uint8)
         shift = -whole.ctypes.data % _ALIGNMENT
         return whole[shift : shift + wanted]
@@ -76,13 +74,13 @@ class Program:
         self._library, self._memory = recording.library, recording.arena
         launches = recording.launches
         self._args = ctypes.create_string_buffer(b"".join(args for *_, args in launches))
-        self._ops = bytearray()
+        ops = bytearray()
         at = ctypes.addressof(self._args)
         for run, kind, chunks, rows_per_chunk, args in launches:
-            self._ops += _OPERATION.pack(run, at, kind, chunks, rows_per_chunk)
+            ops += _OPERATION.pack(run, at, kind, chunks, rows_per_chunk)
             at += len(args)
-        self._ops_buffer = ctypes.create_string_buffer(bytes(self._ops))
-        self._address = ctypes.addressof(self._ops_buffer)
+        self._ops = ctypes.create_string_buffer(bytes(ops))
+        self._address = ctypes.addressof(self._ops)
         self.num_operations = len(launches)
 
     def run(self, num_rows: int, num_items: int) -> None:
