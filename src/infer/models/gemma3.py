@@ -105,7 +105,7 @@ def _read_layer_windows(raw: RawConfig, num_layers: int) -> tuple[int | None, ..
     types = [
         "full_attention" if (layer + 1) % pattern == 0 else "sliding_attention" for layer in range(num_layers)
     ]
-    return read_windows(raw, num_layers, read_window(raw, 4096), types)
+    return read_windows(raw, num_layers, read_window(raw), types)
 
 
 def _read_rope(raw: RawConfig, context_len: int) -> tuple[float, float, RopeScaling | None]:

@@ -13,17 +13,19 @@ from infer.models.config import ModelConfig
 from infer.models.raw_config import MAX_LAYERS, RawConfig, read_window
 from infer.models.weight_map import WeightMap
 
-DEFAULT_WINDOW = 4096
-
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Read the config of a `MistralForCausalLM`."""
     keys = RawConfig(raw)
-    window = read_window(keys, DEFAULT_WINDOW)
+    return read_windowed_config(keys, family="mistral", window=read_window(keys))
+
+
+def read_windowed_config(raw: RawConfig, *, window: int | None, **facts: Any) -> ModelConfig:
+    """Llama's keys; a window, if there is one, is every layer's."""
     layer_type = "full_attention" if window is None else "sliding_attention"
-    num_layers = keys.size("num_hidden_layers", at_most=MAX_LAYERS)
+    num_layers = raw.size("num_hidden_layers", at_most=MAX_LAYERS)
     return llama.read_shared_config(
-        keys, family="mistral", window=window, default_layer_types=[layer_type] * num_layers
+        raw, window=window, default_layer_types=[layer_type] * num_layers, **facts
     )
 
 

@@ -16,7 +16,8 @@ from infer.layers.mlp import GatedMLP
 from infer.layers.moe import MixtureOfExperts
 from infer.models import llama
 from infer.models.config import ExpertConfig, ModelConfig
-from infer.models.raw_config import MAX_LAYERS, RawConfig
+from infer.models.mistral import read_windowed_config
+from infer.models.raw_config import RawConfig
 from infer.models.weight_map import Shard, Target, WeightMap
 
 MAX_EXPERTS = 4096
@@ -26,7 +27,7 @@ _DEFAULTS = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5}  # the reference's
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Read the config of a `MixtralForCausalLM`."""
     keys = RawConfig(_DEFAULTS | {name: value for name, value in raw.items() if value is not None})
-    return read_moe_config(
+    return read_windowed_config(
         keys,
         family="mixtral",
         experts=read_experts(
@@ -62,15 +63,6 @@ def read_experts(
         size=size,
         normalized=normalized,
         dense_layers=dense_layers,
-    )
-
-
-def read_moe_config(raw: RawConfig, *, window: int | None, **facts: Any) -> ModelConfig:
-    """Llama's keys; a window, if there is one, is every layer's."""
-    layer_type = "full_attention" if window is None else "sliding_attention"
-    num_layers = raw.size("num_hidden_layers", at_most=MAX_LAYERS)
-    return llama.read_shared_config(
-        raw, window=window, default_layer_types=[layer_type] * num_layers, **facts
     )
 
 

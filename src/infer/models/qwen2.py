@@ -14,7 +14,6 @@ from infer.models.config import ModelConfig
 from infer.models.raw_config import MAX_LAYERS, RawConfig, read_window
 from infer.models.weight_map import WeightMap
 
-DEFAULT_WINDOW = 4096
 DEFAULT_MAX_WINDOW_LAYERS = 28
 
 
@@ -30,7 +29,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 def read_upper_windows(raw: RawConfig) -> tuple[int | None, list[str]]:
     """Qwen's spelling of windows: the window, and which layers slide unless `layer_types` says."""
     num_layers = raw.size("num_hidden_layers", at_most=MAX_LAYERS)
-    window = read_window(raw, DEFAULT_WINDOW) if raw.flag("use_sliding_window", default=False) else None
+    window = read_window(raw) if raw.flag("use_sliding_window", default=False) else None
     if window is None:
         return None, ["full_attention"] * num_layers
     first = raw.get("max_window_layers")  # may be 0, unlike a size: then every layer slides

@@ -13,18 +13,17 @@ from typing import Any
 from infer.errors import CheckpointError
 from infer.models import qwen3
 from infer.models.config import ModelConfig
-from infer.models.mixtral import STACKED_EXPERTS, read_experts, read_moe_config
+from infer.models.mistral import read_windowed_config
+from infer.models.mixtral import STACKED_EXPERTS, read_experts
 from infer.models.raw_config import MAX_LAYERS, RawConfig, read_window
 from infer.models.weight_map import Shard, Target, WeightMap
-
-DEFAULT_WINDOW = 4096
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Read the config of a `Qwen3MoeForCausalLM`."""
     keys = RawConfig(raw)
     has_bias = keys.flag("attention_bias", default=False)
-    return read_moe_config(
+    return read_windowed_config(
         keys,
         family="qwen3_moe",
         qkv_bias=has_bias,
@@ -38,7 +37,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
             normalized=keys.flag("norm_topk_prob", default=False),
             dense_layers=_read_dense_layers(keys),
         ),
-        window=read_window(keys, DEFAULT_WINDOW) if keys.flag("use_sliding_window", default=False) else None,
+        window=read_window(keys) if keys.flag("use_sliding_window", default=False) else None,
     )
 
 

@@ -21,6 +21,7 @@ from infer.models.config import RopeScaling
 MAX_SIZE = 2**24  # far above any real model: a larger size is a damaged file, not a network
 MAX_LAYERS = 1024
 MAX_HEAD_DIM = 4096
+DEFAULT_WINDOW = 4096  # what the references of all families take a missing key for
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 ACTIVATIONS = {
@@ -187,11 +188,11 @@ def read_rope_scaling(section: RawConfig, context_len: int) -> RopeScaling | Non
     return scaling
 
 
-def read_window(raw: RawConfig, default: int) -> int | None:
+def read_window(raw: RawConfig) -> int | None:
     """The sliding window in tokens. Here null differs from absent: it switches the window off."""
     if "sliding_window" in raw.raw and raw.raw["sliding_window"] is None:
         return None
-    return raw.size("sliding_window", default=default)
+    return raw.size("sliding_window", default=DEFAULT_WINDOW)
 
 
 def read_windows(
