@@ -71,27 +71,16 @@ class PackedMatrix:
         """Return x Wᵀ + b; `weight` is an empty shell."""
         rows = x if x.dim() == 2 else x.reshape(-1, self.size)
         y = operations.linear(
-            self._library,
-            rows,
-            self.data,
-            self.scales,
-            bias,
-            num_rows=self.num_rows,
-            bits=self.bits,
+            self._library, rows, self.data, self.scales, bias, num_rows=self.num_rows, bits=self.bits
         )
         return y if x.dim() == 2 else y.view(*x.shape[:-1], self.num_rows)
 
     def lookup(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Rows as float32: the matrix as an embedding."""
         return operations.embed_packed(
-            self._library,
-            ids_T,
-            self.data,
-            self.scales,
-            num_rows=self.num_rows,
-            size=self.size,
-            bits=self.bits,
-        )
+            self._library, ids_T, self.data, self.scales,
+            num_rows=self.num_rows, size=self.size, bits=self.bits,
+        )  # fmt: skip
 
     def dequantized(self) -> torch.Tensor:
         """The whole matrix as float32: what it stands for."""

@@ -72,7 +72,7 @@ def linear(
     rows_per_chunk = _rows_per_chunk(K)
     args = _LINEAR.pack(
         M, x_MK.data_ptr(), x_MK.stride(0), y_MN.data_ptr(), num_rows, data.data_ptr(), scales.data_ptr(),
-        0 if bias_N is None else bias_N.data_ptr(), scratch.data_ptr(), num_rows, K, bits,
+        _pointer(bias_N), scratch.data_ptr(), num_rows, K, bits,
         tiles_per_chunk, rows_per_chunk,
     )  # fmt: skip
     launch(library, library.quantize, args, num_rows=M, kind=PER_ROW, rows_per_chunk=rows_per_chunk)
@@ -164,7 +164,7 @@ def _embed(
     rows_per_chunk = _rows_per_chunk(size)
     args = _EMBED.pack(
         T, ids_T.data_ptr(), out_TD.data_ptr(), size, num_rows, data.data_ptr(),
-        0 if scales is None else scales.data_ptr(), kind, rows_per_chunk,
+        _pointer(scales), kind, rows_per_chunk,
     )  # fmt: skip
     launch(library, library.embed, args, num_rows=T, kind=PER_ROW, rows_per_chunk=rows_per_chunk)
     return out_TD

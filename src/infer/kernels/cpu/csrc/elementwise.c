@@ -35,21 +35,15 @@ void infer_rms_norm(const void *args, int64_t chunk) {
         const float *x = a->x + row / a->N * a->token_stride + row % a->N * a->head_stride;
         float *y = a->y + row * D;
         vf squares = {0};
-        if (a->residual) {
-            const float *residual = a->residual + row * a->residual_stride;
-            float *sum = a->sum + row * D;
-            for (int64_t i = 0; i < D; i += LANES) {
-                vf v = load_up_to(x + i, D - i) + load_up_to(residual + i, D - i);
-                squares += v * v;
-                store_up_to(sum + i, v, D - i);
+        for (int64_t i = 0; i < D; i += LANES) {
+            vf v = load_up_to(x + i, D - i);
+            if (a->residual) {
+                v += load_up_to(a->residual + row * a->residual_stride + i, D - i);
+                store_up_to(a->sum + row * D + i, v, D - i);
             }
-            x = sum;
-        } else {
-            for (int64_t i = 0; i < D; i += LANES) {
-                vf v = load_up_to(x + i, D - i);
-                squares += v * v;
-            }
+            squares += v * v;
         }
+        if (a->residual) x = a->sum + row * D;
         float inverse = 1.0f / sqrtf(sum_lanes(squares) / (float)D + (float)a->eps);
         for (int64_t i = 0; i < D; i += LANES) {
             vf weight = load_up_to(a->weight + i, D - i) + (float)a->offset;
