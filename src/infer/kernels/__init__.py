@@ -1,7 +1,7 @@
 """Pure functions of tensors: the arithmetic of the network, and nothing else.
 
     rms_norm, layer_norm, rope, gated_activation, embedding    what stands between the matrices
-    linear_small, moe, linear_invariant                        few tokens, experts, the same bits always
+    linear_small, linear_split, moe, linear_invariant          few tokens, more, experts, the same bits always
     heads, attention_decode, attention_prefill                 attention on a GPU, from projection to output
     attention, paged_attention                                 attention in PyTorch
     sample, sample_rows                                        from logits to ids
