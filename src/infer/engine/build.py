@@ -77,15 +77,17 @@ def build_engine(
     model_config = loaded.config
     scheduler_config = check_knobs(config, loaded)
     set_invariant(loaded.model, config.run.deterministic)
-    prepare_linears(loaded.model.layers, loaded.model.head, loaded.device)
+    wait_for_linears = prepare_linears(loaded.model.layers, loaded.model.head, loaded.device)
     size = fit_to_device(config, scheduler_config, loaded)
     store = _make_store(config, loaded, size)
     pool = make_pool(config, size)
     if cost is None and scheduler_config.preemption == "auto" and config.cache.num_host_blocks:
+        wait_for_linears()
         cost = measure_cost(loaded.model, store, size, loaded.device)
     keeps_cache = config.cache.kv_cache_backend != "naive"
     steps_ahead = _steps_ahead(config, loaded) if keeps_cache else 0
     runner = _make_runner(config, scheduler_config, loaded, store, pool, steps_ahead)
+    wait_for_linears()
     scheduler = Scheduler(pool, scheduler_config, cost=cost, keeps_cache=keeps_cache)
     if observer is not None:
         observer.on_start(_facts(config, loaded, size, scheduler.cost))

@@ -2,12 +2,13 @@
 
 Triton compiles when a kernel is first launched, which is when steps are captured, before anyone waits. The
 linears in CUDA C++ take seconds, for all matrices of a model and all at once or not at all
-(kernels/cuda/prepared_linears.py), so they are compiled while the engine is built.
+(kernels/cuda/prepared_linears.py), so they are compiled while the engine is built, beside the rest of that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
@@ -23,16 +24,26 @@ from infer.quant.dense import DENSE
 _WRITERS = ("out", "down")  # names of the matrices that write into the residual stream; the others read it
 
 
-def prepare_linears(layers: Iterable[nn.Module], head: Linear, device: torch.device) -> None:
-    """Compile what few tokens are multiplied with in a model, where Triton's kernels are slower."""
+def prepare_linears(layers: Iterable[nn.Module], head: Linear, device: torch.device) -> Callable[[], None]:
+    """Begin to compile what few tokens are multiplied with, where Triton's kernels are slower.
+
+    Call the result to wait for it: until then no step may run.
+    """
     matrices = matrices_of(layers) if device.type == "cuda" else []
     if not matrices:
-        return
-    AHEAD.prepare(matrices, device)
+        return lambda: None
     to_logits = Matrix(*head.weight.shape)
     has_head = _is_plain(head) and WGMMA.choose(WGMMA.tokens[-1], to_logits) is not None
-    WGMMA.prepare([*matrices, to_logits] if has_head else matrices, device)
-    WGMMA_MORE.prepare([matrix for matrix in matrices if matrix.activation or matrix.writes], device)
+
+    def prepare() -> None:
+        AHEAD.prepare(matrices, device)
+        WGMMA.prepare([*matrices, to_logits] if has_head else matrices, device)
+        WGMMA_MORE.prepare([matrix for matrix in matrices if matrix.activation or matrix.writes], device)
+
+    pool = ThreadPoolExecutor(1, "prepare-linears")
+    prepared = pool.submit(prepare)
+    pool.shutdown(wait=False)
+    return prepared.result
 
 
 def matrices_of(layers: Iterable[nn.Module]) -> list[Matrix]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from infer import LLM, SamplingParams
+from infer.errors import DeviceLost
 from infer.kernels import dispatch, linear_small
 from infer.kernels.cuda import build, linear_ahead, prepared_linears
 from infer.kernels.cuda.ahead_configs import AheadConfig, can_launch, choose_config
@@ -247,13 +249,29 @@ def test_each_kernel_is_prepared_for_what_it_is_good_at(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         PreparedLinears, "prepare", lambda self, matrices, _: asked.__setitem__(id(self), matrices)
     )
-    prepare_linears(model.layers, model.head, torch.device("cpu"))
+    prepare_linears(model.layers, model.head, torch.device("cpu"))()
     assert not asked
-    prepare_linears(model.layers, model.head, GPU)
+    prepare_linears(model.layers, model.head, GPU)()
     layers = matrices_of(model.layers)
     assert asked[id(AHEAD)] == layers
     assert asked[id(WGMMA)] == [*layers, Matrix(Sizes().vocab_size, Sizes().hidden_size)]
     assert asked[id(WGMMA_MORE)] == layers[1:] and layers[0].K < layers[0].N
+
+
+def test_who_waits_for_the_linears_learns_what_went_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilers run beside the rest of an engine's build; what they raise is not lost with their thread."""
+    model = make_model("llama")
+    has_begun = threading.Event()
+
+    def prepare(*_: object) -> bool:
+        has_begun.wait(60)
+        raise DeviceLost("no more")
+
+    monkeypatch.setattr(PreparedLinears, "prepare", prepare)
+    wait = prepare_linears(model.layers, model.head, GPU)  # does not wait
+    has_begun.set()
+    with pytest.raises(DeviceLost, match="no more"):
+        wait()
 
 
 def test_a_head_that_does_not_fit_stays_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +282,7 @@ def test_a_head_that_does_not_fit_stays_alone(monkeypatch: pytest.MonkeyPatch) -
         PreparedLinears, "prepare", lambda self, matrices, _: asked.__setitem__(id(self), matrices)
     )
     head = Linear(Sizes().hidden_size, 1001, bias=False).bfloat16()
-    prepare_linears(model.layers, head, GPU)
+    prepare_linears(model.layers, head, GPU)()
     assert asked[id(WGMMA)] == matrices_of(model.layers)
 
 
@@ -284,4 +302,5 @@ def test_an_engine_prepares_the_layers_of_its_model(tmp_path: Path, monkeypatch:
     layers, head, device = prepared.call_args.args
     assert len(layers) == Sizes().num_layers and device == torch.device("cpu")
     assert head.weight.shape == (Sizes().vocab_size, Sizes().hidden_size)
+    prepared.return_value.assert_called_once_with()  # waited for, before any step
     assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
