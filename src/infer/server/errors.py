@@ -90,7 +90,9 @@ ROUTES = frozenset(  # what a hint may send a client to
     }
 )
 
-FOREIGN_ROUTES = {  # of another program's own API: what does the same here
+FOREIGN_ROUTES = {  # of another API: what does the same here
+    "/v1/responses": "/v1/chat/completions",
+    "/v1/messages": "/v1/chat/completions",
     "/api/chat": "/v1/chat/completions",
     "/api/generate": "/v1/completions",
     "/api/embed": "/v1/embeddings",

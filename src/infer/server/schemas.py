@@ -6,7 +6,7 @@ silence:
     honoured    a field of the classes below
     neutral     known elsewhere; accepted at the value that changes nothing, refused with the reason otherwise
     ignored     about the client and not about the answer; named in the x-infer-ignored response header
-    unknown     refused, with the closest known name
+    unknown     refused, with the closest known name, or with the route it belongs to
 
 The same holds for the keys of a chat message, so that an answer of this server, or of another one, can be
 sent back as a part of the conversation just as a client's library wrote it down.
@@ -141,6 +141,7 @@ class Body(BaseModel):
 
     neutral: ClassVar[Mapping[str, Neutral]] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
+    elsewhere: ClassVar[Mapping[str, str]] = {}  # fields of other routes, and what to do about them
 
     _ignored: tuple[str, ...] = PrivateAttr(default=())
 
@@ -164,7 +165,8 @@ class Body(BaseModel):
             elif name in cls.neutral:
                 _check_neutral(name, value, cls.neutral[name])
             else:
-                raise _unknown(name, [*cls.model_fields, *cls.neutral, *cls.ignored])
+                known = [*cls.model_fields, *cls.neutral, *cls.ignored]
+                raise _unknown(name, known, hint=cls.elsewhere.get(name))
         made = handler(kept)
         made._ignored = (*made._ignored, *ignored)
         return made
@@ -193,9 +195,10 @@ class Conversation(Body):
         return self
 
 
-def _unknown(name: str, known: list[str], where: str = "") -> RequestError:
+def _unknown(name: str, known: list[str], where: str = "", *, hint: str | None = None) -> RequestError:
     shown = where + name[:80]
-    return RequestError(f"unknown field {shown!r}{closest(name[:80], known)}", param=shown)
+    advice = closest(name[:80], known) if hint is None else f"; {hint}"
+    return RequestError(f"unknown field {shown!r}{advice}", param=shown)
 
 
 def _check_neutral(name: str, value: Any, neutral: Neutral) -> None:
@@ -298,6 +301,10 @@ class CompletionRequest(SamplingBody):
 
     neutral = SAMPLING_NEUTRAL | COMPLETION_NEUTRAL
     ignored = ABOUT_THE_CLIENT
+    elsewhere = {
+        "messages": "conversations go to /v1/chat/completions, this route takes prompt",
+        "input": "this route takes prompt",
+    }
 
     prompt: PromptField
     echo: bool | None = None
@@ -310,6 +317,10 @@ class ChatRequest(SamplingBody, Conversation):
 
     neutral = SAMPLING_NEUTRAL | CHAT_NEUTRAL
     ignored = ABOUT_THE_CLIENT | {"parallel_tool_calls"}
+    elsewhere = {
+        "prompt": "plain prompts go to /v1/completions, this route takes messages",
+        "input": "this route takes messages",
+    }
 
     messages: list[dict[str, Any]]
     logprobs: bool | None = None
@@ -338,6 +349,8 @@ class TokenizeRequest(Conversation):
 class DetokenizeRequest(Body):
     """`POST /detokenize`."""
 
+    elsewhere = {"prompt": "this route takes tokens"}
+
     model: Name | None = None
     tokens: TokenIds
 
@@ -351,6 +364,7 @@ class EmbeddingRequest(Body):
         "request_id": SAMPLING_NEUTRAL["request_id"],
     }
     ignored = ABOUT_THE_CLIENT
+    elsewhere = {"prompt": "this route takes input"}
 
     model: Name | None = None
     input: PromptField

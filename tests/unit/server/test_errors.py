@@ -267,7 +267,9 @@ def test_an_unknown_route_and_method_answer_in_the_same_form(wire: Wire) -> None
         ("/v1/embedding", "; did you mean '/v1/embeddings'?"),
         ("/api/chat", "; did you mean '/v1/chat/completions'?"),
         ("/api/generate", "; did you mean '/v1/completions'?"),
-        ("/v1/responses", "; GET /openapi.json lists the routes"),
+        ("/v1/responses", "; did you mean '/v1/chat/completions'?"),  # the newer API of OpenAI's client
+        ("/v1/messages", "; did you mean '/v1/chat/completions'?"),
+        ("/v1/audio/speech", "; GET /openapi.json lists the routes"),
     ],
 )
 def test_a_route_that_is_nearly_right_is_told_the_right_one(wire: Wire, path: str, meant: str) -> None:

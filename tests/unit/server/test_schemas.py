@@ -12,6 +12,7 @@ from infer.server.schemas import (
     ABOUT_THE_CLIENT,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     EmbeddingRequest,
     SamplingBody,
     TokenizeRequest,
@@ -68,6 +69,27 @@ def test_an_unknown_field_is_refused_with_the_closest_name() -> None:
     with pytest.raises(RequestError, match="unknown field 'max_token'; did you mean 'max_tokens'") as caught:
         complete(max_token=5)
     assert caught.value.param == "max_token"
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "hint"),
+    [
+        (
+            CompletionRequest,
+            "messages",
+            "; conversations go to /v1/chat/completions, this route takes prompt",
+        ),
+        (ChatRequest, "prompt", "; plain prompts go to /v1/completions, this route takes messages"),
+        (ChatRequest, "input", "; this route takes messages"),
+        (CompletionRequest, "input", "; this route takes prompt"),
+        (EmbeddingRequest, "prompt", "; this route takes input"),
+        (DetokenizeRequest, "prompt", "; this route takes tokens"),
+    ],
+)
+def test_a_field_of_another_route_is_refused_with_where_it_belongs(body: Any, field: str, hint: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        body.model_validate({field: "x"})
+    assert str(caught.value) == f"unknown field {field!r}{hint}"
 
 
 def test_an_unknown_field_inside_another_is_refused_too() -> None:
