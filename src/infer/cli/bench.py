@@ -13,7 +13,8 @@ from pathlib import Path
 from infer.cli import flags
 from infer.cli.answer import notice, write_out
 from infer.cli.bench_engine import add_engine_benches
-from infer.cli.bench_report import WORKLOADS, add_output, finish, natural, new_bench, positive
+from infer.cli.bench_report import WORKLOADS, add_output, finish, new_bench
+from infer.cli.readers import above_zero, natural, positive, zero_or_more
 
 EXAMPLES = """\
 examples:
@@ -74,7 +75,11 @@ def _add_serve(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add_output(group, repeats=1)
     group = parser.add_argument_group("how to ask")
     group.add_argument(
-        "--wait", metavar="S", type=float, default=0.0, help="seconds for the server to start (default: 0)"
+        "--wait",
+        metavar="S",
+        type=zero_or_more,
+        default=0.0,
+        help="seconds for the server to start (default: 0)",
     )
     group.add_argument(
         "--slo",
@@ -90,7 +95,7 @@ def _add_serve(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="requests before the first that counts (default: 4)",
     )
     group.add_argument(
-        "--temperature", metavar="X", type=float, default=0.6, help="of every request (default: 0.6)"
+        "--temperature", metavar="X", type=zero_or_more, default=0.6, help="of every request (default: 0.6)"
     )
     group.add_argument(
         "--vocab-size",
@@ -108,7 +113,11 @@ def _add_serve(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="ask for outputs of full length; off for servers that refuse the field",
     )
     group.add_argument(
-        "--timeout", metavar="S", type=float, default=600.0, help="seconds for one request (default: 600)"
+        "--timeout",
+        metavar="S",
+        type=above_zero,
+        default=600.0,
+        help="seconds for one request (default: 600)",
     )
     group.add_argument(
         "--processes", metavar="N", type=positive, help="client processes; default: one per 128 streams"
@@ -191,7 +200,11 @@ def _add_compare(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("after", metavar="AFTER", type=Path)
     parser.add_argument("--all", action="store_true", help="show what did not change as well")
     parser.add_argument(
-        "--noise", metavar="SHARE", type=float, default=0.02, help="least band of noise (default: 0.02)"
+        "--noise",
+        metavar="SHARE",
+        type=zero_or_more,
+        default=0.02,
+        help="least band of noise (default: 0.02)",
     )
     flags.add_common_flags(parser)
 

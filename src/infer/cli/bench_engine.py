@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from infer.cli import flags
 from infer.cli.answer import notice, write_out
-from infer.cli.bench_report import WORKLOADS, add_output, finish, new_bench, numbers, positive
+from infer.cli.bench_report import WORKLOADS, add_output, finish, new_bench
 from infer.cli.interrupts import importing
+from infer.cli.readers import numbers, positive
 from infer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,13 +57,19 @@ def _add_engine(
     if name == "offline":
         group.add_argument("--workload", metavar="NAMES", default="all", help="names with commas")
     if name in ("decode", "attention"):
-        group.add_argument("--batches", metavar="NUMBERS", default="1,8,32", help="(default: 1,8,32)")
+        group.add_argument(
+            "--batches", metavar="NUMBERS", type=numbers, default="1,8,32", help="(default: 1,8,32)"
+        )
     if name == "decode":
         group.add_argument("--context", metavar="N", type=positive, default=512, help="(default: 512)")
         group.add_argument("--steps", metavar="N", type=positive, default=64, help="(default: 64)")
     if name in ("prefill", "attention"):
         group.add_argument(
-            "--lengths", metavar="NUMBERS", default="128,512,2048", help="(default: 128,512,2048)"
+            "--lengths",
+            metavar="NUMBERS",
+            type=numbers,
+            default="128,512,2048",
+            help="(default: 128,512,2048)",
         )
     if name == "matrix":
         group.add_argument("--only", metavar="NAMES", help="toggles to run, with commas")
@@ -105,7 +112,7 @@ def _latency(args: argparse.Namespace, subject: Subject) -> Report:
 def _prefill(args: argparse.Namespace, subject: Subject) -> Report:
     from infer.bench.offline import bench_prefill
 
-    lengths = numbers(args.lengths)
+    lengths = args.lengths
     return bench_prefill(subject, lengths=lengths, seed=args.seed, repeats=args.repeats, tell=notice)
 
 
@@ -114,7 +121,7 @@ def _decode(args: argparse.Namespace, subject: Subject) -> Report:
 
     return bench_decode(
         subject,
-        batches=numbers(args.batches),
+        batches=args.batches,
         context=args.context,
         num_steps=args.steps,
         seed=args.seed,
@@ -128,8 +135,8 @@ def _attention(args: argparse.Namespace, subject: Subject) -> Report:
 
     return bench_attention(
         subject,
-        batches=numbers(args.batches),
-        contexts=numbers(args.lengths),
+        batches=args.batches,
+        contexts=args.lengths,
         seed=args.seed,
         repeats=args.repeats,
         tell=notice,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infer.cli import flags
 from infer.cli.answer import notice, write_out
+from infer.cli.readers import positive
 from infer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -103,35 +104,3 @@ def check_out(args: argparse.Namespace) -> None:
 
 def _report_path(out: Path) -> Path:
     return out if out.suffix == ".json" else out.with_name(out.name + ".json")
-
-
-def numbers(text: str) -> Sequence[int]:
-    """Numbers with commas between."""
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = [0]
-    if min(found) < 1:
-        raise ConfigError(f"expected numbers of 1 or more with commas between, got {text!r}")
-    return found
-
-
-def positive(text: str) -> int:
-    """A number of 1 or more."""
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
-
-
-def natural(text: str) -> int:
-    """A number of 0 or more."""
-    number = int(text)
-    if number < 0:
-        raise ValueError
-    return number
-
-
-# what the parser says of a value that such a function does not take
-positive.__name__ = "a whole number of 1 or more"
-natural.__name__ = "a whole number of 0 or more"

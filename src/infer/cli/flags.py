@@ -20,6 +20,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from infer.cli.readers import int_or_none, token_bias
 from infer.config import ServerConfig, engine_sections, knob_table
 from infer.config_file import read_config_file
 from infer.knobs import KnobRow, parse_knob
@@ -160,14 +161,14 @@ def _sampling_options(hint: Any) -> dict[str, Any]:
     if hint in (int, float):
         return {"type": hint, "metavar": METAVARS[hint]}
     if hint == (int | None):
-        return {"type": _int_or_none, "metavar": "N"}
+        return {"type": int_or_none, "metavar": "N"}
     if hint == tuple[str, ...]:
         return {"action": "append", "metavar": "TEXT"}
     if hint == tuple[int, ...]:
         return {"action": "append", "type": int, "metavar": "ID"}
     assert hint == Mapping[int, float], f"no flag is known for a field of type {hint}"
     assert get_args(hint) == (int, float)
-    return {"action": "append", "type": _token_bias, "metavar": "ID=BIAS"}
+    return {"action": "append", "type": token_bias, "metavar": "ID=BIAS"}
 
 
 def sampling_from(args: argparse.Namespace) -> SamplingParams:
@@ -226,17 +227,3 @@ def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
 def flag(name: str) -> str:
     """A knob or a sampling parameter as it is written on the command line."""
     return "--" + name.replace("_", "-")
-
-
-def _int_or_none(text: str) -> int | None:
-    return None if text == "none" else int(text)
-
-
-def _token_bias(text: str) -> tuple[int, float]:
-    token_id, _, bias = text.partition("=")
-    return int(token_id), float(bias)
-
-
-# what the parser says of a value that such a function cannot read: "must be a whole number or 'none'"
-_int_or_none.__name__ = "a whole number or 'none'"
-_token_bias.__name__ = "ID=BIAS"

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from infer.errors import nearest
 
@@ -32,7 +32,14 @@ MODELS_HINT = (
     "'infer fetch MODEL' gets a model and prints where it lies; a server lists its own at /v1/models"
 )
 
-KINDS = {int: "a whole number", float: "a number"}  # other readers of a value have such words as their name
+KINDS = {int: "a whole number", float: "a number"}  # those of readers.py have such words as their name
+REWORDED = (
+    (
+        re.compile(r"argument ([^\s/]+)\S*: expected (?:one|at least one) argument"),
+        r"\1 needs a value behind it",
+    ),
+    (re.compile(r"argument ([^\s/]+)\S*: ignored explicit argument (.*)"), r"\1 takes no value, got \2"),
+)
 EXAMPLES = {"X": "0.5", "ID=BIAS": "42=-100"}  # by metavar, where the help of a flag names no default
 
 
@@ -78,6 +85,12 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{_name(action)} must be {kind}, for example {example}, got {arg_string!r}")
             raise
 
+    def error(self, message: str) -> NoReturn:
+        """Leave with a message; where it is argparse's own, in our words."""
+        for theirs, ours in REWORDED:
+            message = theirs.sub(ours, message)
+        super().error(message)
+
     def _complaint(self, unknown: Sequence[str]) -> str:
         options = [argument.partition("=")[0] for argument in unknown if argument.startswith("-")]
         if not options:
@@ -102,5 +115,5 @@ def _name(action: argparse.Action) -> str:
 
 def _example(action: argparse.Action) -> str:
     """A value that the flag takes: its default, if its help names one."""
-    default = re.search(r"\(default: (?:[^)]* )?(-?\d[\d.e-]*)\)", action.help or "")
+    default = re.search(r"\(default: (?:[^)]* )?(-?\d[\d.,e-]*)\)", action.help or "")
     return default[1] if default else EXAMPLES.get(str(action.metavar), "16")

@@ -153,7 +153,10 @@ def test_a_tiny_model_is_timed_and_reported(
     ("arguments", "message"),
     [
         (("offline", "--tiny", "--workload", "nan256"), "did you mean 'nano256'"),
-        (("decode", "--tiny", "--batches", "1,x"), "expected numbers of 1 or more"),
+        (
+            ("decode", "--tiny", "--batches", "1,x"),
+            "--batches must be whole numbers of 1 or more with commas between, for example 1,8,32, got '1,x'",
+        ),
         (("offline", "--model", "a", "--model-config", "b"), "give one of them"),
         (("serve", "--url", "nowhere"), "must start with http://"),
         (("serve", "--url", "http://127.0.0.1:9"), "is the server running"),
@@ -162,6 +165,10 @@ def test_a_tiny_model_is_timed_and_reported(
         (("matrix", "--cpu-weights", "int8"), "random weights are kept as their dtype says"),
         (("serve", "--url", "http://127.0.0.1:9", "--warmup", "-1"), "must be a whole number of 0 or more"),
         (("serve", "--url", "http://127.0.0.1:9"), "connection refused"),
+        (("serve", "--url", "http://127.0.0.1:9", "--timeout", "nan"), "--timeout must be a number above 0"),
+        (("serve", "--url", "http://127.0.0.1:9", "--timeout", "0"), "--timeout must be a number above 0"),
+        (("serve", "--url", "http://127.0.0.1:9", "--wait", "-3"), "--wait must be a number of 0 or more"),
+        (("compare", "a", "b", "--noise", "inf"), "--noise must be a number of 0 or more"),
     ],
 )
 def test_mistakes_are_explained(infer: Infer, arguments: tuple[str, ...], message: str) -> None:

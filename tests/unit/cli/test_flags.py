@@ -117,6 +117,9 @@ def test_sampling_flags_reach_their_fields() -> None:
         (["--logit-bias", "x=1"], "--logit-bias must be ID=BIAS, for example 42=-100, got 'x=1'"),
         (["--max-seq-len", "4k"], "--max-seq-len must be a whole number, for example 16, got '4k'"),
         (["--max-model-len", "4k"], "--max-seq-len must be a whole number"),
+        (["--stop"], "infer generate: error: --stop needs a value behind it"),
+        (["--max-seq-len"], "infer generate: error: --max-seq-len needs a value behind it"),
+        (["--thinking=3"], "infer generate: error: --thinking takes no value, got '3'"),
         (["--dtype", "int3"], "--dtype must be one of auto, float32, bfloat16, float16, got 'int3'"),
         (["--temp", "1"], "unknown option --temp; did you mean --temperature?"),
         (["--temperature", "nan"], "temperature must be a number in [0, 100], got nan"),
@@ -152,7 +155,7 @@ def test_every_flag_that_takes_a_number_says_what_a_number_is(capsys: pytest.Cap
             with pytest.raises(SystemExit):
                 build_parser().parse_args([*words, flag, "x"])
             told = capsys.readouterr().err.splitlines()[-1]
-            assert re.search(rf"error: {flag} must be .+, for example [\d=.-]+, got 'x'$", told), told
+            assert re.search(rf"error: {flag} must be .+, for example [\d=.,-]+, got 'x'$", told), told
             num_checked += 1
     assert num_checked > 80
 
