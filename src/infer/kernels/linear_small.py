@@ -59,7 +59,7 @@ from infer.kernels.cuda.linear_ahead import AHEAD
 from infer.kernels.cuda.linear_wgmma import WGMMA, WGMMA_MORE
 from infer.kernels.cuda.wgmma_configs import WgmmaConfig
 from infer.kernels.dispatch import INTERPRETED, launch_options, num_sms, use_triton
-from infer.kernels.gated_activation import _known, gated_activation, gated_activation_reference
+from infer.kernels.gated_activation import _known, gated_activation
 from infer.kernels.linear_configs import (
     GEMV_MAX_M,
     MAX_SMALL_M,
@@ -72,7 +72,7 @@ from infer.kernels.linear_configs import (
 from infer.kernels.linear_kernels import gemv_kernel, skinny_kernel
 from infer.kernels.linear_split import multiply_in_parts, num_parts
 from infer.kernels.linear_stream import Added, Around, Stream
-from infer.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from infer.kernels.rms_norm import add_rms_norm, rms_norm
 
 FOLD_NORM_MAX_M = 1
 MAX_SQUARES = 4096  # parts times tokens: more would not fit the registers of the program that reads them
@@ -86,33 +86,18 @@ Plan = GemvConfig | TilePlan
 
 
 def linear_reference(x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
-    """The specification: what the kernels must equal, what runs on the CPU and for many tokens."""
+    """The specification: what the kernels must equal, and what runs on the CPU and for many tokens.
+
+    Of the other forms it is the part between those of `rms_norm.py` and `gated_activation.py`.
+    """
     return F.linear(x_MK, w_NK, bias_N)
-
-
-def gated_linear_reference(x_MK: torch.Tensor, w_2FK: torch.Tensor, activation: str) -> torch.Tensor:
-    """The specification of the gated form."""
-    return gated_activation_reference(F.linear(x_MK, w_2FK), activation)
-
-
-def norm_reference(
-    x_MK: torch.Tensor,
-    residual_MK: torch.Tensor | None,
-    norm_weight_K: torch.Tensor,
-    eps: float,
-    offset: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The specification of what the norm forms do before the product: rms_norm(r) and r."""
-    if residual_MK is None:
-        return rms_norm_reference(x_MK, norm_weight_K, eps, offset), x_MK
-    return add_rms_norm_reference(x_MK, residual_MK, norm_weight_K, eps, offset)
 
 
 def linear(x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
     """The product of every row of `x_MK` with every row of `w_NK`."""
     plan = _plan(x_MK, w_NK, gated=False)
     if plan is None:
-        return F.linear(x_MK, w_NK, bias_N)
+        return linear_reference(x_MK, w_NK, bias_N)
     return launch(plan, x_MK, w_NK, bias_N=bias_N)
 
 
@@ -121,7 +106,7 @@ def gated_linear(x_MK: torch.Tensor, w_2FK: torch.Tensor, activation: str) -> to
     _known(activation)
     plan = _plan(x_MK, w_2FK, gated=True)
     if plan is None:
-        return gated_activation(F.linear(x_MK, w_2FK), activation=activation)
+        return gated_activation(linear_reference(x_MK, w_2FK, None), activation=activation)
     return launch(plan, x_MK, w_2FK, activation=activation)
 
 
