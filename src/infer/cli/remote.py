@@ -77,12 +77,23 @@ class RemoteModel:
         self._headers = {"content-type": "application/json"}
         if api_key is not None:
             self._headers["authorization"] = f"Bearer {api_key}"
-        with self.open("/models") as answer:
-            served = {str(card["id"]): card for card in json.load(answer)["data"]}
+        served = self._list_models()
+        if not served:
+            raise ConfigError(f"{url} serves no model at the moment")
         if model is not None and model not in served:
             raise ConfigError(f"{url} serves {', '.join(served)}, not {model!r}")
         self.name = model if model is not None else next(iter(served))
-        self.context_len = int(served[self.name].get("max_model_len") or 2**31)
+        self.context_len = served[self.name]
+
+    def _list_models(self) -> dict[str, int]:
+        """The context of each model by its name."""
+        is_it = "is this an OpenAI-compatible server?"
+        with self.open("/models", says=f"{self._base}/models answered {{status}}; {is_it}") as answer:
+            try:
+                cards = json.load(answer)["data"]
+                return {str(card["id"]): int(card.get("max_model_len") or 2**31) for card in cards}
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise ConfigError(f"{self._base}/models does not list models; {is_it}") from None
 
     def stream_chat(
         self,
@@ -111,14 +122,23 @@ class RemoteModel:
             body["stream_options"] = {"include_usage": True}
         return body
 
-    def open(self, path: str, body: Mapping[str, Any] | None = None) -> http.client.HTTPResponse:
-        """Send a request and wait for the head of its answer; a refusal is raised."""
+    def open(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        says: str = "the server answered {status}",
+    ) -> http.client.HTTPResponse:
+        """Send a request and wait for the head of its answer; a refusal is raised.
+
+        It is raised in the server's words; where these are not of OpenAI's form, as `says`.
+        """
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._base + path, data=data, headers=self._headers)
         try:
             answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=TIMEOUT_S)
         except urllib.error.HTTPError as error:
-            raise _refusal(error.code, error.read(1 << 16)) from None
+            raise _refusal(error.code, error.read(1 << 16), says) from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
             raise ConfigError(f"cannot reach {self._base}: {reason}; is the server running?") from None
@@ -142,6 +162,7 @@ class RemoteStream(Iterator[RemoteDelta]):
     def _read(
         self, model: RemoteModel, path: str, body: Mapping[str, Any]
     ) -> Generator[RemoteDelta, None, None]:
+        is_whole = False
         with model.open(path, body) as answer:
             try:
                 for line in answer:
@@ -156,10 +177,16 @@ class RemoteStream(Iterator[RemoteDelta]):
                         raise EngineError(f"the server gave up: {said}")
                     self.usage = event.get("usage") or self.usage
                     for piece in map(_to_delta, event["choices"]):
+                        is_whole = is_whole or piece.finish_reason is not None
                         if piece.text or piece.finish_reason is not None:
                             yield piece
-            except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+            except (KeyError, TypeError, AttributeError) as error:
+                name = f" {error}" if isinstance(error, KeyError) else " what it should"
+                raise EngineError(f"the server's answer broke off: its event has no{name}") from None
+            except (OSError, http.client.HTTPException, ValueError) as error:
                 raise EngineError(f"the server's answer broke off: {error}") from None
+        if not is_whole:
+            raise EngineError("the server's answer broke off: the connection ended before it")
 
 
 def _to_delta(choice: Mapping[str, Any]) -> RemoteDelta:
@@ -234,13 +261,13 @@ def open_remote(args: argparse.Namespace, *, sampling: Collection[str], counts: 
     return RemoteModel(args.url, model=model, api_key=args.api_key, sampling=sampling, counts=counts)
 
 
-def _refusal(status: int, body: bytes) -> InferError:
+def _refusal(status: int, body: bytes, says: str) -> InferError:
     """The server's own words, as the error they would be without a server between."""
     try:
         error = json.loads(body)["error"]
         message, param, code = str(error["message"]), error.get("param"), error.get("code")
     except (ValueError, KeyError, TypeError):
-        return EngineError(f"the server answered {status}")
+        return EngineError(says.replace("{status}", str(status)))
     if status in (400, 422):
         # not every server sends the code
         is_overflow = code == "context_length_exceeded" or "context length" in message
