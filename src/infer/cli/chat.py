@@ -23,7 +23,15 @@ from typing import TYPE_CHECKING
 from infer.cli import flags
 from infer.cli.answer import Answer, notice, open_llm, show_answer, write_out
 from infer.cli.remote import RemoteModel, add_url_flags, is_remote, open_remote
-from infer.errors import ConfigError, ContextOverflow, RequestError, closest
+from infer.errors import (
+    ConfigError,
+    ContextOverflow,
+    DeviceLost,
+    EngineError,
+    EngineStopped,
+    RequestError,
+    closest,
+)
 
 if TYPE_CHECKING:
     from infer.llm import LLM
@@ -137,15 +145,31 @@ def run(args: argparse.Namespace) -> int:
             if not run_command(conversation, text):
                 break
         elif text:
-            _answer_line(conversation, text, shows_stats=args.stats)
+            _answer_line(conversation, text, shows_stats=args.stats, is_typed=is_typed)
     return 0
 
 
-def _answer_line(conversation: Conversation, text: str, *, shows_stats: bool) -> None:
+def _answer_line(conversation: Conversation, text: str, *, shows_stats: bool, is_typed: bool) -> None:
+    """Show the answer to one message; a message without an answer is told, and the next one may have one.
+
+    Whoever types can try again, or save what was said. A script cannot, so there a failure is the end.
+    """
+    is_begun = False
+
+    def show(piece: str) -> None:
+        nonlocal is_begun
+        is_begun = True
+        write_out(piece)
+
     with _ctrl_c_stops() as is_stopped:
         try:
-            answer = conversation.say(text, write_out, is_stopped)
-        except RequestError as error:  # this message cannot be answered; the next one may be
+            answer = conversation.say(text, show, is_stopped)
+        except (RequestError, EngineError) as error:
+            if is_begun:
+                write_out("\n")
+            is_over = isinstance(error, DeviceLost | EngineStopped) or not is_typed
+            if is_over and not isinstance(error, RequestError):
+                raise
             notice(f"infer: error: {error}")
             return
     write_out("\n")

@@ -141,7 +141,8 @@ class RemoteModel:
             raise _refusal(error.code, error.read(1 << 16), says) from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
-            raise ConfigError(f"cannot reach {self._base}: {reason}; is the server running?") from None
+            kind = ConfigError if body is None else EngineError  # it was there a moment ago
+            raise kind(f"cannot reach {self._base}: {reason}; is the server running?") from None
         return answer
 
 

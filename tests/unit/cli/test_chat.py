@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from infer.errors import DeviceLost, EngineError, EngineStopped
 from tests.unit.cli.fake_llm import FakeLLM
 
 Infer = Callable[..., Any]
@@ -180,3 +181,31 @@ def test_a_model_without_a_template_cannot_chat(infer: Infer) -> None:
     outcome = infer("chat", stdin="hi\n", has_chat_template=False)
     assert outcome.code == 2
     assert "fake has no chat template" in outcome.err
+
+
+def test_an_answer_that_fails_ends_its_line_and_not_the_conversation_of_somebody_who_types(
+    infer: Infer,
+) -> None:
+    outcome = infer("chat", stdin="broken\nhi\n", is_typed=True)
+    assert outcome.code == 0
+    assert outcome.out.replace("> ", "") == "B\nHI\n"
+    assert "infer: error: the step failed\n" in outcome.err
+    assert [message["content"] for message in outcome.llm.chats[-1]] == ["hi"], "it was taken back"
+
+
+def test_an_answer_that_fails_ends_a_script(infer: Infer) -> None:
+    outcome = infer("chat", stdin="broken\nhi\n")
+    assert (outcome.code, outcome.out) == (2, "B\n")
+    assert outcome.err == "infer: error: the step failed\n"
+
+
+@pytest.mark.parametrize("error", [DeviceLost("gone"), EngineStopped("dead")])
+def test_without_an_engine_there_is_nothing_to_go_on_with(infer: Infer, error: EngineError) -> None:
+    llm = FakeLLM()
+
+    def fail(index: int) -> None:
+        raise error
+
+    llm.before_token = fail
+    assert infer("chat", stdin="one\ntwo\n", is_typed=True, llm=llm).code == 2
+    assert llm.num_opened == 1

@@ -95,3 +95,11 @@ def test_an_answer_is_whole_when_it_says_why_it_ended(infer: Infer, end: bytes) 
     with server(ONE_MODEL, PIECE % b'"stop"' + end) as url:
         outcome = infer("generate", "hi", "--url", url)
     assert (outcome.code, outcome.out, outcome.err) == (0, "hi\n", "")
+
+
+def test_a_server_that_goes_away_leaves_the_conversation(infer: Infer) -> None:
+    """So that it can be saved, or go on when the server is back."""
+    with server(ONE_MODEL, PIECE % b"null") as url:
+        outcome = infer("chat", "--url", url, stdin="one\ntwo\n", is_typed=True)
+    assert outcome.code == 0
+    assert outcome.err.count("infer: error: the server's answer broke off") == 2
