@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from infer.engine import lockstep
 from infer.engine.plan import SWAP_IN, SWAP_OUT
 from infer.engine.preemption import PreemptionCost
 from infer.errors import RequestError
@@ -139,14 +140,16 @@ def test_overlap_changes_no_token(number: int, plain_share: float, steps_ahead: 
     world.check_idle()
 
 
-def test_several_steps_ahead_meet_every_event() -> None:
+def test_several_steps_ahead_meet_every_event(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is preempted, aborted or stopped by an id while more than one step is under way."""
+    monkeypatch.setattr(lockstep, "ALIKE_PLANS", 0)
     events: Counter[str] = Counter()
 
     class Noting(OracleWorld):
         def step(self) -> list[Any]:
             is_deep, num_preemptions = len(self.engine._flights) > 1, self.scheduler.num_preemptions
             outputs = super().step()
+            events["locked"] += isinstance(self.plans[-1].chunks, lockstep.LaterChunks) if self.plans else 0
             if is_deep:
                 events["preempted"] += self.scheduler.num_preemptions - num_preemptions
                 events.update(str(output.finish_reason) for output in outputs)
@@ -163,7 +166,7 @@ def test_several_steps_ahead_meet_every_event() -> None:
         world.verify()
         events.update(world.runner.num_transfers)
         events["hit tokens"] += world.pool.usage().num_hit_tokens
-    for name in ("preempted", "aborted", "stop", "length", SWAP_OUT, SWAP_IN, "hit tokens"):
+    for name in ("locked", "preempted", "aborted", "stop", "length", SWAP_OUT, SWAP_IN, "hit tokens"):
         assert events[name] > 5, events
 
 
@@ -208,6 +211,21 @@ def test_the_same_queue_gives_the_same_plans_twice(number: int) -> None:
     assert once.plans == again.plans
     assert once.tokens == again.tokens
     assert once.engine.stats().num_step_tokens == once.runner.num_tokens, "the plans' own tokens"
+
+
+@rows
+@pytest.mark.parametrize("steps_ahead", [0, 3])
+def test_a_lockstep_changes_no_plan(number: int, steps_ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One begins with every plan in which all decode, or none ever does."""
+    worlds = {}
+    for alike_plans in (0, 10**9):
+        monkeypatch.setattr(lockstep, "ALIKE_PLANS", alike_plans)
+        world = worlds[alike_plans] = make_world(pairwise_rows()[number] | SQUEEZED, steps_ahead=steps_ahead)
+        Traffic(world, f"lockstep {number}", num_requests=25, plain_share=0.95, pace=0.1).run()
+    with_it, without = worlds.values()
+    assert with_it.plans == without.plans
+    assert with_it.tokens == without.tokens
+    assert with_it.pool.usage() == without.pool.usage()
 
 
 @pytest.mark.parametrize("fails_early", [False, True], ids=["after the transfers", "before the transfers"])

@@ -199,10 +199,10 @@ class DeviceRunner(ModelRunner):
             return False
         if not self._state.is_decoding(last.rows[0], plan.chunks[0].start):
             return False  # without a cache everybody starts over in every step: the first tells for all
-        size, block_table = self._pool.block_size, self._pool.block_table
-        for number in [n for n, chunk in enumerate(plan.chunks) if not chunk.start % size]:
-            chunk = plan.chunks[number]
-            self._state.sync_table(last.rows[number], block_table(chunk.seq_id), chunk.start // size)
+        by_seq, block_table = self._state.by_seq, self._pool.block_table
+        for seq_id in plan.grown:
+            blocks = block_table(seq_id)
+            self._state.sync_table(by_seq[seq_id], blocks, len(blocks) - 1)
         return True
 
     def _sync(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> tuple[list[int], StepSize | None]:

@@ -104,7 +104,7 @@ class LiveRequests:
             if not ids:
                 continue
             tokens = seq.tokens
-            if len(tokens) < seq.goes_on_until and logprobs[0] is None and ids[0] not in seq.stop_ids:
+            if len(tokens) < seq.goes_on_until and ids[0] not in seq.stop_ids:
                 # by far the most tokens: what `_advance` does, in a fifth of the time
                 tokens.append(ids[0])
                 outputs.append(StepOutput(seq.request_id, seq.index, ids))
@@ -143,7 +143,7 @@ class LiveRequests:
             self._finish(seq, "stop")
         elif len(seq.tokens) >= seq.max_total:
             self._finish(seq, "length")
-        else:
+        elif row is None:  # nor will the next have one
             seq.goes_on_until = seq.max_total - 1
         asks = group.request.params.logprobs is not None
         return _output(

@@ -9,11 +9,12 @@ A plan is data: it can be recorded, compared, replayed and sent to other ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from infer.engine.sequence import Sequence
+from infer.engine.sequence import Sequence as TokenSequence
 
 COPY, SWAP_OUT, SWAP_IN = "copy", "swap_out", "swap_in"
 
@@ -43,9 +44,10 @@ class StepPlan(NamedTuple):
     """The work of one step, in the order in which the runner lays it out."""
 
     step: int
-    chunks: tuple[Chunk, ...]
+    chunks: Sequence[Chunk]
     preempted: tuple[int, ...] = ()
     transfers: tuple[Transfer, ...] = ()
+    grown: tuple[int, ...] = ()  # sequences that run already and have got blocks for it
 
     @property
     def num_tokens(self) -> int:
@@ -56,13 +58,14 @@ class StepPlan(NamedTuple):
 class PlanDraft:
     """A plan in the making: a chunk can still be taken back when its sequence is preempted."""
 
-    __slots__ = ("_granted", "budget", "chunks", "preempted", "sequences", "transfers")
+    __slots__ = ("_granted", "budget", "chunks", "grown", "preempted", "sequences", "transfers")
 
     def __init__(self, budget: int) -> None:
         self.budget = self._granted = budget  # tokens that may still be added; and those that could be
         self.chunks: list[Chunk] = []
-        self.sequences: list[Sequence] = []  # one for each chunk
+        self.sequences: list[TokenSequence] = []  # one for each chunk
         self.preempted: list[int] = []
+        self.grown: list[int] = []
         self.transfers: list[Transfer] = []  # never taken back: a later one may rely on an earlier one
 
     @property
@@ -80,7 +83,7 @@ class PlanDraft:
         """Move these blocks too, after all that move already."""
         self.transfers.extend([Transfer(kind, source, destination) for source, destination in pairs])
 
-    def drop(self, seq: Sequence) -> None:
+    def drop(self, seq: TokenSequence) -> None:
         """Take a chunk back, if there is one."""
         if seq in self.sequences:
             place = self.sequences.index(seq)
@@ -88,6 +91,7 @@ class PlanDraft:
             chunk = self.chunks.pop(place)
             self.budget += chunk.stop - chunk.start
 
-    def to_plan(self, step: int) -> StepPlan:
-        """What it has become."""
-        return StepPlan(step, tuple(self.chunks), tuple(self.preempted), tuple(self.transfers))
+    def to_plan(self, step: int, chunks: Sequence[Chunk] | None = None) -> StepPlan:
+        """What it has become, of its own chunks or of these."""
+        made = tuple(self.chunks) if chunks is None else chunks
+        return StepPlan(step, made, tuple(self.preempted), tuple(self.transfers), tuple(self.grown))

@@ -22,17 +22,18 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence as Seq
+from functools import partial
 from operator import attrgetter
 
 from infer.cache.kv_pool import KVCachePool
 from infer.config import SchedulerConfig
+from infer.engine.lockstep import Lockstep
 from infer.engine.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, PlanDraft, StepPlan
 from infer.engine.policies import make_policy
 from infer.engine.preemption import PreemptionCost
 from infer.engine.sequence import Sequence
 from infer.engine.waiting import WaitingQueue
 
-RETRY_STEPS = 16  # who found no room looks again after so many steps even if no block came free
 BACKLOG_TOKENS = 2048  # of prompts that wait; with more of them they are computed at full speed:
 HURRIED_TOKENS = 8192  # of prompts in a step, and whoever decodes waits for them
 _sort_key = attrgetter("sort_key")
@@ -62,7 +63,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._by_id: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(config.max_wait_steps)
-        self._no_room = (0, 0, 0)  # of the last refusal for want of blocks: ticket, free blocks, step
+        self._lockstep = Lockstep()  # where the last plan comes again and again
         self._num_beams = 0  # running
         self._slots_used = 0  # running sequences, counting those a running one will fork into
         self._decode_gap = 0  # steps in a row in which somebody one behind was left out
@@ -114,6 +115,7 @@ class Scheduler:
 
     def sequences(self) -> list[Sequence]:
         """Every live sequence, running or waiting."""
+        self._lockstep.settle()
         return list(self._by_id.values())
 
     # -- one step ---------------------------------------------------------------------------------
@@ -122,6 +124,10 @@ class Scheduler:
         """Choose the work of one step and reserve the blocks it needs."""
         self.step += 1
         draft = PlanDraft(self._max_num_batched_tokens)
+        again = None if self.num_waiting else self._lockstep.next_chunks(partial(self._reserve, draft=draft))
+        if again is not None:
+            return draft.to_plan(self.step, again)
+        self._lockstep.end()
         one_behind = [  # at its max_total the last token is under way
             s for s in self.running if s.num_tokens - s.num_computed == 1 and s.num_tokens < s.max_total
         ]
@@ -145,7 +151,11 @@ class Scheduler:
             self._admit(draft)
         self.planned = draft.sequences
         self.num_planned_tokens = draft.num_tokens
-        return draft.to_plan(self.step)
+        plan = draft.to_plan(self.step)
+        others = further_behind or self.num_waiting or self._num_beams or self.policy.rotates
+        if not others and self.keeps_cache and draft.num_tokens == len(plan.chunks) == len(one_behind) > 0:
+            self._lockstep.note(plan.chunks, draft.sequences)
+        return plan
 
     def _plan_static(
         self, one_behind: list[Sequence], further_behind: list[Sequence], draft: PlanDraft
@@ -159,16 +169,15 @@ class Scheduler:
             self._batch_is_closed = not draft.chunks
         if self._batch_is_closed:
             self._decode(one_behind, draft)
-            if not draft.chunks and self._awaits_a_beam():
-                self._admit(draft)
-
-    def _awaits_a_beam(self) -> bool:
-        """Whether beams of a closed batch wait for one of them to come back."""
-        first = self._waiting.first(self.step) if self._waiting else None
-        return first is not None and first.is_beam and first.was_admitted
+            if not draft.chunks and self._waiting:
+                first = self._waiting.first(self.step)
+                if first.is_beam and first.was_admitted:  # the others wait for it to come back
+                    self._admit(draft)
 
     def advance(self, plan: StepPlan, sequences: Seq[Sequence]) -> None:
         """The step is under way: counts move on, and sampled tokens get their place before they are known."""
+        if self._lockstep.advance(plan.chunks):
+            return
         for chunk, seq in zip(plan.chunks, sequences, strict=True):
             seq.num_computed = stop = chunk.stop
             if chunk.num_samples:
@@ -176,6 +185,8 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, sequences: Seq[Sequence]) -> None:
         """The step has run and its inputs are known: full blocks enter the prefix tree."""
+        if self._lockstep.commit(plan.chunks, self.pool):
+            return
         for chunk, seq in zip(plan.chunks, sequences, strict=True):
             # who does not run left, or was preempted, while the step was under way
             if chunk.stop >= seq.next_commit and seq.is_running:
@@ -237,10 +248,7 @@ class Scheduler:
         """Keep a step short while somebody decodes: few tokens of prompts, unless many wait behind them."""
         limit = self.config.mixed_prefill_tokens
         if limit is not None and draft.chunks:
-            behind = sum(seq.num_tokens - seq.num_computed for seq in further_behind[1:])
-            backlog = self._waiting.num_tokens + behind
-            if not further_behind and self._waiting:  # then the first of those is next
-                backlog -= self._waiting.first(self.step).num_tokens
+            backlog = self._waiting.backlog(further_behind, self.step)
             draft.limit(limit if backlog <= BACKLOG_TOKENS else max(limit, HURRIED_TOKENS))
 
     def _decode_beams(self, seq: Sequence, draft: PlanDraft) -> int:
@@ -291,7 +299,7 @@ class Scheduler:
                 return False
             draft.transfer(SWAP_IN, pairs)
             seq.is_swapped = False
-        elif self._still_no_room(seq):
+        elif self.running and self._waiting.is_refused(seq, pool.num_free_blocks, self.step):
             return False
         else:
             self._match_prefix(seq)
@@ -301,7 +309,7 @@ class Scheduler:
         if copies is None:
             self._forget_cache(seq)
             if length:
-                self._no_room = (seq.ticket, pool.num_free_blocks, self.step)
+                self._waiting.refuse(seq, pool.num_free_blocks, self.step)
             return False
         draft.transfer(COPY, copies)
         seq.num_reserved, seq.next_commit = seq.num_tokens, 0
@@ -313,15 +321,6 @@ class Scheduler:
             self._add_chunk(seq, seq.num_computed + length, draft)
         return True
 
-    def _still_no_room(self, seq: Sequence) -> bool:
-        """Whether to look up the prefix of a long prompt again would be in vain, as far as one can tell.
-
-        Those that run may have computed a part of it since, so now and then it is looked up all the same.
-        """
-        ticket, num_free, step = self._no_room
-        is_same = seq.ticket == ticket and self.pool.num_free_blocks <= num_free
-        return is_same and bool(self.running) and self.step - step < RETRY_STEPS
-
     def _match_prefix(self, seq: Sequence) -> None:
         """Enter a sequence into the cache, further ahead where the prefix tree knows its start."""
         request = seq.group.request
@@ -332,14 +331,10 @@ class Scheduler:
     # -- small parts ------------------------------------------------------------------------------
 
     def _chunk_len(self, seq: Sequence, budget: int) -> int:
-        """How many of its pending tokens fit this step; without chunking all of them or none.
-
-        A beam that comes back from preemption stops one short: its last token is computed together
-        with those of the other beams.
-        """
+        """How many of its pending tokens fit this step; without chunking all of them or none."""
         pending = seq.num_tokens - seq.num_computed
         if seq.is_beam and seq.num_tokens > seq.num_prompt:
-            pending -= 1
+            pending -= 1  # it was preempted, and its last token is computed with those of the other beams
         if self.config.use_chunked_prefill and self.keeps_cache:
             return min(pending, budget, self.config.chunk_len)
         return pending if pending <= budget else 0
@@ -360,6 +355,7 @@ class Scheduler:
             if copies is not None:
                 block_size = self.pool.block_size
                 seq.num_reserved = -(-num_tokens // block_size) * block_size
+                draft.grown.append(seq.seq_id)
                 if copies:
                     draft.transfer(COPY, copies)
                 return True
@@ -386,12 +382,14 @@ class Scheduler:
             self._waiting.push(seq, self.step)
 
     def _run(self, seq: Sequence) -> None:
+        self._lockstep.end()
         seq.is_running = seq.was_admitted = True
         insort(self.running, seq, key=_sort_key)
         self._num_beams += seq.is_beam
         self._slots_used += seq.num_slots
 
     def _stop_running(self, seq: Sequence) -> None:
+        self._lockstep.end()
         place = bisect_left(self.running, seq.sort_key, key=_sort_key)
         assert self.running[place] is seq, f"{seq} is not where the running list should have it"
         del self.running[place]

@@ -69,7 +69,9 @@ class Sequence:
         self.num_prompt = len(request.prompt)
         self.max_total = group.max_total
         self.stop_ids = group.stop_ids
-        self.goes_on_until = 0  # a token at a lower place is neither its first nor its last, unless it stops
+        self.goes_on_until = (
+            0  # a token at a lower place is neither first nor last, unless it stops, and bare
+        )
         self.num_tokens = len(self.tokens)
         self.num_computed = 0
         self.num_reserved = 0  # tokens the block table covers and may write without asking the pool

@@ -90,7 +90,7 @@ class DeviceInputs:
         self.samples_3C = torch.full((3, max_rows + MAX_CHUNKS), -1, dtype=torch.int64, device=device)
         tokens_T, positions_T, slots_T = self.table_3T.unbind()
         self._decode = StepInputs(tokens_T, positions_T, slots_T, self.lens_S)
-        self._rows_sent: list[int] = []
+        self._rows_sent: tuple[list[int], int] = ([], 0)  # those of the last step, and padded to what size
 
     def num_tiles(self, num_tokens: int) -> int:
         """The most tiles that chunks with this many tokens make."""
@@ -108,14 +108,14 @@ class DeviceInputs:
         self.tiles_W4.zero_()
         self.samples_3C[0] = 0
         self.samples_3C[1:] = -1
-        self._rows_sent = []
+        self._rows_sent = ([], 0)
 
     def send_rows(self, rows: list[int], size: int) -> None:
         """The rows that decode, padded to `size`; those of the last step need not be sent again."""
-        padded = rows + [-1] * (size - len(rows))
-        if padded != self._rows_sent:
+        if self._rows_sent != (rows, size):
+            padded = rows + [-1] * (size - len(rows))
             send_into(self.rows_S[:size], torch.tensor(padded, dtype=torch.int32))
-            self._rows_sent = padded
+            self._rows_sent = (rows, size)
 
     def send_prompts(self, prompts: Prompts, size: int) -> None:
         """The tokens of prompts and their tiles, padded to `size` tokens."""

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence as Seq
 
 from infer.engine.sequence import Sequence
 
+RETRY_STEPS = 16  # who found no room looks again after so many steps even if no block came free
 MAX_STALE = 64  # entries of sequences that left, beyond one for each that waits
 
 
@@ -32,6 +34,7 @@ class WaitingQueue:
         self._by_age: list[tuple[int, int, Sequence]] = []  # a heap of (waiting_since, ticket, seq)
         self._num_waiting = 0
         self._last_ticket = 0
+        self._refusal = (0, 0, 0)  # the last for want of blocks: ticket, free blocks, step
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -60,6 +63,24 @@ class WaitingQueue:
             self._by_age = [entry for entry in self._by_age if entry[1] == entry[2].ticket]
             heapq.heapify(self._by_key)
             heapq.heapify(self._by_age)
+
+    def refuse(self, seq: Sequence, num_free: int, step: int) -> None:
+        """Whose turn it was found no room among so many free blocks."""
+        self._refusal = (seq.ticket, num_free, step)
+
+    def is_refused(self, seq: Sequence, num_free: int, step: int) -> bool:
+        """Whether to look up the prefix of a long prompt again would be in vain, as far as one can tell.
+
+        Those that run may have computed a part of it since, so now and then it is looked up all the same.
+        """
+        ticket, num_free_then, refused_at = self._refusal
+        return seq.ticket == ticket and num_free <= num_free_then and step - refused_at < RETRY_STEPS
+
+    def backlog(self, begun: Seq[Sequence], step: int) -> int:
+        """How many tokens wait behind the prompt whose turn it is; those of prompts begun come first."""
+        behind = sum([seq.num_tokens - seq.num_computed for seq in begun[1:]])
+        is_next = not begun and self._num_waiting
+        return self.num_tokens + behind - (self.first(step).num_tokens if is_next else 0)
 
     def first(self, step: int) -> Sequence:
         """Whose turn it is, if anybody waits; promotes the oldest if it has waited too long."""

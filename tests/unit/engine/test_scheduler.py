@@ -12,7 +12,7 @@ import pytest
 
 from infer.engine.policies import POLICIES
 from infer.engine.preemption import PreemptionCost
-from infer.engine.scheduler import RETRY_STEPS
+from infer.engine.waiting import RETRY_STEPS
 from tests.support.oracle import OracleWorld, prompt_of
 
 Ranges = dict[str, tuple[int, int]]
