@@ -19,6 +19,7 @@ comes is thrown away, for LINGER_S and MAX_LINGER_BYTES at most.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import orjson
@@ -26,9 +27,14 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from infer.server.errors import ApiError
 
+logger = logging.getLogger(__name__)
+uvicorn_logger = logging.getLogger(f"{__name__}.uvicorn")  # what uvicorn says of a connection, in our format
+uvicorn_logger.addFilter(lambda said: "Invalid HTTP request" not in said.getMessage())  # `_refuse` says why
+
 HEAD_TIMEOUT_S = 15.0
 MAX_HEAD_BYTES = 64 * 1024
 MAX_FRAMING_PER_BYTE = 8  # a body in chunks of one byte needs five: "1\r\n", the byte, "\r\n"
+TLS_HELLO = b"\x16\x03"  # how a client begins that was told https://
 LINGER_S = 1.0
 MAX_LINGER_BYTES = 1024 * 1024
 
@@ -40,10 +46,12 @@ class GuardedConnection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.logger = uvicorn_logger
         self._timer: asyncio.TimerHandle | None = None  # of a head, or of the lingering
         self._is_open = False  # a request has begun and is not whole
         self._is_body_open = False  # its head is whole
         self._is_lingering = False
+        self._begins_as_tls = False
         self._num_begun = 0  # requests begun within the bytes being read now
         self._num_body_bytes = 0  # of the request being read
         self._num_other_bytes = 0
@@ -92,6 +100,7 @@ class GuardedConnection(HttpToolsProtocol):
                 self.transport.close()
             return
         was_open, num_body_bytes = self._is_open, self._num_body_bytes
+        self._begins_as_tls = not was_open and data.startswith(TLS_HELLO)
         self._num_begun = 0
         super().data_received(data)
         if self.transport.is_closing() or self._is_lingering:
@@ -108,7 +117,10 @@ class GuardedConnection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """What came is not HTTP."""
-        self._refuse(400, "this is not a valid HTTP request")
+        if self._begins_as_tls:  # its sender cannot read the answer, but the operator can read the log
+            self._refuse(400, "this port speaks HTTP, not HTTPS; write http:// in the address")
+        else:
+            self._refuse(400, "this is not a valid HTTP request")
 
     def on_response_complete(self) -> None:
         """An answer is out; if its request is not whole yet, the rest of it is not wanted."""
@@ -153,6 +165,9 @@ class GuardedConnection(HttpToolsProtocol):
         ):
             self.transport.close()  # another answer comes first: ours would end up in its place
             return
+        logger.info(
+            "a connection was refused: status=%d error=%r", status, message
+        )  # no request, no line of it
         body = orjson.dumps(ApiError(status=status, message=message).body)
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(
             body

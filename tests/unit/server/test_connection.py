@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -223,3 +224,22 @@ def test_empty_lines_between_requests_do_not_stop_the_clock() -> None:
         assert peer.answer.count(b"HTTP/1.1 200") == 2
 
     talk(script)
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        (b"GARBAGE secret\r\n\r\n", "this is not a valid HTTP request"),
+        (b"\x16\x03\x01\x02\x00\x01", "this port speaks HTTP, not HTTPS; write http:// in the address"),
+    ],
+)
+def test_what_is_no_http_is_told_to_whoever_reads_the_log(
+    sent: bytes, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.send(sent)
+        assert peer.error["message"] == message
+
+    with caplog.at_level(logging.INFO, logger="infer.server.connection"):
+        talk(script)
+    assert caplog.messages == [f"a connection was refused: status=400 error={message!r}"]
