@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import pytest
 import torch
 
+from infer.kernels import sample_kernels
 from infer.kernels.heads import CacheSlots, HeadTransform, norm_rope_write, norm_rope_write_reference
-from infer.kernels.sample_rows import SampleScratch, sample_rows, sample_rows_reference
+from infer.kernels.sample_rows import (
+    COMPILING,
+    SampleScratch,
+    compile_sample_rows,
+    sample_rows,
+    sample_rows_reference,
+)
 from infer.kernels.step_state import StepInputs, advance_rows, apply_table_diffs, gather_step
 from infer.sampling.params import SamplingParams
 from tests.gpu.graphs import capture
@@ -24,6 +32,25 @@ class TestCompiledStep(StepContract):
     device = "cuda"
     vocab_size = VOCAB_SIZE
     num_rows = 256
+
+    def test_what_is_compiled_ahead_is_what_is_launched(self) -> None:
+        vocab_size = 50_001  # of no other test
+        rows = SampledRows([SamplingParams(temperature=0.7, top_k=5)] * 3, "cuda")
+        scratch = SampleScratch(3, vocab_size, "cuda")
+        compile_sample_rows(rows.state, scratch, torch.bfloat16)
+        for thread in threading.enumerate():
+            if thread.name == COMPILING:
+                thread.join()
+        names = ("survey_kernel", "candidates_kernel", "buckets_kernel", "wide_kernel")
+        caches = [getattr(sample_kernels, name).device_caches[0][0] for name in names]
+        num_compiled = [len(cache) for cache in caches]
+        assert all(num_compiled)
+        logits = self.randn(3, vocab_size, spread=3.0).bfloat16()
+        ids = sample_rows(logits, rows.state, rows.rows_S, rows.positions_S, scratch)
+        assert (
+            ids.tolist() == sample_rows_reference(logits, rows.state, rows.rows_S, rows.positions_S).tolist()
+        )
+        assert [len(cache) for cache in caches] == num_compiled
 
     def test_a_row_is_sampled_alike_whoever_its_neighbours_are(self) -> None:
         source = random.Random(3)

@@ -40,7 +40,7 @@ from infer.kernels.attention_decode import DecodeWork
 from infer.kernels.attention_dense import Batch, DenseAttention
 from infer.kernels.attention_prefill import Chunk as PrefillChunk
 from infer.kernels.attention_prefill import PrefillChunks, build_prefill_chunks, tokens_per_tile
-from infer.kernels.sample_rows import SampleScratch, sample_rows
+from infer.kernels.sample_rows import SampleScratch, compile_sample_rows, sample_rows
 from infer.kernels.step_state import StepInputs, advance_rows, gather_step
 from infer.models.model import Model
 from infer.sampling.sampler import NO_TOKEN
@@ -86,8 +86,10 @@ class DeviceRunner(ModelRunner):
         config, device = model.config, store.device
         max_blocks = -(-max_seq_len // pool.block_size)
         self._device = device
-        self._backend = prepare_backend(attention_backend, config, store, pool.block_size, max_batch_size)
         self._state = DeviceRows(2 * max_batch_size, max_blocks, device)
+        self._scratch = SampleScratch(max_batch_size + MAX_CHUNKS, config.vocab_size, device)
+        compile_sample_rows(self._state.sampling, self._scratch, store.keys[0].dtype)  # beside what follows
+        self._backend = prepare_backend(attention_backend, config, store, pool.block_size, max_batch_size)
         self._windows = tuple(dict.fromkeys(config.window(layer) for layer in range(config.num_layers)))
         self._work = DecodeWork(
             max_rows=max_batch_size,
@@ -100,7 +102,6 @@ class DeviceRunner(ModelRunner):
         tile_len = tokens_per_tile(config.num_heads, config.num_kv_heads)
         max_graph_tokens = most_tokens(config, max_tokens) if use_cuda_graphs else 0
         self._inputs = DeviceInputs(max_batch_size, max_tokens, max_graph_tokens, tile_len, device)
-        self._scratch = SampleScratch(max_batch_size + MAX_CHUNKS, config.vocab_size, device)
         self._results = Results(max_batch_size + MAX_CHUNKS, device, steps_ahead=steps_ahead)
         self._last: _Decoded | None = None  # as long as all of its sequences keep their rows
         self._dense: DenseAttention | None = None

@@ -35,11 +35,14 @@ Shapes:  S sampled rows, V vocabulary, R rows of state, C candidates.
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
-from infer.kernels.dispatch import next_power_of_two, use_triton
+from infer.kernels.dispatch import INTERPRETED, next_power_of_two, triton, use_triton
 from infer.kernels.sample import argmax_rows, gumbel_noise, noise_keys
 from infer.kernels.sample_kernels import (
     NUM_BUCKETS,
@@ -54,6 +57,7 @@ GROUP = 512  # tokens of a group, whose peak is known
 TILE = 4096  # tokens of one program
 MAX_CANDIDATES = 2048
 SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny  # below, float32 would divide by zero
+COMPILING = "compile-sample-rows"  # the thread that does
 _ROWS_PER_TILE = 16  # so many rows, and a program of the kernels after the survey takes one more tile
 
 
@@ -161,6 +165,51 @@ def sample_rows(
     assert rows_S.is_contiguous() and positions_S.is_contiguous(), "rows and positions must be contiguous"
     if S == 0:
         return ids_S
+    for kernel, grid, arguments, constants in _launches(logits_SV, state, rows_S, positions_S, scratch):
+        kernel[grid](*arguments, **constants)
+    return ids_S
+
+
+def compile_sample_rows(state: SampleState, scratch: SampleScratch, dtype: torch.dtype) -> None:
+    """Begin to compile the kernels, each in a thread of its own; `sample_rows` waits for what it needs.
+
+    They are the longest of all that a first token needs, and the last of it that is needed.
+    """
+    device = scratch.ids_S.device
+    if INTERPRETED or device.type != "cuda" or not hasattr(triton, "AsyncCompileMode"):
+        return
+    logits_1V = torch.empty((1, scratch.vocab_size), dtype=dtype, device=device)
+    rows_1 = torch.full((1,), -1, dtype=torch.int32, device=device)
+    launches = _launches(logits_1V, state, rows_1, rows_1.long(), scratch)
+
+    def compile_all() -> None:
+        pool = ThreadPoolExecutor(
+            len(launches)
+        )  # what fails here fails again for whoever needs it, and says why
+        with torch.cuda.device(device), pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+            for kernel, grid, arguments, constants in launches:
+                kernel.warmup(*arguments, grid=grid, **constants)
+
+    threading.Thread(target=compile_all, name=COMPILING, daemon=True).start()
+
+
+class _Launch(NamedTuple):
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    constants: dict[str, int]
+
+
+def _launches(
+    logits_SV: torch.Tensor,
+    state: SampleState,
+    rows_S: torch.Tensor,
+    positions_S: torch.Tensor,
+    scratch: SampleScratch,
+) -> list[_Launch]:
+    """What `sample_rows` launches, in order."""
+    S, V = logits_SV.shape
+    ids_S = scratch.ids_S[:S]
     stride = logits_SV.stride(0)
     tiles_per_program = min(max(S // _ROWS_PER_TILE, 1), 8)
     over_tiles = (-(-scratch.num_tiles // tiles_per_program), S)
@@ -172,25 +221,30 @@ def sample_rows(
     edges = (scratch.low_S, scratch.high_S, scratch.base_S)
     num_groups, num_real_groups = scratch.num_groups, -(-V // GROUP)
     usual_rank = max(1, num_real_groups * 7 // 8)  # about two candidates per group of a shuffled vocabulary
-    tile = {"GROUPS": TILE // GROUP, "GROUP": GROUP}
-    block_groups = next_power_of_two(num_groups)
-    survey_kernel[(scratch.num_tiles, S)](
+    survey = (
         logits_SV, rows_S, *draws, *how, state.min_p_R, done, peaks, bounds, peak, threshold, is_wide,
         scratch.num_candidates_S, mass, ids_S, stride, V, num_groups, num_real_groups, usual_rank,
-        NO_TOKEN=NO_TOKEN, BLOCK_GROUPS=block_groups, **tile,
     )  # fmt: skip
-    candidates_kernel[over_tiles](
+    gather = (
         logits_SV, rows_S, *draws, *how, state.min_p_R, done, peaks, peak, threshold, is_wide,
         scratch.num_candidates_S, mass, *candidates, scratch.buckets_SB, *edges, ids_S, stride, V, num_groups,
-        tiles_per_program, MAX_CANDIDATES=MAX_CANDIDATES, BLOCK=GROUP, num_warps=8, **tile,
+        tiles_per_program,
     )  # fmt: skip
-    buckets_kernel[over_tiles](
+    weigh = (
         logits_SV, rows_S, *how, done, peaks, peak, is_wide, mass, scratch.buckets_SB, *edges,
-        stride, V, num_groups, tiles_per_program, num_warps=8, **tile,
+        stride, V, num_groups, tiles_per_program,
     )  # fmt: skip
-    wide_kernel[over_tiles](
+    widen = (
         logits_SV, rows_S, *draws, *how, state.min_p_R, done, bounds, peak, is_wide, scratch.num_candidates_S,
         mass, *candidates, *edges, ids_S, stride, V, num_groups, tiles_per_program,
-        MAX_CANDIDATES=MAX_CANDIDATES, BLOCK_GROUPS=block_groups, BLOCK=GROUP, num_warps=8, **tile,
     )  # fmt: skip
-    return ids_S
+    tile = {"GROUPS": TILE // GROUP, "GROUP": GROUP}
+    tiles = {**tile, "num_warps": 8}
+    gathered = {**tiles, "MAX_CANDIDATES": MAX_CANDIDATES, "BLOCK": GROUP}
+    all_groups = {"BLOCK_GROUPS": next_power_of_two(num_groups)}
+    return [
+        _Launch(survey_kernel, (scratch.num_tiles, S), survey, {**tile, **all_groups, "NO_TOKEN": NO_TOKEN}),
+        _Launch(candidates_kernel, over_tiles, gather, gathered),
+        _Launch(buckets_kernel, over_tiles, weigh, tiles),
+        _Launch(wide_kernel, over_tiles, widen, {**gathered, **all_groups}),
+    ]
