@@ -35,7 +35,7 @@ class Results:
         """Begin to copy ids to the host; call the result to wait for them."""
         number = self._next
         self._next = (number + 1) % len(self._buffers)
-        buffer = self._buffers[number][: len(ids_S)]
+        buffer = self._buffers[number][: ids_S.shape[0]]
         buffer.copy_(ids_S, non_blocking=True)
         if not self._is_cuda:
             ids: list[int] = buffer.tolist()
