@@ -22,14 +22,15 @@ from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from queue import SimpleQueue
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 from infer.cli import flags
-from infer.errors import ConfigError, ContextOverflow, EngineError, InferError, RequestError
+from infer.errors import ConfigError, ContextOverflow, EngineError, InferError, QueueFull, RequestError
 from infer.sampling.params import SamplingParams
 
 TIMEOUT_S = 600.0
+PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # before a server that is full is asked again
 UNKNOWN_ID = -1  # a server sends text; each of its chunks is one token
 
 
@@ -138,7 +139,8 @@ class RemoteModel:
         try:
             answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=TIMEOUT_S)
         except urllib.error.HTTPError as error:
-            raise _refusal(error.code, error.read(1 << 16), says) from None
+            with error:  # it is the answer, too
+                raise _refusal(error.code, error.read(1 << 16), says) from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
             kind = ConfigError if body is None else EngineError  # it was there a moment ago
@@ -151,6 +153,7 @@ class RemoteStream(Iterator[RemoteDelta]):
 
     def __init__(self, model: RemoteModel, path: str, body: Mapping[str, Any]) -> None:
         self.usage: dict[str, Any] | None = None  # what the server has counted, once it says so
+        self.is_patient = False  # asks again where the server is full
         self._pieces = self._read(model, path, body)
 
     def __next__(self) -> RemoteDelta:
@@ -164,7 +167,7 @@ class RemoteStream(Iterator[RemoteDelta]):
         self, model: RemoteModel, path: str, body: Mapping[str, Any]
     ) -> Generator[RemoteDelta, None, None]:
         is_whole = False
-        with model.open(path, body) as answer:
+        with self._open(model, path, body) as answer:
             try:
                 for line in answer:
                     if not line.startswith(b"data:"):
@@ -189,6 +192,14 @@ class RemoteStream(Iterator[RemoteDelta]):
         if not is_whole:
             raise EngineError("the server's answer broke off: the connection ended before it")
 
+    def _open(self, model: RemoteModel, path: str, body: Mapping[str, Any]) -> http.client.HTTPResponse:
+        for pause_s in PAUSES_S if self.is_patient else ():
+            try:
+                return model.open(path, body)
+            except QueueFull:
+                sleep(pause_s)
+        return model.open(path, body)
+
 
 def _to_delta(choice: Mapping[str, Any]) -> RemoteDelta:
     text = (choice["delta"].get("content") if "delta" in choice else choice["text"]) or ""
@@ -202,6 +213,7 @@ class StreamAhead(Iterator[RemoteDelta]):
 
     def __init__(self, stream: RemoteStream) -> None:
         self._stream = stream
+        self._stream.is_patient = True  # others wait behind it, and nobody looks on
         self._pieces: SimpleQueue[RemoteDelta | InferError | None] = SimpleQueue()
         self._is_closed = False
         self.seconds = (0.0, 0.0)  # from the request to the first piece of text, and to the latest piece
@@ -275,4 +287,5 @@ def _refusal(status: int, body: bytes, says: str) -> InferError:
         return (RemoteOverflow if is_overflow else RequestError)(message, param=param)
     if status == 401:
         return ConfigError(f"the server asks for a key: {message}; give it with --api-key")
-    return EngineError(f"the server answered {status}: {message}")
+    kind = QueueFull if status == 503 else EngineError
+    return kind(f"the server answered {status}: {message}")

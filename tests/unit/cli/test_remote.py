@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ PIECE = b'data: {"choices": [{"index": 0, "delta": {"content": "hi"}, "finish_re
 
 
 @contextmanager
-def server(models: bytes, answer: bytes = b"", status: int = 200) -> Iterator[str]:
-    """Answers every GET with `models` and every POST with `answer`."""
+def server(models: bytes, answer: bytes = b"", status: int = 200, num_refused: int = 0) -> Iterator[str]:
+    """Answers every GET with `models` and every POST with `answer`, the first of these with a 503."""
+    refusals = [b'{"error": {"message": "the queue is full"}}'] * num_refused
 
     class Speaker(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -26,9 +28,12 @@ def server(models: bytes, answer: bytes = b"", status: int = 200) -> Iterator[st
 
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["content-length"]))
-            self._say(answer)
+            if refusals:
+                self._say(refusals.pop(), 503)
+            else:
+                self._say(answer)
 
-        def _say(self, body: bytes) -> None:
+        def _say(self, body: bytes, status: int = status) -> None:
             self.send_response(status)
             self.end_headers()
             self.wfile.write(body)
@@ -103,3 +108,21 @@ def test_a_server_that_goes_away_leaves_the_conversation(infer: Infer) -> None:
         outcome = infer("chat", "--url", url, stdin="one\ntwo\n", is_typed=True)
     assert outcome.code == 0
     assert outcome.err.count("infer: error: the server's answer broke off") == 2
+
+
+@pytest.mark.parametrize(("num_refused", "code"), [(2, 0), (9, 1)])
+def test_the_lines_of_a_file_wait_for_a_server_that_is_full(
+    infer: Infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_refused: int, code: int
+) -> None:
+    monkeypatch.setattr("infer.cli.remote.PAUSES_S", (0.0,) * 4)
+    (tmp_path / "p.txt").write_text("only\n")
+    with server(ONE_MODEL, PIECE % b'"stop"', num_refused=num_refused) as url:
+        outcome = infer("generate", "--prompts-file", str(tmp_path / "p.txt"), "--url", url)
+    assert outcome.code == code
+    assert ("line 1: the server answered 503: the queue is full" in outcome.err) is (code == 1)
+
+
+def test_whoever_looks_on_is_told_at_once_that_a_server_is_full(infer: Infer) -> None:
+    with server(ONE_MODEL, PIECE % b'"stop"', num_refused=1) as url:
+        outcome = infer("generate", "hi", "--url", url)
+    assert outcome.err == "infer: error: the server answered 503: the queue is full\n"
