@@ -89,15 +89,15 @@ def run(layout: str, lengths: list[tuple[int, int]]) -> Figures:
         scheduler.commit(plan, sequences)
         num_computed += plan.num_tokens
         if scheduler.num_waiting:
-            for seq in sequences:  # the scheduler tells the pool of full blocks only
-                pool.commit(seq.seq_id, seq.tokens, seq.num_computed)
+            for chunk, seq in zip(plan.chunks, sequences, strict=True):
+                pool.commit(seq.seq_id, seq.tokens, chunk.stop)  # the scheduler tells it of full blocks only
             usage = pool.usage()
             num_filled = usage.num_used * pool.block_size - usage.num_unfilled_slots
             samples.append((len(scheduler.running), num_filled / NUM_SLOTS, usage.fragmentation))
         for chunk, seq in zip(plan.chunks, sequences, strict=True):
             if chunk.num_samples:
                 seq.tokens.append(0)
-                if seq.num_tokens >= seq.group.max_total:
+                if chunk.stop + 1 >= seq.group.max_total:
                     scheduler.remove(seq)
     samples = samples[len(samples) // 10 :]  # the first prompts fill an empty cache
     running, kv_use, fragmentation = (sum(column) / len(samples) for column in zip(*samples, strict=True))

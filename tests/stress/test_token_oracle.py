@@ -215,13 +215,16 @@ def test_the_same_queue_gives_the_same_plans_twice(number: int) -> None:
 
 @rows
 @pytest.mark.parametrize("steps_ahead", [0, 3])
-def test_a_lockstep_changes_no_plan(number: int, steps_ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit", [SQUEEZED, {"max_batch_size": 2}], ids=["few blocks", "few places"])
+def test_a_lockstep_changes_no_plan(
+    number: int, steps_ahead: int, limit: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One begins with every plan in which all decode, or none ever does."""
     worlds = {}
     for alike_plans in (0, 10**9):
         monkeypatch.setattr(lockstep, "ALIKE_PLANS", alike_plans)
-        world = worlds[alike_plans] = make_world(pairwise_rows()[number] | SQUEEZED, steps_ahead=steps_ahead)
-        Traffic(world, f"lockstep {number}", num_requests=25, plain_share=0.95, pace=0.1).run()
+        world = worlds[alike_plans] = make_world(pairwise_rows()[number] | limit, steps_ahead=steps_ahead)
+        Traffic(world, f"lockstep {number}", num_requests=20, plain_share=0.95, pace=0.1).run()
     with_it, without = worlds.values()
     assert with_it.plans == without.plans
     assert with_it.tokens == without.tokens

@@ -124,7 +124,8 @@ class Scheduler:
         """Choose the work of one step and reserve the blocks it needs."""
         self.step += 1
         draft = PlanDraft(self._max_num_batched_tokens)
-        again = None if self.num_waiting else self._lockstep.next_chunks(partial(self._reserve, draft=draft))
+        may_admit = self.num_waiting > 0 and self._slots_used < self.config.width
+        again = None if may_admit else self._lockstep.next_chunks(partial(self._reserve, draft=draft))
         if again is not None:
             return draft.to_plan(self.step, again)
         self._lockstep.end()
@@ -152,7 +153,7 @@ class Scheduler:
         self.planned = draft.sequences
         self.num_planned_tokens = draft.num_tokens
         plan = draft.to_plan(self.step)
-        others = further_behind or self.num_waiting or self._num_beams or self.policy.rotates
+        others = further_behind or may_admit or self._num_beams or self.policy.rotates
         if not others and self.keeps_cache and draft.num_tokens == len(plan.chunks) == len(one_behind) > 0:
             self._lockstep.note(plan.chunks, draft.sequences)
         return plan

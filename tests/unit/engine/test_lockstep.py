@@ -99,6 +99,18 @@ def test_where_the_next_plan_differs_there_is_none(knobs: dict[str, Any]) -> Non
     assert world.verify() == 3
 
 
+def test_who_waits_for_a_place_does_not_end_it() -> None:
+    """All places are taken: nobody can come before somebody goes."""
+    world = make_world(max_batch_size=3)
+    world.add("waits", prompt_of(4, start=9), max_tokens=3)
+    for _ in range(ALIKE_PLANS + 6):
+        world.step()
+    assert not world.seq("waits").is_running
+    assert is_later(world.plans[-1])
+    world.run()
+    assert world.verify() == 4
+
+
 def test_without_one_there_is_nothing_to_repeat() -> None:
     lockstep = Lockstep()
     assert lockstep.next_chunks(lambda seq, num_tokens: True) is None
