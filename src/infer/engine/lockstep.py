@@ -8,7 +8,7 @@ While nobody comes or goes, the plans of sequences that decode differ in nothing
 
 So a plan need only say which step it goes on from, and how far. What a single sequence needs is known long
 before, and noted in a calendar by that distance: a block for its next token, to hear that a block is full.
-The counts of all sequences grow alike, and are written down when somebody is about to read them.
+The counts of all sequences grow alike, and are written down at every step: whoever draws a token reads them.
 
 A lockstep begins when a plan has come several times in a row, and ends when somebody begins or ceases to
 run, or has no token left to compute. What a step does is the scheduler's decision all the same: it asks for
@@ -78,7 +78,6 @@ class Lockstep:
         self._chunks: Sequence[Chunk] = ()  # of the plan it began with
         self._sequences: list[TokenSequence] = []  # of those, one each
         self._num_ahead = 0  # steps launched since that plan
-        self._num_written = 0  # of those the sequences' counts have heard
         self._num_steps = 0  # until one of them has no token left to compute
         self._to_reserve: defaultdict[int, list[int]] = defaultdict(list)  # by steps ahead: numbers of chunks
         self._to_commit: defaultdict[int, list[int]] = defaultdict(list)
@@ -92,7 +91,7 @@ class Lockstep:
         if self._num_alike < ALIKE_PLANS:
             return
         self._chunks, self._sequences = chunks, sequences
-        self._num_ahead = self._num_written = 0
+        self._num_ahead = 0
         self._num_steps = min([s.max_total - c.stop for c, s in zip(chunks, sequences, strict=True)])
         self._to_reserve.clear()
         self._to_commit.clear()
@@ -103,17 +102,7 @@ class Lockstep:
     def end(self) -> None:
         """Whatever comes next is not the same again."""
         if self._sequences:
-            self.settle()
             self._chunks, self._sequences, self._last, self._num_alike = (), [], [], 0
-
-    def settle(self) -> None:
-        """Write the counts down: whatever was launched is computed, and its tokens have their places."""
-        by = self._num_ahead - self._num_written
-        if by:
-            for seq in self._sequences:
-                seq.num_computed += by
-                seq.num_tokens += by
-            self._num_written = self._num_ahead
 
     def next_chunks(self, reserve: Callable[[TokenSequence, int], bool]) -> LaterChunks | None:
         """The same again, one token on, with room for it; None: there is no lockstep, or it ends here."""
@@ -130,9 +119,13 @@ class Lockstep:
 
     def advance(self, chunks: Sequence[Chunk]) -> bool:
         """Count a step that is under way; False: it is none of these."""
-        is_ours = self._is_ours(chunks)
-        self._num_ahead += is_ours
-        return is_ours
+        if not self._is_ours(chunks):
+            return False
+        self._num_ahead += 1
+        for seq in self._sequences:
+            seq.num_computed += 1
+            seq.num_tokens += 1
+        return True
 
     def commit(self, chunks: Sequence[Chunk], pool: KVCachePool) -> bool:
         """Commit to the pool whose blocks are full now that a step has run; False: it is none of these."""

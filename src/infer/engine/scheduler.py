@@ -115,7 +115,6 @@ class Scheduler:
 
     def sequences(self) -> list[Sequence]:
         """Every live sequence, running or waiting."""
-        self._lockstep.settle()
         return list(self._by_id.values())
 
     # -- one step ---------------------------------------------------------------------------------

@@ -11,9 +11,6 @@ A sequence is described by three counts; every state people speak of is derived 
 
 `num_tokens` may run ahead of `len(tokens)`: a token that was sampled on the device but has not reached
 the CPU yet already has its place, so the next step can be planned before it is known.
-
-The counts of sequences that decode in lockstep (engine/lockstep.py) are written down late: whoever wants to
-read them asks `Scheduler.sequences` for all of them.
 """
 
 from __future__ import annotations

@@ -5,12 +5,15 @@ That plans, tokens and books are the same with and without is tested with random
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from infer import LLM, SamplingParams
 from infer.engine.lockstep import ALIKE_PLANS, LaterChunks, Lockstep
 from infer.engine.plan import Chunk, StepPlan
+from scripts.make_checkpoint import make_checkpoint
 from tests.support.oracle import OracleWorld, prompt_of
 
 CHUNKS = (Chunk(3, 8, 9, 1), Chunk(5, 20, 21, 1))
@@ -51,14 +54,40 @@ def test_a_plan_that_comes_again_and_again_is_said_by_the_first() -> None:
     assert world.verify() == 3
 
 
-def test_who_looks_sees_the_counts_of_every_step() -> None:
+def test_the_counts_of_every_step_are_there_at_once() -> None:
     world = make_world()
     for _ in range(ALIKE_PLANS + 6):
         world.engine.step()
-    unsettled = world.scheduler.running[0].num_tokens
-    counts = [(seq.num_tokens, seq.num_computed) for seq in world.scheduler.sequences()]
-    assert counts == [(len(seq.tokens), len(seq.tokens) - 1) for seq in world.scheduler.running]
-    assert counts[0][0] == world.scheduler.running[0].num_tokens > unsettled, "nobody had looked before"
+        counts = [(seq.num_tokens, seq.num_computed) for seq in world.scheduler.running]
+        assert counts == [(len(seq.tokens), len(seq.tokens) - 1) for seq in world.scheduler.running]
+    assert is_later(world.plans[-1])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.9, "seed": 11},
+        {"temperature": 0.9, "top_p": 0.9, "seed": 11},
+        {"temperature": 0.0, "min_tokens": 12, "stop_token_ids": tuple(range(0, 400, 2))},
+        {"temperature": 0.9, "seed": 3, "repetition_penalty": 1.3, "logprobs": 2},
+    ],
+    ids=["drawn", "top-p", "at least", "penalised"],
+)
+def test_a_model_draws_the_same_tokens_without_it(
+    params: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is drawn depends on a token's place: whoever computes it reads the counts of this very step."""
+    make_checkpoint("llama", tmp_path)
+    asked = SamplingParams(max_tokens=24, ignore_eos=True, **params)
+    prompts = [[(7 * i + j) % 200 + 10 for j in range(3 + 5 * i)] for i in range(3)]
+
+    def tokens() -> list[list[int]]:
+        llm = LLM(str(tmp_path), device="cpu", dtype="float32")
+        return [answer.token_ids for answer in llm.generate(prompts, asked)]
+
+    together = tokens()
+    monkeypatch.setattr("infer.engine.lockstep.ALIKE_PLANS", 1000)
+    assert together == tokens()
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 3])
@@ -115,5 +144,4 @@ def test_without_one_there_is_nothing_to_repeat() -> None:
     lockstep = Lockstep()
     assert lockstep.next_chunks(lambda seq, num_tokens: True) is None
     assert not lockstep.advance(CHUNKS)
-    lockstep.settle()
     lockstep.end()
