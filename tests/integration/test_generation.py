@@ -336,8 +336,7 @@ def test_logprobs_are_those_of_the_reference(family: str, knobs: dict[str, Any])
 def test_a_batch_costs_each_step_only_what_it_made(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """No prompt is asked in every step whether it is done, and no piece is kept that nobody will read."""
     asked: list[OutputBuilder] = []
-    is_finished = OutputBuilder.is_finished.fget
-    assert is_finished is not None
+    is_finished: Any = vars(OutputBuilder)["is_finished"].fget
 
     def count(builder: OutputBuilder) -> bool:
         asked.append(builder)
@@ -420,14 +419,15 @@ def test_a_stream_may_be_collected_in_the_middle_of_a_step(llm: LLM, monkeypatch
     next(dropped)
     doomed = [dropped]
     del dropped
-    run = llm.engine._runner.run
+    runner: Any = llm.engine._runner
+    run = runner.run
 
     def run_and_collect(plan: StepPlan, sequences: Any) -> StepResult:
-        result = run(plan, sequences)
+        result: StepResult = run(plan, sequences)
         doomed.clear()
         return result
 
-    monkeypatch.setattr(llm.engine._runner, "run", run_and_collect)
+    monkeypatch.setattr(runner, "run", run_and_collect)
     got += [token for delta in kept for token in delta.token_ids]
     assert got == generate_greedy(tiny_model("llama").model, [1, 2, 3], 8)
     check_idle(llm.engine)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import defaultdict
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="needs a C compiler")
 
 NUM_KINDS = 12
 PROMPTS = random_prompts(NUM_KINDS, seed=5, longest=30)
-SMALL = {"block_size": 4, "num_blocks": 32, "max_batch_size": 6, "max_num_batched_tokens": 24}
+SMALL: dict[str, Any] = {"block_size": 4, "num_blocks": 32, "max_batch_size": 6, "max_num_batched_tokens": 24}
 
 
 def params_of(kind: int) -> SamplingParams:
@@ -44,7 +45,7 @@ def alone(family: str, kind: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("knobs", [{}, {"use_cpu_program": False}, {"use_prefix_caching": False}], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
-def test_everybody_has_the_tokens_it_has_alone(family: str, knobs: dict[str, bool]) -> None:
+def test_everybody_has_the_tokens_it_has_alone(family: str, knobs: dict[str, Any]) -> None:
     rng, engine = random.Random(f"{family} {knobs}"), make_engine(family, **SMALL, **knobs)
     kinds: dict[str, int] = {}
     aborted: set[str] = set()

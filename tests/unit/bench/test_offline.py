@@ -26,15 +26,16 @@ from infer.bench.floors import (
     shape_of,
     workload_floor,
 )
-from infer.bench.matrix import TOGGLES, bench_matrix, speed_ups
 from infer.bench.matrix import _row as row_of
 from infer.bench.matrix import _sentence as sentence_of
+from infer.bench.matrix import bench_matrix, speed_ups
 from infer.bench.micro import bench_attention, bench_memory
 from infer.bench.offline import batch, bench_decode, bench_latency, bench_offline, bench_prefill, run_once
 from infer.bench.render import provenance
 from infer.bench.report import Row, make_row, skip_row, write_report
 from infer.bench.rows import beyond_floor, run_rows
 from infer.bench.subject import TINY, Subject, open_subject
+from infer.bench.toggles import TOGGLES
 from infer.bench.workloads import SERVING, Arrival, Session, Turn, Workload, make_workload
 from infer.errors import ConfigError, EngineError
 from infer.kernels.cpu.library import library
@@ -272,6 +273,7 @@ def test_a_packed_weight_is_not_counted_twice(subject: Subject) -> None:
         subject, loaded=dataclasses.replace(subject.loaded, model=model)
     ).weight_bytes
     qkv = model.get_submodule("layers.0.attention.qkv")
+    assert isinstance(qkv, Linear)
     num_bytes = qkv.weight.numel() * qkv.weight.element_size()
     qkv.weight = torch.nn.Parameter(torch.empty(qkv.weight.shape, device="meta"), requires_grad=False)
     shell = dataclasses.replace(subject, loaded=dataclasses.replace(subject.loaded, model=model))

@@ -167,16 +167,17 @@ def test_a_step_that_ran_and_broke_one_request_comes_out_again(tmp_path: Path) -
 
     def build(observer: EngineObserver, *, broken_at: int | None = 5) -> Engine:
         engine = make_engine(observer)
-        run = engine._runner.run
+        runner: Any = engine._runner
+        run = runner.run
 
         def run_with_a_broken_row(plan: StepPlan, sequences: list[Sequence]) -> StepResult:
-            result = run(plan, sequences)
+            result: StepResult = run(plan, sequences)
             if plan.step == broken_at:
                 result.ids[-1] = (NO_TOKEN,)
                 result.logprobs[-1] = (None,)
             return result
 
-        engine._runner.run = run_with_a_broken_row  # type: ignore[method-assign, assignment]
+        runner.run = run_with_a_broken_row
         return engine
 
     path, rng = tmp_path / "r.jsonl", random.Random(2)
@@ -303,7 +304,8 @@ def test_a_run_stopped_with_ctrl_c_replays_up_to_there(tmp_path: Path) -> None:
         def interrupt(plan: object, sequences: object) -> None:
             raise KeyboardInterrupt
 
-        engine._runner.run = interrupt  # type: ignore[method-assign, assignment]
+        runner: Any = engine._runner
+        runner.run = interrupt
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     report = Replay(Record(path), make_engine).run()

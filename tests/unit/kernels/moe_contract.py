@@ -6,6 +6,8 @@ compared with float64, so that a float32 kernel has to be right to the last few 
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -123,8 +125,13 @@ class MoeContract:
             assert torch.equal(y, whole[some])
 
     def test_invariant_tiles_do_not_depend_on_the_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        seen = []
-        monkeypatch.setattr(moe, "choose_tiles", lambda *sizes: seen.append(sizes[0]) or choose_tiles(*sizes))
+        seen: list[int] = []
+
+        def count(*sizes: Any) -> Any:
+            seen.append(sizes[0])
+            return choose_tiles(*sizes)
+
+        monkeypatch.setattr(moe, "choose_tiles", count)
         x, weights_TC = torch.randn(20, D, device=self.device), torch.rand(20, 2, device=self.device)
         experts_TC, (gate_up, down) = self.choices(20, 4, 2), self.experts(4, torch.float32)
         whole = experts_mlp(x, experts_TC, weights_TC, gate_up, down, activation="silu", invariant=True)
