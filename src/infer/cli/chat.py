@@ -6,6 +6,9 @@ silence looks like a model that lies.
 
 Ctrl-C stops the answer being written and keeps what there is of it; at the prompt, twice, or Ctrl-D,
 it leaves. When standard input is a file or a pipe, each of its lines is one message.
+
+Each turn is drawn with a seed of its own, made from `--seed`, or from a fresh number, and the count of the
+turns before it: the same question may get another answer, and the same conversation can be held again.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from infer.cli import flags
 from infer.cli.answer import Answer, notice, open_llm, show_answer, write_out
-from infer.cli.remote import RemoteModel, add_url_flags, is_remote, open_remote
+from infer.cli.remote import RemoteModel, add_url_flags, is_remote, open_server
 from infer.errors import (
     ConfigError,
     ContextOverflow,
@@ -90,6 +93,7 @@ class Conversation:
         self.system = system
         self.options = options
         self.turns: list[dict[str, str]] = []  # user and assistant in turn, oldest first
+        self.num_answers = 0  # forgotten ones included: each is drawn with a seed of its own
 
     def messages(self) -> list[dict[str, str]]:
         """The conversation as the chat template takes it."""
@@ -105,12 +109,14 @@ class Conversation:
             self.turns.pop()
             raise
         self.turns.append({"role": "assistant", "content": answer.text})
+        self.num_answers += 1
         return answer
 
     def _answer(self, show: Callable[[str], None], is_stopped: Callable[[], bool]) -> Answer:
+        params = flags.nth_draw(self.params, self.num_answers)
         while True:
             try:
-                deltas = self.llm.stream_chat(self.messages(), self.params, template_options=self.options)
+                deltas = self.llm.stream_chat(self.messages(), params, template_options=self.options)
                 return show_answer(deltas, show, is_stopped)
             except ContextOverflow:  # raised before the first piece of text
                 if len(self.turns) == 1:
@@ -126,7 +132,7 @@ class Conversation:
 def run(args: argparse.Namespace) -> int:
     """Load the model, then answer until the user leaves."""
     params = flags.sampling_from(args)
-    llm = open_remote(args, sampling=flags.sampling_given(args)) if is_remote(args) else open_llm(args)
+    llm = open_server(args) if is_remote(args) else open_llm(args)
     if not llm.has_chat_template:
         raise ConfigError(
             f"{llm.name} has no chat template, so it cannot hold a conversation; "

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import secrets
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -37,7 +38,7 @@ SAMPLING_HELP = {
     "presence_penalty": "subtract from the logits of tokens already generated; 0: off",
     "frequency_penalty": "subtract for each time a token was already generated; 0: off",
     "logit_bias": "add BIAS to the logit of token ID; may be given several times",
-    "seed": "the same seed gives the same text; default: a fresh one each time",
+    "seed": "the same seed gives the same text; each turn or line draws for itself; default: a fresh one",
     "max_tokens": "stop after this many tokens; none: as many as the context allows",
     "min_tokens": "do not end before this many tokens",
     "stop": "end before this text would appear; may be given several times",
@@ -55,6 +56,8 @@ CLI_SAMPLING = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 512}
 # Where flags are put among the parsed arguments: a knob and a sampling field may have the same name.
 KNOB = "knob."
 SAMPLING = "sampling."
+
+NUM_SEEDS = 2**31  # those that are drawn: short enough to read off --json and type again
 
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 
@@ -172,14 +175,27 @@ def _sampling_options(hint: Any) -> dict[str, Any]:
 
 
 def sampling_from(args: argparse.Namespace) -> SamplingParams:
-    """The SamplingParams a user asked for, over the defaults of the command line."""
+    """The SamplingParams a user asked for, over the defaults of the command line; they have a seed."""
     given = _given(args, SAMPLING)
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])
-    seed = secrets.randbelow(2**31)  # short enough to read off --json and type again
-    if args.config:
-        seed = knobs_from(args).get("seed", seed)
-    return SamplingParams.from_knobs(**(CLI_SAMPLING | {"seed": seed} | given))
+    if given.get("seed") is None:
+        seed = secrets.randbelow(NUM_SEEDS)
+        given["seed"] = knobs_from(args).get("seed", seed) if args.config else seed
+    return SamplingParams.from_knobs(**(CLI_SAMPLING | given))
+
+
+def nth_draw(params: SamplingParams, number: int) -> SamplingParams:
+    """The parameters of a command's answer of this number, counted from 0: the same, with a seed of its own.
+
+    With one seed for all, equal questions would get equal answers. The first answer has the command's seed
+    itself, each further one a hash of that and its number: the seed of any answer, given to a command that
+    asks nothing else, gives that answer again.
+    """
+    if number == 0:
+        return params
+    digest = hashlib.blake2b(f"{params.seed} {number}".encode(), digest_size=8).digest()
+    return dataclasses.replace(params, seed=int.from_bytes(digest) % NUM_SEEDS)
 
 
 def sampling_given(args: argparse.Namespace) -> list[str]:

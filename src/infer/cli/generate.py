@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infer.cli import flags
 from infer.cli.answer import Answer, Interrupted, notice, open_llm, show_answer, write_out
-from infer.cli.remote import RemoteModel, RemoteStream, StreamAhead, add_url_flags, is_remote, open_remote
+from infer.cli.remote import RemoteModel, RemoteStream, StreamAhead, add_url_flags, is_remote, open_server
 from infer.errors import (
     ConfigError,
     DeviceLost,
@@ -151,7 +151,7 @@ def answer_all(
     """Load the model, ask it everything, print the answers in order; returns how many prompts failed."""
     started = perf_counter()
     try:
-        llm = _open_server(args) if is_remote(args) else open_llm(args, observer)
+        llm = open_server(args, counts=args.json) if is_remote(args) else open_llm(args, observer)
     except KeyboardInterrupt:
         if args.stats:
             notice(f"interrupted while loading, after {perf_counter() - started:.2f} s")
@@ -177,11 +177,6 @@ def answer_all(
             speed = num_tokens / total_s
             notice(f"{count} answers, {num_tokens} tokens in {total_s:.2f} s, {speed:.1f} tokens/s")
     return len(prompts) - len(answers)
-
-
-def _open_server(args: argparse.Namespace) -> RemoteModel:
-    """The server's model; the seed is sent along, so that the one `--json` prints is the one that counts."""
-    return open_remote(args, sampling={"seed", *flags.sampling_given(args)}, counts=args.json)
 
 
 def answer_each(

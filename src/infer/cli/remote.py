@@ -264,13 +264,17 @@ def is_remote(args: argparse.Namespace) -> bool:
     return args.url is not None
 
 
-def open_remote(args: argparse.Namespace, *, sampling: Collection[str], counts: bool = False) -> RemoteModel:
-    """The model of the server that `--url` names; the knobs of an engine are that server's business."""
+def open_server(args: argparse.Namespace, *, counts: bool = False) -> RemoteModel:
+    """The model of the server that `--url` names; the knobs of an engine are that server's business.
+
+    What the user set is sent along, and the seed always: each answer has one of its own (`flags.nth_draw`).
+    """
     knobs = flags.knobs_from(args)
     model = knobs.pop("model", None)
     if knobs:
         names = ", ".join(flags.flag(name) for name in knobs)
         raise ConfigError(f"--url leaves the engine to the server, so {names} cannot be set here")
+    sampling = {"seed", *flags.sampling_given(args)}
     return RemoteModel(args.url, model=model, api_key=args.api_key, sampling=sampling, counts=counts)
 
 

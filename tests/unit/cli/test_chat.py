@@ -41,6 +41,27 @@ def test_system_replaces_the_system_message_and_removes_it(infer: Infer) -> None
     assert outcome.llm.chats[1][0] == user("one")
 
 
+def test_the_same_question_is_drawn_anew_at_each_turn(infer: Infer) -> None:
+    seeds = [params.seed for params in infer("chat", stdin="hi\n/reset\nhi\n/reset\nhi\n").llm.params]
+    assert len(set(seeds)) == 3
+
+
+def test_with_a_seed_a_conversation_can_be_held_again_and_its_turns_still_differ(infer: Infer) -> None:
+    def seeds(seed: str) -> list[int | None]:
+        return [params.seed for params in infer("chat", "--seed", seed, stdin="hi\n/reset\nhi\n").llm.params]
+
+    assert seeds("7") == seeds("7")
+    assert seeds("7")[0] == 7
+    assert len({*seeds("7"), *seeds("8")}) == 4
+
+
+def test_a_message_without_an_answer_leaves_its_seed_to_the_next(infer: Infer) -> None:
+    """So that what was said decides the answers, and not what was refused in between."""
+    answered = infer("chat", "--seed", "7", stdin="one\ntwo\n", is_typed=True).llm.params
+    refused = infer("chat", "--seed", "7", stdin="one\nforbidden\ntwo\n", is_typed=True).llm.params
+    assert [params.seed for params in refused] == [params.seed for params in answered]
+
+
 @pytest.mark.parametrize("command", ["/exit", "/quit", "/bye"])
 def test_exit_leaves_before_the_next_line(infer: Infer, command: str) -> None:
     outcome = infer("chat", stdin=f"{command}\none\n")

@@ -70,6 +70,16 @@ def test_each_run_draws_a_seed_that_can_be_typed_again() -> None:
     seeds = [flags.sampling_from(parse()).seed for _ in range(5)]
     assert len(set(seeds)) > 1
     assert flags.sampling_from(parse("--seed", str(seeds[0]))).seed == seeds[0]
+    assert isinstance(flags.sampling_from(parse("--seed", "none")).seed, int)
+
+
+def test_every_draw_has_a_seed_of_its_own_and_the_first_the_one_that_was_given() -> None:
+    params = flags.sampling_from(parse("--seed", "7"))
+    seeds = [flags.nth_draw(params, number).seed for number in range(1000)]
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 1000
+    assert seeds == [flags.nth_draw(params, number).seed for number in range(1000)]
+    assert flags.nth_draw(params, 3) == flags.sampling_from(parse("--seed", str(seeds[3])))
 
 
 def test_a_knob_and_a_sampling_field_of_one_name_are_kept_apart(tmp_path: Path) -> None:

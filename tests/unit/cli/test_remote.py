@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,8 +19,18 @@ PIECE = b'data: {"choices": [{"index": 0, "delta": {"content": "hi"}, "finish_re
 
 
 @contextmanager
-def server(models: bytes, answer: bytes = b"", status: int = 200, num_refused: int = 0) -> Iterator[str]:
-    """Answers every GET with `models` and every POST with `answer`, the first of these with a 503."""
+def server(
+    models: bytes,
+    answer: bytes = b"",
+    status: int = 200,
+    num_refused: int = 0,
+    bodies: list[dict[str, Any]] | None = None,
+) -> Iterator[str]:
+    """Answers every GET with `models` and every POST with `answer`, the first of these with a 503.
+
+    What was posted is put into `bodies`.
+    """
+    posted: list[dict[str, Any]] = [] if bodies is None else bodies
     refusals = [b'{"error": {"message": "the queue is full"}}'] * num_refused
 
     class Speaker(BaseHTTPRequestHandler):
@@ -27,7 +38,7 @@ def server(models: bytes, answer: bytes = b"", status: int = 200, num_refused: i
             self._say(models)
 
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
+            posted.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
             if refusals:
                 self._say(refusals.pop(), 503)
             else:
@@ -126,3 +137,14 @@ def test_whoever_looks_on_is_told_at_once_that_a_server_is_full(infer: Infer) ->
     with server(ONE_MODEL, PIECE % b'"stop"', num_refused=1) as url:
         outcome = infer("generate", "hi", "--url", url)
     assert outcome.err == "infer: error: the server answered 503: the queue is full\n"
+
+
+def test_a_conversation_over_the_wire_draws_as_one_held_here_does(infer: Infer) -> None:
+    talk = "hi\n/reset\nhi\n"
+    bodies: list[dict[str, Any]] = []
+    with server(ONE_MODEL, PIECE % b'"stop"', bodies=bodies) as url:
+        infer("chat", "--url", url, "--seed", "7", stdin=talk)
+        infer("chat", "--url", url, stdin=talk)
+    sent = [body["seed"] for body in bodies]
+    assert sent[:2] == [params.seed for params in infer("chat", "--seed", "7", stdin=talk).llm.params]
+    assert len(set(sent)) == 4
