@@ -31,8 +31,11 @@ from torch import nn
 
 def frequencies(head_dim: int, theta: float) -> torch.Tensor:
     """The angle in radians by which each of the R pairs turns from one position to the next."""
+    device = torch.get_default_device()
+    if device.type == "meta":  # they are few, so they have numbers even where the model has only shapes
+        device = torch.device("cpu")
     # float32 spelt out: the default dtype is the model's while it is being built
-    exponents_R = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    exponents_R = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     return 1.0 / theta**exponents_R
 
 
@@ -59,11 +62,21 @@ class Rotary(nn.Module):
 
     def __init__(self, frequencies_R: torch.Tensor, context_len: int) -> None:
         super().__init__()
-        positions_P = torch.arange(context_len, dtype=torch.float32)
-        angles_PR = positions_P[:, None] * frequencies_R.float()
-        self.register_buffer("cos_PR", angles_PR.cos(), persistent=False)
-        self.register_buffer("sin_PR", angles_PR.sin(), persistent=False)
+        cos_PR, sin_PR = _tables(frequencies_R.float(), context_len)
+        self.register_buffer("cos_PR", cos_PR, persistent=False)
+        self.register_buffer("sin_PR", sin_PR, persistent=False)
 
     def extra_repr(self) -> str:
         """Table size, for print(model)."""
         return f"{self.cos_PR.shape[0]} positions, {self.cos_PR.shape[1]} pairs"
+
+
+def _tables(frequencies_R: torch.Tensor, context_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of all angles; of a model that is built without memory, tables of that size."""
+    if torch.get_default_device().type == "meta":
+        # to compute on the meta device would import PyTorch's compiler, which takes longer than all the rest
+        empty_PR = torch.empty(context_len, frequencies_R.shape[0], dtype=torch.float32)
+        return empty_PR, torch.empty_like(empty_PR)
+    positions_P = torch.arange(context_len, dtype=torch.float32)
+    angles_PR = positions_P[:, None] * frequencies_R
+    return angles_PR.cos(), angles_PR.sin()
