@@ -11,7 +11,8 @@ object per line and prompt.
 
 The prompts of a file are all in the engine together, which batches them; their answers are printed in the
 order of the file, each as soon as those before it are out. A prompt that fails is reported by its line and
-costs the others nothing; the exit code is then 1.
+costs the others nothing; the exit code is then 1. Each line is drawn with a seed of its own, which depends on
+`--seed` and on the number of the line; `--json` shows it, and alone with `--seed` it gives that answer again.
 
 With `--url` a server has the model and the engine: prompts go to it over HTTP, those of a file several at a
 time.
@@ -77,6 +78,7 @@ class Asked:
     """A prompt on its way through the engine, or the reason why it is not."""
 
     prompt: Prompt
+    params: SamplingParams  # its own: each line of a file has another seed
     prompt_ids: list[int]  # none, where a server has them
     stream: TextStream | RemoteStream | StreamAhead | InferError
 
@@ -203,7 +205,7 @@ def answer_each(
             continue
         answers.append(answer)
         if args.json:
-            _write_json(to_json(asked, params, answer, load_s))
+            _write_json(to_json(asked, answer, load_s))
         if args.stats:
             notice(f"load {load_s:.2f} s, {answer.stats()}")
 
@@ -235,16 +237,17 @@ def ask_all(
 
 
 def _ask(llm: LLM | RemoteModel, prompt: Prompt, params: SamplingParams, args: argparse.Namespace) -> Asked:
+    params = flags.nth_draw(params, 0 if prompt.line is None else prompt.line - 1)
     try:
         if not prompt.text:
             raise RequestError("the prompt is empty; write at least one character", param="prompt")
         if isinstance(llm, RemoteModel):
             stream = _ask_server(llm, prompt.text, params, args)
-            return Asked(prompt, [], stream if prompt.line is None else StreamAhead(stream))
+            return Asked(prompt, params, [], stream if prompt.line is None else StreamAhead(stream))
         prompt_ids = encode_prompt(llm, prompt.text, args)
-        return Asked(prompt, prompt_ids, llm.stream(prompt_ids, params))
+        return Asked(prompt, params, prompt_ids, llm.stream(prompt_ids, params))
     except RequestError as error:  # to be told in its turn
-        return Asked(prompt, [], error)
+        return Asked(prompt, params, [], error)
 
 
 def _ask_server(
@@ -343,7 +346,7 @@ def to_messages(prompt: str, args: argparse.Namespace) -> list[dict[str, str]]:
     return [*system, {"role": "user", "content": prompt}]
 
 
-def to_json(asked: Asked, params: SamplingParams, answer: Answer, load_s: float) -> dict[str, Any]:
+def to_json(asked: Asked, answer: Answer, load_s: float) -> dict[str, Any]:
     """The object `--json` prints for one prompt; of a server's answer the tokens are not known."""
     has_ids = not isinstance(asked.stream, RemoteStream | StreamAhead)
     num_prompt, num_output = len(asked.prompt_ids), len(answer.token_ids)
@@ -358,7 +361,7 @@ def to_json(asked: Asked, params: SamplingParams, answer: Answer, load_s: float)
         "token_ids": list(answer.token_ids) if has_ids else None,
         "finish_reason": answer.finish_reason,
         "stop_reason": answer.stop_reason,
-        "seed": params.seed,
+        "seed": asked.params.seed,
         "usage": getattr(asked.stream, "usage", usage),  # a server counts for itself
         "timings": {
             "load_s": round(load_s, 4),

@@ -185,13 +185,38 @@ def test_json_is_one_object_per_prompt(infer: Infer, tmp_path: Path) -> None:
     assert outcome.err == ""
 
 
+@pytest.mark.parametrize("given", [(), ("--seed", "7")])
+def test_each_line_of_a_file_is_drawn_with_the_seed_its_row_shows(
+    infer: Infer, tmp_path: Path, given: tuple[str, ...]
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("same\nsame\n\nsame\n")
+    outcome = infer("generate", "--prompts-file", str(file), "--json", *given)
+    rows = [json.loads(line) for line in outcome.out.splitlines()]
+    assert len({row["seed"] for row in rows}) == 3
+    assert [row["seed"] for row in rows] == [params.seed for params in outcome.llm.params]
+    for row, params in zip(rows, outcome.llm.params, strict=True):
+        assert infer("generate", "same", "--seed", str(row["seed"])).llm.params == [params]
+
+
+def test_the_seed_of_a_line_depends_on_no_other_line(infer: Infer, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+
+    def seed_of_third(text: str) -> int:
+        file.write_text(text)
+        outcome = infer("generate", "--prompts-file", str(file), "--json", "--seed", "7")
+        return next(row["seed"] for row in map(json.loads, outcome.out.splitlines()) if row["prompt"] == "c")
+
+    assert seed_of_third("a\nb\nc\n") == seed_of_third("x\n\nc\nd\n")
+
+
 def test_json_names_the_stop_string_that_ended_the_text() -> None:
     deltas = [
         TextDelta(text="a", token_ids=(1,)),
         TextDelta(text="", token_ids=(2,), finish_reason="stop", stop_reason="END"),
     ]
     answer = show_answer(iter(deltas), lambda text: None)
-    data = to_json(Asked(Prompt("?"), [5], RequestError("read")), SamplingParams(), answer, load_s=0.0)
+    data = to_json(Asked(Prompt("?"), SamplingParams(), [5], RequestError("read")), answer, load_s=0.0)
     assert (data["finish_reason"], data["stop_reason"]) == ("stop", "END")
 
 

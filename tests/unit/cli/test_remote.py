@@ -8,14 +8,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
+
+from infer.cli.remote import RemoteDelta, RemoteStream, StreamAhead
+from infer.errors import EngineError
 
 Infer = Callable[..., Any]
 
 ONE_MODEL = b'{"data": [{"id": "m"}]}'
 PIECE = b'data: {"choices": [{"index": 0, "delta": {"content": "hi"}, "finish_reason": %s}]}\n\n'
+BROKEN = b'5\r\n{"err\r\n'  # a chunk, and no other after it
+
+
+class Impatient(Queue[Any]):
+    """A queue whose reader gives up in the end, where a test would otherwise hang."""
+
+    def get(self, block: bool = True, timeout: float | None = 3) -> Any:
+        return super().get(block, timeout)
 
 
 @contextmanager
@@ -40,12 +52,15 @@ def server(
         def do_POST(self) -> None:
             posted.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
             if refusals:
-                self._say(refusals.pop(), 503)
+                code, body = refusals.pop()
+                self._say(body, code)
             else:
                 self._say(answer)
 
         def _say(self, body: bytes, status: int = status) -> None:
             self.send_response(status)
+            if body == BROKEN:
+                self.send_header("transfer-encoding", "chunked")
             self.end_headers()
             self.wfile.write(body)
 
@@ -148,3 +163,85 @@ def test_a_conversation_over_the_wire_draws_as_one_held_here_does(infer: Infer) 
     sent = [body["seed"] for body in bodies]
     assert sent[:2] == [params.seed for params in infer("chat", "--seed", "7", stdin=talk).llm.params]
     assert len(set(sent)) == 4
+
+
+def test_the_lines_of_a_file_are_sent_with_the_seeds_they_would_have_here(
+    infer: Infer, tmp_path: Path
+) -> None:
+    file = tmp_path / "p.txt"
+    file.write_text("same\nsame\n")
+    arguments = ("generate", "--prompts-file", str(file), "--json", "--seed", "7")
+    bodies: list[dict[str, Any]] = []
+    with server(ONE_MODEL, PIECE % b'"stop"', bodies=bodies) as url:
+        outcome = infer(*arguments, "--url", url)
+    seeds = [json.loads(line)["seed"] for line in outcome.out.splitlines()]
+    assert seeds == [json.loads(line)["seed"] for line in infer(*arguments).out.splitlines()]
+    assert sorted(body["seed"] for body in bodies) == sorted(seeds)  # they arrive as they like
+    assert len(set(seeds)) == 2
+
+
+LOST_REASON = "the server answered 500, and its reason broke off: IncompleteRead(5 bytes read)\n"
+
+
+def test_a_refusal_whose_reason_breaks_off_is_still_an_answer(infer: Infer) -> None:
+    with server(ONE_MODEL, num_refused=3, refusal=(500, BROKEN)) as url:
+        generated = infer("generate", "hi", "--url", url)
+        chatted = infer("chat", "--url", url, stdin="one\ntwo\n", is_typed=True)
+    assert (generated.code, generated.err) == (2, f"infer: error: {LOST_REASON}")
+    assert chatted.code == 0 and chatted.err.count(f"infer: error: {LOST_REASON}") == 2
+
+
+def test_each_line_of_a_file_is_told_of_a_reason_that_breaks_off(
+    infer: Infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infer.cli.remote.SimpleQueue", Impatient)
+    (tmp_path / "p.txt").write_text("one\ntwo\n")
+    with server(ONE_MODEL, num_refused=2, refusal=(500, BROKEN)) as url:
+        outcome = infer("generate", "--prompts-file", str(tmp_path / "p.txt"), "--url", url)
+    assert outcome.code == 1
+    assert f"line 1: {LOST_REASON}" in outcome.err and f"line 2: {LOST_REASON}" in outcome.err
+
+
+class Breaking(RemoteStream):
+    """An answer that ends in an error nobody has thought of."""
+
+    def __init__(self) -> None:
+        self._left = [RemoteDelta("hi", (1,), None)]
+
+    def __next__(self) -> RemoteDelta:
+        if self._left:
+            return self._left.pop()
+        raise LookupError("what now")
+
+    def close(self) -> None: ...
+
+
+def test_whoever_waits_for_pieces_hears_of_every_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.cli.remote.SimpleQueue", Impatient)
+    pieces = StreamAhead(Breaking())
+    assert next(pieces).text == "hi"
+    with pytest.raises(EngineError, match="the server's answer broke off: LookupError: what now"):
+        next(pieces)
+    assert list(pieces) == []
+
+
+@pytest.mark.parametrize("answer", [b"[" * 100_000, b'{"choices": [{"text": 5, "finish_reason": null}]}'])
+def test_an_event_that_cannot_be_read_is_an_error(infer: Infer, answer: bytes) -> None:
+    with server(ONE_MODEL, b"data: " + answer + b"\n\n") as url:
+        outcome = infer("generate", "--raw", "hi", "--url", url)
+    assert outcome.code == 2
+    assert outcome.err.startswith("infer: error: the server's answer broke off")
+    assert outcome.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("url", ["http://[", "http://127.0.0.1:1/\xe9", "http://\xe9..b:1"])
+def test_an_address_that_is_none_is_not_reached(infer: Infer, url: str) -> None:
+    outcome = infer("generate", "hi", "--url", url)
+    assert outcome.code == 2 and outcome.err.startswith(f"infer: error: cannot reach {url}/v1: ")
+
+
+@pytest.mark.parametrize("key", ["a\nb", "\u043a\u043b\u044e\u0447"])
+def test_a_key_that_no_header_can_carry_is_not_shown(infer: Infer, key: str) -> None:
+    outcome = infer("generate", "hi", "--url", "http://127.0.0.1:1", "--api-key", key)
+    assert outcome.code == 2
+    assert outcome.err == "infer: error: --api-key must be printable ASCII characters, without a line break\n"
