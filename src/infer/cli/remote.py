@@ -77,6 +77,8 @@ class RemoteModel:
             raise ConfigError(f"--url must start with http:// or https://, got {url!r}")
         self._headers = {"content-type": "application/json"}
         if api_key is not None:
+            if not (api_key.isascii() and api_key.isprintable()):  # it is not shown: logs keep what we say
+                raise ConfigError("--api-key must be printable ASCII characters, without a line break")
             self._headers["authorization"] = f"Bearer {api_key}"
         served = self._list_models()
         if not served:
@@ -135,13 +137,13 @@ class RemoteModel:
         It is raised in the server's words; where these are not of OpenAI's form, as `says`.
         """
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._base + path, data=data, headers=self._headers)
         try:
+            request = urllib.request.Request(self._base + path, data=data, headers=self._headers)
             answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=TIMEOUT_S)
         except urllib.error.HTTPError as error:
             with error:  # it is the answer, too
-                raise _refusal(error.code, error.read(1 << 16), says) from None
-        except (OSError, http.client.HTTPException) as error:
+                raise _refusal(error, says.replace("{status}", str(error.code))) from None
+        except (OSError, http.client.HTTPException, ValueError) as error:  # the last: an address that is none
             reason = getattr(error, "reason", None) or error
             kind = ConfigError if body is None else EngineError  # it was there a moment ago
             raise kind(f"cannot reach {self._base}: {reason}; is the server running?") from None
@@ -187,7 +189,7 @@ class RemoteStream(Iterator[RemoteDelta]):
             except (KeyError, TypeError, AttributeError) as error:
                 name = f" {error}" if isinstance(error, KeyError) else " what it should"
                 raise EngineError(f"the server's answer broke off: its event has no{name}") from None
-            except (OSError, http.client.HTTPException, ValueError) as error:
+            except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
                 raise EngineError(f"the server's answer broke off: {error}") from None
         if not is_whole:
             raise EngineError("the server's answer broke off: the connection ended before it")
@@ -203,6 +205,8 @@ class RemoteStream(Iterator[RemoteDelta]):
 
 def _to_delta(choice: Mapping[str, Any]) -> RemoteDelta:
     text = (choice["delta"].get("content") if "delta" in choice else choice["text"]) or ""
+    if not isinstance(text, str):
+        raise TypeError(f"text is {text!r}")
     return RemoteDelta(
         text, (UNKNOWN_ID,) if text else (), choice["finish_reason"], choice.get("stop_reason")
     )
@@ -238,17 +242,21 @@ class StreamAhead(Iterator[RemoteDelta]):
 
     def _run(self) -> None:
         started = perf_counter()
-        with closing(self._stream) as pieces:
-            try:
+        try:
+            with closing(self._stream) as pieces:
                 for piece in pieces:
                     now = perf_counter() - started
                     self.seconds = (self.seconds[0] or (now if piece.text else 0.0), now)
                     self._pieces.put(piece)
                     if self._is_closed:
                         break
-            except InferError as error:
-                self._pieces.put(error)
-        self._pieces.put(None)
+        except InferError as error:
+            self._pieces.put(error)
+        except Exception as error:  # nobody else would hear of it
+            said = f"the server's answer broke off: {type(error).__name__}: {error}"
+            self._pieces.put(EngineError(said))
+        finally:
+            self._pieces.put(None)  # without it the reader would wait for ever
 
 
 def add_url_flags(group: argparse._ArgumentGroup) -> None:
@@ -278,13 +286,16 @@ def open_server(args: argparse.Namespace, *, counts: bool = False) -> RemoteMode
     return RemoteModel(args.url, model=model, api_key=args.api_key, sampling=sampling, counts=counts)
 
 
-def _refusal(status: int, body: bytes, says: str) -> InferError:
+def _refusal(answer: urllib.error.HTTPError, says: str) -> InferError:
     """The server's own words, as the error they would be without a server between."""
+    status = answer.code
     try:
-        error = json.loads(body)["error"]
+        error = json.loads(answer.read(1 << 16))["error"]
         message, param, code = str(error["message"]), error.get("param"), error.get("code")
-    except (ValueError, KeyError, TypeError):
-        return EngineError(says.replace("{status}", str(status)))
+    except (OSError, http.client.HTTPException) as lost:
+        return EngineError(f"{says} (its reason broke off: {lost})")
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return EngineError(says)
     if status in (400, 422):
         # not every server sends the code
         is_overflow = code == "context_length_exceeded" or "context length" in message

@@ -20,13 +20,14 @@ Infer = Callable[..., Any]
 
 ONE_MODEL = b'{"data": [{"id": "m"}]}'
 PIECE = b'data: {"choices": [{"index": 0, "delta": {"content": "hi"}, "finish_reason": %s}]}\n\n'
+FULL = (503, b'{"error": {"message": "the queue is full"}}')
 BROKEN = b'5\r\n{"err\r\n'  # a chunk, and no other after it
 
 
 class Impatient(Queue[Any]):
     """A queue whose reader gives up in the end, where a test would otherwise hang."""
 
-    def get(self, block: bool = True, timeout: float | None = 3) -> Any:
+    def get(self, block: bool = True, timeout: float | None = 60) -> Any:
         return super().get(block, timeout)
 
 
@@ -37,13 +38,14 @@ def server(
     status: int = 200,
     num_refused: int = 0,
     bodies: list[dict[str, Any]] | None = None,
+    refusal: tuple[int, bytes] = FULL,
 ) -> Iterator[str]:
-    """Answers every GET with `models` and every POST with `answer`, the first of these with a 503.
+    """Answers every GET with `models` and every POST with `answer`, the first of these with a `refusal`.
 
     What was posted is put into `bodies`.
     """
     posted: list[dict[str, Any]] = [] if bodies is None else bodies
-    refusals = [b'{"error": {"message": "the queue is full"}}'] * num_refused
+    refusals = [refusal] * num_refused
 
     class Speaker(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -180,7 +182,7 @@ def test_the_lines_of_a_file_are_sent_with_the_seeds_they_would_have_here(
     assert len(set(seeds)) == 2
 
 
-LOST_REASON = "the server answered 500, and its reason broke off: IncompleteRead(5 bytes read)\n"
+LOST_REASON = "the server answered 500 (its reason broke off: IncompleteRead(5 bytes read))\n"
 
 
 def test_a_refusal_whose_reason_breaks_off_is_still_an_answer(infer: Infer) -> None:
