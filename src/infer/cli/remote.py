@@ -95,7 +95,10 @@ class RemoteModel:
             try:
                 cards = json.load(answer)["data"]
                 return {str(card["id"]): int(card.get("max_model_len") or 2**31) for card in cards}
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except (OSError, http.client.HTTPException) as error:
+                said = f"the answer of {self._base}/models broke off: {error}; try again"
+                raise ConfigError(said) from None
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
                 raise ConfigError(f"{self._base}/models does not list models; {is_it}") from None
 
     def stream_chat(

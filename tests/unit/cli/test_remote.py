@@ -81,7 +81,17 @@ def server(
 
 @pytest.mark.parametrize(
     "models",
-    [b"{}", b"[]", b"null", b"<html>", b'{"data": [{}]}', b'{"data": [{"id": 1, "max_model_len": "x"}]}'],
+    [
+        b"{}",
+        b"[]",
+        b"null",
+        b"<html>",
+        b'{"data": [{}]}',
+        b'{"data": [{"id": 1, "max_model_len": "x"}]}',
+        b'{"data": [{"id": 1, "max_model_len": Infinity}]}',
+        b"[" * 100_000,
+    ],
+    ids=lambda models: models[:50],
 )
 def test_an_answer_that_lists_no_models_is_no_server_of_this_kind(infer: Infer, models: bytes) -> None:
     with server(models) as url:
@@ -89,6 +99,15 @@ def test_an_answer_that_lists_no_models_is_no_server_of_this_kind(infer: Infer, 
     assert outcome.code == 2
     assert outcome.err == (
         f"infer: error: {url}/v1/models does not list models; is this an OpenAI-compatible server?\n"
+    )
+
+
+def test_a_list_of_models_that_breaks_off_is_an_error(infer: Infer) -> None:
+    with server(BROKEN) as url:
+        outcome = infer("generate", "hi", "--url", url)
+    assert (outcome.code, outcome.err) == (
+        2,
+        f"infer: error: the answer of {url}/v1/models broke off: IncompleteRead(5 bytes read); try again\n",
     )
 
 
