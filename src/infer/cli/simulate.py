@@ -98,7 +98,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--cost",
         metavar="COST",
         help="seconds of a step: JSON with any of base, per_token, per_kv_token, per_block; a file of it; or "
-        "a record, to fit them to; default: SmolLM2-135M on two CPU cores",
+        "a record, to fit them to; default: SmolLM2-135M in int4 on two CPU cores",
     )
     load.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     without = {row.name for row in knob_table().values() if row.section == "load"} - {"max_seq_len"}

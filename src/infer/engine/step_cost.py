@@ -6,7 +6,7 @@
 adds, `per_kv_token` what looking back costs: each chunk reads the keys and values of its sequence up to
 its end. The formula is crude and that is enough: it ranks policies, it does not predict milliseconds.
 
-The defaults were fitted to a recorded run of the default model (docs/features/simulator.md says how).
+The defaults were fitted to recorded runs of the default model in int4 (docs/features/simulator.md says how).
 Anybody can fit their own: a record holds the plan and the time of every step.
 """
 
@@ -29,9 +29,9 @@ MIN_STEPS = 20  # of a record, to fit four numbers
 class StepCost:
     """Seconds."""
 
-    base: float = 0.036
-    per_token: float = 0.0016
-    per_kv_token: float = 0.000022
+    base: float = 0.0022
+    per_token: float = 0.00089
+    per_kv_token: float = 0.0000035
     per_block: float = 0.00013
 
     def __post_init__(self) -> None:

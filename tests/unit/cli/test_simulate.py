@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,13 @@ import pytest
 
 Infer = Callable[..., Any]
 
+PAGE = Path(__file__).parents[3] / "docs" / "features" / "simulator.md"
+
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / "day.jsonl"
-    lines = [{"arrival": i / 10, "prompt_len": 20, "output_len": 5, "priority": i % 2} for i in range(8)]
+    lines = [{"arrival": i / 100, "prompt_len": 20, "output_len": 5, "priority": i % 2} for i in range(8)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -96,3 +100,32 @@ def test_an_impossible_simulation_is_refused_in_one_line(
 def test_flags_that_would_do_nothing_do_not_exist(infer: Infer) -> None:
     for flag in ("--model", "--dtype", "--attention-backend", "--kv-cache-memory"):
         assert infer("simulate", "--workload", "mixed", flag, "auto").code == 2
+
+
+def page_commands() -> list[list[str]]:
+    """Every `infer simulate` of the page, as its arguments."""
+    return [
+        shlex.split(line)[1:] for line in re.findall(r"^infer simulate .*$", PAGE.read_text("utf-8"), re.M)
+    ]
+
+
+def test_the_table_of_the_page_is_what_its_command_prints(infer: Infer) -> None:
+    """But for the last column, which is about the machine that simulates."""
+    [command] = [found for found in page_commands() if "--policy" in found and "--workload" in found]
+    printed = infer(*command).out.splitlines()
+    header = next(number for number, line in enumerate(printed) if line.startswith("policy"))
+    rows = [line.split()[:-1] for line in (printed[header], *printed[header + 2 : -1])]
+    [table] = re.findall(r"^```\n( +TTFT .*?)```", PAGE.read_text("utf-8"), re.M | re.S)
+    assert [line.split() for line in table.splitlines()[1:]] == rows
+    assert len(rows) == 7
+
+
+def test_the_small_example_of_the_page_is_late_once(
+    infer: Infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [trace] = re.findall(r"^```json\n(.*?)```", PAGE.read_text("utf-8"), re.M | re.S)
+    (tmp_path / "t.jsonl").write_text(trace)
+    monkeypatch.chdir(tmp_path)
+    [command] = [found for found in page_commands() if "--trace" in found]
+    results = json.loads(infer(*command, "--json").out)["results"]
+    assert [(row["longest_queue_wait"], row["num_late"]) for row in results] == [(10.0, 1), (2.0, 0)]
