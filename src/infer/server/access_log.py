@@ -1,11 +1,12 @@
 """Every request has an id, a record, and one line in the log.
 
-    method=POST path="/v1/completions" status=200 ms=41.3 prompt_tokens=5 output_tokens=16 request_id=req-7f
+    method=POST path="/v1/completions" status=200 ms=41.3 prompt_tokens=5 output_tokens=16 model="m" ...
     method=POST path="/v1/completions" status=400 ... request_id=req-80 param="stop" error="stop: must be ..."
 
 The id is the client's `x-request-id` if it is short and plain, else a fresh one; either is sent back.
-Polls of `/health` come every few seconds for as long as the server lives: the first one is logged, then those
-whose status is another than the last one's; the rest are there at the level debug.
+Polls of `/health` and `/metrics` come every few seconds for as long as the server lives: while all is well
+they are there at the level debug alone. A `/health` that is not well is logged when its status is another
+than the last one's.
 
 What a request costs is gathered in its `RequestRecord` (record.py): no prompt, no answer and no key is ever
 in it. Of a refusal it holds the error, of which the line says what is ours (reason.py).
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 PLAIN_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")  # fullmatch only: nothing that could forge a log line
 MAX_LOGGED_PATH = 200
+METRICS_PATH = "/metrics"
 
 
 class AccessLog:
@@ -106,23 +108,26 @@ class AccessLog:
         if self._is_logged:
             logger.log(
                 self._level(scope, record.status),
-                "method=%s path=%s status=%d ms=%.1f prompt_tokens=%d output_tokens=%d%s request_id=%s%s",
+                "method=%s path=%s status=%d ms=%.1f prompt_tokens=%d output_tokens=%d%s%s request_id=%s%s",
                 method,
                 orjson.dumps(scope["path"][:MAX_LOGGED_PATH]).decode(),  # quoted: a path may hold a newline
                 record.status,
                 1000 * (perf_counter() - record.arrived_at),
                 record.num_prompt_tokens,
                 record.num_output_tokens,
+                "" if record.model is None else f" model={orjson.dumps(record.model).decode()}",
                 " client=gone" if record.is_gone else "",
                 record.request_id,
                 "" if record.error is None else spell_reason(record.error),
             )
 
     def _level(self, scope: Scope, status: int) -> int:
-        if get_route_path(scope) != HEALTH_PATH:
-            return logging.INFO
-        is_news, self._health_status = status != self._health_status, status
-        return logging.INFO if is_news else logging.DEBUG
+        path = get_route_path(scope)
+        is_quiet = path in (HEALTH_PATH, METRICS_PATH) and status == 200
+        if path == HEALTH_PATH:
+            is_quiet = is_quiet or status == self._health_status
+            self._health_status = status
+        return logging.DEBUG if is_quiet else logging.INFO
 
 
 def _request_id(scope: Scope) -> str:

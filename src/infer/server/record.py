@@ -24,6 +24,7 @@ class RequestRecord:
     request_id: str
     arrived_at: float  # perf_counter seconds
     status: int = 0  # 0: no answer was begun
+    model: str | None = None  # the one that serves it, by its own name; None: not known yet
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     is_complete: bool = False  # the whole answer was handed to the connection

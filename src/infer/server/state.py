@@ -20,6 +20,7 @@ from infer.engine.client import EngineClient
 from infer.engine.request import Request
 from infer.errors import UnknownModel, closest
 from infer.front import TextFront
+from infer.server.record import current_record
 from infer.server.router import Router
 
 
@@ -81,4 +82,6 @@ class ServerState:
         if (held := _HELD.get()) is not None:
             held.append(found)
             found.num_held += 1
+        if (record := current_record()) is not None:
+            record.model = found.name
         return found

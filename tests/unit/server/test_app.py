@@ -8,6 +8,7 @@ import sys
 import pytest
 from fastapi import FastAPI
 
+from infer.llm import LLM
 from infer.server.app import build_app
 from tests.support.app import Site
 
@@ -104,7 +105,7 @@ def test_a_path_cannot_forge_a_line_of_the_log(caplog: pytest.LogCaptureFixture)
     assert "\n" not in line and len(line) < 600
 
 
-def test_a_poll_of_health_is_logged_when_its_status_is_news(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_poll_of_health_is_logged_when_it_fails_in_a_new_way(caplog: pytest.LogCaptureFixture) -> None:
     site = Site()
     caplog.set_level(logging.DEBUG, logger="infer.server.access_log")
     for is_starting in (True, True, False, False, True):
@@ -119,12 +120,35 @@ def test_a_poll_of_health_is_logged_when_its_status_is_news(caplog: pytest.LogCa
     assert levels == [
         ("INFO", "status=503"),
         ("DEBUG", "status=503"),
-        ("INFO", "status=200"),
+        ("DEBUG", "status=200"),
         ("DEBUG", "status=200"),
         ("INFO", "status=503"),
     ]
     others = [record.levelname for record in caplog.records if "/version" in record.getMessage()]
     assert others == ["INFO"] * 5
+
+
+def test_the_counts_are_read_in_silence_unless_they_cannot_be_read(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="infer.server.access_log")
+    site = Site(api_key=("k",))
+    for key in ("k", "wrong", "wrong"):
+        site.request("GET", "/metrics", headers={"authorization": f"Bearer {key}"})
+    assert [record.levelname for record in caplog.records] == ["DEBUG", "INFO", "INFO"]
+
+
+def test_the_line_of_a_request_names_the_model_that_served_it(
+    oracle: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = Site(front=oracle.front)
+    site.state.aliases["other"] = "fake"
+    with caplog.at_level(logging.INFO, logger="infer.server.access_log"):
+        for fields in ({}, {"model": "fake"}, {"model": "other"}):
+            site.request("POST", "/v1/completions", json={"prompt": "a", "max_tokens": 1, **fields})
+        site.request("POST", "/v1/completions", json={"prompt": "a", "model": "absent"})
+    *served, refused = logged(caplog)
+    assert len(served) == 3
+    assert all("status=200" in line and ' model="fake" request_id=' in line for line in served)
+    assert " model=" not in refused
 
 
 def test_the_access_log_can_be_switched_off(caplog: pytest.LogCaptureFixture) -> None:
