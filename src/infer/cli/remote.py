@@ -7,7 +7,9 @@ the standard library: one POST per answer, its body a stream of events
     data: {"choices": [{"text": "The", "finish_reason": null}]}                    a completion's
     data: [DONE]
 
-A stream is read by whoever wants its pieces; several at once are read ahead by a thread each.
+A stream is read by whoever wants its pieces; several at once are read ahead by a thread each. A server that
+is full (429 or 503) is then asked again: after growing pauses, none shorter than the seconds of its
+`Retry-After`. As long as it says these it is believed, up to ten minutes; else it is given up after four.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ from infer.errors import ConfigError, ContextOverflow, EngineError, InferError, 
 from infer.sampling.params import SamplingParams
 
 TIMEOUT_S = 600.0
-PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # before a server that is full is asked again
+PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # before a server that is full is asked again; the last one is repeated
+MAX_PAUSE_S = 60.0  # however much a server asks for
+PATIENCE_S = 600.0  # pauses, added up
+FULL = (429, 503)
 UNKNOWN_ID = -1  # a server sends text; each of its chunks is one token
 
 
@@ -49,6 +54,14 @@ class RemoteOverflow(ContextOverflow):
 
     def __init__(self, message: str, *, param: str | None) -> None:
         RequestError.__init__(self, message, param=param)
+
+
+class RemoteFull(QueueFull):
+    """The server has no room for a request, and may have said for how long."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class RemoteModel:
@@ -198,12 +211,18 @@ class RemoteStream(Iterator[RemoteDelta]):
             raise EngineError("the server's answer broke off: the connection ended before it")
 
     def _open(self, model: RemoteModel, path: str, body: Mapping[str, Any]) -> http.client.HTTPResponse:
-        for pause_s in PAUSES_S if self.is_patient else ():
+        num_refused, waited_s = 0, 0.0
+        while True:
             try:
                 return model.open(path, body)
-            except QueueFull:
-                sleep(pause_s)
-        return model.open(path, body)
+            except RemoteFull as error:
+                is_over = error.retry_after_s is None and num_refused >= len(PAUSES_S)
+                if not self.is_patient or is_over or waited_s >= PATIENCE_S:
+                    raise
+                growing_s = PAUSES_S[min(num_refused, len(PAUSES_S) - 1)]
+                pause_s = min(max(growing_s, error.retry_after_s or 0.0), MAX_PAUSE_S)
+            sleep(pause_s)
+            num_refused, waited_s = num_refused + 1, waited_s + pause_s
 
 
 def _to_delta(choice: Mapping[str, Any]) -> RemoteDelta:
@@ -296,14 +315,28 @@ def _refusal(answer: urllib.error.HTTPError, says: str) -> InferError:
         error = json.loads(answer.read(1 << 16))["error"]
         message, param, code = str(error["message"]), error.get("param"), error.get("code")
     except (OSError, http.client.HTTPException) as lost:
-        return EngineError(f"{says} (its reason broke off: {lost})")
+        return _failure(answer, f"{says} (its reason broke off: {lost})")
     except (ValueError, KeyError, TypeError, RecursionError):
-        return EngineError(says)
+        return _failure(answer, says)
     if status in (400, 422):
         # not every server sends the code
         is_overflow = code == "context_length_exceeded" or "context length" in message
         return (RemoteOverflow if is_overflow else RequestError)(message, param=param)
     if status == 401:
         return ConfigError(f"the server asks for a key: {message}; give it with --api-key")
-    kind = QueueFull if status == 503 else EngineError
-    return kind(f"the server answered {status}: {message}")
+    return _failure(answer, f"the server answered {status}: {message}")
+
+
+def _failure(answer: urllib.error.HTTPError, said: str) -> EngineError:
+    if answer.code in FULL:
+        return RemoteFull(said, retry_after_s=_seconds(answer.headers.get("retry-after")))
+    return EngineError(said)
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """The header in seconds; None where it is a date or no time at all."""
+    try:
+        seconds = float(retry_after or "")
+    except ValueError:
+        return None
+    return seconds if seconds >= 0 else None  # also where it is not a number

@@ -39,10 +39,11 @@ def server(
     num_refused: int = 0,
     bodies: list[dict[str, Any]] | None = None,
     refusal: tuple[int, bytes] = FULL,
+    retry_after: str | None = None,
 ) -> Iterator[str]:
     """Answers every GET with `models` and every POST with `answer`, the first of these with a `refusal`.
 
-    What was posted is put into `bodies`.
+    What was posted is put into `bodies`; every answer says `retry_after`.
     """
     posted: list[dict[str, Any]] = [] if bodies is None else bodies
     refusals = [refusal] * num_refused
@@ -63,6 +64,8 @@ def server(
             self.send_response(status)
             if body == BROKEN:
                 self.send_header("transfer-encoding", "chunked")
+            if retry_after is not None:
+                self.send_header("retry-after", retry_after)
             self.end_headers()
             self.wfile.write(body)
 
@@ -199,6 +202,64 @@ def test_the_lines_of_a_file_are_sent_with_the_seeds_they_would_have_here(
     assert seeds == [json.loads(line)["seed"] for line in infer(*arguments).out.splitlines()]
     assert sorted(body["seed"] for body in bodies) == sorted(seeds)  # they arrive as they like
     assert len(set(seeds)) == 2
+
+
+@pytest.fixture
+def pauses_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What `infer` would have slept, in seconds, if it had."""
+    slept: list[float] = []
+    monkeypatch.setattr("infer.cli.remote.sleep", slept.append)
+    return slept
+
+
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("said", [FULL[1], b"<html>", BROKEN], ids=["ours", "a proxy's", "broken"])
+def test_a_server_may_say_in_several_ways_that_it_is_full(
+    infer: Infer, tmp_path: Path, pauses_s: list[float], status: int, said: bytes
+) -> None:
+    (tmp_path / "p.txt").write_text("only\n")
+    with server(ONE_MODEL, PIECE % b'"stop"', num_refused=3, refusal=(status, said)) as url:
+        outcome = infer("generate", "--prompts-file", str(tmp_path / "p.txt"), "--url", url)
+    assert (outcome.code, outcome.out, pauses_s) == (0, "hi\n", [1.0, 2.0, 4.0])
+
+
+@pytest.mark.parametrize(
+    ("retry_after", "expected"),
+    [
+        (" 5 ", [5.0, 5.0, 5.0, 8.0, 8.0, 8.0]),  # a pause that grows may be longer than what was asked for
+        ("0", [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]),
+        ("86400", [60.0] * 6),
+    ],
+)
+def test_a_server_that_says_when_to_come_back_is_asked_then(
+    infer: Infer, tmp_path: Path, pauses_s: list[float], retry_after: str, expected: list[float]
+) -> None:
+    (tmp_path / "p.txt").write_text("only\n")
+    with server(ONE_MODEL, PIECE % b'"stop"', num_refused=6, retry_after=retry_after) as url:
+        outcome = infer("generate", "--prompts-file", str(tmp_path / "p.txt"), "--url", url)
+    assert (outcome.code, outcome.out, pauses_s) == (0, "hi\n", expected)
+
+
+@pytest.mark.parametrize("retry_after", [None, "Fri, 31 Dec 1999 23:59:59 GMT", "soon", "nan", "-1"])
+def test_a_server_that_is_full_and_says_no_more_is_given_up(
+    infer: Infer, tmp_path: Path, pauses_s: list[float], retry_after: str | None
+) -> None:
+    (tmp_path / "p.txt").write_text("only\n")
+    with server(ONE_MODEL, num_refused=5, retry_after=retry_after) as url:
+        outcome = infer("generate", "--prompts-file", str(tmp_path / "p.txt"), "--url", url)
+    assert "line 1: the server answered 503: the queue is full" in outcome.err
+    assert pauses_s == [1.0, 2.0, 4.0, 8.0]
+
+
+@pytest.mark.parametrize(("retry_after", "num_pauses"), [("60", 10), ("0", 78)])
+def test_patience_with_a_server_that_stays_full_ends(
+    infer: Infer, tmp_path: Path, pauses_s: list[float], retry_after: str, num_pauses: int
+) -> None:
+    (tmp_path / "p.txt").write_text("only\n")
+    with server(ONE_MODEL, num_refused=100, retry_after=retry_after) as url:
+        outcome = infer("generate", "--prompts-file", str(tmp_path / "p.txt"), "--url", url)
+    assert outcome.code == 1 and "line 1: the server answered 503: the queue is full" in outcome.err
+    assert len(pauses_s) == num_pauses and 600 <= sum(pauses_s) < 660
 
 
 LOST_REASON = "the server answered 500 (its reason broke off: IncompleteRead(5 bytes read))\n"
