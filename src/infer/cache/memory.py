@@ -204,10 +204,11 @@ def size_cache(
         num_blocks = min(num_blocks, scheduler.width)
     if num_blocks < 1:
         unit = f"sequence of max_seq_len {max_seq_len}" if is_contiguous else f"block of {block_size} tokens"
-        asker, amount = _asker(cache), format_bytes(num_tokens * bytes_per_token)
+        given = _asker(cache) or "what is left for the KV cache"
+        if not given.startswith("kv_cache_memory"):  # which says itself how much it is
+            given += f" ({format_bytes(max(num_tokens * bytes_per_token, 0))})"
         raise ConfigError(
-            (f"{asker} gives the KV cache {amount}" if asker else f"the KV cache gets {amount}")
-            + f", but one {unit} takes {format_bytes(block_size * bytes_per_token)}; "
+            f"{given} is too little: one {unit} takes {format_bytes(block_size * bytes_per_token)}; "
             + "give it more with kv_cache_memory or num_blocks"
             + (", or lower max_seq_len" if is_contiguous else "")
             + "; 'infer plan' shows what fits"

@@ -59,8 +59,11 @@ def test_a_contiguous_cache_is_counted_in_whole_sequences() -> None:
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
-        ("paged", "the KV cache gets 150 B, but one block of 16 tokens takes 160 B; give it more with"),
-        ("contiguous", "the KV cache gets 150 B, but one sequence of max_seq_len 100 takes 1000 B;"),
+        ("paged", "what is left for the KV cache (150 B) is too little: one block of 16 tokens takes 160 B;"),
+        (
+            "contiguous",
+            "what is left for the KV cache (150 B) is too little: one sequence of max_seq_len 100 takes 1000 B;",
+        ),
     ],
 )
 def test_a_cache_without_room_says_what_it_gets_and_what_it_takes(backend: str, message: str) -> None:
@@ -74,12 +77,12 @@ def test_a_cache_without_room_says_what_it_gets_and_what_it_takes(backend: str, 
     ("knobs", "message"),
     [
         (
-            {"kv_cache_memory": "150B"},
-            "kv_cache_memory=150B gives the KV cache 150 B, but one block of 16 tokens takes 160 B;",
+            {"kv_cache_memory": "9B"},  # less than a token's
+            "kv_cache_memory=9B is too little: one block of 16 tokens takes 160 B;",
         ),
         (
             {"num_blocks": 2, "kv_cache_backend": "contiguous"},
-            "num_blocks=2 gives the KV cache 320 B, but one sequence of max_seq_len 100 takes 1000 B;",
+            "num_blocks=2 (320 B) is too little: one sequence of max_seq_len 100 takes 1000 B;",
         ),
     ],
 )
