@@ -8,8 +8,9 @@ A time that changed by less than a tenth of a millisecond is the same, whatever 
 repeat has no spread, so it gets a wider band: a single run can be off by so much on a busy machine.
 Figures that are neither better high nor better low (counts of tokens asked for, sizes chosen by a knob) are
 not judged. What differs in machine, model, config or seed is listed: it may be the whole explanation. So may
-a prefix cache that held one report's prompts already, which no setting shows, but the share of the prompts'
-tokens that came from it does.
+two things that no setting shows: a prefix cache that held one report's prompts already, which the share of
+the prompts' tokens that came from it tells; and a machine of the same name that was slower that day, which
+the ceilings tell that were measured beside the rows.
 Reports that have no such figure in common are about different things, and to compare them is an error.
 """
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from infer.bench.metrics import MEASURES, show
+from infer.bench.metrics import CEILINGS, MEASURES, show
 from infer.bench.report import Figure, Report, Row
 from infer.errors import ConfigError
 
@@ -77,7 +78,7 @@ def compare(before: Report, after: Report, *, least_band: float = LEAST_BAND) ->
         verdicts=verdicts,
         only_before=[name for name in old if name not in new],
         only_after=[name for name in new if name not in old],
-        differences=_differences(before, after),
+        differences=_differences(before, after, least_band),
     )
 
 
@@ -117,7 +118,7 @@ def _change(before: float, after: float) -> float:
     return math.inf if after else 0.0
 
 
-def _differences(before: Report, after: Report) -> list[str]:
+def _differences(before: Report, after: Report, least_band: float) -> list[str]:
     found = []
     if before.kind != after.kind:
         found.append(f"kind: {before.kind} and {after.kind}")
@@ -134,9 +135,26 @@ def _differences(before: Report, after: Report) -> list[str]:
         ]
     if before.seed != after.seed and before.machine and after.machine:
         found.append(f"seed: {before.seed} and {after.seed}")
-    found += _warm_caches(before, after)
+    found += _other_speeds(before, after, max(least_band, SINGLE_BAND)) + _warm_caches(before, after)
     cut = [title for title, report in (("first", before), ("second", after)) if report.is_partial]
     return found + [f"completeness: the {title} was interrupted" for title in cut]
+
+
+def _other_speeds(before: Report, after: Report, band: float) -> list[str]:
+    """Ceilings that the two measured differently; each report measures them once, for all its rows."""
+    found = []
+    for name in CEILINGS:
+        old, new = (
+            next((row.figures[name].median for row in report.rows if name in row.figures), None)
+            for report in (before, after)
+        )
+        if old and new and abs(_change(old, new)) > band:
+            found.append(
+                f"measured ceiling, {MEASURES[name].title}: {show(name, old)} and {show(name, new)}; "
+                f"the machine itself was {'faster' if new > old else 'slower'} in the second, "
+                "and what is called better or worse may be no more than that"
+            )
+    return found
 
 
 def _warm_caches(before: Report, after: Report) -> list[str]:

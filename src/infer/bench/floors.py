@@ -39,6 +39,13 @@ class Ceilings:
     copy_bytes_per_s: float
     matmul_flops_per_s: float
 
+    def figures(self) -> dict[str, float]:
+        """For a row of a report: who compares it with another sees whether the machine was the same."""
+        return {
+            "copy_gb_per_s": self.copy_bytes_per_s / 1e9,
+            "matmul_tflops": self.matmul_flops_per_s / 1e12,
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:

@@ -212,6 +212,7 @@ MEASURES: dict[str, Measure] = {
     "process_bytes": Measure(title="process", unit="MiB", better="lower"),
     "speed_up": Measure(title="speed-up", unit="x", better="higher"),
 }
+CEILINGS = ("copy_gb_per_s", "matmul_tflops")  # of the machine, measured beside what a report is about
 _SCALES = {"ms": 1000.0, "%": 100.0, "MiB": 2.0**-20}
 
 

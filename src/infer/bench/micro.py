@@ -65,6 +65,7 @@ def bench_attention(
                 "gb_per_s": num_bytes / seconds / 1e9,
                 "floor_s": floor,
                 "floor_share": floor / seconds,
+                **ceilings.figures(),
             }
 
         return measure_row(name, "one layer, one query per sequence, scattered blocks", repeats, run)

@@ -104,14 +104,7 @@ def bench_offline(subject: Subject, names: Sequence[str], *, seed: int, repeats:
 def _floors(subject: Subject, ceilings: Ceilings, result: DriveResult) -> dict[str, float]:
     lengths = [(trace.num_prompt, trace.num_output) for trace in result.traces]
     floor = workload_floor(subject.shape(), ceilings, lengths)
-    return {"floor_s": floor, "floor_share": floor / result.seconds, **_ceiling_figures(ceilings)}
-
-
-def _ceiling_figures(ceilings: Ceilings) -> dict[str, float]:
-    return {
-        "copy_gb_per_s": ceilings.copy_bytes_per_s / 1e9,
-        "matmul_tflops": ceilings.matmul_flops_per_s / 1e12,
-    }
+    return {"floor_s": floor, "floor_share": floor / result.seconds, **ceilings.figures()}
 
 
 def bench_latency(subject: Subject, *, seed: int, repeats: int, tell: Tell) -> Report:
@@ -166,6 +159,7 @@ def bench_prefill(subject: Subject, *, lengths: Sequence[int], seed: int, repeat
                 "floor_s": floor,
                 "floor_share": floor / seconds,
                 "mfu": prefill_flops(shape, length) / seconds / ceilings.matmul_flops_per_s,
+                **ceilings.figures(),
             }
 
         return measure_row(str(length), about, repeats, run)
@@ -206,6 +200,7 @@ def bench_decode(
                 "itl_p99_s": percentile(gaps, 99) if gaps else step,
                 "floor_s": floor,
                 "floor_share": floor / step,
+                **ceilings.figures(),
             }
 
         return measure_row(f"batch {size}", f"{size} sequences of about {middle:.0f} tokens", repeats, run)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infer.bench.compare import Comparison
-from infer.bench.metrics import MEASURES, PERCENTS, show
+from infer.bench.metrics import CEILINGS, MEASURES, PERCENTS, show
 from infer.bench.report import Figure, Report, Row
 from infer.errors import ConfigError
 
@@ -76,7 +76,8 @@ def columns(report: Report) -> list[list[str]]:
     present |= dict.fromkeys(name for name in LATENCIES if f"{name}_p50_s" in present)
     if report.kind == "serve":
         present |= dict.fromkeys(NOT_TOLD)
-    plain = tuple(name for name in present if name not in LATENCIES and name not in NOT_TOLD)
+    hidden = {*LATENCIES, *NOT_TOLD, *CEILINGS}  # ceilings are the same in every row: a note tells them
+    plain = tuple(name for name in present if name not in hidden)
     tables = SHOWN.get(report.kind, (plain,))
     shown = [[name for name in table if name in present] for table in tables]
     return [names for names in shown if names] or [[]]

@@ -142,6 +142,32 @@ def test_a_prefix_cache_that_was_warm_in_one_of_two_reports_is_said() -> None:
     assert compare(cached(0.2), cached(0.29)).differences == []
 
 
+def at_speed(**ceilings: float) -> Report:
+    """A report of two rows on a machine that was measured beside them."""
+    rows = [make_row(name, "", [{"output_tokens_per_s": 1.0} | ceilings]) for name in ("w", "x")]
+    return make_report("offline", rows, repeats=1, model={"name": "tiny"}, config={}, seed=1, warmup=0)
+
+
+def test_a_machine_that_was_slower_in_one_of_two_reports_is_said_once() -> None:
+    quick, slow = (
+        at_speed(copy_gb_per_s=30.5, matmul_tflops=0.25),
+        at_speed(copy_gb_per_s=16.7, matmul_tflops=0.26),
+    )
+    assert compare(quick, slow).differences == [
+        "measured ceiling, copy: 30.5 GB/s and 16.7 GB/s; the machine itself was slower in the second, and "
+        "what is called better or worse may be no more than that"
+    ]
+    assert (
+        "copy: 16.7 GB/s and 30.5 GB/s; the machine itself was faster" in compare(slow, quick).differences[0]
+    )
+    assert compare(quick, at_speed(copy_gb_per_s=28.5, matmul_tflops=0.26)).differences == []
+    assert compare(quick, at_speed(copy_gb_per_s=28.0), least_band=0.05).differences != []  # 8.2 % less
+    assert (
+        compare(quick, at_speed(copy_gb_per_s=16.7), least_band=0.5).differences == []
+    )  # a band that was asked for
+    assert compare(quick, at_speed()).differences == []  # nobody measured
+
+
 def test_a_report_from_before_the_share_was_recorded_has_its_counts() -> None:
     old = cached(None, num_prompt_tokens=1000.0, num_cached_tokens=900.0)
     assert "90 % and 3 %" in compare(old, cached(0.03)).differences[0]
