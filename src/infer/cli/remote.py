@@ -318,6 +318,12 @@ def _refusal(answer: urllib.error.HTTPError, says: str) -> InferError:
         return _failure(answer, f"{says} (its reason broke off: {lost})")
     except (ValueError, KeyError, TypeError, RecursionError):
         return _failure(answer, says)
+    if status in (400, 422) and "no chat template" in message:  # its advice is a route; here that is a flag
+        return RequestError(
+            "the server's model has no chat template; use 'infer generate --raw', "
+            "or serve it with --chat-template FILE",
+            param=param,
+        )
     if status in (400, 422):
         # not every server sends the code
         is_overflow = code == "context_length_exceeded" or "context length" in message

@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from infer.cli.remote import RemoteDelta, RemoteStream, StreamAhead
-from infer.errors import EngineError
+from infer.errors import EngineError, RequestError
+from infer.server.translate import encode_conversation
 
 Infer = Callable[..., Any]
 
@@ -327,3 +329,19 @@ def test_a_key_that_no_header_can_carry_is_not_shown(infer: Infer, key: str) -> 
     outcome = infer("generate", "hi", "--url", "http://127.0.0.1:1", "--api-key", key)
     assert outcome.code == 2
     assert outcome.err == "infer: error: --api-key must be printable ASCII characters, without a line break\n"
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_model_without_a_chat_template_is_answered_with_a_flag_and_not_with_a_route(
+    infer: Infer, command: str
+) -> None:
+    without_template: Any = SimpleNamespace(has_chat_template=False)
+    with pytest.raises(RequestError) as caught:
+        encode_conversation(without_template, [], None, None)
+    refusal = json.dumps({"error": {"message": str(caught.value), "param": caught.value.param}}).encode()
+    with server(ONE_MODEL, num_refused=1, refusal=(422, refusal)) as url:
+        outcome = infer(command, *(["hi"] if command == "generate" else []), "--url", url, stdin="hi\n")
+    assert outcome.err == (
+        "infer: error: the server's model has no chat template; "
+        "use 'infer generate --raw', or serve it with --chat-template FILE\n"
+    )
