@@ -1,6 +1,6 @@
 """The runner of a GPU, on the CPU: the same code over the kernels' references gives the same tokens.
 
-State on the device, ids that arrive one step late, rows that are padding: none of it may change a token.
+State on the device, ids that arrive some steps late, rows that are padding: none of it may change a token.
 What a GPU adds (the kernels themselves, CUDA graphs) is in tests/gpu.
 """
 

@@ -136,7 +136,7 @@ def test_overlap_changes_no_token(number: int, plain_share: float, steps_ahead: 
     traffic.run()
 
     assert world.verify() > 15
-    assert world.most_late == steps_ahead
+    assert min(steps_ahead, 2) <= world.most_late <= steps_ahead
     world.check_idle()
 
 
@@ -226,6 +226,7 @@ def test_a_lockstep_changes_no_plan(
         world = worlds[alike_plans] = make_world(pairwise_rows()[number] | limit, steps_ahead=steps_ahead)
         Traffic(world, f"lockstep {number}", num_requests=20, plain_share=0.95, pace=0.1).run()
     with_it, without = worlds.values()
+    assert with_it.verify() == without.verify() > 0
     assert with_it.plans == without.plans
     assert with_it.tokens == without.tokens
     assert with_it.pool.usage() == without.pool.usage()

@@ -69,8 +69,9 @@ def build_engine(
     *,
     observer: EngineObserver | None = None,
     cost: PreemptionCost | None = None,
+    steps_ahead: int | None = None,
 ) -> Engine:
-    """Put the parts together; `cost` replaces the measured one, so that a recorded run can be repeated.
+    """Put the parts together; `cost` and `steps_ahead` replace this machine's, to repeat a recorded run.
 
     A model may serve one engine after the other; `deterministic` of the last one built is the model's.
     """
@@ -85,12 +86,12 @@ def build_engine(
         wait_for_linears()
         cost = measure_cost(loaded.model, store, size, loaded.device)
     keeps_cache = config.cache.kv_cache_backend != "naive"
-    steps_ahead = _steps_ahead(config, loaded) if keeps_cache else 0
+    steps_ahead = _steps_ahead(config, loaded, steps_ahead) if keeps_cache else 0
     runner = _make_runner(config, scheduler_config, loaded, store, pool, steps_ahead)
     wait_for_linears()
     scheduler = Scheduler(pool, scheduler_config, cost=cost, keeps_cache=keeps_cache)
     if observer is not None:
-        observer.on_start(_facts(config, loaded, size, scheduler.cost))
+        observer.on_start(_facts(config, loaded, size, scheduler.cost, steps_ahead))
     is_gpu = loaded.device.type == "cuda"
     engine = Engine(
         scheduler,
@@ -182,12 +183,14 @@ def _make_runner(
     )
 
 
-def _steps_ahead(config: EngineConfig, loaded: LoadedModel) -> int:
+def _steps_ahead(config: EngineConfig, loaded: LoadedModel, asked: int | None) -> int:
     """How many steps may be launched before one is read: none where it is computed at once."""
     if config.run.use_overlap is False or not keeps_state_on_device(
         config.cache.attention_backend, loaded.device
     ):
         return 0
+    if asked is not None:
+        return asked
     return STEPS_AHEAD if is_small(loaded.config) else 1
 
 
@@ -201,7 +204,9 @@ def keeps_state_on_device(attention_backend: str, device: torch.device) -> bool:
     return attention_backend in DEVICE_BACKENDS or (attention_backend == "auto" and device.type == "cuda")
 
 
-def _facts(config: EngineConfig, loaded: LoadedModel, size: CacheSize, cost: PreemptionCost) -> RunFacts:
+def _facts(
+    config: EngineConfig, loaded: LoadedModel, size: CacheSize, cost: PreemptionCost, steps_ahead: int
+) -> RunFacts:
     return RunFacts(
         version=__version__,
         model=loaded.name,
@@ -213,6 +218,7 @@ def _facts(config: EngineConfig, loaded: LoadedModel, size: CacheSize, cost: Pre
         knobs=shareable_knobs(config) | _resolved_weights(loaded),
         cache=size,
         cost=cost,
+        steps_ahead=steps_ahead,
     )
 
 

@@ -88,8 +88,8 @@ class DeviceRunner(ModelRunner):
         self._device = device
         self._state = DeviceRows(2 * max_batch_size, max_blocks, device)
         self._scratch = SampleScratch(max_batch_size + MAX_CHUNKS, config.vocab_size, device)
-        compile_sample_rows(self._state.sampling, self._scratch, store.keys[0].dtype)  # beside what follows
         self._backend = prepare_backend(attention_backend, config, store, pool.block_size, max_batch_size)
+        compile_sample_rows(self._state.sampling, self._scratch, store.keys[0].dtype)  # beside what follows
         self._windows = tuple(dict.fromkeys(config.window(layer) for layer in range(config.num_layers)))
         self._work = DecodeWork(
             max_rows=max_batch_size,

@@ -105,7 +105,8 @@ class Engine:
         self._empty_steps = 0
         self._begun: list[Sequence] = []  # of the last step
         self._unreported: list[StepOutput] = []  # of a step that was interrupted; the next one brings them
-        self._steps_ahead = steps_ahead  # at most; 0: each step is read before the next is planned
+        # at most; 0: each step is read before the next is planned, as it must be where nothing is kept of it
+        self._steps_ahead = steps_ahead if scheduler.keeps_cache else 0
         self.prepare = prepare  # for idle time: makes later steps quicker; False: all is done
         self._flights: deque[_Flight] = deque()  # steps that the device works on, the oldest first
         self._step_tokens = Histogram(STEP_TOKENS)
@@ -249,8 +250,7 @@ class Engine:
         """How many steps may be under way when the next one is planned."""
         if self._live.need_the_host:
             return 0
-        scheduler = self.scheduler
-        is_quiet = not scheduler.num_waiting and scheduler.num_planned_tokens == len(scheduler.planned)
+        is_quiet = self.scheduler.all_decode and not self.scheduler.num_waiting
         return self._steps_ahead if is_quiet else min(self._steps_ahead, 1)
 
     def _retire(self, *, all_but: int = 0) -> list[StepOutput]:
@@ -274,7 +274,11 @@ class Engine:
         self._observer.on_step(plan, result.ids)
         if result.is_whole:
             return self._live.report(plan, sequences, result)
-        broken = [number for number, ids in enumerate(result.ids) if NO_TOKEN in ids]
+        broken = [  # but for who has ended since: that nobody will see
+            number
+            for number, ids in enumerate(result.ids)
+            if NO_TOKEN in ids and sequences[number].finish_reason is None
+        ]
         reason = "the model's logits for it are not finite, or every token is forbidden"
         failed = self._fail([sequences[number] for number in broken], reason) if broken else []
         return failed + self._live.report(plan, sequences, result)

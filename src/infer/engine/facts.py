@@ -37,6 +37,7 @@ class RunFacts:
     knobs: Mapping[str, Any]
     cache: CacheSize
     cost: PreemptionCost
+    steps_ahead: int  # launched before one is read: who stops at an id is in so many plans more
 
 
 def shareable_knobs(config: EngineConfig) -> dict[str, Any]:

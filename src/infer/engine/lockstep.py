@@ -99,10 +99,14 @@ class Lockstep:
             self._to_reserve[seq.num_reserved - chunk.stop + 1].append(number)
             self._to_commit[max(1, seq.next_commit - chunk.stop)].append(number)
 
+    @property
+    def is_on(self) -> bool:
+        """Whether the next plan may be the same again."""
+        return bool(self._sequences)
+
     def end(self) -> None:
         """Whatever comes next is not the same again."""
-        if self._sequences:
-            self._chunks, self._sequences, self._last, self._num_alike = (), [], [], 0
+        self._chunks, self._sequences, self._last, self._num_alike = (), [], [], 0
 
     def next_chunks(self, reserve: Callable[[TokenSequence, int], bool]) -> LaterChunks | None:
         """The same again, one token on, with room for it; None: there is no lockstep, or it ends here."""

@@ -47,7 +47,7 @@ class StepPlan(NamedTuple):
     chunks: Sequence[Chunk]
     preempted: tuple[int, ...] = ()
     transfers: tuple[Transfer, ...] = ()
-    grown: tuple[int, ...] = ()  # sequences that run already and have got blocks for it
+    grown: tuple[int, ...] = ()  # sequences that ran already and whose tables may have got blocks
 
     @property
     def num_tokens(self) -> int:
@@ -94,4 +94,6 @@ class PlanDraft:
     def to_plan(self, step: int, chunks: Sequence[Chunk] | None = None) -> StepPlan:
         """What it has become, of its own chunks or of these."""
         made = tuple(self.chunks) if chunks is None else chunks
+        if self.preempted:  # who has given them back again
+            self.grown = [seq_id for seq_id in self.grown if seq_id not in self.preempted]
         return StepPlan(step, made, tuple(self.preempted), tuple(self.transfers), tuple(self.grown))

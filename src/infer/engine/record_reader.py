@@ -25,6 +25,7 @@ from infer.errors import ConfigError, InferError
 from infer.sampling.params import SamplingParams
 
 MAX_LINE_BYTES = 64 << 20  # a prompt of a million tokens has about eight
+MAX_STEPS_AHEAD = 64
 MAX_STEP_GAP = 1_000_000  # between two events; an idle engine does not step
 
 
@@ -194,7 +195,20 @@ def _read_header(line: _Line) -> RunFacts:
         cost=PreemptionCost(
             cost.take("swap_seconds", float, int), cost.take("recompute_seconds", float, int)
         ),
+        steps_ahead=_read_steps_ahead(line),
     )
+
+
+def _read_steps_ahead(line: _Line) -> int:
+    if "steps_ahead" not in line.value:  # there was one, on a GPU, before records said so
+        overlaps = (
+            line.take("device", str) == "cuda" and line.take("knobs", dict).get("use_overlap") is not False
+        )
+        return int(overlaps)
+    steps_ahead: int = line.take("steps_ahead", int)
+    if not 0 <= steps_ahead <= MAX_STEPS_AHEAD:
+        line.fail(f"'steps_ahead' is {steps_ahead}, not one of 0 to {MAX_STEPS_AHEAD}")
+    return steps_ahead
 
 
 def _read_event(line: _Line) -> Event:

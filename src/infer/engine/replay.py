@@ -192,7 +192,12 @@ def replay_model(record: Record, model: str | None, *, device: str | None, show_
         show_progress=show_progress,
         headers=headers,
     )
-    return Replay(record, lambda witness: build_engine(config, loaded, observer=witness, cost=facts.cost))
+    return Replay(
+        record,
+        lambda witness: build_engine(
+            config, loaded, observer=witness, cost=facts.cost, steps_ahead=facts.steps_ahead
+        ),
+    )
 
 
 def check_threads(num_threads: int) -> None:

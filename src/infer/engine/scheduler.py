@@ -60,6 +60,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # by sort_key: the first is the most urgent
         self.planned: list[Sequence] = []  # of the last plan: one for each of its chunks
         self.num_planned_tokens = 0  # of the last plan: how many tokens the model will see
+        self.all_decode = False  # of the last plan: whether it has a token for each that runs, and no prompt
         self.num_preemptions = 0
         self._by_id: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(config.max_wait_steps)
@@ -127,7 +128,8 @@ class Scheduler:
         again = None if may_admit else self._lockstep.next_chunks(partial(self._reserve, draft=draft))
         if again is not None:
             return draft.to_plan(self.step, again)
-        self._lockstep.end()
+        if self._lockstep.is_on:
+            self._lockstep.end()
         one_behind = [  # at its max_total the last token is under way
             s for s in self.running if s.num_tokens - s.num_computed == 1 and s.num_tokens < s.max_total
         ]
@@ -152,9 +154,12 @@ class Scheduler:
         self.planned = draft.sequences
         self.num_planned_tokens = draft.num_tokens
         plan = draft.to_plan(self.step)
-        others = further_behind or may_admit or self._num_beams or self.policy.rotates
-        if not others and self.keeps_cache and draft.num_tokens == len(plan.chunks) == len(one_behind) > 0:
+        self.all_decode = not further_behind and draft.num_tokens == len(plan.chunks) == len(one_behind) > 0
+        may_change = may_admit or self._num_beams or self.policy.rotates or not self.keeps_cache
+        if self.all_decode and not may_change:
             self._lockstep.note(plan.chunks, draft.sequences)
+        else:
+            self._lockstep.end()
         return plan
 
     def _plan_static(

@@ -14,8 +14,8 @@ product is built for large M and reaches a third of it on small models.
 
     M <= 8      of small models on Hopper: tensor cores, the
                 weights asked for before the wait                  cuda/linear_ahead.py
-    M <= 64     of all others, and M <= 128 for all but qkv: the
-                same, through shared memory                        cuda/linear_wgmma.py
+    M <= 64     of all others, and M <= 128 for gates and what
+                writes into the stream: through shared memory      cuda/linear_wgmma.py
     M = 1       dot products, the norm folded in                   linear_kernels.gemv_kernel
     M <= 4      the same without the norm where that is faster, or
     M <= 128    tensor cores, W on the left, K split in order      linear_kernels.skinny_kernel

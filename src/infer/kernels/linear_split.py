@@ -2,12 +2,13 @@
 
     y = x WT        parts[p] = x[:, p-th piece of K]  W[:, p-th piece of K]T,  in float32;   y = sum of parts
 
-From 65 tokens on the matrix library is the fastest way to multiply, but for a matrix that writes into the
-residual stream of a small model: a thousand outputs are 16 tiles, and the other multiprocessors of a GPU are
-idle. The library knows: it splits K and adds the parts up in a kernel of its own. It does not always know:
-192 tokens with 4,096 outputs of 12,288 inputs take it 53 us, two parts of them 33. Here the parts are a batch
-of products, and who adds them up is the kernel that reads y anyway, to add it to the stream and to normalise
-it (rms_norm.py). Sums are taken in float32 and in the order of the parts; y itself is never rounded.
+Where there are more tokens than our own kernels are for (linear_small.py), the matrix library multiplies
+fastest, but not with a matrix that writes into the residual stream of a small model: a thousand outputs
+are 16 tiles, and the other multiprocessors of a GPU are idle. The library knows: it splits K and adds the
+parts up in a kernel of its own. It does not always know: 192 tokens with 4,096 outputs of 12,288 inputs
+take it 53 us, two parts of them 33. Here the parts are a batch of products, and who adds them up is the
+kernel that reads y anyway, to add it to the stream and to normalise it (rms_norm.py). Sums are taken in
+float32 and in the order of the parts; y itself is never rounded.
 
 Shapes:  M tokens, N outputs, K inputs, P parts.
 """

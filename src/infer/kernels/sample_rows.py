@@ -35,6 +35,7 @@ Shapes:  S sampled rows, V vocabulary, R rows of state, C candidates.
 
 from __future__ import annotations
 
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ from infer.kernels.sample_kernels import (
     survey_kernel,
     wide_kernel,
 )
+
+logger = logging.getLogger(__name__)
 
 NO_TOKEN = -1  # the id of a row whose largest logit is not finite, as in sampling/sampler.py
 GROUP = 512  # tokens of a group, whose peak is known
@@ -183,12 +186,13 @@ def compile_sample_rows(state: SampleState, scratch: SampleScratch, dtype: torch
     launches = _launches(logits_1V, state, rows_1, rows_1.long(), scratch)
 
     def compile_all() -> None:
-        pool = ThreadPoolExecutor(
-            len(launches)
-        )  # what fails here fails again for whoever needs it, and says why
-        with torch.cuda.device(device), pool, triton.AsyncCompileMode(pool, ignore_errors=True):
-            for kernel, grid, arguments, constants in launches:
-                kernel.warmup(*arguments, grid=grid, **constants)
+        pool = ThreadPoolExecutor(len(launches))
+        try:
+            with torch.cuda.device(device), pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+                for kernel, grid, arguments, constants in launches:
+                    kernel.warmup(*arguments, grid=grid, **constants)
+        except Exception:  # it happens again to whoever needs the kernel
+            logger.debug("the sampler could not be compiled ahead", exc_info=True)
 
     threading.Thread(target=compile_all, name=COMPILING, daemon=True).start()
 

@@ -8,7 +8,7 @@ computed, and its block table. A step names its rows; everything else it needs f
                                    └──────────────────── next replay, no copy in ────────────────┘
 
 The host only says who arrives and how it is sampled (`enter_rows`) and when a table grows
-(`apply_table_diffs`), and reads the ids, one step late if it likes.
+(`apply_table_diffs`), and reads the ids, some steps late if it likes.
 A row of -1 is padding up to the size a graph was captured for: token 0 at position 0, written to no slot
 (-1) and attending to nothing (length 0).
 

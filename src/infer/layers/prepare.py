@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import nn
 
 from infer.kernels.cuda.linear_ahead import AHEAD
 from infer.kernels.cuda.linear_wgmma import WGMMA, WGMMA_MORE
-from infer.kernels.cuda.prepared_linears import Matrix
+from infer.kernels.cuda.prepared_linears import Matrix, PreparedLinears
 from infer.layers.linear import Linear
 from infer.layers.mlp import GatedMLP
 from infer.layers.moe import MixtureOfExperts
@@ -27,23 +28,28 @@ _WRITERS = ("out", "down")  # names of the matrices that write into the residual
 def prepare_linears(layers: Iterable[nn.Module], head: Linear, device: torch.device) -> Callable[[], None]:
     """Begin to compile what few tokens are multiplied with, where Triton's kernels are slower.
 
-    Call the result to wait for it: until then no step may run.
+    Call the result to wait for it and to load it: until then no step may run.
     """
     matrices = matrices_of(layers) if device.type == "cuda" else []
     if not matrices:
         return lambda: None
     to_logits = Matrix(*head.weight.shape)
     has_head = _is_plain(head) and WGMMA.choose(WGMMA.tokens[-1], to_logits) is not None
-
-    def prepare() -> None:
-        AHEAD.prepare(matrices, device)
-        WGMMA.prepare([*matrices, to_logits] if has_head else matrices, device)
-        WGMMA_MORE.prepare([matrix for matrix in matrices if matrix.activation or matrix.writes], device)
-
-    pool = ThreadPoolExecutor(1, "prepare-linears")
-    prepared = pool.submit(prepare)
+    wanted: list[tuple[PreparedLinears[Any], list[Matrix]]] = [
+        (AHEAD, matrices),
+        (WGMMA, [*matrices, to_logits] if has_head else matrices),
+        (WGMMA_MORE, [matrix for matrix in matrices if matrix.activation or matrix.writes]),
+    ]
+    pool = ThreadPoolExecutor(1, "compile-linears")
+    compiled = [pool.submit(kernels.compile, some, device) for kernels, some in wanted]
     pool.shutdown(wait=False)
-    return prepared.result
+
+    def load() -> None:
+        for is_compiled, (kernels, some) in zip(compiled, wanted, strict=True):
+            is_compiled.result()
+            kernels.prepare(some, device)
+
+    return load
 
 
 def matrices_of(layers: Iterable[nn.Module]) -> list[Matrix]:

@@ -42,6 +42,7 @@ def make_facts(config: EngineConfig = CONFIG) -> RunFacts:
         knobs=shareable_knobs(config),
         cache=SIZE,
         cost=COST,
+        steps_ahead=0,
     )
 
 

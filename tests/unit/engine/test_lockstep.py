@@ -98,7 +98,7 @@ def test_it_ends_when_somebody_begins_or_ceases_to_run(what: str, steps_ahead: i
         world.add("short", prompt_of(4, start=9), max_tokens=ALIKE_PLANS + 8)
     for _ in range(ALIKE_PLANS + 6):
         world.step()
-    assert is_later(world.plans[-1]) or steps_ahead
+    assert any(map(is_later, world.plans))
     if what == "comes":
         world.add("new", prompt_of(4, start=9), max_tokens=3)
     elif what == "leaves":
@@ -145,3 +145,16 @@ def test_without_one_there_is_nothing_to_repeat() -> None:
     assert lockstep.next_chunks(lambda seq, num_tokens: True) is None
     assert not lockstep.advance(CHUNKS)
     lockstep.end()
+
+
+def test_plans_in_between_that_were_not_alike_begin_the_count_anew() -> None:
+    """And nobody is kept alive by a count, once all are gone."""
+    world = make_world()
+    for _ in range(ALIKE_PLANS):
+        world.step()
+    assert world.scheduler._lockstep._num_alike
+    world.add("new", prompt_of(9, start=9), max_tokens=3)
+    world.step()
+    assert not world.scheduler._lockstep._num_alike
+    world.run()
+    assert not world.scheduler._lockstep._last

@@ -138,6 +138,7 @@ def test_a_failed_step_is_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixt
         (1, {"version": 2}, "line 1: the record is of version 2, and this release reads version 1"),
         (1, {"kind": "step"}, "line 1: a record begins with a header line"),
         (1, {"cache": 3}, "line 1: 'cache' is 3, not an object"),
+        (1, {"steps_ahead": 10**6}, "line 1: 'steps_ahead' is 1000000, not one of 0 to 64"),
         (2, {"kind": "joke"}, "line 2: the kind 'joke' is not one of add, abort, reset, step, failure"),
         (2, {"step": True}, "line 2: 'step' is true, not an integer"),
         (2, {"step": -1}, "goes from step 0 to -1"),
@@ -204,6 +205,27 @@ def test_the_header_tells_the_knobs_and_the_size_of_the_cache(tmp_path: Path) ->
     header = lines_of(tmp_path / "r.jsonl")[0]
     assert header["knobs"]["prefill_chunk_size"] == CONFIG.scheduler.prefill_chunk_size
     assert header["cache"] == {"num_blocks": SIZE.num_blocks, "block_size": 4, "bytes_per_token": 8}
+
+
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [
+        ({"steps_ahead": 3}, 3),
+        ({"device": "cuda"}, 1),  # written before records said how many
+        ({"device": "cuda", "knobs": {"use_overlap": False}}, 0),
+        ({"device": "cpu"}, 0),
+    ],
+)
+def test_a_record_knows_how_many_steps_were_ahead(
+    tmp_path: Path, header: dict[str, Any], expected: int
+) -> None:
+    path = tmp_path / "r.jsonl"
+    record_run(path, num_requests=1)
+    lines = lines_of(path)
+    del lines[0]["steps_ahead"]
+    lines[0] |= header
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert Record(path).facts.steps_ahead == expected
 
 
 def test_a_file_that_was_there_becomes_its_owners_alone(tmp_path: Path) -> None:

@@ -196,3 +196,69 @@ def test_ids_stay_where_they_are_until_somebody_reads_them(
         waits.append(results.take(torch.tensor([step, -step])))
         if len(waits) > steps_ahead:
             assert waits.popleft()() == [step - steps_ahead, steps_ahead - step]
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1, 3])
+def test_a_broken_token_in_vain_ends_nobody(steps_ahead: int) -> None:
+    """One of two answers has stopped when a step that was launched before brings it no token."""
+    world = make_world(steps_ahead)
+    world.add("a", prompt_of(5), max_tokens=20, n=2)
+    world.run()
+    stop = world.tokens["a", 0][4]
+    assert stop not in world.tokens["a", 1]
+    world = make_world(steps_ahead, eos_ids=(stop,))
+    failures: list[str] = []
+    observer: Any = world.observer
+    observer.on_failure = lambda _, reason: failures.append(reason)
+    run = world.runner.run
+
+    def run_and_break(plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
+        result = run(plan, sequences)
+        ids = [
+            (NO_TOKEN,) if seq.index == 0 and len(ids) == 1 and chunk.stop > 9 else ids
+            for seq, chunk, ids in zip(sequences, plan.chunks, result.ids, strict=True)
+        ]
+        return result._replace(ids=ids, is_whole=False)
+
+    world.runner.run = run_and_break  # type: ignore[method-assign]
+    world.add("a", prompt_of(5), max_tokens=20, n=2)
+    world.run()
+    assert [world.finished["a", index].finish_reason for index in range(2)] == ["stop", "length"]
+    assert not failures
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1, 3])
+def test_a_broken_request_fails_once(steps_ahead: int) -> None:
+    world = make_world(steps_ahead)
+    failures: list[str] = []
+    observer: Any = world.observer
+    observer.on_failure = lambda _, reason: failures.append(reason)
+    run = world.runner.run
+
+    def run_and_break(plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
+        result = run(plan, sequences)
+        ids = [
+            (NO_TOKEN,) if chunk.stop > 12 else ids
+            for chunk, ids in zip(plan.chunks, result.ids, strict=True)
+        ]
+        return result._replace(ids=ids, is_whole=False)
+
+    world.runner.run = run_and_break  # type: ignore[method-assign]
+    world.add("a", prompt_of(5), max_tokens=20)
+    world.run()
+    assert len(failures) == 1
+
+
+def test_chunks_of_one_token_are_prompts_all_the_same() -> None:
+    world = make_world(prefill_chunk_size=1)
+    world.add("a", prompt_of(9), max_tokens=9)
+    assert num_ahead(world, 8) == [1] * 8
+    assert num_ahead(world, 3) == [2, 3, 3]  # from the one on that samples
+
+
+def test_where_nothing_is_kept_of_a_step_none_is_ahead() -> None:
+    world = make_world(kv_cache_backend="naive")
+    world.add("a", prompt_of(5), max_tokens=9)
+    assert set(num_ahead(world, 6)) == {0}
+    world.run()
+    assert world.verify() == 1

@@ -263,11 +263,11 @@ def test_who_waits_for_the_linears_learns_what_went_wrong(monkeypatch: pytest.Mo
     model = make_model("llama")
     has_begun = threading.Event()
 
-    def prepare(*_: object) -> bool:
+    def compile_linears(*_: object) -> None:
         has_begun.wait(60)
         raise DeviceLost("no more")
 
-    monkeypatch.setattr(PreparedLinears, "prepare", prepare)
+    monkeypatch.setattr(PreparedLinears, "compile", compile_linears)
     wait = prepare_linears(model.layers, model.head, GPU)  # does not wait
     has_begun.set()
     with pytest.raises(DeviceLost, match="no more"):

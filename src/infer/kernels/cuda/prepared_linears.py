@@ -10,6 +10,7 @@ Shapes:  M tokens, N outputs, F outputs of a gated layer (W has 2F rows), K inpu
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -75,28 +76,23 @@ class PreparedLinears(Generic[Config]):
         config = self.ready.get((x_MX.get_device(), self.bucket(M), N, K, gated))
         return config if config and are_pieces(x_MX, w) else None
 
+    def compile(self, matrices: Sequence[Matrix], device: torch.device) -> None:
+        """Compile what `prepare` would, and load nothing: for a thread beside who measures a GPU's memory."""
+        if cuts := self._cut(matrices, device):
+            with contextlib.suppress(build.BuildError):  # `prepare` will say so
+                _compile(self.source, self.arch, cuts[1])
+
     def prepare(self, matrices: Sequence[Matrix], device: torch.device) -> bool:
         """Compile and load all that these matrices can ask for; False, and why in the log: none is ready."""
-        if not matrices or not is_for(device):
+        cuts = self._cut(matrices, device)
+        if cuts is None:
             return False
-        index = build.index_of(device)
-        chosen: dict[Shape, Config] = {}
-        variants: dict[Defines, None] = {}  # in order, each once
-        for bucket in dict.fromkeys(self.bucket(M) for M in self.tokens):
-            num_tokens = max(M for M in self.tokens if self.bucket(M) == bucket)
-            for matrix in matrices:
-                config = self.choose(num_tokens, matrix)
-                if config is None:
-                    logger.debug("%s is not for a matrix of %d by %d", self.source.name, matrix.N, matrix.K)
-                    return False
-                chosen[index, bucket, matrix.N, matrix.K, bool(matrix.activation)] = config
-                variants |= dict.fromkeys(self._variants_of(matrix, config, bucket))
+        chosen, variants = cuts
         start = time.perf_counter()
         try:
-            with ThreadPoolExecutor(min(_MAX_COMPILERS, os.cpu_count() or 1)) as pool:
-                list(pool.map(functools.partial(cubin, self.source, self.arch), variants))
+            _compile(self.source, self.arch, variants)
             for defines in variants:
-                self.load(defines, index, dispatch.PDL)
+                self.load(defines, build.index_of(device), dispatch.PDL)
         except build.BuildError as error:
             first, last = self.tokens[0], self.tokens[-1]
             logger.info(
@@ -108,6 +104,26 @@ class PreparedLinears(Generic[Config]):
             logger.info("%d variants of %s took %.1f s", len(variants), self.source.name, seconds)
         self.ready.update(chosen)
         return True
+
+    def _cut(
+        self, matrices: Sequence[Matrix], device: torch.device
+    ) -> tuple[dict[Shape, Config], list[Defines]] | None:
+        """How these matrices are cut and the variants it takes, each once; None: they are not for this."""
+        if not matrices or not is_for(device):
+            return None
+        index = build.index_of(device)
+        chosen: dict[Shape, Config] = {}
+        variants: dict[Defines, None] = {}
+        for bucket in dict.fromkeys(self.bucket(M) for M in self.tokens):
+            num_tokens = max(M for M in self.tokens if self.bucket(M) == bucket)
+            for matrix in matrices:
+                config = self.choose(num_tokens, matrix)
+                if config is None:
+                    logger.debug("%s is not for a matrix of %d by %d", self.source.name, matrix.N, matrix.K)
+                    return None
+                chosen[index, bucket, matrix.N, matrix.K, bool(matrix.activation)] = config
+                variants |= dict.fromkeys(self._variants_of(matrix, config, bucket))
+        return chosen, list(variants)
 
     def _variants_of(self, matrix: Matrix, config: Config, bucket: int) -> Iterator[Defines]:
         for adds, parts in ((False, False), (False, True), (True, False)):
@@ -160,6 +176,11 @@ def is_for(device: torch.device) -> bool:
         return False
     is_hopper = torch.cuda.get_device_capability(device) == (9, 0)
     return is_hopper and dispatch.num_sms(device) >= NUM_SMS
+
+
+def _compile(source: Path, arch: str, variants: Sequence[Defines]) -> None:
+    with ThreadPoolExecutor(min(_MAX_COMPILERS, os.cpu_count() or 1)) as pool:
+        list(pool.map(functools.partial(cubin, source, arch), variants))
 
 
 @functools.cache
