@@ -119,6 +119,8 @@ def toggle_table(page: str) -> str:
     lines = ["| toggle | switches on | shows best on | could hurt |", "|---|---|---|---|"]
     for toggle in TOGGLES:
         knobs = ", ".join(f"`{name}={value}`" for name, value in toggle.knobs.items())
+        if toggle.above:
+            knobs += f". {toggle.above}"
         looks = [f"`{look.workload}`, {MEASURES[look.figure].title}" for look in (toggle.best, toggle.risk)]
         cells = [f"`+{toggle.name}`", knobs, f"{looks[0]}: {toggle.why}", f"{looks[1]}: {toggle.price}"]
         lines.append(f"| {' | '.join(cells)} |")

@@ -166,11 +166,18 @@ def _row(toggle: Toggle, look: Look, before: list[dict[str, float]], after: list
     band = max(NOISE, spread(gain), SINGLE_BAND if len(runs) == 1 else 0.0)
     sentence = _sentence(toggle, gain.median, band, is_best=look is toggle.best)
     note = f"{measure.title} {show(figure, old_value)} -> {show(figure, new_value)}: {sentence}"
+    if toggle.above:
+        note += f" {toggle.above}"
     return msgspec.structs.replace(made, note=note)
 
 
 def _sentence(toggle: Toggle, gain: float, band: float, *, is_best: bool) -> str:
     """What the ratio means, in words that hold whichever way it went."""
+    is_none = 1 / (1 + band) <= gain <= 1 + band
+    if toggle.is_idle_at_risk and not is_best and not is_none:
+        verdict = f"{gain:.2f} times better" if gain > 1 else f"{1 / gain:.2f} times worse"
+        noise = "which is the machine's noise and not the switch's doing, for it changes nothing here"
+        return f"{verdict}, {noise}: {toggle.price}."
     if gain > 1 + band:
         return f"{gain:.2f} times better{f', because {toggle.why}' if is_best else ' here too'}."
     if gain < 1 / (1 + band):

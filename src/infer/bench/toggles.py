@@ -1,7 +1,8 @@
 """The ideas that the matrix switches on one after the other, as data.
 
 Each has a place where it should show and a place where it could hurt, and words for both: why it helps,
-what it means if it did not (`unless`), and what it costs where it cannot help (`price`).
+what it means if it did not (`unless`), and what it costs where it cannot help (`price`). Two of them do not
+even cost anything there; whatever a row of theirs shows is noise, and is called so.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Toggle:
     why: str  # it helps
     unless: str  # what is so where it ought to help and does not
     price: str  # what it does where it cannot help
+    is_idle_at_risk: bool = False  # the switch changes nothing there: what is measured beyond that is noise
     without: Mapping[str, Any] = field(default_factory=dict)  # knobs of its own "before", where not BASE's
+    above: str = ""  # what the rows above have instead, where its "before" is not theirs; a sentence
     needs: str = ""  # a GPU, or a model on a CPU
 
 
@@ -54,6 +57,7 @@ TOGGLES = (
         why="who arrives joins at the next step, and does not wait until a whole batch is done",
         unless="batches are done before the next request comes, so nobody waits for one",
         price="with one request at a time there is no batch to join",
+        is_idle_at_risk=True,
     ),
     Toggle(
         name="paged",
@@ -106,7 +110,8 @@ TOGGLES = (
     Toggle(
         name="quant",
         knobs={"cpu_weights": "int8"},
-        without={"cpu_weights": "fp32"},  # all above run in the form the model was loaded in
+        without={"cpu_weights": "fp32"},
+        above="Its before is fp32; the rows above have the weights as they were loaded.",
         best=Look("b1_256_256", "output_tokens_per_s"),
         risk=Look("prefill_8x4096", "ttft_p50_s"),
         why="a step reads every weight, and they are a quarter of the bytes",
@@ -117,12 +122,14 @@ TOGGLES = (
     Toggle(
         name="program",
         knobs={"use_cpu_program": True},
-        without={"use_cpu_program": False},  # all above have it, where the model can be recorded
+        without={"use_cpu_program": False},
+        above="Every row above has it on already, on both sides; here alone the before is without it.",
         best=Look("b1_256_256", "output_tokens_per_s"),
         risk=Look("prefill_8x4096", "ttft_p50_s"),
         why="the kernels of a decode step are a list that C runs, and Python calls it once",
         unless="the kernels take so long that what Python adds between them does not count",
         price="the kernels of a prompt are called one by one either way",
+        is_idle_at_risk=True,
         needs=CPU_MODEL,
     ),
 )

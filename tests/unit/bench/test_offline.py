@@ -310,6 +310,28 @@ def test_a_sentence_holds_whichever_way_it_went(gain: float, is_best: bool, said
     assert sentence.startswith(said) and sentence.endswith(".")
 
 
+@pytest.mark.parametrize("gain", [0.7, 1.3])
+def test_what_a_switch_that_changes_nothing_seems_to_do_is_called_noise(gain: float) -> None:
+    """A reason why there should be no difference does not explain one."""
+    idle = [toggle for toggle in TOGGLES if toggle.is_idle_at_risk]
+    assert [toggle.name for toggle in idle] == ["continuous", "program"]
+    for toggle in idle:
+        said = sentence_of(toggle, gain, 0.1, is_best=False)
+        verdict = "1.43 times worse" if gain < 1 else "1.30 times better"
+        expected = "which is the machine's noise and not the switch's doing, for it changes nothing here"
+        assert said == f"{verdict}, {expected}: {toggle.price}."
+        assert "noise" not in sentence_of(toggle, gain, 0.1, is_best=True)
+        assert "no difference beyond 50%, as it should be" in sentence_of(toggle, gain, 0.5, is_best=False)
+
+
+def test_a_row_whose_before_is_not_the_row_above_says_so() -> None:
+    for toggle in TOGGLES:
+        runs = [{toggle.best.figure: 10.0}]
+        note = row_of(toggle, toggle.best, runs, runs).note
+        assert note.endswith(f" {toggle.above}") is bool(toggle.without), toggle.name
+    assert "every row above has it on" in TOGGLES[-1].above.lower()
+
+
 def test_ctrl_c_keeps_what_was_measured(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     ceilings = Ceilings(copy_bytes_per_s=1e9, matmul_flops_per_s=1e9)
     monkeypatch.setattr(offline_benches, "measure_ceilings", lambda device, dtype: ceilings)

@@ -62,6 +62,7 @@ def test_every_toggle_has_its_sentences_on_the_page() -> None:
     assert "STALE" not in page
     for toggle in TOGGLES:
         assert f"| `+{toggle.name}` |" in page and toggle.why in page and toggle.price in page
+        assert toggle.above in page
 
 
 def test_a_report_becomes_a_table_with_its_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
