@@ -27,7 +27,6 @@ from infer.bench.floors import (
     workload_floor,
 )
 from infer.bench.matrix import _row as row_of
-from infer.bench.matrix import _sentence as sentence_of
 from infer.bench.matrix import bench_matrix, speed_ups
 from infer.bench.micro import bench_attention, bench_memory
 from infer.bench.offline import batch, bench_decode, bench_latency, bench_offline, bench_prefill, run_once
@@ -286,50 +285,6 @@ def test_a_packed_weight_is_not_counted_twice(subject: Subject) -> None:
 def test_ceilings_are_measured(subject: Subject) -> None:
     found = measure_ceilings(subject.device, subject.loaded.dtype, scale=0.05)
     assert found.copy_bytes_per_s > 1e6 and found.matmul_flops_per_s > 1e6
-
-
-def test_an_unknown_toggle_is_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown toggle 'pagd'; did you mean 'paged'"):
-        bench_matrix(None, seed=1, repeats=1, tell=print, only=("pagd",))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("gain", "is_best", "said"),
-    [
-        (2.0, True, "2.00 times better, because a start that somebody has computed"),
-        (2.0, False, "2.00 times better here too"),
-        (0.5, True, "2.00 times worse: the shared start is computed so fast"),
-        (0.5, False, "2.00 times worse, and it has nothing to give here: nothing is shared"),
-        (1.09, True, "no difference beyond 10%: the shared start is computed so fast"),
-        (0.92, False, "no difference beyond 10%, as it should be: nothing is shared"),
-    ],
-)
-def test_a_sentence_holds_whichever_way_it_went(gain: float, is_best: bool, said: str) -> None:
-    prefix = next(toggle for toggle in TOGGLES if toggle.name == "prefix")
-    sentence = sentence_of(prefix, gain, 0.1, is_best=is_best)
-    assert sentence.startswith(said) and sentence.endswith(".")
-
-
-@pytest.mark.parametrize("gain", [0.7, 1.3])
-def test_what_a_switch_that_changes_nothing_seems_to_do_is_called_noise(gain: float) -> None:
-    """A reason why there should be no difference does not explain one."""
-    idle = [toggle for toggle in TOGGLES if toggle.is_idle_at_risk]
-    assert [toggle.name for toggle in idle] == ["continuous", "program"]
-    for toggle in idle:
-        said = sentence_of(toggle, gain, 0.1, is_best=False)
-        verdict = "1.43 times worse" if gain < 1 else "1.30 times better"
-        expected = "which is the machine's noise and not the switch's doing, for it changes nothing here"
-        assert said == f"{verdict}, {expected}: {toggle.price}."
-        assert "noise" not in sentence_of(toggle, gain, 0.1, is_best=True)
-        assert "no difference beyond 50%, as it should be" in sentence_of(toggle, gain, 0.5, is_best=False)
-
-
-def test_a_row_whose_before_is_not_the_row_above_says_so() -> None:
-    for toggle in TOGGLES:
-        runs = [{toggle.best.figure: 10.0}]
-        note = row_of(toggle, toggle.best, runs, runs).note
-        assert note.endswith(f" {toggle.above}") is bool(toggle.without), toggle.name
-    assert "every row above has it on" in TOGGLES[-1].above.lower()
 
 
 def test_ctrl_c_keeps_what_was_measured(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
