@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import stat
@@ -69,7 +70,8 @@ def test_the_log_has_a_timeline_and_the_requests_but_no_prompt_and_no_key(server
     wait_until(lambda: "output_tokens=2 " in server.log.read_text())  # the line follows the answer
     log = server.log.read_text()
     assert 'path="/v1/completions" status=200' in log
-    assert "listening on" in log and "model tiny: 1 engine(s) after" in log and "ready after" in log
+    assert "listening on" in log and "model tiny: 1 engine(s) after" in log
+    assert log.count(" places in the batch, KV cache of ") == 1 and "ready" not in log
     assert "unmistakable" not in log and "Bearer" not in log
 
 
@@ -135,6 +137,7 @@ def test_sigterm_under_load_finishes_what_runs_and_refuses_what_comes(
         assert server.process.wait(30) == 0
         assert not any(is_alive(pid) for pid in engines)
         assert "Traceback" not in server.log.read_text()
+        assert server.log.read_text().endswith("stopped\n")
 
 
 def test_what_does_not_finish_in_time_is_cut_off_with_an_error(checkpoint: str, tmp_path: Path) -> None:
@@ -170,6 +173,7 @@ def test_a_second_signal_exits_at_once(checkpoint: str, tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGINT)
         wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
         assert server.stop(signal.SIGINT, timeout_s=5) == 130
+        assert re.search(r"ended \d+ request\(s\) at the second signal\n", server.log.read_text())
         wait_until(lambda: not any(is_alive(pid) for pid in engines))
         for each in asked:
             assert each.exception() is not None or each.result().status_code in (200, 503)

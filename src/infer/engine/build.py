@@ -10,6 +10,7 @@ loaded but none of its weights, so whoever is about to load one can ask them fir
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import replace
 
@@ -49,6 +50,7 @@ from infer.engine.observer import EngineObserver
 from infer.engine.preemption import PreemptionCost
 from infer.engine.runner import ModelRunner
 from infer.engine.scheduler import Scheduler
+from infer.engine.start_line import describe_engine
 from infer.errors import ConfigError
 from infer.kernels.attention import attend_sdpa
 from infer.layers.linear import set_invariant
@@ -58,6 +60,8 @@ from infer.loader.cpu_weights import PACKED
 from infer.loader.load import LoadChoice, LoadedModel
 from infer.models.config import ModelConfig
 from infer.models.model import Model
+
+logger = logging.getLogger(__name__)
 
 DEVICE_BACKENDS = ("triton", "flash", "cuda")  # of attention: kernels that read a GPU's own state
 PROBE_TOKENS = 64  # of the prefill that measures what recomputing costs
@@ -109,6 +113,7 @@ def build_engine(
     )
     if is_gpu:  # a CPU waits for nobody while garbage is collected, and tiny models are built by the hundred
         freeze_with(engine)
+    logger.info("%s", describe_engine(loaded, scheduler_config, size, config.cache.attention_backend))
     return engine
 
 

@@ -56,7 +56,6 @@ class Fleet:
             await self.load(name, config)
         self.state.is_starting = False
         self.metrics.startup_s = time.perf_counter() - started
-        logger.info("ready after %.2f s", self.metrics.startup_s)
 
     async def load(self, name: str, config: EngineConfig) -> ServedModel:
         """Start the engines of a model and serve it under a name; an empty name means its own."""

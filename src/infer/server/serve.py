@@ -91,7 +91,7 @@ async def run(
     server = _Server(_uvicorn_config(state, fleet))  # first: if it fails, nothing is to be cleaned up
     listener = bind(config)
     warn_if_open(config)
-    stopping = _stop_on_signals()
+    stopping = _stop_on_signals(state)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     starting = asyncio.create_task(fleet.start(models))
     losing = asyncio.create_task(fleet.wait_lost())
@@ -120,6 +120,7 @@ async def run(
         stopping.cancel()
         if config.uds is not None:
             Path(config.uds).unlink(missing_ok=True)
+    logger.info("stopped")
 
 
 async def drain(state: ServerState, timeout_s: float) -> None:
@@ -226,13 +227,14 @@ def _uvicorn_config(state: ServerState, fleet: Fleet) -> uvicorn.Config:
     return made
 
 
-def _stop_on_signals() -> asyncio.Future[None]:
+def _stop_on_signals(state: ServerState) -> asyncio.Future[None]:
     """Done at the first SIGINT or SIGTERM; the second ends the process on the spot."""
     loop = asyncio.get_running_loop()
     stopping: asyncio.Future[None] = loop.create_future()
 
     def on_signal() -> None:
         if stopping.done():
+            logger.warning("ended %d request(s) at the second signal", state.num_active)
             os._exit(130)  # engine processes notice that we are gone and follow
         stopping.set_result(None)
 

@@ -202,7 +202,7 @@ def test_each_line_of_a_file_is_drawn_with_the_seed_its_row_shows(
 def test_the_seed_of_a_line_depends_on_no_other_line(infer: Infer, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
 
-    def seed_of_third(text: str) -> int:
+    def seed_of_third(text: str) -> object:
         file.write_text(text)
         outcome = infer("generate", "--prompts-file", str(file), "--json", "--seed", "7")
         return next(row["seed"] for row in map(json.loads, outcome.out.splitlines()) if row["prompt"] == "c")

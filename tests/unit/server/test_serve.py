@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import re
+import signal
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,8 @@ import pytest
 from infer.config import EngineConfig, ServerConfig
 from infer.errors import ConfigError, ModelSourceError
 from infer.server import serve as serving
+from infer.server.fleet import Fleet
+from infer.server.metrics import ServerMetrics
 from infer.server.serve import bind, drain, run, serve, warn_if_open
 from infer.server.state import ServerState
 
@@ -116,3 +122,67 @@ def test_who_waits_for_the_last_answers_is_told_how_not_to(
     first, *rest = caplog.messages
     assert first.startswith(f"draining: {num_active} request(s) inside, at most 0 s")
     assert ("a second signal (Ctrl-C) ends them at once" in first) == bool(num_active) == bool(rest)
+
+
+def interrupt_self() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_last_line_of_a_server_that_was_stopped_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("gc.freeze", lambda: None)  # other tests follow in this process
+    caplog.set_level(logging.INFO, logger="infer")
+    config = ServerConfig(uds=str(tmp_path / "s"))
+    asyncio.run(run({}, config, announce=lambda url: interrupt_self()))
+    assert [message.partition(":")[0] for message in caplog.messages[-2:]] == ["draining", "stopped"]
+
+
+def test_a_server_that_cannot_start_has_not_stopped_but_failed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="infer")
+    models = {"": EngineConfig.from_knobs(model=str(tmp_path / "absent"))}
+    with pytest.raises(ModelSourceError):
+        asyncio.run(run(models, ServerConfig(uds=str(tmp_path / "s")), announce=print))
+    assert "stopped" not in caplog.messages
+
+
+def test_a_second_signal_says_how_many_requests_it_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="infer")
+    monkeypatch.setattr("os._exit", sys.exit)
+
+    async def interrupt_twice() -> None:
+        stopping = serving._stop_on_signals(ServerState(config=ServerConfig(), num_active=3))
+        interrupt_self()
+        await stopping
+        assert caplog.messages == []
+        interrupt_self()
+        await asyncio.sleep(60)
+
+    with pytest.raises(SystemExit) as caught:
+        asyncio.run(interrupt_twice())
+    assert caught.value.code == 130
+    assert caplog.messages == ["ended 3 request(s) at the second signal"]
+
+
+def test_the_start_says_once_what_the_model_has_and_leaves_ready_to_whoever_announces_it(
+    checkpoint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="infer")
+    knobs: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_blocks": 256, "block_size": 4}
+    config = EngineConfig.from_knobs(model=checkpoint, max_batch_size=5, max_seq_len=64, **knobs)
+
+    async def start() -> None:
+        fleet = Fleet(ServerState(config=ServerConfig(in_process=True)), ServerMetrics("infer"))
+        await fleet.start({"tiny": config})
+        await fleet.close()
+
+    asyncio.run(start())
+    (line,) = (message for message in caplog.messages if "context of 64 tokens" in message)
+    assert "5 places in the batch" in line
+    assert re.search(r"KV cache of [\d.]+ [KM]iB \(1024 tokens\)", line)
+    assert re.search(r"computed on cpu with \d+ thread", line)
+    assert not any("ready" in message for message in caplog.messages)
