@@ -84,8 +84,12 @@ class Lockstep:
         self._last: list[TokenSequence] = []  # of a plan that may have been the first of several,
         self._num_alike = 0  # that so many were like
 
-    def note(self, chunks: Sequence[Chunk], sequences: list[TokenSequence]) -> None:
-        """A plan that serves each with one token, and whose next would be the same: perhaps it begins."""
+    def note(self, chunks: Sequence[Chunk], sequences: list[TokenSequence], *, goes_on: bool) -> None:
+        """A plan that is no repetition; if it serves each with one token and goes on so, one may begin."""
+        if self._sequences or not goes_on:
+            self.end()
+        if not goes_on:
+            return
         self._num_alike = self._num_alike + 1 if sequences == self._last else 0
         self._last = sequences
         if self._num_alike < ALIKE_PLANS:
@@ -98,11 +102,6 @@ class Lockstep:
         for number, (chunk, seq) in enumerate(zip(chunks, sequences, strict=True)):
             self._to_reserve[seq.num_reserved - chunk.stop + 1].append(number)
             self._to_commit[max(1, seq.next_commit - chunk.stop)].append(number)
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the next plan may be the same again."""
-        return bool(self._sequences)
 
     def end(self) -> None:
         """Whatever comes next is not the same again."""

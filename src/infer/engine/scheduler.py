@@ -128,8 +128,6 @@ class Scheduler:
         again = None if may_admit else self._lockstep.next_chunks(partial(self._reserve, draft=draft))
         if again is not None:
             return draft.to_plan(self.step, again)
-        if self._lockstep.is_on:
-            self._lockstep.end()
         one_behind = [  # at its max_total the last token is under way
             s for s in self.running if s.num_tokens - s.num_computed == 1 and s.num_tokens < s.max_total
         ]
@@ -156,10 +154,7 @@ class Scheduler:
         plan = draft.to_plan(self.step)
         self.all_decode = not further_behind and draft.num_tokens == len(plan.chunks) == len(one_behind) > 0
         may_change = may_admit or self._num_beams or self.policy.rotates or not self.keeps_cache
-        if self.all_decode and not may_change:
-            self._lockstep.note(plan.chunks, draft.sequences)
-        else:
-            self._lockstep.end()
+        self._lockstep.note(plan.chunks, draft.sequences, goes_on=self.all_decode and not may_change)
         return plan
 
     def _plan_static(
