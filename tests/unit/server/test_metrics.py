@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -372,6 +373,10 @@ def test_the_longest_choice_and_all_choices_are_told_apart() -> None:
 
 def test_steps_and_cache_are_the_engine_s_own(oracle: LLM, client: InProcessClient) -> None:
     """Every step of a real engine is in the histogram, and each token it saw in the sum."""
+    for _ in range(1000):  # the last snapshot of whoever asked before may still be on its way
+        if not (client.stats().num_running or client.stats().num_waiting):
+            break
+        time.sleep(0.01)
     before = client.stats()
     wire_app = build_app(make_state(oracle.front, client))
 
