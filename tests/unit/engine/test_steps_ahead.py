@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from infer.engine.device_results import Results
-from infer.engine.plan import StepPlan
+from infer.engine.plan import Chunk, StepPlan
 from infer.engine.runner import StepResult
 from infer.engine.sequence import Sequence as TokenSequence
 from infer.sampling.sampler import NO_TOKEN
@@ -198,6 +198,25 @@ def test_ids_stay_where_they_are_until_somebody_reads_them(
             assert waits.popleft()() == [step - steps_ahead, steps_ahead - step]
 
 
+def break_tokens(
+    world: OracleWorld, is_broken: Callable[[TokenSequence, Chunk, tuple[int, ...]], bool]
+) -> list[str]:
+    """Let the model have no token where `is_broken` says so; returns the list that failures are added to."""
+    failures: list[str] = []
+    observer: Any = world.observer
+    observer.on_failure = lambda _, reason: failures.append(reason)
+    run = world.runner.run
+
+    def run_and_break(plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
+        result = run(plan, sequences)
+        rows = zip(sequences, plan.chunks, result.ids, strict=True)
+        ids = [(NO_TOKEN,) if is_broken(seq, chunk, ids) else ids for seq, chunk, ids in rows]
+        return result._replace(ids=ids, is_whole=False)
+
+    world.runner.run = run_and_break  # type: ignore[method-assign]
+    return failures
+
+
 @pytest.mark.parametrize("steps_ahead", [0, 1, 3])
 def test_a_broken_token_in_vain_ends_nobody(steps_ahead: int) -> None:
     """One of two answers has stopped when a step that was launched before brings it no token."""
@@ -207,20 +226,9 @@ def test_a_broken_token_in_vain_ends_nobody(steps_ahead: int) -> None:
     stop = world.tokens["a", 0][4]
     assert stop not in world.tokens["a", 1]
     world = make_world(steps_ahead, eos_ids=(stop,))
-    failures: list[str] = []
-    observer: Any = world.observer
-    observer.on_failure = lambda _, reason: failures.append(reason)
-    run = world.runner.run
-
-    def run_and_break(plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
-        result = run(plan, sequences)
-        ids = [
-            (NO_TOKEN,) if seq.index == 0 and len(ids) == 1 and chunk.stop > 9 else ids
-            for seq, chunk, ids in zip(sequences, plan.chunks, result.ids, strict=True)
-        ]
-        return result._replace(ids=ids, is_whole=False)
-
-    world.runner.run = run_and_break  # type: ignore[method-assign]
+    failures = break_tokens(
+        world, lambda seq, chunk, ids: seq.index == 0 and len(ids) == 1 and chunk.stop > 9
+    )
     world.add("a", prompt_of(5), max_tokens=20, n=2)
     world.run()
     assert [world.finished["a", index].finish_reason for index in range(2)] == ["stop", "length"]
@@ -230,20 +238,7 @@ def test_a_broken_token_in_vain_ends_nobody(steps_ahead: int) -> None:
 @pytest.mark.parametrize("steps_ahead", [0, 1, 3])
 def test_a_broken_request_fails_once(steps_ahead: int) -> None:
     world = make_world(steps_ahead)
-    failures: list[str] = []
-    observer: Any = world.observer
-    observer.on_failure = lambda _, reason: failures.append(reason)
-    run = world.runner.run
-
-    def run_and_break(plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
-        result = run(plan, sequences)
-        ids = [
-            (NO_TOKEN,) if chunk.stop > 12 else ids
-            for chunk, ids in zip(plan.chunks, result.ids, strict=True)
-        ]
-        return result._replace(ids=ids, is_whole=False)
-
-    world.runner.run = run_and_break  # type: ignore[method-assign]
+    failures = break_tokens(world, lambda seq, chunk, ids: chunk.stop > 12)
     world.add("a", prompt_of(5), max_tokens=20)
     world.run()
     assert len(failures) == 1
