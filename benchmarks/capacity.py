@@ -28,10 +28,10 @@ from pathlib import Path
 from benchmarks.machine import facts
 from infer.cache.kv_pool import KVCachePool
 from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
-from infer.config import SchedulerConfig
-from infer.engine.request import Request
-from infer.engine.scheduler import Scheduler
-from infer.engine.sequence import Sequence, SequenceGroup
+from infer.config.settings import SchedulerConfig
+from infer.scheduling.request import Request
+from infer.scheduling.scheduler import Scheduler
+from infer.scheduling.sequence import Sequence, SequenceGroup
 
 MAX_SEQ_LEN = 2048
 NUM_SLOTS = 32 * MAX_SEQ_LEN

@@ -4,7 +4,7 @@
     python -m benchmarks.counts --write    write it, after a change that was meant to change decisions
 
 Steps, preemptions, cache hits and tokens per step of fixed workloads, with no model and no clock; see
-`infer.bench.virtual`. tests/unit/bench/test_counts.py runs the comparison in CI.
+`infer.bench.simulated`. tests/unit/bench/test_counts.py runs the comparison in CI.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import json
 from pathlib import Path
 
-from infer.bench.virtual import counts
+from infer.bench.simulated import counts
 
 EXPECTED = Path(__file__).parent / "reports" / "counts.json"
 

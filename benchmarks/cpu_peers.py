@@ -90,8 +90,8 @@ def measure_transformers(path: Path, threads: int) -> dict[str, Any]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from infer.loader.gguf import read_gguf
-    from infer.loader.gguf_config import hf_config_from_gguf
+    from infer.loader.formats.gguf import read_gguf
+    from infer.loader.formats.gguf_config import hf_config_from_gguf
 
     torch.set_num_threads(threads)
     shape = hf_config_from_gguf(read_gguf(path))
@@ -231,7 +231,7 @@ def main() -> None:
         return
 
     from benchmarks.machine import facts  # not above: the peers' environment need not have our packages
-    from infer.loader.default_model import default_model_file
+    from infer.loader.find.default_model import default_model_file
 
     source = args.model or default_model_file()
     results: dict[str, list[dict[str, Any]]] = {}

@@ -30,13 +30,14 @@ from unittest import mock
 import torch
 
 from benchmarks.machine import facts
-from infer.config import EngineConfig
-from infer.engine import build, device_rows
-from infer.engine.device_runner import DeviceRunner
+from infer.config.settings import EngineConfig
+from infer.engine import build
 from infer.engine.engine import Engine
-from infer.engine.request import Request
+from infer.execution.gpu import rows as device_rows
+from infer.execution.gpu.runner import DeviceRunner
 from infer.loader.random_weights import load_random
 from infer.sampling.params import SamplingParams
+from infer.scheduling.request import Request
 
 STEPS = 64
 BLOCK_SIZE = 16

@@ -30,16 +30,16 @@ from typing import Any
 import torch
 
 from benchmarks.machine import today
-from infer.bench.floors import Ceilings, measure_ceilings, workload_floor
 from infer.bench.metrics import percentile
 from infer.bench.report import commit, machine, versions
-from infer.bench.subject import Subject
+from infer.bench.roofline import Ceilings, measure_ceilings, workload_floor
+from infer.bench.target import Subject
 from infer.bench.workloads import make_workload
-from infer.config import EngineConfig
+from infer.config.settings import EngineConfig
 from infer.engine.engine import Engine
-from infer.engine.request import Request
 from infer.loader.random_weights import load_random
 from infer.sampling.params import SamplingParams
+from infer.scheduling.request import Request
 
 WORKLOADS = ("b1_256_256", "b8_256_256", "b32_256_256", "b128_256_256", "nano256", "prefill_8x4096")
 TEMPERATURE = 0.6

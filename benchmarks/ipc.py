@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.ipc_engine import make_engine
-from infer.config import EngineConfig
-from infer.engine.client import EngineClient, InProcessClient
-from infer.engine.process_client import ProcessClient
-from infer.engine.request import Request
+from infer.client.client import EngineClient, InProcessClient
+from infer.client.process_client import ProcessClient
+from infer.config.settings import EngineConfig
 from infer.sampling.params import SamplingParams
+from infer.scheduling.request import Request
 
 MODULE = "benchmarks.ipc_engine"
 

@@ -1,6 +1,6 @@
 """An engine process whose model costs nothing, for benchmarks of everything around the model.
 
-Started in place of `infer.engine.process`: `ProcessClient.start(config, module="benchmarks.ipc_engine")`.
+Started in place of `infer.client.process`: `ProcessClient.start(config, module="benchmarks.ipc_engine")`.
 Scheduler, cache books, loop and messages are the real ones; a step "samples" token 1 for everybody, at
 once, or at the pace that the `seed` knob gives in steps per second.
 """
@@ -12,14 +12,14 @@ import time
 from collections.abc import Sequence as Seq
 
 from infer.cache.memory import CacheSize
-from infer.config import EngineConfig
+from infer.client.process import main
+from infer.config.settings import EngineConfig
 from infer.engine.build import make_pool
 from infer.engine.engine import Engine
-from infer.engine.plan import StepPlan
-from infer.engine.process import main
-from infer.engine.runner import StepResult, SyncRunner
-from infer.engine.scheduler import Scheduler
-from infer.engine.sequence import Sequence
+from infer.execution.runner import StepResult, SyncRunner
+from infer.scheduling.plan import StepPlan
+from infer.scheduling.scheduler import Scheduler
+from infer.scheduling.sequence import Sequence
 
 
 class NullRunner(SyncRunner):

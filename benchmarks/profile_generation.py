@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from infer.bench.floors import synchronize
 from infer.bench.offline import batch, warm_up
-from infer.bench.subject import Subject, open_subject
+from infer.bench.roofline import synchronize
+from infer.bench.target import Subject, open_subject
 from infer.engine.engine import Engine
-from infer.engine.request import Request
 from infer.sampling.params import SamplingParams
+from infer.scheduling.request import Request
 
 NUM_ROWS = 40  # of a table
 

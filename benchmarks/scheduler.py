@@ -23,11 +23,11 @@ from typing import Any
 
 from benchmarks.machine import facts
 from infer.cache.paged_pool import PagedKVCachePool
-from infer.config import SchedulerConfig
-from infer.engine.request import Request
-from infer.engine.scheduler import Scheduler
-from infer.engine.sequence import Sequence, SequenceGroup
+from infer.config.settings import SchedulerConfig
 from infer.sampling.params import SamplingParams
+from infer.scheduling.request import Request
+from infer.scheduling.scheduler import Scheduler
+from infer.scheduling.sequence import Sequence, SequenceGroup
 
 STEPS = 64
 BLOCK_SIZE = 16

@@ -26,10 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.machine import facts
-from infer.config import EngineConfig, ServerConfig
-from infer.engine.process_client import ProcessClient
-from infer.engine.request import Request
+from infer.client.process_client import ProcessClient
+from infer.config.settings import EngineConfig, ServerConfig
 from infer.sampling.params import SamplingParams
+from infer.scheduling.request import Request
 
 TARGETS = {"first_token_ms_p50": 2.0, "between_ms_p99": 5.0, "tokens_per_core_s": 5000.0}
 ENGINE = "benchmarks.ipc_engine"
@@ -65,7 +65,8 @@ def start(model: str, streams: int, pace: int) -> Server:
 
 async def run_server(model: str, streams: int, pace: int) -> None:
     """The server's process: the whole application around a null engine."""
-    from infer.server import fleet, serve  # only here: the client's process needs none of it
+    from infer.server import serve  # only here: the client's process needs none of it
+    from infer.server.fleet.fleet import DEFAULT_MAX_WAITING
 
     start_real = ProcessClient.start
 
@@ -73,7 +74,7 @@ async def run_server(model: str, streams: int, pace: int) -> None:
         return await start_real(config, module=ENGINE, **options)  # type: ignore[arg-type]
 
     ProcessClient.start = start_null  # type: ignore[method-assign]
-    assert streams <= fleet.DEFAULT_MAX_WAITING
+    assert streams <= DEFAULT_MAX_WAITING
     config = EngineConfig.from_knobs(model=model, seed=pace, max_batch_size=streams)
     await serve.run({"null": config}, ServerConfig(port=0), announce=lambda url: print(url, flush=True))
 

@@ -18,21 +18,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from infer.bench.ablations import TOGGLES
 from infer.bench.metrics import MEASURES
 from infer.bench.render import explanations, markdown_table, provenance
 from infer.bench.report import read_report
-from infer.bench.toggles import TOGGLES
 from infer.cli.flags import LIBRARY_ONLY, SAMPLING_HELP
 from infer.cli.main import build_parser
-from infer.config import ServerConfig, engine_sections, knob_table
-from infer.knobs import KnobRow
+from infer.config.knobs import KnobRow
+from infer.config.settings import ServerConfig, engine_sections, knob_table
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 KNOBS_INTRO = """\
 # Knobs
 
-*Written by `scripts/docs.py` from `src/infer/config.py`; do not edit.*
+*Written by `scripts/docs.py` from `src/infer/config/settings.py`; do not edit.*
 
 A knob has one name everywhere: `LLM("dir", max_seq_len=512)`, `--max-seq-len 512`, or
 `max_seq_len: 512` in a YAML file given to `--config`. Flags win over the file, the file over the

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import torch
 
-from infer.kernels.attention_decode import DecodeConfig, DecodeWork, attend_decode
-from infer.kernels.cuda.decode_attention import attend_decode_cuda
-from infer.kernels.dispatch import jit, num_sms, tl
+from infer.kernels.attention.decode import DecodeConfig, DecodeWork, attend_decode
+from infer.kernels.attention.decode_cuda import attend_decode_cuda
+from infer.kernels.runtime.dispatch import jit, num_sms, tl
 
 SHAPES = (
     (1, 512, 16, 8, 128),

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.kernels.attention_decode import captured, seconds_of_replay
-from infer.kernels.attention_dense import DenseAttention
-from infer.kernels.attention_prefill import (
+from infer.kernels.attention.dense import DenseAttention
+from infer.kernels.attention.prefill import (
     Chunk,
     PrefillChunks,
     PrefillConfig,

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.kernels.report import run_benchmark
 from benchmarks.kernels.timing import Case
-from infer.kernels.gated_activation import activate, gated_activation, gated_activation_reference
+from infer.kernels.elementwise.gated_activation import activate, gated_activation, gated_activation_reference
 
 
 def gated_activation_cases(device: torch.device) -> Iterator[Case]:

@@ -12,15 +12,15 @@ import torch
 
 from benchmarks.kernels.report import run_benchmark
 from benchmarks.kernels.timing import Case
-from infer.kernels.heads import (
+from infer.kernels.elementwise.heads import (
     CacheSlots,
     HeadTransform,
     norm_rope_write,
     norm_rope_write_reference,
     split_heads,
 )
-from infer.kernels.rms_norm import rms_norm
-from infer.kernels.rope import rope
+from infer.kernels.elementwise.rms_norm import rms_norm
+from infer.kernels.elementwise.rope import rope
 
 EPS = 1e-6
 NUM_POSITIONS = 8192

@@ -17,10 +17,10 @@ import torch
 from benchmarks.kernels.linear_small import EPS, MODELS, Model, read_stream, write_stream
 from benchmarks.kernels.report import run_benchmark
 from benchmarks.kernels.timing import Case
-from infer.kernels.cuda import linear_ahead
-from infer.kernels.cuda.prepared_linears import Matrix
-from infer.kernels.linear_small import can_add
-from infer.kernels.linear_stream import Added
+from infer.kernels.linear import pdl as linear_ahead
+from infer.kernels.linear.prepared import Matrix
+from infer.kernels.linear.residual import Added
+from infer.kernels.linear.small import can_add
 
 _DTYPE = torch.bfloat16
 

@@ -26,10 +26,12 @@ import torch.nn.functional as F
 
 from benchmarks.kernels.linear_small import EPS, Matrix, Model, make_weights
 from benchmarks.kernels.timing import time_calls
-from infer.kernels import linear_configs
-from infer.kernels.dispatch import triton
-from infer.kernels.gated_activation import gated_activation
-from infer.kernels.linear_configs import (
+from infer.kernels.elementwise.gated_activation import gated_activation
+from infer.kernels.elementwise.rms_norm import add_rms_norm
+from infer.kernels.linear import triton_configs as linear_configs
+from infer.kernels.linear.residual import Stream
+from infer.kernels.linear.small import MAX_SQUARES, block_of_parts, launch, launch_added, launch_into
+from infer.kernels.linear.triton_configs import (
     GemvConfig,
     Key,
     SkinnyConfig,
@@ -38,9 +40,7 @@ from infer.kernels.linear_configs import (
     default_skinny_config,
     fit_stages,
 )
-from infer.kernels.linear_small import MAX_SQUARES, block_of_parts, launch, launch_added, launch_into
-from infer.kernels.linear_stream import Stream
-from infer.kernels.rms_norm import add_rms_norm
+from infer.kernels.runtime.dispatch import triton
 
 PAIR_TILES = (  # block_n, block_k, split_k (filled in), num_warps, num_stages
     SkinnyConfig(64, 64, 1, 4, 6),

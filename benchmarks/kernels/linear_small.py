@@ -26,8 +26,10 @@ import torch.nn.functional as F
 
 from benchmarks.kernels.report import environment
 from benchmarks.kernels.timing import time_calls
-from infer.kernels.gated_activation import gated_activation
-from infer.kernels.linear_small import (
+from infer.kernels.elementwise.gated_activation import gated_activation
+from infer.kernels.elementwise.rms_norm import add_rms_norm
+from infer.kernels.linear.residual import Added, Stream
+from infer.kernels.linear.small import (
     added_gated_linear,
     added_linear,
     can_add,
@@ -36,8 +38,6 @@ from infer.kernels.linear_small import (
     norm_gated_linear,
     norm_linear,
 )
-from infer.kernels.linear_stream import Added, Stream
-from infer.kernels.rms_norm import add_rms_norm
 
 EPS = 1e-6
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -288,7 +288,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--chain", action="store_true", help="only all matrices of a model one after another")
     parser.add_argument("--sweep", action="store_true", help="try other tiles and print the best as JSON")
     parser.add_argument(
-        "--apply", action="store_true", help="with --sweep: write them into linear_configs.py"
+        "--apply", action="store_true", help="with --sweep: write them into linear/triton_configs.py"
     )
     parser.add_argument(
         "--all", action="store_true", help="with --sweep: also what stands alone, the head and dot products"

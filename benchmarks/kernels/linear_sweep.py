@@ -28,11 +28,12 @@ import torch.nn.functional as F
 from benchmarks.kernels.linear_pairs import PairSweep, TimeIsUp, pairs_of
 from benchmarks.kernels.linear_small import EPS, Call, Matrix, Model, make_inputs, make_weights
 from benchmarks.kernels.timing import time_calls
-from infer.kernels import dispatch, linear_configs
-from infer.kernels.dispatch import triton
-from infer.kernels.gated_activation import gated_activation
-from infer.kernels.linear_configs import GemvConfig, Key, SkinnyConfig, bucket, fit_stages
-from infer.kernels.linear_small import FOLD_NORM_MAX_M, _Norm, launch
+from infer.kernels.elementwise.gated_activation import gated_activation
+from infer.kernels.linear import triton_configs as linear_configs
+from infer.kernels.linear.small import FOLD_NORM_MAX_M, _Norm, launch
+from infer.kernels.linear.triton_configs import GemvConfig, Key, SkinnyConfig, bucket, fit_stages
+from infer.kernels.runtime import dispatch
+from infer.kernels.runtime.dispatch import triton
 
 TABLE_FILE = Path(linear_configs.__file__)
 _BEGIN, _END = "# table: begin\n", "# table: end\n"

@@ -17,8 +17,8 @@ import torch
 
 from benchmarks.kernels.report import run_benchmark
 from benchmarks.kernels.timing import Case
-from infer.kernels.gated_activation import gated_activation_reference
-from infer.kernels.moe import experts_mlp, experts_mlp_reference, route
+from infer.kernels.elementwise.gated_activation import gated_activation_reference
+from infer.kernels.moe.grouped import experts_mlp, experts_mlp_reference, route
 
 # D, F, E, C
 MODELS = {"Mixtral 8x7B": (4096, 14336, 8, 2), "Qwen3-30B-A3B": (2048, 768, 128, 8)}

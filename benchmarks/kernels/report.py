@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.kernels.timing import Case, Result, copy_bandwidth, measure
-from infer.kernels.dispatch import triton
+from infer.kernels.runtime.dispatch import triton
 
 MakeCases = Callable[[torch.device], Iterable[Case]]
 

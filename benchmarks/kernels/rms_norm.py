@@ -13,7 +13,12 @@ import torch.nn.functional as F
 
 from benchmarks.kernels.report import run_benchmark
 from benchmarks.kernels.timing import Case, Implementation
-from infer.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from infer.kernels.elementwise.rms_norm import (
+    add_rms_norm,
+    add_rms_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
 
 EPS = 1e-5
 

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.kernels.report import run_benchmark
 from benchmarks.kernels.timing import Case
-from infer.kernels.rope import rope, rope_reference
+from infer.kernels.elementwise.rope import rope, rope_reference
 
 NUM_POSITIONS = 8192
 

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.kernels.report import run_benchmark
 from benchmarks.kernels.timing import Case
-from infer.kernels.sample_rows import SampleScratch, SampleState, sample_rows, sample_rows_reference
+from infer.kernels.sampling.sample_rows import SampleScratch, SampleState, sample_rows, sample_rows_reference
 
 VOCAB_SIZE = 151_936
 # name: temperature, top_k, top_p, min_p, how far the logits spread

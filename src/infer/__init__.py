@@ -12,19 +12,19 @@ TYPE_CHECKING = False  # not from typing: `infer` is imported before Ctrl-C is l
 if TYPE_CHECKING:
     from typing import Any
 
-    from infer.async_llm import AsyncLLM as AsyncLLM
-    from infer.llm import LLM as LLM
-    from infer.llm import CompletionOutput as CompletionOutput
-    from infer.llm import RequestOutput as RequestOutput
+    from infer.frontend.async_llm import AsyncLLM as AsyncLLM
+    from infer.frontend.llm import LLM as LLM
+    from infer.frontend.llm import CompletionOutput as CompletionOutput
+    from infer.frontend.llm import RequestOutput as RequestOutput
     from infer.sampling.params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "AsyncLLM": "infer.async_llm",
-    "LLM": "infer.llm",
-    "RequestOutput": "infer.llm",
-    "CompletionOutput": "infer.llm",
+    "AsyncLLM": "infer.frontend.async_llm",
+    "LLM": "infer.frontend.llm",
+    "RequestOutput": "infer.frontend.llm",
+    "CompletionOutput": "infer.frontend.llm",
     "SamplingParams": "infer.sampling.params",
 }
 __all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]

@@ -23,7 +23,7 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from infer.server.pages import DIRECTORY, HEADERS
+from infer.server.routes.pages import DIRECTORY, HEADERS
 
 
 class FakeApi:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from infer.kernels.attention_decode import DecodeWork, attend_decode_reference
+from infer.kernels.attention.decode import DecodeWork, attend_decode_reference
 from tests.gpu.graphs import capture
 from tests.unit.kernels.attention_contract import Heads, make_paged
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 import pytest
 import torch
 
-from infer.kernels import dispatch
+from infer.kernels.runtime import dispatch
 
 T = TypeVar("T")
 

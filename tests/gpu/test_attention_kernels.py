@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.kernels.attention_decode import (
+from infer.kernels.attention.decode import (
     attend_decode_reference,
     attend_projected,
     attend_projected_reference,
 )
-from infer.kernels.attention_prefill import (
+from infer.kernels.attention.prefill import (
     Chunk,
     PrefillChunks,
     attend_fresh,

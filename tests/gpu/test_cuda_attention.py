@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from infer.kernels.attention_decode import DecodeWork, attend_decode_reference
-from infer.kernels.cuda import build, decode_attention
-from infer.kernels.cuda.decode_attention import attend_decode_cuda
-from infer.kernels.dispatch import launch_options
+from infer.kernels.attention import decode_cuda as decode_attention
+from infer.kernels.attention.decode import DecodeWork, attend_decode_reference
+from infer.kernels.attention.decode_cuda import attend_decode_cuda
+from infer.kernels.runtime import cuda_build as build
+from infer.kernels.runtime.dispatch import launch_options
 from tests.gpu.attention import check_that_a_graph_follows_the_lengths, relative_error
 from tests.unit.kernels.attention_contract import Heads, make_paged
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.kernels.attention import attend_naive
-from infer.kernels.attention_dense import DenseAttention, Shape
-from infer.kernels.attention_prefill import Chunk
+from infer.kernels.attention.dense import DenseAttention, Shape
+from infer.kernels.attention.prefill import Chunk
+from infer.kernels.attention.reference import attend_naive
 
 pytestmark = pytest.mark.gpu
 

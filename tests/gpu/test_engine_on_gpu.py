@@ -15,10 +15,11 @@ import torch
 
 from infer import LLM, SamplingParams
 from infer.engine import build as engine_build
-from infer.engine import device_step
-from infer.engine.graphs import StepSize
 from infer.errors import InferError
-from infer.kernels.cuda import build, linear_ahead
+from infer.execution.gpu import step as device_step
+from infer.execution.gpu.graphs import StepSize
+from infer.kernels.linear import pdl as linear_ahead
+from infer.kernels.runtime import cuda_build as build
 from scripts.make_checkpoint import Sizes, make_checkpoint
 
 pytestmark = pytest.mark.gpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.kernels.rms_norm import rms_norm
+from infer.kernels.elementwise.rms_norm import rms_norm
 from tests.unit.kernels.kernel_contract import KernelContract
 
 

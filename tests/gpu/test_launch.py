@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.kernels import launch
-from infer.kernels.rms_norm import add_rms_norm, add_rms_norm_reference
+from infer.kernels.elementwise.rms_norm import add_rms_norm, add_rms_norm_reference
+from infer.kernels.runtime import launch
 from tests.gpu.graphs import capture
 
 pytestmark = pytest.mark.gpu

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.kernels.attention_decode import DecodeWork, attend_decode, attend_projected
-from infer.kernels.cuda.decode_attention import attend_decode_cuda
-from infer.kernels.cuda.decode_projected import attend_projected_cuda
-from infer.kernels.gated_activation import gated_activation
-from infer.kernels.heads import CacheSlots, HeadTransform, norm_rope_write
-from infer.kernels.linear_small import linear
-from infer.kernels.rms_norm import add_rms_norm
+from infer.kernels.attention.decode import DecodeWork, attend_decode, attend_projected
+from infer.kernels.attention.decode_cuda import attend_decode_cuda
+from infer.kernels.attention.decode_projected import attend_projected_cuda
+from infer.kernels.elementwise.gated_activation import gated_activation
+from infer.kernels.elementwise.heads import CacheSlots, HeadTransform, norm_rope_write
+from infer.kernels.elementwise.rms_norm import add_rms_norm
+from infer.kernels.linear.small import linear
 from tests.gpu.graphs import check_that_starting_early_leaves_no_trace, random
 from tests.unit.kernels.attention_contract import Heads, make_paged
 

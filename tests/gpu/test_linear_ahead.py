@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from infer.kernels import linear_small
-from infer.kernels.cuda import build, linear_ahead
-from infer.kernels.cuda.ahead_configs import AheadConfig, can_launch
-from infer.kernels.cuda.prepared_linears import Matrix
-from infer.kernels.linear_configs import SkinnyConfig
-from infer.kernels.linear_small import launch, launch_added, launch_into
-from infer.kernels.linear_stream import Stream
+from infer.kernels.linear import pdl as linear_ahead
+from infer.kernels.linear import small as linear_small
+from infer.kernels.linear.pdl_configs import AheadConfig, can_launch
+from infer.kernels.linear.prepared import Matrix
+from infer.kernels.linear.residual import Stream
+from infer.kernels.linear.small import launch, launch_added, launch_into
+from infer.kernels.linear.triton_configs import SkinnyConfig
+from infer.kernels.runtime import cuda_build as build
 from tests.gpu.graphs import check_that_starting_early_leaves_no_trace, random
 from tests.unit.kernels.linear_contract import assert_near, gate
 

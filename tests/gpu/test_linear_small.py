@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from infer.kernels import dispatch, linear_small
-from infer.kernels.linear_configs import SkinnyConfig, bucket, fit_stages
-from infer.kernels.linear_small import (
+from infer.kernels.linear import small as linear_small
+from infer.kernels.linear.residual import Added, Stream
+from infer.kernels.linear.small import (
     MAX_SQUARES,
     added_gated_linear,
     added_linear,
@@ -24,7 +24,8 @@ from infer.kernels.linear_small import (
     norm_gated_linear,
     norm_linear,
 )
-from infer.kernels.linear_stream import Added, Stream
+from infer.kernels.linear.triton_configs import SkinnyConfig, bucket, fit_stages
+from infer.kernels.runtime import dispatch
 from tests.gpu.graphs import capture, check_that_starting_early_leaves_no_trace, random
 from tests.unit.kernels.added_contract import AddedContract
 from tests.unit.kernels.linear_contract import LinearContract, assert_near, gate
@@ -202,7 +203,7 @@ class TestRealShapes:
                 assert torch.equal(y, expected) and torch.equal(total, expected_total)
 
     def test_a_new_batch_size_compiles_nothing(self) -> None:
-        from infer.kernels.linear_kernels import gemv_kernel, skinny_kernel
+        from infer.kernels.linear.triton_kernels import gemv_kernel, skinny_kernel
 
         def num_compiled() -> int:
             return sum(

@@ -12,15 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from infer.kernels import linear_small
-from infer.kernels.cuda import build, linear_wgmma
-from infer.kernels.cuda.ahead_configs import AheadConfig, can_launch
-from infer.kernels.cuda.linear_wgmma import WGMMA, WGMMA_MORE, defines_of
-from infer.kernels.cuda.prepared_linears import Defines, Matrix, cubin, is_for
-from infer.kernels.cuda.wgmma_configs import WgmmaConfig, choose_config, token_width
-from infer.kernels.linear_configs import SkinnyConfig
-from infer.kernels.linear_small import TilePlan, launch, launch_added, launch_into
-from infer.kernels.linear_stream import Added, Stream
+from infer.kernels.linear import small as linear_small
+from infer.kernels.linear import wgmma as linear_wgmma
+from infer.kernels.linear.pdl_configs import AheadConfig, can_launch
+from infer.kernels.linear.prepared import Defines, Matrix, cubin, is_for
+from infer.kernels.linear.residual import Added, Stream
+from infer.kernels.linear.small import TilePlan, launch, launch_added, launch_into
+from infer.kernels.linear.triton_configs import SkinnyConfig
+from infer.kernels.linear.wgmma import WGMMA, WGMMA_MORE, defines_of
+from infer.kernels.linear.wgmma_configs import WgmmaConfig, choose_config, token_width
+from infer.kernels.runtime import cuda_build as build
 from tests.gpu.graphs import capture, check_that_starting_early_leaves_no_trace, random
 from tests.unit.kernels.linear_contract import assert_near, gate
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.kernels.moe import experts_mlp, experts_mlp_reference, route, route_reference
+from infer.kernels.moe.grouped import experts_mlp, experts_mlp_reference, route, route_reference
 from tests.gpu.graphs import capture
 from tests.unit.kernels.moe_contract import MoeContract, assert_near
 

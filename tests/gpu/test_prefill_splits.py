@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.kernels.attention_prefill import (
+from infer.kernels.attention.prefill import (
     Chunk,
     PrefillChunks,
     attend_prefill,

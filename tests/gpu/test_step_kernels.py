@@ -8,16 +8,21 @@ import threading
 import pytest
 import torch
 
-from infer.kernels import sample_kernels
-from infer.kernels.heads import CacheSlots, HeadTransform, norm_rope_write, norm_rope_write_reference
-from infer.kernels.sample_rows import (
+from infer.kernels.elementwise.heads import (
+    CacheSlots,
+    HeadTransform,
+    norm_rope_write,
+    norm_rope_write_reference,
+)
+from infer.kernels.elementwise.step_state import StepInputs, advance_rows, apply_table_diffs, gather_step
+from infer.kernels.sampling import sample_kernels
+from infer.kernels.sampling.sample_rows import (
     COMPILING,
     SampleScratch,
     compile_sample_rows,
     sample_rows,
     sample_rows_reference,
 )
-from infer.kernels.step_state import StepInputs, advance_rows, apply_table_diffs, gather_step
 from infer.sampling.params import SamplingParams
 from tests.gpu.graphs import capture
 from tests.unit.kernels.kernel_contract import assert_same

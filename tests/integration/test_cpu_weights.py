@@ -17,21 +17,21 @@ import pytest
 import torch
 
 from infer import LLM
-from infer.config import EngineConfig, LoadConfig
+from infer.config.settings import EngineConfig, LoadConfig
 from infer.engine.build import build_engine
 from infer.engine.engine import Engine
-from infer.engine.memory_plan import weight_bytes
-from infer.engine.runner import ModelRunner
-from infer.front import TextFront
-from infer.kernels.attention import attend_naive, attend_sdpa
+from infer.execution.runner import ModelRunner
+from infer.frontend.prompts import TextFront
+from infer.kernels.attention.reference import attend_naive, attend_sdpa
 from infer.kernels.cpu.library import library
 from infer.layers.linear import Linear
 from infer.layers.whole_sequence import WholeSequence
+from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model, read_headers
-from infer.loader.source import resolve_model
 from infer.models.model import Model
 from infer.quant.packed import PackedMatrix
 from infer.sampling.params import SamplingParams
+from infer.tools.memory_plan import weight_bytes
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.support.checkpoints import FAMILIES
 from tests.support.tiny import random_prompts, run_engine

@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from infer.config import EngineConfig
-from infer.engine import build, device_step
+from infer.config.settings import EngineConfig
+from infer.engine import build
 from infer.engine.engine import Engine
 from infer.errors import ConfigError
-from infer.kernels.attention_decode import DecodeWork
-from infer.kernels.cuda import decode_attention, decode_projected
+from infer.execution.gpu import step as device_step
+from infer.kernels.attention import decode_cuda as decode_attention
+from infer.kernels.attention import decode_projected
+from infer.kernels.attention.decode import DecodeWork
+from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model
-from infer.loader.source import resolve_model
 from infer.sampling.params import SamplingParams
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.support.tiny import random_prompts, run_engine

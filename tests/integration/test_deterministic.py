@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from infer.engine.engine import Engine
-from infer.engine.request import Request
 from infer.errors import ConfigError
 from infer.kernels.cpu.library import library
 from infer.layers.linear import Linear, set_invariant
 from infer.quant.dense import DENSE, INVARIANT
 from infer.sampling.params import SamplingParams
+from infer.scheduling.request import Request
 from tests.support.checkpoints import FAMILIES, MOE_FAMILIES
 from tests.support.tiny import drain, make_engine, random_prompts, tiny_model
 from tests.support.toggles import engine_knobs, pairwise_rows

@@ -14,12 +14,14 @@ from unittest import mock
 import pytest
 import torch
 
-from infer.engine import build, device_rows, graphs, step_inputs
-from infer.engine.device_runner import DeviceRunner
+from infer.engine import build
 from infer.engine.engine import STEPS_AHEAD, Engine
-from infer.engine.plan import StepPlan
-from infer.engine.request import Request, StepOutput
+from infer.execution.gpu import graphs, step_inputs
+from infer.execution.gpu import rows as device_rows
+from infer.execution.gpu.runner import DeviceRunner
 from infer.sampling.params import SamplingParams
+from infer.scheduling.plan import StepPlan
+from infer.scheduling.request import Request, StepOutput
 from tests.support.checkpoints import FAMILIES
 from tests.support.tiny import make_engine, random_prompts, run_engine
 

@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 
 from infer import LLM, SamplingParams
-from infer.config import EngineConfig
-from infer.engine.process_client import ProcessClient
-from infer.engine.request import Request
-from infer.engine.supervisor import RestartPolicy
+from infer.client.process_client import ProcessClient
+from infer.client.supervisor import RestartPolicy
+from infer.config.settings import EngineConfig
 from infer.errors import CheckpointError, ConfigError, EngineError, EngineStopped, QueueFull, RequestError
+from infer.scheduling.request import Request
 from tests.support.faulty_engine import CRASH, FORKED, RAISE, STUCK
 from tests.support.oracle import VOCAB_SIZE, expected_output
 
@@ -114,7 +114,7 @@ def test_a_real_model_answers_as_it_does_offline(checkpoint: str) -> None:
     prompts = [tuple(range(5 + i, 15 + i)) for i in range(len(asked))]
 
     async def main() -> None:
-        async with running(module="infer.engine.process", knobs=knobs | {"model": checkpoint}) as client:
+        async with running(module="infer.client.process", knobs=knobs | {"model": checkpoint}) as client:
             for number, (prompt, params) in enumerate(zip(prompts, asked, strict=True)):
                 offline = llm.generate([list(prompt)], params)[0]
                 request = Request(request_id=str(number), prompt=prompt, params=params)
@@ -373,7 +373,7 @@ def test_what_stops_the_start_is_raised_as_what_it_is(checkpoint: str) -> None:
                 pass
         with pytest.raises(ConfigError, match="device"):
             knobs = {"model": checkpoint, "device": "cuda:99"}
-            async with running(module="infer.engine.process", knobs=knobs):
+            async with running(module="infer.client.process", knobs=knobs):
                 pass
         lines: list[str] = []
         with pytest.raises(EngineError, match="ZeroDivisionError: a bug"):
@@ -447,8 +447,8 @@ def test_a_signal_to_the_group_does_not_end_the_engine_before_the_server() -> No
 ORPHAN = """
 import asyncio, sys
 sys.path[:0] = {path!r}
-from infer.config import EngineConfig
-from infer.engine.process_client import ProcessClient
+from infer.config.settings import EngineConfig
+from infer.client.process_client import ProcessClient
 async def main():
     client = await ProcessClient.start(EngineConfig(), module={module!r})
     print(client.pid, client._process.directory, flush=True)

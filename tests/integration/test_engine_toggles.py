@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from infer.config import EngineConfig
+from infer.config.settings import EngineConfig
 from infer.engine.build import build_engine, resolve_scheduler
-from infer.engine.preemption import PreemptionCost
-from infer.engine.runner import sequence_seed
 from infer.errors import ConfigError
+from infer.execution.runner import sequence_seed
 from infer.sampling.params import SamplingParams
+from infer.scheduling.preemption import PreemptionCost
 from tests.support.checkpoints import FAMILIES
 from tests.support.simple_loop import generate_greedy, generate_sampled
 from tests.support.tiny import make_engine, random_prompts, run_engine, tiny_model

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from infer.engine.engine import Engine
-from infer.engine.plan import StepPlan
-from infer.engine.request import Request
-from infer.engine.runner import StepResult, sequence_seed
 from infer.errors import ContextOverflow, EngineError, RequestError
-from infer.llm import LLM
-from infer.loader import default_model
-from infer.outputs import OutputBuilder
+from infer.execution.runner import StepResult, sequence_seed
+from infer.frontend.llm import LLM
+from infer.frontend.outputs import OutputBuilder
+from infer.loader.find import default_model
 from infer.sampling.params import SamplingParams
+from infer.scheduling.plan import StepPlan
+from infer.scheduling.request import Request
 from scripts.make_checkpoint import make_checkpoint
 from tests.support.checkpoints import FAMILIES, build_like, reference_model
 from tests.support.simple_loop import (
@@ -451,7 +451,7 @@ def test_a_request_whose_text_cannot_begin_does_not_reach_the_engine(
     def refuse(*args: object, **fields: object) -> None:
         raise RequestError("no text")
 
-    monkeypatch.setattr("infer.llm.OutputBuilder", refuse)
+    monkeypatch.setattr("infer.frontend.llm.OutputBuilder", refuse)
     with pytest.raises(RequestError, match="no text"):
         llm.stream([1, 2, 3], greedy(2))
     assert llm.engine.num_requests == 0

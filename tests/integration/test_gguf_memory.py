@@ -12,7 +12,7 @@ import pytest
 from transformers import LlamaConfig
 
 from infer.kernels.cpu.library import library
-from infer.loader.gguf import BLOCK, GGMLType
+from infer.loader.formats.gguf import BLOCK, GGMLType
 from tests.unit.loader.tiny_files import add_metadata
 
 HIDDEN, INNER, NUM_LAYERS, VOCAB = 1024, 4096, 4, 512
@@ -27,7 +27,7 @@ MEASURE = """
 import pathlib, re, sys
 from infer.kernels.cpu.library import library
 from infer.loader.load import load_model
-from infer.loader.source import resolve_model
+from infer.loader.find.source import resolve_model
 
 def peak() -> int:
     return 1024 * int(re.search(r"VmHWM:\\s*(\\d+) kB", pathlib.Path("/proc/self/status").read_text())[1])

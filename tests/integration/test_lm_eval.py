@@ -21,7 +21,7 @@ import httpx
 import pytest
 import torch
 
-from infer.loader import default_model
+from infer.loader.find import default_model
 from infer.sampling.params import SamplingParams
 from scripts.make_checkpoint import make_checkpoint
 from tests.support.live_server import LiveServer, serve_model

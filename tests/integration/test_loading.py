@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from infer.errors import CheckpointError, ConfigError
-from infer.loader import default_model
-from infer.loader.gguf import GGMLType, read_gguf
+from infer.loader.find import default_model
+from infer.loader.find.source import resolve_model
+from infer.loader.formats.gguf import GGMLType, read_gguf
 from infer.loader.load import LoadedModel, choose_device, load_model, read_headers
-from infer.loader.source import resolve_model
 from infer.models.model import Model
 from tests.support.checkpoints import FAMILIES, MOE_FAMILIES, build_like, reference_model
 from tests.unit.loader.tiny_files import state, write_directory, write_gguf, write_weights
@@ -255,7 +255,7 @@ def test_the_default_model_unpacks_to_what_the_format_library_says() -> None:
 MEASURE_PEAK = """
 import re, sys
 from infer.loader.load import load_model
-from infer.loader.source import resolve_model
+from infer.loader.find.source import resolve_model
 
 def memory(key):
     return int(re.search(key + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024

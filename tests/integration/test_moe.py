@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from infer.bench.floors import shape_of
-from infer.config import EngineConfig, LoadConfig
+from infer.bench.roofline import shape_of
+from infer.config.settings import EngineConfig, LoadConfig
 from infer.engine import build
 from infer.engine.build import build_engine, layer_sizes
-from infer.engine.device_runner import DeviceRunner
-from infer.engine.memory_plan import count_parameters, weight_bytes
-from infer.front import TextFront
+from infer.execution.gpu.runner import DeviceRunner
+from infer.frontend.prompts import TextFront
 from infer.kernels.cpu.library import library
 from infer.layers.linear import Linear
 from infer.layers.moe import ExpertLinear, MixtureOfExperts
+from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model, read_headers
-from infer.loader.source import resolve_model
 from infer.quant.packed import PackedMatrix
+from infer.tools.memory_plan import count_parameters, weight_bytes
 from scripts.make_checkpoint import make_checkpoint
 from tests.integration.test_engine_toggles import REQUESTS, expected, run_row
 from tests.support.checkpoints import MOE_FAMILIES, reference_model

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from infer import LLM, AsyncLLM, SamplingParams
-from infer.engine.request import Request, StepOutput
 from infer.errors import (
     BatchFailed,
     ConfigError,
@@ -23,6 +22,7 @@ from infer.errors import (
     EngineStopped,
     RequestError,
 )
+from infer.scheduling.request import Request, StepOutput
 
 KNOBS: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "block_size": 4, "num_threads": 1}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)

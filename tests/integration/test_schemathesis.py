@@ -18,8 +18,8 @@ import schemathesis  # noqa: E402
 from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
 from schemathesis.checks import not_a_server_error  # noqa: E402
 
-from infer.config import LoadConfig  # noqa: E402
-from infer.front import TextFront, find_headers  # noqa: E402
+from infer.config.settings import LoadConfig  # noqa: E402
+from infer.frontend.prompts import TextFront, find_headers  # noqa: E402
 from infer.sampling.params import SamplingParams  # noqa: E402
 from scripts.make_checkpoint import make_checkpoint  # noqa: E402
 from tests.support.app import Site  # noqa: E402

@@ -11,10 +11,10 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel
 
-from infer.config import EngineConfig
-from infer.engine.request import Request, StepOutput
+from infer.config.settings import EngineConfig
 from infer.errors import QueueFull
-from infer.front import TextFront, open_model
+from infer.frontend.prompts import TextFront, open_model
+from infer.scheduling.request import Request, StepOutput
 from infer.server.app import build_app
 from scripts.make_checkpoint import make_checkpoint
 from tests.support.live_server import serve

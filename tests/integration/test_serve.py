@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from infer.llm import LLM
+from infer.frontend.llm import LLM
 from infer.sampling.params import SamplingParams
 from tests.support.server_process import (
     ServerProcess,

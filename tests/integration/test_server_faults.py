@@ -20,11 +20,11 @@ import httpx
 import pytest
 import uvicorn
 
-from infer.config import EngineConfig, ServerConfig
+from infer.client.client import InProcessClient
+from infer.config.settings import EngineConfig, ServerConfig
 from infer.engine.build import build_engine
-from infer.engine.client import InProcessClient
-from infer.front import open_model
-from infer.llm import LLM
+from infer.frontend.llm import LLM
+from infer.frontend.prompts import open_model
 from infer.sampling.params import SamplingParams
 from infer.server.app import build_app
 from infer.server.connection import MAX_HEAD_BYTES, GuardedConnection

@@ -19,12 +19,12 @@ from typing import Any
 import httpx
 import pytest
 
-from infer.config import EngineConfig, ServerConfig
+from infer.client.client import InProcessClient
+from infer.config.settings import EngineConfig, ServerConfig
 from infer.engine.build import build_engine
-from infer.engine.client import InProcessClient
-from infer.engine.request import Request, StepOutput
 from infer.engine.stats import EngineStats
-from infer.front import TextFront, open_model
+from infer.frontend.prompts import TextFront, open_model
+from infer.scheduling.request import Request, StepOutput
 from infer.server.app import build_app
 from infer.server.state import ServedModel, ServerState
 from scripts.make_checkpoint import make_checkpoint

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from infer.engine.request import Request
 from infer.kernels.cpu.library import library
 from infer.sampling.params import SamplingParams
+from infer.scheduling.request import Request
 from tests.integration.test_cpu_weights import make_engine
 from tests.support.tiny import drain, random_prompts, run_engine
 

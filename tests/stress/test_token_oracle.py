@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from infer.engine import lockstep
-from infer.engine.plan import SWAP_IN, SWAP_OUT
-from infer.engine.preemption import PreemptionCost
 from infer.errors import RequestError
+from infer.scheduling import lockstep
+from infer.scheduling.plan import SWAP_IN, SWAP_OUT
+from infer.scheduling.preemption import PreemptionCost
 from tests.support.oracle import VOCAB_SIZE, OracleWorld
 from tests.support.toggles import CONTEXT_LEN, engine_knobs, pairwise_rows
 

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import httpx
 
-from infer.config import ServerConfig
-from infer.front import TextFront
+from infer.config.settings import ServerConfig
+from infer.frontend.prompts import TextFront
 from infer.server.app import build_app
 from infer.server.state import ServedModel, ServerState
 from tests.support.fake_client import FakeClient

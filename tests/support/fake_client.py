@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
-from infer.engine.request import Request, StepOutput
 from infer.engine.stats import EngineStats
 from infer.errors import EngineError
+from infer.scheduling.request import Request, StepOutput
 
 
 class FakeClient:

@@ -1,4 +1,4 @@
-"""An engine process around the oracle that fails on demand: run it in place of `infer.engine.process`.
+"""An engine process around the oracle that fails on demand: run it in place of `infer.client.process`.
 
 The first token of a prompt may be an order. Only tests can start this module; the real engine process has
 no such thing.
@@ -19,15 +19,15 @@ import time
 from collections.abc import Sequence as Seq
 
 from infer.cache.memory import CacheSize
-from infer.config import EngineConfig
+from infer.client.process import main
+from infer.config.settings import EngineConfig
 from infer.engine.build import make_pool
 from infer.engine.engine import Engine
-from infer.engine.plan import StepPlan
-from infer.engine.process import main
-from infer.engine.runner import StepResult
-from infer.engine.scheduler import Scheduler
-from infer.engine.sequence import Sequence
 from infer.errors import CheckpointError
+from infer.execution.runner import StepResult
+from infer.scheduling.plan import StepPlan
+from infer.scheduling.scheduler import Scheduler
+from infer.scheduling.sequence import Sequence
 from tests.support.oracle import VOCAB_SIZE, OracleRunner
 
 CRASH, STUCK, RAISE, FORKED = range(VOCAB_SIZE - 4, VOCAB_SIZE)

@@ -20,16 +20,16 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from infer.cache.memory import CacheSize
-from infer.config import EngineConfig
+from infer.client.process import main as engine_main
+from infer.client.process_client import ProcessClient
+from infer.client.supervisor import RestartPolicy
+from infer.config.settings import EngineConfig
 from infer.engine.build import make_pool
 from infer.engine.engine import Engine
-from infer.engine.plan import StepPlan
-from infer.engine.process import main as engine_main
-from infer.engine.process_client import ProcessClient
-from infer.engine.runner import StepResult
-from infer.engine.scheduler import Scheduler
-from infer.engine.sequence import Sequence
-from infer.engine.supervisor import RestartPolicy
+from infer.execution.runner import StepResult
+from infer.scheduling.plan import StepPlan
+from infer.scheduling.scheduler import Scheduler
+from infer.scheduling.sequence import Sequence
 from tests.support.oracle import VOCAB_SIZE, OracleRunner
 
 THIS = "tests.support.faulty_server"

@@ -19,8 +19,8 @@ from typing import Any
 
 import uvicorn
 
-from infer.config import EngineConfig, ServerConfig
-from infer.llm import LLM
+from infer.config.settings import EngineConfig, ServerConfig
+from infer.frontend.llm import LLM
 from infer.server.app import create_app
 
 KNOBS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 1, "num_blocks": 256}

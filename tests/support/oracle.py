@@ -20,17 +20,17 @@ import numpy as np
 
 from infer.cache.kv_pool import KVCachePool
 from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
-from infer.config import SchedulerConfig
-from infer.engine.batch import BlockRows
+from infer.config.settings import SchedulerConfig
 from infer.engine.engine import Engine
 from infer.engine.observer import EngineObserver
-from infer.engine.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, StepPlan
-from infer.engine.preemption import PreemptionCost
-from infer.engine.request import Request, StepOutput
-from infer.engine.runner import StepResult, SyncRunner, sample_row, sequence_seed
-from infer.engine.scheduler import Scheduler
-from infer.engine.sequence import Sequence
+from infer.execution.batch import BlockRows
+from infer.execution.runner import StepResult, SyncRunner, sample_row, sequence_seed
 from infer.sampling.params import RowLogprobs, SamplingParams
+from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, StepPlan
+from infer.scheduling.preemption import PreemptionCost
+from infer.scheduling.request import Request, StepOutput
+from infer.scheduling.scheduler import Scheduler
+from infer.scheduling.sequence import Sequence
 from tests.support.simple_loop import Hypothesis, beam_search
 
 POISON = -1

@@ -1,7 +1,7 @@
 """The simplest generation there is: one sequence, its keys and values in a list, no scheduler, no blocks.
 
 Everything the engine does must come out as if each request had been served like this, alone. The beam
-search follows the statement of engine/beam.py word by word, on plain tuples and without forks.
+search follows the statement of scheduling/beam.py word by word, on plain tuples and without forks.
 """
 
 from __future__ import annotations

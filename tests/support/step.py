@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from infer.kernels.attention import attend_naive
+from infer.kernels.attention.reference import attend_naive
 from infer.layers.attention import StepContext
 from infer.models.model import Model
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from infer.config import EngineConfig
+from infer.config.settings import EngineConfig
 from infer.engine.build import build_engine
 from infer.engine.engine import Engine
-from infer.engine.request import Request, StepOutput
-from infer.engine.runner import ModelRunner
+from infer.execution.runner import ModelRunner
+from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model
-from infer.loader.source import resolve_model
 from infer.sampling.params import SamplingParams
+from infer.scheduling.request import Request, StepOutput
 from scripts.make_checkpoint import Sizes, make_checkpoint
 
 VOCAB_SIZE = 300

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from infer.config import EngineConfig
+from infer.config.settings import EngineConfig
 from infer.engine.build import resolve_scheduler
 from infer.errors import ConfigError
 

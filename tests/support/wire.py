@@ -14,13 +14,13 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from infer.config import ServerConfig
-from infer.engine.client import EngineClient
-from infer.engine.request import Request, StepOutput
+from infer.client.client import EngineClient
+from infer.config.settings import ServerConfig
 from infer.engine.stats import EngineStats
-from infer.front import TextFront
-from infer.server import chat, completions, embeddings, models, tokens
-from infer.server.errors import install_error_handlers
+from infer.frontend.prompts import TextFront
+from infer.scheduling.request import Request, StepOutput
+from infer.server.protocol.errors import install_error_handlers
+from infer.server.routes import chat, completions, embeddings, models, tokens
 from infer.server.state import ServedModel, ServerState
 
 

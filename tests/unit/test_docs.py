@@ -76,7 +76,7 @@ def test_python_in_the_readme_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Against a stand-in with the signatures of the real LLM and the real result types."""
-    from infer.llm import LLM, CompletionOutput, RequestOutput, TextDelta
+    from infer.frontend.llm import LLM, CompletionOutput, RequestOutput, TextDelta
 
     output = create_autospec(RequestOutput, instance=True, text="whole text")
     output.outputs = [create_autospec(CompletionOutput, instance=True, finish_reason="stop")]

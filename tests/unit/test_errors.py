@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infer.config import knob_table
+from infer.config.settings import knob_table
 from infer.errors import ContextOverflow, closest, nearest
 from infer.sampling.params import SamplingParams
 

@@ -25,7 +25,7 @@ def heavy_modules_after(code: str) -> set[str]:
     [
         "import infer",
         "from infer import SamplingParams",
-        "import infer.config, infer.errors, infer.log",
+        "import infer.config.settings, infer.errors, infer.log",
         "from infer.cli.main import build_parser; build_parser().format_help()",
     ],
 )

@@ -22,7 +22,7 @@ from urllib.parse import unquote, urlsplit
 import orjson
 
 from infer.bench.metrics import RequestTrace
-from infer.bench.wire import BrokenAnswer, Clock, Connection, EventReader
+from infer.bench.sse_client import BrokenAnswer, Clock, Connection, EventReader
 from infer.bench.workloads import Session, Turn, Workload
 from infer.errors import ConfigError
 

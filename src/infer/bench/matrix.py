@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from infer.bench.adapt import fit
+from infer.bench.ablations import BASE, CPU_MODEL, GPU, TOGGLES, Look, Toggle
 from infer.bench.compare import SINGLE_BAND, spread
 from infer.bench.metrics import MEASURES, show
 from infer.bench.offline import WARM_UP, run_once, warm_up
+from infer.bench.repeats import run_rows
 from infer.bench.report import Report, Row, make_report, make_row, skip_row
-from infer.bench.rows import run_rows
-from infer.bench.subject import Subject
-from infer.bench.toggles import BASE, CPU_MODEL, GPU, TOGGLES, Look, Toggle
+from infer.bench.resize import fit
+from infer.bench.target import Subject
 from infer.bench.workloads import make_workload
 from infer.cache.memory import kv_bytes_per_token
 from infer.errors import ConfigError, closest

@@ -21,16 +21,16 @@ from typing import Any
 
 import torch
 
-from infer.bench.floors import best_seconds, measure_ceilings
+from infer.bench.repeats import beyond_floor, measure_row, run_rows
 from infer.bench.report import Report, Row, make_report, make_row
-from infer.bench.rows import beyond_floor, measure_row, run_rows
-from infer.bench.subject import Subject
-from infer.bench.virtual import run_virtual
+from infer.bench.roofline import best_seconds, measure_ceilings
+from infer.bench.simulated import run_virtual
+from infer.bench.target import Subject
 from infer.bench.workloads import Arrival, Session, Turn, Workload
 from infer.cache.memory import kv_bytes_per_token, step_bytes
 from infer.engine.build import layer_sizes, resolve_scheduler, step_defaults
 from infer.errors import EngineError
-from infer.kernels.paged_attention import attend_paged
+from infer.kernels.attention.paged import attend_paged
 
 BLOCK_SIZE = 16
 CAPACITY_SEQUENCES = 16  # of the longest length: the memory of the capacity rows

@@ -15,9 +15,11 @@ import random
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from infer.bench.adapt import fit, vary
-from infer.bench.drive import DriveResult, drive
-from infer.bench.floors import (
+from infer.bench.metrics import percentile
+from infer.bench.repeats import beyond_floor, measure_row, run_rows
+from infer.bench.report import Report, Row, make_report, skip_row
+from infer.bench.resize import fit, vary
+from infer.bench.roofline import (
     Ceilings,
     decode_floor,
     measure_ceilings,
@@ -25,10 +27,8 @@ from infer.bench.floors import (
     prefill_flops,
     workload_floor,
 )
-from infer.bench.metrics import percentile
-from infer.bench.report import Report, Row, make_report, skip_row
-from infer.bench.rows import beyond_floor, measure_row, run_rows
-from infer.bench.subject import Subject
+from infer.bench.run_offline import DriveResult, drive
+from infer.bench.target import Subject
 from infer.bench.workloads import DEFAULT_VOCAB, FIRST_ID, Arrival, Session, Turn, Workload, make_workload
 from infer.engine.engine import Engine
 from infer.errors import ConfigError

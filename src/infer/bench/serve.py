@@ -15,12 +15,12 @@ from functools import partial
 from typing import Any
 
 from infer.bench import scrape
-from infer.bench.adapt import fit, vary
 from infer.bench.load import LoadResult, NotReady, Target, fetch
 from infer.bench.metrics import Slo, cached_share, summarise
 from infer.bench.processes import run_load
+from infer.bench.repeats import measure_row, run_rows
 from infer.bench.report import Report, Row, make_report
-from infer.bench.rows import measure_row, run_rows
+from infer.bench.resize import fit, vary
 from infer.bench.workloads import (
     DEFAULT_VOCAB,
     WORDS,

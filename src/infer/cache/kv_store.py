@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from infer.kernels.copy_block import copy_block
+from infer.kernels.elementwise.copy_block import copy_block
 
 
 class KVStore:

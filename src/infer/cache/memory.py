@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from infer.config import CacheConfig, SchedulerConfig
+from infer.config.knobs import parse_bytes
+from infer.config.settings import CacheConfig, SchedulerConfig
 from infer.errors import ConfigError
-from infer.knobs import parse_bytes
 
 CPU_SHARE = 0.25  # of the memory that is free, for the KV cache of a model on the CPU
 GPU_SHARE = 0.9  # of a GPU's free memory once the weights are there

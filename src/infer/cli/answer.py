@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 from infer.cli.flags import knobs_from
 from infer.cli.interrupts import importing
-from infer.config import EngineConfig
+from infer.config.settings import EngineConfig
 
 if TYPE_CHECKING:
     from infer.cli.remote import RemoteDelta
     from infer.engine.observer import EngineObserver
-    from infer.llm import LLM, TextDelta
+    from infer.frontend.llm import LLM, TextDelta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ def open_llm(args: argparse.Namespace, observer: EngineObserver | None = None) -
     knobs = knobs_from(args)
     EngineConfig.from_knobs(**knobs)  # knobs that contradict each other are refused at once
     with importing():
-        from infer.llm import LLM
+        from infer.frontend.llm import LLM
 
     return LLM(**knobs, show_progress=True, observer=observer)
 

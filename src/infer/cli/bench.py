@@ -177,7 +177,7 @@ def _add_policies(benches: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _policies(args: argparse.Namespace) -> int:
     from infer.bench.report import make_report
-    from infer.bench.virtual import sweep
+    from infer.bench.simulated import sweep
 
     rows = sweep(num_requests=args.num_requests, seed=args.seed)
     note = "simulated: the same on every machine; starved: more than 30 s without a token"

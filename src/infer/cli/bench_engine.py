@@ -16,7 +16,7 @@ from infer.errors import ConfigError
 
 if TYPE_CHECKING:
     from infer.bench.report import Report
-    from infer.bench.subject import Subject
+    from infer.bench.target import Subject
 
 
 def add_engine_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -89,7 +89,7 @@ def _open(args: argparse.Namespace) -> Subject:
     if args.model_config is not None and knobs.get("model") is not None:
         raise ConfigError("--model and --model-config both name a model; give one of them")
     with importing():
-        from infer.bench.subject import open_subject
+        from infer.bench.target import open_subject
 
     is_tiny = args.tiny and args.model_config is None and knobs.get("model") is None
     return open_subject(knobs, model_config=args.model_config, is_tiny=is_tiny)

@@ -37,7 +37,7 @@ from infer.errors import (
 )
 
 if TYPE_CHECKING:
-    from infer.llm import LLM
+    from infer.frontend.llm import LLM
     from infer.sampling.params import SamplingParams
 
 COMMANDS = {

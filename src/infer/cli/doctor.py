@@ -35,7 +35,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Examine the machine and print the findings."""
     with importing():
-        from infer.engine.machine_report import examine_machine
+        from infer.tools.doctor import examine_machine
 
     report = examine_machine()
     if args.json:

@@ -35,7 +35,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Resolve the model and print its path."""
-    from infer.loader.source import resolve_model
+    from infer.loader.find.source import resolve_model
 
     source = resolve_model(args.model, revision=args.revision, show_progress=True)
     write_out(f"{source.path}\n")

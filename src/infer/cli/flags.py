@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from infer.cli.readers import int_or_none, token_bias
-from infer.config import ServerConfig, engine_sections, knob_table
-from infer.config_file import read_config_file
-from infer.knobs import KnobRow, parse_knob
-from infer.loader.hf_config import SAMPLING_KEYS
+from infer.config.knobs import KnobRow, parse_knob
+from infer.config.settings import ServerConfig, engine_sections, knob_table
+from infer.config.yaml_file import read_config_file
+from infer.loader.formats.hf_config import SAMPLING_KEYS
 from infer.log import LEVELS
 from infer.sampling.params import SamplingParams
 

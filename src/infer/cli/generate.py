@@ -47,7 +47,7 @@ from infer.errors import (
 
 if TYPE_CHECKING:
     from infer.engine.observer import EngineObserver
-    from infer.llm import LLM, TextStream
+    from infer.frontend.llm import LLM, TextStream
     from infer.sampling.params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -297,7 +297,7 @@ def recording(
         raise ConfigError(f"cannot record to {path}: it is not a plain file; give the name of a new one")
     if path.is_file() and path.stat().st_size and not may_replace:
         raise ConfigError(f"{path} is there already; record to another name, or replace it with --overwrite")
-    from infer.engine.record import Recorder
+    from infer.tools.record import Recorder
 
     return Recorder(path)
 

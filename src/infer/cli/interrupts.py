@@ -6,7 +6,7 @@ So for as long as it lasts Ctrl-C raises nothing and ends the process, which has
 (`infer/__main__.py` does the same for the command line itself).
 
     with importing():
-        from infer.llm import LLM
+        from infer.frontend.llm import LLM
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from infer.cli import flags
 from infer.cli.answer import write_out
 from infer.cli.interrupts import importing
-from infer.config import EngineConfig
+from infer.config.settings import EngineConfig
 from infer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from infer.engine.memory_plan import MemoryPlan
+    from infer.tools.memory_plan import MemoryPlan
 
 EXAMPLES = """\
 examples:
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--gpu-memory plans for a GPU that need not be here; leave out --device")
     config = EngineConfig.from_knobs(**knobs)
     with importing():
-        from infer.engine.memory_plan import find_headers, find_machine, plan_dtype, plan_memory
+        from infer.tools.memory_plan import find_headers, find_machine, plan_dtype, plan_memory
 
     load = config.load
     try:
@@ -147,7 +147,7 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
 
 def to_text(plan: MemoryPlan, model: str | None) -> str:
     """The plan for people."""
-    from infer.engine.memory_plan import format_bytes
+    from infer.tools.memory_plan import format_bytes
 
     cache = plan.cache
     where = "a GPU" if plan.machine.kind == "gpu" else "this machine's CPU"
@@ -184,7 +184,7 @@ def to_text(plan: MemoryPlan, model: str | None) -> str:
 
 def _context_table(plan: MemoryPlan) -> list[str]:
     """Which contexts fit at which concurrency."""
-    from infer.engine.memory_plan import CONCURRENCIES, format_bytes
+    from infer.tools.memory_plan import CONCURRENCIES, format_bytes
 
     columns = [count for count in CONCURRENCIES if count <= plan.max_batch_size]
     head = f"  {'context':>9}{'KV each':>12}{'at once':>10}   " + "".join(f"{f'x{n}':>6}" for n in columns)

@@ -63,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
     if args.until is not None and args.until < 1:
         raise ConfigError(f"--until must be a step, 1 or more, got {args.until}")
     with importing():
-        from infer.engine.record_reader import Record
-        from infer.engine.replay import describe_state, replay_model
+        from infer.tools.record_reader import Record
+        from infer.tools.replay import describe_state, replay_model
 
     record = Record(args.record)
     if args.until is not None and args.until > record.last_step:

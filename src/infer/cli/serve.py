@@ -15,7 +15,7 @@ from typing import Any
 
 from infer.cli import flags
 from infer.cli.interrupts import importing
-from infer.config import EngineConfig, ServerConfig, knob_table
+from infer.config.settings import EngineConfig, ServerConfig, knob_table
 from infer.errors import ConfigError, EngineLost
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """`infer simulate`: compare policies and cache sizes under a load, without a model.
 
-The real scheduler and the real cache books run on a virtual clock (engine/simulate.py), so what this
+The real scheduler and the real cache books run on a virtual clock (tools/simulate.py), so what this
 prints follows from the trace, the knobs and the cost alone, and not from this machine.
 """
 
@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from infer.cli import flags
 from infer.cli.answer import write_out
-from infer.config import EngineConfig, knob_table
+from infer.config.settings import EngineConfig, knob_table
 from infer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from infer.engine.simulate import SimulationResult
-    from infer.engine.step_cost import StepCost
-    from infer.engine.trace import TraceRequest
+    from infer.tools.simulate import SimulationResult
+    from infer.tools.step_cost import StepCost
+    from infer.tools.trace import TraceRequest
 
 EXAMPLES = """\
 a trace has one request per line; only the first three keys are needed:
@@ -110,8 +110,8 @@ def run(args: argparse.Namespace) -> int:
     """Read the load, simulate every combination, print the comparison."""
     if (args.trace is None) == (args.workload is None):
         raise ConfigError("give a load: --trace FILE or --workload NAME, one of the two")
-    from infer.engine.simulate import compare
-    from infer.engine.step_cost import StepCost, read_cost
+    from infer.tools.simulate import compare
+    from infer.tools.step_cost import StepCost, read_cost
 
     trace = read_load(args)
     cost = StepCost() if args.cost is None else read_cost(args.cost)
@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
 
 def read_load(args: argparse.Namespace) -> list[TraceRequest]:
     """The requests of the trace, or of the built-in workload."""
-    from infer.engine.trace import make_workload, read_trace
+    from infer.tools.trace import make_workload, read_trace
 
     if args.trace is not None:
         for name in ("num_requests", "seed"):

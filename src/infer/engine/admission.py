@@ -14,10 +14,10 @@ from collections.abc import Collection
 import numpy as np
 
 from infer.cache.kv_pool import KVCachePool
-from infer.engine.request import Request
-from infer.engine.scheduler import Scheduler
-from infer.engine.sequence import SequenceGroup
 from infer.errors import ContextOverflow, QueueFull, RequestError
+from infer.scheduling.request import Request
+from infer.scheduling.scheduler import Scheduler
+from infer.scheduling.sequence import SequenceGroup
 
 MAX_PRIORITY = 2**63 - 1
 SEED_STRIDE = 0x9E3779B97F4A7C15  # odd and large: engines with other seeds give other seeds

@@ -30,7 +30,7 @@ from infer.cache.memory import (
     free_host_bytes,
 )
 from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
-from infer.config import (
+from infer.config.settings import (
     CPU_STEPS,
     GPU_STEPS,
     LARGE_GPU_BYTES,
@@ -41,18 +41,16 @@ from infer.config import (
     SchedulerConfig,
     StepDefaults,
 )
-from infer.engine.cpu_step import attention_gathers
-from infer.engine.device_runner import DeviceRunner
 from infer.engine.engine import STEPS_AHEAD, Engine
-from infer.engine.facts import RunFacts, fingerprint, shareable_knobs
-from infer.engine.garbage import freeze_with, freezing
+from infer.engine.gc_freeze import freeze_with, freezing
 from infer.engine.observer import EngineObserver
-from infer.engine.preemption import PreemptionCost
-from infer.engine.runner import ModelRunner
-from infer.engine.scheduler import Scheduler
+from infer.engine.run_manifest import RunFacts, fingerprint, shareable_knobs
 from infer.engine.start_line import describe_engine
 from infer.errors import ConfigError
-from infer.kernels.attention import attend_sdpa
+from infer.execution.cpu_step import attention_gathers
+from infer.execution.gpu.runner import DeviceRunner
+from infer.execution.runner import ModelRunner
+from infer.kernels.attention.reference import attend_sdpa
 from infer.layers.linear import set_invariant
 from infer.layers.prepare import prepare_linears
 from infer.layers.whole_sequence import WholeSequence
@@ -60,6 +58,8 @@ from infer.loader.cpu_weights import PACKED
 from infer.loader.load import LoadChoice, LoadedModel
 from infer.models.config import ModelConfig
 from infer.models.model import Model
+from infer.scheduling.preemption import PreemptionCost
+from infer.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 

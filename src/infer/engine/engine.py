@@ -3,7 +3,7 @@
     plan     the scheduler picks chunks and reserves blocks            (integers)
     launch   the runner moves blocks, runs the model, samples          (tensors)
     commit   full blocks enter the prefix tree                         (integers)
-    report   stop conditions are checked, the finished let go          (integers; engine/live.py)
+    report   stop conditions are checked, the finished let go          (integers; engine/requests.py)
 
 A device works by itself once a step is launched. With *overlap* the last two moves come late, so that the
 CPU plans step N + 1 while the device computes step N:
@@ -38,16 +38,16 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from infer.engine.admission import admit, check_token_ids
-from infer.engine.live import LiveRequests
 from infer.engine.observer import EngineObserver
-from infer.engine.plan import StepPlan
-from infer.engine.request import Request, StepOutput
-from infer.engine.runner import POOLINGS, Runner, StepResult
-from infer.engine.scheduler import Scheduler
-from infer.engine.sequence import Sequence
+from infer.engine.requests import LiveRequests
 from infer.engine.stats import STEP_TOKENS, EngineStats, Histogram
 from infer.errors import ContextOverflow, DeviceLost, EngineError, RequestError
+from infer.execution.runner import POOLINGS, Runner, StepResult
 from infer.sampling.sampler import NO_TOKEN
+from infer.scheduling.plan import StepPlan
+from infer.scheduling.request import Request, StepOutput
+from infer.scheduling.scheduler import Scheduler
+from infer.scheduling.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 

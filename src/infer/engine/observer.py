@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from infer.engine.facts import RunFacts
-from infer.engine.plan import StepPlan
-from infer.engine.request import Request
+from infer.engine.run_manifest import RunFacts
+from infer.scheduling.plan import StepPlan
+from infer.scheduling.request import Request
 
 
 class EngineObserver:

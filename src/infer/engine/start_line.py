@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 
 from infer.cache.memory import CacheSize, format_bytes
-from infer.config import SchedulerConfig
-from infer.engine.cpu_step import attention_gathers
+from infer.config.settings import SchedulerConfig
+from infer.execution.cpu_step import attention_gathers
 from infer.loader.cpu_weights import PACKED
 from infer.loader.load import LoadedModel
 

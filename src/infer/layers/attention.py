@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from infer.kernels.heads import CacheSlots, HeadTransform
+from infer.kernels.elementwise.heads import CacheSlots, HeadTransform
 
 
 class StepContext(Protocol):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from infer.kernels.embedding import embed, scaled
+from infer.kernels.elementwise.embedding import embed, scaled
 from infer.quant.packed import PackedMatrix
 
 

@@ -20,8 +20,8 @@ Between two matrices stands the residual stream: one adds its result to it, the 
 
 `after` is told the norm before it. `into` is told who reads behind it: for few tokens on a GPU it does the
 addition and most of that norm while its result is still at hand, and returns an `Added` instead of a tensor,
-which `after` takes as well (kernels/linear_small.py). For a hundred tokens or two it may return its result in
-parts, which the norm adds up on its way (kernels/linear_split.py).
+which `after` takes as well (kernels/linear/small.py). For a hundred tokens or two it may return its result in
+parts, which the norm adds up on its way (kernels/linear/split.py).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ import torch
 from torch import nn
 
 from infer.errors import ConfigError
-from infer.kernels.dispatch import use_triton
-from infer.kernels.gated_activation import gated_activation
-from infer.kernels.linear_invariant import places_are_alike
-from infer.kernels.linear_small import (
+from infer.kernels.elementwise.gated_activation import gated_activation
+from infer.kernels.linear.invariant import places_are_alike
+from infer.kernels.linear.residual import Added, Stream
+from infer.kernels.linear.small import (
     added_gated_linear,
     added_linear,
     can_add,
@@ -45,7 +45,7 @@ from infer.kernels.linear_small import (
     norm_linear,
     split_linear,
 )
-from infer.kernels.linear_stream import Added, Stream
+from infer.kernels.runtime.dispatch import use_triton
 from infer.layers.norm import AddNorm
 from infer.quant.dense import DENSE, INVARIANT
 from infer.quant.scheme import Scheme

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from infer.kernels.gated_activation import activate, gated_activation
-from infer.kernels.linear_stream import Added
+from infer.kernels.elementwise.gated_activation import activate, gated_activation
+from infer.kernels.linear.residual import Added
 from infer.layers.linear import Linear, Reader
 from infer.layers.norm import AddNorm
 

@@ -24,10 +24,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from infer.kernels.dispatch import use_triton
-from infer.kernels.gated_activation import gated_activation
-from infer.kernels.linear_stream import Added
-from infer.kernels.moe import by_expert, experts_mlp, route
+from infer.kernels.elementwise.gated_activation import gated_activation
+from infer.kernels.linear.residual import Added
+from infer.kernels.moe.grouped import by_expert, experts_mlp, route
+from infer.kernels.runtime.dispatch import use_triton
 from infer.layers.linear import Reader, rows_of_part
 from infer.layers.norm import AddNorm
 from infer.quant.dense import DENSE, INVARIANT

@@ -9,7 +9,7 @@ model carries two tensors through its layers:
 
         x, residual = norm(x, residual)     # residual + x, and its normalised form
 
-Where the block that made x has already added it, x is an `Added` (kernels/linear_small.py): the sum, and what
+Where the block that made x has already added it, x is an `Added` (kernels/linear/small.py): the sum, and what
 the matrix behind the next norm needs of it. No norm is then called.
 
 Shapes:  T tokens, D hidden size, N heads, H head size.
@@ -20,8 +20,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from infer.kernels.layer_norm import add_layer_norm
-from infer.kernels.rms_norm import add_rms_norm, rms_norm
+from infer.kernels.elementwise.layer_norm import add_layer_norm
+from infer.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):

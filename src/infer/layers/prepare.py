@@ -2,7 +2,7 @@
 
 Triton compiles when a kernel is first launched, which is when steps are captured, before anyone waits. The
 linears in CUDA C++ take seconds, for all matrices of a model and all at once or not at all
-(kernels/cuda/prepared_linears.py), so they are compiled while the engine is built, beside the rest of that.
+(kernels/linear/prepared.py), so they are compiled while the engine is built, beside the rest of that.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from infer.kernels.cuda.linear_ahead import AHEAD
-from infer.kernels.cuda.linear_wgmma import WGMMA, WGMMA_MORE
-from infer.kernels.cuda.prepared_linears import Matrix, PreparedLinears
+from infer.kernels.linear.pdl import AHEAD
+from infer.kernels.linear.prepared import Matrix, PreparedLinears
+from infer.kernels.linear.wgmma import WGMMA, WGMMA_MORE
 from infer.layers.linear import Linear
 from infer.layers.mlp import GatedMLP
 from infer.layers.moe import MixtureOfExperts

@@ -6,7 +6,7 @@ Pair i of a head (channel i and channel i + H/2) turns by  position * frequency_
 
 The dot product of a turned query and a turned key then depends only on their distance. Sines and
 cosines of all positions are computed once, as two float32 tables that the layers share; the turning is
-part of what attention does to its heads (kernels/heads.py).
+part of what attention does to its heads (kernels/elementwise/heads.py).
 
 A model can be stretched beyond the context it was trained on by slowing its frequencies down:
 

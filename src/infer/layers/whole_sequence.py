@@ -19,7 +19,7 @@ from infer.layers.attention import StepContext
 
 
 class Attend(Protocol):
-    """One of the functions of kernels/attention.py."""
+    """One of the functions of kernels/attention/reference.py."""
 
     def __call__(
         self,

@@ -29,11 +29,11 @@ from torch import nn
 from infer.errors import CheckpointError, ConfigError
 from infer.kernels.cpu.build import cpu_flags
 from infer.kernels.cpu.library import library, why_not
-from infer.kernels.torch_threads import one_thread
+from infer.kernels.runtime.torch_threads import one_thread
 from infer.layers.linear import Linear
 from infer.layers.moe import ExpertLinear
-from infer.loader.checkpoint import QuantizedRows, StoredTensor
 from infer.loader.dtype import choose_dtype
+from infer.loader.formats.checkpoint import QuantizedRows, StoredTensor
 from infer.models.model import Model
 from infer.models.weight_map import WeightMap, find_target
 from infer.quant.packed import BYTES_PER_WEIGHT, PackedMatrix, WeightMemory

@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 from infer.errors import ConfigError
-from infer.loader.checkpoint import FLOATS, StoredTensor
+from infer.loader.formats.checkpoint import FLOATS, StoredTensor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from infer.errors import ConfigError
-from infer.loader.checkpoint import StoredTensor, open_checkpoint
 from infer.loader.cpu_weights import (
     PACKED,
     choose_format,
@@ -31,12 +30,14 @@ from infer.loader.cpu_weights import (
     pack_layers,
     stored_matrices,
 )
-from infer.loader.default_model import NAME, SAMPLING
 from infer.loader.dtype import choose_dtype, stored_dtype, warn_if_slow
-from infer.loader.gguf import read_gguf
-from infer.loader.gguf_config import hf_config_from_gguf
-from infer.loader.gguf_tensors import gguf_checkpoint
-from infer.loader.hf_config import (
+from infer.loader.find.default_model import NAME, SAMPLING
+from infer.loader.find.source import ModelSource
+from infer.loader.formats.checkpoint import StoredTensor, open_checkpoint
+from infer.loader.formats.gguf import read_gguf
+from infer.loader.formats.gguf_config import hf_config_from_gguf
+from infer.loader.formats.gguf_tensors import gguf_checkpoint
+from infer.loader.formats.hf_config import (
     GenerationDefaults,
     merge_eos_ids,
     read_generation_defaults,
@@ -44,7 +45,6 @@ from infer.loader.hf_config import (
 )
 from infer.loader.placement import Move, plan_moves
 from infer.loader.pooling import Pooling, read_pooling
-from infer.loader.source import ModelSource
 from infer.log import progress
 from infer.models.config import ModelConfig
 from infer.models.model import Model

@@ -28,7 +28,7 @@ from torch import nn
 from infer.errors import CheckpointError
 from infer.layers.linear import Linear
 from infer.layers.moe import ExpertLinear
-from infer.loader.checkpoint import StoredTensor
+from infer.loader.formats.checkpoint import StoredTensor
 from infer.models.model import Model
 from infer.models.weight_map import Target, WeightMap, find_target, names_an_expert
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.errors import CheckpointError
-from infer.loader.hf_config import MAX_CONFIG_BYTES, read_json, read_json_list
+from infer.loader.formats.hf_config import MAX_CONFIG_BYTES, read_json, read_json_list
 
 MODES = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}  # their names and ours
 PREFIX = "pooling_mode_"

@@ -17,7 +17,7 @@ import torch
 
 from infer.layers.norm import AddNorm, RMSNorm
 from infer.loader.dtype import DTYPES, choose_dtype, warn_if_slow
-from infer.loader.hf_config import read_hf_config
+from infer.loader.formats.hf_config import read_hf_config
 from infer.loader.load import LoadedModel, build_model, check_length, choose_device
 from infer.models.model import Model
 from infer.models.registry import find_family

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from infer.errors import CheckpointError
-from infer.kernels.heads import write_slots
+from infer.kernels.elementwise.heads import write_slots
 from infer.layers.attention import StepContext
 from infer.layers.embedding import Embedding
 from infer.layers.linear import Linear, Reader

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infer.kernels.linear_stream import Added
+from infer.kernels.linear.residual import Added
 from infer.layers.attention import StepContext
 from infer.layers.linear import Reader
 from infer.layers.mlp import GatedMLP

@@ -3,7 +3,7 @@
     x ──► qkv ──► norm and rotate the heads, fill the cache ──► attend ──► out
 
 The first projection is the caller's: it is fused with the norm before it (layers/linear.py, `after`). The
-second box is one pass over its result (kernels/heads.py). Where the step can do it, the second and the third
+second box is one pass over its result (heads.py). Where the step can do it, the second and the third
 are one kernel (`attend_projected`).
 
 Shapes:  T tokens of all sequences laid end to end, S of them that are wanted behind attention, D hidden,
@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from infer.kernels.heads import HeadTransform, norm_rope_write
-from infer.kernels.linear_stream import Added
+from infer.kernels.elementwise.heads import HeadTransform, norm_rope_write
+from infer.kernels.linear.residual import Added
 from infer.layers.attention import StepContext
 from infer.layers.linear import Linear, Reader
 from infer.layers.norm import RMSNorm

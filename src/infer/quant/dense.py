@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from infer.kernels.linear_invariant import linear_invariant
-from infer.kernels.linear_small import linear
+from infer.kernels.linear.invariant import linear_invariant
+from infer.kernels.linear.small import linear
 
 
 class Dense:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import TypeVar
 
-from infer.config import MAX_SEQUENCES
+from infer.config.settings import MAX_SEQUENCES
 from infer.errors import RequestError, closest
 
 T = TypeVar("T")

@@ -20,16 +20,16 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from infer import __version__
-from infer.config import EngineConfig, ServerConfig
-from infer.server import admin, chat, completions, embeddings, health, models, pages, tokens
-from infer.server.access_log import AccessLog
-from infer.server.auth import Auth
-from infer.server.errors import install_error_handlers
-from infer.server.fleet import Fleet
-from infer.server.hosts import HostCheck
-from infer.server.limits import BodyLimit, Gate
+from infer.config.settings import EngineConfig, ServerConfig
+from infer.server.fleet.fleet import Fleet
+from infer.server.fleet.metered_client import ObservedClient
 from infer.server.metrics import ServerMetrics
-from infer.server.observed import ObservedClient
+from infer.server.middleware.access_log import AccessLog
+from infer.server.middleware.auth import Auth
+from infer.server.middleware.host_check import HostCheck
+from infer.server.middleware.limits import BodyLimit, Gate
+from infer.server.protocol.errors import install_error_handlers
+from infer.server.routes import admin, chat, completions, embeddings, health, models, pages, tokens
 from infer.server.state import ServerState
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -65,7 +65,7 @@ def build_app(
 ) -> FastAPI:
     """The application around a state whose engines somebody else starts and stops.
 
-    `checks_host` is for whoever listens himself, and so knows whom the address lets in (hosts.py).
+    `checks_host` is for whoever listens himself, and so knows whom the address lets in (host_check.py).
     """
     config = state.config
     fleet = fleet or Fleet(state, ServerMetrics(config.metrics_prefix))

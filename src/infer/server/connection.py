@@ -25,7 +25,7 @@ from typing import Any
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from infer.server.errors import ApiError
+from infer.server.protocol.errors import ApiError
 
 logger = logging.getLogger(__name__)
 uvicorn_logger = logging.getLogger(f"{__name__}.uvicorn")  # what uvicorn says of a connection, in our format

@@ -21,8 +21,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
-from infer.config import CacheConfig
-from infer.engine.client import EngineClient
+from infer.client.client import EngineClient
+from infer.config.settings import CacheConfig
 from infer.engine.stats import STEP_TOKENS, Histogram
 from infer.errors import EngineError
 

@@ -30,15 +30,15 @@ from typing import Any
 
 import uvicorn
 
-from infer.config import EngineConfig, ServerConfig
+from infer.config.settings import EngineConfig, ServerConfig
 from infer.errors import ConfigError, EngineLost
+from infer.loader.find.source import check_model
 from infer.loader.load import choose_device
-from infer.loader.source import check_model
 from infer.server.app import build_app
 from infer.server.connection import GuardedConnection
-from infer.server.fleet import Fleet
-from infer.server.hosts import is_loopback, needs_host_check
+from infer.server.fleet.fleet import Fleet
 from infer.server.metrics import ServerMetrics
+from infer.server.middleware.host_check import is_loopback, needs_host_check
 from infer.server.state import ServerState
 
 logger = logging.getLogger(__name__)

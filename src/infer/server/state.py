@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from infer.config import ServerConfig
-from infer.engine.client import EngineClient
-from infer.engine.request import Request
+from infer.client.client import EngineClient
+from infer.config.settings import ServerConfig
 from infer.errors import UnknownModel, closest
-from infer.front import TextFront
-from infer.server.record import current_record
-from infer.server.router import Router
+from infer.frontend.prompts import TextFront
+from infer.scheduling.request import Request
+from infer.server.fleet.router import Router
+from infer.server.middleware.request_record import current_record
 
 
 @dataclass(slots=True, eq=False)

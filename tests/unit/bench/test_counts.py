@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.counts import EXPECTED, differences
 from infer.bench.micro import capacity_rows
-from infer.bench.virtual import GATE, counts, run_virtual, sweep, trace_workload
+from infer.bench.simulated import GATE, counts, run_virtual, sweep, trace_workload
 from infer.bench.workloads import make_workload
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from infer.bench.ablations import TOGGLES
 from infer.bench.matrix import _row as row_of
 from infer.bench.matrix import _sentence as sentence_of
 from infer.bench.matrix import bench_matrix
-from infer.bench.toggles import TOGGLES
 from infer.errors import ConfigError
 
 

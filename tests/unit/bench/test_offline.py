@@ -15,8 +15,15 @@ import torch
 
 from infer.bench import micro
 from infer.bench import offline as offline_benches
-from infer.bench.drive import drive, to_ids
-from infer.bench.floors import (
+from infer.bench.ablations import TOGGLES
+from infer.bench.matrix import _row as row_of
+from infer.bench.matrix import bench_matrix, speed_ups
+from infer.bench.micro import bench_attention, bench_memory
+from infer.bench.offline import batch, bench_decode, bench_latency, bench_offline, bench_prefill, run_once
+from infer.bench.render import columns, provenance
+from infer.bench.repeats import beyond_floor, run_rows
+from infer.bench.report import Row, make_row, skip_row, write_report
+from infer.bench.roofline import (
     Ceilings,
     Shape,
     decode_floor,
@@ -26,15 +33,8 @@ from infer.bench.floors import (
     shape_of,
     workload_floor,
 )
-from infer.bench.matrix import _row as row_of
-from infer.bench.matrix import bench_matrix, speed_ups
-from infer.bench.micro import bench_attention, bench_memory
-from infer.bench.offline import batch, bench_decode, bench_latency, bench_offline, bench_prefill, run_once
-from infer.bench.render import columns, provenance
-from infer.bench.report import Row, make_row, skip_row, write_report
-from infer.bench.rows import beyond_floor, run_rows
-from infer.bench.subject import TINY, Subject, open_subject
-from infer.bench.toggles import TOGGLES
+from infer.bench.run_offline import drive, to_ids
+from infer.bench.target import TINY, Subject, open_subject
 from infer.bench.workloads import SERVING, Arrival, Session, Turn, Workload, make_workload
 from infer.errors import ConfigError, EngineError
 from infer.kernels.cpu.library import library

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.gpu_table import provenance, read_peers
 from benchmarks.machine import facts
+from infer.bench.ablations import TOGGLES
 from infer.bench.report import make_report, make_row, read_report, write_report
-from infer.bench.toggles import TOGGLES
 from scripts import docs
 
 OLD: dict[str, Any] = {

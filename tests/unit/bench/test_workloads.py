@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from infer.bench.adapt import fit, vary
+from infer.bench.resize import fit, vary
 from infer.bench.workloads import OFFLINE, SERVING, make_workload, read_names
 from infer.errors import ConfigError
 

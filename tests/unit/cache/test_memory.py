@@ -19,7 +19,7 @@ from infer.cache.memory import (
     size_cache,
     workspace_share,
 )
-from infer.config import CacheConfig, SchedulerConfig
+from infer.config.settings import CacheConfig, SchedulerConfig
 from infer.errors import ConfigError
 
 SIZES = LayerSizes(

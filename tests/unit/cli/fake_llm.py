@@ -23,7 +23,7 @@ class FakeDelta:
 
 
 class FakeLLM:
-    """Stands in for infer.llm.LLM and remembers how it was called."""
+    """Stands in for infer.frontend.llm.LLM and remembers how it was called."""
 
     name = "fake"
     sampling_defaults: Mapping[str, float] = {}

@@ -8,7 +8,7 @@ import pytest
 from infer.cli.answer import Interrupted, open_llm, show_answer
 from infer.cli.main import build_parser
 from infer.errors import ConfigError
-from infer.outputs import TextDelta
+from infer.frontend.outputs import TextDelta
 
 
 class Deltas(Iterator[TextDelta]):
@@ -69,7 +69,7 @@ def test_an_answer_without_a_token_has_no_time_of_the_first() -> None:
 def test_knobs_that_contradict_each_other_are_refused_before_torch_is_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "infer.llm", None)  # to import it is an error
+    monkeypatch.setitem(sys.modules, "infer.frontend.llm", None)  # to import it is an error
     args = build_parser().parse_args(
         ["generate", "hi", "--max-num-batched-tokens", "8", "--max-batch-size", "64"]
     )

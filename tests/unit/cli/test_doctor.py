@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from infer.cli.main import main
-from infer.engine import machine_report
 from infer.kernels.cpu.library import library
-from infer.loader import default_model
-from infer.loader.gguf_quants import FOUR_BITS
+from infer.loader.find import default_model
+from infer.loader.formats.gguf_quants import FOUR_BITS
+from infer.tools import doctor as machine_report
 from tests.support.c_library import use_library
 
 

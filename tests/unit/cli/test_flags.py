@@ -11,8 +11,8 @@ import pytest
 
 from infer.cli import flags
 from infer.cli.main import build_parser
-from infer.config import LoadConfig, knob_table
-from infer.knobs import KnobRow
+from infer.config.knobs import KnobRow
+from infer.config.settings import LoadConfig, knob_table
 from infer.sampling.params import SamplingParams
 
 

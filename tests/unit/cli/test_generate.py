@@ -10,7 +10,7 @@ import pytest
 from infer.cli.answer import Answer, show_answer
 from infer.cli.generate import Asked, Prompt, to_json
 from infer.errors import DeviceLost, RequestError
-from infer.outputs import TextDelta
+from infer.frontend.outputs import TextDelta
 from infer.sampling.params import SamplingParams
 from tests.unit.cli.fake_llm import FakeLLM
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from infer.cli.main import build_parser
-from infer.engine.trace import read_trace
+from infer.tools.trace import read_trace
 
 FEATURES = Path(__file__).parents[3] / "docs" / "features"
 

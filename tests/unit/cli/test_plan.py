@@ -11,12 +11,14 @@ import pytest
 from infer.cache.memory import size_cache
 from infer.cli.flags import knobs_from
 from infer.cli.main import build_parser
-from infer.config import GPU_STEPS, EngineConfig
-from infer.engine import build, cpu_step, memory_plan
+from infer.config.settings import GPU_STEPS, EngineConfig
+from infer.engine import build
 from infer.engine.build import resolve_scheduler
 from infer.errors import ConfigError
+from infer.execution import cpu_step
+from infer.loader.find.source import resolve_model
 from infer.loader.load import load_model
-from infer.loader.source import resolve_model
+from infer.tools import memory_plan
 from scripts.make_checkpoint import make_checkpoint
 
 Infer = Callable[..., Any]

@@ -16,7 +16,7 @@ import pytest
 
 from infer.cli.remote import RemoteDelta, RemoteStream, StreamAhead
 from infer.errors import EngineError, RequestError
-from infer.server.translate import encode_conversation
+from infer.server.protocol.translate import encode_conversation
 
 Infer = Callable[..., Any]
 

@@ -8,7 +8,7 @@ import pytest
 from infer.cli import flags
 from infer.cli.main import build_parser
 from infer.cli.serve import read_models, split_name
-from infer.config import EngineConfig, ServerConfig
+from infer.config.settings import EngineConfig, ServerConfig
 from infer.errors import ConfigError
 
 

@@ -10,9 +10,9 @@ import pytest
 from infer.cache.kv_pool import KVCachePool
 from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
 from infer.engine.admission import check_order, check_token_ids, check_width, longest_total
-from infer.engine.request import Request
 from infer.errors import ContextOverflow, RequestError
 from infer.sampling.params import SamplingParams
+from infer.scheduling.request import Request
 from tests.support.oracle import OracleWorld, prompt_of
 
 

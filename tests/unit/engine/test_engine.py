@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from infer.engine.engine import MAX_EMPTY_STEPS
-from infer.engine.plan import StepPlan
-from infer.engine.request import Request
-from infer.engine.runner import StepResult
-from infer.engine.sequence import Sequence
 from infer.errors import EngineError, QueueFull, RequestError
+from infer.execution.runner import StepResult
 from infer.sampling.params import SamplingParams
 from infer.sampling.sampler import NO_TOKEN
+from infer.scheduling.plan import StepPlan
+from infer.scheduling.request import Request
+from infer.scheduling.sequence import Sequence
 from tests.support.oracle import OracleWorld, expected_output, prompt_of
 
 THIEF = -1  # a sequence of nobody: it takes the blocks that a test wants to be gone

@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from infer.async_llm import AsyncLLM
-from infer.config import EngineConfig
-from infer.engine import build, process
-from infer.engine.memory_plan import count_parameters, find_machine, plan_memory, stored_parameters
+from infer.client import process
+from infer.config.settings import EngineConfig
+from infer.engine import build
 from infer.errors import ConfigError
-from infer.llm import LLM
+from infer.frontend.async_llm import AsyncLLM
+from infer.frontend.llm import LLM
 from infer.loader import load
+from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadChoice, ModelHeaders, read_headers
-from infer.loader.source import resolve_model
 from infer.models.config import ModelConfig
+from infer.tools.memory_plan import count_parameters, find_machine, plan_memory, stored_parameters
 from scripts.make_checkpoint import make_checkpoint
 
 
@@ -192,7 +193,7 @@ def test_a_plan_for_a_gpu_that_is_half_used_has_the_steps_of_its_engine(
     headers: ModelHeaders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps are as long as the GPU's memory allows, whatever is free of it at the moment."""
-    monkeypatch.setattr("infer.engine.memory_plan.choose_device", torch.device)
+    monkeypatch.setattr("infer.tools.memory_plan.choose_device", torch.device)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 << 30, 80 << 30))
     machine = find_machine("cuda", None)
     config, same = EngineConfig.from_knobs(), EngineConfig.from_knobs(max_num_batched_tokens=16384)

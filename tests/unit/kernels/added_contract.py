@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 
 from infer.errors import ConfigError
-from infer.kernels import linear_small
-from infer.kernels.attention import attend_naive
-from infer.kernels.linear_configs import GemvConfig, SkinnyConfig
-from infer.kernels.linear_small import added_gated_linear, added_linear, can_add, linear_into
-from infer.kernels.linear_stream import Added, Stream
-from infer.kernels.rms_norm import add_rms_norm_reference
+from infer.kernels.attention.reference import attend_naive
+from infer.kernels.elementwise.rms_norm import add_rms_norm_reference
+from infer.kernels.linear import small as linear_small
+from infer.kernels.linear.residual import Added, Stream
+from infer.kernels.linear.small import added_gated_linear, added_linear, can_add, linear_into
+from infer.kernels.linear.triton_configs import GemvConfig, SkinnyConfig
 from infer.layers.whole_sequence import WholeSequence
 from infer.models.registry import get_family
 from scripts.make_checkpoint import Sizes, raw_config

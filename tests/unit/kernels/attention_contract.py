@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from infer.cache.kv_store import KVStore
-from infer.engine.device_step import DeviceStep
-from infer.kernels.attention_decode import DecodeWork, attend_decode, attend_decode_reference
-from infer.kernels.attention_prefill import (
+from infer.execution.gpu.step import DeviceStep
+from infer.kernels.attention.decode import DecodeWork, attend_decode, attend_decode_reference
+from infer.kernels.attention.prefill import (
     Chunk,
     PrefillChunks,
     attend_prefill,
@@ -25,7 +25,7 @@ from infer.kernels.attention_prefill import (
     build_prefill_chunks,
     tokens_per_tile,
 )
-from infer.kernels.dispatch import use_triton
+from infer.kernels.runtime.dispatch import use_triton
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from infer.kernels.cuda.decode_attention import Defines
+from infer.kernels.attention.decode_cuda import Defines
 
 HERE = Path(__file__).parent
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from infer.kernels.attention_decode import DecodeWork
-from infer.kernels.cuda import decode_attention
-from infer.kernels.cuda.build import as_pointers
-from infer.kernels.cuda.decode_attention import Defines
+from infer.kernels.attention import decode_cuda as decode_attention
+from infer.kernels.attention.decode import DecodeWork
+from infer.kernels.attention.decode_cuda import Defines
+from infer.kernels.runtime.cuda_build import as_pointers
 from tests.unit.kernels.attention_contract import Heads
 from tests.unit.kernels.emulated import compile_library
 

@@ -1,4 +1,4 @@
-/* A GPU in one thread for `linear_ahead.cu`: the threads of a block take turns.
+/* A GPU in one thread for `linear/pdl.cu`: the threads of a block take turns.
 
    KERNEL_SOURCE is the .cu file. A launch is `emulate(blocks, threads, arguments)`, with addresses of arguments as
    the driver's cuLaunchKernelEx has them. */

@@ -1,4 +1,4 @@
-"""`linear_ahead.cu` on a CPU: a block's threads take turns."""
+"""`linear/pdl.cu` on a CPU: a block's threads take turns."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import ctypes
 import functools
 from typing import Any
 
-from infer.kernels.cuda import linear_ahead
-from infer.kernels.cuda.build import as_pointers
-from infer.kernels.cuda.prepared_linears import Defines
+from infer.kernels.linear import pdl as linear_ahead
+from infer.kernels.linear.prepared import Defines
+from infer.kernels.runtime.cuda_build import as_pointers
 from tests.unit.kernels.emulated import compile_library
 
 

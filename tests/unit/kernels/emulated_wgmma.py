@@ -1,4 +1,4 @@
-"""`linear_wgmma.cu` on a CPU, and the driver that tells its copy engine of matrices."""
+"""`linear/wgmma.cu` on a CPU, and the driver that tells its copy engine of matrices."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from infer.kernels.cuda import linear_wgmma
-from infer.kernels.cuda.build import as_pointers
-from infer.kernels.cuda.prepared_linears import Defines
-from infer.kernels.cuda.wgmma_configs import WgmmaConfig
+from infer.kernels.linear import wgmma as linear_wgmma
+from infer.kernels.linear.prepared import Defines
+from infer.kernels.linear.wgmma_configs import WgmmaConfig
+from infer.kernels.runtime.cuda_build import as_pointers
 from tests.unit.kernels.emulated import compile_library
 
 INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE

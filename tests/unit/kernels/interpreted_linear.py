@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from infer.kernels.linear_stream import Added
+from infer.kernels.linear.residual import Added
 from infer.models.registry import get_family
 from scripts.make_checkpoint import Sizes, raw_config
 from tests.support.step import ListCache, ListStep

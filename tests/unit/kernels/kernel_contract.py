@@ -18,10 +18,19 @@ import pytest
 import torch
 
 from infer.errors import ConfigError
-from infer.kernels.dispatch import use_triton
-from infer.kernels.gated_activation import ACTIVATIONS, gated_activation, gated_activation_reference
-from infer.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
-from infer.kernels.rope import rope, rope_reference
+from infer.kernels.elementwise.gated_activation import (
+    ACTIVATIONS,
+    gated_activation,
+    gated_activation_reference,
+)
+from infer.kernels.elementwise.rms_norm import (
+    add_rms_norm,
+    add_rms_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
+from infer.kernels.elementwise.rope import rope, rope_reference
+from infer.kernels.runtime.dispatch import use_triton
 
 # Relative and absolute. bfloat16 keeps 8 bits, so 2^-7 is one unit in the last place; the interpreter
 # cuts off what a GPU rounds.

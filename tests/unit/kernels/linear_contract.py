@@ -11,18 +11,26 @@ import torch
 import torch.nn.functional as F
 
 from infer.errors import ConfigError
-from infer.kernels import linear_configs, linear_invariant, linear_small
-from infer.kernels.dispatch import use_triton
-from infer.kernels.gated_activation import ACTIVATIONS
-from infer.kernels.linear_configs import GemvConfig, SkinnyConfig
-from infer.kernels.linear_small import (
+from infer.kernels.elementwise.gated_activation import ACTIVATIONS
+from infer.kernels.elementwise.rms_norm import rms_norm, rms_norm_reference
+from infer.kernels.linear import (
+    invariant as linear_invariant,
+)
+from infer.kernels.linear import (
+    small as linear_small,
+)
+from infer.kernels.linear import (
+    triton_configs as linear_configs,
+)
+from infer.kernels.linear.small import (
     gated_linear,
     linear,
     norm_gated_linear,
     norm_linear,
     split_linear,
 )
-from infer.kernels.rms_norm import rms_norm, rms_norm_reference
+from infer.kernels.linear.triton_configs import GemvConfig, SkinnyConfig
+from infer.kernels.runtime.dispatch import use_triton
 from tests.unit.kernels.kernel_contract import FramedTensor, nan_in_fresh_memory
 
 # Of the result, relative to its largest element: one rounding for y, and for bfloat16 another of r * weight.

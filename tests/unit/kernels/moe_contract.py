@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from infer.errors import ConfigError
-from infer.kernels import moe
-from infer.kernels.dispatch import use_triton
-from infer.kernels.gated_activation import ACTIVATIONS
-from infer.kernels.moe import (
+from infer.kernels.elementwise.gated_activation import ACTIVATIONS
+from infer.kernels.moe import grouped as moe
+from infer.kernels.moe.grouped import (
     Tiles,
     choose_tiles,
     experts_mlp,
@@ -25,6 +24,7 @@ from infer.kernels.moe import (
     route,
     route_reference,
 )
+from infer.kernels.runtime.dispatch import use_triton
 from tests.unit.kernels.kernel_contract import FramedTensor, nan_in_fresh_memory
 
 # Of the result, relative to its largest element; half precision rounds the gate and each expert's output.

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from infer.kernels import attention_prefill
-from infer.kernels.attention_prefill import (
+from infer.kernels.attention import prefill as attention_prefill
+from infer.kernels.attention.prefill import (
     Chunk,
     PrefillChunks,
     attend_prefill,
@@ -21,8 +21,8 @@ from infer.kernels.attention_prefill import (
     build_prefill_chunks,
     tokens_per_tile,
 )
-from infer.kernels.attention_prefill_kernels import _plan_splits
-from infer.kernels.dispatch import jit, tl
+from infer.kernels.attention.prefill_kernels import _plan_splits
+from infer.kernels.runtime.dispatch import jit, tl
 from tests.unit.kernels.attention_contract import TOLERANCE, Heads, OnDevice, Paged, make_paged
 
 Spans = list[tuple[int, int]]  # (start, num) of a chunk of each row

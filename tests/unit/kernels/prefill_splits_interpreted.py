@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from infer.kernels import attention_prefill
+from infer.kernels.attention import prefill as attention_prefill
 from tests.unit.kernels.prefill_splits_contract import SplitsContract
 
 

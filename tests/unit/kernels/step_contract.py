@@ -12,27 +12,17 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from infer.kernels.copy_block import copy_block, copy_block_reference
-from infer.kernels.dispatch import use_triton
-from infer.kernels.heads import (
+from infer.kernels.elementwise.copy_block import copy_block, copy_block_reference
+from infer.kernels.elementwise.heads import (
     CacheSlots,
     HeadTransform,
     norm_rope_write,
     norm_rope_write_reference,
     split_heads,
 )
-from infer.kernels.rms_norm import rms_norm
-from infer.kernels.rope import rope
-from infer.kernels.sample_rows import (
-    MAX_CANDIDATES,
-    NO_TOKEN,
-    TILE,
-    SampleScratch,
-    SampleState,
-    sample_rows,
-    sample_rows_reference,
-)
-from infer.kernels.step_state import (
+from infer.kernels.elementwise.rms_norm import rms_norm
+from infer.kernels.elementwise.rope import rope
+from infer.kernels.elementwise.step_state import (
     NUM_FIELDS,
     StepInputs,
     advance_rows,
@@ -41,6 +31,16 @@ from infer.kernels.step_state import (
     enter_rows_reference,
     gather_step,
     sampling_entry,
+)
+from infer.kernels.runtime.dispatch import use_triton
+from infer.kernels.sampling.sample_rows import (
+    MAX_CANDIDATES,
+    NO_TOKEN,
+    TILE,
+    SampleScratch,
+    SampleState,
+    sample_rows,
+    sample_rows_reference,
 )
 from infer.sampling.params import SamplingParams
 from infer.sampling.sampler import SampleRow, sample
@@ -222,7 +222,7 @@ class StepContract:
 
     def test_with_many_rows_a_program_takes_several_tiles(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Two of the three tiles of a row at a time: the last program has one; some rows are flat."""
-        monkeypatch.setattr("infer.kernels.sample_rows._ROWS_PER_TILE", 3)
+        monkeypatch.setattr("infer.kernels.sampling.sample_rows._ROWS_PER_TILE", 3)
         source = random.Random(9)
         rows = SampledRows([random_params(source) for _ in range(7)], self.device)
         logits = self.randn(7, 2 * TILE + 100, spread=3.0)

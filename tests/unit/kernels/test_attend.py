@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from infer.kernels.attention import attend_naive, attend_sdpa
+from infer.kernels.attention.reference import attend_naive, attend_sdpa
 
 ATTEND = [attend_naive, attend_sdpa]
 HEAD_DIM = 8

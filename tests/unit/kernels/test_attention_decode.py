@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from infer.cache.kv_store import KVStore
-from infer.engine.device_step import DeviceStep
-from infer.kernels.attention import attend_naive
-from infer.kernels.attention_decode import DecodeWork, attend_decode, attend_projected
-from infer.kernels.heads import norm_rope_write
+from infer.execution.gpu.step import DeviceStep
+from infer.kernels.attention.decode import DecodeWork, attend_decode, attend_projected
+from infer.kernels.attention.reference import attend_naive
+from infer.kernels.elementwise.heads import norm_rope_write
 from tests.unit.kernels.attention_contract import Heads, make_paged
 from tests.unit.kernels.interpreter import assert_passes_interpreted
 from tests.unit.kernels.projected_contract import make_transform

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from infer.kernels import attention_dense
-from infer.kernels.attention import attend_naive
-from infer.kernels.attention_dense import Batch, DenseAttention, Shape, dense_shapes
-from infer.kernels.attention_prefill import Chunk
+from infer.kernels.attention import dense as attention_dense
+from infer.kernels.attention.dense import Batch, DenseAttention, Shape, dense_shapes
+from infer.kernels.attention.prefill import Chunk
+from infer.kernels.attention.reference import attend_naive
 
 
 def make_chunks(nums: Sequence[int], first: int = 0, start: int = 0) -> list[Chunk]:

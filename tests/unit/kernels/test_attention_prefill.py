@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from infer.errors import ConfigError
-from infer.kernels.attention import attend_naive
-from infer.kernels.attention_prefill import (
+from infer.kernels.attention.prefill import (
     Chunk,
     PrefillChunks,
     attend_prefill,
@@ -17,6 +16,7 @@ from infer.kernels.attention_prefill import (
     check_flash,
     tokens_per_tile,
 )
+from infer.kernels.attention.reference import attend_naive
 from tests.unit.kernels.attention_contract import Heads, make_paged
 from tests.unit.kernels.interpreter import assert_passes_interpreted
 

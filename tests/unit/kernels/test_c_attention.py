@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.kernels.attention import attend_naive
+from infer.kernels.attention.reference import attend_naive
 from infer.kernels.cpu import operations
 from infer.kernels.cpu.library import Library
 from tests.unit.kernels.c_builds import BUILDS, c_library

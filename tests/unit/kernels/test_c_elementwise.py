@@ -10,16 +10,21 @@ import torch
 
 from infer.kernels.cpu import operations
 from infer.kernels.cpu.library import Library
-from infer.kernels.embedding import embed, embed_reference, scaled, scaled_reference
-from infer.kernels.gated_activation import (
+from infer.kernels.elementwise.embedding import embed, embed_reference, scaled, scaled_reference
+from infer.kernels.elementwise.gated_activation import (
     ACTIVATIONS,
     activate,
     gated_activation,
     gated_activation_reference,
 )
-from infer.kernels.layer_norm import add_layer_norm, add_layer_norm_reference
-from infer.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
-from infer.kernels.rope import rope, rope_reference
+from infer.kernels.elementwise.layer_norm import add_layer_norm, add_layer_norm_reference
+from infer.kernels.elementwise.rms_norm import (
+    add_rms_norm,
+    add_rms_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
+from infer.kernels.elementwise.rope import rope, rope_reference
 from tests.support.c_library import use_library
 from tests.unit.kernels.c_builds import BUILDS, c_library
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from infer.errors import ConfigError
-from infer.kernels.attention_decode import attend_decode_reference
-from infer.kernels.cuda import decode_attention
-from infer.kernels.cuda.decode_attention import CachedHeads, attend_decode_cuda
+from infer.kernels.attention import decode_cuda as decode_attention
+from infer.kernels.attention.decode import attend_decode_reference
+from infer.kernels.attention.decode_cuda import CachedHeads, attend_decode_cuda
 from tests.unit.kernels.attention_contract import Heads, assert_close, make_paged
 from tests.unit.kernels.emulated_cuda import EmulatedLaunch, make_work, plan_on_host
 

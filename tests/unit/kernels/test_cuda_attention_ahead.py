@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from infer.kernels.attention_decode import attend_decode_reference
-from infer.kernels.cuda import decode_attention
-from infer.kernels.cuda.decode_attention import attend_decode_cuda
+from infer.kernels.attention import decode_cuda as decode_attention
+from infer.kernels.attention.decode import attend_decode_reference
+from infer.kernels.attention.decode_cuda import attend_decode_cuda
 from tests.unit.kernels.attention_contract import Heads, assert_close, make_paged
 from tests.unit.kernels.emulated_cuda import EmulatedLaunch, make_work, plan_on_host
 from tests.unit.kernels.projected_contract import newest_slots

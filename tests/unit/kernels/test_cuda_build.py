@@ -16,15 +16,16 @@ import pytest
 import torch
 
 from infer.errors import ConfigError
-from infer.kernels.cuda import build, decode_projected
-from infer.kernels.cuda.build import (
+from infer.kernels.attention import decode_projected
+from infer.kernels.attention.decode_cuda import SOURCE, CachedHeads, defines_of
+from infer.kernels.runtime import cuda_build as build
+from infer.kernels.runtime.cuda_build import (
     BuildError,
     compile_source,
     compile_with_nvcc,
     compile_with_nvrtc,
     options,
 )
-from infer.kernels.cuda.decode_attention import SOURCE, CachedHeads, defines_of
 from tests.unit.kernels.attention_contract import Heads
 
 DEFINES = {"H": 64, "G": 2}
@@ -173,8 +174,8 @@ def test_a_gpus_compiler_accepts_the_kernels(compile_with: Callable[[Path, Seque
 
 def test_the_kernel_is_installed_with_the_package() -> None:
     declared = Path(__file__).parents[3] / "pyproject.toml"
-    assert '"kernels/cuda/*.cu"' in declared.read_text() and SOURCE.is_file()
-    assert '"kernels/cuda/*.cuh"' in declared.read_text() and SOURCE.with_name("decode_parts.cuh").is_file()
+    assert '"kernels/*/*.cu"' in declared.read_text() and SOURCE.is_file()
+    assert '"kernels/*/*.cuh"' in declared.read_text() and SOURCE.with_name("decode.cuh").is_file()
 
 
 # -- cubins are kept ------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from infer.kernels.attention_decode import attend_projected_reference
-from infer.kernels.cuda import decode_projected
-from infer.kernels.cuda.decode_projected import attend_projected_cuda
+from infer.kernels.attention import decode_projected
+from infer.kernels.attention.decode import attend_projected_reference
+from infer.kernels.attention.decode_projected import attend_projected_cuda
 from tests.unit.kernels.attention_contract import Heads, assert_close, make_paged
 from tests.unit.kernels.emulated_cuda import EmulatedLaunch, make_work, plan_on_host
 from tests.unit.kernels.kernel_contract import FramedTensor

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from infer.errors import ConfigError
-from infer.kernels.gated_activation import activate, gated_activation
+from infer.kernels.elementwise.gated_activation import activate, gated_activation
 
 DEFINITIONS: dict[str, Callable[[float], float]] = {
     "silu": lambda x: x / (1 + math.exp(-x)),

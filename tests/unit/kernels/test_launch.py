@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from infer.kernels import launch as launching
-from infer.kernels.launch import launch
+from infer.kernels.runtime import launch as launching
+from infer.kernels.runtime.launch import launch
 
 
 class Compiled:

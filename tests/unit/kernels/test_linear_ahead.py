@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from infer.kernels import linear_small
-from infer.kernels.cuda import linear_ahead
-from infer.kernels.cuda.ahead_configs import AheadConfig
-from infer.kernels.linear_small import (
+from infer.kernels.elementwise.rms_norm import add_rms_norm_reference
+from infer.kernels.linear import pdl as linear_ahead
+from infer.kernels.linear import small as linear_small
+from infer.kernels.linear.pdl_configs import AheadConfig
+from infer.kernels.linear.residual import Stream
+from infer.kernels.linear.small import (
     added_gated_linear,
     added_linear,
     can_add,
@@ -21,8 +23,6 @@ from infer.kernels.linear_small import (
     linear,
     linear_into,
 )
-from infer.kernels.linear_stream import Stream
-from infer.kernels.rms_norm import add_rms_norm_reference
 from tests.unit.kernels.emulated_linear import EmulatedLaunch
 from tests.unit.kernels.kernel_contract import nan_in_fresh_memory
 from tests.unit.kernels.linear_contract import EPS, assert_near, gate

@@ -14,13 +14,16 @@ import torch
 
 from infer import LLM, SamplingParams
 from infer.errors import DeviceLost
-from infer.kernels import dispatch, linear_small
-from infer.kernels.cuda import build, linear_ahead, prepared_linears
-from infer.kernels.cuda.ahead_configs import AheadConfig, can_launch, choose_config
-from infer.kernels.cuda.linear_ahead import AHEAD
-from infer.kernels.cuda.linear_wgmma import WGMMA, WGMMA_MORE
-from infer.kernels.cuda.prepared_linears import Matrix, PreparedLinears
-from infer.kernels.linear_configs import GemvConfig, SkinnyConfig
+from infer.kernels.linear import pdl as linear_ahead
+from infer.kernels.linear import prepared as prepared_linears
+from infer.kernels.linear import small as linear_small
+from infer.kernels.linear.pdl import AHEAD
+from infer.kernels.linear.pdl_configs import AheadConfig, can_launch, choose_config
+from infer.kernels.linear.prepared import Matrix, PreparedLinears
+from infer.kernels.linear.triton_configs import GemvConfig, SkinnyConfig
+from infer.kernels.linear.wgmma import WGMMA, WGMMA_MORE
+from infer.kernels.runtime import cuda_build as build
+from infer.kernels.runtime import dispatch
 from infer.layers.linear import Linear, set_invariant
 from infer.layers.prepare import matrices_of, prepare_linears
 from infer.models.model import Model
@@ -154,7 +157,7 @@ def test_without_a_compiler_triton_computes_and_the_log_says_why(
         assert not AHEAD.prepare(MATRICES, GPU)
     assert not ready
     assert [record.getMessage() for record in caplog.records] == [
-        "Triton computes linears of 1 to 8 tokens: linear_ahead.cu is to be compiled and "
+        "Triton computes linears of 1 to 8 tokens: linear/pdl.cu is to be compiled and "
         "neither NVRTC nor nvcc could: no space"
     ]
 

@@ -10,8 +10,8 @@ import torch
 from benchmarks.kernels import linear_pairs
 from benchmarks.kernels.linear_pairs import BUCKETS, PairSweep, Plan, TimeIsUp, key, pairs_of, tiles_of
 from benchmarks.kernels.linear_small import MODELS, Matrix, Model
-from infer.kernels import linear_configs
-from infer.kernels.linear_configs import GemvConfig, SkinnyConfig
+from infer.kernels.linear import triton_configs as linear_configs
+from infer.kernels.linear.triton_configs import GemvConfig, SkinnyConfig
 
 SMALL, *_, LARGE = MODELS
 

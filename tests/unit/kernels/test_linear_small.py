@@ -11,8 +11,10 @@ import torch.nn.functional as F
 
 from benchmarks.kernels.linear_sweep import TABLE_FILE, apply_table
 from infer.errors import ConfigError
-from infer.kernels import linear_configs
-from infer.kernels.linear_configs import (
+from infer.kernels.linear import triton_configs as linear_configs
+from infer.kernels.linear.invariant import linear_invariant
+from infer.kernels.linear.small import gated_linear, linear, norm_gated_linear, norm_linear
+from infer.kernels.linear.triton_configs import (
     GEMV_MAX_M,
     MAX_SMALL_M,
     GemvConfig,
@@ -25,8 +27,6 @@ from infer.kernels.linear_configs import (
     invariant_config,
     skinny_config,
 )
-from infer.kernels.linear_invariant import linear_invariant
-from infer.kernels.linear_small import gated_linear, linear, norm_gated_linear, norm_linear
 from tests.unit.kernels.interpreter import assert_passes_interpreted
 
 SHAPES = [(1024, 2048), (6144, 4096), (12288, 4096), (151936, 1024), (70, 150), (1, 1)]
@@ -119,7 +119,7 @@ def test_a_measured_shape_uses_the_table_and_another_the_rule(monkeypatch: pytes
 
 
 def test_the_sweep_rewrites_the_table_and_nothing_else(tmp_path: Path) -> None:
-    file = tmp_path / "linear_configs.py"
+    file = tmp_path / "linear/triton_configs.py"
     before = TABLE_FILE.read_text()
     file.write_text(before)
     gemv, skinny = GemvConfig(8, 512, 2, 2), SkinnyConfig(64, 128, 4, 4, 3)

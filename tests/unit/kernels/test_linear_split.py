@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.kernels.linear_split import multiply_in_parts, num_parts
+from infer.kernels.linear.split import multiply_in_parts, num_parts
 
 H200 = 132
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from infer.kernels.cuda import linear_wgmma, tensor_map
-from infer.kernels.cuda.prepared_linears import Defines
-from infer.kernels.cuda.wgmma_configs import WgmmaConfig
-from infer.kernels.linear_small import launch, launch_added, launch_into
-from infer.kernels.linear_stream import Added, Stream
-from infer.kernels.rms_norm import add_rms_norm_reference
+from infer.kernels.elementwise.rms_norm import add_rms_norm_reference
+from infer.kernels.linear import wgmma as linear_wgmma
+from infer.kernels.linear.prepared import Defines
+from infer.kernels.linear.residual import Added, Stream
+from infer.kernels.linear.small import launch, launch_added, launch_into
+from infer.kernels.linear.wgmma_configs import WgmmaConfig
+from infer.kernels.runtime import tensor_map
 from tests.unit.kernels.emulated_wgmma import EmulatedLaunch, encode_tiled
 from tests.unit.kernels.kernel_contract import nan_in_fresh_memory
 from tests.unit.kernels.linear_contract import EPS, assert_near, gate

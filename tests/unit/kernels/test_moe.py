@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from infer.kernels.moe import by_expert, choose_tiles, experts_mlp, max_blocks, route
+from infer.kernels.moe.grouped import by_expert, choose_tiles, experts_mlp, max_blocks, route
 from tests.unit.kernels.interpreter import assert_passes_interpreted
 
 

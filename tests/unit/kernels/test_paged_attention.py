@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.kernels.paged_attention import attend_paged, attend_paged_reference
+from infer.kernels.attention.paged import attend_paged, attend_paged_reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.kernels.rms_norm import add_rms_norm, rms_norm
+from infer.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
 
 
 def by_the_formula(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:

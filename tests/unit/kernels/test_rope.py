@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.kernels.rope import rope
+from infer.kernels.elementwise.rope import rope
 
 HEAD_DIM, NUM_POSITIONS = 16, 64
 

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from infer.kernels.dispatch import use_triton
-from infer.kernels.sample_rows import NO_TOKEN
+from infer.kernels.runtime.dispatch import use_triton
+from infer.kernels.sampling.sample_rows import NO_TOKEN
 from infer.sampling import sampler
 from tests.unit.kernels.interpreter import assert_passes_interpreted
 from tests.unit.kernels.step_contract import SampledRows, StepContract, random_params

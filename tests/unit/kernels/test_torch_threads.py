@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from infer.kernels.torch_threads import threads_for
+from infer.kernels.runtime.torch_threads import threads_for
 from infer.sampling.params import SamplingParams
 from infer.sampling.sampler import SampleRow, Samples, sample
 from tests.support.tiny import make_engine, run_engine
@@ -41,6 +41,6 @@ def test_the_runner_samples_one_row_with_one_thread(monkeypatch: pytest.MonkeyPa
         seen.append(torch.get_num_threads())
         return sample(logits_SV, rows)
 
-    monkeypatch.setattr("infer.engine.runner.sample", watched)
+    monkeypatch.setattr("infer.execution.runner.sample", watched)
     run_engine(make_engine(), [([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))])
     assert seen == [1, 1, 1] and torch.get_num_threads() == 3

@@ -25,7 +25,7 @@ def test_importing_the_kernels_needs_no_triton() -> None:
         "import sys; sys.modules['triton'] = None\n"  # makes `import triton` fail
         "import torch\n"
         "from infer.kernels import attention, gated_activation, rope\n"
-        "from infer.kernels.rms_norm import rms_norm\n"
+        "from infer.kernels.elementwise.rms_norm import rms_norm\n"
         "print(rms_norm(torch.full((1, 4), 3.0), torch.ones(4), eps=0.0).tolist())"
     )
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(HERE.parents[2] / "src")}

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from infer.errors import DeviceLost
-from infer.kernels.cuda import tensor_map
-from infer.kernels.cuda.tensor_map import Boxes, TensorMap
-from infer.kernels.cuda.wgmma_configs import MAX_TOKENS, WgmmaConfig, choose_config
+from infer.kernels.linear.wgmma_configs import MAX_TOKENS, WgmmaConfig, choose_config
+from infer.kernels.runtime import tensor_map
+from infer.kernels.runtime.tensor_map import Boxes, TensorMap
 from tests.unit.kernels.emulated_wgmma import INVALID_VALUE, encode_tiled
 
 NUM_SMS, SHARED_BYTES, BLOCK_BYTES = (

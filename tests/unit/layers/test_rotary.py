@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from infer.kernels.rope import rope
+from infer.kernels.elementwise.rope import rope
 from infer.layers.rotary import Rotary, frequencies, stretch_llama3
 
 

@@ -13,11 +13,9 @@ import torch
 
 from infer.cli.flags import knobs_from
 from infer.cli.main import build_parser, main
-from infer.config import EngineConfig
+from infer.config.settings import EngineConfig
 from infer.engine.build import build_engine
-from infer.engine.facts import RunFacts
-from infer.engine.memory_plan import count_parameters, stored_parameters, weight_bytes
-from infer.engine.replay import replay_config
+from infer.engine.run_manifest import RunFacts
 from infer.errors import ConfigError
 from infer.kernels.cpu.library import library
 from infer.layers.linear import Linear
@@ -29,10 +27,12 @@ from infer.loader.cpu_weights import (
     packed_matrices,
     stored_matrices,
 )
-from infer.loader.gguf_quants import FOUR_BITS
+from infer.loader.find.source import resolve_model
+from infer.loader.formats.gguf_quants import FOUR_BITS
 from infer.loader.load import LoadedModel, load_model, read_headers
-from infer.loader.source import resolve_model
 from infer.quant.packed import PackedMatrix
+from infer.tools.memory_plan import count_parameters, stored_parameters, weight_bytes
+from infer.tools.replay import replay_config
 from tests.support.c_library import use_library
 from tests.support.checkpoints import reference_model
 from tests.unit.loader.tiny_files import write_directory, write_gguf

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from infer.errors import CheckpointError
-from infer.loader.checkpoint import INDEX, StoredTensor, open_checkpoint
+from infer.loader.formats.checkpoint import INDEX, StoredTensor, open_checkpoint
 from tests.unit.loader.tiny_files import write_weights
 
 TENSORS = {

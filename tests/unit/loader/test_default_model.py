@@ -24,9 +24,9 @@ from urllib.error import URLError
 import pytest
 
 from infer.errors import ModelSourceError
-from infer.loader import default_model, wheel
-from infer.loader.default_model import FILE, MODULE, default_model_file, models_dir
-from infer.loader.wheel import Wheel
+from infer.loader.find import default_model, wheel
+from infer.loader.find.default_model import FILE, MODULE, default_model_file, models_dir
+from infer.loader.find.wheel import Wheel
 
 CONTENT = b"GGUF" + bytes(range(256)) * 8
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from infer.errors import CheckpointError, InferError
-from infer.loader.gguf import GGMLType, GGUFFile, read_gguf
-from infer.loader.gguf_config import hf_config_from_gguf
-from infer.loader.gguf_tensors import gguf_checkpoint
+from infer.loader.formats.gguf import GGMLType, GGUFFile, read_gguf
+from infer.loader.formats.gguf_config import hf_config_from_gguf
+from infer.loader.formats.gguf_tensors import gguf_checkpoint
 from infer.models.registry import find_family
 
 STRING, ARRAY, BOOL, U32 = 8, 9, 7, 4

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from infer.errors import CheckpointError
-from infer.loader.hf_config import (
+from infer.loader.formats.hf_config import (
     GenerationDefaults,
     merge_eos_ids,
     read_generation_defaults,

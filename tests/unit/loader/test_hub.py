@@ -15,8 +15,8 @@ from huggingface_hub import errors
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled
 
 from infer.errors import ModelSourceError
-from infer.loader import hub
-from infer.loader.hub import UNWANTED, WANTED, check_file, fetch_file, fetch_repository
+from infer.loader.find import hub
+from infer.loader.find.hub import UNWANTED, WANTED, check_file, fetch_file, fetch_repository
 
 # The HTTP client of the installed hub library, whichever it is.
 http = importlib.import_module(errors.HfHubHTTPError.__mro__[1].__module__.partition(".")[0])

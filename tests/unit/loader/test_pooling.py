@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from infer.errors import CheckpointError
+from infer.loader.find.source import resolve_model
 from infer.loader.load import read_headers
 from infer.loader.pooling import Pooling, read_pooling
-from infer.loader.source import resolve_model
 from scripts.make_checkpoint import make_checkpoint
 
 TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from infer.errors import ConfigError, InferError, ModelSourceError
-from infer.loader import hub
-from infer.loader.source import ModelSource, check_model, resolve_model
+from infer.loader.find import hub
+from infer.loader.find.source import ModelSource, check_model, resolve_model
 
 
 def make_directory(path: Path, *files: str) -> Path:

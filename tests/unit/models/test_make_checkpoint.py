@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from infer.errors import ConfigError
+from infer.loader.find.source import resolve_model
 from infer.loader.load import load_model
-from infer.loader.source import resolve_model
 from scripts.make_checkpoint import CORPUS, TOKENS, Sizes, main, make_checkpoint
 from tests.support.step import run_step
 

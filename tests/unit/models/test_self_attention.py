@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from infer.kernels.heads import HeadTransform, norm_rope_write
+from infer.kernels.elementwise.heads import HeadTransform, norm_rope_write
 from infer.models.registry import get_family
 from scripts.make_checkpoint import Sizes, raw_config
 from tests.support.step import ListCache, ListStep, run_step

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from infer.debug import Recording, record
 from infer.layers.moe import ExpertLinear
 from infer.models.registry import FAMILIES, get_family
+from infer.tools.activation_diff import Recording, record
 from scripts.make_checkpoint import Sizes, raw_config
 from tests.support.step import ListCache, ListStep, run_step
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from infer.config import EngineConfig
+from infer.client.client import InProcessClient
+from infer.config.settings import EngineConfig
 from infer.engine.build import build_engine
-from infer.engine.client import InProcessClient
-from infer.front import open_model
-from infer.llm import LLM
+from infer.frontend.llm import LLM
+from infer.frontend.prompts import open_model
 from tests.support.wire import Wire, make_state
 
 KNOBS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "num_blocks": 256, "block_size": 4}

@@ -8,9 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from infer.config import EngineConfig, ServerConfig
-from infer.engine.client import EngineClient
-from infer.engine.request import Request, StepOutput
+from infer.client.client import EngineClient
+from infer.config.settings import EngineConfig, ServerConfig
 from infer.errors import (
     EngineError,
     EngineLost,
@@ -18,9 +17,10 @@ from infer.errors import (
     NameTaken,
     UnknownModel,
 )
-from infer.llm import LLM
+from infer.frontend.llm import LLM
+from infer.scheduling.request import Request, StepOutput
 from infer.server.app import build_app, create_app
-from infer.server.fleet import DEFAULT_MAX_WAITING, Fleet, with_server_defaults
+from infer.server.fleet.fleet import DEFAULT_MAX_WAITING, Fleet, with_server_defaults
 from infer.server.metrics import ServerMetrics
 from infer.server.state import ServedModel, ServerState
 from tests.support.app import Site

@@ -8,13 +8,13 @@ import sys
 import pytest
 from fastapi import FastAPI
 
-from infer.llm import LLM
+from infer.frontend.llm import LLM
 from infer.server.app import build_app
 from tests.support.app import Site
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == "infer.server.access_log"]
+    return [r.getMessage() for r in caplog.records if r.name == "infer.server.middleware.access_log"]
 
 
 @pytest.mark.parametrize("given", ["abc-1", "a" * 128, "A.b:c_9"])
@@ -40,7 +40,7 @@ def test_errors_carry_the_request_id_too() -> None:
 
 
 def test_a_request_is_one_line_in_the_log_without_keys(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="infer.server.access_log"):
+    with caplog.at_level(logging.INFO, logger="infer.server.middleware.access_log"):
         Site(api_key=("secret-key",)).request(
             "GET",
             "/version?token=hidden",
@@ -70,7 +70,7 @@ SECRET = "my secret prompt"
 def test_the_line_of_a_refused_request_says_why_and_quotes_no_text_of_the_client(
     body: object, status: int, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, logger="infer.server.access_log"):
+    with caplog.at_level(logging.INFO, logger="infer.server.middleware.access_log"):
         response = Site().request("POST", "/v1/completions", json=body)
     assert response.status_code == status
     (line,) = logged(caplog)
@@ -82,7 +82,7 @@ def test_whoever_is_sent_away_before_any_route_has_a_reason_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     site = Site(api_key=("secret-key",), max_body_size="1KiB")
-    with caplog.at_level(logging.INFO, logger="infer.server.access_log"):
+    with caplog.at_level(logging.INFO, logger="infer.server.middleware.access_log"):
         site.request("GET", "/v1/models", headers={"authorization": "Bearer sk-wrong"})
         site.request("GET", "/nowhere", headers={"authorization": "Bearer secret-key"})
     wrong_key, no_route = logged(caplog)
@@ -92,14 +92,14 @@ def test_whoever_is_sent_away_before_any_route_has_a_reason_in_the_log(
 
 
 def test_the_reason_in_the_log_is_of_bounded_length(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="infer.server.access_log"):
+    with caplog.at_level(logging.INFO, logger="infer.server.middleware.access_log"):
         Site().request("POST", "/v1/completions", json={"prompt": "a", "x" * 5000: 1, "model": "\n" * 250})
     (line,) = logged(caplog)
     assert len(line) < 800
 
 
 def test_a_path_cannot_forge_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="infer.server.access_log"):
+    with caplog.at_level(logging.INFO, logger="infer.server.middleware.access_log"):
         Site().request("GET", "/x%0astatus=200%20request_id=fake" + "y" * 1000)
     (line,) = logged(caplog)
     assert "\n" not in line and len(line) < 600
@@ -107,7 +107,7 @@ def test_a_path_cannot_forge_a_line_of_the_log(caplog: pytest.LogCaptureFixture)
 
 def test_a_poll_of_health_is_logged_when_it_fails_in_a_new_way(caplog: pytest.LogCaptureFixture) -> None:
     site = Site()
-    caplog.set_level(logging.DEBUG, logger="infer.server.access_log")
+    caplog.set_level(logging.DEBUG, logger="infer.server.middleware.access_log")
     for is_starting in (True, True, False, False, True):
         site.state.is_starting = is_starting
         site.request("GET", "/health")
@@ -129,7 +129,7 @@ def test_a_poll_of_health_is_logged_when_it_fails_in_a_new_way(caplog: pytest.Lo
 
 
 def test_the_counts_are_read_in_silence_unless_they_cannot_be_read(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, logger="infer.server.access_log")
+    caplog.set_level(logging.DEBUG, logger="infer.server.middleware.access_log")
     site = Site(api_key=("k",))
     for key in ("k", "wrong", "wrong"):
         site.request("GET", "/metrics", headers={"authorization": f"Bearer {key}"})
@@ -141,7 +141,7 @@ def test_the_line_of_a_request_names_the_model_that_served_it(
 ) -> None:
     site = Site(front=oracle.front)
     site.state.aliases["other"] = "fake"
-    with caplog.at_level(logging.INFO, logger="infer.server.access_log"):
+    with caplog.at_level(logging.INFO, logger="infer.server.middleware.access_log"):
         for fields in ({}, {"model": "fake"}, {"model": "other"}):
             site.request("POST", "/v1/completions", json={"prompt": "a", "max_tokens": 1, **fields})
         site.request("POST", "/v1/completions", json={"prompt": "a", "model": "absent"})
@@ -152,7 +152,7 @@ def test_the_line_of_a_request_names_the_model_that_served_it(
 
 
 def test_the_access_log_can_be_switched_off(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="infer.server.access_log"):
+    with caplog.at_level(logging.INFO, logger="infer.server.middleware.access_log"):
         Site(access_log=False).request("GET", "/health")
     assert not logged(caplog)
 
@@ -233,7 +233,7 @@ def test_a_request_for_another_host_is_refused_with_an_id_a_line_and_a_count(
 ) -> None:
     site = Site()
     site.app = build_app(site.state, checks_host=True)
-    with caplog.at_level(logging.INFO, logger="infer.server.access_log"):
+    with caplog.at_level(logging.INFO, logger="infer.server.middleware.access_log"):
         refused = site.request("GET", "/version", headers={"host": "evil.example", "x-request-id": "r9"})
     assert refused.status_code == 403 and refused.headers["x-request-id"] == "r9"
     (line,) = logged(caplog)

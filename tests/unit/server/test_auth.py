@@ -6,9 +6,9 @@ from typing import Any
 import httpx
 import pytest
 
-from infer.config import ServerConfig
+from infer.config.settings import ServerConfig
 from infer.server.app import build_app
-from infer.server.auth import Auth, KeyRing, is_admin, is_open
+from infer.server.middleware.auth import Auth, KeyRing, is_admin, is_open
 from infer.server.state import ServerState
 
 KEYS: dict[str, Any] = {"api_key": ("first-key", "second-key"), "admin_key": "admin-key"}

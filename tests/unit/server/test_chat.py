@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from infer.llm import LLM
+from infer.frontend.llm import LLM
 from infer.sampling.params import SamplingParams
 from tests.support.wire import Wire
 

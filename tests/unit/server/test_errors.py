@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from infer.config import ServerConfig
-from infer.engine.request import Request, StepOutput
+from infer.config.settings import ServerConfig
 from infer.errors import (
     ConfigError,
     ContextOverflow,
@@ -22,9 +21,10 @@ from infer.errors import (
     TemplateError,
     UnknownModel,
 )
-from infer.llm import LLM
+from infer.frontend.llm import LLM
+from infer.scheduling.request import Request, StepOutput
 from infer.server.app import build_app
-from infer.server.errors import (
+from infer.server.protocol.errors import (
     MAX_MESSAGE_LEN,
     RETRY_LATER_S,
     RETRY_SOON_S,

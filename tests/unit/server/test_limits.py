@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from infer.config import ServerConfig
-from infer.server.limits import BodyLimit, Gate
+from infer.config.settings import ServerConfig
+from infer.server.middleware.limits import BodyLimit, Gate
 from infer.server.state import ServerState
 
 LIMIT = 1024

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from infer.llm import LLM
+from infer.frontend.llm import LLM
 from infer.sampling.params import RowLogprobs
-from infer.server.logprobs import LOWEST, CompletionLogprobs, chat_logprobs, join
+from infer.server.protocol.logprobs import LOWEST, CompletionLogprobs, chat_logprobs, join
 from infer.tokenizer.detokenizer import Detokenizer
 from infer.tokenizer.tokenizer import Tokenizer
 

@@ -13,17 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from infer.engine.client import InProcessClient
-from infer.engine.request import Request, StepOutput
+from infer.client.client import InProcessClient
 from infer.engine.stats import STEP_TOKENS, EngineStats, Histogram, add_counters
 from infer.errors import EngineStopped, QueueFull
-from infer.llm import LLM
+from infer.frontend.llm import LLM
 from infer.sampling.params import SamplingParams
+from infer.scheduling.request import Request, StepOutput
 from infer.server.app import build_app
-from infer.server.generation import merge
+from infer.server.fleet.metered_client import ObservedClient
 from infer.server.metrics import FIRST_TOKEN_S, REQUEST_S, TOKEN_S, ServerMetrics
-from infer.server.observed import ObservedClient
-from infer.server.record import RECORD, RequestRecord
+from infer.server.middleware.request_record import RECORD, RequestRecord
+from infer.server.protocol.generation import merge
 from tests.support.app import Site
 from tests.support.fake_client import FakeClient
 from tests.support.wire import ScriptedClient, make_state, outputs_of

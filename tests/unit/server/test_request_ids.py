@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from infer.engine.client import InProcessClient
-from infer.engine.request import Request, StepOutput
+from infer.client.client import InProcessClient
 from infer.errors import EngineError
-from infer.llm import LLM
-from infer.server.access_log import AccessLog
+from infer.frontend.llm import LLM
+from infer.scheduling.request import Request, StepOutput
 from infer.server.metrics import ServerMetrics
+from infer.server.middleware.access_log import AccessLog
 from tests.support.wire import Script, ScriptedClient, Wire, make_state, outputs_of
 
 ID = "client-7f21"

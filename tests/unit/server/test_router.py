@@ -3,10 +3,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from infer.engine.request import Request
 from infer.errors import EngineStopped
-from infer.server import router as router_module
-from infer.server.router import MAX_IMBALANCE, PREFIX_BLOCK, Router
+from infer.scheduling.request import Request
+from infer.server.fleet import router as router_module
+from infer.server.fleet.router import MAX_IMBALANCE, PREFIX_BLOCK, Router
 from tests.support.fake_client import FakeClient
 
 

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from infer.errors import RequestError
-from infer.server.schemas import (
+from infer.server.protocol.schemas import (
     ABOUT_THE_CLIENT,
     ChatRequest,
     CompletionRequest,

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from infer.config import EngineConfig, ServerConfig
+from infer.config.settings import EngineConfig, ServerConfig
 from infer.errors import ConfigError, ModelSourceError
 from infer.server import serve as serving
-from infer.server.fleet import Fleet
+from infer.server.fleet.fleet import Fleet
 from infer.server.metrics import ServerMetrics
 from infer.server.serve import bind, drain, run, serve, warn_if_open
 from infer.server.state import ServerState

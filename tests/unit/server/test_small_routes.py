@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from infer.embeddings import to_unit
-from infer.engine.request import Request, StepOutput
 from infer.errors import RequestError
-from infer.llm import LLM
+from infer.frontend.embeddings import to_unit
+from infer.frontend.llm import LLM
 from infer.loader.pooling import Pooling
+from infer.scheduling.request import Request, StepOutput
 from tests.support.wire import ScriptedClient, Wire, make_state, outputs_of
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from infer.engine.client import InProcessClient
-from infer.engine.request import Request, StepOutput
+from infer.client.client import InProcessClient
 from infer.errors import EngineStopped, QueueFull, RequestError
-from infer.llm import LLM
-from infer.server import stream as stream_module
+from infer.frontend.llm import LLM
+from infer.scheduling.request import Request, StepOutput
+from infer.server.protocol import stream as stream_module
 from tests.support.wire import ScriptedClient, Wire, make_state, outputs_of, read_events, read_frames
 
 PATH = "/v1/completions"

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from infer.config import ServerConfig
+from infer.config.settings import ServerConfig
 from infer.errors import RequestError, TemplateError, UnknownModel
-from infer.llm import LLM
+from infer.frontend.llm import LLM
 from infer.sampling.params import SamplingParams
-from infer.server.schemas import ChatRequest, CompletionRequest
+from infer.server.protocol.schemas import ChatRequest, CompletionRequest
+from infer.server.protocol.translate import Job, make_params, open_chat, open_completion
 from infer.server.state import ServerState
-from infer.server.translate import Job, make_params, open_chat, open_completion
 from tests.support.fake_client import FakeClient
 from tests.support.wire import make_state
 

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import tokenizers
 
-from infer.loader.gguf import read_gguf
-from infer.loader.source import resolve_model
+from infer.loader.find.source import resolve_model
+from infer.loader.formats.gguf import read_gguf
 from infer.tokenizer.chat_template import find_template
 from infer.tokenizer.tokenizer import Tokenizer
 from tests.unit.tokenizer.vocabularies import DATA

@@ -16,5 +16,5 @@ product for weights in groups of small integers. Both are mended by about a thou
     program.py           records a model's operations once and runs them all with one call
 
 Without a compiler nothing of this exists and everything runs on PyTorch, only slower: callers ask
-`kernels/dispatch.py`, as they do for Triton.
+`kernels/runtime/dispatch.py`, as they do for Triton.
 """

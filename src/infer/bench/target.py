@@ -1,0 +1,158 @@
+"""What is measured: a model on a device, real or of random weights, and engines built around it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infer.bench.roofline import Shape, shape_of
+from infer.config.settings import EngineConfig
+from infer.engine.build import build_engine, resolve_scheduler, step_defaults
+from infer.engine.engine import Engine
+from infer.engine.run_manifest import shareable_knobs
+from infer.errors import ConfigError
+from infer.frontend.prompts import open_model
+from infer.loader.cpu_weights import packed_matrices
+from infer.loader.load import LoadedModel
+from infer.loader.random_weights import load_random
+
+# Large enough that attention and matrices show, small enough for a matrix of settings in minutes.
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 2048,
+    "torch_dtype": "float32",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A loaded model and the knobs it was asked for with."""
+
+    loaded: LoadedModel
+    config: EngineConfig
+    is_random: bool = False  # weights out of thin air, which have no other form
+
+    def in_form(self, cpu_weights: str) -> Subject:
+        """The same model with its weights in another form, loaded anew; the same one if they are in it."""
+        if self.weights == cpu_weights:
+            return self
+        assert not self.is_random
+        config = EngineConfig.from_knobs(**(self.config.knobs() | {"cpu_weights": cpu_weights}))
+        return Subject(loaded=open_model(config.load, show_progress=True)[1], config=config)
+
+    def engine(self, **knobs: Any) -> Engine:
+        """A fresh engine with these knobs over the others."""
+        return build_engine(EngineConfig.from_knobs(**(self.config.knobs() | knobs)), self.loaded)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self.loaded.device
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids there are."""
+        return self.loaded.config.vocab_size
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, tied ones once; packed matrices are no parameters and come by their size."""
+        plain = sum(
+            parameter.numel() * parameter.element_size()
+            for parameter in self.loaded.model.parameters()
+            if not parameter.is_meta  # which stands for a packed one, and has no memory
+        )
+        return plain + sum(matrix.num_bytes for matrix in packed_matrices(self.loaded.model))
+
+    def shape(self) -> Shape:
+        """For floors; where matrices differ in their bits, each weight has the mean."""
+        num_bytes = weight_bytes = float(self.loaded.dtype.itemsize)
+        if packed := packed_matrices(self.loaded.model):
+            num_weights = sum(matrix.num_rows * matrix.size for matrix in packed)
+            weight_bytes = sum(matrix.num_bytes for matrix in packed) / num_weights
+        return shape_of(self.loaded.config, weight_bytes=weight_bytes, kv_bytes=num_bytes)
+
+    def facts(self) -> dict[str, Any]:
+        """What a report says about the model."""
+        config = self.loaded.config
+        return {
+            "name": self.loaded.name,
+            "dtype": str(self.loaded.dtype).removeprefix("torch."),
+            "device": self.loaded.device.type,
+            "weights": self.weights,
+            "family": config.family,
+            "num_layers": config.num_layers,
+            "hidden_size": config.hidden_size,
+            "vocab_size": config.vocab_size,
+            "weight_bytes": self.weight_bytes,
+        }
+
+    def knobs(self) -> dict[str, Any]:
+        """What a report says about the configuration: what `auto` meant here, not that it was asked for."""
+        max_seq_len = self.loaded.max_seq_len
+        defaults = step_defaults(self.device, self.loaded.config)
+        scheduler = resolve_scheduler(self.config, max_seq_len, defaults)
+        chosen = {name: getattr(scheduler, name, None) for name in shareable_knobs(self.config)}
+        chosen |= {"dtype": str(self.loaded.dtype).removeprefix("torch."), "device": self.device.type}
+        chosen |= {"max_seq_len": max_seq_len, "num_threads": torch.get_num_threads()}
+        if self.device.type == "cpu":
+            chosen["cpu_weights"] = self.weights
+        known = {name: value for name, value in chosen.items() if value is not None}
+        return shareable_knobs(self.config) | known
+
+    @property
+    def weights(self) -> str:
+        """The form the weights are kept in; random ones on a CPU have that of the dtype."""
+        if self.loaded.weights != "as stored" or self.device.type != "cpu":
+            return self.loaded.weights
+        return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self.loaded.dtype, "fp32")
+
+
+def open_subject(
+    knobs: dict[str, Any], *, model_config: Path | None = None, is_tiny: bool = False
+) -> Subject:
+    """Load the model of the knobs, or make one of random weights."""
+    config = EngineConfig.from_knobs(**knobs)
+    is_random = model_config is not None or is_tiny
+    if is_random and config.load.cpu_weights != "auto":
+        raise ConfigError(
+            f"cpu_weights is {config.load.cpu_weights}, but random weights are kept as their dtype says; "
+            "give a --model, or --dtype"
+        )
+    if (
+        config.load.num_threads is not None or is_tiny
+    ):  # a second thread has nothing to do in so small a model
+        torch.set_num_threads(config.load.num_threads or 1)
+    options: dict[str, Any] = {
+        "dtype": config.load.dtype,
+        "device": config.load.device,
+        "max_seq_len": config.load.max_seq_len,
+    }
+    if model_config is not None:
+        directory = model_config.parent if model_config.name == "config.json" else model_config
+        return Subject(loaded=load_random(directory, **options), config=config, is_random=True)
+    if is_tiny:
+        with tempfile.TemporaryDirectory() as made:
+            directory = Path(made) / "tiny"
+            directory.mkdir()
+            (directory / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
+            return Subject(loaded=load_random(directory, **options), config=config, is_random=True)
+    _, loaded = open_model(config.load, show_progress=True)
+    return Subject(loaded=loaded, config=config)

@@ -1,0 +1,267 @@
+"""Many callers, one engine: requests go in from an event loop, outputs come back to it.
+
+The engine's loop runs in a thread of its own and sleeps when there is nothing to do. Everything crosses
+in batches: commands through an inbox that is emptied before each step, outputs with one wake-up of the
+event loop per step, whoever they are for.
+
+    event loop                                engine thread
+    generate() ──► inbox: add ──────────────► Engine.add
+               ◄── queue per request ◄─────── Engine.step    (one message per step)
+    close      ──► inbox: abort ────────────► Engine.abort, before the next step
+
+A caller that stops iterating aborts its request, wherever it is: waiting, running or finished. If the
+loop dies, every waiter gets `EngineStopped`, and so does everybody who comes later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from infer.client.subscribers import Callers, Leave, OutputQueue, read_outputs
+from infer.engine.engine import Engine
+from infer.engine.stats import EngineStats
+from infer.errors import EngineError, EngineLost, EngineStopped
+from infer.scheduling.request import Request, StepOutput
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class EngineClient(Protocol):
+    """What a server or an `AsyncLLM` needs of an engine, wherever it runs."""
+
+    def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
+        """Submit a request and iterate over its outputs; stop iterating to abort it."""
+        ...
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one sequence of it, before the next step."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """The engine's last snapshot of itself; costs nothing."""
+        ...
+
+    def check_health(self) -> None:
+        """Raise `EngineStopped` if the engine is dead, or `EngineError` if it is stuck; else return."""
+        ...
+
+    async def embed(self, prompt: tuple[int, ...], pooling: str, request_id: str = "") -> list[float]:
+        """The hidden state of a prompt: of its last token ("last") or the mean of all ("mean").
+
+        `request_id` is what the log calls it.
+        """
+        ...
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; returns how many blocks were forgotten."""
+        ...
+
+    async def close(self) -> None:
+        """Stop the engine; whoever still waits gets `EngineStopped`."""
+        ...
+
+
+class InProcessClient:
+    """An engine in a thread of this process, for one event loop."""
+
+    def __init__(self, engine: Engine, *, stuck_timeout: float = 120.0) -> None:
+        self._engine = engine
+        self._callers: Callers[OutputQueue] = Callers(engine)
+        self._stuck_timeout = stuck_timeout
+        self._stats = engine.stats()
+        self._progress_at = time.monotonic()
+        self._inbox: list[Callable[[], None]] = []
+        self._tickets = itertools.count(1)
+        self._embeds: dict[int, asyncio.Future[list[float]]] = {}  # the event loop's
+        self._wake = threading.Condition()
+        self._is_closing = False
+        self._stopped: EngineStopped | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="infer-engine", daemon=True)
+        self._thread.start()
+
+    def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
+        """Submit a request and iterate over its outputs; closing the iterator aborts it."""
+        return read_outputs(request, lambda queue: self._submit(request, queue))
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one sequence of it, before the next step; its iterator sees "abort"."""
+        self._post(lambda: self._abort(request_id, index))
+
+    def stats(self) -> EngineStats:
+        """The snapshot taken after the last step."""
+        return self._stats
+
+    def check_health(self) -> None:
+        """Raise `EngineStopped` if the thread is dead, or `EngineError` if it makes no progress."""
+        if self._stopped is not None:
+            raise self._stopped
+        busy_s = time.monotonic() - self._progress_at if self._callers.has_work else 0.0
+        if 0 < self._stuck_timeout < busy_s:
+            raise EngineError(f"the engine has made no progress for {busy_s:.0f} s")
+
+    async def embed(self, prompt: tuple[int, ...], pooling: str, request_id: str = "") -> list[float]:
+        """Wait in line, then run a prompt for its hidden state, between two steps."""
+        self._loop = asyncio.get_running_loop()
+        ticket = next(self._tickets)
+        done: asyncio.Future[list[float]] = self._loop.create_future()
+        self._embeds[ticket] = done
+        try:
+            self._post(lambda: self._embed(ticket, prompt, pooling, request_id))
+            return await done
+        finally:
+            del self._embeds[ticket]
+            if done.cancelled():
+                with contextlib.suppress(EngineStopped):
+                    self._post(lambda: self._callers.withdraw(ticket))
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; returns how many blocks were forgotten."""
+        return await self._call(self._engine.reset_prefix_cache)
+
+    async def close(self) -> None:
+        """Stop the thread after the step in flight; whoever still waits gets `EngineStopped`."""
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    # -- the event loop's side --------------------------------------------------------------------
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        """Let the engine thread do something between two steps, and wait for the result."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+
+        def run() -> None:
+            try:
+                if self._stopped is not None:
+                    raise self._stopped
+                result = work()
+            except BaseException as error:
+                loop.call_soon_threadsafe(_settle, done, None, error)
+            else:
+                loop.call_soon_threadsafe(_settle, done, result, None)
+
+        self._post(run)
+        return await done
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            if self._stopped is not None:
+                raise self._stopped
+            self._inbox.append(command)
+            self._wake.notify()
+
+    def _submit(self, request: Request, queue: OutputQueue) -> Leave:
+        self._loop = asyncio.get_running_loop()
+        self._post(lambda: self._add(request, queue))
+
+        def leave(has_ended: bool) -> None:
+            with self._wake:
+                if not has_ended and self._stopped is None:
+                    self._inbox.append(lambda: self._forget(request.request_id, queue))
+                    self._wake.notify()
+
+        return leave
+
+    # -- the engine thread's side -----------------------------------------------------------------
+
+    def _run(self) -> None:
+        stopped = EngineStopped("the engine was closed")
+        try:
+            while self._take_commands():
+                self._progress_at = time.monotonic()
+                self._work()
+                self._stats = self._callers.stats()
+        except BaseException as error:
+            logger.exception("the engine loop died")
+            stopped = EngineLost(f"the engine loop died: {type(error).__name__}")
+        with self._wake:
+            self._stopped = stopped
+            commands, self._inbox = self._inbox, []
+        for command in commands:  # so that those just submitted are told as well
+            command()
+        self._send([(queue, stopped) for queue in self._callers.everyone()])
+        for ticket in self._callers.waiting_embeds():
+            self._answer_embed(ticket, stopped)
+
+    def _take_commands(self) -> bool:
+        """Carry out what was posted; sleep until something is, if there is no work. False: time to end."""
+        while not (self._inbox or self._callers.has_work or self._is_closing) and self._engine.prepare():
+            pass  # idle time makes later steps quicker
+        with self._wake:
+            while not (self._inbox or self._callers.has_work or self._is_closing):
+                self._wake.wait()
+            if self._is_closing:
+                return False
+            commands, self._inbox = self._inbox, []
+        for command in commands:
+            command()
+        return True
+
+    def _work(self) -> None:
+        """One step for all requests, then one embedding."""
+        if self._engine.has_work:
+            self._send(self._callers.step())
+        embedded = self._callers.embed_next()
+        if embedded is not None:
+            self._answer_embed(*embedded)
+
+    def _embed(self, ticket: int, prompt: tuple[int, ...], pooling: str, request_id: str) -> None:
+        error = self._stopped or self._callers.embed(ticket, prompt, pooling, request_id)
+        if error is not None:
+            self._answer_embed(ticket, error)
+
+    def _answer_embed(self, ticket: int, result: list[float] | BaseException) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._settle_embed, ticket, result)
+
+    def _settle_embed(self, ticket: int, result: list[float] | BaseException) -> None:
+        done = self._embeds.get(ticket)
+        if done is None:  # the caller was cancelled meanwhile
+            return
+        if isinstance(result, BaseException):
+            _settle(done, None, result)
+        else:
+            _settle(done, result, None)
+
+    def _add(self, request: Request, queue: OutputQueue) -> None:
+        error = self._stopped or self._callers.add(request, queue)
+        if error is not None:
+            self._send([(queue, error)])
+
+    def _abort(self, request_id: str, index: int | None) -> None:
+        if self._stopped is None:
+            self._send(self._callers.abort(request_id, index))
+
+    def _forget(self, request_id: str, queue: OutputQueue) -> None:
+        if self._stopped is None:
+            self._callers.leave(request_id, queue)
+
+    def _send(self, messages: Sequence[tuple[OutputQueue, StepOutput | BaseException]]) -> None:
+        if messages and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_put_all, messages)
+
+
+def _put_all(messages: Sequence[tuple[OutputQueue, StepOutput | BaseException]]) -> None:
+    for queue, message in messages:
+        queue.put_nowait(message)
+
+
+def _settle(done: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
+    if done.done():  # the caller was cancelled meanwhile
+        return
+    if error is not None:
+        done.set_exception(error)
+    else:
+        done.set_result(result)

@@ -1,0 +1,188 @@
+"""What crosses between a server and an engine in its own process, as msgpack.
+
+    server                                         engine
+    Add, Leave, Abort, ResetPrefixCache        ──►
+    Embed, Withdraw                            ──►
+                                               ◄── Report     one per step, for everybody
+                               (once, at first) ◄── Ready  or  Failure
+    Stop                                       ──►
+
+Every call of the client has a *ticket*, a number it never uses twice; answers and outputs carry it back.
+A turn of the engine's loop takes all commands that are there, makes at most one step and at most one
+embedding, and sends a `Report` after each: the outputs of all requests, the answers to calls, and the
+engine's own counts.
+
+Nothing is pickled: both ends know the types below, and bytes that do not fit them are an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+from infer import errors
+from infer.engine.stats import EngineStats
+from infer.errors import EngineError, InferError, RequestError
+from infer.scheduling.request import Request, StepOutput
+
+# -- from the server ------------------------------------------------------------------------------
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """The first line on the engine's standard input, as JSON: all it needs to know to start."""
+
+    endpoint: str  # the unix socket to connect to
+    knobs: dict[str, Any]  # of the EngineConfig
+    log_level: str
+
+
+class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Serve this request; outputs come with the ticket."""
+
+    ticket: int
+    request: Request
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Nobody reads the outputs of this ticket any more."""
+
+    ticket: int
+    request_id: str
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """End a request, or one sequence of it; its reader gets the last outputs."""
+
+    request_id: str
+    index: int | None
+
+
+class Embed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Answer with the hidden state of a prompt."""
+
+    ticket: int
+    prompt: tuple[int, ...]
+    pooling: str
+    request_id: str = ""  # for the log
+
+
+class Withdraw(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Nobody waits for this embedding any more."""
+
+    ticket: int
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Forget all cached prefixes; answer with how many blocks that were."""
+
+    ticket: int
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """End the process."""
+
+
+Command: TypeAlias = Add | Leave | Abort | Embed | Withdraw | ResetPrefixCache | Stop
+
+# -- from the engine ------------------------------------------------------------------------------
+
+
+class Failure(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """An exception on its way to whoever caused it; alone: why the engine ended, or never started."""
+
+    kind: str  # the name of a class in errors.py
+    message: str
+    param: str | None = None
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The model is loaded and requests are welcome."""
+
+    stats: EngineStats
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """The end of a call; or the refusal of a request, which gets no outputs then."""
+
+    ticket: int
+    result: int | list[float] | None
+    failure: Failure | None
+
+
+class Report(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """What one turn of the engine's loop has to say."""
+
+    num_commands: int  # taken since the start: the server knows which of its commands have arrived
+    stats: EngineStats
+    tickets: list[int]  # whose the outputs are, one each
+    outputs: list[StepOutput]
+    answers: list[Answer] = []
+
+
+Message: TypeAlias = Ready | Report | Failure
+
+_encoder = msgspec.msgpack.Encoder()
+_command_decoder = msgspec.msgpack.Decoder(Command)
+_message_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Command | Message) -> bytes:
+    """The message as bytes; a request that no wire format could hold is the client's mistake."""
+    try:
+        return _encoder.encode(message)
+    except (OverflowError, UnicodeEncodeError, TypeError) as error:  # 2^64, half a surrogate pair, an object
+        raise RequestError(
+            "a request must hold plain numbers of at most 64 bits and text that is valid unicode"
+        ) from error
+
+
+def decode_command(data: bytes) -> Command:
+    """What the server sent."""
+    command: Command = _command_decoder.decode(data)
+    return command
+
+
+def refusal(data: bytes, error: InferError | msgspec.DecodeError) -> Answer | None:
+    """The answer to a command that could not be decoded, if somebody waits for one."""
+    raw = msgspec.msgpack.decode(data)
+    if raw[0] not in (Add.__name__, Embed.__name__):
+        return None
+    if isinstance(error, msgspec.DecodeError):
+        error = RequestError(f"the request has a field of the wrong type: {error}")
+    return Answer(raw[1], None, to_failure(error))
+
+
+def decode_message(data: bytes) -> Message:
+    """What the engine sent."""
+    message: Message = _message_decoder.decode(data)
+    return message
+
+
+# -- exceptions -----------------------------------------------------------------------------------
+
+_KINDS: dict[str, type[InferError]] = {
+    name: value
+    for name, value in vars(errors).items()
+    if isinstance(value, type) and issubclass(value, InferError)
+}
+
+
+def to_failure(error: BaseException) -> Failure:
+    """An exception as data. One that is not ours is a bug: its text may name files, so only its type goes."""
+    for kind in type(error).__mro__:
+        if kind.__name__ in _KINDS:
+            return Failure(
+                kind.__name__, str(error), error.param if isinstance(error, RequestError) else None
+            )
+    return Failure(EngineError.__name__, f"{type(error).__name__} in the engine")
+
+
+def to_error(failure: Failure) -> InferError:
+    """The exception again, of the class it had."""
+    kind = _KINDS.get(failure.kind, EngineError)
+    error = kind.__new__(kind)  # past __init__: some build their message from parts that did not travel
+    error.args = (failure.message,)
+    if isinstance(error, RequestError):
+        error.param = failure.param
+    return error

@@ -1,0 +1,227 @@
+"""The engine as a process of its own: `python -m infer.client.process`, started by `supervisor.py`.
+
+HTTP, JSON and detokenizing must not share an interpreter with the loop that feeds the device, so the
+scheduler and the model live here and speak through one unix socket (see messages.py).
+
+    start    one line of JSON on standard input (`Launch`), load the model, send `Ready`
+    turn     take every command that is there; make one step, send a `Report`; one embedding, another
+    idle     do what makes later steps quicker (CUDA graphs), piece by piece; then sleep in the socket until
+             a command comes: no timer, no polling, no CPU
+    end      `Stop`, or standard input closes because the server is gone
+
+The server holds the other end of standard input open for as long as it lives. Ctrl-C and SIGTERM are
+its business alone: a signal sent to the whole group must not end the engine before requests have drained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from infer.client.messages import (
+    Abort,
+    Add,
+    Answer,
+    Command,
+    Embed,
+    Launch,
+    Leave,
+    Ready,
+    Report,
+    ResetPrefixCache,
+    Stop,
+    Withdraw,
+    decode_command,
+    encode,
+    refusal,
+    to_failure,
+)
+from infer.client.subscribers import Callers
+from infer.config.settings import EngineConfig
+from infer.engine.engine import Engine
+from infer.engine.gc_freeze import freeze
+from infer.errors import InferError
+from infer.log import setup_logging
+from infer.scheduling.request import StepOutput
+
+logger = logging.getLogger(__name__)
+
+STDIN = 0
+LINGER_MS = 2000  # for the last words to reach the server
+EXIT_FAILED = 1
+EXIT_ORPHANED = 3
+
+
+class EngineServer:
+    """The loop around an engine that serves one socket."""
+
+    def __init__(self, engine: Engine, link: zmq.Socket[bytes]) -> None:
+        self._engine = engine
+        self._callers: Callers[int] = Callers(engine)
+        self._link = link
+        self._num_commands = 0
+        self._made: list[tuple[int, StepOutput]] = []
+        self._answers: list[Answer] = []
+
+    def run(self) -> None:
+        """Serve until told to stop."""
+        while True:
+            for frame in self._receive():
+                self._num_commands += 1
+                try:
+                    command = decode_command(frame)
+                except (InferError, msgspec.DecodeError) as error:  # a mistake of one must not stop all
+                    logger.warning("a command was refused: %s", error)
+                    self._answers += [answer for answer in (refusal(frame, error),) if answer is not None]
+                    continue
+                if isinstance(command, Stop):
+                    return
+                self._carry_out(command)
+            self._work()
+
+    def _work(self) -> None:
+        """One step for all requests, then one embedding; nobody's tokens wait for somebody's embedding."""
+        if self._engine.has_work:
+            self._made += self._callers.step()
+        self._report()
+        embedded = self._callers.embed_next()
+        if embedded is not None:
+            ticket, result = embedded
+            if isinstance(result, Exception):
+                self._answer_error(ticket, result)
+            else:
+                self._answers.append(Answer(ticket, result, None))
+            self._report()
+
+    def _receive(self) -> list[bytes]:
+        """Every command that is there; without work to do, use the time, then wait for the first."""
+        frames: list[bytes] = []
+        if not self._callers.has_work:
+            while not self._link.poll(0) and self._engine.prepare():
+                pass
+            frames.append(self._link.recv())
+        while True:
+            try:
+                frames.append(self._link.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return frames
+
+    def _carry_out(self, command: Command) -> None:
+        if isinstance(command, Add):
+            refused = self._callers.add(command.request, command.ticket)
+            if refused is not None:
+                self._answer_error(command.ticket, refused)
+        elif isinstance(command, Leave):
+            self._callers.leave(command.request_id, command.ticket)
+        elif isinstance(command, Abort):
+            self._made += self._callers.abort(command.request_id, command.index)
+        elif isinstance(command, Embed):
+            refused = self._callers.embed(command.ticket, command.prompt, command.pooling, command.request_id)
+            if refused is not None:
+                self._answer_error(command.ticket, refused)
+        elif isinstance(command, Withdraw):
+            self._callers.withdraw(command.ticket)
+        elif isinstance(command, ResetPrefixCache):
+            try:
+                self._answers.append(Answer(command.ticket, self._engine.reset_prefix_cache(), None))
+            except Exception as error:  # it belongs to this caller alone
+                logger.exception("the prefix cache could not be reset")
+                self._answer_error(command.ticket, error)
+
+    def _answer_error(self, ticket: int, error: Exception) -> None:
+        self._answers.append(Answer(ticket, None, to_failure(error)))
+
+    def _report(self) -> None:
+        report = Report(
+            num_commands=self._num_commands,
+            stats=self._callers.stats(),
+            tickets=[ticket for ticket, _ in self._made],
+            outputs=[output for _, output in self._made],
+            answers=self._answers,
+        )
+        self._made, self._answers = [], []
+        self._link.send(encode(report))
+
+
+def load_engine(config: EngineConfig) -> Engine:
+    """Find the model, load it and build its engine; no tokenizer: text stays with the server."""
+    import torch
+
+    from infer.engine.build import build_engine
+    from infer.loader.find.source import resolve_model
+    from infer.loader.load import load_model
+    from infer.tools.memory_plan import check_settings
+
+    load = config.load
+    if load.num_threads is not None:
+        torch.set_num_threads(load.num_threads)
+    source = resolve_model(load.model, revision=load.revision, show_progress=False)
+    loaded = load_model(
+        source,
+        dtype=load.dtype,
+        device=load.device,
+        cpu_weights=load.cpu_weights,
+        max_seq_len=load.max_seq_len,
+        check=partial(check_settings, config),
+    )
+    return build_engine(config, loaded)
+
+
+def main(make_engine: Callable[[EngineConfig], Engine] = load_engine) -> int:
+    """Be the engine process from its first line to its last; returns the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    launch = msgspec.json.decode(_read_line(), type=Launch)
+    threading.Thread(target=_exit_with_the_server, args=(launch,), name="infer-lifeline", daemon=True).start()
+    setup_logging(launch.log_level)
+    with zmq.Context() as context, context.socket(zmq.PAIR) as link:
+        link.set_hwm(0)  # what is on its way is bounded by max_tokens of the requests being served
+        link.linger = LINGER_MS
+        link.connect(launch.endpoint)
+        try:
+            engine = make_engine(EngineConfig.from_knobs(**launch.knobs))
+            freeze()  # the model and its parts live as long as the process
+            link.send(encode(Ready(engine.stats())))
+            EngineServer(engine, link).run()
+        except BaseException as error:
+            if not isinstance(error, InferError):
+                logger.exception("the engine process died")
+            link.send(encode(to_failure(error)))
+            return EXIT_FAILED
+    return 0
+
+
+def _read_line() -> bytes:
+    """The first line of standard input, unbuffered: a daemon thread reads on from there."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        piece = os.read(STDIN, 1)
+        if not piece:
+            os._exit(EXIT_ORPHANED)
+        line += piece
+    return bytes(line)
+
+
+def _exit_with_the_server(launch: Launch) -> None:
+    """Wait for the end of standard input, which comes however the server ends; clean up in its place."""
+    while os.read(STDIN, 4096):
+        pass
+    socket = Path(launch.endpoint.removeprefix("ipc://"))
+    with contextlib.suppress(OSError):  # the server may have had the time to do it
+        socket.unlink()
+        socket.parent.rmdir()
+    os._exit(EXIT_ORPHANED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

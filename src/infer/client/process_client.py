@@ -1,0 +1,297 @@
+"""The client of an engine in its own process: the same calls as `InProcessClient`, and it survives a death.
+
+    starting ──► up ──► down (restarting) ──► up ...            with restart=True
+                  │          └──► down for good                 after too many restarts, with the reason
+                  └─────────────► down for good                 with restart=False
+
+While the engine is down every call raises `EngineStopped`, and whoever was waiting got the same within
+moments of the death: what a request had produced is lost, and only its sender knows whether to repeat it.
+
+Whether the engine is *stuck* needs no heartbeat. Each of its reports says how many of our commands it has
+taken and what it still has to do; if either says that it owes us something, a report must come within
+`stuck_timeout` seconds. One that has nothing to do may be silent, and sleeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+from infer.client import subscribers as callers
+from infer.client.messages import (
+    Abort,
+    Add,
+    Command,
+    Embed,
+    Leave,
+    Message,
+    Report,
+    ResetPrefixCache,
+    Withdraw,
+    to_error,
+)
+from infer.client.subscribers import OutputQueue, read_outputs
+from infer.client.supervisor import ENGINE_MODULE, STOP_TIMEOUT, EngineProcess, RestartPolicy
+from infer.config.settings import EngineConfig
+from infer.engine.stats import EngineStats, add_counters
+from infer.errors import EngineError, EngineLost, EngineStopped
+from infer.scheduling.request import Request, StepOutput
+
+logger = logging.getLogger(__name__)
+
+CHECK_INTERVAL = 1.0  # seconds between two looks at a silent engine
+
+
+class ProcessClient:
+    """An engine in a process of its own, for one event loop. Made by `start`, ended by `close`."""
+
+    def __init__(
+        self,
+        process: EngineProcess,
+        stats: EngineStats,
+        *,
+        stuck_timeout: float,
+        start_again: Callable[[], Coroutine[Any, Any, tuple[EngineProcess, EngineStats]]] | None,
+        policy: RestartPolicy,
+    ) -> None:
+        self._stuck_timeout = stuck_timeout
+        self._start_again = start_again
+        self._policy = policy
+        self._tickets = itertools.count(1)
+        self._readers: dict[int, OutputQueue] = {}
+        self._calls: dict[int, asyncio.Future[int | list[float]]] = {}
+        self._past = EngineStats()  # the counters of engines that died
+        self._down: str | None = None  # why calls are refused
+        self._is_lost = False  # down, and not to be started again
+        self._adopt(process, stats)
+        self._supervisor = asyncio.ensure_future(self._supervise())
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        *,
+        stuck_timeout: float = 120.0,
+        restart: bool = True,
+        on_log: Callable[[str], None] | None = None,
+        module: str = ENGINE_MODULE,
+        policy: RestartPolicy | None = None,
+    ) -> ProcessClient:
+        """Start an engine and wait for its model; what stops it from starting is raised here.
+
+        A `stuck_timeout` of 0 means never. `on_log` gets each line that the process writes, from a thread;
+        by default they go to standard error. `module` is what the child runs, and `policy` is when to
+        start it again.
+        """
+
+        async def start() -> tuple[EngineProcess, EngineStats]:
+            return await EngineProcess.start(config, module=module, on_log=on_log)
+
+        process, stats = await start()
+        return cls(
+            process,
+            stats,
+            stuck_timeout=stuck_timeout,
+            start_again=start if restart else None,
+            policy=policy or RestartPolicy(),
+        )
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the engine's process, while there is one."""
+        return None if self._down is not None else self._process.pid
+
+    def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
+        """Submit a request and iterate over its outputs; closing the iterator aborts it."""
+        return read_outputs(request, lambda queue: self._submit(request, queue))
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one sequence of it, before the next step; its iterator sees "abort"."""
+        self._send(Abort(request_id, index))
+
+    def stats(self) -> EngineStats:
+        """The last snapshot that arrived; counters go on counting over restarts."""
+        return add_counters(self._stats, self._past)
+
+    def check_health(self) -> None:
+        """Raise `EngineStopped` if the process is dead, or `EngineError` if it makes no progress."""
+        if self._down is not None:
+            raise EngineLost(self._down) if self._is_lost else EngineStopped(self._down)
+        if self._is_stuck():
+            raise EngineError(f"the engine has made no progress for {self._silent_s():.0f} s")
+
+    async def embed(self, prompt: tuple[int, ...], pooling: str, request_id: str = "") -> list[float]:
+        """Wait in line, then run a prompt for its hidden state, between two steps."""
+        result = await self._call(
+            lambda ticket: Embed(ticket, prompt, pooling, request_id), on_cancel=Withdraw
+        )
+        assert isinstance(result, list), result
+        return result
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; returns how many blocks were forgotten."""
+        result = await self._call(ResetPrefixCache)
+        assert isinstance(result, int), result
+        return result
+
+    async def close(self) -> None:
+        """Stop the process and wait for its end; whoever still waits gets `EngineStopped`."""
+        self._supervisor.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._supervisor
+        is_stuck = self._down is None and self._is_stuck()
+        self._lose("the engine was closed")
+        await self._process.close(timeout=0.0 if is_stuck else STOP_TIMEOUT)
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    def _submit(self, request: Request, queue: OutputQueue) -> callers.Leave:
+        ticket = next(self._tickets)
+        self._send(Add(ticket, request))
+        self._readers[ticket] = queue
+
+        def leave(has_ended: bool) -> None:
+            # Not there any more: the engine that served it is gone.
+            if self._readers.pop(ticket, None) is not None and not has_ended:
+                with contextlib.suppress(EngineStopped):
+                    self._send(Leave(ticket, request.request_id))
+
+        return leave
+
+    async def _call(
+        self, command: Callable[[int], Command], *, on_cancel: Callable[[int], Command] | None = None
+    ) -> int | list[float]:
+        ticket = next(self._tickets)
+        self._send(command(ticket))
+        done: asyncio.Future[int | list[float]] = asyncio.get_running_loop().create_future()
+        self._calls[ticket] = done
+        try:
+            return await done
+        finally:
+            if self._calls.pop(ticket, None) is not None and done.cancelled() and on_cancel is not None:
+                with contextlib.suppress(EngineStopped):
+                    self._send(on_cancel(ticket))
+
+    def _send(self, command: Command) -> None:
+        if self._down is not None:
+            raise EngineStopped(self._down)
+        self._process.send(command)
+        if not self._owes_us:
+            self._progress_at = time.monotonic()
+        self._num_sent += 1
+
+    # -- reports ----------------------------------------------------------------------------------
+
+    def _take(self, message: Message) -> None:
+        assert isinstance(message, Report), message
+        self._stats = message.stats
+        self._num_taken = message.num_commands
+        self._progress_at = time.monotonic()
+        readers = self._readers
+        for ticket, output in zip(message.tickets, message.outputs, strict=True):
+            if ticket in readers:  # else it has left, and the engine will know soon
+                readers[ticket].put_nowait(output)
+        for answer in message.answers:
+            error = to_error(answer.failure) if answer.failure is not None else None
+            if answer.ticket in readers:
+                assert error is not None, "a request is answered by outputs"
+                readers[answer.ticket].put_nowait(error)
+            elif (done := self._calls.get(answer.ticket)) is None or done.done():
+                continue  # its caller was cancelled meanwhile
+            elif error is not None:
+                done.set_exception(error)
+            else:
+                assert answer.result is not None
+                done.set_result(answer.result)
+
+    # -- life and death ---------------------------------------------------------------------------
+
+    def _adopt(self, process: EngineProcess, stats: EngineStats) -> None:
+        self._process = process
+        self._stats = stats
+        self._num_sent = self._num_taken = 0
+        self._progress_at = time.monotonic()
+        self._down = None
+        process.listen(self._take)
+
+    def _lose(self, reason: str) -> None:
+        """Tell everybody who waits that the engine is gone."""
+        if self._down is None:
+            total = self.stats()
+            self._past = total
+            self._stats = EngineStats(num_blocks=total.num_blocks, block_size=total.block_size)
+        self._down = reason
+        for queue in self._readers.values():
+            queue.put_nowait(EngineStopped(reason))
+        for done in self._calls.values():
+            if not done.done():
+                done.set_exception(EngineStopped(reason))
+        self._readers.clear()
+        self._calls.clear()
+
+    async def _supervise(self) -> None:
+        """Watch the process; when it is gone, tell everybody and start another, while that may help."""
+        while True:
+            reason = await self._watch()
+            logger.error("%s", reason)
+            self._lose(reason + ("" if self._start_again is None else "; it is being started again"))
+            await self._process.close()
+            if not await self._restart(reason):
+                self._is_lost = True
+                return
+
+    async def _watch(self) -> str:
+        """Wait for the end of the process and return the reason; one that is stuck is ended here."""
+        interval = min(CHECK_INTERVAL, self._stuck_timeout / 4) if self._stuck_timeout else None
+        while not self._process.exited.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(interval):
+                    await self._process.exited.wait()
+            if self._start_again is not None and self._is_stuck():
+                silent_s = self._silent_s()
+                self._process.kill()
+                await self._process.exited.wait()
+                return f"the engine made no progress for {silent_s:.0f} s and was ended"
+        return self._process.exit_reason
+
+    async def _restart(self, reason: str) -> bool:
+        if self._start_again is None:
+            return False
+        while (delay := self._policy.next_delay(time.monotonic())) is not None:
+            await asyncio.sleep(delay)
+            try:
+                process, stats = await self._start_again()
+            except Exception as error:  # whatever it was, the next try may succeed
+                logger.error("the engine could not be started again: %s", error)
+                reason = f"the engine could not be started again ({type(error).__name__})"
+                continue
+            self._past = replace(self._past, num_restarts=self._past.num_restarts + 1)
+            self._adopt(process, stats)
+            logger.warning("the engine was started again, as process %d", process.pid)
+            return True
+        self._down = f"the engine stays down after {self._policy.max_restarts} restarts; the last: {reason}"
+        logger.error("%s", self._down)
+        return False
+
+    # -- progress ---------------------------------------------------------------------------------
+
+    @property
+    def _owes_us(self) -> bool:
+        """Whether a report must come: commands are on their way, or sequences are being served."""
+        stats = self._stats
+        return self._num_taken < self._num_sent or stats.num_running + stats.num_waiting > 0
+
+    def _silent_s(self) -> float:
+        return time.monotonic() - self._progress_at if self._owes_us else 0.0
+
+    def _is_stuck(self) -> bool:
+        if not 0 < self._stuck_timeout < self._silent_s():
+            return False
+        self._process.receive()  # was it we who did not listen?
+        return self._silent_s() > self._stuck_timeout

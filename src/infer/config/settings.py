@@ -1,0 +1,358 @@
+"""Every knob of the engine, each defined exactly once.
+
+A *knob* (`knobs.py`) is one field of a frozen section: its default, its help line, its command-line flag
+(`cli/flags.py`), its YAML key and its row in docs/knobs.md all come from the field below. There are
+no environment variables that change behaviour.
+
+    EngineConfig
+    ├── load      LoadConfig      which model, from where, in which number format
+    ├── cache     CacheConfig     how keys and values are kept
+    ├── scheduler SchedulerConfig who runs when
+    └── run       RunConfig       how steps are carried out
+    ServerConfig                  how the server listens, whom it lets in, and how much it takes
+
+Knob names are unique across the sections, so people write them flat: `LLM("dir", dtype="float32")`,
+`--dtype float32`, or `dtype: float32` in a file given to `--config`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+from infer.config.knobs import KnobRow, check_choice, check_positive, knob, knob_rows, parse_bytes, parse_knob
+from infer.errors import ConfigError, closest
+
+MAX_THREADS = 1024  # far more makes the thread library crash
+MAX_SEQUENCES = 128  # n, best_of or beams of one request, whoever asks; a server's max_n may allow fewer
+
+
+class StepDefaults(NamedTuple):
+    """How large the steps of a device are where nobody says so: long enough to be efficient, and no longer.
+
+    Whoever decodes waits for the whole step. On a CPU 512 tokens of a prompt are nearly a second. On a GPU a
+    small model decodes through kernels for few tokens, and a step with a long piece of a prompt would leave
+    them: it gets short pieces. A large model's step is long anyway, and its prompts would only wait longer.
+    """
+
+    batch_size: int
+    batched_tokens: int
+    chunk_size: int | None  # None: the step's
+    mixed_tokens: int | None
+
+
+CPU_STEPS = StepDefaults(batch_size=64, batched_tokens=512, chunk_size=512, mixed_tokens=128)
+GPU_STEPS = StepDefaults(batch_size=256, batched_tokens=8192, chunk_size=None, mixed_tokens=128)
+LARGE_GPU_STEPS = GPU_STEPS._replace(batched_tokens=16384)  # the host launches half as many kernels per token
+LARGE_GPU_BYTES = 64 << 30
+SMALL_MODEL_MIXED_TOKENS = 32  # on a GPU: with as many rows that decode, the 64 tokens of its fastest kernels
+SMALL_MODEL_WEIGHTS = 1_500_000_000  # of all layers that one token meets; a model with more is not small
+SIMULATED_STEPS = StepDefaults(batch_size=64, batched_tokens=2048, chunk_size=512, mixed_tokens=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadConfig:
+    """Which model, from where, in which number format."""
+
+    model: str | None = knob(
+        None,
+        "model directory, GGUF file or hub id (org/name); default: SmolLM2-135M-Instruct, fetched once",
+    )
+    revision: str | None = knob(None, "branch, tag or commit of a hub id; pins every file")
+    tokenizer: str | None = knob(None, "directory or tokenizer.json to use instead of the model's own")
+    chat_template: str | None = knob(
+        None,
+        "Jinja file that overrides the family's chat template; 'checkpoint': the one shipped with the model; "
+        "'family': the family's, also for a model shipped without one",
+    )
+    dtype: str = knob(
+        "auto",
+        "number format of weights and activations; auto: the checkpoint's, unless this device is slow at it",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    cpu_weights: str = knob(
+        "auto",
+        "how weights are kept on a CPU; auto: int4+int8, which is int4 where the file has 4 bits and int8 "
+        "elsewhere, but fp32 for files in float32",
+        choices=("auto", "fp32", "bf16", "int8", "int4", "int4+int8"),
+    )
+    device: str = knob("auto", "where the model runs: auto, cpu, cuda or cuda:N")
+    max_seq_len: int | None = knob(
+        None, "longest prompt + output in tokens; default: the model's context", aliases=("max-model-len",)
+    )
+    num_threads: int | None = knob(None, "CPU threads; default: one per physical core")
+
+    def __post_init__(self) -> None:
+        check_choice(self, "dtype")
+        check_choice(self, "cpu_weights")
+        check_positive(self, "max_seq_len", "num_threads")
+        if self.num_threads is not None and self.num_threads > MAX_THREADS:
+            raise ConfigError(f"num_threads must be at most {MAX_THREADS}, got {self.num_threads}")
+        device, _, index = self.device.partition(":")
+        if device not in ("auto", "cpu", "cuda") or (index and not (device == "cuda" and index.isdigit())):
+            raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """How keys and values are kept between steps."""
+
+    kv_cache_backend: str = knob(
+        "paged",
+        "paged: many small blocks; contiguous: one block of max_seq_len tokens per sequence; "
+        "naive: keep nothing and recompute every token (the teaching baseline)",
+        choices=("paged", "contiguous", "naive"),
+    )
+    block_size: int = knob(16, "tokens per KV-cache block")
+    num_blocks: int | None = knob(None, "KV-cache blocks; default: what kv_cache_memory holds")
+    kv_cache_memory: str | None = knob(
+        None,
+        "memory for the KV cache, such as 512MiB or 4GiB; default: chosen from what is free",
+        is_size=True,
+    )
+    num_host_blocks: int = knob(0, "blocks in host memory for sequences preempted by swapping; 0: never swap")
+    use_prefix_caching: bool = knob(
+        True, "reuse the cache of prompts that start alike", aliases=("enable-prefix-caching",)
+    )
+    attention_backend: str = knob(
+        "auto",
+        "what computes attention; auto: on a GPU triton, and cuda for decoding, C or sdpa on a CPU; naive: "
+        "the readable reference; flash: triton, and PyTorch's FlashAttention for prompts; "
+        "cuda: triton, and CUDA C++ for decoding",
+        choices=("auto", "naive", "sdpa", "triton", "flash", "cuda"),
+    )
+
+    def __post_init__(self) -> None:
+        check_choice(self, "kv_cache_backend")
+        check_choice(self, "attention_backend")
+        check_positive(self, "block_size", "num_blocks")
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
+        if not isinstance(self.num_host_blocks, int) or self.num_host_blocks < 0:
+            raise ConfigError(f"num_host_blocks must be an integer >= 0, got {self.num_host_blocks!r}")
+        if self.kv_cache_memory is not None:
+            parse_bytes(self.kv_cache_memory, "kv_cache_memory")
+            if self.num_blocks is not None:
+                raise ConfigError("num_blocks and kv_cache_memory both size the KV cache; give one of them")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Who runs when."""
+
+    batching_mode: str = knob(
+        "continuous",
+        "continuous: sequences join and leave at every step; static: a batch runs until its last is done",
+        choices=("continuous", "static"),
+    )
+    scheduler_policy: str = knob(
+        "fcfs",
+        "who goes first; see docs/features/scheduling.md",
+        choices=("fcfs", "prefill_first", "decode_round_robin", "priority", "deadline"),
+        aliases=("scheduling-policy",),
+    )
+    max_batch_size: int | None = knob(
+        None,
+        f"sequences that may run at once; default: {CPU_STEPS.batch_size}, on a GPU {GPU_STEPS.batch_size}",
+        aliases=("max-num-seqs",),
+    )
+    max_num_batched_tokens: int | None = knob(
+        None,
+        f"tokens one step may compute, all sequences together; default: {CPU_STEPS.batched_tokens}, on a GPU "
+        f"{GPU_STEPS.batched_tokens} (with {LARGE_GPU_BYTES >> 30} GiB {LARGE_GPU_STEPS.batched_tokens}), or "
+        "more if max_batch_size or prompts that are not chunked need it",
+    )
+    use_chunked_prefill: bool = knob(
+        True,
+        "split long prompts into chunks, so that others go on decoding",
+        aliases=("enable-chunked-prefill",),
+    )
+    prefill_chunk_size: int | None = knob(
+        None,
+        f"tokens of one prompt that one step may compute; default: {CPU_STEPS.chunk_size}, on a GPU no limit",
+    )
+    mixed_prefill_tokens: int | None = knob(
+        None,
+        "tokens of prompts that a step may compute while others decode, unless more than 2048 wait behind "
+        "the prompt whose turn it is (continuous batching, policies that put decoding first); "
+        f"default: {GPU_STEPS.mixed_tokens}, on a GPU {SMALL_MODEL_MIXED_TOKENS} where a token meets at most "
+        f"{SMALL_MODEL_WEIGHTS / 1e9:g} billion weights: such a step stays on kernels for few tokens",
+    )
+    preemption: str = knob(
+        "auto",
+        "when the cache is full: recompute forgets a sequence's blocks, swap copies them to host memory, "
+        "auto takes the cheaper",
+        choices=("auto", "recompute", "swap"),
+    )
+    max_wait_steps: int = knob(
+        1000, "steps after which a waiting sequence goes first whatever the policy says"
+    )
+    max_decode_gap: int = knob(8, "steps for which prefill_first may leave decoding sequences out")
+    max_waiting: int | None = knob(None, "sequences that may wait; more are refused; default: no limit")
+    seed: int = knob(0, "seed of requests that bring none")
+
+    def __post_init__(self) -> None:
+        for name in ("batching_mode", "scheduler_policy", "preemption"):
+            check_choice(self, name)
+        check_positive(self, "max_batch_size", "max_num_batched_tokens", "prefill_chunk_size")
+        check_positive(self, "mixed_prefill_tokens")
+        check_positive(self, "max_wait_steps", "max_decode_gap", "max_waiting")
+        budget = self.budget
+        if self.width > budget:
+            raise ConfigError(
+                f"max_batch_size is {self.width} but a step computes at most "
+                f"max_num_batched_tokens={budget} tokens, so not every running sequence "
+                "could decode; lower max_batch_size or raise max_num_batched_tokens"
+            )
+
+    @property
+    def width(self) -> int:
+        """Sequences that may run at once."""
+        return self.max_batch_size or SIMULATED_STEPS.batch_size
+
+    @property
+    def budget(self) -> int:
+        """Tokens one step may compute."""
+        return self.max_num_batched_tokens or max(SIMULATED_STEPS.batched_tokens, self.width)
+
+    @property
+    def chunk_len(self) -> int:
+        """Tokens of one prompt that one step may compute."""
+        return self.prefill_chunk_size or SIMULATED_STEPS.chunk_size or self.budget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """How steps are carried out."""
+
+    use_cuda_graphs: bool | None = knob(
+        None,
+        "replay decode steps as CUDA graphs instead of launching kernel after kernel; default: on a GPU",
+        aliases=("cuda-graphs",),
+    )
+    use_overlap: bool | None = knob(
+        None,
+        "plan and launch the next step while the GPU computes this one; default: on a GPU",
+        aliases=("overlap", "async-scheduling"),
+    )
+    use_cpu_program: bool | None = knob(
+        None,
+        "run a decode step as one recorded list of C kernels instead of calling them from Python; "
+        "default: on a CPU",
+        aliases=("cpu-program",),
+    )
+    deterministic: bool = knob(
+        False, "logits that do not depend on the batch, chunking or caching, to the last bit; slower"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All sections together: what `engine/build.py` turns into a running engine."""
+
+    load: LoadConfig = field(default_factory=LoadConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        if self.cache.kv_cache_backend == "naive" and self.scheduler.batching_mode == "static":
+            raise ConfigError(
+                "kv_cache_backend=naive keeps nothing between steps, so a static batch has no decode phase; "
+                "use batching_mode=continuous, or kv_cache_backend=contiguous for the classic static batch"
+            )
+        if self.scheduler.preemption == "swap" and self.cache.num_host_blocks == 0:
+            raise ConfigError(
+                "preemption=swap needs host memory to swap to, but num_host_blocks is 0; "
+                "set num_host_blocks, or use preemption=recompute"
+            )
+
+    @classmethod
+    def from_knobs(cls, **knobs: Any) -> EngineConfig:
+        """Sort flat knobs into their sections; an unknown name is an error that names the closest one."""
+        table = knob_table()
+        for name in knobs:
+            if name not in table:
+                aliases = {a.replace("-", "_"): row.name for row in table.values() for a in row.aliases}
+                hint = closest(name, table, aliases=aliases, listed="known")
+                raise ConfigError(f"unknown knob {name!r}{hint}")
+        sections: dict[str, Any] = {}
+        for section, section_type in engine_sections().items():
+            chosen = {k: parse_knob(table[k], v) for k, v in knobs.items() if table[k].section == section}
+            sections[section] = section_type(**chosen)
+        return cls(**sections)
+
+    def knobs(self) -> dict[str, Any]:
+        """The inverse of `from_knobs`: every knob with its value, flat."""
+        return {name: getattr(getattr(self, row.section), name) for name, row in knob_table().items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """How the server listens, whom it lets in, and how much it takes."""
+
+    host: str = knob("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
+    port: int = knob(8000, "TCP port; 0: any free one")
+    uds: str | None = knob(None, "listen on this unix socket instead of a TCP port")
+    served_model_name: str | None = knob(None, "what clients call the model; default: its own name")
+    api_key: tuple[str, ...] = knob((), "clients must send one of these as a bearer token; may be repeated")
+    admin_key: str | None = knob(None, "key of the admin routes; without one they are off")
+    cors_origin: tuple[str, ...] = knob(
+        (), "web page origin that browsers may call from; may be repeated", aliases=("allowed-origins",)
+    )
+    allowed_host: tuple[str, ...] = knob(
+        (), "host name to answer for, beside this machine's, on loopback without keys; may be repeated"
+    )
+    tls_cert: str | None = knob(None, "PEM certificate: serve HTTPS", aliases=("ssl-certfile",))
+    tls_key: str | None = knob(None, "PEM key of tls_cert", aliases=("ssl-keyfile",))
+    max_body_size: str = knob("8MiB", "largest request body", is_size=True)
+    max_prompts: int = knob(256, "prompts in one completion request")
+    max_n: int = knob(16, "outputs (n, best_of or beams) of one prompt")
+    request_timeout: float = knob(600.0, "seconds after which a request ends with an error")
+    drain_timeout: float = knob(
+        30.0, "seconds that running requests get when the server stops", aliases=("shutdown-timeout",)
+    )
+    replicas: int = knob(1, "engines that serve the model side by side", aliases=("data-parallel-size",))
+    in_process: bool = knob(False, "run the engine in the server's own process, for debugging")
+    restart_engine: bool = knob(True, "start an engine that died again")
+    stuck_timeout: float = knob(120.0, "seconds without progress until an engine counts as stuck; 0: never")
+    metrics_prefix: str = knob("infer", "prefix of metric names; vllm: as in dashboards made for vLLM")
+    access_log: bool = knob(True, "log one line per request")
+    ui: bool = knob(True, "serve the page for people at / and /ui")
+
+    def __post_init__(self) -> None:
+        check_positive(self, "max_prompts", "max_n", "replicas")
+        if self.max_n > MAX_SEQUENCES:
+            raise ConfigError(f"max_n must be at most {MAX_SEQUENCES}, got {self.max_n}")
+        parse_bytes(self.max_body_size, "max_body_size")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be in 0..65535, got {self.port}")
+        for name in ("request_timeout", "drain_timeout", "stuck_timeout"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name} must be a number of seconds >= 0, got {value!r}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("tls_cert and tls_key belong together; give both or neither")
+        if any(not key for key in self.api_key) or self.admin_key == "":
+            raise ConfigError("an empty key would let everybody in; give a key or none")
+
+
+def engine_sections() -> dict[str, type]:
+    """The sections of `EngineConfig` by name."""
+    sections: dict[str, type] = {}
+    for section in fields(EngineConfig):
+        assert isinstance(section.default_factory, type)
+        sections[section.name] = section.default_factory
+    return sections
+
+
+def knob_table(*, with_server: bool = False) -> dict[str, KnobRow]:
+    """Every knob by name, in the order of the sections above; those of the server only on request."""
+    table: dict[str, KnobRow] = {}
+    sections = engine_sections() | ({"server": ServerConfig} if with_server else {})
+    for section, section_type in sections.items():
+        for row in knob_rows(section, section_type):
+            assert row.name not in table, f"knob {row.name} exists twice"
+            table[row.name] = row
+    return table

@@ -1,0 +1,258 @@
+"""A step's inputs as tensors: the plan's integers, laid end to end.
+
+    chunks      A[5:6]   B[17:18]   C[0:4]
+    tokens_T    a5       b17        c0 c1 c2 c3
+    positions   5        17         0  1  2  3
+    slots       where the block table of each sequence puts these positions
+
+State and inputs are kept apart. *State* lives as long as its sequence: a stable row in a table of block
+ids, updated by small differences. *Inputs* are rebuilt every step from the plan and that table.
+
+`PagedStep` is the `StepContext` the model sees. Sequences that are one token behind attend together,
+grouped by length so that padding never more than doubles the work; each longer chunk attends alone.
+
+Shapes:  T tokens, S rows that decode together, L positions (padded), R rows of state, B blocks of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from infer.cache.kv_pool import KVCachePool
+from infer.cache.kv_store import KVStore
+from infer.kernels.attention.paged import attend_paged
+from infer.kernels.attention.reference import attend_naive, attend_sdpa
+from infer.layers.attention import StepContext
+from infer.scheduling.plan import Chunk, StepPlan
+from infer.scheduling.sequence import Sequence as TokenSequence
+
+MIN_GROUP_LEN = 64  # below this length padding is cheaper than another call
+
+
+class Wanted(NamedTuple):
+    """The tokens of a step whose hidden states somebody reads."""
+
+    places: list[int] | None  # among the T tokens; None: all of them
+    last_rows: list[int]  # of each chunk that samples: which of these rows is its last token's
+
+
+def wanted(plan: StepPlan, sequences: Sequence[TokenSequence], last_places: list[int]) -> Wanted:
+    """Of a plan whose chunks end at `last_places`: the ends that sample; all tokens for logprobs of a prompt.
+
+    There is always one, though the middle of a long prompt samples nothing: a kernel wants a row to compute.
+    """
+    places: list[int] = []
+    rows: list[int] = []
+    for chunk, place in zip(plan.chunks, last_places, strict=True):
+        rows.append(len(places))
+        if chunk.num_samples:
+            places.append(place)
+    num_tokens = sum(chunk.stop - chunk.start for chunk in plan.chunks)
+    if len(places) == num_tokens or any(map(reads_prompt, plan.chunks, sequences)):
+        return Wanted(None, last_places)
+    return Wanted(places or last_places[:1], rows)
+
+
+def reads_prompt(chunk: Chunk, seq: TokenSequence) -> bool:
+    """Whether logprobs of prompt tokens come from this chunk; a prompt's last token predicts the output."""
+    return seq.group.request.params.prompt_logprobs is not None and chunk.start < seq.num_prompt - 1
+
+
+class BlockRows:
+    """Every known sequence's block table as a row of one tensor."""
+
+    def __init__(self, max_rows: int, max_blocks: int) -> None:
+        self.table = np.zeros((max_rows, max_blocks), dtype=np.int64)
+        self._rows: dict[int, int] = {}
+        self._free = list(range(max_rows - 1, -1, -1))
+
+    def sync(self, seq_id: int, blocks: Sequence[int], first_written: int) -> int:
+        """Bring a row up to date; of a known row only blocks from `first_written` on can have changed."""
+        row = self._rows.get(seq_id)
+        if row is None:
+            row = self._rows[seq_id] = self._free.pop()
+            first_written = 0
+        self.table[row, first_written : len(blocks)] = blocks[first_written:]
+        return row
+
+    def forget(self, seq_id: int) -> None:
+        """Give back the row of a sequence that was preempted or has finished; unknown ones are fine."""
+        row = self._rows.pop(seq_id, None)
+        if row is not None:
+            self._free.append(row)
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeGroup:
+    """Rows of about one length that attend together."""
+
+    rows_S: torch.Tensor  # which of the T tokens
+    table_SB: np.ndarray
+    lens_S: np.ndarray  # positions each may see
+
+
+@dataclass(frozen=True, slots=True)
+class _LongChunk:
+    """A run of tokens of one sequence that attends alone."""
+
+    first: int  # its place among the T tokens
+    last: int
+    table_B: np.ndarray
+    stop: int  # positions in the cache after this step
+
+
+class StepBatch:
+    """The tensors of one step: what the model reads, and where attention finds the rest."""
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        sequences: Sequence[TokenSequence],
+        rows: BlockRows,
+        pool: KVCachePool,
+        device: torch.device,
+    ) -> None:
+        self.block_size = pool.block_size
+        self.device = device
+        tokens: list[int] = []
+        positions: list[np.ndarray] = []
+        slots: list[np.ndarray] = []
+        short: list[tuple[int, int, np.ndarray]] = []  # (kv length, place, table row)
+        self.long_chunks: list[_LongChunk] = []
+        self.last_rows: list[int] = []  # of each chunk: the place of its last token
+        for chunk, seq in zip(plan.chunks, sequences, strict=True):
+            table_B = self._table(chunk, rows, pool)
+            place = len(tokens)
+            tokens.extend(seq.tokens[chunk.start : chunk.stop])
+            positions_C = np.arange(chunk.start, chunk.stop)
+            positions.append(positions_C)
+            slots.append(
+                table_B[positions_C // self.block_size] * self.block_size + positions_C % self.block_size
+            )
+            self.last_rows.append(len(tokens) - 1)
+            if chunk.stop - chunk.start == 1:
+                short.append((chunk.stop, place, table_B))
+            else:
+                self.long_chunks.append(_LongChunk(place, len(tokens), table_B, chunk.stop))
+        self.tokens_T = torch.tensor(tokens, device=device)
+        self.positions_T = torch.from_numpy(np.concatenate(positions)).to(device)
+        self.slots_T = torch.from_numpy(np.concatenate(slots)).to(device)
+        self.decode_groups = _group_by_length(short, device)
+
+    def _table(self, chunk: Chunk, rows: BlockRows, pool: KVCachePool) -> np.ndarray:
+        blocks = pool.block_table(chunk.seq_id)
+        row = rows.sync(chunk.seq_id, blocks, chunk.start // self.block_size)
+        return rows.table[row, : len(blocks)]
+
+
+def _group_by_length(short: list[tuple[int, int, np.ndarray]], device: torch.device) -> list[_DecodeGroup]:
+    """Split rows into groups in which the longest is at most about twice the shortest."""
+    groups: list[list[tuple[int, int, np.ndarray]]] = []
+    for item in sorted(short, key=lambda row: row[0]):
+        if not groups or item[0] > 2 * max(groups[-1][0][0], MIN_GROUP_LEN):
+            groups.append([])
+        groups[-1].append(item)
+    made = []
+    for group in groups:
+        table = np.zeros((len(group), max(len(blocks) for _, _, blocks in group)), dtype=np.int64)
+        for i, (_, _, blocks) in enumerate(group):
+            table[i, : len(blocks)] = blocks
+        rows = torch.tensor([place for _, place, _ in group], device=device)
+        made.append(_DecodeGroup(rows, table, np.array([length for length, _, _ in group])))
+    return made
+
+
+class PagedStep(StepContext):
+    """A `StepContext` over the paged store: write K and V to their slots, attend through the tables."""
+
+    def __init__(self, batch: StepBatch, store: KVStore, *, use_reference: bool) -> None:
+        self._batch = batch
+        self._store = store
+        self._use_reference = use_reference
+        self._attend_one: Callable[..., torch.Tensor] = attend_naive if use_reference else attend_sdpa
+        self._slots: dict[tuple[int, int | None], tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Where each token stands in its own sequence."""
+        return self._batch.positions_T
+
+    def attend(
+        self,
+        layer: int,
+        q_TNH: torch.Tensor,
+        k_TGH: torch.Tensor,
+        v_TGH: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Cache the keys and values of this step, then attend; see layers/attention.py."""
+        keys, values = self._store.keys[layer], self._store.values[layer]
+        keys[self._batch.slots_T] = k_TGH
+        values[self._batch.slots_T] = v_TGH
+        out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
+        for number, chunk in enumerate(self._batch.long_chunks):
+            slots_L = self._chunk_slots(number, chunk, window)
+            out_TNH[chunk.first : chunk.last] = self._attend_one(
+                q_TNH[chunk.first : chunk.last], keys[slots_L], values[slots_L], scale=scale, window=window
+            )
+        for number, group in enumerate(self._batch.decode_groups):
+            slots_SL, is_seen_SL = self._group_slots(number, group, window)
+            q_SNH = q_TNH[group.rows_S]
+            if self._use_reference:
+                out_TNH[group.rows_S] = self._attend_each(q_SNH, keys, values, slots_SL, is_seen_SL, scale)
+            else:
+                out_TNH[group.rows_S] = attend_paged(q_SNH, keys, values, slots_SL, is_seen_SL, scale=scale)
+        return out_TNH
+
+    def _attend_each(
+        self,
+        q_SNH: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        slots_SL: torch.Tensor,
+        is_seen_SL: torch.Tensor | None,
+        scale: float,
+    ) -> torch.Tensor:
+        rows = []
+        for row, q_NH in enumerate(q_SNH):
+            slots_L = slots_SL[row] if is_seen_SL is None else slots_SL[row][is_seen_SL[row]]
+            rows.append(attend_naive(q_NH[None], keys[slots_L], values[slots_L], scale=scale, window=None))
+        return torch.cat(rows)
+
+    def _chunk_slots(self, number: int, chunk: _LongChunk, window: int | None) -> torch.Tensor:
+        """Slots of the positions that any token of the chunk may see, in order."""
+        key = (-1 - number, window)
+        if key not in self._slots:
+            num_new = chunk.last - chunk.first
+            first_seen = 0 if window is None else max(chunk.stop - num_new - window + 1, 0)
+            positions = np.arange(first_seen, chunk.stop)
+            block_size = self._batch.block_size
+            slots = chunk.table_B[positions // block_size] * block_size + positions % block_size
+            self._slots[key] = (torch.from_numpy(slots).to(self._batch.device), None)
+        return self._slots[key][0]
+
+    def _group_slots(
+        self, number: int, group: _DecodeGroup, window: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Slots [S, L] of what each row may see, and which of them count; computed once for all layers."""
+        key = (number, window)
+        if key not in self._slots:
+            seen_S = group.lens_S if window is None else np.minimum(group.lens_S, window)
+            offsets = np.arange(seen_S.max())
+            first_S = group.lens_S - seen_S
+            # Padding repeats the last position: it has been written, so nothing uninitialised is read.
+            positions = np.minimum(first_S[:, None] + offsets, group.lens_S[:, None] - 1)
+            block_size = self._batch.block_size
+            blocks = np.take_along_axis(group.table_SB, positions // block_size, axis=1)
+            is_seen = offsets < seen_S[:, None]
+            slots = torch.from_numpy(blocks * block_size + positions % block_size).to(self._batch.device)
+            mask = None if is_seen.all() else torch.from_numpy(is_seen).to(self._batch.device)
+            self._slots[key] = (slots, mask)
+        return self._slots[key]

@@ -1,0 +1,190 @@
+"""The steps of a model on a CPU that has the C kernels.
+
+A step's inputs are five small tables of integers, kept where they are and overwritten:
+
+    chunks      A[5:6]   B[17:18]   C[0:4]
+    tokens      a5       b17        c0 c1 c2 c3
+    positions   5        17         0  1  2  3
+    slots       where the block table of each sequence puts these positions
+    items       (0, 1, row of A, 5)   (1, 1, row of B, 17)   (2, 4, row of C, 0)        csrc/attention.c
+
+Because nothing moves, the operations of a whole step can be recorded once and replayed in one call
+(kernels/cpu/program.py), for any number of rows up to the size of the batch: that is how a decode step
+runs. Larger steps, which hold prompts, run the model's Python; their operations take long enough, and the
+last layer has only the tokens to compute that are wanted of it (models/model.py).
+
+Whatever way a token takes, its result has the same bits: each operation works row by row.
+
+Shapes:  T tokens, I items, R rows of state, B blocks of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from infer.cache.kv_pool import KVCachePool
+from infer.cache.kv_store import KVStore
+from infer.execution.batch import BlockRows, wanted
+from infer.kernels.cpu import operations
+from infer.kernels.cpu.library import Library, library
+from infer.kernels.cpu.program import Program, Recorder
+from infer.layers.attention import StepContext
+from infer.models.model import Model
+from infer.scheduling.plan import StepPlan
+from infer.scheduling.sequence import Sequence as TokenSequence
+
+
+class StepInputs:
+    """The tables of one step; room for `capacity` tokens, at addresses that do not change."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.tokens, self.positions, self.slots = (np.zeros(capacity, dtype=np.int64) for _ in range(3))
+        self.items = np.zeros((capacity, 4), dtype=np.int64)
+        self.num_rows = self.num_items = 0
+
+    def fill(
+        self, plan: StepPlan, sequences: Sequence[TokenSequence], rows: BlockRows, pool: KVCachePool
+    ) -> list[int]:
+        """Write a plan down; returns where each chunk's last token is."""
+        block_size = pool.block_size
+        place = number = 0
+        last_rows: list[int] = []
+        for chunk, seq in zip(plan.chunks, sequences, strict=True):
+            start, stop = chunk.start, chunk.stop
+            row = rows.sync(chunk.seq_id, pool.block_table(chunk.seq_id), start // block_size)
+            if stop - start == 1:
+                self.tokens[place] = seq.tokens[start]
+                self.positions[place] = start
+                self.slots[place] = rows.table[row, start // block_size] * block_size + start % block_size
+                self.items[number] = (place, 1, row, start)
+                place, number = place + 1, number + 1
+            else:
+                end = place + stop - start
+                positions = np.arange(start, stop)
+                self.tokens[place:end] = seq.tokens[start:stop]
+                self.positions[place:end] = positions
+                blocks = rows.table[row, positions // block_size]
+                self.slots[place:end] = blocks * block_size + positions % block_size
+                for first in range(0, stop - start, operations.ITEM_TOKENS):
+                    count = min(operations.ITEM_TOKENS, stop - start - first)
+                    self.items[number] = (place + first, count, row, start + first)
+                    number += 1
+                place = end
+            last_rows.append(place - 1)
+        self.num_rows, self.num_items = place, number
+        return last_rows
+
+
+class CpuStep(StepContext):
+    """A `StepContext` whose attention reads the paged store where it lies."""
+
+    def __init__(
+        self,
+        library: Library,
+        store: KVStore,
+        inputs: StepInputs,
+        rows: BlockRows,
+        block_size: int,
+        num_rows: int,
+    ) -> None:
+        self._library, self._store, self._block_size = library, store, block_size
+        self._positions_T = torch.from_numpy(inputs.positions)[:num_rows]
+        self.tokens_T = torch.from_numpy(inputs.tokens)[:num_rows]
+        self._slots_T = torch.from_numpy(inputs.slots)[:num_rows]
+        self._items_I4 = torch.from_numpy(inputs.items)[: inputs.num_items]
+        self._table_RB = torch.from_numpy(rows.table)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Where each token stands in its own sequence."""
+        return self._positions_T
+
+    def attend(
+        self,
+        layer: int,
+        q_TNH: torch.Tensor,
+        k_TGH: torch.Tensor,
+        v_TGH: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Cache the keys and values of this step, then attend; see layers/attention.py."""
+        keys, values = self._store.keys[layer], self._store.values[layer]
+        operations.write_cache(self._library, k_TGH, v_TGH, keys, values, self._slots_T)
+        return operations.attend(
+            self._library,
+            q_TNH,
+            keys,
+            values,
+            self._table_RB,
+            self._items_I4,
+            block_size=self._block_size,
+            scale=scale,
+            window=window,
+        )
+
+
+class CpuSteps:
+    """Runs the steps of one model: recorded up to `max_rows` tokens, called one by one above."""
+
+    def __init__(
+        self,
+        library: Library,
+        model: Model,
+        store: KVStore,
+        pool: KVCachePool,
+        rows: BlockRows,
+        max_rows: int,
+        *,
+        use_program: bool,
+    ) -> None:
+        self._library, self._model, self._store, self._pool, self._rows = library, model, store, pool, rows
+        library.set_threads(torch.get_num_threads())  # may have changed since the library was loaded
+        self._inputs = StepInputs(max_rows)
+        self._program: Program | None = None
+        self._hidden_TD = torch.empty(0)
+        if use_program:
+            self._record(max_rows)
+
+    def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> tuple[torch.Tensor, list[int]]:
+        """The hidden states of a plan's tokens that are wanted, and where each chunk's last one is.
+
+        The states of a recorded step are overwritten by the next one.
+        """
+        num_rows = sum(chunk.stop - chunk.start for chunk in plan.chunks)
+        inputs = self._inputs if num_rows <= self._inputs.capacity else StepInputs(num_rows)
+        last_rows = inputs.fill(plan, sequences, self._rows, self._pool)
+        if self._program is not None and inputs is self._inputs:
+            self._program.run(num_rows, inputs.num_items)
+            return self._hidden_TD[:num_rows], last_rows
+        step = CpuStep(self._library, self._store, inputs, self._rows, self._pool.block_size, num_rows)
+        places, last_rows = wanted(plan, sequences, last_rows)
+        return self._model(step.tokens_T, step, None if places is None else torch.tensor(places)), last_rows
+
+    @torch.inference_mode()
+    def _record(self, max_rows: int) -> None:
+        self._inputs.num_items = max_rows
+        step = CpuStep(self._library, self._store, self._inputs, self._rows, self._pool.block_size, max_rows)
+        with Recorder(self._library) as recording:
+            self._hidden_TD = self._model(step.tokens_T, step)
+        self._program = recording.program()
+
+
+def can_run(model: Model, store: KVStore) -> bool:
+    """Whether attention.c can read this store."""
+    return can_read(store.device, store.keys[0].dtype, model.config.head_dim)
+
+
+def can_read(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether attention.c can read keys and values where they lie: in float32, heads it has room for."""
+    return device.type == "cpu" and dtype is torch.float32 and head_dim <= operations.MAX_HEAD
+
+
+def attention_gathers(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether attention copies keys and values together before it reads them, as all but attention.c may."""
+    return not (backend == "auto" and can_read(device, dtype, head_dim) and library() is not None)

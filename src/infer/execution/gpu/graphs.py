@@ -1,0 +1,184 @@
+"""Steps as CUDA graphs: hundreds of kernel launches become one.
+
+Launching a kernel costs the CPU several microseconds and a small model's layer computes for hardly more;
+a *graph* is the recorded list of all launches of a step, and replaying it is a single call. What was
+recorded is frozen: addresses, grid sizes, Python's branches. So a step is captured once per *size*, rounded
+up to one of a few; it reads everything that changes from device memory (execution/gpu/rows.py), and what
+a step does not fill is padding, for which every kernel does nothing.
+
+    37 rows that decode           ──► size (40, 0):  rows [12, 3, 7, ..., -1, -1, -1] ──► replay
+    20 rows, 100 prompt tokens    ──► size (32, 128)
+    30 rows, 32 prompt tokens     ──► size (32, 32), few enough for the kernels that decode
+    900 prompt tokens alone       ──► size (0, 1024) of a small model; of a large one, no graph
+
+A size is captured when it is first needed, or before that in idle time (`prepare`): the first answer
+never waits for graphs it does not use. All graphs share one memory pool, because only one runs at a time.
+
+More tokens are worth a graph as long as it takes longer to launch a layer than to compute it (`most_tokens`):
+launching one costs the CPU half a millisecond, and a thousand tokens in a layer of a 0.6B model cost a large
+GPU a tenth of that. Padding is computed like any other token, so these sizes are close together. They are
+captured in idle time alone: a step that is launched kernel by kernel is over before a capture would be.
+
+PyTorch's own context for a capture first gives back all memory that is kept for later, the device's and the
+host's pinned one, and the steps behind it wait a quarter of a second to get it again. Here it is given back
+only where a capture has found too little.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from infer.models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+_SMALL = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
+_STEP = 32  # between the sizes above
+MIXED_ROWS = (0, 4, 16, 32, 64, 128, 256)
+MIXED_TOKENS = (32, 64, 128, 256, 512)
+_PROMPT_TOKENS = (640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)  # without rows
+_LAUNCHED_LAYER = 1e11  # weights times tokens: what a large GPU multiplies while the CPU launches a layer
+
+
+class StepSize(NamedTuple):
+    """How much a captured step has room for."""
+
+    num_rows: int  # that decode
+    num_tokens: int  # of prompts
+
+
+def decode_sizes(max_rows: int) -> list[int]:
+    """The numbers of rows that decode steps are captured for; the last one holds the largest batch."""
+    sizes = [size for size in _SMALL if size < max_rows]
+    sizes += range(_SMALL[-1] + _STEP, max_rows, _STEP)
+    return [*sizes, max_rows]
+
+
+def most_tokens(config: ModelConfig, max_tokens: int) -> int:
+    """Up to how many tokens of prompts a graph of this model is worth it.
+
+    Not more than half of what a step may have: memory for activations is twice that of the largest step.
+    """
+    weights = config.all_layer_weights / config.num_layers
+    limit = min(_LAUNCHED_LAYER / weights, max_tokens / 2)
+    return max((tokens for tokens in _PROMPT_TOKENS if tokens <= limit), default=MIXED_TOKENS[-1])
+
+
+class StepGraphs:
+    """One captured step per size. `launch` enqueues a step's kernels; `blank` makes its inputs padding."""
+
+    def __init__(
+        self,
+        launch: Callable[[StepSize], None],
+        blank: Callable[[], None],
+        *,
+        max_rows: int,
+        max_tokens: int,
+        captures: bool,
+    ) -> None:
+        self._launch, self._blank, self._captures = launch, blank, captures
+        self._rows = decode_sizes(max_rows)
+        self._mixed_rows = [*(rows for rows in MIXED_ROWS if rows < max_rows), max_rows]
+        self._mixed_tokens = [tokens for tokens in MIXED_TOKENS if tokens <= max_tokens]
+        self._prompt_tokens = [tokens for tokens in _PROMPT_TOKENS if tokens <= max_tokens]
+        self._graphs: dict[StepSize, torch.cuda.CUDAGraph] = {}
+        self._uncaptured: set[StepSize] = set()
+        self._pool: Any = None  # a handle
+
+    def size_for(self, num_rows: int, num_tokens: int) -> StepSize | None:
+        """The smallest size with room for these; None: more tokens of prompts than any graph has."""
+        if not num_tokens:
+            return StepSize(_at_least(self._rows, num_rows), 0)
+        if not self._mixed_tokens or num_tokens > self._mixed_tokens[-1]:
+            return None if num_rows else self._size_of_prompts(num_tokens)
+        return StepSize(_at_least(self._mixed_rows, num_rows), _at_least(self._mixed_tokens, num_tokens))
+
+    def _size_of_prompts(self, num_tokens: int) -> StepSize | None:
+        """Of a step without rows that decode, if it has been captured."""
+        if not self._prompt_tokens or num_tokens > self._prompt_tokens[-1]:
+            return None
+        size = StepSize(0, _at_least(self._prompt_tokens, num_tokens))
+        return size if size in self._graphs or not self._captures else None
+
+    def ensure(self, size: StepSize) -> bool:
+        """Capture a size if that is still to be done; True: it was, and the inputs are all padding now."""
+        if not self._captures or size in self._graphs or size in self._uncaptured:
+            return False
+        try:
+            self._capture(size)
+        except torch.AcceleratorError:
+            raise
+        except Exception:  # out of memory, or a kernel that does not compile: the step may still run
+            logger.exception("steps of %s are launched kernel by kernel: no graph of them can be made", size)
+            self._uncaptured.add(size)
+        return True
+
+    def run(self, size: StepSize) -> None:
+        """Launch a step of this size over the inputs that are there; `ensure` comes before."""
+        if size in self._graphs:
+            self._graphs[size].replay()
+        else:
+            self._launch(size)
+
+    def prepare(self) -> bool:
+        """Capture one more size, the smallest that is missing; False: there is none."""
+        decode = [StepSize(rows, 0) for rows in self._rows]
+        mixed = [StepSize(rows, tokens) for tokens in self._mixed_tokens for rows in self._mixed_rows]
+        prompts = [StepSize(0, tokens) for tokens in self._prompt_tokens]
+        return any(self.ensure(size) for size in decode + mixed + prompts)
+
+    def _capture(self, size: StepSize) -> None:
+        """Run a step of padding, which compiles its kernels and changes nothing; then record the same."""
+        self._blank()
+        self._launch(size)
+        try:
+            self._graphs[size] = self._record(size)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            self._graphs[size] = self._record(size)
+
+    def _record(self, size: StepSize) -> torch.cuda.CUDAGraph:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        with _no_garbage_collection(), torch.cuda.stream(_stream_of(torch.cuda.current_device())):
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                self._launch(size)
+            except BaseException:
+                with suppress(Exception):  # of a capture that has failed: why it did is worth more
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return graph
+
+
+@lru_cache(maxsize=16)
+def _stream_of(device: int) -> torch.cuda.Stream:
+    """One for all captures: the matrix library keeps memory for every stream that it has seen."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Graphs of an engine that is gone may be garbage: their end would be recorded, which CUDA refuses."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _at_least(sizes: Sequence[int], wanted: int) -> int:
+    return sizes[bisect_left(sizes, wanted)]

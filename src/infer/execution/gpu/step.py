@@ -1,0 +1,221 @@
+"""The `StepContext` of a GPU: a ragged batch over the paged store, metadata in device memory.
+
+    tokens      A B | C C C C | D D            first the rows that decode, then the chunks of prompts
+    attention   decode kernel | prefill kernel
+
+Keys and values are written by the model's own kernels (`slots`), so `attend` only reads; where every token
+is a row that decodes, the decode kernel takes the projection and writes them itself (`attend_projected`).
+Nothing here depends on a length that the host knows: a step of decode rows alone can be captured in a CUDA
+graph and replayed while sequences grow.
+
+A step that has both has two kernels that do not need each other and that each leave most of the GPU idle: a
+chunk of 128 tokens is a handful of programs, and rows that decode wait for memory. In a graph they are two
+branches and run side by side. Only where the linear behind them is the library's, or in the last layer the
+picking of rows (models/model.py): either is launched the ordinary way, after both, and the rules of
+programmatic dependent launch (kernels/runtime/dispatch.py) need not know of branches.
+
+    backend     rows that decode           chunks of prompts
+    auto        CUDA C++, or Triton        Triton; those in `dense` cuDNN (kernels/attention/dense.py)
+    triton      Triton                     as auto
+    cuda        CUDA C++                   Triton
+    flash       Triton                     PyTorch's FlashAttention if every chunk is fresh, otherwise Triton
+    invariant   Triton's kernel for prompts, for both: one order of additions, wherever a token is computed
+
+Rows are few while they have no more than `PROJECTED_HEADS` kv heads in all: up to there a kernel that takes
+the projection is faster. With `auto` many rows are CUDA C++'s; so are few, up to `FASTER_UP_TO`, unless there
+are chunks of prompts beside them.
+
+Shapes:  T tokens, S of them rows that decode, N query heads, G kv heads, H head size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import lru_cache
+
+import torch
+
+from infer.cache.kv_store import KVStore
+from infer.errors import ConfigError
+from infer.kernels.attention.decode import PROJECTED_HEADS, DecodeWork, attend_decode, attend_projected
+from infer.kernels.attention.decode_cuda import CachedHeads, attend_decode_cuda, compile_attend_decode
+from infer.kernels.attention.decode_projected import (
+    FASTER_UP_TO,
+    attend_projected_cuda,
+    compile_attend_projected,
+)
+from infer.kernels.attention.dense import Batch, DenseAttention
+from infer.kernels.attention.prefill import PrefillChunks, attend_prefill, check_flash
+from infer.kernels.elementwise.heads import CacheSlots, HeadTransform
+from infer.kernels.runtime.dispatch import use_triton
+from infer.layers.attention import StepContext
+from infer.models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+BRANCH_FROM = 128  # tokens of a step; with fewer, kernels that start early gain more
+
+_PROJECTED = ("auto", "triton", "flash", "cuda")
+
+
+class DeviceStep(StepContext):
+    """One step: where its tokens stand, where their keys and values go, and what each may see."""
+
+    def __init__(
+        self,
+        store: KVStore,
+        tables_RB: torch.Tensor,
+        work: DecodeWork,
+        *,
+        block_size: int,
+        positions_T: torch.Tensor,
+        slots_T: torch.Tensor,
+        rows_S: torch.Tensor,
+        lens_S: torch.Tensor,
+        chunks: PrefillChunks | None = None,
+        dense: tuple[DenseAttention, Sequence[Batch]] | None = None,
+        windows: Sequence[int | None] = (None,),
+        backend: str = "triton",
+    ) -> None:
+        self._store, self._tables_RB, self._work = store, tables_RB, work
+        self._block_size = block_size
+        self._positions_T, self._slots_T = positions_T, slots_T
+        self._rows_S, self._lens_S = rows_S, lens_S
+        self._chunks, self._dense = chunks, dense
+        self._backend = backend
+        self._tokens: PrefillChunks | None = None  # rows that decode, for the kernel of prompts
+        if backend == "invariant" and len(rows_S) and use_triton(lens_S):
+            self._tokens = PrefillChunks.from_rows(rows_S, lens_S)
+            self._rows_S = rows_S[:0]
+        elif len(rows_S):
+            for window in windows:
+                work.plan(rows_S, lens_S, window=window)
+        self._num_rows = self._rows_S.shape[0]
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Where each token stands in its own sequence."""
+        return self._positions_T
+
+    def slots(self, layer: int) -> CacheSlots:
+        """Of this step's tokens."""
+        keeps = self._dense is not None  # cuDNN's attention reads no cache
+        return CacheSlots(self._store.keys[layer], self._store.values[layer], self._slots_T, keeps)
+
+    def attend_projected(
+        self, layer: int, qkv_TX: torch.Tensor, transform: HeadTransform, *, scale: float, window: int | None
+    ) -> torch.Tensor | None:
+        """One kernel from the projection to the output, where every token is a row that decodes."""
+        num_rows = self._num_rows
+        decodes_only = self._chunks is None and self._dense is None and 0 < num_rows == qkv_TX.shape[0]
+        if not decodes_only or self._backend not in _PROJECTED or not use_triton(qkv_TX):
+            return None
+        if not _are_few(num_rows, transform.num_kv_heads):
+            return None
+        keys, values = self._store.keys[layer], self._store.values[layer]
+        is_faster = num_rows * transform.num_kv_heads <= FASTER_UP_TO.get(keys.shape[2], 0)
+        if self._backend == "cuda" or (self._backend == "auto" and is_faster):
+            return attend_projected_cuda(
+                qkv_TX, transform, keys, values, self._tables_RB, self._work,
+                block_size=self._block_size, scale=scale, window=window,
+            )  # fmt: skip
+        return attend_projected(
+            qkv_TX, transform, keys, values, self._tables_RB, self._rows_S, self._lens_S, self._work,
+            block_size=self._block_size, scale=scale, window=window,
+        )  # fmt: skip
+
+    def attend(
+        self,
+        layer: int,
+        q_TNH: torch.Tensor,
+        k_TGH: torch.Tensor,
+        v_TGH: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Attend to what the cache holds; this step's own keys and values are there already."""
+        if self._dense is not None and self._chunks is None and not self._num_rows:
+            return self._dense[0].attend(q_TNH, k_TGH, v_TGH, self._dense[1])
+        keys, values = self._store.keys[layer], self._store.values[layer]
+        num_rows = self._num_rows
+        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        branch = self._branch(q_TNH)
+        if branch is not None:
+            branch.wait_stream(torch.cuda.current_stream())
+        if num_rows and self._is_for_cuda(keys.shape[1]):
+            attend_decode_cuda(
+                q_TNH[:num_rows], keys, values, self._tables_RB, self._work,
+                block_size=self._block_size, scale=scale, window=window, out=out_TNH[:num_rows],
+            )  # fmt: skip
+        elif num_rows:
+            attend_decode(
+                q_TNH[:num_rows], keys, values, self._tables_RB, self._rows_S, self._lens_S, self._work,
+                block_size=self._block_size, scale=scale, window=window, out=out_TNH[:num_rows],
+            )  # fmt: skip
+        with nullcontext() if branch is None else torch.cuda.stream(branch):
+            for chunks in filter(None, (self._tokens, self._chunks)):
+                attend_prefill(
+                    q_TNH, keys, values, self._tables_RB, chunks,
+                    block_size=self._block_size, scale=scale, window=window, out=out_TNH,
+                    fresh_slots_T=self._slots_T if self._backend == "flash" else None,
+                    invariant=self._backend == "invariant",
+                )  # fmt: skip
+        if branch is not None:
+            torch.cuda.current_stream().wait_stream(branch)
+        if self._dense is not None:
+            dense, batches = self._dense
+            out_TNH = dense.attend(q_TNH, k_TGH, v_TGH, batches, out=out_TNH)
+        return out_TNH
+
+    def _is_for_cuda(self, num_kv_heads: int) -> bool:
+        """Whether the kernel in CUDA C++ computes the rows that decode."""
+        is_many = not _are_few(len(self._rows_S), num_kv_heads)
+        return self._backend == "cuda" or (self._backend == "auto" and is_many)
+
+    def _branch(self, q_TNH: torch.Tensor) -> torch.cuda.Stream | None:
+        """Where the chunks of prompts are computed beside the rows that decode; None: after them."""
+        has_both = self._num_rows > 0 and self._chunks is not None
+        if not has_both or len(q_TNH) <= BRANCH_FROM or not q_TNH.is_cuda:
+            return None
+        return _branch_of(q_TNH.device) if torch.cuda.is_current_stream_capturing() else None
+
+
+def prepare_backend(
+    asked: str, config: ModelConfig, store: KVStore, block_size: int, max_batch_size: int
+) -> str:
+    """The backend of an engine's steps; what it needs is compiled, or is an error, before the first of them.
+
+    `auto` does without CUDA C++ where it cannot be had.
+    """
+    if asked == "flash":
+        check_flash(store.device, config.head_dim)
+    if asked not in ("auto", "cuda"):
+        return asked
+    is_auto = asked == "auto"
+    if is_auto and store.device.type != "cuda":
+        return "triton"
+    heads = CachedHeads(
+        store.keys[0].dtype, config.num_heads, config.num_kv_heads, config.head_dim, block_size
+    )
+    try:
+        if not is_auto or not _are_few(max_batch_size, config.num_kv_heads):
+            compile_attend_decode(heads, store.device)
+        compile_attend_projected(heads, store.device, has_norm=config.qk_norm)
+    except ConfigError as error:
+        if not is_auto:
+            raise
+        logger.info("all rows that decode are computed by Triton: %s", error)
+        return "triton"
+    return asked
+
+
+def _are_few(num_rows: int, num_kv_heads: int) -> bool:
+    return num_rows * num_kv_heads <= PROJECTED_HEADS
+
+
+@lru_cache(maxsize=16)
+def _branch_of(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

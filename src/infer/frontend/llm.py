@@ -1,0 +1,399 @@
+"""Offline generation: a model, an engine and this thread.
+
+    llm = LLM("path/or/org/name", dtype="float32")
+    for answer in llm.generate(["Once upon a time", "The sky is"], SamplingParams(temperature=0)):
+        print(answer.text)
+
+All prompts of a call are in the engine together; it batches them as it sees fit, and each answer is
+what it would have been alone. Not thread-safe: for many callers at once use `AsyncLLM`.
+
+A model is large, so whoever needs its memory for something else says when it is no longer wanted:
+`llm.close()`, or `with LLM(...) as llm:`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from os import PathLike
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Unpack
+
+from infer.config.settings import EngineConfig, knob_table
+from infer.engine.build import build_engine
+from infer.engine.engine import Engine
+from infer.engine.gc_freeze import collect
+from infer.engine.observer import EngineObserver
+from infer.errors import BatchFailed, ConfigError, EngineError, EngineStopped, RequestError
+from infer.frontend.embeddings import open_embeddings
+from infer.frontend.outputs import CompletionOutput, OutputBuilder, RequestOutput, TextDelta, check_streams
+from infer.frontend.prompts import (
+    Conversation,
+    Message,
+    Prompt,
+    RequestOptions,
+    as_batch,
+    as_conversations,
+    open_model,
+    read_prompt,
+)
+from infer.log import progress
+from infer.sampling.params import SamplingParams
+from infer.tools.memory_plan import check_settings
+
+if TYPE_CHECKING:
+    from infer.scheduling.request import Request
+    from infer.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "TextDelta"]
+
+
+class TextModel:
+    """What `LLM` and `AsyncLLM` have in common: a model with its text side, and an engine made for it."""
+
+    def _open_engine(
+        self,
+        model: str | PathLike[str] | None,
+        knobs: Mapping[str, Any],
+        observer: EngineObserver | None,
+        *,
+        show_progress: bool,
+    ) -> Engine:
+        for name in knobs:
+            if name in SamplingParams.__dataclass_fields__ and name not in knob_table():
+                raise ConfigError(f"{name} belongs to the params: SamplingParams({name}=...)")
+        self.config = EngineConfig.from_knobs(model=model, **knobs)
+        check = partial(check_settings, self.config)
+        self.front, loaded = open_model(self.config.load, show_progress=show_progress, check=check)
+        engine = build_engine(self.config, loaded, observer=observer)
+        self.model_config = loaded.config
+        self.context_len = engine.context_len  # the longest prompt + output in tokens
+        return engine
+
+    @property
+    def name(self) -> str:
+        """What people call the model."""
+        return self.front.name
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.front.tokenizer
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """How the model's authors advise to sample from it; empty if they do not say."""
+        return self.front.sampling_defaults
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat` works with this model."""
+        return self.front.has_chat_template
+
+
+class LLM(TextModel):
+    """A model that answers prompts; keywords are the knobs of docs/knobs.md."""
+
+    def __init__(
+        self,
+        model: str | PathLike[str] | None = None,
+        *,
+        show_progress: bool = False,
+        observer: EngineObserver | None = None,
+        **knobs: Any,
+    ) -> None:
+        engine = self._open_engine(model, knobs, observer, show_progress=show_progress)
+        self._engine: Engine | None = engine  # None: closed
+        self._streams: dict[str, _Stream] = {}
+        self._dropped: deque[_Stream] = deque()  # nobody reads them any more; to be closed between steps
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the weights and the cache; requests still open, and later calls, get `EngineStopped`."""
+        if self._engine is None:
+            return
+        for stream in list(self._streams.values()):
+            self._close(stream)
+        self._dropped.clear()
+        self._engine = None
+        collect()
+
+    @property
+    def engine(self) -> Engine:
+        """What computes; gone once this is closed."""
+        if self._engine is None:
+            raise EngineStopped("this LLM was closed; make another one")
+        return self._engine
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a plain prompt."""
+        return self.front.encode(text)
+
+    def encode_chat(
+        self,
+        messages: Conversation,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, object] | None = None,
+    ) -> list[int]:
+        """The ids of a conversation, ready for the assistant's answer."""
+        return self.front.encode_chat(messages, tools=tools, template_options=template_options)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        show_progress: bool = False,
+        **options: Unpack[RequestOptions],
+    ) -> list[RequestOutput]:
+        """Continue one prompt or many; text or token ids, one `SamplingParams` for all or one for each.
+
+        How many outputs, of how many tries, with which logprobs: `SamplingParams(n=, best_of=, logprobs=)`.
+        Options are those of `RequestOptions`: priority, deadline and cache_salt, the same for every prompt.
+
+        If the engine fails some of several prompts, `BatchFailed` names them and holds the other answers.
+        """
+        return self._generate(as_batch(prompts), params, options, show_progress=show_progress)
+
+    def _generate(
+        self,
+        batch: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        options: RequestOptions,
+        *,
+        is_chat: bool = False,
+        show_progress: bool = False,
+    ) -> list[RequestOutput]:
+        if isinstance(params, SamplingParams | Mapping) or params is None:  # one for all, or an error for all
+            each: list[Any] = [params] * len(batch)
+        else:
+            each = list(params)
+        if len(each) != len(batch):
+            raise RequestError(
+                f"{len(batch)} prompts but {len(each)} sampling parameters; give one for all or one each",
+                param="params",
+            )
+        streams: list[_Stream] = []
+        try:
+            for index, (prompt, prompt_params) in enumerate(zip(batch, each, strict=True)):
+                try:
+                    stream = self._open(prompt, prompt_params, options, is_chat=is_chat, keeps_deltas=False)
+                except RequestError as error:
+                    if len(batch) > 1:
+                        error.args = (f"prompt {index} of {len(batch)}: {error}",)
+                    raise
+                streams.append(stream)
+            unfinished = {stream.request.request_id for stream in streams}
+            with progress("generating", total=len(streams), is_shown=show_progress) as advance:
+                while unfinished:
+                    try:
+                        finished = unfinished.intersection(self._step())
+                    except EngineError as error:
+                        if len(batch) > 1:
+                            raise _batch_error(streams, str(error)) from error
+                        raise
+                    unfinished -= finished
+                    advance(len(finished))
+        finally:
+            for stream in streams:
+                self._close(stream)
+        if len(batch) > 1 and any(stream.error is not None for stream in streams):
+            raise _batch_error(streams, "unfinished")
+        return [stream.result() for stream in streams]
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Sequence[Message]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, object] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several; a text is a conversation of one message."""
+        prompts: list[Prompt] = [
+            self.encode_chat(conversation, tools=tools, template_options=template_options)
+            for conversation in as_conversations(messages)
+        ]
+        return self._generate(prompts, params, options, is_chat=True)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        show_progress: bool = False,
+    ) -> list[list[float]]:
+        """One vector for each text or list of token ids, the same as `/v1/embeddings` of a server gives.
+
+        `pooling` ("last", "mean") and `normalize` (to the length 1) are what the model's authors say, unless
+        given.
+        """
+        given = [read_prompt(prompt) for prompt in as_batch(prompts)]
+        job = open_embeddings(self.front, given, pooling=pooling, normalize=normalize)
+        vectors = []
+        with progress("embedding", total=len(given), is_shown=show_progress) as advance:
+            for prompt in job.prompts:
+                vectors.append(job.finish(self.engine.embed(prompt, job.pooling)))
+                advance(1)
+        return vectors
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> TextStream:
+        """Continue one prompt, piece by piece; closing the iterator ends the request."""
+        return self._stream(prompt, params, options, is_chat=False)
+
+    def _stream(
+        self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions, *, is_chat: bool
+    ) -> TextStream:
+        if isinstance(params, SamplingParams):
+            check_streams(params, "use generate")
+        return TextStream(self, self._open(prompt, params, options, is_chat=is_chat))
+
+    def stream_chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, object] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> TextStream:
+        """Answer one conversation, piece by piece."""
+        prompt = self.encode_chat(messages, tools=tools, template_options=template_options)
+        return self._stream(prompt, params, options, is_chat=True)
+
+    def _open(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        options: RequestOptions,
+        *,
+        is_chat: bool,
+        keeps_deltas: bool = True,
+    ) -> _Stream:
+        request = self.front.make_request(prompt, params, **options)
+        text = prompt if isinstance(prompt, str) else None
+        builder = OutputBuilder(request, self.tokenizer, text, is_chat=is_chat)
+        stream = _Stream(request, builder, keeps_deltas=keeps_deltas)
+        self.engine.add(request)  # last: whoever is in the engine has somebody to read it
+        self._streams[request.request_id] = stream
+        return stream
+
+    def _close(self, stream: _Stream) -> None:
+        self._streams.pop(stream.request.request_id, None)
+        if self._engine is not None:
+            self._engine.abort(stream.request.request_id)
+
+    def _step(self) -> list[str]:
+        """One step of the engine; its outputs go to their streams. Returns the requests that are done."""
+        while self._dropped:
+            self._close(self._dropped.popleft())
+        finished = []
+        for output in self.engine.step():
+            stream = self._streams.get(output.request_id)
+            if stream is None:
+                continue
+            delta, can_stop = stream.builder.take(output)
+            if delta is not None:
+                stream.take(delta)
+                if delta.finish_reason is not None and stream.builder.is_finished:
+                    finished.append(output.request_id)
+            if can_stop:
+                self.engine.abort(output.request_id, output.index)
+        return finished
+
+
+class _Stream:
+    """One request on its way: its builder, and the pieces nobody has read yet, if somebody will."""
+
+    __slots__ = ("builder", "deltas", "error", "first_s", "keeps_deltas", "last_s", "opened_at", "request")
+
+    def __init__(self, request: Request, builder: OutputBuilder, *, keeps_deltas: bool) -> None:
+        self.request = request
+        self.builder = builder
+        self.keeps_deltas = keeps_deltas
+        self.deltas: deque[TextDelta] = deque()
+        self.error: str | None = None
+        self.opened_at = perf_counter()
+        self.first_s = self.last_s = 0.0  # from then to the first token, and to the latest piece
+
+    def take(self, delta: TextDelta) -> None:
+        self.last_s = perf_counter() - self.opened_at
+        if delta.token_ids and not self.first_s:
+            self.first_s = self.last_s
+        self.error = self.error or delta.error
+        if self.keeps_deltas:
+            self.deltas.append(delta)
+
+    @property
+    def is_answered(self) -> bool:
+        return self.error is None and self.builder.is_finished
+
+    def result(self) -> RequestOutput:
+        if self.error is not None:
+            raise EngineError(f"request {self.request.request_id} failed: {self.error}")
+        return self.builder.build()
+
+
+class TextStream(Iterator[TextDelta]):
+    """The pieces of one answer. To close it ends the request, to let go of it does with the next step."""
+
+    def __init__(self, llm: LLM, stream: _Stream) -> None:
+        self._llm = llm
+        self._stream = stream
+        self._is_closed = False
+
+    def __next__(self) -> TextDelta:
+        deltas = self._stream.deltas
+        try:
+            while not deltas:
+                if self._is_closed or self._stream.builder.is_finished:
+                    raise StopIteration
+                self._llm._step()
+            delta = deltas.popleft()
+            if delta.error is not None:
+                raise EngineError(delta.error)
+        except BaseException:
+            self.close()
+            raise
+        return delta
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """From the call to the first token and to the latest piece, whenever those are read."""
+        return self._stream.first_s, self._stream.last_s
+
+    def close(self) -> None:
+        """End the request, wherever it is; nothing more will come."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._stream.deltas.clear()
+            self._llm._close(self._stream)
+
+    def __del__(self) -> None:
+        # Garbage may be collected in the middle of a step, when the engine must be left alone.
+        if not self._is_closed:
+            self._llm._dropped.append(self._stream)
+
+
+def _batch_error(streams: Sequence[_Stream], reason: str) -> BatchFailed:
+    """What went wrong with which prompts, and the answers that are complete."""
+    outputs = [stream.result() if stream.is_answered else None for stream in streams]
+    failed = [i for i, output in enumerate(outputs) if output is None]
+    first = streams[failed[0]].error or reason
+    more = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
+    return BatchFailed(
+        f"prompt {failed[0]}{more} of {len(streams)} failed: {first}; "
+        "the answers of the others are in this error's outputs",
+        outputs=outputs,
+    )

@@ -1,0 +1,239 @@
+"""From the engine's token ids to what a caller reads: pieces of text, then the whole answer.
+
+    StepOutput ──► OutputBuilder ──► TextDelta ...            (streaming)
+                        └──────────► RequestOutput            (at the end)
+
+Both come from the same detokenizer, so the pieces joined are the answer, byte for byte. Stop strings
+are found here, because here is the first place that knows text: the builder then says which sequence
+the engine may stop working on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from infer.errors import RequestError
+from infer.sampling.params import RowLogprobs, SamplingParams
+from infer.scheduling.request import Request, StepOutput
+from infer.tokenizer.detokenizer import Detokenizer
+from infer.tokenizer.tokenizer import Tokenizer
+
+
+def check_streams(params: SamplingParams, advice: str) -> None:
+    """Refuse to show in pieces what is chosen at the end; `advice` is what the caller may do instead."""
+    if params.use_beam_search or params.num_sequences != params.n:
+        raise RequestError(
+            f"best_of and beam search choose at the end, so they cannot stream; {advice}",
+            param="use_beam_search" if params.use_beam_search else "best_of",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextDelta:
+    """What one step added to one output of a request."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error", with the last piece
+    index: int = 0  # which of the request's n outputs
+    logprobs: tuple[RowLogprobs, ...] = ()
+    error: str | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token that ended it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    """One of the n answers to a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: str | int | None = None  # the stop string or stop token that ended it
+    logprobs: list[RowLogprobs] | None = None
+    cumulative_logprob: float | None = None  # known where logprobs, best_of or beams asked for it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """Everything a prompt got."""
+
+    request_id: str
+    prompt: str | None  # as given; None where the caller gave token ids
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    prompt_logprobs: list[RowLogprobs | None] | None = None
+
+    @property
+    def text(self) -> str:
+        """The text of the first output."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The token ids of the first output."""
+        return self.outputs[0].token_ids
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "request_id": self.request_id,
+            "prompt": self.prompt,
+            "prompt_token_ids": self.prompt_token_ids,
+            "num_cached_tokens": self.num_cached_tokens,
+            "prompt_logprobs": _plain_rows(self.prompt_logprobs),
+            "outputs": [
+                {
+                    "index": output.index,
+                    "text": output.text,
+                    "token_ids": output.token_ids,
+                    "finish_reason": output.finish_reason,
+                    "stop_reason": output.stop_reason,
+                    "logprobs": _plain_rows(output.logprobs),
+                    "cumulative_logprob": output.cumulative_logprob,
+                }
+                for output in self.outputs
+            ],
+        }
+
+
+def _plain_rows(rows: Sequence[RowLogprobs | None] | None) -> list[dict[str, Any] | None] | None:
+    """Logprobs as plain data; minus infinity, which JSON cannot hold, is null."""
+    if rows is None:
+        return None
+    return [
+        None
+        if row is None
+        else {
+            "token_id": row.token_id,
+            "logprob": _finite(row.logprob),
+            "rank": row.rank,
+            "top": [{"token_id": token_id, "logprob": _finite(logprob)} for token_id, logprob in row.top],
+        }
+        for row in rows
+    ]
+
+
+def _finite(logprob: float) -> float | None:
+    return logprob if math.isfinite(logprob) else None
+
+
+class _Line:
+    """The text of one sequence in the making."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request, prompt_ids: tuple[int, ...]) -> None:
+        self._request = request
+        # A stop string counts only once min_tokens are there; until then nobody looks for one.
+        stop = request.params.stop if request.params.min_tokens == 0 else ()
+        self._detokenizer = Detokenizer(tokenizer, stop=stop, prompt_ids=prompt_ids)
+        self._pieces: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[RowLogprobs] = []
+        self.cumulative_logprob = 0.0
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    def take(self, output: StepOutput) -> TextDelta:
+        text = ""
+        num_taken = 0
+        for token_id in output.token_ids:
+            self.token_ids.append(token_id)
+            num_taken += 1
+            text += self._detokenizer.push((token_id,))
+            if self._detokenizer.stopped is not None:
+                break
+            if self._request.params.stop and len(self.token_ids) == self._request.params.min_tokens:
+                self._detokenizer.look_for(self._request.params.stop)
+        self.logprobs.extend(output.logprobs[:num_taken])
+        self.cumulative_logprob = output.cumulative_logprob
+        if self._detokenizer.stopped is not None:
+            self.finish_reason, self.stop_reason = "stop", self._detokenizer.stopped
+        elif output.finish_reason is not None:
+            text += self._detokenizer.finish()
+            self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+            if self._detokenizer.stopped is not None:  # what was held back turns out to be a stop string
+                self.finish_reason, self.stop_reason = "stop", self._detokenizer.stopped
+        self._pieces.append(text)
+        return TextDelta(
+            text=text,
+            token_ids=output.token_ids[:num_taken],
+            finish_reason=self.finish_reason,
+            index=output.index,
+            logprobs=output.logprobs[:num_taken],
+            error=output.error,
+            stop_reason=self.stop_reason,
+        )
+
+
+class OutputBuilder:
+    """Collects the outputs of one request; whoever reads them owns it."""
+
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer, prompt: str | None, *, is_chat: bool = False
+    ) -> None:
+        """Collect for `request`; the answer in a chat is a text of its own and continues no prompt."""
+        self.request = request
+        self._prompt = prompt
+        continued = () if is_chat else request.prompt
+        self._lines = [_Line(tokenizer, request, continued) for _ in range(self._num_lines)]
+        self._num_cached = 0
+        self._prompt_logprobs: list[RowLogprobs | None] | None = None
+
+    @property
+    def _num_lines(self) -> int:
+        """How many outputs the engine reports: all that are drawn, but only the n best of a beam search."""
+        params = self.request.params
+        return params.n if params.use_beam_search else params.num_sequences
+
+    def take(self, output: StepOutput) -> tuple[TextDelta | None, bool]:
+        """Add a step's output; returns what to show, and whether the engine can stop this sequence."""
+        line = self._lines[output.index]
+        if line.finish_reason is not None:
+            return None, False
+        self._num_cached = max(self._num_cached, output.num_cached)
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = list(output.prompt_logprobs)
+        delta = line.take(output)
+        return delta, delta.finish_reason is not None and output.finish_reason is None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every output has ended."""
+        return all(line.finish_reason is not None for line in self._lines)
+
+    def build(self) -> RequestOutput:
+        """The whole answer; of `best_of` lines the n likeliest, by mean logprob per token."""
+        params = self.request.params
+        ranked = self._lines
+        if len(ranked) > params.n:
+            ranked = sorted(ranked, key=lambda line: -line.cumulative_logprob / max(len(line.token_ids), 1))
+        knows_logprob = (
+            params.logprobs is not None or params.num_sequences > params.n or params.use_beam_search
+        )
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=list(self.request.prompt),
+            num_cached_tokens=self._num_cached,
+            prompt_logprobs=self._prompt_logprobs,
+            outputs=[
+                CompletionOutput(
+                    index=index,
+                    text=line.text,
+                    token_ids=line.token_ids,
+                    finish_reason=line.finish_reason,
+                    stop_reason=line.stop_reason,
+                    logprobs=line.logprobs if params.logprobs is not None else None,
+                    cumulative_logprob=line.cumulative_logprob if knows_logprob else None,
+                )
+                for index, line in enumerate(ranked[: params.n])
+            ],
+        )

@@ -1,0 +1,300 @@
+"""The text side of a model: its tokenizer, its chat template, and requests made from what people write.
+
+The engine knows token ids only. Everything before it (text to ids, messages to a prompt) is here, shared
+by the offline `LLM`, the `AsyncLLM` and whoever serves either over a wire.
+"""
+
+from __future__ import annotations
+
+import itertools
+import numbers
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, TypedDict, Unpack, cast
+
+import torch
+
+from infer.config.settings import LoadConfig
+from infer.errors import ConfigError, ContextOverflow, RequestError, closest
+from infer.loader.find.source import resolve_model
+from infer.loader.load import LoadChoice, LoadedModel, ModelHeaders, check_length, load_model, read_headers
+from infer.sampling.params import SamplingParams
+from infer.scheduling.request import Request
+from infer.tokenizer.chat_template import ChatTemplate, find_template
+from infer.tokenizer.tokenizer import Tokenizer
+
+Message: TypeAlias = Mapping[str, Any]
+Prompt: TypeAlias = str | Sequence[int]
+Conversation: TypeAlias = str | Sequence[Message]  # a text is one message of a user
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a request may say beside its prompt and its params; `Request` has the defaults."""
+
+    priority: int  # smaller is more urgent; read by the `priority` policy
+    deadline: float | None  # seconds of `time.monotonic` by which it should end; read by `deadline`
+    cache_salt: str  # only requests with the same salt share cached prefixes
+
+
+class TextFront:
+    """Turns text and messages into requests for one model. Safe to share between threads."""
+
+    def __init__(self, config: LoadConfig, headers: ModelHeaders) -> None:
+        self.name = headers.source.name
+        self.context_len = check_length(config.max_seq_len, headers.config)
+        self.model_len = headers.config.context_len  # the model's own context, where less is served
+        self.sampling_defaults = headers.defaults.sampling  # what the model's authors recommend
+        self.pooling = headers.pooling  # how they make embeddings
+        self.tokenizer = _load_tokenizer(config, headers)
+        self._template = _find_template(config, headers.config.family, self.tokenizer)
+        # A base model often has the tokens of its family's chat format, but it comes without a template.
+        self.ships_chat_template = (
+            config.chat_template is not None or self.tokenizer.published_chat_template is not None
+        )
+        self._numbers = itertools.count()
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be turned into prompts."""
+        return isinstance(self._template, ChatTemplate)
+
+    @property
+    def template_warning(self) -> str | None:
+        """What to tell whoever lets people chat with a model that may not know how; None: nothing."""
+        if self.ships_chat_template or not isinstance(self._template, ChatTemplate):
+            return None
+        return (
+            f"{self.name} came without a chat template, as base models do; conversations are written with "
+            f"the {self._template.name!r} template of its family, which it may never have seen; "
+            "--chat-template FILE gives another, --chat-template family says that this one is right"
+        )
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """A plain prompt's ids, BOS included where the model wants it; special-token text stays text."""
+        if not isinstance(text, str):
+            raise RequestError(
+                f"a prompt must be text or token ids, got {type(text).__name__}", param="prompt"
+            )
+        try:
+            return self.tokenizer.encode(text, add_special=add_special, context_len=self.context_len)
+        except ContextOverflow as error:
+            raise error.of(self.model_len) from None
+
+    def encode_all(
+        self, prompts: Sequence[str | list[int]], param: str, *, add_special: bool = True
+    ) -> list[list[int]]:
+        """The ids of every prompt: those of texts from the tokenizer, those given if the tokenizer has them.
+
+        `param` is what the caller calls the prompts.
+        """
+        last = self.tokenizer.vocab_size - 1
+        for prompt in prompts:
+            if not isinstance(prompt, str) and prompt and not 0 <= min(prompt) <= max(prompt) <= last:
+                raise RequestError(
+                    f"{param} holds ids from {min(prompt)} to {max(prompt)}, "
+                    f"but this model's tokens are 0 to {last}",
+                    param=param,
+                )
+        try:
+            return [
+                self.encode(prompt, add_special=add_special) if isinstance(prompt, str) else prompt
+                for prompt in prompts
+            ]
+        except RequestError as error:
+            raise blame(error, param) from None
+
+    def encode_chat(
+        self,
+        messages: Conversation,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """A conversation's ids, ready for the assistant's answer."""
+        if not isinstance(self._template, ChatTemplate):
+            raise self._template
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        options = template_options or {}
+        try:
+            return self._template.encode_chat(messages, self.context_len, tools=tools, **options)
+        except ContextOverflow as error:
+            raise blame(error.of(self.model_len), "messages") from None
+
+    def make_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Request:
+        """A request for text or token ids; without an id it gets the next number.
+
+        Without params it is sampled as the model's authors recommend; a short context then ends the output,
+        and is no error.
+        """
+        given = read_prompt(prompt)
+        ids = self.encode(given) if isinstance(given, str) else given
+        _check_options(options)
+        if params is None:
+            advice: dict[str, Any] = dict(self.sampling_defaults)
+            params = SamplingParams(**advice)
+            if params.max_tokens is not None and len(ids) + params.max_tokens > self.context_len:
+                params = SamplingParams(**(advice | {"max_tokens": None}))
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params must be SamplingParams, got {type(params).__name__}", param="params")
+        request_id = request_id if request_id is not None else f"request-{next(self._numbers)}"
+        return Request(request_id=request_id, prompt=tuple(ids), params=params, **options)
+
+
+def blame(error: RequestError, param: str) -> RequestError:
+    """An error for whoever calls the prompt otherwise: `messages` of a chat, `input` of an embedding."""
+    if error.param == "prompt":
+        error.param = param
+    return error
+
+
+def is_token_id(value: object) -> bool:
+    """Whether something is an integer, of Python's or of numpy's."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def read_prompt(prompt: object) -> str | list[int]:
+    """A text as it is, token ids of any make as a list of plain integers."""
+    return prompt if isinstance(prompt, str) else read_token_ids(prompt)
+
+
+def read_token_ids(prompt: object) -> list[int]:
+    """A prompt of token ids as plain integers: from a sequence, or an array with one dimension."""
+    given = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes | bytearray):
+        raise RequestError(f"a prompt must be text or token ids, got {type(prompt).__name__}", param="prompt")
+    for token_id in given:
+        if not is_token_id(token_id):
+            raise RequestError(
+                f"a prompt of token ids must hold integers, got {reprlib.repr(token_id)} "
+                f"({type(token_id).__name__})",
+                param="prompt",
+            )
+    return [int(token_id) for token_id in given]
+
+
+def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many? A string, a list of integers and an array with one dimension are one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, bytes | bytearray):
+        raise RequestError("a prompt must be text or token ids, got bytes; decode it first", param="prompt")
+    given = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if not isinstance(given, Sequence):
+        raise RequestError(
+            f"prompts must be text, token ids or a list of either, got {type(prompts).__name__}",
+            param="prompt",
+        )
+    if given and is_token_id(given[0]):
+        return [cast("Sequence[int]", given)]
+    return list(cast("Sequence[Prompt]", given))
+
+
+def check_single(given: object) -> None:
+    """Refuse a list of prompts or conversations where one is answered; token ids and messages are one."""
+    items = given.tolist() if hasattr(given, "tolist") else given
+    if isinstance(items, list | tuple) and items and isinstance(items[0], str | list | tuple):
+        raise RequestError(
+            f"AsyncLLM takes one prompt per call, got a list of {len(items)}; use asyncio.gather",
+            param="prompt",
+        )
+
+
+def as_conversations(messages: Conversation | Sequence[Sequence[Message]]) -> list[Conversation]:
+    """One conversation or several? A text and a list of messages are one."""
+    message = '{"role": "user", "content": "..."}'
+    allowed = (
+        f"chat answers a text, one conversation, which is a list of messages such as {message}, "
+        "or several, which is a list of such lists"
+    )
+    if isinstance(messages, str):
+        return [messages]
+    if not isinstance(messages, Sequence) or isinstance(messages, bytes | bytearray):
+        raise RequestError(f"{allowed}, got {type(messages).__name__}", param="messages")
+    if messages and isinstance(messages[0], Mapping):
+        return [cast("Sequence[Message]", messages)]
+    for i, each in enumerate(messages):
+        if not isinstance(each, Sequence) or isinstance(each, str | bytes | bytearray):
+            given = f"conversation {i} of {len(messages)} is {type(each).__name__}"
+            if isinstance(each, str):  # turns of one conversation, or one text for each of several?
+                given += f"; to ask every text by itself give [[{message}], [{message}], ...]"
+            raise RequestError(f"{allowed}; {given}", param="messages")
+    return list(cast("Sequence[Sequence[Message]]", messages))
+
+
+def _check_options(options: RequestOptions) -> None:
+    """Refuse unknown options and those of the wrong type here, where there is somebody to tell."""
+    for name in options:
+        if name in SamplingParams.__dataclass_fields__:
+            raise RequestError(f"{name} belongs to the params: SamplingParams({name}=...)", param=name)
+        if name not in RequestOptions.__annotations__:
+            hint = closest(name, RequestOptions.__annotations__, listed="known")
+            raise RequestError(f"unknown option {name!r}{hint}", param=name)
+    priority, deadline = options.get("priority", 0), options.get("deadline")
+    if not is_token_id(priority):
+        raise RequestError(f"priority must be an integer, got {priority!r}", param="priority")
+    if deadline is not None and (isinstance(deadline, bool) or not isinstance(deadline, int | float)):
+        raise RequestError(f"deadline must be a number of seconds, got {deadline!r}", param="deadline")
+    if not isinstance(options.get("cache_salt", ""), str):
+        raise RequestError(f"cache_salt must be text, got {options['cache_salt']!r}", param="cache_salt")
+
+
+def open_model(
+    config: LoadConfig,
+    *,
+    show_progress: bool,
+    check: Callable[[LoadChoice], None] = lambda choice: None,
+) -> tuple[TextFront, LoadedModel]:
+    """Find, load and understand a model: everything that comes before an engine.
+
+    `check` may refuse, before a weight is read, what an engine could not be built with.
+    """
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    headers = find_headers(config, show_progress=show_progress)
+    front = TextFront(config, headers)
+    loaded = load_model(
+        headers.source,
+        dtype=config.dtype,
+        device=config.device,
+        cpu_weights=config.cpu_weights,
+        max_seq_len=config.max_seq_len,
+        show_progress=show_progress,
+        headers=headers,
+        check=check,
+    )
+    return front, loaded
+
+
+def find_headers(config: LoadConfig, *, show_progress: bool) -> ModelHeaders:
+    """Find a model, fetching it if need be, and read everything but its weights."""
+    source = resolve_model(config.model, revision=config.revision, show_progress=show_progress)
+    return read_headers(source)
+
+
+def _load_tokenizer(config: LoadConfig, headers: ModelHeaders) -> Tokenizer:
+    if config.tokenizer is not None:
+        path = Path(config.tokenizer).expanduser()
+        if not path.exists():
+            raise ConfigError(f"tokenizer is {config.tokenizer!r}, but there is no such file or directory")
+        return Tokenizer.from_directory(path)
+    if headers.gguf_metadata is not None:
+        return Tokenizer.from_gguf(headers.gguf_metadata)
+    return Tokenizer.from_directory(headers.source.path)
+
+
+def _find_template(config: LoadConfig, family: str, tokenizer: Tokenizer) -> ChatTemplate | ConfigError:
+    """The template, or the reason there is none, to be raised when somebody wants to chat."""
+    try:
+        return find_template(family, tokenizer, config.chat_template)
+    except ConfigError as error:
+        if config.chat_template is not None:
+            raise
+        return error

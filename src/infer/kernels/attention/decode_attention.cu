@@ -1,0 +1,164 @@
+/* Attention of one new token per row over the paged cache, as fast as memory can be read.
+
+       out[s, n] = sum over p of softmax(scale * q[s, n] . k[p]) * v[p]
+
+   The key and value of position p of a row are in slot  table[p / BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE.
+   `decode.py` explains the list of work that the device plans for itself, and the splits of a row.
+
+   WHO DOES WHAT. A *warp* is 32 threads that execute one instruction together; a thread's number in it is its
+   *lane*. Four warps make a block, and a block takes one unit of work after the other: an item of the list, for
+   one kv head. Its warps deal out the positions, 16 at a time:
+
+       positions   | 0..15 | 16..31 | 32..47 | 48..63 | 64..79 | ...
+       warp        |   0   |   1    |   2    |   3    |   0    | ...
+
+   A warp walks alone. It has a softmax of its own and never waits for another warp until the unit is finished;
+   a barrier in the loop would make all four as late as the unluckiest load. So nothing goes through shared
+   memory on its way: keys and values are loaded into exactly the registers where the arithmetic wants them.
+
+   FRAGMENTS. The arithmetic is `mma`, a matrix product of a whole warp: C [16 x 8] += A [16 x 16] . B [16 x 8].
+   Its matrices have no address; each is scattered over the lanes, some elements in the registers of each, its
+   *fragment*. With g = lane / 4 and t = lane % 4, and two 16-bit elements to a register, a lane must bring
+
+       A   a0: row g, columns 2t, 2t+1      a1: row g+8, same columns      a2, a3: the same rows, columns + 8
+       B   b0: rows 2t, 2t+1 of column g    b1: those rows + 8             (B is stored by columns)
+       C   c0, c1: row g, columns 2t, 2t+1  c2, c3: row g+8                and gets these sums, in float32
+
+   The 8 columns are query heads: up to 8 of them share a kv head, and a key that is read once serves them all.
+   That makes both products of attention transposed ones, with the positions or the head's elements as rows.
+
+   SCORES:  S^T [16 positions x 8 heads] = K [16 x H] . q^T [H x 8], H / 16 instructions.
+   By the book lane (g, t) would load columns 2t, 2t+1, then 2t+8, 2t+9 of key g: 4 bytes at a time, and memory
+   wants 16. But a dot product does not care in which order its terms are added, as long as K and q agree. So
+   columns are renamed: of each 32 a lane loads its 8 neighbours 8t..8t+7 at once, feeds elements 0..3 of them to
+   one instruction, as if they were columns 2t, 2t+1, 2t+8, 2t+9, and 4..7 to the next. The same with q.
+
+   OUTPUT:  O^T [H x 8 heads] += V^T [H x 16 positions] . P^T [16 x 8], H / 16 tiles of rows.
+   P are the weights. Lane (g, t) has those of position g and heads 2t, 2t+1, and B wants positions 2t, 2t+1 of
+   head g: an 8 x 8 matrix on its other side. `movmatrix` does that within the warp. V^T has the same problem,
+   elements of one position lie side by side and A wants two positions in a register; but here it is enough to
+   load well and cut: a lane loads 8 elements of positions 2t, 2t+1, 2t+8 and 2t+9, and a byte permutation takes
+   one element of two positions at a time. Which element is which row is free again: row g of tile j is element
+   8g + 2j of 64, row g+8 its neighbour.
+
+   SOFTMAX. In every C above lane (g, t) has heads 2t and 2t+1, so it needs two maxima and two denominators, and
+   rescaling asks nobody. Weights are 2^(score - maximum). Any number near the maximum does as well, for it is
+   divided out in the end; it only has to keep weights from overflowing. So it is followed lazily: it stays while
+   no score exceeds it by more than SLACK, which saves most steps the exchange between lanes and the rescaling.
+   Denominators stay apart, each lane's positions for themselves, until the unit is finished.
+
+   KEEPING MEMORY BUSY. As soon as a tile's keys are multiplied, the next keys are asked for into the registers
+   that they leave, then the same with values: 8 KiB of heads of 128 are under way for each warp at nearly any
+   time. Block numbers are looked up a step earlier. And where a unit ends, the first keys and values of the next
+   are asked for before this one is put together, so memory works while the warps meet. The first unit's are asked
+   for before the kernel ahead has finished: it writes the newest position of a row, all others are older.
+
+   PUTTING TOGETHER. The warps leave maximum, denominator and sum in shared memory, and all threads add. A row of
+   one split is then done. Otherwise the result goes to scratch memory and the block draws a ticket; the one with
+   the last ticket knows that all parts are there, adds them in the order of the splits, and resets the counter.
+
+   Compiled for each model, with
+       IS_BFLOAT16         the type of q, k, v and out: bfloat16, or float16
+       H, G, M             head size (64, 128), kv heads, query heads per kv head (up to 8)
+       BLOCK_SIZE          positions in a block of the cache, a multiple of 16
+       WARPS               of a block
+       BLOCKS_PER_SM       that must fit a multiprocessor: it limits the registers
+       PDL                 1: launched while the kernel before may still run (kernels/runtime/dispatch.py) */
+
+#include "decode.cuh"
+
+// Of 4 elements, from all splits of a row: registers are full of the next item, so one after the other.
+__device__ Merged merge_splits(const float* sums, const float* maxima, const float* denominators, int num_splits) {
+    Merged merged = {{0.0f, 0.0f, 0.0f, 0.0f}, LOWEST, 0.0f};
+    for (int i = 0; i < num_splits; ++i) merged.maximum = fmaxf(merged.maximum, __ldcg(maxima + i * N));
+    for (int i = 0; i < num_splits; ++i)
+        add_part(merged, __ldcg(reinterpret_cast<const float4*>(sums + (long long)i * N * H)), __ldcg(maxima + i * N),
+                 __ldcg(denominators + i * N));
+    return merged;
+}
+
+// grid: any number of blocks; each strides over the units.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_attention(
+    const Element* q,                // [S, N, H], with strides; not restrict: it must not be read before the wait
+    const Element* keys,             // [P, G, H]
+    const Element* values,           // [P, G, H]
+    const int* __restrict__ tables,  // [R, B]: blocks of each row
+    Element* out,                    // [S, N, H]
+    const int4* __restrict__ items,  // [W, 8 ints]
+    const int* __restrict__ num_items,
+    float* sums, float* maxima, float* denominators, int* tickets,  // `Scratch`
+    long long q_row_stride, long long q_head_stride, long long table_stride, int max_splits, float scale_log2e) {
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+
+    const Scratch scratch = {sums, maxima, denominators, tickets, max_splits};
+
+    // Older than the kernel before: the list and the tables.
+    const int num_units = *num_items * G;
+    int unit = blockIdx.x;
+    Item item = read_item(items, unit / G, unit < num_units);
+    int position = item.first / TILE * TILE + warp * TILE;
+    int block = 0;  // of the tile after the one that is loaded
+    if (position < item.end) block = tables[item.row * table_stride + position / BLOCK_SIZE];
+
+    Keys k = {};
+    Values v = {};
+    uint4 query[K_PIECES];
+    const auto load_tile = [&](int of_block) {
+        const long long tile = offset_of(of_block, position, unit % G);
+        load_keys(k, keys + tile, g, t);
+        load_values(v, values + tile, g, t);
+    };
+    bool is_loaded = false;
+#if PDL
+    is_loaded = position < item.end && position + TILE < item.length;  // without the newest position
+    if (is_loaded) load_tile(block);
+    let_next_start();
+    wait_for_before();
+#endif
+
+    const auto begin_unit = [&](int first_block) {  // ask for what `unit` begins with
+        if (position < item.end) {
+            if (!is_loaded) load_tile(first_block);
+            const int after = position + STRIDE;
+            if (after < item.end) block = tables[item.row * table_stride + after / BLOCK_SIZE];
+        }
+        if (unit < num_units)
+            load_query(query, q + item.s * q_row_stride + unit % G * M * q_head_stride, q_head_stride, g, t);
+    };
+    begin_unit(block);
+    is_loaded = false;
+
+    while (unit < num_units) {
+        const int* table = tables + item.row * table_stride;
+        const int head = unit % G;
+        unit += gridDim.x;  // the next one, from here on
+        const Item next = read_item(items, unit / G, unit < num_units);
+        const int next_position = next.first / TILE * TILE + warp * TILE;
+        int next_block = 0;
+        if (next_position < next.end) next_block = tables[next.row * table_stride + next_position / BLOCK_SIZE];
+
+        Softmax softmax = {{}, {LOWEST, LOWEST}, {0.0f, 0.0f}};
+        for (; position < item.end; position += STRIDE) {
+            const int after = position + STRIDE;
+            const long long next_tile = offset_of(block, after, head);
+            const bool is_whole = position >= item.first && position + TILE <= item.end;
+            float score[4];
+            multiply_keys(score, k, query, scale_log2e);
+            if (after < item.end) load_keys(k, keys + next_tile, g, t);
+            if (!is_whole) hide_scores(score, item.first - position, item.end - position, g);
+            follow_maximum(softmax, score);
+            if (!is_whole) hide_values(v, item.first - position, item.end - position, t);
+            add_values(softmax, score, v);
+            if (after < item.end) load_values(v, values + next_tile, g, t);
+            if (after + STRIDE < item.end) block = table[(after + STRIDE) / BLOCK_SIZE];
+        }
+
+        const Item done = item;
+        item = next;
+        position = next_position;
+        begin_unit(next_block);
+
+        leave_part(softmax, warp, g, t);
+        finish_item(done, head, out, scratch, merge_splits);
+    }
+}

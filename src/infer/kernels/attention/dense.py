@@ -1,0 +1,190 @@
+"""Attention of long fresh prompts through a library without block tables or ragged lengths: cuDNN's.
+
+cuDNN's fused attention is faster than our kernel where prompts are long, but it knows only batches of equal
+length, and for each shape it makes a plan first, which takes some 60 milliseconds. So there are few shapes,
+their plans are made in idle time (`prepare`, as graphs are captured), and a shape without a plan is not used:
+
+    chunks of a step   4096, 4096           ->   one batch 2 x 4096, as they lie
+                       3000                 ->   1 x 3072, padded
+                       3000 after a prefix  ->   not fresh: our own kernel
+                       700                  ->   short: our own kernel
+
+Padding stands behind the tokens of a prompt, and causal attention looks back, so no token sees any. It is
+made of copies of the prompt's last token: what is masked is still multiplied, and zero times NaN is NaN. What
+the padding itself attends to is thrown away.
+
+Shapes:  T tokens, N query heads, G kv heads, H head size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from infer.kernels.attention.prefill import Chunk
+
+logger = logging.getLogger(__name__)
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+PAD_LEN = 256
+_MIN_LENS = {64: 4096, 128: 2048}  # by head size: below, our own kernel is faster on an H200
+_NUMS = (4, 2, 1)  # prompts of a batch
+
+
+class Shape(NamedTuple):
+    """Of a batch."""
+
+    num: int
+    length: int
+
+
+class Batch(NamedTuple):
+    """Prompts of equal length that lie end to end; one alone may be shorter than its shape."""
+
+    first: int  # token of the step
+    num_tokens: int  # of each prompt
+    shape: Shape
+
+
+def dense_shapes(head_dim: int, max_tokens: int) -> Iterator[Shape]:
+    """The shapes that plans are made for, those of one prompt first."""
+    lengths = range(_MIN_LENS[head_dim], max_tokens + 1, PAD_LEN)
+    yield from (Shape(1, length) for length in lengths)
+    powers = [length for length in lengths if length & (length - 1) == 0]
+    for num in _NUMS[:-1]:
+        yield from (Shape(num, length) for length in powers if num * length <= max_tokens)
+
+
+class DenseAttention:
+    """The plans of one kind of heads on one device."""
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_tokens: int,
+        attend: Attend | None = None,
+    ) -> None:
+        self._heads, self._scale = (num_heads, num_kv_heads, head_dim), scale
+        self._dtype, self._device, self._call = dtype, device, attend or attend_by_cudnn
+        self._wanted = list(dense_shapes(head_dim, max_tokens)) if _can_run(dtype, head_dim, device) else []
+        self._wanted.reverse()
+        self.ready: set[Shape] = set()
+
+    def prepare(self) -> bool:
+        """Make one more plan; False: there is none to make."""
+        if not self._wanted:
+            return False
+        shape = self._wanted.pop()
+        num_heads, num_kv_heads, head_dim = self._heads
+        num_tokens = shape.num * shape.length
+        try:
+            q, k, v = (
+                torch.randn(num_tokens, heads, head_dim, dtype=self._dtype, device=self._device)
+                for heads in (num_heads, num_kv_heads, num_kv_heads)
+            )
+            self._attend(q, k, v, shape)
+        except torch.AcceleratorError:
+            raise
+        except RuntimeError as error:  # this build or processor cannot, or there is no memory for it
+            logger.info("no more prompts than of %s go to cuDNN: %s", self.ready, str(error).splitlines()[0])
+            self._wanted = []
+            return False
+        self.ready.add(shape)
+        return True
+
+    def split(self, chunks: Sequence[Chunk]) -> tuple[list[Batch], list[Chunk]]:
+        """What can be computed here, and the chunks that are left."""
+        batches: list[Batch] = []
+        rest: list[Chunk] = []
+        index = 0
+        while index < len(chunks):
+            batch = self._batch_at(chunks, index) if self.ready else None
+            if batch is None:
+                rest.append(chunks[index])
+                index += 1
+            else:
+                batches.append(batch)
+                index += batch.shape.num
+        return batches, rest
+
+    def _batch_at(self, chunks: Sequence[Chunk], index: int) -> Batch | None:
+        """The largest batch that begins with this chunk."""
+        first, num_tokens, _, start = chunks[index]
+        if start != 0:
+            return None
+        for num in _NUMS:
+            shape = Shape(num, -(-num_tokens // PAD_LEN) * PAD_LEN)
+            run = chunks[index : index + num]
+            lie_so = all(
+                (chunk.first, chunk.num, chunk.start) == (first + place * num_tokens, num_tokens, 0)
+                for place, chunk in enumerate(run)
+            )
+            is_whole = num == 1 or num_tokens == shape.length
+            if shape in self.ready and len(run) == num and lie_so and is_whole:
+                return Batch(first, num_tokens, shape)
+        return None
+
+    def attend(
+        self,
+        q_TNH: torch.Tensor,
+        k_TGH: torch.Tensor,
+        v_TGH: torch.Tensor,
+        batches: Sequence[Batch],
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend with the tokens of these batches; returns `out`, or a stand-in that has all tokens.
+
+        Without `out`, no other token is there.
+        """
+        for first, num_tokens, shape in batches:
+            end = first + shape.num * num_tokens
+            is_whole_step = (first, end) == (0, q_TNH.shape[0])
+            own = [x if is_whole_step else x[first:end] for x in (q_TNH, k_TGH, v_TGH)]
+            q, k, v = (_padded(x, shape) for x in own)
+            result = self._attend(q, k, v, shape)[: end - first]
+            if is_whole_step:
+                return result
+            if out is None:
+                out = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+            out[first:end] = result
+        assert out is not None, "neither batches nor anything else"
+        return out
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape) -> torch.Tensor:
+        """[num * length, heads, H] -> the same of the queries."""
+        batched = [x.view(*shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)]
+        result = self._call(batched[0], batched[1], batched[2], self._scale).transpose(1, 2)
+        return result.reshape(q.shape)
+
+
+def attend_by_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention [B, heads, S, H]; called by its name, for the other way sets flags of the process."""
+    result: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, False, 0.0, True, False, scale=scale
+    )[0]
+    return result
+
+
+def _can_run(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
+    """Whether it was measured to be faster here."""
+    if dtype.itemsize != 2 or head_dim not in _MIN_LENS:
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _padded(x: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """Followed by copies of the last token, as far as the shape goes."""
+    num_missing = shape.num * shape.length - x.shape[0]
+    return x if not num_missing else torch.cat((x, x[-1:].expand(num_missing, -1, -1)))

@@ -1,0 +1,64 @@
+"""Decode attention over a paged cache: one query per sequence, keys wherever the block table says.
+
+    out_s = softmax(scale * q_s K[slots_s]^T) V[slots_s]
+
+The slots of a row list its sequence's positions in order; rows are padded to the longest by repeating a
+slot that has been written, and `is_seen` tells which count. On the CPU this is a gather and one
+batched call of PyTorch's fused attention: the query heads that share a kv head become the queries of
+one head, so keys and values are read once per group.
+
+Memory-bound: reads 2 * L * G * H elements per row. The gather writes and reads them once more, which
+is why rows of very different lengths should come in separate calls (execution/batch.py groups them).
+
+Shapes:  S sequences, L positions (padded), N query heads, G kv heads, M = N / G, H head size, P slots.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def attend_paged_reference(
+    q_SNH: torch.Tensor,
+    keys_PGH: torch.Tensor,
+    values_PGH: torch.Tensor,
+    slots_SL: torch.Tensor,
+    is_seen_SL: torch.Tensor,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """The specification: one sequence and one head at a time, float32 softmax over the seen slots only."""
+    out_SNH = torch.empty_like(q_SNH)
+    heads_per_group = q_SNH.shape[1] // keys_PGH.shape[1]
+    for row in range(q_SNH.shape[0]):
+        slots = slots_SL[row][is_seen_SL[row]]
+        for head in range(q_SNH.shape[1]):
+            keys = keys_PGH[slots, head // heads_per_group].float()
+            values = values_PGH[slots, head // heads_per_group].float()
+            weights = torch.softmax(scale * (keys @ q_SNH[row, head].float()), dim=0)
+            out_SNH[row, head] = (weights @ values).to(q_SNH.dtype)
+    return out_SNH
+
+
+def attend_paged(
+    q_SNH: torch.Tensor,
+    keys_PGH: torch.Tensor,
+    values_PGH: torch.Tensor,
+    slots_SL: torch.Tensor,
+    is_seen_SL: torch.Tensor | None,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """Attend all rows together; `is_seen_SL` None means that no row is padded. Returns [S, N, H]."""
+    num_rows, num_heads, head_dim = q_SNH.shape
+    num_kv_heads = keys_PGH.shape[1]
+    q_SGMH = q_SNH.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    out_SGMH = F.scaled_dot_product_attention(
+        q_SGMH,
+        keys_PGH[slots_SL].transpose(1, 2),
+        values_PGH[slots_SL].transpose(1, 2),
+        attn_mask=None if is_seen_SL is None else is_seen_SL[:, None, None, :],
+        scale=scale,
+    )
+    return out_SGMH.reshape(num_rows, num_heads, head_dim)

@@ -1,0 +1,322 @@
+"""Attention of chunks of prompts over the paged cache.
+
+A *chunk* is a run of consecutive tokens of one row, anywhere in the step's T tokens. Its keys and values are
+in the cache already, beside those of the positions before it, so a fresh prompt (start 0), the next chunk of
+a long one and a prompt whose beginning was found in the prefix cache are the same thing:
+
+    Chunk(first=5, num=3, row=2, start=40)      tokens 5, 6, 7 of the step are positions 40, 41, 42 of row 2
+                                                and see 0..40, 0..41, 0..42
+
+Compute-bound: two matrix products of 128 rows. A row of that product is one token *and* one query head: the
+tile holds 128 / M tokens with the M query heads that share a kv head, rather than 128 tokens of one head.
+Both reuse a tile of keys equally often; packed, a tile spans fewer tokens, so less of it is cut off by the
+causal diagonal, and a short chunk fills its rows sooner. Of the keys of a tile only some need a mask:
+
+    keys      0 ............ first token's window | seen by all tokens | up to the tile's last token
+              never read      masked                no mask              masked
+
+With `invariant`, all keys take the masked way, in tiles that start at multiples of their length. Then a token
+has the same bits whatever else its tile, its chunk and the step hold, be it a chunk of its own or part of a
+prompt: a tile that a token does not see adds zeros to its sums.
+
+The tiles are listed on the host, which knows the chunks, longest first so that none starts late; a list is
+padded to the capacity a graph was captured for with empty tiles, whose programs leave at once. Where a list
+is so short that it could leave multiprocessors idle, programs share the keys of a tile: the kernels' file
+(`attention/prefill_kernels.py`) tells how. With `invariant`, never.
+
+Shapes:  T tokens, N query heads, G kv heads, M = N/G, H head size, P slots, R rows of the block tables,
+         B blocks per row, W tiles, C chunks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from infer.errors import ConfigError
+from infer.kernels.attention.prefill_kernels import merge_kernel, prefill_kernel
+from infer.kernels.attention.reference import attend_naive
+from infer.kernels.runtime.dispatch import launch_options, next_power_of_two, num_sms, use_triton
+from infer.kernels.runtime.launch import launch
+
+LOG2E = math.log2(math.e)
+BLOCK_M = 128  # two warp groups of 64 rows: what the matrix instructions of a Hopper GPU are made of
+_WARP_GROUP_ROWS = 64
+
+_FEW_TILES, _MAX_TILES = 32, 128  # of a list whose tiles may be split: every program reads all of it
+_SPLIT_LEN = 512  # keys; a tile with no more is not split: to put splits together takes as long as 250 keys
+_MERGE_PROGRAMS = 4  # per multiprocessor
+_MERGE_ROWS, _MERGE_AT_ONCE = 8, 4  # rows that a program merges at once, and parts that it waits for together
+_SM_REGISTERS = 65536
+
+
+class Chunk(NamedTuple):
+    """Consecutive tokens of one row."""
+
+    first: int  # index of its first token in this step
+    num: int
+    row: int  # of the block tables
+    start: int  # position of its first token
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """How the kernel is compiled."""
+
+    block_n: int  # keys per tile
+    num_warps: int
+    num_stages: int
+    block_m: int = BLOCK_M  # rows of a tile
+    num_parts: int = 1  # programs that share the rows of a tile
+    programs_per_sm: int = 1  # as many as run at the same time
+    max_registers: int | None = None  # of a thread
+
+
+# By the bytes of one head's key: queries and `num_stages` tiles of keys and values share 227 KiB, and the
+# scores and sums of a tile share the registers of 256 threads. Measured on Hopper: tiles so short that two
+# programs share a multiprocessor, one multiplying while the other computes exponentials.
+_CONFIGS = {
+    128: PrefillConfig(block_n=64, num_warps=8, num_stages=3, programs_per_sm=2),
+    256: PrefillConfig(block_n=32, num_warps=8, num_stages=4, programs_per_sm=2),
+    512: PrefillConfig(block_n=32, num_warps=8, num_stages=2),
+}
+# Where four or more query heads share a kv head, finding a row's query takes the registers that the second
+# program would need; alone, a program is better off with long tiles.
+_GROUPED_CONFIGS = _CONFIGS | {256: PrefillConfig(block_n=128, num_warps=8, num_stages=2)}
+# Exact float32 has no tensor cores: a whole tile in one program would be unrolled into the stack.
+_FLOAT32_CONFIG = PrefillConfig(block_n=32, num_warps=4, num_stages=2, num_parts=8)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunks:
+    """The chunks of one step: as tiles on the device, and as the integers the host knows."""
+
+    tiles_W4: torch.Tensor  # int32; first token, tokens, row, position of the first token; no tokens: empty
+    chunks: tuple[Chunk, ...]  # for the reference and for PyTorch's kernels; a graph replay does without
+    are_tokens: bool = False  # every tile is one token: one warp group has enough rows
+
+    @classmethod
+    def from_arrays(cls, tiles_W4: torch.Tensor, chunks: Sequence[Chunk] = ()) -> PrefillChunks:
+        """Around a device copy of what `build_prefill_chunks` made."""
+        assert tiles_W4.dtype == torch.int32 and tiles_W4.is_contiguous(), "tiles must be contiguous int32"
+        return cls(tiles_W4, tuple(chunks))
+
+    @classmethod
+    def from_rows(cls, rows_S: torch.Tensor, lens_S: torch.Tensor) -> PrefillChunks:
+        """A chunk of one token for each row that decodes; their lengths are known to the device alone."""
+        places_S = torch.arange(len(rows_S), dtype=torch.int32, device=rows_S.device)
+        lens_S = lens_S.int()
+        tiles_S4 = torch.stack((places_S, lens_S.clamp(max=1), rows_S.int(), lens_S - 1), dim=1)
+        return cls(tiles_S4, (), are_tokens=True)
+
+    @property
+    def are_fresh(self) -> bool:
+        """Whether every chunk starts its sequence and the chunks lie end to end."""
+        ends = [chunk.first + chunk.num for chunk in self.chunks]
+        follows = all(end == chunk.first for end, chunk in zip(ends, self.chunks[1:], strict=False))
+        return bool(self.chunks) and follows and all(chunk.start == 0 for chunk in self.chunks)
+
+
+def tokens_per_tile(num_heads: int, num_kv_heads: int, block_m: int = BLOCK_M) -> int:
+    """How many tokens, each with the query heads of one kv head, fill the rows of a tile."""
+    return max(block_m // (num_heads // num_kv_heads), 1)
+
+
+def build_prefill_chunks(
+    chunks: Sequence[Chunk], *, tokens_per_tile: int, max_tiles: int | None = None
+) -> npt.NDArray[np.int32]:
+    """The tiles of the chunks [W, 4], those with most keys first, padded with empty ones to `max_tiles`."""
+    parts = []
+    for first, num, row, start in chunks:
+        offsets = np.arange(0, num, tokens_per_tile, dtype=np.int32)
+        sizes = np.minimum(num - offsets, tokens_per_tile)
+        parts.append(np.stack([first + offsets, sizes, np.full_like(offsets, row), start + offsets], axis=1))
+    tiles_W4 = np.concatenate(parts).astype(np.int32) if parts else np.zeros((0, 4), np.int32)
+    tiles_W4 = tiles_W4[np.argsort(-(tiles_W4[:, 3] + tiles_W4[:, 1]), kind="stable")]
+    if max_tiles is None:
+        return tiles_W4
+    assert len(tiles_W4) <= max_tiles, f"{len(tiles_W4)} tiles, room for {max_tiles}"
+    return np.concatenate([tiles_W4, np.zeros((max_tiles - len(tiles_W4), 4), np.int32)])
+
+
+def attend_prefill_reference(
+    q_TNH: torch.Tensor,
+    keys_PGH: torch.Tensor,
+    values_PGH: torch.Tensor,
+    tables_RB: torch.Tensor,
+    chunks: PrefillChunks,
+    *,
+    block_size: int,
+    scale: float,
+    window: int | None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The specification: gather the slots of one chunk after the other and attend to them."""
+    out = torch.zeros_like(q_TNH) if out is None else out
+    for first, num, row, start in chunks.chunks:
+        lowest = 0 if window is None else max(start - window + 1, 0)
+        positions_L = torch.arange(lowest, start + num, device=q_TNH.device)
+        slots_L = tables_RB[row, positions_L // block_size].long() * block_size + positions_L % block_size
+        out[first : first + num] = attend_naive(
+            q_TNH[first : first + num], keys_PGH[slots_L], values_PGH[slots_L], scale=scale, window=window
+        )
+    return out
+
+
+def attend_prefill(
+    q_TNH: torch.Tensor,
+    keys_PGH: torch.Tensor,
+    values_PGH: torch.Tensor,
+    tables_RB: torch.Tensor,
+    chunks: PrefillChunks,
+    *,
+    block_size: int,
+    scale: float,
+    window: int | None,
+    fresh_slots_T: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    config: PrefillConfig | None = None,
+    invariant: bool = False,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    """Attend with the tokens of the chunks; the other tokens of `out` are left as they are.
+
+    `num_splits` is how many splits there is room for, per tile of the list: 1 for none, None for as many as
+    fill the machine with splits that are worth it.
+
+    With `fresh_slots_T`, the slots of this step's tokens, PyTorch's FlashAttention computes fresh chunks: it
+    knows no block tables, so keys and values are copied together first, which costs as much as reading them.
+    """
+    if not use_triton(q_TNH):
+        return attend_prefill_reference(
+            q_TNH, keys_PGH, values_PGH, tables_RB, chunks,
+            block_size=block_size, scale=scale, window=window, out=out,
+        )  # fmt: skip
+    T, N, H = q_TNH.shape
+    G = keys_PGH.shape[1]
+    if out is None:
+        out = torch.empty((T, N, H), dtype=q_TNH.dtype, device=q_TNH.device)
+    if fresh_slots_T is not None and q_TNH.dtype != torch.float32 and chunks.are_fresh:
+        k_TGH, v_TGH = keys_PGH[fresh_slots_T], values_PGH[fresh_slots_T]
+        return attend_fresh(q_TNH, k_TGH, v_TGH, chunks, scale=scale, window=window, out=out)
+    assert N // G <= BLOCK_M, f"{N // G} query heads share a kv head, at most {BLOCK_M} can"
+    assert q_TNH.stride(2) == 1, f"the head dimension must be contiguous, got strides {q_TNH.stride()}"
+    assert out.stride()[1:] == (H, 1), f"the heads of a token must lie end to end, got strides {out.stride()}"
+    assert keys_PGH.is_contiguous() and values_PGH.is_contiguous(), "the store must be contiguous"
+    assert scale > 0, f"scale must be positive, got {scale}"
+    if chunks.tiles_W4.shape[0] == 0:
+        return out
+    block_h = max(next_power_of_two(H), 16)
+    if config is None:
+        config = prefill_config(q_TNH.dtype, N, G, H)
+        if chunks.are_tokens and config.num_parts == 1 and N // G <= _WARP_GROUP_ROWS:
+            config = replace(config, block_m=_WARP_GROUP_ROWS, num_warps=4)
+    num_tiles = chunks.tiles_W4.shape[0]
+    max_items = 0 if invariant else _max_items(chunks, G, config, num_splits)
+    num_programs = max(num_tiles, max_items) * G * config.num_parts
+    part_rows = config.block_m // config.num_parts
+    parts = _new_parts(num_programs * part_rows, H, q_TNH.device) if max_items else (out, out, out)
+    options, max_registers = launch_options(q_TNH.device), config.max_registers
+    if max_items and config.programs_per_sm > 1:  # finding a split takes registers that the others need
+        max_registers = _SM_REGISTERS // (config.programs_per_sm * config.num_warps * 32)
+    sizes = {
+        "G": G, "M": N // G, "H": H, "NUM_PARTS": config.num_parts, "BLOCK_M": part_rows,
+        "BLOCK_N": config.block_n, "BLOCK_H": block_h,
+        "BLOCK_W": _MAX_TILES if max_items and num_tiles > _FEW_TILES else _FEW_TILES,
+        "SPLIT_LEN": _SPLIT_LEN if num_splits is None else config.block_n,
+    }  # fmt: skip
+    launch(
+        prefill_kernel, (num_programs,),
+        (q_TNH, keys_PGH, values_PGH, tables_RB, chunks.tiles_W4, out, *parts),
+        (q_TNH.stride(0), q_TNH.stride(1), out.stride(0), tables_RB.stride(0), window or 2**30, scale * LOG2E,
+         num_tiles, max_items),
+        **sizes, SPLIT=max_items > 0, WINDOWED=window is not None, INVARIANT=invariant,
+        BLOCK_SIZE=block_size, PDL=options["PDL"], num_warps=config.num_warps, num_stages=config.num_stages,
+        maxnreg=max_registers,
+    )  # fmt: skip
+    if max_items:
+        launch(
+            merge_kernel, (_MERGE_PROGRAMS * num_sms(q_TNH.device),), (chunks.tiles_W4, *parts, out),
+            (out.stride(0), window or 2**30, num_tiles, max_items), **sizes,
+            BLOCK_S=next_power_of_two(max_items), BLOCK_R=_MERGE_ROWS, AT_ONCE=_MERGE_AT_ONCE,
+            num_warps=4, **options,
+        )  # fmt: skip
+    return out
+
+
+def prefill_config(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> PrefillConfig:
+    """What was measured to be best for heads of this kind."""
+    if dtype == torch.float32:
+        return _FLOAT32_CONFIG
+    configs = _GROUPED_CONFIGS if num_heads // num_kv_heads >= 4 else _CONFIGS
+    return configs[min(max(next_power_of_two(head_dim) * dtype.itemsize, 128), 512)]
+
+
+def _max_items(
+    chunks: PrefillChunks, num_kv_heads: int, config: PrefillConfig, num_splits: int | None
+) -> int:
+    """How many (tile, split) the list may become; 0 where no tile can be split or it would not help.
+
+    A list that was padded for a graph is longer than its chunks need, so more of it may pass: how many tiles
+    there are is seen on the device.
+    """
+    num_tiles = chunks.tiles_W4.shape[0]
+    if num_tiles > _MAX_TILES or num_splits == 1:
+        return 0
+    if num_splits is not None:
+        return num_tiles * num_splits
+    room = num_sms(chunks.tiles_W4.device) * config.programs_per_sm // (num_kv_heads * config.num_parts)
+    if chunks.chunks:
+        longest = max(chunk.start + chunk.num for chunk in chunks.chunks)
+        return room if longest > _SPLIT_LEN and 2 * num_tiles <= room else 0
+    return room if num_tiles <= 2 * room else 0
+
+
+def _new_parts(num_rows: int, head_dim: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Scratch memory for the sums, maxima and denominators of parts with so many rows in all."""
+    sums = torch.empty((num_rows, head_dim), dtype=torch.float32, device=device)
+    return sums, *torch.empty((2, num_rows), dtype=torch.float32, device=device).unbind()
+
+
+def check_flash(device: torch.device, head_dim: int) -> None:
+    """ConfigError unless PyTorch's FlashAttention runs on this GPU with heads of this size."""
+    reason = ""
+    if not torch.backends.cuda.is_flash_attention_available():
+        reason = "this build of PyTorch has none"
+    elif torch.cuda.get_device_capability(device) < (8, 0):
+        reason = "it needs a GPU of compute capability 8.0 or later"
+    elif head_dim % 8 or head_dim > 256:
+        reason = f"it needs heads of a multiple of 8 up to 256, and this model's have {head_dim}"
+    if reason:
+        raise ConfigError(
+            f"attention_backend=flash is PyTorch's FlashAttention, and {reason}; use attention_backend=triton"
+        )
+
+
+def attend_fresh(
+    q_TNH: torch.Tensor,
+    k_TGH: torch.Tensor,
+    v_TGH: torch.Tensor,
+    chunks: PrefillChunks,
+    *,
+    scale: float,
+    window: int | None,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Fresh chunks that lie end to end, through PyTorch's FlashAttention."""
+    assert chunks.are_fresh, "every chunk must start its sequence"
+    first = chunks.chunks[0].first
+    lens = [chunk.num for chunk in chunks.chunks]
+    ends = torch.tensor([0, *np.cumsum(lens).tolist()], dtype=torch.int32).to(q_TNH.device, non_blocking=True)
+    q, k, v = (x[first : first + sum(lens)] for x in (q_TNH, k_TGH, v_TGH))
+    out[first : first + sum(lens)] = torch.ops.aten._flash_attention_forward(
+        q, k, v, ends, ends, max(lens), max(lens), 0.0, True, False, scale=scale,
+        window_size_left=None if window is None else window - 1, window_size_right=0,
+    )[0]  # fmt: skip
+    return out

@@ -1,0 +1,59 @@
+"""Copy one block of the KV cache to another, in all layers at once.
+
+A sequence about to write into a block that others read gets a copy of its own first (copy on write). Seen
+from the cache the block is one number; seen from memory it is 2 * L pieces, one for the keys and one for the
+values of each layer, a whole plane of all other blocks apart:
+
+    plane     layer 0 keys    layer 0 values    layer 1 keys    ...
+              [..s...d..]     [..s...d..]       [..s...d..]            s ──► d in each
+
+    element   (plane * num_blocks + block) * (elements of a block) + offset
+
+The specification is one line of PyTorch. But the planes of a cache of many GiB are further apart than 31 bits
+can say, and PyTorch then cuts the copy until they suffice, down to a launch for each plane: 56 launches for a
+model of 28 layers, where the bytes, two or three MiB, take a few microseconds. The kernel is one launch with
+64-bit offsets. The elements of a block are known when it is compiled, so the compiler sees that every piece
+begins at a multiple of 16 bytes and loads that many at a time; which blocks are meant is known to no version
+of it, for a version more would be a compilation in the middle of somebody's request.
+
+Shapes:  L layers, N blocks, P tokens of a block, G kv heads, H head size; 2: keys, values.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from infer.kernels.runtime.dispatch import jit_for_any, tl, use_triton
+from infer.kernels.runtime.launch import launch
+
+PIECE_BYTES = 8192  # of one program: four loads of 16 bytes for each of its 128 threads
+
+
+def copy_block_reference(cache_L2NPGH: torch.Tensor, source: int, destination: int) -> None:
+    """The specification of `copy_block`."""
+    cache_L2NPGH[:, :, destination].copy_(cache_L2NPGH[:, :, source], non_blocking=True)
+
+
+@jit_for_any("source", "destination", "num_blocks")
+def _copy_block_kernel(cache_ptr, source, destination, num_blocks, SIZE: tl.constexpr, PIECE: tl.constexpr):
+    plane = tl.program_id(0).to(tl.int64) * num_blocks
+    offset = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    is_inside = offset < SIZE
+    values = tl.load(cache_ptr + (plane + source) * SIZE + offset, mask=is_inside)
+    tl.store(cache_ptr + (plane + destination) * SIZE + offset, values, mask=is_inside)
+
+
+def copy_block(cache_L2NPGH: torch.Tensor, source: int, destination: int) -> None:
+    """Make block `destination` equal to block `source` in every layer."""
+    if not use_triton(cache_L2NPGH):
+        copy_block_reference(cache_L2NPGH, source, destination)
+        return
+    assert cache_L2NPGH.is_contiguous(), "the cache must be contiguous"
+    num_layers, _, num_blocks, *shape = cache_L2NPGH.shape
+    assert 0 <= source < num_blocks and 0 <= destination < num_blocks, f"no block {source} or {destination}"
+    size = shape[0] * shape[1] * shape[2]
+    piece = PIECE_BYTES // cache_L2NPGH.element_size()
+    launch(
+        _copy_block_kernel, (num_layers * 2, -(-size // piece)), (cache_L2NPGH,), (),
+        (source, destination, num_blocks), SIZE=size, PIECE=piece, num_warps=4,
+    )  # fmt: skip

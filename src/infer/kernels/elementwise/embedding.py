@@ -1,0 +1,45 @@
+"""Rows of a table, by number, and times a number.
+
+    embed    x_t = table[id_t]
+    scaled   y = x * factor          for Gemma, whose embeddings are stored too small
+
+The table may be stored in fewer bits than the rows are wanted in: a 16-bit embedding under a float32
+model is converted row by row, and never exists in float32 as a whole.
+
+Shapes:  T tokens, V rows, D numbers each.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from infer.kernels.cpu import operations
+from infer.kernels.cpu.library import library
+from infer.kernels.runtime.dispatch import use_c
+
+
+def embed_reference(ids_T: torch.Tensor, table_VD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The specification, and what runs on a GPU."""
+    return F.embedding(ids_T, table_VD).to(dtype)
+
+
+def embed(ids_T: torch.Tensor, table_VD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Look rows up and return them as `dtype`, [T, D]."""
+    c = library() if table_VD.device.type == "cpu" and dtype is torch.float32 else None
+    is_plain = ids_T.dim() == 1 and ids_T.dtype is torch.int64 and table_VD.is_contiguous()
+    if c is not None and is_plain and table_VD.dtype in operations.EMBEDDING_KINDS:
+        return operations.embed(c, ids_T, table_VD)
+    return embed_reference(ids_T, table_VD, dtype)
+
+
+def scaled_reference(x_TD: torch.Tensor, factor: float) -> torch.Tensor:
+    """The specification, and what runs on a GPU."""
+    return x_TD * factor
+
+
+def scaled(x_TD: torch.Tensor, factor: float) -> torch.Tensor:
+    """Multiply every number by `factor`, a number of the dtype of `x_TD`."""
+    if x_TD.dim() == 2 and (c := use_c(x_TD)):
+        return operations.scale(c, x_TD, factor)
+    return scaled_reference(x_TD, factor)

@@ -1,0 +1,110 @@
+"""The gate of a gated MLP: SwiGLU and GeGLU.
+
+    y = act(gate) * up          [gate | up] is one row of 2F, the output of the fused projection
+
+    silu        x * sigmoid(x)                                              Llama, Mistral, Qwen
+    gelu_tanh   x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))           Gemma, GPT-2 (ungated)
+    gelu        x/2 * (1 + erf(x / sqrt(2)))
+
+Computed in float32; act(gate) is rounded to the input type before it is multiplied, as it would be
+if the two operations were written one after the other.
+
+Memory-bound: 2F elements read and F written per token, in one launch, with no act(gate) in memory.
+
+Shapes:  T tokens, F intermediate size of the MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from infer.errors import ConfigError, closest
+from infer.kernels.cpu import operations
+from infer.kernels.runtime.dispatch import jit, launch_options, tl, use_c, use_triton
+from infer.kernels.runtime.launch import launch
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+}
+
+_BLOCK_F = 1024  # columns per program: 8 per thread of 4 warps
+
+
+def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """Apply one of `ACTIVATIONS` to every element: the ungated form, for GPT-2."""
+    if activation in ACTIVATIONS and x.dim() == 2 and (c := use_c(x)):
+        return operations.activation(c, x, activation)
+    return _known(activation)(x)
+
+
+def _known(activation: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The PyTorch function of that name, or an error that lists the names."""
+    if activation not in ACTIVATIONS:
+        hint = closest(activation, ACTIVATIONS)
+        raise ConfigError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}{hint}")
+    return ACTIVATIONS[activation]
+
+
+def gated_activation_reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """The specification: what the kernel must equal, and what runs on the CPU."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return _known(activation)(gate) * up
+
+
+@jit
+def _activate(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        return x * tl.sigmoid(x)
+    elif ACTIVATION == "gelu_tanh":
+        # (1 + tanh(u)) / 2 is sigmoid(2u); 1.5957691216 is 2 sqrt(2/pi)
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))  # 1 / sqrt(2)
+
+
+@jit
+def _gated_activation_kernel(
+    gate_up_ptr,
+    y_ptr,
+    gate_up_row_stride,
+    F,
+    ACTIVATION: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)  # int64: T * 2F may pass 2^31
+    cols = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    in_row = cols < F
+    if PDL:  # see dispatch.py
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+    gate_ptrs = gate_up_ptr + row * gate_up_row_stride + cols
+    gate = tl.load(gate_ptrs, mask=in_row, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptrs + F, mask=in_row, other=0.0).to(tl.float32)
+    activated = _activate(gate, ACTIVATION).to(y_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(y_ptr + row * F + cols, (activated * up).to(y_ptr.dtype.element_ty), mask=in_row)
+
+
+def gated_activation(gate_up: torch.Tensor, *, activation: str) -> torch.Tensor:
+    """Turn [T, 2F] into [T, F]: the activated first half times the second half."""
+    if not use_triton(gate_up):
+        if (c := use_c(gate_up)) and activation in ACTIVATIONS and gate_up.dim() == 2:
+            return operations.gated_activation(c, gate_up, activation)
+        return gated_activation_reference(gate_up, activation)
+    _known(activation)
+    assert gate_up.stride(1) == 1, f"columns must be contiguous, got strides {gate_up.stride()}"
+    T, intermediate_size = gate_up.shape[0], gate_up.shape[1] // 2
+    y_TF = torch.empty((T, intermediate_size), dtype=gate_up.dtype, device=gate_up.device)
+    grid = (T, -(-intermediate_size // _BLOCK_F))
+    launch(
+        _gated_activation_kernel, grid, (gate_up, y_TF), (gate_up.stride(0), intermediate_size),
+        ACTIVATION=activation, BLOCK_F=_BLOCK_F, **launch_options(gate_up.device),
+    )  # fmt: skip
+    return y_TF

@@ -1,0 +1,181 @@
+"""Root-mean-square norm, alone and fused with the residual addition before it.
+
+    rms_norm       y = x / sqrt(mean(x^2) + eps) * (weight + offset)
+    add_rms_norm   r = x + residual;  y = rms_norm(r);  both are returned
+
+Statistics are taken in float32 whatever the input type, and the result is rounded once, at the end.
+`offset` is 1 for Gemma, which stores its weights centred on zero, and 0 for everyone else.
+The sum r is rounded to the input type *before* it is normalised: fused or not, the numbers agree.
+x may come in parts, [P, T, D] in float32, whose sum it is (linear/split.py); that sum is not rounded.
+
+Memory-bound: each element is read once and written once, so the target is the bandwidth of a copy
+(benchmarks/kernels/rms_norm.py prints the share of it we reach). A program takes a tile of whole rows:
+one row of a hidden state, or several rows where they are short, as the heads of a QK-norm are. In a decode
+step the launch counts for more than the bytes; the weights are there when the input is (PDL, `dispatch.py`).
+
+Shapes:  T tokens, N heads, D the normalised dimension (hidden size, or head size for a QK-norm), P parts.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from infer.kernels.cpu import operations
+from infer.kernels.runtime.dispatch import jit, launch_options, next_power_of_two, tl, use_c, use_triton
+from infer.kernels.runtime.launch import launch
+
+
+def rms_norm_reference(x: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
+    """The specification: what the kernel must equal, and what runs on the CPU."""
+    if offset == 0.0 and weight_D.dtype == x.dtype:
+        return F.rms_norm(x, weight_D.shape, weight_D, eps)  # float32 inside, rounded once
+    weight = weight_D.float() + offset
+    return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+
+
+def add_rms_norm_reference(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The specification of the fused form: add, then normalise the rounded sum."""
+    if x_TD.dim() == 3:
+        new_residual_TD = (x_TD.sum(0) + residual_TD.float()).to(residual_TD.dtype)
+    else:
+        new_residual_TD = x_TD + residual_TD
+    return rms_norm_reference(new_residual_TD, weight_D, eps, offset), new_residual_TD
+
+
+@jit
+def _normalise(x, weight, D, eps, offset):
+    inv_rms = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)  # lanes outside the row are 0: the sum is exact
+    return x * inv_rms[:, None] * (weight + offset)[None, :]
+
+
+@jit
+def _rms_norm_kernel(
+    x_ptr,
+    weight_ptr,
+    y_ptr,
+    x_token_stride,
+    x_head_stride,
+    num_rows,
+    N,
+    D,
+    eps,
+    offset,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # next power of two >= D: whole rows in one block
+    PDL: tl.constexpr,
+):
+    # int64: T * N * D passes 2^31 on long prefills
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    cols = tl.arange(0, BLOCK_D)
+    in_tile = (rows < num_rows)[:, None] & (cols < D)[None, :]
+    weight = tl.load(weight_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+    x_rows = rows // N * x_token_stride + rows % N * x_head_stride
+    x = tl.load(x_ptr + x_rows[:, None] + cols[None, :], mask=in_tile, other=0.0).to(tl.float32)
+    y = _normalise(x, weight, D, eps, offset)
+    tl.store(y_ptr + rows[:, None] * D + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=in_tile)
+
+
+@jit
+def _add_rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    new_residual_ptr,
+    x_row_stride,
+    residual_row_stride,
+    num_rows,
+    D,
+    eps,
+    offset,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NUM_PARTS: tl.constexpr,  # of x, each of all rows
+    PDL: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    cols = tl.arange(0, BLOCK_D)
+    in_tile = (rows < num_rows)[:, None] & (cols < D)[None, :]
+    weight = tl.load(weight_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+    at = x_ptr + rows[:, None] * x_row_stride + cols[None, :]
+    x = tl.load(at, mask=in_tile, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, NUM_PARTS):
+        x += tl.load(at + part * num_rows * x_row_stride, mask=in_tile, other=0.0)
+    residual = tl.load(
+        residual_ptr + rows[:, None] * residual_row_stride + cols[None, :], mask=in_tile, other=0.0
+    )
+    total = (x + residual.to(tl.float32)).to(new_residual_ptr.dtype.element_ty)
+    y = _normalise(total.to(tl.float32), weight, D, eps, offset)
+
+    out = rows[:, None] * D + cols[None, :]
+    tl.store(new_residual_ptr + out, total, mask=in_tile)
+    tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=in_tile)
+
+
+def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, *, eps: float, offset: float = 0.0) -> torch.Tensor:
+    """Normalise the last dimension of `x`, which is [T, D] or [T, N, D] and may be a strided view."""
+    if not use_triton(x):
+        if (c := use_c(x)) and weight_D.dtype is x.dtype and x.dim() in (2, 3):
+            return operations.rms_norm(c, x, weight_D, eps, offset)
+        return rms_norm_reference(x, weight_D, eps, offset)
+    assert x.stride(-1) == 1, f"the last dimension must be contiguous, got strides {x.stride()}"
+    T, N, D = (x.shape[0], 1, x.shape[1]) if x.dim() == 2 else x.shape
+    head_stride = 0 if x.dim() == 2 else x.stride(1)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    tile = _Tile(T * N, D)
+    launch(
+        _rms_norm_kernel, tile.grid, (x, weight_D, y),
+        (x.stride(0), head_stride, T * N, N, D, eps, offset),
+        BLOCK_ROWS=tile.num_rows, BLOCK_D=tile.num_cols, num_warps=tile.num_warps,
+        **launch_options(x.device),
+    )  # fmt: skip
+    return y
+
+
+def add_rms_norm(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, *, eps: float, offset: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add `x_TD`, or parts of it, to the residual stream; return the normalised sum and the sum itself."""
+    if not use_triton(x_TD):
+        if x_TD.dim() == 2 and (c := use_c(x_TD)) and use_c(residual_TD) and weight_D.dtype is x_TD.dtype:
+            return operations.add_rms_norm(c, x_TD, residual_TD, weight_D, eps, offset)
+        return add_rms_norm_reference(x_TD, residual_TD, weight_D, eps, offset)
+    T, D = residual_TD.shape
+    num_parts = x_TD.shape[0] if x_TD.dim() == 3 else 1
+    assert x_TD.shape[-2:] == residual_TD.shape, f"{x_TD.shape} cannot be added to {residual_TD.shape}"
+    if x_TD.dim() == 3:
+        assert x_TD.dtype == torch.float32 and x_TD.is_contiguous(), f"parts in {x_TD.dtype}, or with gaps"
+    else:
+        assert x_TD.dtype == residual_TD.dtype, f"{x_TD.dtype} cannot be added to {residual_TD.dtype}"
+    assert x_TD.stride(-1) == residual_TD.stride(1) == 1, "columns must be contiguous"
+    y_TD = torch.empty((T, D), dtype=residual_TD.dtype, device=x_TD.device)
+    new_residual_TD = torch.empty_like(y_TD)
+    tile = _Tile(T, D)
+    launch(
+        _add_rms_norm_kernel, tile.grid, (x_TD, residual_TD, weight_D, y_TD, new_residual_TD),
+        (x_TD.stride(-2), residual_TD.stride(0), T, D, eps, offset),
+        BLOCK_ROWS=tile.num_rows, BLOCK_D=tile.num_cols, NUM_PARTS=num_parts, num_warps=tile.num_warps,
+        **launch_options(x_TD.device),
+    )  # fmt: skip
+    return y_TD, new_residual_TD
+
+
+class _Tile:
+    """The rows one program takes: one long row, or as many short ones as make about 1024 elements."""
+
+    def __init__(self, total_rows: int, D: int) -> None:
+        self.num_cols = next_power_of_two(D)
+        self.num_rows = max(1, 1024 // self.num_cols)
+        self.grid = (-(-total_rows // self.num_rows),)
+        self.num_warps = min(max(self.num_rows * self.num_cols // 256, 4), 16)  # 8 elements per thread

@@ -1,0 +1,129 @@
+/* The pieces of linear/pdl.cu: instructions that C++ has no name for, the gate, the layout of numbers.
+
+   A load here is `asm volatile`, which stays where it stands. The compiler may move an ordinary one, or one through
+   the read-only path (ld.global.nc), to where its result is needed: below the wait, and all that the kernel is for
+   would be lost. What reads the work of the kernel before also names memory as changed, so that it stays below. */
+
+// ---- instructions -------------------------------------------------------------------------------
+
+struct Piece {
+    u32 r[4];  // 8 elements, in pairs
+};
+
+struct Yes {
+    static constexpr bool value = true;
+};
+struct No {
+    static constexpr bool value = false;
+};
+
+#ifndef EMULATED  // a CPU that runs this file for a test has functions of its own for these
+
+// Weights: nobody else reads them, and they do not change; no reason to keep them in the first-level cache.
+template <bool IS_ALWAYS>
+__device__ __forceinline__ void load_weights(Piece& piece, const char* at, bool is_wanted) {
+    if constexpr (IS_ALWAYS) {
+        asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(piece.r[0]), "=r"(piece.r[1]), "=r"(piece.r[2]), "=r"(piece.r[3]) : "l"(at));
+    } else {
+        asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; "
+                     "@p ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+                     : "+r"(piece.r[0]), "+r"(piece.r[1]), "+r"(piece.r[2]), "+r"(piece.r[3])
+                     : "l"(at), "r"((u32)is_wanted));
+    }
+}
+
+// Activations: what the kernel before wrote, so never before the wait.
+template <bool IS_ALWAYS>
+__device__ __forceinline__ void load_activations(Piece& piece, const char* at, bool is_wanted) {
+    if constexpr (IS_ALWAYS) {
+        asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(piece.r[0]), "=r"(piece.r[1]), "=r"(piece.r[2]), "=r"(piece.r[3]) : "l"(at) : "memory");
+    } else {
+        asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+                     : "+r"(piece.r[0]), "+r"(piece.r[1]), "+r"(piece.r[2]), "+r"(piece.r[3])
+                     : "l"(at), "r"((u32)is_wanted) : "memory");
+    }
+}
+
+__device__ __forceinline__ u32 load_pair(const char* at) {
+    u32 pair;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(pair) : "l"(at) : "memory");
+    return pair;
+}
+
+__device__ __forceinline__ double load_double(const double* at) {
+    double value;
+    asm volatile("ld.global.f64 %0, [%1];" : "=d"(value) : "l"(at) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void multiply(float* sums, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+#if IS_BFLOAT16
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+#else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+#endif
+        "{%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+__device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// What was read of other blocks has come by then: it was used for what is stored, and no store moves below this.
+__device__ __forceinline__ void arrive_in_cluster() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ u32 pack(float2 value) {
+    u32 pair;
+#if IS_BFLOAT16
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(value.y), "f"(value.x));  // the upper half comes first
+#else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(value.y), "f"(value.x));
+#endif
+    return pair;
+}
+
+__device__ __forceinline__ float2 unpack(u32 pair) {
+    float2 value;
+#if IS_BFLOAT16
+    value.x = __uint_as_float(pair << 16);  // a bfloat16 is the upper half of a float32
+    value.y = __uint_as_float(pair & 0xffff0000u);
+#else
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }"
+        : "=f"(value.x), "=f"(value.y) : "r"(pair));
+#endif
+    return value;
+}
+
+#endif
+
+// ---- the gate -----------------------------------------------------------------------------------
+
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+
+__device__ __forceinline__ float activate(float x) {
+    if (ACTIVATION == 1) return x * sigmoid(x);
+    // (1 + tanh(u)) / 2 is sigmoid(2u); 1.5957691216 is 2 sqrt(2/pi)
+    if (ACTIVATION == 2) return x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));
+    return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
+}
+
+// An addition of doubles takes long: in pairs, few of them follow each other.
+template <int COUNT, typename F>
+__device__ __forceinline__ double sum_in_pairs(F element) {
+    double values[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) values[i] = element(i);
+#pragma unroll
+    for (int distance = 1; distance < COUNT; distance *= 2)
+#pragma unroll
+        for (int i = 0; i + distance < COUNT; i += 2 * distance) values[i] += values[i + distance];
+    return values[0];
+}

@@ -1,0 +1,333 @@
+/* A linear layer of few tokens that holds its weights before the kernel ahead of it has finished.
+
+       y[m, n] = sum over k of x[m, k] * w[n, k]
+
+   Decoding runs a chain of small matrices, each of which waits for the one before. What it waits for is x, a
+   few kilobytes; its weights, a hundred times as many bytes, have been in memory all along. So every warp asks
+   for its share of W first, into registers, and waits afterwards (*programmatic dependent launch*: a kernel
+   may start when all blocks of the one before have started, and learns at `griddepcontrol.wait` that it ended):
+
+       kernel n       ..load W........| wait | x, mma, sums, store |
+       kernel n + 1              ....load W..................| wait | x, mma, sums, store |
+
+   A load is under way as soon as it is issued; only who uses its register waits for it. So a warp issues all the
+   loads that its registers can take, DEPTH chunks of its share, and goes on to the wait. After that the registers
+   are a ring: a chunk is multiplied, its registers ask for the chunk DEPTH turns later. For matrices much larger
+   than all registers this is a pipeline like any other, and nothing is won by it.
+
+   Who does what. A *block* of WARPS warps owns ROWS = 16 * RT rows of W, of a gated layer the same rows of the
+   gate and of `up`. Its warps take the columns in *chunks* of 64 in turn, warp v in its turn i the chunk
+   i * WARPS + v: no two read the same weights, and none waits for another until the sums meet, once, at the end.
+
+   The matrix instruction multiplies 16 rows of W (left) with 8 tokens (right) over 16 columns. It wants from
+   each lane, with g = lane / 4 and t = lane % 4, the columns 2t, 2t+1, 2t+8, 2t+9 of the rows g, g + 8 and of the
+   token g: pieces of 4 bytes. But a dot product does not care in which order k is counted, if both sides count
+   alike. So a lane loads 16 bytes in a row and calls the first half of them columns of instruction 0 and the
+   second half columns of instruction 1:
+
+       lane t of a row           8t   8t+1   8t+2   8t+3   8t+4   8t+5   8t+6   8t+7       of 32 columns
+       instruction, its column   0:2t 0:2t+1 0:2t+8 0:2t+9 1:2t   1:2t+1 1:2t+8 1:2t+9
+
+   and neither operand passes through shared memory.
+
+   The sums. Each warp leaves a partial tile [token, row] in shared memory; after one barrier each thread adds
+   up two neighbouring rows of a token, in the order of the warps. The same input gives the same bits.
+
+   What follows the product is chosen by defines, and rounds where `skinny_kernel` of linear/triton_kernels.py does:
+
+       BIAS         a bias per output
+       ACTIVATION   0 none, 1 silu, 2 gelu_tanh, 3 gelu: W stacks N rows of the gate on N rows of `up`
+       ADDS         r = y + residual is stored, and r * gain, and per block and token the sum of r^2
+       PARTS        x is such an r * gain: the result is divided by the root mean square of r
+
+   Compiled once for each matrix, with those and
+       IS_BFLOAT16            or float16
+       N, K                   outputs (of the gate half when gated, a multiple of 8), inputs (of 64)
+       MT                     tiles of 8 tokens; the number of tokens M is an argument, at most 8 * MT
+       RT, WARPS              as above
+       DEPTH                  chunks that a warp holds in registers before it waits
+   The header beside this file is the only one: NVRTC has no others, and compiles in a second without them. */
+
+typedef unsigned int u32;
+
+constexpr bool GATED = ACTIVATION != 0;
+constexpr int TILES = GATED ? 2 * RT : RT;  // of 16 rows of W, for each block
+constexpr int ROWS = 16 * RT;               // outputs of a block
+constexpr int TOKENS = 8 * MT;
+constexpr int THREADS = 32 * WARPS;
+
+constexpr int CHUNK = 64;
+constexpr int CHUNKS = K / CHUNK;
+constexpr int TURNS = (CHUNKS + WARPS - 1) / WARPS;
+constexpr bool IS_RAGGED = CHUNKS % WARPS != 0;      // in the last turn some warps have none
+constexpr bool IS_CUT = N % ROWS != 0;               // the last tile has rows past the end
+constexpr int HELD = DEPTH < TURNS ? DEPTH : TURNS;  // chunks of W in registers
+constexpr int WANTED_X = MT == 1 ? 4 : MT < 8 ? 2 : 1;
+constexpr int HELD_X = WANTED_X < TURNS ? WANTED_X : TURNS;  // chunks of x
+
+// The turns of a loop that is unrolled until both rings are where they began: then a slot is a fixed register.
+constexpr int ROUND = HELD % HELD_X == 0 ? HELD : HELD_X % HELD == 0 ? HELD_X : HELD * HELD_X;
+
+// Sums of a tile that are kept apart: an instruction waits for the one before that adds to the same registers.
+constexpr int CHAINS = TILES * MT == 1 ? 4 : TILES * MT < 4 ? 2 : 1;
+
+constexpr int PAIRS = ROWS / 2;  // a thread finishes two rows of one token
+constexpr int UNITS = TOKENS * PAIRS;
+constexpr int UNITS_PER_THREAD = (UNITS + THREADS - 1) / THREADS;
+constexpr int PITCH = TILES * 16 + 4;     // 4: lanes of a fragment meet 32 different banks
+constexpr int SQUARES = MT == 1 ? 8 : 4;  // loads of sums of squares under way during the product
+constexpr int TOKENS_OF_WARP = TOKENS < 32 ? TOKENS : 32;
+constexpr int SUM_SLOTS = THREADS / TOKENS > WARPS ? WARPS : THREADS / TOKENS;
+
+// How many blocks a multiprocessor should hold: the registers that the arrays below need, and some.
+constexpr int OF_SUMS = 4 * TILES * MT * CHAINS, OF_SQUARES = PARTS ? 2 * SQUARES : 0;
+constexpr int REGISTERS = 16 * TILES * HELD + OF_SUMS + 8 * MT * HELD_X + OF_SQUARES + 40;
+constexpr int ROUNDED = (REGISTERS + 7) / 8 * 8;
+constexpr int BLOCKS = 65536 / (THREADS * (ROUNDED > 255 ? 255 : ROUNDED));
+constexpr int MIN_BLOCKS = BLOCKS < 1 ? 1 : BLOCKS * THREADS > 2048 ? 2048 / THREADS : BLOCKS;
+
+static_assert(K % CHUNK == 0 && N % 8 == 0, "whole chunks of columns, and rows in eights");
+static_assert(!ADDS || (PAIRS & (PAIRS - 1)) == 0 && PAIRS <= 32, "the squares of a token are added within a warp");
+static_assert(!PARTS || THREADS >= TOKENS, "a thread adds up squares of one token");
+
+#include "linear.cuh"
+
+// ---- the kernel ---------------------------------------------------------------------------------
+
+struct Shared {
+    alignas(16) float partial[WARPS][TOKENS][PITCH];
+    double square_sums[SUM_SLOTS][TOKENS];
+};
+#ifndef EMULATED
+__shared__ Shared shared;
+#endif
+
+// grid: a block for each tile of ROWS rows.
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_ahead(
+    const char* __restrict__ x,         // [M, K]; its rows lie `x_stride` bytes apart
+    const char* __restrict__ w,         // [N, K]; [2N, K] when gated
+    const char* __restrict__ bias,      // [N]
+    char* __restrict__ y,               // [M, N]; with ADDS, r * gain
+    const char* __restrict__ residual,  // [M, N]; its rows lie `residual_stride` bytes apart
+    const char* __restrict__ gain,      // [N]
+    char* __restrict__ sum,             // [M, N]: r
+    double* __restrict__ squares,       // [parts, M]: written with ADDS, read with PARTS
+    long long x_stride, long long residual_stride, int M, int num_parts, float eps, float offset) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int g = lane / 4, t = lane % 4;
+
+    let_next_kernel_start();
+
+    // -- weights, before the wait
+
+    const int first_row = blockIdx.x * ROWS;
+    const long long column = warp * CHUNK + t * 8;
+    const char* const w_lane = w + ((IS_CUT ? 0 : first_row + g) * (long long)K + column) * 2;
+    auto offset_of = [&](int i, int half_of_rows) -> long long {  // of lane g's row in the i-th tile, in bytes
+        const int row = i % RT * 16 + half_of_rows * 8, up = i < RT ? 0 : N;
+        return (IS_CUT ? min(first_row + row + g, N - 1) + up : row + up) * (long long)(K * 2);
+    };
+    Piece held[HELD][TILES][4];  // [..][half of the tile's rows, then of the chunk]
+    auto load_chunk = [&](auto always, Piece(&slot)[TILES][4], int turn, bool is_turn) {
+        // Past the end of K both operands are zero: whatever a register held could be infinite.
+        const bool is_wanted = is_turn && (!IS_RAGGED || turn * WARPS + warp < CHUNKS);
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                if (IS_RAGGED) slot[i][j] = Piece{{0, 0, 0, 0}};
+                load_weights<always.value && !IS_RAGGED>(
+                    slot[i][j], w_lane + offset_of(i, j / 2) + turn * (WARPS * CHUNK * 2) + j % 2 * 64, is_wanted);
+            }
+        }
+    };
+#pragma unroll
+    for (int s = 0; s < HELD; ++s) load_chunk(Yes{}, held[s], s, true);
+
+    // What this thread will finish, and what of it is older than the kernel before.
+    int token_of[UNITS_PER_THREAD], out_row[UNITS_PER_THREAD];
+    bool is_mine[UNITS_PER_THREAD];
+    float2 gains[UNITS_PER_THREAD], biases[UNITS_PER_THREAD];
+#pragma unroll
+    for (int j = 0; j < UNITS_PER_THREAD; ++j) {
+        const int unit = j * THREADS + threadIdx.x;
+        token_of[j] = unit / PAIRS;
+        out_row[j] = first_row + unit % PAIRS * 2;
+        is_mine[j] = token_of[j] < min(M, TOKENS) && (!IS_CUT || out_row[j] < N);
+        gains[j] = biases[j] = float2{0.0f, 0.0f};
+        if (ADDS && is_mine[j]) gains[j] = unpack(load_pair(gain + out_row[j] * 2));
+        if (BIAS && is_mine[j]) biases[j] = unpack(load_pair(bias + out_row[j] * 2));
+    }
+
+    wait_for_kernel_before();
+
+    // -- activations
+
+    const char* x_lane[MT];
+#pragma unroll
+    for (int m = 0; m < MT; ++m) x_lane[m] = x + min(m * 8 + g, M - 1) * x_stride + column * 2;
+    Piece tokens[HELD_X][MT][2];
+    auto load_tokens = [&](auto always, Piece(&slot)[MT][2], int turn, bool is_turn) {
+        const bool is_wanted = is_turn && (!IS_RAGGED || turn * WARPS + warp < CHUNKS);
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                if (IS_RAGGED) slot[m][half] = Piece{{0, 0, 0, 0}};
+                load_activations<always.value && !IS_RAGGED>(
+                    slot[m][half], x_lane[m] + turn * (WARPS * CHUNK * 2) + half * 64, is_wanted);
+            }
+        }
+    };
+#pragma unroll
+    for (int s = 0; s < HELD_X; ++s) load_tokens(Yes{}, tokens[s], s, true);
+
+    // What the end needs is asked for now, and on its way during the product.
+    u32 residuals[UNITS_PER_THREAD];
+#pragma unroll
+    for (int j = 0; j < UNITS_PER_THREAD; ++j) {
+        residuals[j] = 0;
+        if (ADDS && is_mine[j])
+            residuals[j] = load_pair(residual + token_of[j] * residual_stride + out_row[j] * 2);
+    }
+    double squares_held[SQUARES];
+    const int square_token = threadIdx.x % TOKENS;
+    const int first_part = square_token < M ? threadIdx.x / TOKENS : num_parts;
+    if (PARTS) {
+#pragma unroll
+        for (int j = 0; j < SQUARES; ++j) {
+            const int part = first_part + j * (THREADS / TOKENS);
+            squares_held[j] = 0.0;
+            if (part < num_parts) squares_held[j] = load_double(squares + part * M + square_token);
+        }
+    }
+
+    // -- the product
+
+    float sums[CHAINS][TILES][MT][4];
+#pragma unroll
+    for (int chain = 0; chain < CHAINS; ++chain)
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+            for (int m = 0; m < MT; ++m)
+#pragma unroll
+                for (int c = 0; c < 4; ++c) sums[chain][i][m][c] = 0.0f;
+
+    auto take_turn = [&](int turn, Piece(&weights)[TILES][4], Piece(&inputs)[MT][2]) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int j = 0; j < 4; j += 2) {
+#pragma unroll
+                for (int i = 0; i < TILES; ++i) {
+                    const u32 *low = weights[i][half].r + j, *high = weights[i][2 + half].r + j;
+#pragma unroll
+                    for (int m = 0; m < MT; ++m) {
+                        const u32* right = inputs[m][half].r + j;
+                        float* into = sums[(half * 2 + j / 2) % CHAINS][i][m];
+                        multiply(into, low[0], high[0], low[1], high[1], right[0], right[1]);
+                    }
+                }
+            }
+        }
+        if (TURNS > HELD_X) load_tokens(No{}, inputs, turn + HELD_X, turn + HELD_X < TURNS);
+        if (TURNS > HELD) load_chunk(No{}, weights, turn + HELD, turn + HELD < TURNS);
+    };
+    if (TURNS <= ROUND) {
+#pragma unroll
+        for (int s = 0; s < TURNS; ++s) take_turn(s, held[s % HELD], tokens[s % HELD_X]);
+    } else {
+#pragma unroll 1
+        for (int first = 0; first < TURNS; first += ROUND) {
+#pragma unroll
+            for (int s = 0; s < ROUND; ++s)
+                if (TURNS % ROUND == 0 || first + s < TURNS) take_turn(first + s, held[s % HELD], tokens[s % HELD_X]);
+        }
+    }
+
+    // -- the sums of the block's warps
+
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                float total = sums[0][i][m][c];
+#pragma unroll
+                for (int chain = 1; chain < CHAINS; ++chain) total += sums[chain][i][m][c];
+                shared.partial[warp][m * 8 + 2 * t + c % 2][i * 16 + g + c / 2 * 8] = total;
+            }
+        }
+    }
+    if (PARTS) {
+        double total = sum_in_pairs<SQUARES>([&](int j) { return squares_held[j]; });
+#pragma unroll 1
+        for (int part = first_part + SQUARES * (THREADS / TOKENS); part < num_parts; part += THREADS / TOKENS)
+            total += load_double(squares + part * M + square_token);
+#pragma unroll
+        for (int distance = 16; distance >= TOKENS_OF_WARP; distance /= 2)
+            total += __shfl_xor_sync(0xffffffffu, total, distance);
+        if (lane < TOKENS_OF_WARP) shared.square_sums[threadIdx.x / (TOKENS > 32 ? TOKENS : 32)][square_token] = total;
+    }
+    __syncthreads();
+
+    auto sum_of_warps = [&](int token, int row) {  // from ROWS on, of `up`
+        float2 total = *(const float2*)&shared.partial[0][token][row];
+#pragma unroll
+        for (int v = 1; v < WARPS; ++v) {
+            const float2 other = *(const float2*)&shared.partial[v][token][row];
+            total.x += other.x;
+            total.y += other.y;
+        }
+        return total;
+    };
+
+    // -- what follows the product
+
+#pragma unroll
+    for (int j = 0; j < UNITS_PER_THREAD; ++j) {
+        const int token = token_of[j], row = (j * THREADS + threadIdx.x) % PAIRS * 2;
+        const long long place = ((long long)token * N + out_row[j]) * 2;
+        float2 total = {0.0f, 0.0f};
+        if (is_mine[j]) {
+            total = sum_of_warps(token, row);
+            if (PARTS) {
+                const double square = sum_in_pairs<SUM_SLOTS>([&](int i) { return shared.square_sums[i][token]; });
+                const float inverse = rsqrtf((float)square / (float)K + eps);
+                total.x *= inverse;
+                total.y *= inverse;
+                if (GATED) {
+                    const float2 up = sum_of_warps(token, ROWS + row);
+                    total.x = activate(total.x + biases[j].x) * (up.x * inverse);
+                    total.y = activate(total.y + biases[j].y) * (up.y * inverse);
+                }
+            } else if (GATED) {
+                const float2 up = sum_of_warps(token, ROWS + row);
+                total.x = activate(total.x + biases[j].x) * up.x;
+                total.y = activate(total.y + biases[j].y) * up.y;
+            }
+            if (BIAS && !GATED) {
+                total.x += biases[j].x;
+                total.y += biases[j].y;
+            }
+        }
+        if (!ADDS) {
+            if (is_mine[j]) *(u32*)(y + place) = pack(total);
+        } else {
+            const float2 old = unpack(residuals[j]);
+            const u32 added = pack(float2{total.x + old.x, total.y + old.y});
+            const float2 r = unpack(added);
+            if (is_mine[j]) {
+                *(u32*)(sum + place) = added;
+                *(u32*)(y + place) = pack(float2{r.x * (gains[j].x + offset), r.y * (gains[j].y + offset)});
+            }
+            double square = is_mine[j] ? (double)(r.x * r.x) + (double)(r.y * r.y) : 0.0;
+#pragma unroll
+            for (int distance = PAIRS / 2; distance > 0; distance /= 2)
+                square += __shfl_xor_sync(0xffffffffu, square, distance);
+            if (row == 0 && token < min(M, TOKENS)) squares[(long long)blockIdx.x * M + token] = square;
+        }
+    }
+}

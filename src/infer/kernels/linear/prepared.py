@@ -1,0 +1,189 @@
+"""Linears in CUDA C++: the variants of a kernel that a model's matrices can ask for, compiled before they do.
+
+These kernels load weights before the kernel ahead of them has finished. One of Triton's between two of them
+hides nothing and is slower than either kind alone. So a model's matrices are prepared whole or not at all:
+`prepare` compiles all that its layers can ask for, side by side, before the first step; `config_for` knows
+those alone. Where one cannot be had, or no compiler, all of them stay Triton's.
+
+Shapes:  M tokens, N outputs, F outputs of a gated layer (W has 2F rows), K inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+
+from infer.kernels.linear.residual import Around
+from infer.kernels.runtime import cuda_build as build
+from infer.kernels.runtime import dispatch
+
+logger = logging.getLogger(__name__)
+
+ACTIVATIONS = {"": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}  # as linear/linear.cuh counts them
+
+Defines = tuple[tuple[str, int], ...]
+Shape = tuple[int, int, int, int, bool]  # device, bucket of tokens, N, K, gated
+Config = TypeVar("Config")
+
+NUM_SMS = 132  # multiprocessors of an H100 or H200, which the cuts of matrices are made for
+
+_MAX_COMPILERS = 16
+_LONG_SECONDS = 1.0  # to compile; what was kept on disk takes less
+
+
+class Matrix(NamedTuple):
+    """A matrix of a model, and what may be asked of it besides the plain product."""
+
+    N: int
+    K: int
+    activation: str = ""  # of a gated one; N counts the gate's rows
+    bias: bool = False
+    reads: bool = False  # the residual stream: `launch_added`
+    writes: bool = False  # into it: `launch_into`
+
+
+@dataclass(slots=True)
+class PreparedLinears(Generic[Config]):
+    """A kernel of linears: for how many tokens, how it cuts a matrix, what has been compiled of it."""
+
+    source: Path
+    arch: str
+    tokens: range
+    bucket: Callable[[int], int]  # numbers of tokens in the same one share a kernel
+    choose: Callable[[int, Matrix], Config | None]  # the cut of a matrix for so many tokens
+    defines: Callable[[Config, Matrix, int, bool, bool], Defines]  # of a bucket, adding, reading parts
+    load: Callable[[Defines, int, bool], build.PreparedLaunch]  # for a device, starting early
+    enabled: bool = True  # for tests and benchmarks that want Triton's kernels of a model that was prepared
+    ready: dict[Shape, Config] = field(default_factory=dict)
+
+    def config_for(
+        self, x_MX: torch.Tensor, w: torch.Tensor, N: int, K: int, *, gated: bool
+    ) -> Config | None:
+        """How a matrix that was prepared is cut; None: this product is not for this kernel."""
+        M = x_MX.shape[0]
+        if M not in self.tokens or not (self.ready and self.enabled):
+            return None
+        config = self.ready.get((x_MX.get_device(), self.bucket(M), N, K, gated))
+        return config if config and are_pieces(x_MX, w) else None
+
+    def compile(self, matrices: Sequence[Matrix], device: torch.device) -> None:
+        """Compile what `prepare` would, and load nothing: for a thread beside who measures a GPU's memory."""
+        if cuts := self._cut(matrices, device):
+            with contextlib.suppress(build.BuildError):  # `prepare` will say so
+                _compile(self.source, self.arch, cuts[1])
+
+    def prepare(self, matrices: Sequence[Matrix], device: torch.device) -> bool:
+        """Compile and load all that these matrices can ask for; False, and why in the log: none is ready."""
+        cuts = self._cut(matrices, device)
+        if cuts is None:
+            return False
+        chosen, variants = cuts
+        start = time.perf_counter()
+        try:
+            _compile(self.source, self.arch, variants)
+            for defines in variants:
+                self.load(defines, build.index_of(device), dispatch.PDL)
+        except build.BuildError as error:
+            first, last = self.tokens[0], self.tokens[-1]
+            logger.info(
+                "Triton computes linears of %d to %d tokens: %s is to be compiled and %s",
+                first, last, self.source.name, error,
+            )  # fmt: skip
+            return False
+        if (seconds := time.perf_counter() - start) > _LONG_SECONDS:
+            logger.info("%d variants of %s took %.1f s", len(variants), self.source.name, seconds)
+        self.ready.update(chosen)
+        return True
+
+    def _cut(
+        self, matrices: Sequence[Matrix], device: torch.device
+    ) -> tuple[dict[Shape, Config], list[Defines]] | None:
+        """How these matrices are cut and the variants it takes, each once; None: they are not for this."""
+        if not matrices or not is_for(device):
+            return None
+        index = build.index_of(device)
+        chosen: dict[Shape, Config] = {}
+        variants: dict[Defines, None] = {}
+        for bucket in dict.fromkeys(self.bucket(M) for M in self.tokens):
+            num_tokens = max(M for M in self.tokens if self.bucket(M) == bucket)
+            for matrix in matrices:
+                config = self.choose(num_tokens, matrix)
+                if config is None:
+                    logger.debug("%s is not for a matrix of %d by %d", self.source.name, matrix.N, matrix.K)
+                    return None
+                chosen[index, bucket, matrix.N, matrix.K, bool(matrix.activation)] = config
+                variants |= dict.fromkeys(self._variants_of(matrix, config, bucket))
+        return chosen, list(variants)
+
+    def _variants_of(self, matrix: Matrix, config: Config, bucket: int) -> Iterator[Defines]:
+        for adds, parts in ((False, False), (False, True), (True, False)):
+            if (matrix.reads or not parts) and (matrix.writes or not adds):
+                yield self.defines(config, matrix, bucket, adds, parts)
+
+
+def are_pieces(x_MX: torch.Tensor, w: torch.Tensor) -> bool:
+    """Whether every row is one of bfloat16, without gaps, at an address of 16 bytes."""
+    return (
+        x_MX.dtype is torch.bfloat16
+        and w.is_contiguous()
+        and x_MX.stride(1) == 1
+        and not (x_MX.stride(0) % 8 or x_MX.data_ptr() % 16 or w.data_ptr() % 16)
+    )
+
+
+class OuterArguments(NamedTuple):
+    """What a kernel takes besides its operands and sizes."""
+
+    addresses: tuple[int, ...]  # of bias, y, residual, gain, sum and squares
+    residual_bytes: int  # from one row to the next
+    num_parts: int
+    offset: float
+
+
+def outer_arguments(
+    x_MK: torch.Tensor, w: torch.Tensor, y_MN: torch.Tensor, around: Around
+) -> OuterArguments:
+    """Of a product whose tensors the kernels can read; what it has not is never read."""
+    assert w.shape[1] == x_MK.shape[1] and w.is_contiguous(), f"{w.shape} with strides {w.stride()}"
+    assert x_MK.dtype == w.dtype and x_MK.stride(1) == 1, (x_MK.dtype, w.dtype, x_MK.stride())
+    is_aligned = not (x_MK.stride(0) % 8 or x_MK.data_ptr() % 16 or w.data_ptr() % 16)
+    assert is_aligned, f"pieces of 16 bytes: {x_MK.stride()}"
+    bias_N, _, into, added, _ = around
+    residual, gain, total, offset = x_MK, w, y_MN, 0.0
+    squares = y_MN if added is None else added.squares_PM
+    if into is not None:
+        (residual, gain, offset), (total, _, squares) = into
+        assert residual.stride(0) % 2 == 0 and gain.dtype == x_MK.dtype, (residual.stride(), gain.dtype)
+    tensors = (y_MN, residual, gain, total, squares)
+    addresses = (0 if bias_N is None else bias_N.data_ptr(), *(tensor.data_ptr() for tensor in tensors))
+    num_parts = 0 if added is None else len(squares)
+    return OuterArguments(addresses, residual.stride(0) * 2, num_parts, offset)
+
+
+def is_for(device: torch.device) -> bool:
+    """Hopper, whole: clusters, the launch ahead of time, the copy engine, and what the cuts are made for."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    is_hopper = torch.cuda.get_device_capability(device) == (9, 0)
+    return is_hopper and dispatch.num_sms(device) >= NUM_SMS
+
+
+def _compile(source: Path, arch: str, variants: Sequence[Defines]) -> None:
+    with ThreadPoolExecutor(min(_MAX_COMPILERS, os.cpu_count() or 1)) as pool:
+        list(pool.map(functools.partial(cubin, source, arch), variants))
+
+
+@functools.cache
+def cubin(source: Path, arch: str, defines: Defines) -> bytes:
+    """What the compiler makes of a file with these constants."""
+    return build.make_cubin(source, arch, dict(defines))

@@ -1,0 +1,382 @@
+"""Linear layers of few tokens: what decoding spends its time in.
+
+    linear              y = x WT + bias
+    gated_linear        y = act(x WgT) * (x WuT)                 W stacks the gate's rows on up's rows
+    norm_linear         r = x + residual;  y = linear(rms_norm(r));  both are returned
+    norm_gated_linear   r = x + residual;  y = gated_linear(rms_norm(r));  both are returned
+    split_linear        y in parts, for the norm that reads it                      linear/split.py
+    linear_into         r = linear(x) + residual, prepared for the norm that reads it: an `Added`
+    added_linear, added_gated_linear        the linears of what was so prepared, once it is normalised
+
+A step that decodes M sequences reads every weight once to use it M times. For small M the time of a
+layer is the time to read its weights, and the target is the bandwidth of a read; a general matrix
+product is built for large M and reaches a third of it on small models.
+
+    M <= 8      of small models on Hopper: tensor cores, the
+                weights asked for before the wait                  pdl.py
+    M <= 64     of all others, and M <= 128 for gates and what
+                writes into the stream: through shared memory      wgmma.py
+    M = 1       dot products, the norm folded in                   linear_kernels.gemv_kernel
+    M <= 4      the same without the norm where that is faster, or
+    M <= 128    tensor cores, W on the left, K split in order      linear_kernels.skinny_kernel
+    above       the library (F.linear), then `gated_activation`
+
+The first two are for matrices that were prepared for them (layers/prepare.py), all of a model's or none.
+Which of the others a number of tokens gets is looked up for each shape of W (triton_configs.py). With two
+tokens already, every program's own norm costs more than one launch for all of them. It is cheapest where the
+sum is made: a matrix that writes into the residual stream (`linear_into`) adds and multiplies with the norm's
+gain before it stores, and the matrix that reads the stream next applies what is left, one number per token.
+Both must run on the tensor cores for that (`can_add`); a layer then takes two launches less:
+
+    o ─► norm ─► gate_up ─► down ─► norm ─► qkv         o ─► gate_up ─► down ─► qkv
+
+Fused or not, sums are taken in float32. The fused forms round less often: gate, up and their product stay in
+float32 until y, and the norm's scale is applied to the finished sum. r alone is rounded to the type
+of x before it is used, because the next layer adds to what is stored. Before its division r * gain may be too
+large for float16, whose largest number is 65,504: in that type the norm stays a launch of its own.
+
+For one tile a row's bits do not depend on M; between buckets of M, kernels, and above, they may. The first
+kernel has one bucket: with 1 to 8 tokens a row has the same bits.
+
+`linear` may be captured into a CUDA graph once it has been called with the same shapes outside of one.
+Calls on one device are expected to follow each other on one stream: programs that split K among them
+meet at counters that belong to the device (a ring of them, so that neighbouring calls do not share).
+
+Shapes:  M tokens, N outputs, F outputs of a gated layer (W has 2F rows), K inputs, P tiles of N.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import count
+
+import torch
+import torch.nn.functional as F
+
+from infer.kernels.elementwise.gated_activation import _known, gated_activation
+from infer.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
+from infer.kernels.linear import pdl as linear_ahead
+from infer.kernels.linear import wgmma as linear_wgmma
+from infer.kernels.linear.pdl import AHEAD
+from infer.kernels.linear.pdl_configs import AheadConfig
+from infer.kernels.linear.residual import Added, Around, Stream
+from infer.kernels.linear.split import multiply_in_parts, num_parts
+from infer.kernels.linear.triton_configs import (
+    GEMV_MAX_M,
+    MAX_SMALL_M,
+    GemvConfig,
+    SkinnyConfig,
+    bucket,
+    gemv_config,
+    skinny_config,
+)
+from infer.kernels.linear.triton_kernels import gemv_kernel, skinny_kernel
+from infer.kernels.linear.wgmma import WGMMA, WGMMA_MORE
+from infer.kernels.linear.wgmma_configs import WgmmaConfig
+from infer.kernels.runtime.dispatch import INTERPRETED, launch_options, num_sms, use_triton
+
+FOLD_NORM_MAX_M = 1
+MAX_SQUARES = 4096  # parts times tokens: more would not fit the registers of the program that reads them
+
+_MAX_TILES = 1024  # of a layer whose K is split: with more tiles than this there is no need to
+_NUM_COUNTER_SLOTS = 64
+_next_call = count()
+
+TilePlan = SkinnyConfig | AheadConfig | WgmmaConfig  # through the tensor cores
+Plan = GemvConfig | TilePlan
+
+
+def linear_reference(x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
+    """The specification: what the kernels must equal, and what runs on the CPU and for many tokens.
+
+    Of the other forms it is the part between those of `rms_norm.py` and `gated_activation.py`.
+    """
+    return F.linear(x_MK, w_NK, bias_N)
+
+
+def linear(x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
+    """The product of every row of `x_MK` with every row of `w_NK`."""
+    plan = _plan(x_MK, w_NK, gated=False)
+    if plan is None:
+        return linear_reference(x_MK, w_NK, bias_N)
+    return launch(plan, x_MK, w_NK, bias_N=bias_N)
+
+
+def gated_linear(x_MK: torch.Tensor, w_2FK: torch.Tensor, activation: str) -> torch.Tensor:
+    """The first half of a gated MLP, where `w_2FK` has the rows of the gate and then those of `up`."""
+    _known(activation)
+    plan = _plan(x_MK, w_2FK, gated=True)
+    if plan is None:
+        return gated_activation(linear_reference(x_MK, w_2FK, None), activation=activation)
+    return launch(plan, x_MK, w_2FK, activation=activation)
+
+
+def norm_linear(
+    x_MK: torch.Tensor,
+    residual_MK: torch.Tensor | None,
+    norm_weight_K: torch.Tensor,
+    eps: float,
+    offset: float,
+    w_NK: torch.Tensor,
+    bias_N: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`linear` of the normalised sum of `x_MK` and the residual stream; and the sum, or `x_MK` itself."""
+    plan = _plan_with_norm(x_MK, w_NK, gated=False)
+    if plan is None:
+        normed_MK, new_residual_MK = _norm(x_MK, residual_MK, norm_weight_K, eps, offset)
+        return linear(normed_MK, w_NK, bias_N), new_residual_MK
+    norm = _Norm(x_MK, residual_MK, norm_weight_K, eps, offset)
+    return launch(plan, x_MK, w_NK, bias_N=bias_N, norm=norm), norm.new_residual
+
+
+def norm_gated_linear(
+    x_MK: torch.Tensor,
+    residual_MK: torch.Tensor | None,
+    norm_weight_K: torch.Tensor,
+    eps: float,
+    offset: float,
+    w_2FK: torch.Tensor,
+    activation: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gated_linear` of the normalised sum of `x_MK` and the residual stream; and the sum."""
+    _known(activation)
+    plan = _plan_with_norm(x_MK, w_2FK, gated=True)
+    if plan is None:
+        normed_MK, new_residual_MK = _norm(x_MK, residual_MK, norm_weight_K, eps, offset)
+        return gated_linear(normed_MK, w_2FK, activation), new_residual_MK
+    norm = _Norm(x_MK, residual_MK, norm_weight_K, eps, offset)
+    return launch(plan, x_MK, w_2FK, activation=activation, norm=norm), norm.new_residual
+
+
+def can_add(x_MK: torch.Tensor, w_NK: torch.Tensor, reader_w: torch.Tensor, *, gated: bool) -> bool:
+    """Whether `linear_into` can add the outputs of `w_NK` to the stream that `reader_w` reads next."""
+    if x_MK.dim() != 2 or x_MK.shape[0] > MAX_SMALL_M or x_MK.dtype == torch.float16:
+        return False
+    writer, reader = _plan(x_MK, w_NK, gated=False), _plan(x_MK, reader_w, gated=gated)
+    if isinstance(writer, GemvConfig) or writer is None:
+        return False
+    if not isinstance(reader, SkinnyConfig):
+        return isinstance(reader, TilePlan)  # those in CUDA C++ read any number of parts
+    return block_of_parts(writer.num_parts(len(w_NK))) * max(bucket(len(x_MK)), 16) <= MAX_SQUARES
+
+
+def split_linear(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor | None:
+    """`linear` in parts, [P, M, N], where that is faster than the library whole; else None."""
+    if x_MK.dim() != 2 or x_MK.element_size() != 2 or _plan(x_MK, w_NK, gated=False) is not None:
+        return None
+    (M, K), N = x_MK.shape, len(w_NK)
+    parts = num_parts(M, N, K, num_sms(x_MK.device))
+    return multiply_in_parts(x_MK, w_NK, parts) if parts > 1 else None
+
+
+def linear_into(
+    stream: Stream, x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None = None
+) -> Added:
+    """Add `linear` to the residual stream and begin the norm of the sum, where `can_add` says so."""
+    plan = _plan(x_MK, w_NK, gated=False)
+    assert isinstance(plan, TilePlan), plan
+    return launch_into(plan, stream, x_MK, w_NK, bias_N)
+
+
+def added_linear(
+    added: Added, eps: float, w_NK: torch.Tensor, bias_N: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`linear` of the norm that `added` began."""
+    plan = _plan(added.scaled_MN, w_NK, gated=False)
+    assert isinstance(plan, TilePlan), plan
+    return launch_added(plan, added, w_NK, eps=eps, bias_N=bias_N)
+
+
+def added_gated_linear(added: Added, eps: float, w_2FK: torch.Tensor, activation: str) -> torch.Tensor:
+    """`gated_linear` of the norm that `added` began."""
+    _known(activation)
+    plan = _plan(added.scaled_MN, w_2FK, gated=True)
+    assert isinstance(plan, TilePlan), plan
+    return launch_added(plan, added, w_2FK, eps=eps, activation=activation)
+
+
+class _Norm:
+    """The norm that a launch folds in, and the memory for the sum it leaves behind."""
+
+    def __init__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, offset: float
+    ) -> None:
+        self.residual, self.weight, self.eps, self.offset = residual, weight, eps, offset
+        self.new_residual = x
+        if residual is not None:
+            _check_sum(x, residual)
+            self.new_residual = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _check_sum(y: torch.Tensor, residual: torch.Tensor) -> None:
+    assert y.shape == residual.shape, f"{y.shape} cannot be added to {residual.shape}"
+    assert y.dtype == residual.dtype, f"{y.dtype} cannot be added to {residual.dtype}"
+    assert residual.stride(1) == 1, f"columns must be contiguous, got strides {residual.stride()}"
+
+
+def _norm(
+    x_MK: torch.Tensor,
+    residual_MK: torch.Tensor | None,
+    norm_weight_K: torch.Tensor,
+    eps: float,
+    offset: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm as a launch of its own."""
+    if residual_MK is None:
+        return rms_norm(x_MK, norm_weight_K, eps=eps, offset=offset), x_MK
+    return add_rms_norm(x_MK, residual_MK, norm_weight_K, eps=eps, offset=offset)
+
+
+def _plan_with_norm(x_MK: torch.Tensor, w: torch.Tensor, *, gated: bool) -> GemvConfig | None:
+    """Which kernel folds the norm in; None for a launch of its own."""
+    is_for_few = x_MK.dim() == 2 and x_MK.shape[0] <= FOLD_NORM_MAX_M  # not parts of more
+    plan = _plan(x_MK, w, gated=gated) if is_for_few else None
+    return plan if isinstance(plan, GemvConfig) else None
+
+
+def _plan(x_MX: torch.Tensor, w: torch.Tensor, *, gated: bool) -> Plan | None:
+    """Which kernel multiplies as many tokens as `x_MX` has with `w`, and how; None for the library."""
+    M = x_MX.shape[0]
+    if not 0 < M <= MAX_SMALL_M or not use_triton(x_MX) or x_MX.dtype != w.dtype:
+        return None
+    N, K = w.shape[0] // 2 if gated else w.shape[0], w.shape[1]
+    for kernels in (AHEAD, WGMMA, WGMMA_MORE):
+        if ready := kernels.config_for(x_MX, w, N, K, gated=gated):
+            return ready
+    dots = gemv_config(N, K, gated, bucket(M), x_MX.device) if M <= GEMV_MAX_M else None
+    return dots or skinny_config(N, K, gated, max(bucket(M), 16), x_MX.device, x_MX.element_size())
+
+
+def launch(
+    plan: Plan,
+    x_MK: torch.Tensor,
+    w: torch.Tensor,
+    *,
+    bias_N: torch.Tensor | None = None,
+    activation: str = "",
+    norm: _Norm | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run the kernel that `plan` is for; a norm can be folded into dot products only."""
+    N = w.shape[0] // 2 if activation else w.shape[0]
+    y_MN = torch.empty((len(x_MK), N), dtype=x_MK.dtype, device=x_MK.device) if out is None else out
+    if not isinstance(plan, GemvConfig):
+        assert norm is None, "tensor cores take what `linear_into` has left"
+        _launch_tiles(plan, x_MK, w, y_MN, Around(bias_N, activation))
+        return y_MN
+    M, K = _check_product(x_MK, w)
+    residual = x_MK if norm is None or norm.residual is None else norm.residual
+    gemv_kernel[(-(-N // plan.block_n),)](
+        x_MK, residual, x_MK if norm is None else norm.weight, w, x_MK if bias_N is None else bias_N, y_MN,
+        x_MK if norm is None else norm.new_residual,
+        x_MK.stride(0), residual.stride(0), w.stride(0), M, N, K,
+        0.0 if norm is None else norm.eps, 0.0 if norm is None else norm.offset,
+        BLOCK_M=bucket(M), BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
+        VECTOR=16 // x_MK.element_size(), UNROLL=plan.unroll,
+        NORM=norm is not None, RESIDUAL=norm is not None and norm.residual is not None,
+        BIAS=bias_N is not None, ACTIVATION=activation,
+        num_warps=plan.num_warps, **launch_options(x_MK.device),
+    )  # fmt: skip
+    return y_MN
+
+
+def launch_into(
+    plan: TilePlan,
+    stream: Stream,
+    x_MK: torch.Tensor,
+    w_NK: torch.Tensor,
+    bias_N: torch.Tensor | None = None,
+) -> Added:
+    """Run the kernel with the addition behind it."""
+    M, N = len(x_MK), len(w_NK)
+    scaled_MN = torch.empty((M, N), dtype=x_MK.dtype, device=x_MK.device)
+    _check_sum(scaled_MN, stream.residual_MN)
+    squares_PM = torch.empty((plan.num_parts(N), M), dtype=torch.float64, device=x_MK.device)
+    added = Added(torch.empty_like(scaled_MN), scaled_MN, squares_PM)
+    _launch_tiles(plan, x_MK, w_NK, scaled_MN, Around(bias_N, into=(stream, added)))
+    return added
+
+
+def launch_added(
+    plan: TilePlan,
+    added: Added,
+    w: torch.Tensor,
+    *,
+    eps: float,
+    bias_N: torch.Tensor | None = None,
+    activation: str = "",
+) -> torch.Tensor:
+    """Run the kernel on what the one before has added."""
+    N = w.shape[0] // 2 if activation else w.shape[0]
+    x_MK = added.scaled_MN
+    y_MN = torch.empty((len(x_MK), N), dtype=x_MK.dtype, device=x_MK.device)
+    _launch_tiles(plan, x_MK, w, y_MN, Around(bias_N, activation, added=added, eps=eps))
+    return y_MN
+
+
+def _launch_tiles(
+    plan: TilePlan, x_MK: torch.Tensor, w: torch.Tensor, y_MN: torch.Tensor, around: Around
+) -> None:
+    """By Triton's kernel or one of those in CUDA C++."""
+    if isinstance(plan, AheadConfig):
+        linear_ahead.launch(plan, x_MK, w, y_MN, around)
+        return
+    if isinstance(plan, WgmmaConfig):
+        linear_wgmma.launch(plan, x_MK, w, y_MN, around)
+        return
+    bias_N, activation, into, added, eps = around
+    (M, K), N = _check_product(x_MK, w), y_MN.shape[1]
+    stream, result = into or (Stream(x_MK, x_MK, 0.0), added or Added(x_MK, x_MK, x_MK))
+    split_len = -(-K // plan.block_k // plan.split_k) * plan.block_k
+    num_tiles, num_splits = -(-N // plan.block_n), -(-K // split_len)  # more would have nothing to do
+    num_parts = 0 if added is None else len(added.squares_PM)
+    block_m = max(bucket(M), 16)
+    partial, counters = _workspace(
+        x_MK.device, num_tiles, num_splits, plan.block_n * block_m * (2 if activation else 1)
+    )
+    skinny_kernel[(num_tiles, num_splits)](
+        x_MK, stream.residual_MN, stream.norm_weight_N, result.sum_MN, result.squares_PM,
+        w, x_MK if bias_N is None else bias_N, y_MN, partial, counters,
+        x_MK.stride(0), stream.residual_MN.stride(0), w.stride(0),
+        M, N, K, split_len, num_splits, num_parts, eps, stream.offset,
+        BLOCK_M=block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
+        SPLIT=num_splits > 1, WIDEN=INTERPRETED, ADDS=into is not None,
+        PARTS=block_of_parts(num_parts) if num_parts else 0,
+        BIAS=bias_N is not None, ACTIVATION=activation,
+        num_warps=plan.num_warps, num_stages=plan.num_stages, **launch_options(x_MK.device),
+    )  # fmt: skip
+
+
+def block_of_parts(num_parts: int) -> int:
+    """16, 64 or 256: each of them is compiled once more."""
+    block = 16
+    while block < num_parts:
+        block *= 4
+    return block
+
+
+def _check_product(x_MK: torch.Tensor, w: torch.Tensor) -> tuple[int, int]:
+    M, K = x_MK.shape
+    assert w.shape[1] == K, f"rows of {K} cannot be multiplied with rows of {w.shape[1]}"
+    assert x_MK.stride(1) == w.stride(1) == 1, f"columns must be contiguous: {x_MK.stride()}, {w.stride()}"
+    return M, K
+
+
+def _workspace(
+    device: torch.device, num_tiles: int, num_splits: int, tile_len: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for the partial sums of one call, and the counters at which its programs meet."""
+    counters = _counters(device)  # made by the first call, split or not: before any graph is captured
+    if num_splits == 1:
+        return counters, counters
+    assert num_tiles <= _MAX_TILES, f"K is split although there are {num_tiles} tiles"
+    partial = torch.empty(num_tiles * num_splits * tile_len, dtype=torch.float32, device=device)
+    return partial, counters[next(_next_call) % _NUM_COUNTER_SLOTS]
+
+
+@lru_cache(maxsize=16)
+def _counters(device: torch.device) -> torch.Tensor:
+    """One zero per tile; each call finds them zero and leaves them zero."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("call the linear once before it is captured into a graph")
+    return torch.zeros((_NUM_COUNTER_SLOTS, _MAX_TILES), dtype=torch.int32, device=device)

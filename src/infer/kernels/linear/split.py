@@ -1,0 +1,44 @@
+"""A product of a hundred or two tokens, in parts: K is split, and the norm behind it adds the parts up.
+
+    y = x WT        parts[p] = x[:, p-th piece of K]  W[:, p-th piece of K]T,  in float32;   y = sum of parts
+
+Where there are more tokens than our own kernels are for (small.py), the matrix library multiplies
+fastest, but not with a matrix that writes into the residual stream of a small model: a thousand outputs
+are 16 tiles, and the other multiprocessors of a GPU are idle. The library knows: it splits K and adds the
+parts up in a kernel of its own. It does not always know: 192 tokens with 4,096 outputs of 12,288 inputs
+take it 53 us, two parts of them 33. Here the parts are a batch of products, and who adds them up is the
+kernel that reads y anyway, to add it to the stream and to normalise it (rms_norm.py). Sums are taken in
+float32 and in the order of the parts; y itself is never rounded.
+
+Shapes:  M tokens, N outputs, K inputs, P parts.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_TILE_TOKENS, _TILE_OUTPUTS = 256, 64  # what a multiprocessor computes at a time, as 128 by 128 or otherwise
+_PIECE = 64  # elements of a row of W that the library loads at a time
+_MOST_PARTS = 4
+
+
+def num_parts(M: int, N: int, K: int, num_sms: int) -> int:
+    """Into how many parts a product is cut; 1: it is left whole.
+
+    As many as leave a tile to each multiprocessor, while reading and writing parts (8 P M N bytes) takes
+    no longer than a fraction of W (2 N K bytes): they stay in L2, which is several times as fast.
+    """
+    num_tiles = -(-M // _TILE_TOKENS) * -(-N // _TILE_OUTPUTS)
+    parts = _MOST_PARTS
+    while parts > 1 and (num_tiles * parts > num_sms or 4 * parts * M > K or K % (parts * _PIECE)):
+        parts //= 2
+    return parts
+
+
+def multiply_in_parts(x_MK: torch.Tensor, w_NK: torch.Tensor, num_parts: int) -> torch.Tensor:
+    """The parts of the product, [P, M, N] in float32."""
+    x_PMk = x_MK.unflatten(1, (num_parts, -1)).transpose(0, 1)
+    w_PkN = w_NK.unflatten(1, (num_parts, -1)).permute(1, 2, 0)
+    if x_MK.is_cuda:
+        return torch.bmm(x_PMk, w_PkN, out_dtype=torch.float32)
+    return torch.bmm(x_PMk.float(), w_PkN.float())

@@ -1,0 +1,309 @@
+/* A linear layer of 2 to 128 tokens: Hopper's copy engine and matrix unit, and the weights ahead of the wait.
+
+       y[m, n] = sum over k of x[m, k] * w[n, k]
+
+   linear/pdl.cu holds its weights in registers and every warp reads x for itself, which with more than eight
+   tokens becomes the larger part of the reading. Here both operands pass through shared memory. A block is
+
+       one warp        that tells the copy engine what to bring: boxes of 64 columns, STAGES of them under way
+       ROWS / 64       *warpgroups*, each of which multiplies 64 rows of W (left) with all tokens (right)
+       three warps     that add up squares for the norm meanwhile (PARTS)
+
+   and a stage of shared memory passes from hand to hand with two barriers: `full` opens when its bytes have come,
+   `empty` when all warpgroups have multiplied them.
+
+       W ──box──►┐ stage 0 │ stage 1 │ ...     ┌► sums, in registers: ROWS x tokens
+       x ──box──►┘  full?  ──► multiply ───────┘──► empty!  ──► next box
+
+   The boxes of W for all stages are asked for before the kernel ahead has finished (`griddepcontrol.wait`), those of
+   x, which that kernel makes, after it. The kernel behind is let in when the last box is under way: what it asks
+   for is read while this one multiplies and stores.
+
+   A matrix of a few megabytes has too few tiles of ROWS rows to fill the GPU. SPLIT neighbouring blocks, a *cluster*,
+   then share a tile and split its columns: each leaves its sums in its shared memory, and block s adds up those of the
+   tokens s, s + SPLIT, ... in the order of the blocks. The same input gives the same bits.
+
+   What follows the product is chosen by the defines of linear/pdl.cu, and rounds as there:
+
+       BIAS         a bias per output
+       ACTIVATION   0 none, 1 silu, 2 gelu_tanh, 3 gelu: W stacks N rows of the gate on N rows of `up`
+       ADDS         r = y + residual is stored, and r * gain, and per tile and token the sum of r^2
+       PARTS        x is such an r * gain: the result is divided by the root mean square of r
+
+   Compiled with those and
+       IS_BFLOAT16            or float16
+       TOKENS                 that a block multiplies; the number of tokens M is an argument, at most that
+       ROWS                   of W, of a gated layer half of them the gate's and half `up`'s
+       STAGES, SPLIT          as above
+       BLOCKS                 to a multiprocessor
+   N and K are arguments: one kernel serves all matrices that are cut alike. */
+
+#ifndef __cluster_dims__
+#define __cluster_dims__(...) __attribute__((cluster_dims(__VA_ARGS__)))
+#endif
+#ifndef __grid_constant__
+#define __grid_constant__ __attribute__((grid_constant))
+#endif
+
+typedef unsigned int u32;
+
+constexpr bool GATED = ACTIVATION != 0;
+constexpr int WARPS = ROWS / 16;  // that multiply
+constexpr int THREADS = 32 * (WARPS + 4);
+constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS;
+
+constexpr int CHUNK = 64;  // columns of a stage: 128 bytes
+constexpr int W_BYTES = ROWS * CHUNK * 2, X_BYTES = TOKENS * CHUNK * 2;
+constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
+
+constexpr int OWN = (TOKENS + SPLIT - 1) / SPLIT;  // tokens that this block finishes
+constexpr int OWN_OF_WARP = (OWN + WARPS - 1) / WARPS;
+constexpr int PAIRS = OUT_ROWS / 2;                // a lane finishes two rows of a token,
+constexpr int TURNS = (PAIRS + 31) / 32;           // in so many turns
+constexpr int PITCH = ROWS + 4;                    // 4: the sums of a warp meet 32 different banks
+constexpr int LANES = OWN <= 2 ? 2 : OWN <= 4 ? 4 : OWN <= 8 ? 8 : OWN <= 16 ? 16 : 32;  // with squares of other tokens
+constexpr bool HOLDS_RESIDUAL = ADDS && OWN_OF_WARP * TURNS <= 16;
+
+static_assert(ROWS % 64 == 0, "64 rows to a warpgroup");
+static_assert(TOKENS % 16 == 0 && TOKENS <= 128, "one instruction for all tokens");
+static_assert(!GATED || !(ADDS || BIAS), "a gated layer does not write into the stream, and has no bias");
+
+#include "linear.cuh"
+#include "wgmma.cuh"
+
+struct Shared {
+    union {
+        alignas(1024) char stages[STAGES][STAGE_BYTES];
+        float sums[TOKENS][PITCH];
+    };
+    u64 full[STAGES], empty[STAGES];
+    double squares[3][OWN];
+};
+
+// grid: SPLIT blocks for each tile.
+extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREADS, BLOCKS) linear_wgmma(
+    const __grid_constant__ TensorMap w_map,  // [N, K] or [2N, K], boxes of OUT_ROWS
+    const __grid_constant__ TensorMap x_map,  // [M, K], boxes of TOKENS
+    const char* __restrict__ bias,            // [N]
+    char* __restrict__ y,                     // [M, N]; with ADDS, r * gain
+    const char* __restrict__ residual,        // [M, N]; its rows lie `residual_stride` bytes apart
+    const char* __restrict__ gain,            // [N]
+    char* __restrict__ sum,                   // [M, N]: r
+    double* __restrict__ squares,             // [parts, M]: written with ADDS, read with PARTS
+    long long residual_stride, int M, int N, int K, int num_parts, float eps, float offset) {
+    extern __shared__ char memory[];
+    Shared& shared = *(Shared*)(((u64)memory + 1023) / 1024 * 1024);
+    const int tile = blockIdx.x / SPLIT, split = blockIdx.x % SPLIT;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int num_chunks = (K + CHUNK - 1) / CHUNK;
+    const int first_chunk = split * num_chunks / SPLIT;
+    const int count = (split + 1) * num_chunks / SPLIT - first_chunk;
+    const int num_ahead = min(count, STAGES);
+    const bool is_loader = threadIdx.x == 32 * WARPS;
+
+    auto load_weights_of = [&](int i) {
+        u64* full = &shared.full[i % STAGES];
+        char* to = shared.stages[i % STAGES];
+        const int column = (first_chunk + i) * CHUNK;
+        expect_bytes(full, STAGE_BYTES);
+        copy_box(to, w_map, tile * OUT_ROWS, column, full, READ_ONCE);
+        if (GATED) copy_box(to + W_BYTES / 2, w_map, N + tile * OUT_ROWS, column, full, READ_ONCE);
+    };
+    auto load_tokens_of = [&](int i) {
+        char* to = shared.stages[i % STAGES] + W_BYTES;
+        copy_box(to, x_map, 0, (first_chunk + i) * CHUNK, &shared.full[i % STAGES], READ_AGAIN);
+    };
+
+    // -- weights, before the wait
+
+    if (is_loader) {
+        for (int s = 0; s < STAGES; ++s) {
+            make_barrier(&shared.full[s], 1);
+            make_barrier(&shared.empty[s], WARPS);
+        }
+        publish_barriers();
+        for (int i = 0; i < num_ahead; ++i) load_weights_of(i);
+        fetch_map(x_map);
+        if (count <= STAGES) let_next_kernel_start();
+    }
+    __syncwarp();
+    if (SPLIT > 1) {
+        arrive_in_cluster();
+        wait_for_cluster();
+    } else {
+        __syncthreads();
+    }
+
+    float2 gains[TURNS], biases[TURNS];
+    const int first_row = tile * OUT_ROWS;
+    auto is_row = [&](int turn) { return turn * 32 + lane < PAIRS && first_row + (turn * 32 + lane) * 2 < N; };
+    if (warp < WARPS) {
+#pragma unroll
+        for (int turn = 0; turn < TURNS; ++turn) {
+            const int row = first_row + (turn * 32 + lane) * 2;
+            gains[turn] = biases[turn] = float2{0.0f, 0.0f};
+            if (ADDS && is_row(turn)) gains[turn] = unpack(load_pair(gain + row * 2));
+            if (BIAS && is_row(turn)) biases[turn] = unpack(load_pair(bias + row * 2));
+        }
+    }
+
+    wait_for_kernel_before();
+
+    u32 residuals[HOLDS_RESIDUAL ? OWN_OF_WARP : 1][TURNS];
+    auto residual_at = [&](int token, int turn) {
+        return load_pair(residual + token * residual_stride + (first_row + (turn * 32 + lane) * 2) * 2ll);
+    };
+    if (warp < WARPS) {
+        if (HOLDS_RESIDUAL) {
+#pragma unroll
+            for (int j = 0; j < OWN_OF_WARP; ++j) {
+                const int token = split + SPLIT * (warp + WARPS * j);
+#pragma unroll
+                for (int turn = 0; turn < TURNS; ++turn) {
+                    residuals[j][turn] = 0;
+                    if (token < M && is_row(turn)) residuals[j][turn] = residual_at(token, turn);
+                }
+            }
+        }
+
+        // -- the product
+
+        const int group = warp / 4;
+        float sums[TOKENS / 2];
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; ++i) sums[i] = 0.0f;
+        for (int i = 0; i < count; ++i) {
+            const char* stage = shared.stages[i % STAGES];
+            wait_until(&shared.full[i % STAGES], i / STAGES & 1);
+            const u64 w = operand(stage + group * (64 * CHUNK * 2)), x = operand(stage + W_BYTES);
+            begin_products();
+#pragma unroll
+            for (int step = 0; step < CHUNK / 16; ++step)  // 16 columns are 32 bytes
+                add_product<TOKENS>(sums, w + step * 2, x + step * 2);
+            end_products();
+            wait_for_products<1>();  // of the chunk before
+            if (i > 0 && lane == 0) arrive(&shared.empty[(i - 1) % STAGES]);
+        }
+        wait_for_products<0>();
+
+        // -- the sums, to where any thread can read them
+
+        meet(1, 32 * WARPS);  // nobody reads stages any more
+        const int row = warp * 16 + lane / 4, t = lane % 4;
+#pragma unroll
+        for (int j = 0; j < TOKENS / 8; ++j) {
+            if (j * 8 < M) {
+                float* at = &shared.sums[j * 8 + 2 * t][row];
+                at[0] = sums[4 * j];
+                at[PITCH] = sums[4 * j + 1];
+                at[8] = sums[4 * j + 2];
+                at[PITCH + 8] = sums[4 * j + 3];
+            }
+        }
+    } else if (is_loader) {
+        for (int i = 0; i < num_ahead; ++i) load_tokens_of(i);
+        for (int i = STAGES; i < count; ++i) {
+            wait_until(&shared.empty[i % STAGES], (i / STAGES - 1) & 1);
+            load_weights_of(i);
+            load_tokens_of(i);
+        }
+        let_next_kernel_start();
+    } else if (PARTS && warp > WARPS) {
+        const int helper = warp - WARPS - 1;
+        constexpr int STEP = 3 * (32 / LANES);  // threads for each token
+        for (int round = 0; round < OWN; round += 32) {  // all lanes come to the shuffle
+            const int own = round + lane % LANES, token = split + SPLIT * own;
+            double total = 0.0;
+#pragma unroll 1
+            for (int first = helper * (32 / LANES) + lane / LANES; first < num_parts; first += 8 * STEP) {
+                double held[8];
+#pragma unroll
+                for (int j = 0; j < 8; ++j) {
+                    const int part = first + j * STEP;
+                    held[j] = 0.0;
+                    if (token < M && part < num_parts) held[j] = load_double(squares + (long long)part * M + token);
+                }
+                total += sum_in_pairs<8>([&](int j) { return held[j]; });
+            }
+#pragma unroll
+            for (int distance = 16; distance >= LANES; distance /= 2)
+                total += __shfl_xor_sync(0xffffffffu, total, distance);
+            if (lane < LANES && own < OWN) shared.squares[helper][own] = total;
+        }
+    }
+    __syncwarp();
+    if (SPLIT > 1)
+        meet_in_cluster();
+    else
+        __syncthreads();
+
+    // -- what follows the product
+
+    auto sum_at = [&](int token, int row) {
+        const float* at = &shared.sums[token][row];
+        float2 parts[SPLIT];
+#pragma unroll
+        for (int s = 0; s < SPLIT; ++s) parts[s] = SPLIT == 1 ? *(const float2*)at : load_from(at, s);
+        float2 total = parts[0];
+#pragma unroll
+        for (int s = 1; s < SPLIT; ++s) {
+            total.x += parts[s].x;
+            total.y += parts[s].y;
+        }
+        return total;
+    };
+    if (warp < WARPS) {
+#pragma unroll(OWN_OF_WARP < 4 ? OWN_OF_WARP : 4)
+        for (int j = 0; j < OWN_OF_WARP; ++j) {
+            const int own = warp + WARPS * j, token = split + SPLIT * own;
+            if (token >= M) break;
+            float inverse = 1.0f;
+            if (PARTS) {
+                const double square = shared.squares[0][own] + shared.squares[1][own] + shared.squares[2][own];
+                inverse = rsqrtf((float)square / (float)K + eps);
+            }
+            double square = 0.0;
+#pragma unroll
+            for (int turn = 0; turn < TURNS; ++turn) {
+                if (!is_row(turn)) continue;
+                const int pair = turn * 32 + lane;
+                const long long place = ((long long)token * N + first_row + pair * 2) * 2;
+                float2 total = sum_at(token, pair * 2);
+                if (PARTS) {
+                    total.x *= inverse;
+                    total.y *= inverse;
+                }
+                if (BIAS) {
+                    total.x += biases[turn].x;
+                    total.y += biases[turn].y;
+                }
+                if (GATED) {
+                    const float2 up = sum_at(token, OUT_ROWS + pair * 2);
+                    total.x = activate(total.x) * (PARTS ? up.x * inverse : up.x);
+                    total.y = activate(total.y) * (PARTS ? up.y * inverse : up.y);
+                }
+                if (!ADDS) {
+                    *(u32*)(y + place) = pack(total);
+                    continue;
+                }
+                const float2 old = unpack(HOLDS_RESIDUAL ? residuals[j][turn] : residual_at(token, turn));
+                const u32 added = pack(float2{total.x + old.x, total.y + old.y});
+                const float2 r = unpack(added);
+                *(u32*)(sum + place) = added;
+                *(u32*)(y + place) = pack(float2{r.x * (gains[turn].x + offset), r.y * (gains[turn].y + offset)});
+                square += (double)(r.x * r.x) + (double)(r.y * r.y);
+            }
+            if (ADDS) {
+#pragma unroll
+                for (int distance = 16; distance > 0; distance /= 2)
+                    square += __shfl_xor_sync(0xffffffffu, square, distance);
+                if (lane == 0 && first_row < N) squares[(long long)tile * M + token] = square;
+            }
+        }
+    }
+    if (SPLIT > 1) {  // a block's shared memory and barriers stay until all have read and arrived
+        __syncwarp();
+        arrive_in_cluster();
+        wait_for_cluster();
+    }
+}

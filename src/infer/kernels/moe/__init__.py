@@ -1,0 +1,1 @@
+"""Expert matrices: each token through the few experts that its router chose."""

@@ -1,0 +1,232 @@
+"""The experts of a mixture: which of them a token goes to, and what they make of it.
+
+    logits_TE ──► route ──► experts_TC, weights_TC      C experts of E for each token, and their shares
+    x_TD ──► experts_mlp ──► y_TD                       sum over c of  weight_c down_c(act(gate_c x) * up_c x)
+
+The reference walks through the experts that somebody chose, one after the other. On a GPU that would be E
+small products and a host that waits to learn which; instead the T * C pairs (token, choice), here called
+rows, are ordered by expert on the device, each expert's rows are padded to whole blocks, and one launch
+multiplies all blocks, each with the matrix of its expert (kernels/moe/grouped_kernels.py):
+
+    experts_TC      [[2, 0], [0, 2], [2, 1]]        T = 3, C = 2: row 0 is (token 0, choice 0), row 1 (0, 1)
+    row_order       1 2 . .   5 . . .   0 3 4 .     blocks of 4; a dot is padding
+    block_experts   0         1         2           -1 for blocks that are not needed this time
+
+How many blocks there are at most depends on T, C and E alone, so a CUDA graph can be captured.
+
+Rows are computed independently, written to [T, C, D] and summed over C in the order of the choices: the same
+input gives the same bits, whoever else is in the batch.
+
+Shapes:  T tokens, C choices per token, E experts, D hidden size, F intermediate size of one expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from infer.kernels.elementwise.gated_activation import _known, gated_activation_reference
+from infer.kernels.moe.grouped_kernels import (
+    count_kernel,
+    grouped_kernel,
+    order_kernel,
+    route_kernel,
+    sum_kernel,
+)
+from infer.kernels.runtime.dispatch import INTERPRETED, next_power_of_two, use_triton
+
+OneExpert = Callable[[int, torch.Tensor], torch.Tensor]  # (expert, its rows [M, D]) -> [M, D]
+
+_CHUNK = 1024  # rows that a program of the ordering kernels looks at in one go
+_GROUP = 16  # blocks that share a tile of weights before the next tile is loaded
+_BLOCK_D = 1024
+
+
+class Tiles(NamedTuple):
+    """How the grouped product is cut: block_n outputs by block_t rows, block_k inputs at a time."""
+
+    block_t: int
+    block_n: int
+    block_k: int
+    num_warps: int
+
+
+# -- the specification ----------------------------------------------------------------------------------
+
+
+def route_reference(
+    logits_TE: torch.Tensor, num_choices: int, normalized: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest experts of each token (int32) and their probabilities (float32), best first.
+
+    `normalized`: the chosen ones' shares add up to 1; otherwise they are probabilities among all experts.
+    """
+    weights_TC, experts_TC = torch.topk(logits_TE.float().softmax(dim=-1), num_choices, dim=-1)
+    if normalized:
+        weights_TC = weights_TC / weights_TC.sum(dim=-1, keepdim=True)
+    return experts_TC.int(), weights_TC
+
+
+def by_expert(
+    x_TD: torch.Tensor, experts_TC: torch.Tensor, weights_TC: torch.Tensor, one_expert: OneExpert
+) -> torch.Tensor:
+    """Call `one_expert` once for every expert that some token chose, and mix what they return."""
+    outputs_TCD = x_TD.new_empty((*experts_TC.shape, x_TD.shape[1]))
+    for expert in experts_TC.unique().tolist():
+        tokens, choices = (experts_TC == expert).nonzero(as_tuple=True)
+        outputs_TCD[tokens, choices] = one_expert(expert, x_TD[tokens])
+    return (outputs_TCD.float() * weights_TC.unsqueeze(-1)).sum(dim=1).to(x_TD.dtype)
+
+
+def experts_mlp_reference(
+    x_TD: torch.Tensor,
+    experts_TC: torch.Tensor,
+    weights_TC: torch.Tensor,
+    gate_up_EFD: torch.Tensor,
+    down_EDF: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
+    """What the kernels must equal: `gate_up_EFD` is [E, 2F, D], gate above up; `down_EDF` is [E, D, F]."""
+
+    def one_expert(expert: int, rows_MD: torch.Tensor) -> torch.Tensor:
+        gated_MF = gated_activation_reference(F.linear(rows_MD, gate_up_EFD[expert]), activation)
+        return F.linear(gated_MF, down_EDF[expert])
+
+    return by_expert(x_TD, experts_TC, weights_TC, one_expert)
+
+
+# -- the launchers --------------------------------------------------------------------------------------
+
+
+def route(
+    logits_TE: torch.Tensor, num_choices: int, *, normalized: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose experts as `route_reference` does; of two equal ones the first."""
+    if not use_triton(logits_TE):
+        return route_reference(logits_TE, num_choices, normalized)
+    T, E = logits_TE.shape
+    assert 1 <= num_choices <= E and logits_TE.stride(1) == 1, (num_choices, E, logits_TE.stride())
+    experts_TC = torch.empty((T, num_choices), dtype=torch.int32, device=logits_TE.device)
+    weights_TC = torch.empty((T, num_choices), dtype=torch.float32, device=logits_TE.device)
+    if T:
+        route_kernel[(T,)](
+            logits_TE, experts_TC, weights_TC, logits_TE.stride(0), E,
+            CHOICES=num_choices, NORMALIZED=normalized, BLOCK_E=next_power_of_two(E),
+            BLOCK_C=next_power_of_two(num_choices), num_warps=1,
+        )  # fmt: skip
+    return experts_TC, weights_TC
+
+
+def experts_mlp(
+    x_TD: torch.Tensor,
+    experts_TC: torch.Tensor,
+    weights_TC: torch.Tensor,
+    gate_up_EFD: torch.Tensor,
+    down_EDF: torch.Tensor,
+    *,
+    activation: str,
+    invariant: bool = False,
+) -> torch.Tensor:
+    """Send each token through its experts and mix the results; see `experts_mlp_reference`.
+
+    `invariant`: tiles of one shape, however many tokens there are, so that the same instructions add.
+    """
+    if not use_triton(x_TD):
+        return experts_mlp_reference(x_TD, experts_TC, weights_TC, gate_up_EFD, down_EDF, activation)
+    _known(activation)
+    (T, D), num_choices, num_experts = x_TD.shape, experts_TC.shape[1], len(gate_up_EFD)
+    size = down_EDF.shape[2]
+    assert gate_up_EFD.shape == (num_experts, 2 * size, D) and down_EDF.shape == (num_experts, D, size)
+    assert gate_up_EFD.is_contiguous() and down_EDF.is_contiguous(), "experts must be contiguous"
+    assert experts_TC.is_contiguous() and weights_TC.is_contiguous() and x_TD.stride(1) == 1
+    y_TD = torch.empty((T, D), dtype=x_TD.dtype, device=x_TD.device)
+    if not T:
+        return y_TD
+
+    num_rows = T * num_choices
+    tiles = choose_tiles(1 if invariant else num_rows, num_experts, x_TD.element_size())
+    row_order, block_experts = order_rows(experts_TC, num_experts, tiles.block_t)
+
+    gated_RF = torch.empty((num_rows, size), dtype=x_TD.dtype, device=x_TD.device)
+    _multiply(
+        x_TD, gate_up_EFD, gated_RF, row_order, block_experts, None, tiles,
+        rows_per_input=num_choices, activation=activation,
+    )  # fmt: skip
+    outputs_RD = torch.empty((num_rows, D), dtype=x_TD.dtype, device=x_TD.device)
+    _multiply(gated_RF, down_EDF, outputs_RD, row_order, block_experts, weights_TC, tiles)
+    sum_kernel[(T, -(-D // _BLOCK_D))](outputs_RD, y_TD, D, CHOICES=num_choices, BLOCK_D=_BLOCK_D)
+    return y_TD
+
+
+def order_rows(experts_TC: torch.Tensor, num_experts: int, block_t: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows by expert in padded blocks, and the expert of each block; padding is `num_rows`, no expert -1."""
+    num_rows, device = experts_TC.numel(), experts_TC.device
+    num_blocks = max_blocks(num_rows, num_experts, block_t)
+    counts_E = torch.empty(num_experts, dtype=torch.int32, device=device)
+    row_order = torch.empty(num_blocks * block_t, dtype=torch.int32, device=device)
+    block_experts = torch.empty(num_blocks, dtype=torch.int32, device=device)
+    count_kernel[(num_experts,)](experts_TC, counts_E, num_rows, CHUNK=_CHUNK)
+    order_kernel[(num_experts,)](
+        experts_TC, counts_E, row_order, block_experts, num_rows, num_experts, num_blocks,
+        BLOCK_T=block_t, BLOCK_E=next_power_of_two(num_experts), CHUNK=_CHUNK,
+    )  # fmt: skip
+    return row_order, block_experts
+
+
+def max_blocks(num_rows: int, num_experts: int, block_t: int) -> int:
+    """The most blocks that any choice of experts can need: all but one row of each block may be padding."""
+    busy = min(num_rows, num_experts)
+    return (num_rows + busy * (block_t - 1)) // block_t
+
+
+def choose_tiles(num_rows: int, num_experts: int, element_size: int) -> Tiles:
+    """Blocks about as tall as an expert has rows: taller ones multiply padding, flatter ones reload weights.
+
+    `block_k` does not depend on the number of rows, so neither does the order of additions.
+    """
+    block_t = min(max(next_power_of_two(-(-num_rows // num_experts)), 16), 128)
+    block_n, num_warps = (128, 8) if block_t >= 64 else (64, 4)
+    return Tiles(block_t, block_n, 128 // element_size, num_warps)
+
+
+def _multiply(
+    x: torch.Tensor,
+    w_ENK: torch.Tensor,
+    y_RN: torch.Tensor,
+    row_order: torch.Tensor,
+    block_experts: torch.Tensor,
+    weights_TC: torch.Tensor | None,
+    tiles: Tiles,
+    *,
+    rows_per_input: int = 1,  # so many rows of y read the same row of x
+    activation: str = "",
+) -> None:
+    """y[row] = x[row // rows_per_input] Wᵀ, with the W of the row's expert; gated, or times its weight."""
+    num_rows, num_outputs = y_RN.shape
+    num_blocks = len(block_experts)
+    grid = (num_blocks * -(-num_outputs // tiles.block_n),)
+    grouped_kernel[grid](
+        x, w_ENK, y_RN, row_order, block_experts, weights_TC, x.stride(0),
+        num_rows, num_outputs, w_ENK.shape[2], num_blocks,
+        ROWS_PER_INPUT=rows_per_input, WEIGHTED=weights_TC is not None, ACTIVATION=activation,
+        BLOCK_T=tiles.block_t, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, GROUP=_GROUP, WIDEN=INTERPRETED,
+        num_warps=tiles.num_warps, num_stages=_num_stages(tiles, bool(activation), x),
+    )  # fmt: skip
+
+
+def _num_stages(tiles: Tiles, gated: bool, x: torch.Tensor) -> int:
+    """As many tiles in flight as the shared memory holds, up to four."""
+    if INTERPRETED:
+        return 1
+    tile_bytes = ((1 + gated) * tiles.block_n + tiles.block_t) * tiles.block_k * x.element_size()
+    return min(max((_shared_bytes(x.device) - 8192) // tile_bytes, 1), 4)
+
+
+@lru_cache(maxsize=16)
+def _shared_bytes(device: torch.device) -> int:
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))

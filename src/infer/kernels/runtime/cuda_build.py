@@ -1,0 +1,327 @@
+"""Compile a CUDA C++ file while the program runs, load it into the GPU, launch what is in it.
+
+    source, defines ──► NVRTC, a library that comes with PyTorch for CUDA ──► cubin ──► driver ──► launch
+                   └──► nvcc, where there is no such library ──────────────┘
+
+A *cubin* is machine code for one kind of GPU. Shapes are defines, not arguments: a loop over a constant
+number of heads is unrolled and its array lives in registers, which is most of a kernel's speed. So a model
+has a cubin of its own, which takes about a second, once: `runtime/cubin_cache.py` keeps it.
+
+Both C libraries, NVRTC and the driver, are called through ctypes: a dozen functions that have not changed
+in ten years, in place of a build of our own for every version of PyTorch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infer.errors import ConfigError, DeviceLost
+from infer.kernels.runtime.cubin_cache import cached
+
+TIMEOUT = 120.0  # seconds for nvcc
+_MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_NOT_FOR_THIS_DRIVER = (200, 209, 222, 223)  # invalid image, no binary for this GPU, unsupported or no PTX
+
+
+class BuildError(Exception):
+    """One of the compilers made nothing, and why; the reason is one line."""
+
+
+def options(arch: str, defines: Mapping[str, int]) -> list[str]:
+    """What both compilers are told: the GPU, and a define for everything that is constant."""
+    return [
+        f"--gpu-architecture={arch}",
+        "--std=c++17",
+        *(f"-D{name}={value}" for name, value in defines.items()),
+    ]
+
+
+def compile_source(source: Path, arch: str, defines: Mapping[str, int]) -> bytes:
+    """`make_cubin` for what the operator asked for by name: without a compiler, that is an error."""
+    try:
+        return make_cubin(source, arch, defines)
+    except BuildError as error:
+        raise ConfigError(
+            f"attention_backend=cuda compiles {source.name} for {arch} and {error}; "
+            "install the CUDA toolkit, or use attention_backend=triton"
+        ) from None
+
+
+def make_cubin(source: Path, arch: str, defines: Mapping[str, int]) -> bytes:
+    """The cubin of a file, from the first compiler that makes one, or has made it before; or BuildError."""
+    flags, reasons = options(arch, defines), []
+    text = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.cuh")))]
+    for version, compiler in ((nvrtc_version, compile_with_nvrtc), (nvcc_version, compile_with_nvcc)):
+        try:
+            key = [version().encode(), *(flag.encode() for flag in flags), *text]
+            return cached(key, functools.partial(compiler, source, flags))
+        except BuildError as error:
+            reasons.append(str(error))
+    raise BuildError(f"neither NVRTC nor nvcc could: {'; '.join(reasons)}")
+
+
+# -- NVRTC ----------------------------------------------------------------------------------------
+
+
+def nvrtc_paths() -> Iterator[str]:
+    """Where the library may be: where the system looks, then beside PyTorch, then the toolkit's folders."""
+    major = (torch.version.cuda or "").split(".")[0]
+    yield f"libnvrtc.so.{major}" if major else "libnvrtc.so"
+    folders = [*(Path(entry) / "nvidia" for entry in sys.path if entry), Path("/usr/local")]
+    for folder in folders:
+        for pattern in ("*/lib/libnvrtc.so.*", "*/lib64/libnvrtc.so.*"):
+            yield from sorted(str(path) for path in folder.glob(pattern) if "builtins" not in path.name)
+
+
+def load_nvrtc() -> Any:
+    """The library, or BuildError."""
+    for path in nvrtc_paths():
+        try:
+            return ctypes.CDLL(path)
+        except OSError:
+            continue
+    raise BuildError("NVRTC (libnvrtc) is not installed")
+
+
+def nvrtc_version() -> str:
+    """Of the library that would compile, or BuildError."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    load_nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"NVRTC {major.value}.{minor.value}"
+
+
+def compile_with_nvrtc(source: Path, flags: Sequence[str]) -> bytes:
+    """Through the library: text in memory to cubin in memory; what it includes lies beside it."""
+    nvrtc = load_nvrtc()
+    # NVRTC of CUDA 13.0 takes a lambda with a parameter of type `auto` for a function of the host
+    flags = [*flags, f"--include-path={source.parent}", "--device-as-default-execution-space"]
+    program = ctypes.c_void_p()
+
+    def check(code: int) -> None:
+        if code:
+            nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
+            raise BuildError(f"NVRTC failed: {nvrtc.nvrtcGetErrorString(code).decode()}")
+
+    check(
+        nvrtc.nvrtcCreateProgram(
+            ctypes.byref(program), source.read_bytes(), source.name.encode(), 0, None, None
+        )
+    )
+    try:
+        as_bytes = [flag.encode() for flag in flags]
+        code = nvrtc.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*as_bytes))
+        size = ctypes.c_size_t()
+        if code:
+            check(nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
+            log = ctypes.create_string_buffer(size.value)
+            check(nvrtc.nvrtcGetProgramLog(program, log))
+            raise BuildError(f"NVRTC failed: {first_error(log.value.decode(errors='replace'))}")
+        check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+        cubin = ctypes.create_string_buffer(size.value)
+        check(nvrtc.nvrtcGetCUBIN(program, cubin))
+        return cubin.raw
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+# -- nvcc -----------------------------------------------------------------------------------------
+
+
+def find_nvcc() -> str:
+    """The command's path, or BuildError."""
+    if (nvcc := shutil.which("nvcc")) is None:
+        raise BuildError("nvcc is not on the PATH")
+    return nvcc
+
+
+def nvcc_version() -> str:
+    """What the command says about itself."""
+    return _run(find_nvcc(), "--version")
+
+
+def compile_with_nvcc(source: Path, flags: Sequence[str]) -> bytes:
+    """Through the command, as one would by hand."""
+    nvcc = find_nvcc()
+    with tempfile.TemporaryDirectory() as scratch:
+        made = Path(scratch) / "kernels.cubin"
+        _run(nvcc, "-cubin", *flags, str(source), "-o", str(made))
+        try:
+            return made.read_bytes()
+        except OSError as error:
+            raise BuildError(f"{nvcc} made nothing: {error.strerror}") from None
+
+
+def _run(nvcc: str, *arguments: str) -> str:
+    try:
+        answer = subprocess.run([nvcc, *arguments], capture_output=True, text=True, timeout=TIMEOUT)
+    except OSError as error:
+        raise BuildError(f"{nvcc} does not run: {error.strerror}") from None
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"{nvcc} did not finish within {TIMEOUT:.0f} s") from None
+    if answer.returncode != 0:
+        raise BuildError(f"{nvcc} failed: {first_error(answer.stderr)}")
+    return answer.stdout
+
+
+def first_error(log: str) -> str:
+    """The line of a compiler's output that says what went wrong."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return next(
+        (line for line in lines if "error" in line or "fatal" in line), (lines or ["it did not say why"])[-1]
+    )
+
+
+# -- the driver -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def driver() -> Any:
+    """The library that PyTorch's own calls end in."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _reason(code: int) -> str:
+    reason = ctypes.c_char_p()
+    driver().cuGetErrorString(code, ctypes.byref(reason))
+    return (reason.value or b"unknown error").decode()
+
+
+def _check(code: int, what: str) -> None:
+    """A failed driver call may have lost the device; a caller cannot repair either."""
+    if code:
+        raise DeviceLost(f"{what}: {_reason(code)}")
+
+
+def index_of(device: torch.device) -> int:
+    """The GPU's number; PyTorch's current one where the device does not say."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+class LoadedKernels:
+    """The functions of a cubin, in the memory of the current GPU."""
+
+    def __init__(self, cubin: bytes) -> None:
+        torch.cuda.synchronize()  # a thread's first call binds it to PyTorch's context, which modules live in
+        self._module = ctypes.c_void_p()
+        code = driver().cuModuleLoadData(ctypes.byref(self._module), cubin)
+        if code in _NOT_FOR_THIS_DRIVER:
+            raise BuildError(f"the driver does not load what was compiled: {_reason(code)}")
+        _check(code, "loading kernels")
+        self._functions: dict[str, ctypes.c_void_p] = {}
+
+    def function(self, name: str) -> ctypes.c_void_p:
+        """The driver's handle of a function."""
+        if name not in self._functions:
+            function = ctypes.c_void_p()
+            _check(
+                driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()),
+                f"finding {name}",
+            )
+            self._functions[name] = function
+        return self._functions[name]
+
+    def prepare(
+        self, name: str, num_threads: int, types: Sequence[Any], *, starts_early: bool, shared_bytes: int = 0
+    ) -> PreparedLaunch:
+        """A launch to be repeated with arguments of these types; with more shared memory than it declares."""
+        function = self.function(name)
+        if shared_bytes:
+            code = driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
+            _check(code, f"giving {name} {shared_bytes} bytes of shared memory")
+        return PreparedLaunch(
+            function, num_threads, types, starts_early=starts_early, shared_bytes=shared_bytes
+        )
+
+
+class _LaunchAttribute(ctypes.Structure):
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_int),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_int * 15),
+    )
+
+
+class _LaunchConfig(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+class PreparedLaunch:
+    """One launch over and over, with other arguments: what stays the same is made once.
+
+    With `starts_early` it is a programmatic dependent launch (dispatch.py): the kernel itself waits.
+    """
+
+    _STARTS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+    def __init__(
+        self,
+        function: ctypes.c_void_p,
+        num_threads: int,
+        types: Sequence[Any],
+        *,
+        starts_early: bool,
+        shared_bytes: int = 0,
+    ) -> None:
+        self._function = function
+        self._lock = threading.Lock()  # several engines of a process, each a thread, share what was prepared
+        self._values = [of_type() for of_type in types]
+        self._pointers = as_pointers(self._values)
+        self._attribute = _LaunchAttribute(id=self._STARTS_EARLY, value=1)
+        self._config = _LaunchConfig(
+            grid=(1, 1, 1),
+            block=(num_threads, 1, 1),
+            shared_bytes=shared_bytes,
+            attributes=ctypes.pointer(self._attribute),
+            num_attributes=1 if starts_early else 0,
+        )
+
+    def __call__(self, num_blocks: int, *arguments: Any) -> None:
+        """Start that many blocks, on PyTorch's current stream; the driver copies the arguments."""
+        stream = torch.cuda.current_stream().cuda_stream
+        with self._lock:
+            for value, argument in zip(self._values, arguments, strict=True):
+                value.value = argument
+            self._config.grid[0] = num_blocks
+            self._config.stream = stream
+            code = driver().cuLaunchKernelEx(ctypes.byref(self._config), self._function, self._pointers, None)
+        _check(code, "launching a kernel")
+
+
+def as_pointers(arguments: Sequence[Any]) -> Any:
+    """How a launch is told its arguments: the addresses of ctypes values, which the caller keeps alive."""
+    addresses = [ctypes.addressof(argument) for argument in arguments]
+    return (ctypes.c_void_p * len(arguments))(*addresses)
+
+
+@functools.cache
+def load_kernels(source: Path, defines: tuple[tuple[str, int], ...], device: int) -> LoadedKernels:
+    """The functions of a file for one GPU and one set of defines, compiled on the first call."""
+    major, minor = torch.cuda.get_device_capability(device)
+    cubin = compile_source(source, f"sm_{major}{minor}", dict(defines))
+    try:
+        with torch.cuda.device(device):
+            return LoadedKernels(cubin)
+    except BuildError as error:
+        raise ConfigError(
+            f"attention_backend=cuda compiled {source.name} and {error}; "
+            "update the GPU's driver, or use attention_backend=triton"
+        ) from None

@@ -1,0 +1,65 @@
+"""What Hopper's copy engine must know of a matrix: where it lies, its rows, the boxes it is copied in.
+
+The driver encodes that in 128 bytes, a *tensor map*, which a kernel takes as an argument. A box here is some
+rows of 64 elements, written to shared memory in the pattern that the matrix unit reads (linear/wgmma.cuh).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from infer.errors import DeviceLost
+from infer.kernels.runtime import cuda_build as build
+
+BOX_COLUMNS = 64
+
+_SIZE, _ALIGNMENT = 128, 64
+_DTYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
+_SWIZZLE_128B, _PROMOTE_TO_256B = 3, 3
+
+
+class Boxes(NamedTuple):
+    """A matrix [rows, columns] of 16-bit numbers, and how many rows are copied at once."""
+
+    address: int
+    dtype: torch.dtype
+    num_rows: int
+    num_columns: int
+    row_bytes: int  # from one row to the next
+    box_rows: int
+
+
+class TensorMap(ctypes.Structure):
+    """A kernel's argument: given a `value` as ctypes' numbers are, it holds what the copy engine reads."""
+
+    _fields_ = (("encoded", ctypes.c_ubyte * _SIZE),)
+
+    def _set_value(self, boxes: Boxes) -> None:
+        scratch = (ctypes.c_ubyte * (_SIZE + _ALIGNMENT))()
+        aligned = -(-ctypes.addressof(scratch) // _ALIGNMENT) * _ALIGNMENT
+        sizes = (ctypes.c_uint64 * 2)(boxes.num_columns, boxes.num_rows)
+        strides = (ctypes.c_uint64 * 1)(boxes.row_bytes)
+        box = (ctypes.c_uint32 * 2)(BOX_COLUMNS, boxes.box_rows)
+        steps = (ctypes.c_uint32 * 2)(1, 1)
+        code = encoder()(
+            ctypes.c_void_p(aligned), _DTYPES[boxes.dtype], 2, ctypes.c_void_p(boxes.address),
+            sizes, strides, box, steps, 0, _SWIZZLE_128B, _PROMOTE_TO_256B, 0,
+        )  # fmt: skip
+        if code:
+            raise DeviceLost(f"the driver does not take {boxes} as a tensor map: error {code}")
+        ctypes.memmove(self.encoded, aligned, _SIZE)
+
+    value = property(fset=_set_value)
+
+
+@functools.cache
+def encoder() -> Any:
+    """The driver's function; BuildError where it is older than that."""
+    try:
+        return build.driver().cuTensorMapEncodeTiled
+    except AttributeError:
+        raise build.BuildError("the driver knows no tensor maps; update it") from None

@@ -1,0 +1,138 @@
+"""Fetch a model from the Hugging Face hub: weights, config and tokenizer, nothing that can run.
+
+`huggingface_hub` does the work (cache, resume, parallel files, progress bars, tokens, mirrors by
+HF_ENDPOINT). This file chooses the files, pins the revision and turns that library's many exceptions
+into sentences. A branch name is resolved to one commit before the first file is fetched, so the
+files always belong together even if somebody pushes meanwhile.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from infer.errors import ModelSourceError
+from infer.loader.find.default_model import is_offline
+
+# Everything lies at the root of a repository; subdirectories hold other formats (onnx, original, gguf), but
+# for 1_Pooling, which says how a model made for embeddings is used.
+WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+UNWANTED = [
+    "[!1]*/*",
+    "1[!_]*/*",
+    "1_[!P]*/*",
+    "consolidated*",
+]  # consolidated.safetensors: the same weights again, in another layout
+
+
+def fetch_repository(repo: str, *, revision: str | None, show_progress: bool) -> Path:
+    """Return the local snapshot of `repo` at one commit, downloading what is not cached."""
+    from huggingface_hub import snapshot_download
+
+    with _sentences(repo, revision), _progress_bars(show_progress):
+        return Path(
+            snapshot_download(repo, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED)
+        )
+
+
+def fetch_file(repo: str, name: str, *, revision: str | None, show_progress: bool) -> Path:
+    """Return the local copy of one file of `repo`."""
+    from huggingface_hub import hf_hub_download
+
+    with _sentences(repo, revision, name), _progress_bars(show_progress):
+        return Path(hf_hub_download(repo, name, revision=revision))
+
+
+def check_file(repo: str, name: str, *, revision: str | None) -> None:
+    """Refuse what `fetch_file` would: one question to the hub, or none if the file is in the cache."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+    with _sentences(repo, revision, name):
+        if not isinstance(try_to_load_from_cache(repo, name, revision=revision), str):
+            get_hf_file_metadata(hf_hub_url(repo, name, revision=revision))
+
+
+@contextmanager
+def _progress_bars(show: bool) -> Iterator[None]:
+    from huggingface_hub.utils.tqdm import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    if show or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+
+
+@contextmanager
+def _sentences(repo: str, revision: str | None, file: str | None = None) -> Iterator[None]:
+    """Turn what the hub library raises into one `ModelSourceError`."""
+    from huggingface_hub import errors
+
+    what = f"{repo} at revision {revision}" if revision else repo
+    quiet = logging.getLogger("huggingface_hub")
+    level = quiet.level
+    quiet.setLevel(logging.ERROR)  # its warnings repeat what our message says
+    try:
+        yield
+    except errors.GatedRepoError:
+        raise ModelSourceError(
+            f"{repo} is gated: accept its licence on the hub's page of the model, then log in with "
+            f"`hf auth login` or set HF_TOKEN"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise ModelSourceError(
+            f"the hub knows no public model {repo!r}; check the spelling (org/name), or log in with "
+            f"`hf auth login` if it is private; there is no local directory of that name either"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise ModelSourceError(
+            f"{repo} has no revision {revision!r}; give a branch, tag or commit that exists"
+        ) from None
+    except errors.LocalEntryNotFoundError:  # nothing cached, and the network not there or not allowed
+        raise _not_cached(what) from None
+    except errors.EntryNotFoundError:
+        raise ModelSourceError(f"{what} has no file {file!r}; look at the file list on the hub") from None
+    except errors.HFValidationError as error:
+        raise ModelSourceError(f"{repo!r} is not a hub id of the form org/name: {error}") from None
+    except errors.OfflineModeIsEnabled:
+        raise _not_cached(what) from None
+    except errors.HfHubHTTPError as error:
+        raise ModelSourceError(
+            f"the hub refused to give {what}: {str(error).splitlines()[0]}; try again later"
+        ) from None
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ModelSourceError(
+                f"the disk is full while fetching {what}; free some space or set HF_HOME to another disk"
+            ) from None
+        raise ModelSourceError(
+            f"cannot fetch {what}: {error}; check the network and the cache directory (HF_HOME)"
+        ) from None
+    except Exception as error:
+        if not type(error).__module__.startswith(("httpx", "httpcore", "requests", "urllib3")):
+            raise
+        raise ModelSourceError(f"cannot fetch {what}: {error}; check the network and proxy") from None
+    finally:
+        quiet.setLevel(level)
+
+
+def _not_cached(what: str) -> ModelSourceError:
+    if is_offline():
+        return ModelSourceError(
+            f"{what} is not in the local hub cache and HF_HUB_OFFLINE is set; "
+            f"unset it once to download the model, or give a local directory"
+        )
+    return ModelSourceError(
+        f"{what} is not in the local hub cache and the hub cannot be reached; "
+        f"check the network and proxy, or give a local directory"
+    )

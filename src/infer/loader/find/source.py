@@ -1,0 +1,172 @@
+"""Where is the model? From what the user typed to files on this disk.
+
+    None                        the default model, fetched once        default_model.py
+    path of a directory         config.json + *.safetensors            used where it lies
+    path of a file              GGUF                                   used where it lies
+    org/name                    a hub repository, all of it            hub.py
+    org/name:file.gguf          one GGUF file of a hub repository      hub.py
+
+What exists on disk wins: `org/name` is only looked up on the hub when there is no such directory.
+Files that are unpickled when read (`*.bin`, `*.pt`) are never downloaded and never opened: opening a
+pickle runs whatever code its author put there.
+
+`check_model` asks the same questions without fetching anything: whoever has something else to do first,
+as a server that takes a port, can refuse a name that leads nowhere before doing it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from infer.errors import ConfigError, ModelSourceError, closest
+from infer.loader.find import default_model
+
+GGUF_MAGIC = b"GGUF"
+
+_HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w][\w.-]*)(?::(?P<file>[^:]+\.gguf))?", re.ASCII)
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """A model that is on this disk: a checkpoint directory or one GGUF file."""
+
+    path: Path
+    name: str  # what people and the API call it
+    is_gguf: bool
+
+
+def resolve_model(
+    model: str | None, *, revision: str | None = None, show_progress: bool = True
+) -> ModelSource:
+    """Find `model` on disk, or bring it there; every failure is a `ModelSourceError` that says what to do."""
+    if model is None:
+        _refuse_revision(revision, "the default model has only one")
+        file = default_model.default_model_file(show_progress=show_progress)
+        return ModelSource(path=file, name=default_model.NAME, is_gguf=True)
+    found = _find(model, revision)
+    if isinstance(found, ModelSource):
+        return found
+
+    from infer.loader.find import hub
+
+    repo, file_name = found
+    if file_name is not None:
+        file = hub.fetch_file(repo, file_name, revision=revision, show_progress=show_progress)
+        return ModelSource(path=_checked_gguf(file), name=repo, is_gguf=True)
+    directory = hub.fetch_repository(repo, revision=revision, show_progress=show_progress)
+    return ModelSource(path=_checked_directory(directory, repo), name=repo, is_gguf=False)
+
+
+def check_model(model: str | None, *, revision: str | None = None) -> None:
+    """Refuse, as `resolve_model` would, what cannot be found; a hub is asked once, and nothing is fetched."""
+    if model is None:
+        _refuse_revision(revision, "the default model has only one")
+        return
+    found = _find(model, revision)
+    if not isinstance(found, ModelSource):
+        from infer.loader.find import hub
+
+        repo, file_name = found
+        hub.check_file(repo, file_name or "config.json", revision=revision)
+
+
+def _find(model: str, revision: str | None) -> ModelSource | tuple[str, str | None]:
+    """What lies on this disk, or the repository of a hub and the one file of it that is wanted."""
+    if not model.strip() or "\0" in model:
+        raise ModelSourceError(f"model must be a path or a hub id (org/name), got {model!r}")
+    path = Path(os.path.expanduser(model))
+    if _exists(path):
+        _refuse_revision(revision, f"{model!r} is a local path")
+        return _local(path)
+    hub_id = _HUB_ID.fullmatch(model)
+    if hub_id is None or model.endswith(".gguf") and hub_id["file"] is None:
+        raise _no_such_path(model, path)
+    return hub_id["repo"], hub_id["file"]
+
+
+def _refuse_revision(revision: str | None, reason: str) -> None:
+    if revision is not None:
+        raise ConfigError(f"revision is {revision!r}, but {reason}; it belongs to a hub id (org/name)")
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:  # a name too long, or a directory we may not enter
+        raise ModelSourceError(f"cannot look at {path}: {error.strerror}") from None
+
+
+def _local(path: Path) -> ModelSource:
+    if path.is_dir():
+        name = path.resolve().name or str(path)
+        return ModelSource(path=_checked_directory(path, str(path)), name=name, is_gguf=False)
+    if not path.is_file():  # to read from a pipe would mean to wait for whoever writes to it
+        raise ModelSourceError(
+            f"{path} is a pipe, a socket or a device; give a model directory or a GGUF file"
+        )
+    return ModelSource(path=_checked_gguf(path), name=path.stem, is_gguf=True)
+
+
+def _checked_directory(path: Path, shown: str) -> Path:
+    """Refuse a directory that cannot be a checkpoint, saying what it seems to be instead."""
+    try:
+        names = sorted(entry.name for entry in path.iterdir())
+    except OSError as error:
+        raise ModelSourceError(f"cannot read the model directory {shown}: {error.strerror}") from None
+    ggufs = [name for name in names if name.endswith(".gguf")]
+    if "config.json" not in names:
+        advice = f"; to run the GGUF file in it, give {path / ggufs[0]}" if ggufs else ""
+        raise ModelSourceError(f"{shown} has no config.json, so it is not a model directory{advice}")
+    if not any(name.endswith(".safetensors") for name in names):
+        pickles = [pattern for pattern in _PICKLES if any(path.glob(pattern))]
+        reason = (
+            f"only pickle files ({', '.join(pickles)}), which can run code when opened and are refused"
+            if pickles
+            else "a config.json but no weights"
+        )
+        raise ModelSourceError(f"{shown} holds {reason}; a model directory needs *.safetensors files")
+    return path
+
+
+def _checked_gguf(path: Path) -> Path:
+    """Refuse a file that does not begin like a GGUF file; its insides are checked when it is read."""
+    try:
+        with open(path, "rb") as handle:
+            magic = handle.read(4)
+    except OSError as error:
+        raise ModelSourceError(f"cannot read {path}: {error.strerror}") from None
+    if magic == GGUF_MAGIC:
+        return path
+    if path.suffix == ".safetensors" or path.name == "config.json":
+        raise ModelSourceError(f"{path} is one file of a model directory; give its directory, {path.parent}")
+    if any(path.match(pattern) for pattern in _PICKLES):
+        raise ModelSourceError(
+            f"{path} is a pickle file, which can run code when opened; safetensors is needed"
+        )
+    raise ModelSourceError(f"{path} is not a GGUF file: it begins with {magic!r}, not with {GGUF_MAGIC!r}")
+
+
+def _no_such_path(model: str, path: Path) -> ModelSourceError:
+    looks_like_path = model.startswith(("/", ".", "~")) or model.count("/") != 1 or model.endswith(".gguf")
+    if "/" not in model and not model.endswith(".gguf"):
+        kind = "a file or directory here, and a hub id has the form org/name"
+    elif looks_like_path:
+        kind = "an existing path, and does not look like a hub id (org/name or org/name:file.gguf)"
+    else:
+        kind = "an existing path or a well-formed hub id (org/name or org/name:file.gguf)"
+    advice = nearest_sibling(path) or "; check the spelling, or name no model to get the default one"
+    return ModelSourceError(f"model {model!r} is not {kind}{advice}")
+
+
+def nearest_sibling(path: Path) -> str:
+    """End a message about a missing path with the existing one nearest to it, or with what is missing."""
+    try:
+        siblings = [entry.name for entry in path.parent.iterdir() if not entry.name.startswith(".")]
+    except OSError:
+        return f"; the directory {path.parent} does not exist either"
+    match = closest(path.name, siblings)
+    return match and f"{match} (in {path.parent.resolve()})"

@@ -1,0 +1,310 @@
+"""Read safetensors checkpoints: one file, or several with an index.
+
+    ┌──────────┬────────────────────────────────────────────┬───────────────────────────────┐
+    │ length N │ N bytes of JSON: name -> dtype, shape, range │ the tensors, end to end       │
+    └──────────┴────────────────────────────────────────────┴───────────────────────────────┘
+
+Headers are read and checked first, for all files: a checkpoint that does not fit the model is refused
+before a byte of weights is read. The weights are mapped, not read: `copy_to` brings one tensor into
+its final place, converting on the way, and lets go of the pages behind it, so loading needs no second
+copy of anything.
+
+The checks are ours because the files are other people's: ranges that overlap, leave holes or leave
+the file, names that occur twice, an index that points outside its directory. Weights themselves are
+not inspected: a NaN in a checkpoint is loaded as a NaN.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeGuard
+
+import torch
+
+from infer.errors import CheckpointError, closest
+from infer.loader.formats.hf_config import read_json
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_INDEX_BYTES = 64 << 20
+
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_OTHERS = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
+_OTHERS |= {"I16": 2, "U16": 2, "I32": 4, "U32": 4, "I64": 8, "U64": 8}
+ITEM_BYTES = {**_OTHERS, **{name: dtype.itemsize for name, dtype in FLOATS.items()}}
+
+
+class QuantizedRows(NamedTuple):
+    """Rows of a matrix in groups of 32 small integers, in the form that quant/packed.py keeps.
+
+    8 bits: w = scale * integer.  4 bits: w = scale * integer + minimum, with integers 0 .. 15.
+    """
+
+    integers: torch.Tensor  # int8, [rows, K]
+    scales: torch.Tensor  # float16, [rows, K / 32]
+    minima: torch.Tensor | None  # the same, in 4 bits
+
+
+class StoredTensor(Protocol):
+    """A tensor on disk that knows how to get into a tensor in memory."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape as the checkpoint's own names mean it."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size on disk."""
+        ...
+
+    @property
+    def type_name(self) -> str:
+        """What its numbers are, as the file spells it."""
+        ...
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether `copy_to` can read numbers of this type."""
+        ...
+
+    @property
+    def is_four_bit(self) -> bool:
+        """Whether `chunks` has its own integers for 4 bits."""
+        ...
+
+    def copy_to(self, out: torch.Tensor) -> None:
+        """Fill `out`, which has this tensor's shape, converting to its dtype and device."""
+        ...
+
+    def chunks(self, num_rows: int, bits: int) -> Iterator[torch.Tensor | QuantizedRows]:
+        """The rows of a matrix in order, so many at a time: float32, or integers if so stored and fitting."""
+        ...
+
+    def transpose(self) -> StoredTensor | None:
+        """The transposed matrix, if that is how this one is stored."""
+        ...
+
+    def matrix(self, index: int) -> StoredTensor:
+        """One matrix of a stack of them, [n, rows, columns]."""
+        ...
+
+
+@dataclass(slots=True)
+class _File:
+    """One safetensors file, mapped when its first tensor is read."""
+
+    path: Path
+    mapped: mmap.mmap | None = field(default=None, repr=False)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """The bytes start..stop, as a view of the mapped file."""
+        return torch.frombuffer(self.map(), dtype=torch.uint8, count=stop - start, offset=start)
+
+    def map(self) -> mmap.mmap:
+        if self.mapped is None:
+            try:
+                with open(self.path, "rb") as handle:
+                    # private and writable: PyTorch warns about read-only memory, and nobody writes to this
+                    self.mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"cannot map {self.path}: {error}") from None
+        return self.mapped
+
+    def forget(self, start: int, stop: int) -> None:
+        """Let the system have the pages of these bytes back."""
+        forget_pages(self.map(), start, stop)
+
+
+def forget_pages(mapped: mmap.mmap, start: int, stop: int) -> None:
+    """Let the system have the pages between two bytes of a mapped file back; it can read them again."""
+    first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+    if last > first and hasattr(mmap, "MADV_DONTNEED"):
+        mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+@dataclass(frozen=True, slots=True)
+class SafeTensor:
+    """One tensor of a safetensors file."""
+
+    file: _File
+    type_name: str
+    shape: tuple[int, ...]
+    start: int  # from the beginning of the file
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size on disk."""
+        return self.stop - self.start
+
+    @property
+    def is_readable(self) -> bool:
+        """Integers and 8-bit floats need a quantization scheme to mean anything."""
+        return self.type_name in FLOATS
+
+    @property
+    def is_four_bit(self) -> bool:
+        """The format has no such type."""
+        return False
+
+    def copy_to(self, out: torch.Tensor) -> None:
+        """Fill `out` from the mapped file."""
+        assert tuple(out.shape) == self.shape, (out.shape, self.shape)
+        if self.num_bytes == 0:
+            return
+        out.copy_(self._view())
+        self.file.forget(self.start, self.stop)
+
+    def chunks(self, num_rows: int, bits: int) -> Iterator[torch.Tensor | QuantizedRows]:
+        """The rows of a matrix, converted to float32."""
+        if self.num_bytes == 0:
+            return
+        for rows in torch.split(self._view(), num_rows):
+            yield rows.float()
+        self.file.forget(self.start, self.stop)
+
+    def transpose(self) -> StoredTensor | None:
+        """Tensors are stored as their names mean them."""
+        return None
+
+    def matrix(self, index: int) -> StoredTensor:
+        """One matrix of a stack: a part of the same bytes."""
+        num_bytes = self.num_bytes // self.shape[0]
+        start = self.start + index * num_bytes
+        return SafeTensor(self.file, self.type_name, self.shape[1:], start, start + num_bytes)
+
+    def _view(self) -> torch.Tensor:
+        dtype = FLOATS[self.type_name]
+        raw = self.file.read(self.start, self.stop)
+        if self.start % dtype.itemsize:  # a header of odd length: these bytes cannot be viewed in place
+            raw = raw.clone()
+        return raw.view(dtype).view(self.shape)
+
+
+def open_checkpoint(directory: Path) -> dict[str, StoredTensor]:
+    """Every tensor of the checkpoint by name, in the order of the files; no weights are read yet."""
+    if (directory / SINGLE).exists():
+        return _read_header(directory / SINGLE)
+    if (directory / INDEX).exists():
+        return _open_sharded(directory)
+    files = sorted(directory.glob("*.safetensors"))
+    if len(files) == 1:
+        return _read_header(files[0])
+    found = f"{len(files)} other *.safetensors files" if files else "no *.safetensors files"
+    raise CheckpointError(f"{directory} has neither {SINGLE} nor {INDEX}, but {found}; one of them is needed")
+
+
+def _open_sharded(directory: Path) -> dict[str, StoredTensor]:
+    path = directory / INDEX
+    weight_map = read_json(path, MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} has no 'weight_map' of tensor names to files")
+    shards: dict[str, list[str]] = {}
+    for name, shard in weight_map.items():
+        # A plain file name: nothing in an index may point outside its directory.
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise CheckpointError(f"{path} puts tensor {name!r} in {shard!r}; a *.safetensors name is needed")
+        shards.setdefault(shard, []).append(name)
+    missing = [shard for shard in shards if not (directory / shard).exists()]
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} of the {len(shards)} files that {path} names are missing, "
+            f"first {missing[0]!r}; the download is not complete"
+        )
+    tensors: dict[str, StoredTensor] = {}
+    for shard, names in sorted(shards.items()):
+        header = _read_header(directory / shard)
+        _check_shard(directory / shard, header, names, weight_map)
+        tensors.update(header)
+    return tensors
+
+
+def _check_shard(
+    path: Path, header: Mapping[str, StoredTensor], names: list[str], weight_map: Mapping[str, Any]
+) -> None:
+    """The index and the shard must name the same tensors, and each tensor must be in one shard only."""
+    for name in names:
+        if name not in header:
+            raise CheckpointError(
+                f"{INDEX} says that tensor {name!r} is in {path}, but it is not{closest(name, header)}"
+            )
+    for name in header:
+        if weight_map.get(name) != path.name:
+            other = f"puts it in {weight_map[name]!r}" if name in weight_map else "does not know it"
+            raise CheckpointError(f"{path} holds tensor {name!r}, but {INDEX} {other}")
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    """Parse and check one file's header; its tensors must cover the rest of the file exactly."""
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as handle:
+            num_bytes = int.from_bytes(handle.read(8), "little")
+            if size < 8 or num_bytes > min(MAX_HEADER_BYTES, size - 8):
+                _fail(path, f"its header claims {num_bytes} bytes, the file has {size} (a partial download?)")
+            text = handle.read(num_bytes)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    try:
+        entries = json.loads(text, object_pairs_hook=lambda pairs: _unique(path, pairs))
+    except (ValueError, RecursionError) as error:  # ValueError: bad UTF-8, bad JSON, integers of a mile
+        _fail(path, f"its header is not JSON: {error}")
+    if not isinstance(entries, dict):
+        _fail(path, "its header is not a JSON object")
+    entries.pop("__metadata__", None)
+    file, data_start = _File(path), 8 + num_bytes
+    tensors = {name: _read_entry(file, name, entry, data_start) for name, entry in entries.items()}
+    ordered = sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop))
+    end = data_start
+    for name, tensor in ordered:
+        if tensor.start != end:
+            what = "overlaps the tensor before it" if tensor.start < end else "leaves a hole before it"
+            _fail(path, f"tensor {name!r} {what}")
+        end = tensor.stop
+    if end != size:
+        what = "is cut short (a partial download?)" if end > size else "has bytes that belong to no tensor"
+        _fail(path, f"its tensors end at byte {end}, the file has {size}: it {what}")
+    return dict(ordered)
+
+
+def _read_entry(file: _File, name: str, entry: Any, data_start: int) -> SafeTensor:
+    """Check one line of the header: a known type, a shape, and a range of just the right length."""
+    if not isinstance(entry, dict):
+        _fail(file.path, f"the entry of tensor {name!r} is not an object")
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        known = ", ".join(ITEM_BYTES)
+        _fail(file.path, f"tensor {name!r} has the unknown dtype {dtype!r}; known: {known}")
+    if not (_are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2):
+        _fail(file.path, f"tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}")
+    start, stop = offsets
+    num_bytes = math.prod(shape) * ITEM_BYTES[dtype]
+    if stop - start != num_bytes:
+        _fail(
+            file.path,
+            f"tensor {name!r}, {dtype} of shape {shape}, needs {num_bytes} bytes, not {stop - start}",
+        )
+    return SafeTensor(file, dtype, tuple(shape), data_start + start, data_start + stop)
+
+
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**48 for size in value)
+
+
+def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        last = {name: place for place, (name, _) in enumerate(pairs)}
+        twice = next(name for place, (name, _) in enumerate(pairs) if last[name] != place)
+        _fail(path, f"{twice!r} occurs twice in its header")
+    return entries
+
+
+def _fail(path: Path, reason: str) -> NoReturn:
+    raise CheckpointError(f"{path} cannot be loaded: {reason}")

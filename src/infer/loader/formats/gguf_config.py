@@ -1,0 +1,226 @@
+"""The metadata of a GGUF file as the keys of a config.json, so that families know one language only.
+
+    llama.embedding_length 576   ──►   hidden_size 576
+    output.weight is absent      ──►   tie_word_embeddings true
+    llama.attention.sliding_window     only Mistral has one: its files say llama too
+    llama.expert_count                 and so do Mixtral's, which have experts
+
+Llama 3's rope scaling is not described but tabulated, in a tensor with one divisor per pair of
+channels; the parameters are recovered from it, or the file is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from infer.errors import CheckpointError, ConfigError
+from infer.loader.formats.gguf import GGMLType, GGUFFile
+from infer.models.raw_config import MAX_LAYERS, MAX_SIZE
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma3", "gpt2")
+ROPE_FACTORS = "rope_freqs.weight"
+
+# What every published Llama 3 uses: (low_freq_factor, high_freq_factor, original context)
+_LLAMA3 = (1.0, 4.0, 8192)
+_GEMMA3_27B_LAYERS = 62  # the one Gemma 3 whose attention scale is not its head size; no key says so
+
+
+class Keys:
+    """Checked access to the metadata keys of the file's architecture."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        name = file.metadata.get("general.architecture")
+        if not isinstance(name, str) or name not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            raise ConfigError(
+                f"{file.path} holds a model of architecture {name!r}; supported in GGUF: {known}"
+            )
+        self.file = file
+        self.architecture = name
+
+    def size(self, name: str, default: int | None = None, at_most: int = MAX_SIZE) -> int:
+        """A positive integer; 0 only where that is the default and means none."""
+        value = self._get(name, default)
+        if isinstance(value, list) and value and all(item == value[0] for item in value):
+            value = value[0]  # one number per layer, all the same
+        least = 0 if default == 0 else 1
+        if type(value) is not int or not least <= value <= at_most:
+            raise CheckpointError(
+                f"{self.file.path}: {self._key(name)} must be an integer in {least}..{at_most}, got {value!r}"
+            )
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A positive finite number."""
+        value = self._get(name, default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or value <= 0:
+            raise CheckpointError(f"{self.file.path}: {self._key(name)} must be positive, got {value!r}")
+        return float(value)
+
+    def text(self, name: str, default: str) -> str:
+        """A word."""
+        return str(self.file.metadata.get(self._key(name), default))
+
+    def flags(self, name: str) -> list[bool] | None:
+        """A list of booleans, or None where the key is absent or something else."""
+        value = self.file.metadata.get(self._key(name))
+        is_list = isinstance(value, list) and all(isinstance(item, bool) for item in value)
+        return value if is_list else None
+
+    def _key(self, name: str) -> str:
+        return f"{self.architecture}.{name}"
+
+    def _get(self, name: str, default: float | None) -> Any:
+        value = self.file.metadata.get(self._key(name), default)
+        if value is None:
+            raise CheckpointError(f"{self.file.path} has no metadata key {self._key(name)}")
+        return value
+
+
+def hf_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
+    """The metadata of a GGUF file as the keys of a config.json, for `Family.read_config`."""
+    keys = Keys(file)
+    architecture = keys.architecture
+    if "token_embd.weight" not in file.tensors or len(file.tensors["token_embd.weight"].shape) != 2:
+        raise CheckpointError(f"{file.path} has no matrix 'token_embd.weight'")
+    shared = {
+        "model_type": architecture,
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _eos_ids(file.metadata),
+    }
+    if architecture == "gpt2":
+        return shared | _gpt2_config(keys)
+    hidden_size, num_heads = keys.size("embedding_length"), keys.size("attention.head_count")
+    head_dim = keys.size("attention.key_length", hidden_size // num_heads)
+    if (rotated := keys.size("rope.dimension_count", head_dim)) != head_dim:
+        raise ConfigError(
+            f"{file.path} turns {rotated} of {head_dim} channels, partial rotation is not supported"
+        )
+    config = shared | {
+        "hidden_size": hidden_size,
+        "intermediate_size": keys.size("feed_forward_length"),
+        "num_hidden_layers": keys.size("block_count", at_most=MAX_LAYERS),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": keys.size("attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": keys.size("context_length"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": keys.number("rope.freq_base", 1_000_000.0 if architecture == "gemma3" else 10_000.0),
+        "rope_scaling": _rope_scaling(keys, head_dim),
+    }
+    return config | _family_config(keys, config)
+
+
+def _family_config(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    tensors, window = keys.file.tensors, keys.size("attention.sliding_window", 0)
+    if keys.size("expert_count", 0):
+        return _experts_config(keys, window)
+    if keys.architecture == "llama" and window:
+        return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+    if keys.architecture == "llama":
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "attention_bias": "blk.0.attn_q.bias" in tensors,
+            "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        }
+    if keys.architecture == "gemma3":
+        is_27b = config["num_hidden_layers"] == _GEMMA3_27B_LAYERS
+        head_share = config["hidden_size"] // config["num_attention_heads"]
+        return {
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": "gemma3_text",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": head_share if is_27b else config["head_dim"],
+            "sliding_window": keys.size("attention.sliding_window"),
+            "layer_types": _layer_types(keys, config["num_hidden_layers"]),
+            "rope_local_base_freq": keys.number("rope.freq_base_swa", 10_000.0),
+        }
+    return {"architectures": [f"{keys.architecture.capitalize()}ForCausalLM"]}
+
+
+def _experts_config(keys: Keys, window: int) -> dict[str, Any]:
+    shared = {
+        "num_experts": keys.size("expert_count"),
+        "num_experts_per_tok": keys.size("expert_used_count"),
+        "sliding_window": window or None,
+    }
+    if keys.architecture == "llama":
+        return shared | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    if keys.architecture != "qwen3moe":
+        raise ConfigError(f"{keys.file.path} is a {keys.architecture} with experts, which is not supported")
+    return shared | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": keys.size("expert_feed_forward_length"),
+        "norm_topk_prob": True,  # no key says so: every published one does
+        "use_sliding_window": window > 0,
+    }
+
+
+def _layer_types(keys: Keys, num_layers: int) -> list[str]:
+    """Which layers see a window: told layer by layer, or one full layer after every so many."""
+    pattern = keys.flags("attention.sliding_window_pattern")
+    if pattern is None:
+        every = keys.size("attention.sliding_window_pattern", 6)
+        pattern = [(layer + 1) % every != 0 for layer in range(num_layers)]
+    return ["sliding_attention" if is_local else "full_attention" for is_local in pattern]
+
+
+def _gpt2_config(keys: Keys) -> dict[str, Any]:
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "n_embd": keys.size("embedding_length"),
+        "n_layer": keys.size("block_count", at_most=MAX_LAYERS),
+        "n_head": keys.size("attention.head_count"),
+        "n_positions": keys.size("context_length"),
+        "n_inner": keys.size("feed_forward_length"),
+        "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
+        "activation_function": "gelu_new",
+    }
+
+
+def _rope_scaling(keys: Keys, head_dim: int) -> dict[str, Any] | None:
+    if ROPE_FACTORS in keys.file.tensors:
+        return _llama3_scaling(keys, head_dim)
+    kind = keys.text("rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    return {"rope_type": kind, "factor": keys.number("rope.scaling.factor", 1.0)}
+
+
+def _llama3_scaling(keys: Keys, head_dim: int) -> dict[str, Any] | None:
+    """Recover the parameters behind a table of divisors, or refuse a table we cannot explain."""
+    path, tensor = keys.file.path, keys.file.tensors[ROPE_FACTORS]
+    if tensor.shape != (head_dim // 2,) or tensor.kind is not GGMLType.F32:
+        raise CheckpointError(f"{path}: {ROPE_FACTORS!r} must be {head_dim // 2} numbers of type F32")
+    divisors = keys.file.packed_rows(ROPE_FACTORS)[0].view("<f4").tolist()
+    if all(divisor == 1.0 for divisor in divisors):
+        return None
+    factor = max(divisors)  # the slowest pairs are divided by all of it
+    low, high, original = _LLAMA3
+    theta = keys.number("rope.freq_base", 10_000.0)
+    is_llama3 = math.isfinite(factor) and factor > 1
+    for pair, divisor in enumerate(divisors if is_llama3 else []):
+        turns = original * theta ** (-2 * pair / head_dim) / (2 * math.pi)
+        keep = min(max((turns - low) / (high - low), 0.0), 1.0)
+        is_llama3 &= math.isclose(divisor, 1 / (keep + (1 - keep) / factor), rel_tol=1e-3)
+    if not is_llama3:
+        raise ConfigError(f"{path} stretches rotary positions in a way that is not Llama 3's")
+    return {
+        "rope_type": "llama3",
+        "factor": round(factor, 4),
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _eos_ids(metadata: Mapping[str, Any]) -> list[int]:
+    names = ("eos", "eot", "eom")  # end of sequence, of turn, of message
+    ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names]
+    return list(dict.fromkeys(token_id for token_id in ids if isinstance(token_id, int)))

@@ -1,0 +1,196 @@
+"""The GGUF formats that name points of a grid: 1.6 to 3.4 bits per weight.
+
+With two bits per weight, four values each would be crude. These formats look at 8 (or 4) weights
+together, as one point in space, and allow only the few hundred points that weights are often near to. A
+point is then one number, the signs are stored apart, and a group of weights shares a scale:
+
+              points        values of a coordinate        signs            scale of           bits
+    IQ1_S     2048 of 3^8   -1 0 1, all shifted by ±1/8   in the point     32 weights         1.56
+    IQ1_M     the same      the same, shift per 8         in the point     16                 1.75
+    IQ2_XXS    256 of 3^8   8 25 43                       7 bits for 8     32                 2.06
+    IQ2_XS     512 of 3^8   8 25 43                       7 bits for 8     16                 2.31
+    IQ2_S     1024 of 3^8   8 25 43                       a bit each       16                 2.56
+    IQ3_XXS    256 of 8^4   4 12 20 28 36 44 52 62        7 bits for 8     32                 3.06
+    IQ3_S      512 of 8^4   1 3 5 7 9 11 13 15            a bit each       32                 3.44
+
+Seven bits say eight signs because the encoder makes the number of minuses even, so the last one follows.
+
+Which points a format has is part of its definition: they were chosen once, from real weights. All
+lists are in ascending order, coordinates read as digits (the first is the lowest), so a set says all:
+`_POINTS` holds one bit for each point that could be. As a table a point is one integer of 64 (or 32)
+bits with its coordinates as bytes; a look-up brings them all at once.
+
+The functions map the bytes of B blocks of 256 weights to small integers and one scale for each group
+of 32 (or 16): w = scale * q. The arithmetic is the reference's, to the bit.
+
+Shapes:  B blocks; the other dimensions are written out as numbers.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import zlib
+
+import torch
+
+from infer.loader.formats.gguf_bits import fields, half, look_up
+
+# fmt: off
+_POINTS = {
+    "IQ1_S": (
+        "c-k#eK}(!R7=CxE;dM-9V?RN1diSfb(^(PgE$L;EU0C#DLh=VZ*|bQ>IZZw%yXlwN6ha`hG?#HO$v6$G@ldv(umMk2dT8mb2WdTox*h^"
+        "v8VtnDuD#8?@Vw9Syw7v(LR2?w<}y}3b9YJG^C&5*&qs>Nl?x;NhAB!%0hRecnsm$a2YwJ@;QqccSPG~@n#@N5uBY$^gNY22s7}?HYgo"
+        "xmY#Y+!Ajh1yxWA4l1OzVO1-XRyWBes^wA;LAoBq<x!%nuPhFWp9`{&R@7DG%<XIwD^Is3Q$Jf@<B<<hd(0^?jzIHG8vQn*?-$Ub(LsH"
+        "W&@kYNcQ%|}dP%c;av8KJU^mWiJv*28-WD<$YEG%#}+D!ES;XeDuFD(VlG#i@A4$V;H%7rH52w&LB_pg1xSvl=L<CZ@9?{WdkSxbxSuM"
+        "q|l64F4MqT|O(RS}O@H(bLXvHn!_OntvSw2GXTKiD_6XGLxujp0!)qyF+V=7Bv?g3oFy??D1-6?{(2le%HQrc>Le(m#@Cb_P%)g$;r#{"
+        "<KcsUbe#9?p_<1{H>jE?+1SCIq;Fwj@yPMjA_U90?}vdY$)D1%>fQq-z{36HBT$I&mG*v%J#A~V%aSj@pZtCEAg}V1eou`2@uUxU_YQ="
+        ")6;l3U7EjmAKr#y2F0kdO91c}@u6ikZ68>90+)KINV7E3oVy0wcNC7Qg*Gnz$6Ckekcj5w;yQl$8BcV}uIeIA*;9XR~L2uzcrHYS+2)y"
+        "-rqrtcg6e{stpn$cM#il(dTBx(R&0u-;P1DmAvG}u@dX;b%ns9v~6p49X^c}lqEMlIFjzJBbrp$X4T{{D_p5YV7e^~xM<^E7<_56qcAa"
+        "L=FI+lT|4v2#Y&dpW2-Egd@Fdf5G@Dheeu*|v(bMFD;1sQ1"
+    ),
+    "IQ2_XXS": (
+        "cmV~$!HEMw5Ckwal>cp*%cll5fc-fCR8IQ+o!>t9%6TkOM<Kl1`!y$hQ_E+08OlBBIfM`(3vjZl@|9Vw0TZxkN?@_51^A3md;tauP8jn"
+        "6yWj=T%M^+z07?Y}05IU)=kCslRpg<iHFOQuk_8Na6FVTV6Cj9vUdS*644?oy3_xHY8w4mI04~E&C{QeX0XQH400RI3pqEgj0tmo)tU?"
+        "ehQ3eHI02qMG28==h1EL0i0RR9C1^_^?1OpHN1ONa4ARqt$@DIja6(a"
+    ),
+    "IQ2_XS": (
+        "cmV~$L5jmb5Ckw4^xQjO|EC8scQ3^M|H?}5`~JOW-zUHKea`L`zrUVc63=_~edj9A*;cBUtrx?*>vL7w%!*=~s6glU{yk^Uir-()CXeT"
+        "12%fW@bTONNQ3R}|hT;PXFyMWAHc?NT)@Xv_yG_8L8Z83!P7$qu7SiyI=RNyfpQ}7)Tk$osGXZm-T&2ZI7mUO-xJoBMHQQhSJZJZcVs="
+        "?z&|p@o^pFjvq0v;083;WAfMGW277qZlLSz7x4m1D_1Qejqjk#Cu^6=bIT@Zzdef_jC6aqs*=u+gO3IK(!>J=qIGy+hDFLnbOE)W0;3I"
+        "a45PO3m)8goS>3IhWGU?}5&=>is55cvmAuqjC"
+    ),
+    "IQ2_S": (
+        "c-n1|L8@gj2n9<pa|32S243b7;{LbNgWTKyeY%|<tQ;#<m9=WLUX^>5x8Wykm(siKT2(d9%3bAEe$t|pblpab>Q!kX(MmsQ5g=~OfZ$Z"
+        "-sxi_})vD3T**>Q>T-oafI9gqxH*v)vD)pp=z>N&l6hi?{j+{-UbM}mOw~SPQ#;5!@umerdyWE{^5HJ(~3^V`@VOOoH;h)^A+S70jP1g"
+        "-kRi|>V$&L1W8wQx)NQILY6C}71z+N?~{3QRJ?7;ih7m%ksTwox40SyBP_^i>=HH;XKLqi2c0LgEl8TPsWjBSquxmw;)fQYfWpKeoFxB"
+        "Mjfc(ypz_nNeylZ9>U2R?-+K!kw2bcGfmtL)k8&Nky|2tfSDVYk0$$He4%1zt^e0(!S&04n!`0n>2cBjf{=cpUz^nRtuJLsJNGc{Ke2x"
+        "x7{$"
+    ),
+    "IQ3_XXS": (
+        "cmV~$F>V4e5CFj0)vjb+WeR$W3gs0?k)Hg>qC&hPWuBRt>!-80AAReb;+p;OvR=I)40~?(7p1^r^23mhKCV0HY;bf2szshoHwd^m$pxS"
+        "U`uNVmS7-2!e)Wz;Ucd#*VAzrgaGWe;AH=E_`NR>6Qqlm#rXGrg>14nl%<b13z$A8f*jSj56U!g~Rtr!h@o=&*6{=t$-cUsX2$%{?PZN"
+        "n`!-NOG#DW3?h6I116r2KzRm3s~q(qwl0RaCNx)k;"
+    ),
+    "IQ3_S": (
+        "cmV~$L249H6ac__kJs?0SHFi5x1G)iaZb^ZWT9??AYNw@A|%;O@BpF_!Cca+zu(T=pK*A8d;Yj|Oa1=1OfRENTZT`4I4<$9txbxZ>-Nj"
+        "q)=?_?#&t9C_I3E;ChPN*n;cxm%T${=>UncFrHYH4@oFMBIY>CU!8qicDqg=n4Ts_Qet6t(D|t5F=7a6K+>I5hJDYv7?^(xa;=5!{bFR"
+        "^X`d5b^+49gwA+DlgC&=k3o@T9ms8o|2=IX0vB{3RinCes+;(n~NwlJP$i(^F}hXn@x801fhqUi)@q9rwzQ?30_S*XZ%sc|1iJ?FL+wL"
+        "-0oKw+nVgOLz!(J8&=is&i8tSK8hVMf3RoD6I9QrTT#dzm3A_8LnI0!pDs2*7{3#wQ>"
+    ),
+}
+# fmt: on
+_VALUES = {
+    "IQ1_S": (-8, 0, 8),  # eight times the format's, so that the shift by 1/8 is one
+    "IQ2_XXS": (8, 25, 43),
+    "IQ2_XS": (8, 25, 43),
+    "IQ2_S": (8, 25, 43),
+    "IQ3_XXS": (4, 12, 20, 28, 36, 44, 52, 62),
+    "IQ3_S": (1, 3, 5, 7, 9, 11, 13, 15),
+}
+
+
+@functools.cache
+def _grid(name: str, device: torch.device) -> torch.Tensor:
+    """The points of a format, their coordinates as the bytes of one integer each."""
+    values = torch.tensor(_VALUES[name], dtype=torch.int8)
+    base, size = (3, 8) if len(values) == 3 else (8, 4)
+    packed = torch.frombuffer(bytearray(zlib.decompress(base64.b85decode(_POINTS[name]))), dtype=torch.uint8)
+    is_point = fields(packed[None], bits=1, run=1)[0]
+    points = is_point.nonzero()[:, 0]
+    digits = torch.stack([points // base**place % base for place in range(size)], dim=1)
+    return values[digits].view(torch.int64 if size == 8 else torch.int32)[:, 0].to(device)
+
+
+@functools.cache
+def _minuses(device: torch.device) -> torch.Tensor:
+    """For 8 sign bits: 8 bytes, -1 where there is a minus and else 0, as one integer."""
+    bits = fields(torch.arange(256).to(torch.uint8)[:, None], 1, 1)
+    return (-bits.view(torch.int8)).view(torch.int64)[:, 0].to(device)
+
+
+def _even(signs: torch.Tensor) -> torch.Tensor:
+    """Eight sign bits of seven: the eighth makes the number of minuses even."""
+    odd = signs ^ signs >> 4
+    odd = odd ^ odd >> 2
+    return signs | ((odd ^ odd >> 1) & 1) << 7
+
+
+def _signed(points: torch.Tensor, signs_B32: torch.Tensor) -> torch.Tensor:
+    """The coordinates of a block's points, 256 bytes, with 32 x 8 signs: -x is (x ^ -1) - -1."""
+    minus_B256 = look_up(_minuses(points.device), signs_B32).view(torch.int8)
+    return points.view(torch.int8).bitwise_xor_(minus_B256).sub_(minus_B256)
+
+
+def _words(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes as little-endian integers of 16 or 32 bits, as int32 (of 32 bits: the sign is the top bit)."""
+    return blocks.clone(memory_format=torch.contiguous_format).view(dtype).int()  # may start at an odd byte
+
+
+def _shifted(words_B: torch.Tensor, step: int, count: int) -> torch.Tensor:
+    """Numbers of `step` bits out of each word, lowest first: [B, n] to [B, n * count]."""
+    shifts = torch.arange(0, step * count, step, dtype=torch.int32, device=words_B.device)
+    return (words_B[:, :, None] >> shifts & (1 << step) - 1).flatten(1)
+
+
+def iq1_s(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """d, 32 low bytes of points, 8 words: 4 x 3 high bits, 3 bits of scale, the shift's sign."""
+    words_B8 = _words(blocks[:, 34:], torch.int16)
+    points_B32 = blocks[:, 2:34].int() | _shifted(words_B8, 3, 4) << 8
+    q_B8x32 = look_up(_grid("IQ1_S", blocks.device), points_B32).view(torch.int8).view(-1, 8, 32)
+    q_B8x32 += (1 - 2 * (words_B8 >> 15 & 1)).to(torch.int8)[:, :, None]
+    scales_B8 = half(blocks[:, :2]) * (2 * (words_B8 >> 12 & 7) + 1) * 0.125
+    return q_B8x32.flatten(1), scales_B8
+
+
+def iq1_m(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """32 low bytes of points, 32 x (3 high bits, shift's sign), 4 words: 4 x 3 bits of scale, a part of d."""
+    words_B4 = _words(blocks[:, 48:], torch.int16)
+    parts_B4 = (words_B4 >> 12 & 15) << torch.arange(0, 16, 4, dtype=torch.int32, device=blocks.device)
+    d_B1 = parts_B4.sum(1, keepdim=True).to(torch.int16).view(torch.float16).float()
+    high_B32 = fields(blocks[:, 32:48], 4, 1).int()
+    points_B32 = blocks[:, :32].int() | (high_B32 & 7) << 8
+    q_B32x8 = look_up(_grid("IQ1_S", blocks.device), points_B32).view(torch.int8).view(-1, 32, 8)
+    q_B32x8 += (1 - 2 * (high_B32 >> 3)).to(torch.int8)[:, :, None]
+    return q_B32x8.flatten(1), d_B1 * (2 * _shifted(words_B4, 3, 4) + 1) * 0.125
+
+
+def iq2_xxs(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """d, 8 x (4 points, a word: 4 x 7 signs, 4 bits of scale)."""
+    points_B8x4 = blocks[:, 2:].reshape(-1, 8, 8)[:, :, :4]
+    words_B8 = _words(blocks[:, 2:].reshape(-1, 8, 8)[:, :, 4:], torch.int32)[:, :, 0]
+    q_B32 = look_up(_grid("IQ2_XXS", blocks.device), points_B8x4.flatten(1))
+    scales_B8 = half(blocks[:, :2]) * ((words_B8 >> 28 & 15) + 0.5) * 0.25
+    return _signed(q_B32, _even(_shifted(words_B8, 7, 4))), scales_B8
+
+
+def iq2_xs(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """d, 32 words: 9 bits of point, 7 signs; 16 x 4 bits of scale."""
+    words_B32 = _words(blocks[:, 2:66], torch.int16)
+    q_B32 = look_up(_grid("IQ2_XS", blocks.device), words_B32 & 511)
+    scales_B16 = half(blocks[:, :2]) * (fields(blocks[:, 66:], 4, 1) + 0.5) * 0.25
+    return _signed(q_B32, _even(words_B32 >> 9 & 127)), scales_B16
+
+
+def iq2_s(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """d, 32 low bytes of points, 32 x 8 signs, 32 x 2 high bits, 16 x 4 bits of scale."""
+    points_B32 = blocks[:, 2:34].int() | fields(blocks[:, 66:74], 2, 1).int() << 8
+    q_B32 = look_up(_grid("IQ2_S", blocks.device), points_B32)
+    scales_B16 = half(blocks[:, :2]) * (fields(blocks[:, 74:], 4, 1) + 0.5) * 0.25
+    return _signed(q_B32, blocks[:, 34:66]), scales_B16
+
+
+def iq3_xxs(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """d, 64 points, 8 words: 4 x 7 signs, 4 bits of scale."""
+    words_B8 = _words(blocks[:, 66:], torch.int32)
+    q_B64 = look_up(_grid("IQ3_XXS", blocks.device), blocks[:, 2:66])
+    scales_B8 = half(blocks[:, :2]) * ((words_B8 >> 28 & 15) + 0.5) * 0.5
+    return _signed(q_B64, _even(_shifted(words_B8, 7, 4))), scales_B8
+
+
+def iq3_s(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """d, 64 low bytes of points, 64 high bits, 32 x 8 signs, 8 x 4 bits of scale."""
+    points_B64 = blocks[:, 2:66].int() | fields(blocks[:, 66:74], 1, 1).int() << 8
+    q_B64 = look_up(_grid("IQ3_S", blocks.device), points_B64)
+    scales_B8 = half(blocks[:, :2]) * (2 * fields(blocks[:, 106:], 4, 1) + 1)
+    return _signed(q_B64, blocks[:, 74:106]), scales_B8

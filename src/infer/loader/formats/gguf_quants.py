@@ -1,0 +1,270 @@
+"""Unpack the block formats of GGUF into float32.
+
+Weights that lie next to each other are alike, so a *block* of them shares one scale d (and often one
+minimum m), stored as float16, and each weight is a small integer q:
+
+    Q4_0   32 weights   d                       w = d * (q - 8)       q: 4 bits
+    Q4_1   32           d, m                    w = d * q + m
+    Q5_0   32           d, one high bit each    w = d * (q - 16)      q: 5 bits
+    Q5_1   32           d, m, high bits         w = d * q + m
+    Q8_0   32           d                       w = d * q             q: int8
+    Q2_K   256 = 16x16  d, dmin, 16 x (s, t)    w = (d * s) * q - (dmin * t)      q: 2 bits; s, t: 4 bits each
+    Q3_K   256 = 16x16  d, 16 x s               w = (d * (s - 32)) * (q - 4)      q: 3 bits; s: 6 bits
+    Q4_K   256 = 8x32   d, dmin, 8 x (s, t)     w = (d * s) * q - (dmin * t)      q: 4 bits; s, t: 6 bits each
+    Q5_K   256 = 8x32   the same, high bits     q: 5 bits
+    Q6_K   256 = 16x16  d, 16 x s (int8)        w = (d * s) * (q - 32)            q: 6 bits
+    IQ4_NL 32           d                       w = d * V[q]          V: 16 values, denser around 0
+    IQ4_XS 256 = 8x32   d, 8 x s                w = (d * (s - 32)) * V[q]         s: 6 bits
+    MXFP4  32           2^e                     w = 2^e * (a 4-bit float)
+    TQ1_0  256          d                       w = d * q             q: -1, 0 or 1, five to a byte
+    TQ2_0  256          d                       w = d * q             q: -1, 0 or 1, four to a byte
+
+The formats of under 3.5 bits whose integers are points of a grid are in `gguf_grids.py`.
+
+Each function below maps the bytes of B blocks, [B, bytes], to integers of 8 bits, [B, weights], and float32
+scales [B, groups], w = scale * q; where there are minima, to those as well, w = scale * q + minimum. The
+arithmetic is float32 in the order written above, and multiplication and addition stay two operations
+(a fused one rounds differently), so the result equals the format's reference bit for bit.
+
+Shapes:  B blocks; the other dimensions are written out as numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from infer.errors import CheckpointError
+from infer.loader.formats import gguf_grids
+from infer.loader.formats.checkpoint import QuantizedRows
+from infer.loader.formats.gguf import BLOCK, GGMLType
+from infer.loader.formats.gguf_bits import fields, half, look_up
+
+_CHUNK_WEIGHTS = 1 << 20  # 4 MiB of float32: a chunk stays in the CPU's cache between the passes over it
+_GROUP = 32  # what kernels/cpu multiplies with: so many numbers share a scale
+
+_Scaled = tuple[torch.Tensor, torch.Tensor]  # integers, scales
+_Shifted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # integers, scales, minima
+
+
+def dequantize_into(out: torch.Tensor, packed: torch.Tensor, kind: GGMLType) -> None:
+    """Unpack rows of bytes into the rows of `out`, converting to its dtype on its device.
+
+    Goes a few rows at a time, so nothing the size of the tensor is ever allocated.
+    """
+    assert out.shape[0] == packed.shape[0], (out.shape, packed.shape)
+    step = max(1, _CHUNK_WEIGHTS // max(1, out[0].numel()))
+    for start in range(0, out.shape[0], step):
+        rows = packed[start : start + step].to(out.device)
+        out[start : start + step].copy_(dequantize(rows, kind).view(-1, *out.shape[1:]))
+
+
+def dequantize(packed: torch.Tensor, kind: GGMLType) -> torch.Tensor:
+    """Unpack rows of bytes, [rows, bytes], into float32, [rows, weights]."""
+    blocks = packed.reshape(-1, BLOCK[kind][1])
+    if kind in _SCALED:
+        q, scales = _SCALED[kind](blocks)
+        weights = q.float().view(*scales.shape, -1).mul_(scales[:, :, None])
+    elif kind in _SHIFTED:
+        q, scales, minima = _SHIFTED[kind](blocks)
+        weights = q.float().view(*scales.shape, -1).mul_(scales[:, :, None]).add_(minima[:, :, None])
+    elif kind in _DENSE:
+        weights = _DENSE[kind](blocks)
+    else:
+        raise CheckpointError(
+            f"tensors of type {kind.name} are not supported; supported types: {', '.join(SUPPORTED)}"
+        )
+    return weights.view(packed.shape[0], -1)
+
+
+def integer_groups(packed: torch.Tensor, kind: GGMLType, bits: int) -> QuantizedRows | None:
+    """Rows of bytes as the integers they are, if these have the form of checkpoint.py's; else None.
+
+    These formats are what kernels/cpu multiplies with, so nothing needs to be unpacked and rounded again.
+    A scale or minimum that is itself a product (Q4_K, IQ, TQ and MXFP4) is rounded to float16, by one part in
+    2000; where one is too large or too small for that, the weights are packed again after all.
+    """
+    unpacked = _integers(packed.reshape(-1, BLOCK[kind][1]), kind, bits)
+    if unpacked is None:
+        return None
+    q, *parts = unpacked
+    halves = [part.half() for part in parts]
+    for rounded, exact in zip(halves, parts, strict=True):
+        if not bool(((rounded.float() - exact).abs() <= exact.abs() / 1024).all()):
+            return None
+    num_rows, repeats = packed.shape[0], q.shape[1] // parts[0].shape[1] // _GROUP
+    scales, *minima = (part.repeat_interleave(repeats, dim=1).view(num_rows, -1) for part in halves)
+    return QuantizedRows(q.view(torch.int8).view(num_rows, -1), scales, minima[0] if minima else None)
+
+
+def _integers(blocks: torch.Tensor, kind: GGMLType, bits: int) -> _Scaled | _Shifted | None:
+    """Scaled integers for 8 bits, shifted ones for 4, where the format has them in groups of 32 or more."""
+    if bits == 8:
+        return _SCALED[kind](blocks) if kind in _SCALED and kind not in _SHORT_GROUPS else None
+    if kind not in FOUR_BITS:
+        return None
+    if kind in _SHIFTED:
+        return _SHIFTED[kind](blocks)
+    q, scales = _SCALED[kind](blocks)  # around zero: -8 .. 7 or less
+    return q.add_(8), scales, scales * -8
+
+
+def _f32(blocks: torch.Tensor) -> torch.Tensor:
+    return blocks.contiguous().view(torch.float32)
+
+
+def _bf16(blocks: torch.Tensor) -> torch.Tensor:
+    return blocks.contiguous().view(torch.bfloat16).float()
+
+
+def _minus(q: torch.Tensor, middle: int) -> torch.Tensor:
+    """Unsigned numbers around zero."""
+    return q.view(torch.int8).sub_(middle)
+
+
+def _q4_0(blocks: torch.Tensor) -> _Scaled:
+    return _minus(fields(blocks[:, 2:], 4, 16), 8), half(blocks[:, :2])
+
+
+def _q4_1(blocks: torch.Tensor) -> _Shifted:
+    return fields(blocks[:, 4:], 4, 16), half(blocks[:, :2]), half(blocks[:, 2:4])
+
+
+def _q5_0(blocks: torch.Tensor) -> _Scaled:
+    q_B32 = fields(blocks[:, 6:], 4, 16) | fields(blocks[:, 2:6], 1, 1) << 4
+    return _minus(q_B32, 16), half(blocks[:, :2])
+
+
+def _q5_1(blocks: torch.Tensor) -> _Shifted:
+    q_B32 = fields(blocks[:, 8:], 4, 16) | fields(blocks[:, 4:8], 1, 1) << 4
+    return q_B32, half(blocks[:, :2]), half(blocks[:, 2:4])
+
+
+def _q8_0(blocks: torch.Tensor) -> _Scaled:
+    return blocks[:, 2:].contiguous().view(torch.int8), half(blocks[:, :2])
+
+
+def _with_minima(
+    q_B256: torch.Tensor, d_B4: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor
+) -> _Shifted:
+    """(d * s) * q - (dmin * t), group by group: the second half of Q2_K, Q4_K and Q5_K."""
+    return q_B256, scales * half(d_B4[:, :2]), (minima * half(d_B4[:, 2:])).neg_()
+
+
+def _q2_k(blocks: torch.Tensor) -> _Shifted:
+    return _with_minima(
+        fields(blocks[:, 16:80], 2, 32), blocks[:, 80:], blocks[:, :16] & 15, blocks[:, :16] >> 4
+    )
+
+
+def _q3_k(blocks: torch.Tensor) -> _Scaled:
+    # 32 bytes of high bits: bit g of byte i belongs to weight i of the g-th 32
+    q_B256 = fields(blocks[:, 32:96], 2, 32) | fields(blocks[:, :32], 1, 32) << 2
+    scales_B16 = fields(blocks[:, 96:104], 4, 8) | fields(blocks[:, 104:108], 2, 4) << 4
+    return _minus(q_B256, 4), _minus(scales_B16, 32) * half(blocks[:, 108:])
+
+
+def _scales_and_minima(packed_B12: torch.Tensor) -> _Scaled:
+    """Unpack the 8 scales and 8 minima of a Q4_K or Q5_K block, 6 bits each, from 12 bytes.
+
+    bytes 0..3    scales 0..3  in the low 6 bits,   high 2 bits of scales 4..7
+    bytes 4..7    minima 0..3  in the low 6 bits,   high 2 bits of minima 4..7
+    bytes 8..11   low 4 bits of scales 4..7         low 4 bits of minima 4..7 (upper half)
+    """
+    scale_B4, minimum_B4, rest_B4 = packed_B12[:, :4], packed_B12[:, 4:8], packed_B12[:, 8:]
+    scales_B8 = torch.cat((scale_B4 & 63, (rest_B4 & 15) | ((scale_B4 >> 6) << 4)), dim=1)
+    minima_B8 = torch.cat((minimum_B4 & 63, (rest_B4 >> 4) | ((minimum_B4 >> 6) << 4)), dim=1)
+    return scales_B8, minima_B8
+
+
+def _q4_k(blocks: torch.Tensor) -> _Shifted:
+    return _with_minima(fields(blocks[:, 16:], 4, 32), blocks[:, :4], *_scales_and_minima(blocks[:, 4:16]))
+
+
+def _q5_k(blocks: torch.Tensor) -> _Shifted:
+    # 32 bytes of high bits: bit g of byte i belongs to weight i of group g
+    q_B256 = fields(blocks[:, 48:], 4, 32) | fields(blocks[:, 16:48], 1, 32) << 4
+    return _with_minima(q_B256, blocks[:, :4], *_scales_and_minima(blocks[:, 4:16]))
+
+
+def _q6_k(blocks: torch.Tensor) -> _Scaled:
+    # 2 halves of 128 weights, each: 64 bytes of low halves, 32 bytes of 2 high bits for 4 runs of 32
+    q_B256 = fields(blocks[:, :128], 4, 64) | fields(blocks[:, 128:192], 2, 32) << 4
+    return _minus(q_B256, 32), blocks[:, 192:208].view(torch.int8) * half(blocks[:, 208:])
+
+
+def _valued(q: torch.Tensor, values: tuple[int, ...]) -> torch.Tensor:
+    return look_up(torch.tensor(values, dtype=torch.int8, device=q.device), q)
+
+
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the number
+
+
+def _iq4_nl(blocks: torch.Tensor) -> _Scaled:
+    return _valued(fields(blocks[:, 2:], 4, 16), _IQ4), half(blocks[:, :2])
+
+
+def _iq4_xs(blocks: torch.Tensor) -> _Scaled:
+    scales_B8 = fields(blocks[:, 4:8], 4, 1) | fields(blocks[:, 2:4], 2, 1) << 4
+    return _valued(fields(blocks[:, 8:], 4, 16), _IQ4), _minus(scales_B8, 32) * half(blocks[:, :2])
+
+
+def _mxfp4(blocks: torch.Tensor) -> _Scaled:
+    # half of 2^(e - 127), because the values are twice theirs; put together from the bits of a float32
+    exponents_B1 = blocks[:, :1].int()
+    bits_B1 = torch.where(exponents_B1 < 2, 0x200000 << exponents_B1, (exponents_B1 - 1) << 23)
+    return _valued(fields(blocks[:, 1:], 4, 16), _FP4), bits_B1.view(torch.float32)
+
+
+def _tq1_0(blocks: torch.Tensor) -> _Scaled:
+    """A byte is a fraction of 256 in base 3: times 3, the digit is what overflows, and so on."""
+
+    def digits(bytes_B: torch.Tensor, count: int) -> list[torch.Tensor]:
+        return [bytes_B * 3**place for place in range(count)]
+
+    fractions = digits(blocks[:, :32], 5) + digits(blocks[:, 32:48], 5) + digits(blocks[:, 48:52], 4)
+    q_B256 = (torch.cat(fractions, dim=1).int() * 3 >> 8).to(torch.int8).sub_(1)
+    return q_B256, half(blocks[:, 52:])
+
+
+def _tq2_0(blocks: torch.Tensor) -> _Scaled:
+    return _minus(fields(blocks[:, :64], 2, 32), 1), half(blocks[:, 64:])
+
+
+_SCALED: dict[GGMLType, Callable[[torch.Tensor], _Scaled]] = {
+    GGMLType.Q4_0: _q4_0,
+    GGMLType.Q5_0: _q5_0,
+    GGMLType.Q8_0: _q8_0,
+    GGMLType.Q3_K: _q3_k,
+    GGMLType.Q6_K: _q6_k,
+    GGMLType.IQ1_S: gguf_grids.iq1_s,
+    GGMLType.IQ1_M: gguf_grids.iq1_m,
+    GGMLType.IQ2_XXS: gguf_grids.iq2_xxs,
+    GGMLType.IQ2_XS: gguf_grids.iq2_xs,
+    GGMLType.IQ2_S: gguf_grids.iq2_s,
+    GGMLType.IQ3_XXS: gguf_grids.iq3_xxs,
+    GGMLType.IQ3_S: gguf_grids.iq3_s,
+    GGMLType.IQ4_NL: _iq4_nl,
+    GGMLType.IQ4_XS: _iq4_xs,
+    GGMLType.MXFP4: _mxfp4,
+    GGMLType.TQ1_0: _tq1_0,
+    GGMLType.TQ2_0: _tq2_0,
+}
+_SHORT_GROUPS = {GGMLType.Q3_K, GGMLType.Q6_K, GGMLType.IQ1_M, GGMLType.IQ2_XS, GGMLType.IQ2_S}  # of 16
+_SHIFTED: dict[GGMLType, Callable[[torch.Tensor], _Shifted]] = {
+    GGMLType.Q4_1: _q4_1,
+    GGMLType.Q5_1: _q5_1,
+    GGMLType.Q2_K: _q2_k,
+    GGMLType.Q4_K: _q4_k,
+    GGMLType.Q5_K: _q5_k,
+}
+# Integers of 4 bits or less, in groups of 32 and up: what int4 keeps.
+FOUR_BITS = {GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q4_K, GGMLType.TQ1_0, GGMLType.TQ2_0}
+_DENSE: dict[GGMLType, Callable[[torch.Tensor], torch.Tensor]] = {
+    GGMLType.F32: _f32,
+    GGMLType.F16: half,
+    GGMLType.BF16: _bf16,
+}
+SUPPORTED = tuple(kind.name for kind in sorted({*_SCALED, *_SHIFTED, *_DENSE}))

@@ -1,0 +1,205 @@
+"""The tensors of a GGUF file under the names, and in the layout, of a Hugging Face checkpoint.
+
+The two formats name the same things differently, and the converter that writes GGUF files also
+changes some tensors. Everything is translated back here, so that weight maps know one language only:
+
+    llama    rows of q and k are reordered, because GGUF turns neighbouring channels where everybody else
+             turns channel i with i + H/2:      (head, 2, H/2)  is stored as  (head, H/2, 2)
+    gemma3   norm weights are stored with 1 added
+    gpt2     matrices are stored [out, in], Hugging Face has them [in, out]
+
+The rows of a matrix are reordered while they are still packed, and nothing is unpacked before it is
+copied into place, a few rows at a time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from infer.errors import CheckpointError
+from infer.loader.formats.checkpoint import QuantizedRows, StoredTensor, forget_pages
+from infer.loader.formats.gguf import GGUFFile, GGUFTensor
+from infer.loader.formats.gguf_config import ROPE_FACTORS, Keys
+from infer.loader.formats.gguf_quants import FOUR_BITS, SUPPORTED, dequantize, dequantize_into, integer_groups
+
+# fmt: off
+_DENSE = {
+    "token_embd":              "model.embed_tokens",
+    "blk.{}.attn_norm":        "model.layers.{}.input_layernorm",
+    "blk.{}.attn_q":           "model.layers.{}.self_attn.q_proj",
+    "blk.{}.attn_k":           "model.layers.{}.self_attn.k_proj",
+    "blk.{}.attn_v":           "model.layers.{}.self_attn.v_proj",
+    "blk.{}.attn_output":      "model.layers.{}.self_attn.o_proj",
+    "blk.{}.ffn_norm":         "model.layers.{}.post_attention_layernorm",
+    "blk.{}.ffn_gate":         "model.layers.{}.mlp.gate_proj",
+    "blk.{}.ffn_up":           "model.layers.{}.mlp.up_proj",
+    "blk.{}.ffn_down":         "model.layers.{}.mlp.down_proj",
+    "output_norm":             "model.norm",
+    "output":                  "lm_head",
+}
+_LLAMA = _DENSE | {  # Mixtral says llama, too
+    "blk.{}.ffn_gate_inp":     "model.layers.{}.mlp.gate",
+    "blk.{}.ffn_gate_exps":    "model.layers.{}.mlp.experts.gate_proj",
+    "blk.{}.ffn_up_exps":      "model.layers.{}.mlp.experts.up_proj",
+    "blk.{}.ffn_down_exps":    "model.layers.{}.mlp.experts.down_proj",
+}
+_QWEN3 = _DENSE | {
+    "blk.{}.attn_q_norm":      "model.layers.{}.self_attn.q_norm",
+    "blk.{}.attn_k_norm":      "model.layers.{}.self_attn.k_norm",
+}
+_GEMMA3 = _QWEN3 | {
+    "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
+    "blk.{}.ffn_norm":         "model.layers.{}.pre_feedforward_layernorm",
+    "blk.{}.post_ffw_norm":    "model.layers.{}.post_feedforward_layernorm",
+}
+_GPT2 = {
+    "token_embd":              "transformer.wte",
+    "position_embd":           "transformer.wpe",
+    "blk.{}.attn_norm":        "transformer.h.{}.ln_1",
+    "blk.{}.attn_qkv":         "transformer.h.{}.attn.c_attn",
+    "blk.{}.attn_output":      "transformer.h.{}.attn.c_proj",
+    "blk.{}.ffn_norm":         "transformer.h.{}.ln_2",
+    "blk.{}.ffn_up":           "transformer.h.{}.mlp.c_fc",
+    "blk.{}.ffn_down":         "transformer.h.{}.mlp.c_proj",
+    "output_norm":             "transformer.ln_f",
+    "output":                  "lm_head",
+}
+# fmt: on
+NAMES: dict[str, Mapping[str, str]] = {
+    "llama": _LLAMA,
+    "qwen2": _DENSE,
+    "qwen3": _QWEN3,
+    "qwen3moe": _LLAMA | _QWEN3,
+    "gemma3": _GEMMA3,
+    "gpt2": _GPT2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """One tensor of a GGUF file, with what must be undone to it."""
+
+    file: GGUFFile
+    stored: GGUFTensor
+    num_heads: int = 0  # > 0: rows are reordered for rotary positions, within each of so many heads
+    offset: float = 0.0  # was added to every weight
+    transposed: bool = False  # is stored as the transpose of what the name means
+    index: int | None = None  # of a stack of matrices, [n, rows, columns]: this one
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape as the Hugging Face name means it."""
+        shape = self.stored.shape if self.index is None else self.stored.shape[1:]
+        return shape[::-1] if self.transposed else shape
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size on disk."""
+        return self.stored.num_bytes if self.index is None else self.stored.num_bytes // self.stored.shape[0]
+
+    @property
+    def type_name(self) -> str:
+        """The type of its blocks."""
+        return self.stored.kind.name
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether the block format is one we unpack."""
+        return self.type_name in SUPPORTED
+
+    @property
+    def is_four_bit(self) -> bool:
+        """Whether the block format is one that int4 keeps."""
+        return self.stored.kind in FOUR_BITS
+
+    def copy_to(self, out: torch.Tensor) -> None:
+        """Unpack into `out`, undoing what the converter did."""
+        packed = self._packed_rows()
+        if out.dim() == 1:
+            weights = dequantize(packed.to(out.device), self.stored.kind)[0]
+            if self.num_heads:
+                weights = _restore_order(weights, self.num_heads)
+            out.copy_(weights - self.offset if self.offset else weights)
+            return
+        if self.num_heads:
+            packed = _restore_order(packed, self.num_heads)
+        dequantize_into(out.T if self.transposed else out, packed, self.stored.kind)
+        self._forget()
+
+    def chunks(self, num_rows: int, bits: int) -> Iterator[torch.Tensor | QuantizedRows]:
+        """The rows of a matrix: their integers if the format is groups of 32 and they fit, else float32."""
+        assert not self.transposed and not self.offset, self.stored.name
+        packed = self._packed_rows()
+        if self.num_heads:
+            packed = _restore_order(packed, self.num_heads)
+        for rows in torch.split(packed, num_rows):
+            groups = integer_groups(rows, self.stored.kind, bits)
+            yield dequantize(rows, self.stored.kind) if groups is None else groups
+        self._forget()
+
+    def transpose(self) -> StoredTensor | None:
+        """The rows as they are stored, where they are columns of what the name means."""
+        return replace(self, transposed=False) if self.transposed else None
+
+    def matrix(self, index: int) -> StoredTensor:
+        """One matrix of a stack."""
+        return replace(self, index=index)
+
+    def _forget(self) -> None:
+        """What was read need not stay in memory beside what was made of it."""
+        start = self.stored.offset + (self.index or 0) * self.num_bytes
+        forget_pages(self.file.mapped, start, start + self.num_bytes)
+
+    def _packed_rows(self) -> torch.Tensor:
+        packed = torch.from_numpy(self.file.packed_rows(self.stored.name))
+        return (
+            packed
+            if self.index is None
+            else packed.view(self.stored.shape[0], -1, packed.shape[1])[self.index]
+        )
+
+
+def _restore_order(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """(head, H/2, 2) -> (head, 2, H/2) along the first dimension."""
+    by_pair = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
+    return by_pair.transpose(1, 2).reshape(rows.shape)
+
+
+def gguf_checkpoint(file: GGUFFile) -> dict[str, StoredTensor]:
+    """Every tensor of the file under its Hugging Face name, in the order of the file."""
+    keys = Keys(file)
+    names = NAMES[keys.architecture]
+    tensors: dict[str, StoredTensor] = {}
+    for stored in sorted(file.tensors.values(), key=lambda tensor: tensor.offset):
+        if stored.name == ROPE_FACTORS:  # read with the config
+            continue
+        module, _, leaf = stored.name.rpartition(".")
+        key = re.sub(r"^blk\.(\d+)\.", "blk.{}.", module)
+        layer = re.findall(r"^blk\.(\d+)\.", module)
+        if key not in names:
+            raise CheckpointError(
+                f"{file.path}: tensor {stored.name!r} is not part of a {keys.architecture} model"
+            )
+        tensors[f"{names[key].format(*layer)}.{leaf}"] = _undone(keys, stored, key)
+    return tensors
+
+
+def _undone(keys: Keys, stored: GGUFTensor, key: str) -> PackedTensor:
+    file, architecture = keys.file, keys.architecture
+    if architecture == "llama" and key in ("blk.{}.attn_q", "blk.{}.attn_k"):
+        heads = keys.size("attention.head_count")
+        if key == "blk.{}.attn_k":
+            heads = keys.size("attention.head_count_kv", heads)
+        if stored.shape[0] % (2 * heads):
+            raise CheckpointError(
+                f"{file.path}: {stored.name!r} has {stored.shape[0]} rows, which {heads} heads cannot share"
+            )
+        return PackedTensor(file, stored, num_heads=heads)
+    if architecture == "gemma3" and key.endswith("norm"):
+        return PackedTensor(file, stored, offset=1.0)
+    is_matrix = len(stored.shape) == 2 and key.startswith("blk.")
+    return PackedTensor(file, stored, transposed=architecture == "gpt2" and is_matrix)

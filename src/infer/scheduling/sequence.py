@@ -1,0 +1,199 @@
+"""One line of tokens being generated, and the group of lines that serve one request.
+
+A sequence is described by three counts; every state people speak of is derived from them:
+
+    tokens    [ prompt ........ | output ........ ]
+               <-- num_computed --><- num_pending ->
+                                                   ^ num_tokens
+
+    WAITING   not running            PREFILL   running, num_pending > 1 (or the prompt's last token)
+    DECODE    running, one behind    FINISHED / FAILED   has a finish_reason
+
+`num_tokens` may run ahead of `len(tokens)`: a token that was sampled on the device but has not reached
+the CPU yet already has its place, so the next step can be planned before it is known.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from infer.sampling.params import RowLogprobs, SamplingParams
+from infer.scheduling.request import Request
+
+
+class Sequence:
+    """The tokens of one output and how far the cache has come with them."""
+
+    __slots__ = (
+        "arrival",
+        "cumulative_logprob",
+        "deadline",
+        "finish_reason",
+        "goes_on_until",
+        "group",
+        "index",
+        "is_beam",
+        "is_running",
+        "is_swapped",
+        "max_total",
+        "next_commit",
+        "num_cached",
+        "num_computed",
+        "num_prompt",
+        "num_reserved",
+        "num_samples",
+        "num_slots",
+        "num_tokens",
+        "num_tokens_then",
+        "priority",
+        "request_id",
+        "seq_id",
+        "sort_key",
+        "stop_ids",
+        "stop_reason",
+        "ticket",
+        "tokens",
+        "waiting_since",
+        "was_admitted",
+    )
+
+    def __init__(self, seq_id: int, group: SequenceGroup, index: int, tokens: Iterable[int]) -> None:
+        request = group.request
+        self.seq_id = seq_id
+        self.request_id = request.request_id
+        self.group = group
+        self.index = index
+        self.tokens = array("I", tokens)  # its own, 32 bits each: long prompts are read by whole blocks
+        self.num_prompt = len(request.prompt)
+        self.max_total = group.max_total
+        self.stop_ids = group.stop_ids
+        self.goes_on_until = (
+            0  # a token at a lower place is neither first nor last, unless it stops, and bare
+        )
+        self.num_tokens = len(self.tokens)
+        self.num_computed = 0
+        self.num_reserved = 0  # tokens the block table covers and may write without asking the pool
+        self.next_commit = 0  # the num_computed from which on the pool has to hear of it
+        self.num_samples = 1  # how many tokens its next sampling chunk draws: n where it is about to fork
+        self.num_slots = 1  # places of the batch it takes, the sequences it will fork into included
+        self.num_cached = 0  # prompt tokens found in the prefix cache when first admitted
+        self.is_beam = request.params.use_beam_search
+        self.is_running = False
+        self.is_swapped = False
+        self.was_admitted = False  # whether it has ever run
+        self.arrival = 0
+        self.priority = request.priority
+        self.deadline = request.deadline
+        self.sort_key: tuple[float, int] = (0.0, 0)
+        self.ticket = 0  # its number in the waiting queue; 0: it does not wait
+        self.waiting_since = 0  # the step in which it began to wait for its next token
+        self.num_tokens_then = 0  # how many it had in that step; 0: it has never waited
+        self.finish_reason: str | None = None
+        self.stop_reason: int | None = None
+        self.cumulative_logprob = 0.0
+
+    @property
+    def num_pending(self) -> int:
+        """How many tokens it is behind."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def num_output(self) -> int:
+        """How many tokens it has made, those still on the device included."""
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it will make no more tokens, for whatever reason."""
+        return self.finish_reason is not None
+
+    @property
+    def state(self) -> str:
+        """The state in the specification's words, for people, the API and the UI."""
+        if self.finish_reason is not None:
+            return "FAILED" if self.finish_reason == "error" else "FINISHED"
+        if not self.is_running:
+            return "WAITING"
+        return "DECODE" if self.num_pending == 1 and self.num_output > 0 else "PREFILL"
+
+    def __repr__(self) -> str:
+        return (
+            f"<Sequence {self.seq_id} of {self.group.request.request_id!r} {self.state} "
+            f"computed {self.num_computed}/{self.num_tokens}>"
+        )
+
+
+class SequenceGroup:
+    """The sequences of one request: one, or n that share their prompt, or the beams of a beam search."""
+
+    __slots__ = (
+        "added_at",
+        "finished_beams",
+        "max_total",
+        "num_made",
+        "prompt_logprobs",
+        "queue_s",
+        "request",
+        "samples_on_host",
+        "seed",
+        "sequences",
+        "stop_ids",
+    )
+
+    def __init__(self, request: Request, *, max_total: int, stop_ids: tuple[int, ...], seed: int) -> None:
+        self.request = request
+        self.max_total = max_total  # prompt + output tokens of each sequence, at most
+        self.stop_ids = stop_ids  # tokens that end a sequence: the model's EOS set and the request's own
+        self.seed = seed
+        self.sequences: list[Sequence] = []
+        self.samples_on_host = _samples_on_host(request.params)
+        self.added_at = 0.0  # engine-clock seconds, for metrics only: nothing is decided by them
+        self.queue_s: float | None = None  # None: no step has touched it yet
+        self.num_made = 0  # sequences ever made for it, dropped beams included
+        self.prompt_logprobs: list[RowLogprobs | None] = []
+        self.finished_beams: list[FinishedBeam] = []
+
+    @property
+    def is_beam(self) -> bool:
+        """Whether its sequences advance together and replace each other."""
+        return self.request.params.use_beam_search
+
+    @property
+    def is_one_for_all(self) -> bool:
+        """Whether one sequence stands for several outputs: before the fork, or in a beam search."""
+        return self.is_beam or self.sequences[0].num_samples > 1
+
+    @property
+    def asked_prompt_logprobs(self) -> tuple[RowLogprobs | None, ...] | None:
+        """Those of the prompt's tokens, of which the first has none; None unless the request asked."""
+        is_asked = self.request.params.prompt_logprobs is not None
+        return (None, *self.prompt_logprobs) if is_asked else None
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """The sequences that will make more tokens."""
+        return [seq for seq in self.sequences if seq.finish_reason is None]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no sequence of it will make another token."""
+        return all(seq.is_finished for seq in self.sequences)
+
+
+def _samples_on_host(params: SamplingParams) -> bool:
+    """Whether a next token depends on ids the host must know, or the host must see its logits."""
+    is_plain = not (params.logit_bias or params.has_penalties or params.min_tokens or params.use_beam_search)
+    return not is_plain or params.logprobs is not None or params.num_sequences > params.n
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedBeam:
+    """A hypothesis of a beam search that has met its stop."""
+
+    output: list[int]
+    score: float  # mean logprob per token: what hypotheses are ranked by
+    cumulative_logprob: float
+    finish_reason: str
+    stop_reason: int | None

@@ -1,0 +1,99 @@
+"""Those who wait: whose turn is it, and who has waited too long?
+
+Two heaps hold the same sequences, one by the policy's key and one by age. To take somebody out of the
+middle of a heap costs a search, so nobody does. Each waiting sequence holds a *ticket* instead:
+
+    by key    (key 3, ticket 7, C)   (key 5, ticket 4, A)   (key 9, ticket 6, B)
+    by age    (step 2, ticket 4, A)  (step 8, ticket 6, B)  (step 9, ticket 7, C)
+
+    A leaves:  A.ticket = 0, and its two entries are stale: skipped when they come up, swept out when many
+
+Whoever has waited `max_wait_steps` for its next token, preemptions included, is promoted: it gets a key
+before everybody else's, which it keeps when it runs, so that it is also the last to be preempted.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence as Seq
+
+from infer.scheduling.sequence import Sequence
+
+RETRY_STEPS = 16  # who found no room looks again after so many steps even if no block came free
+MAX_STALE = 64  # entries of sequences that left, beyond one for each that waits
+
+
+class WaitingQueue:
+    """Waiting sequences by key and by age; to enter, to leave and to ask who is next cost O(log n)."""
+
+    def __init__(self, max_wait_steps: int) -> None:
+        self.num_tokens = 0  # of all that wait
+        self._max_wait_steps = max_wait_steps
+        self._by_key: list[tuple[tuple[float, int], int, Sequence]] = []  # a heap of (sort_key, ticket, seq)
+        self._by_age: list[tuple[int, int, Sequence]] = []  # a heap of (waiting_since, ticket, seq)
+        self._num_waiting = 0
+        self._last_ticket = 0
+        self._refusal = (0, 0, 0)  # the last for want of blocks: ticket, free blocks, step
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def push(self, seq: Sequence, step: int) -> None:
+        """Let a sequence wait from this step on."""
+        self._last_ticket += 1
+        seq.ticket = self._last_ticket
+        if seq.num_tokens != seq.num_tokens_then:  # else it was let in, and preempted before its next token
+            seq.waiting_since, seq.num_tokens_then = step, seq.num_tokens
+        heapq.heappush(self._by_key, (seq.sort_key, seq.ticket, seq))
+        heapq.heappush(self._by_age, (seq.waiting_since, seq.ticket, seq))
+        self._num_waiting += 1
+        self.num_tokens += seq.num_tokens
+
+    def remove(self, seq: Sequence) -> None:
+        """It is let in, or has left."""
+        seq.ticket = 0
+        self._num_waiting -= 1
+        self.num_tokens -= seq.num_tokens
+        if not self._num_waiting:
+            self._by_key.clear()
+            self._by_age.clear()
+        elif max(len(self._by_key), len(self._by_age)) > 2 * self._num_waiting + MAX_STALE:
+            self._by_key = [entry for entry in self._by_key if _is_current(*entry)]
+            self._by_age = [entry for entry in self._by_age if entry[1] == entry[2].ticket]
+            heapq.heapify(self._by_key)
+            heapq.heapify(self._by_age)
+
+    def refuse(self, seq: Sequence, num_free: int, step: int) -> None:
+        """Whose turn it was found no room among so many free blocks."""
+        self._refusal = (seq.ticket, num_free, step)
+
+    def is_refused(self, seq: Sequence, num_free: int, step: int) -> bool:
+        """Whether to look up the prefix of a long prompt again would be in vain, as far as one can tell.
+
+        Those that run may have computed a part of it since, so now and then it is looked up all the same.
+        """
+        ticket, num_free_then, refused_at = self._refusal
+        return seq.ticket == ticket and num_free <= num_free_then and step - refused_at < RETRY_STEPS
+
+    def backlog(self, begun: Seq[Sequence], step: int) -> int:
+        """How many tokens wait behind the prompt whose turn it is; those of prompts begun come first."""
+        behind = sum([seq.num_tokens - seq.num_computed for seq in begun[1:]])
+        is_next = not begun and self._num_waiting
+        return self.num_tokens + behind - (self.first(step).num_tokens if is_next else 0)
+
+    def first(self, step: int) -> Sequence:
+        """Whose turn it is, if anybody waits; promotes the oldest if it has waited too long."""
+        while self._by_age[0][1] != self._by_age[0][2].ticket:
+            heapq.heappop(self._by_age)
+        oldest = self._by_age[0][2]
+        if step - oldest.waiting_since >= self._max_wait_steps and oldest.sort_key[0] != -math.inf:
+            oldest.sort_key = (-math.inf, oldest.arrival)
+            heapq.heappush(self._by_key, (oldest.sort_key, oldest.ticket, oldest))
+        while not _is_current(*self._by_key[0]):
+            heapq.heappop(self._by_key)
+        return self._by_key[0][2]
+
+
+def _is_current(key: tuple[float, int], ticket: int, seq: Sequence) -> bool:
+    return ticket == seq.ticket and key == seq.sort_key

@@ -1,0 +1,261 @@
+"""The models a server runs: their engines are started, watched, added and removed here.
+
+    load     headers and tokenizer in this process, weights in each engine's own process
+    watch    every second: has an engine died, come back, or stopped making progress?
+    unload   first the name goes, then those who hold the model finish, then the engines stop
+
+An engine that died is started again by its own client. When none of all engines is left that somebody
+would start again, `wait_lost` says so, and whoever runs the server ends it: a service manager can do more.
+
+With `in_process` the engines are threads of this process and replicas share one copy of the weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from infer.client.client import EngineClient, InProcessClient
+from infer.config.settings import EngineConfig
+from infer.errors import EngineError, EngineLost, NameTaken, RequestError, UnknownModel
+from infer.server.fleet.metered_client import ObservedClient
+from infer.server.metrics import ServerMetrics
+from infer.server.state import ServedModel, ServerState
+
+if TYPE_CHECKING:
+    from infer.frontend.prompts import TextFront
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_WAITING = 512
+WATCH_INTERVAL_S = 1.0
+UNLOAD_POLL_S = 0.02
+
+
+class Fleet:
+    """Starts and stops the engines behind a `ServerState`."""
+
+    def __init__(self, state: ServerState, metrics: ServerMetrics) -> None:
+        self.state = state
+        self.metrics = metrics
+        self._watcher: asyncio.Task[None] | None = None
+        self._is_loading: set[str] = set()
+        self._leaving: list[ServedModel] = []  # without a name, but still serving those who hold them
+        self._lost: asyncio.Future[str] | None = None
+
+    async def start(self, models: Mapping[str, EngineConfig]) -> None:
+        """Load the first models, one after the other; the first of them is the default."""
+        started = time.perf_counter()
+        self.state.is_starting = True
+        for name, config in models.items():
+            await self.load(name, config)
+        self.state.is_starting = False
+        self.metrics.startup_s = time.perf_counter() - started
+
+    async def load(self, name: str, config: EngineConfig) -> ServedModel:
+        """Start the engines of a model and serve it under a name; an empty name means its own."""
+        self._check_name(name)
+        self._is_loading.add(name)
+        try:
+            model = await self._load(name, with_server_defaults(config))
+        finally:
+            self._is_loading.discard(name)
+        self.state.models[model.name] = model
+        self.state.default_model = self.state.default_model or model.name
+        if self._watcher is None:
+            self._watcher = asyncio.create_task(self._watch())
+        return model
+
+    async def unload(self, name: str) -> None:
+        """Serve a model no longer; whoever holds it has `drain_timeout` seconds to finish.
+
+        If it was the default, the model that has been served the longest is the default from now on.
+        """
+        model = self.state.models.pop(name, None)
+        if model is None:
+            raise UnknownModel(f"no model is served under the name {name!r}", param="name")
+        self.state.aliases = {a: m for a, m in self.state.aliases.items() if m != name}
+        if self.state.default_model == name:
+            self.state.default_model = next(iter(self.state.models), None)
+            logger.warning("the default model is now %s", self.state.default_model or "none")
+        self._leaving.append(model)
+        try:
+            give_up_at = time.monotonic() + self.state.config.drain_timeout
+            while model.num_held and time.monotonic() < give_up_at:
+                await asyncio.sleep(UNLOAD_POLL_S)
+            if model.num_held:
+                logger.warning("%d request(s) of model %s are cut off", model.num_held, name)
+        finally:  # also if the operator hangs up meanwhile
+            await self._close(model)
+            self._leaving.remove(model)
+        logger.info("model %s is no longer served", name)
+
+    def set_alias(self, alias: str, name: str) -> None:
+        """Let a second name mean a model; an alias may be pointed elsewhere at any time."""
+        if name not in self.state.models:
+            raise UnknownModel(f"no model is served under the name {name!r}", param="name")
+        if not alias:
+            raise RequestError("alias must not be empty", param="alias")
+        if alias in self.state.models or alias in self._is_loading:
+            what = "is served" if alias in self.state.models else "is being loaded"
+            raise NameTaken(f"a model named {alias!r} {what}; an alias must be another name", param="alias")
+        self.state.aliases[alias] = name
+
+    async def reset_prefix_caches(self, name: str | None) -> int:
+        """Empty the prefix caches of one model or of all; returns how many blocks were forgotten."""
+        models = list(self.state.models.values()) if name is None else [self.state.get_model(name)]
+        num_forgotten = 0
+        for model in models:
+            for client in model.clients:
+                num_forgotten += await client.reset_prefix_cache()
+                model.router.forget(client)
+        return num_forgotten
+
+    async def close(self) -> None:
+        """Stop every engine; whoever still waits for one gets `EngineStopped`."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+            self._watcher = None
+        models, self.state.models = self.state.models, {}
+        await asyncio.gather(*(self._close(model) for model in (*models.values(), *self._leaving)))
+
+    async def wait_lost(self) -> str:
+        """Wait until every engine is down for good; returns why the last one is."""
+        self._lost = self._lost or asyncio.get_running_loop().create_future()
+        return await self._lost
+
+    # -- loading ----------------------------------------------------------------------------------
+
+    def _check_name(self, name: str) -> None:
+        if name in self.state.models or name in self.state.aliases or name in self._is_loading:
+            what = "being loaded" if name in self._is_loading else "already served"
+            raise NameTaken(f"a model named {name!r} is {what}; unload it or use another name", param="name")
+
+    async def _load(self, name: str, config: EngineConfig) -> ServedModel:
+        started = time.perf_counter()
+        front, engines = await (
+            self._start_threads(config) if self.state.config.in_process else self._start_processes(config)
+        )
+        if not name:
+            name = front.name
+            try:
+                self._check_name(name)
+            except NameTaken:
+                await asyncio.gather(*(engine.close() for engine in engines))
+                raise
+        clients: list[EngineClient] = []
+        for engine in engines:
+            client = ObservedClient(engine, name, self.metrics)
+            client.meter.cache = config.cache
+            clients.append(client)
+        seconds = time.perf_counter() - started
+        logger.info("model %s: %d engine(s) after %.2f s", name, len(clients), seconds)
+        if front.template_warning is not None:
+            logger.warning("%s", front.template_warning)
+        return ServedModel(
+            name=name,
+            front=front,
+            clients=clients,
+            created=int(time.time()),
+            max_waiting=config.scheduler.max_waiting,
+        )
+
+    async def _start_threads(self, config: EngineConfig) -> tuple[TextFront, list[EngineClient]]:
+        def build() -> tuple[TextFront, list[EngineClient]]:
+            from infer.engine.build import build_engine
+            from infer.frontend.prompts import open_model
+            from infer.tools.memory_plan import check_settings
+
+            check = partial(check_settings, config)
+            front, loaded = open_model(config.load, show_progress=True, check=check)
+            timeout = self.state.config.stuck_timeout
+            engines = [build_engine(config, loaded) for _ in range(self.state.config.replicas)]
+            return front, [InProcessClient(engine, stuck_timeout=timeout) for engine in engines]
+
+        return await asyncio.to_thread(build)
+
+    async def _start_processes(self, config: EngineConfig) -> tuple[TextFront, list[EngineClient]]:
+        from infer.client.process_client import ProcessClient
+
+        def open_headers() -> Callable[[], TextFront]:
+            from infer.frontend.prompts import TextFront, find_headers
+
+            headers = find_headers(config.load, show_progress=True)
+            return lambda: TextFront(config.load, headers)
+
+        open_front = await asyncio.to_thread(open_headers)  # first: it fetches what every engine will read
+        server = self.state.config
+        starts = [
+            ProcessClient.start(config, stuck_timeout=server.stuck_timeout, restart=server.restart_engine)
+            for _ in range(server.replicas)
+        ]
+        opening = asyncio.create_task(asyncio.to_thread(open_front))  # beside the engines, not before them
+        results = await asyncio.gather(opening, *starts, return_exceptions=True)
+        engines: list[EngineClient] = [result for result in results if isinstance(result, ProcessClient)]
+        failures = [result for result in results if isinstance(result, BaseException)]
+        if failures:
+            await asyncio.gather(*(engine.close() for engine in engines))
+            raise failures[0]
+        return opening.result(), engines
+
+    async def _close(self, model: ServedModel) -> None:
+        for client in model.clients:
+            self.metrics.remove(client)
+        await asyncio.gather(*(client.close() for client in model.clients))
+
+    # -- watching ---------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Log when an engine goes down and when it is back, and notice when all are gone."""
+        while True:
+            for meter in self.metrics.meters:
+                model, engine = meter.labels
+                reason = failure_of(meter.client)
+                if reason is not None and not meter.is_down:
+                    logger.error("engine %s of %s is down: %s", engine, model, reason)
+                elif reason is None and meter.is_down:
+                    logger.warning("engine %s of %s is back", engine, model)
+                meter.is_down = reason is not None
+            self._look_for_a_survivor()
+            await asyncio.sleep(WATCH_INTERVAL_S)
+
+    def _look_for_a_survivor(self) -> None:
+        """Tell whoever waits in `wait_lost` if there is none."""
+        reasons = [loss_of(meter.client) for meter in self.metrics.meters]
+        if self._lost is None or self._lost.done() or not reasons or self._is_loading:
+            return
+        if all(reason is not None for reason in reasons):
+            self._lost.set_result(f"no engine is left: {reasons[-1]}")
+
+
+def with_server_defaults(config: EngineConfig) -> EngineConfig:
+    """A server's queue is bounded even if nobody said how long it may be."""
+    if config.scheduler.max_waiting is not None:
+        return config
+    return replace(config, scheduler=replace(config.scheduler, max_waiting=DEFAULT_MAX_WAITING))
+
+
+def failure_of(client: EngineClient) -> str | None:
+    """Why an engine cannot serve at the moment; None: it can."""
+    try:
+        client.check_health()
+    except EngineError as error:
+        return str(error)
+    return None
+
+
+def loss_of(client: EngineClient) -> str | None:
+    """Why an engine will never serve again; None: it may."""
+    try:
+        client.check_health()
+    except EngineLost as error:
+        return str(error)
+    except EngineError:
+        return None
+    return None

@@ -1,0 +1,146 @@
+"""Every request has an id, a record, and one line in the log.
+
+    method=POST path="/v1/completions" status=200 ms=41.3 prompt_tokens=5 output_tokens=16 model="m" ...
+    method=POST path="/v1/completions" status=400 ... request_id=req-80 param="stop" error="stop: must be ..."
+
+The id is the client's `x-request-id` if it is short and plain, else a fresh one; either is sent back.
+Polls of `/health` and `/metrics` come every few seconds for as long as the server lives: while all is well
+they are there at the level debug alone. A `/health` that is not well is logged when its status is another
+than the last one's.
+
+What a request costs is gathered in its `RequestRecord` (record.py): no prompt, no answer and no key is ever
+in it. Of a refusal it holds the error, of which the line says what is ours (redaction.py).
+
+This is the outermost layer of the server's own: an exception nobody expected ends here, as a 500
+without a traceback for the client and with one for the operator.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+from time import perf_counter
+
+import orjson
+from starlette._utils import get_route_path
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from infer.server.metrics import ServerMetrics
+from infer.server.middleware.asgi_errors import refuse
+from infer.server.middleware.auth import HEALTH_PATH
+from infer.server.middleware.redaction import spell_reason
+from infer.server.middleware.request_record import RECORD, RequestRecord
+from infer.server.protocol.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+PLAIN_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")  # fullmatch only: nothing that could forge a log line
+MAX_LOGGED_PATH = 200
+METRICS_PATH = "/metrics"
+
+
+class AccessLog:
+    """ASGI layer: id, record, log line and counts of every request."""
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics, *, is_logged: bool) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._is_logged = is_logged
+        self._health_status = 0  # of the last poll
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request, and say so."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record = RequestRecord(request_id=_request_id(scope), arrived_at=perf_counter())
+        token = RECORD.set(record)
+        self._metrics.num_active += 1
+        try:
+            await self._serve(scope, receive, send, record)
+        finally:
+            RECORD.reset(token)
+            self._metrics.num_active -= 1
+            self._finish(scope, record)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
+        id_header = (b"x-request-id", record.request_id.encode())
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), id_header]
+            elif message["type"] == "http.response.body" and not message.get("more_body"):
+                record.is_complete = True
+            try:
+                await send(message)
+            except OSError:
+                record.is_gone = True
+                raise
+
+        async def receiving() -> Message:
+            message = await receive()
+            if message["type"] == "http.disconnect" and not record.is_complete:
+                record.is_gone = True
+            return message
+
+        try:
+            await self._app(scope, receiving, sending)
+        except Exception:
+            if record.is_gone:  # an answer nobody waits for any more
+                return
+            logger.exception("request %s failed", record.request_id)
+            if record.status:
+                raise  # half an answer is out: all that is left is to close the connection
+            message = "the server failed to answer this request; its log says why"
+            await refuse(sending, ApiError(status=500, message=message))
+
+    def _finish(self, scope: Scope, record: RequestRecord) -> None:
+        method = scope["method"]
+        self._metrics.count_http(
+            method,
+            _route_of(scope),
+            record.status,
+            is_gone=record.is_gone,
+            error_code=None if record.error is None else str(record.error.code or record.error.status),
+        )
+        if self._is_logged:
+            logger.log(
+                self._level(scope, record.status),
+                "method=%s path=%s status=%d ms=%.1f prompt_tokens=%d output_tokens=%d%s%s request_id=%s%s",
+                method,
+                orjson.dumps(scope["path"][:MAX_LOGGED_PATH]).decode(),  # quoted: a path may hold a newline
+                record.status,
+                1000 * (perf_counter() - record.arrived_at),
+                record.num_prompt_tokens,
+                record.num_output_tokens,
+                "" if record.model is None else f" model={orjson.dumps(record.model).decode()}",
+                " client=gone" if record.is_gone else "",
+                record.request_id,
+                "" if record.error is None else spell_reason(record.error),
+            )
+
+    def _level(self, scope: Scope, status: int) -> int:
+        path = get_route_path(scope)
+        is_quiet = path in (HEALTH_PATH, METRICS_PATH) and status == 200
+        if path == HEALTH_PATH:
+            is_quiet = is_quiet or status == self._health_status
+            self._health_status = status
+        return logging.DEBUG if is_quiet else logging.INFO
+
+
+def _request_id(scope: Scope) -> str:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            text: str = value.decode("latin-1")
+            if PLAIN_ID.fullmatch(text):
+                return text
+            break
+    return f"req-{secrets.token_hex(12)}"
+
+
+def _route_of(scope: Scope) -> str:
+    """The route as it was declared, so that a metric has as many rows as there are routes."""
+    route = scope.get("route")
+    return str(route.path) if route is not None else "unmatched"

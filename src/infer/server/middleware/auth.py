@@ -1,0 +1,100 @@
+"""Who may come in: closed unless listed open.
+
+    /health, and the page at / and /ui     open: they tell nothing and do nothing
+    /admin/...                             the admin key; without one configured there are no such routes
+    everything else, known or not          one of the API keys, if any is configured
+
+Decided on the path the router matches too (`scope["path"]` below its root path), so no second reading
+of a URL or of a Host header can disagree with it. Keys are compared as hashes, all of them, in constant
+time: how long a refusal takes says nothing about how close a guess was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+
+from starlette._utils import get_route_path
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from infer.config.settings import ServerConfig
+from infer.server.middleware.asgi_errors import refuse_unread
+from infer.server.protocol.errors import ApiError
+
+HEALTH_PATH = "/health"
+PAGE_PATHS = ("/", "/ui")
+PAGE_PREFIX = "/ui/"
+ADMIN_PREFIX = "/admin"
+
+
+def is_open(path: str, *, has_page: bool) -> bool:
+    """Whether a path answers without a key."""
+    return path == HEALTH_PATH or (has_page and (path in PAGE_PATHS or path.startswith(PAGE_PREFIX)))
+
+
+def is_admin(path: str) -> bool:
+    """Whether a path belongs to the operator."""
+    return path == ADMIN_PREFIX or path.startswith(ADMIN_PREFIX + "/")
+
+
+class KeyRing:
+    """Keys that open a door, kept as hashes."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def opens(self, key: bytes) -> bool:
+        """Whether this is one of the keys; takes as long for every answer."""
+        given = hashlib.sha256(key).digest()
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        return any(matches)
+
+
+class Auth:
+    """ASGI layer: lets a request through, or answers 401 (404 where admin routes are off)."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app = app
+        self._has_page = config.ui
+        self._clients = KeyRing(config.api_key)
+        self._admins = KeyRing(() if config.admin_key is None else (config.admin_key,))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let one request through or send it away."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})  # there is nothing to talk to that way
+            return
+        path: str = get_route_path(scope)
+        if is_admin(path):
+            if not self._admins:
+                message = "admin routes are off; start the server with an admin key to use them"
+                await refuse_unread(scope, send, ApiError(status=404, message=message))
+                return
+            ring = self._admins
+        elif is_open(path, has_page=self._has_page) or not self._clients:
+            await self._app(scope, receive, send)
+            return
+        else:
+            ring = self._clients
+        if ring.opens(_bearer(scope)):
+            await self._app(scope, receive, send)
+            return
+        message = "no valid key was given; send it as 'authorization: Bearer KEY'"
+        error = ApiError(status=401, message=message, headers={"www-authenticate": "Bearer"})
+        await refuse_unread(scope, send, error)
+
+
+def _bearer(scope: Scope) -> bytes:
+    """The key in the authorization header; empty if there is none."""
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            scheme, _, key = bytes(value).partition(b" ")
+            return key.strip() if scheme.lower() == b"bearer" else b""
+    return b""

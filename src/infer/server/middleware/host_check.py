@@ -1,0 +1,65 @@
+"""For whom does a server on this machine alone answer? Not for a web page that pretends to be it.
+
+A page from anywhere can point its own domain at 127.0.0.1 once it is loaded (DNS rebinding) and then
+talk to a local server as if it were its own. The browser still names the page's domain in the Host
+header. So a server that listens on loopback, and asks nobody for a key, answers only for names that
+mean this machine, and for those its operator adds.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from infer.config.settings import ServerConfig
+from infer.server.middleware.asgi_errors import refuse_unread
+from infer.server.protocol.errors import ApiError
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a host name or address means this machine, whoever reads it."""
+    bare = name.strip("[]").rstrip(".").lower()
+    if bare == "localhost" or bare.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(bare).is_loopback
+    except ValueError:
+        return False
+
+
+def needs_host_check(config: ServerConfig) -> bool:
+    """Whether anybody who can reach this server is trusted because he must be on this machine."""
+    return config.uds is None and not config.api_key and is_loopback(config.host)
+
+
+class HostCheck:
+    """ASGI layer: answers 403 to requests made in the name of another host."""
+
+    def __init__(self, app: ASGIApp, allowed_host: tuple[str, ...]) -> None:
+        self._app = app
+        self._allowed = frozenset(name.lower() for name in allowed_host)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let one request through or send it away."""
+        if scope["type"] == "http":
+            host = _host_of(scope)
+            if host is not None and not is_loopback(host) and host.lower() not in self._allowed:
+                message = (
+                    f"this server answers for this machine only, not for host {host[:100]!r}; "
+                    "start it with --allowed-host NAME, with --api-key, or on another --host"
+                )
+                await refuse_unread(scope, send, ApiError(status=403, message=message))
+                return
+        await self._app(scope, receive, send)
+
+
+def _host_of(scope: Scope) -> str | None:
+    """The Host header without its port; None where there is none, which no browser leaves out."""
+    for name, value in scope["headers"]:
+        if name == b"host":
+            text: str = value.decode("latin-1").strip()
+            if text.startswith("["):
+                return text.partition("]")[0] + "]"
+            return text.partition(":")[0]
+    return None

@@ -1,0 +1,123 @@
+"""How much one request may bring, and when any may come at all.
+
+`BodyLimit` reads the whole body before a route sees it and counts as it reads, so that an upload in
+chunks without a content-length is held to the same limit, and a client that trickles bytes is cut off.
+It does so for every method: a GET may bring a body too, and nobody else would stop reading it.
+
+`Gate` answers 503 with a Retry-After while models are loading and once the server is draining; what
+watches the server (health, metrics, version, the page) and the operator's routes pass. It also counts
+who is inside, which is how a drain knows when the last one has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette._utils import get_route_path
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from infer.config.knobs import parse_bytes
+from infer.server.middleware.asgi_errors import refuse
+from infer.server.middleware.auth import is_admin, is_open
+from infer.server.protocol.errors import RETRY_LATER_S, ApiError
+from infer.server.state import ServerState, holding_models
+
+BODY_TIMEOUT_S = 30.0
+WATCHING = ("/health", "/metrics", "/version")
+
+
+class BodyTooLarge(Exception):
+    """More bytes came than are allowed; never leaves this file."""
+
+
+class BodyLimit:
+    """ASGI layer: hands the application a whole body of bounded size, or answers 413 or 408."""
+
+    def __init__(self, app: ASGIApp, max_body_size: str, *, timeout_s: float = BODY_TIMEOUT_S) -> None:
+        self._app = app
+        self._max_text = max_body_size
+        self._max_bytes = parse_bytes(max_body_size)
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read one request's body and pass it on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            if _declared_length(scope) > self._max_bytes:
+                raise BodyTooLarge
+            async with asyncio.timeout(self._timeout_s):
+                body = await self._read(receive)
+        except BodyTooLarge:
+            message = f"the request body is larger than {self._max_text}; send less at a time"
+            await refuse(send, ApiError(status=413, message=message, headers={"connection": "close"}))
+            return
+        except TimeoutError:
+            message = f"the request body did not arrive within {self._timeout_s:g} s"
+            await refuse(send, ApiError(status=408, message=message, headers={"connection": "close"}))
+            return
+        if body is not None:  # None: the client left half way
+            await self._app(scope, _replay(body, receive), send)
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            part = message.get("body", b"")
+            size += len(part)
+            if size > self._max_bytes:
+                raise BodyTooLarge
+            parts.append(part)
+            if not message.get("more_body"):
+                return b"".join(parts)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the body first and then whatever the connection has to say."""
+    waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replaying() -> Message:
+        return waiting.pop() if waiting else await receive()
+
+    return replaying
+
+
+def _declared_length(scope: Scope) -> int:
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            return int(value) if value.isdigit() else 0
+    return 0
+
+
+class Gate:
+    """ASGI layer: 503 for work that cannot be started now; counts the work that was."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app = app
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let one request in, or send it away for now."""
+        if scope["type"] != "http" or self._is_always_open(get_route_path(scope)):
+            await self._app(scope, receive, send)
+            return
+        if self._state.is_starting or self._state.is_draining:
+            what = "shutting down" if self._state.is_draining else "starting"
+            message = f"the server is {what}; try again in a few seconds"
+            headers = {"retry-after": str(RETRY_LATER_S)}
+            await refuse(send, ApiError(status=503, message=message, headers=headers))
+            return
+        self._state.num_active += 1
+        try:
+            with holding_models():
+                await self._app(scope, receive, send)
+        finally:
+            self._state.num_active -= 1
+
+    def _is_always_open(self, path: str) -> bool:
+        """Whether a path, below the root path as the router sees it, watches or operates the server."""
+        return path in WATCHING or is_admin(path) or is_open(path, has_page=self._state.config.ui)

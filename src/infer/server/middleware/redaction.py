@@ -1,0 +1,76 @@
+"""Why a request was refused, as its line in the access log says it.
+
+    the client reads    unknown field 'temprature'; did you mean 'temperature'?
+    the log says        the same
+
+    the client reads    model 'tell me about ...' is not served here; served: ...
+    the log says        model '...
+
+A message to a client may quote what it has sent, and that may be a part of a prompt; a log is read by others
+and kept for long. What a message may quote, and what is logged of it:
+
+    a value, behind the word "got"; what a chat template says            nothing
+    a role; how a body was sent; a content part's type that is no text   "..."
+    the name of a field, a model, a type, between quotation marks        the name, else nothing from there on
+    the param: a path of keys into the body, as logit_bias.17            the same, else "..."
+    a number                                                             the number, "..." from 12 digits on
+
+A name is one word of at most 64 ASCII characters that looks like no number of a card or telephone and like no
+key: these have a known beginning, or a part of 20 letters and digits that nobody would make up.
+"""
+
+from __future__ import annotations
+
+import re
+
+import orjson
+
+from infer.server.protocol.errors import ApiError
+
+MAX_LOGGED_REASON = 300
+MAX_NAME_LEN = 64
+
+_DROPPED = re.compile(r",? got .*|(?<=cannot render these messages): .*", re.DOTALL)
+_HIDDEN = re.compile(
+    r"(?<=\.role is) .*|(?<=content-type) .*|(?<=content-encoding) .*|(?<= has type) (?!'|None;).*", re.DOTALL
+)
+_LONG_NUMBER = re.compile(r"[0-9](?:[ ._/-]?[0-9]){11,}")
+_QUOTED = re.compile(r"""(?<!\w)(?:(['"])(?P<word>[^\s'"]+)\1|(?P<opened>['"]).*)""", re.DOTALL)
+
+_NAME = re.compile(r"(?:[A-Za-z0-9_./-]|\[[0-9]{1,6}\])+")
+_NUMBER_IN_NAME = re.compile(r"[0-9-]{12}|(?:[0-9][^A-Za-z0-9]*){9}")  # 8 digits are a date
+_KEY_IN_NAME = re.compile(
+    r"(?<![A-Za-z0-9])(?:(?:[spr]k|gh[a-z]|github_pat|glpat|xox[a-z]|nvapi)[_-]|akia|aiza|eyj)"
+    r"|[A-Za-z0-9]{20}",
+    re.IGNORECASE,
+)
+
+
+def spell_reason(error: ApiError) -> str:
+    """The end of a log line: code and param, where there are such, and what of the message is ours."""
+    is_named = error.param is not None and _is_name(error.param)
+    said = _hide_quoted(error.message)
+    said = _HIDDEN.sub(" ...", _DROPPED.sub("", said))
+    if error.param and not is_named:
+        said = said.replace(error.param, "...")
+    said = _LONG_NUMBER.sub("...", said)
+    if len(said) > MAX_LOGGED_REASON:
+        said = said[: MAX_LOGGED_REASON - 3] + "..."
+    code = f" code={error.code}" if error.code is not None else ""
+    param = f' param="{error.param}"' if is_named else ""
+    return f"{code}{param} error={orjson.dumps(said).decode()}"
+
+
+def _hide_quoted(message: str) -> str:
+    """The message up to the first quoted text that is no name."""
+    for found in _QUOTED.finditer(message):
+        word = found["word"]
+        if word is None or not (_is_name(word) or word == "..."):
+            return f"{message[: found.start() + 1]}..."
+    return message
+
+
+def _is_name(text: str) -> bool:
+    if len(text) > MAX_NAME_LEN or _NAME.fullmatch(text) is None:
+        return False
+    return _NUMBER_IN_NAME.search(text) is None and _KEY_IN_NAME.search(text) is None

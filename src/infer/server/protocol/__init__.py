@@ -1,0 +1,1 @@
+"""Bodies to requests, outputs to bodies: what clients depend on byte by byte."""

@@ -1,0 +1,266 @@
+"""What goes wrong, in the form OpenAI's clients understand.
+
+    exception                              status   the client's next move
+    MalformedRequest, wrong JSON type       400     mend the program
+    NameTaken                               409     choose another name
+    RequestError                            422     mend the values
+    ContextOverflow                         422     shorten; `code` is context_length_exceeded
+    UnknownModel                            422     ask for one that is served; `code` is model_not_found
+    QueueFull, EngineStopped                503     try again, after Retry-After seconds
+    RequestTimeout                          504     ask for less, or for more time; not the same again
+    EngineError, anything else              500     tell the operator
+
+Every body is `{"error": {"message", "type", "param", "code"}}`, also for unknown routes. What we say about
+a request is ours, or the client's own words. What an engine or a template says may quote somebody else's
+exception, with addresses and paths of this machine in it, so these are scrubbed: all paths but the names of
+our routes. Of an exception that nobody foresaw the client learns nothing but that it happened.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from infer.errors import (
+    ContextOverflow,
+    EngineError,
+    EngineStopped,
+    InferError,
+    MalformedRequest,
+    NameTaken,
+    QueueFull,
+    RequestError,
+    RequestTimeout,
+    TemplateError,
+    UnknownModel,
+    closest,
+)
+from infer.server.middleware.request_record import current_id, current_record
+
+logger = logging.getLogger(__name__)
+
+RETRY_SOON_S = 1  # a full queue moves within a second or so
+RETRY_LATER_S = 5  # a model is loading, an engine restarts, or this server is about to leave
+CLIENT_GONE = 499  # what proxies log for it; nobody is there to read it
+MAX_MESSAGE_LEN = 1000
+MAX_VALUE_LEN = 60
+MODEL_NOT_FOUND = "model_not_found"
+CONTEXT_EXCEEDED = "context_length_exceeded"
+
+ERROR_TYPES = {  # as vLLM calls them; openai's client maps by status
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    409: "ConflictError",
+    413: "PayloadTooLargeError",
+    422: "UnprocessableEntityError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
+}
+
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,16}\b")
+_PATH = re.compile(r"(?<![\w/.:<])/(?:[\w.@+~-]{1,255}/)*[\w.@+~-]{1,255}")  # </tag> is none
+ROUTES = frozenset(  # what a hint may send a client to
+    {
+        "/detokenize",
+        "/health",
+        "/metrics",
+        "/tokenize",
+        "/tokenizer_info",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/completions/stream",
+        "/v1/embeddings",
+        "/v1/models",
+        "/version",
+    }
+)
+
+FOREIGN_ROUTES = {  # of another API: what does the same here
+    "/v1/responses": "/v1/chat/completions",
+    "/v1/messages": "/v1/chat/completions",
+    "/api/chat": "/v1/chat/completions",
+    "/api/generate": "/v1/completions",
+    "/api/embed": "/v1/embeddings",
+    "/api/tags": "/v1/models",
+}
+
+_JSON_WORDS = ((list, "a list"), (str, "a string"), (bool, "true or false"), (int | float, "a number"))
+
+_SHOWN = reprlib.Repr()
+_SHOWN.maxlevel = 2
+_SHOWN.maxstring = _SHOWN.maxlong = _SHOWN.maxother = MAX_VALUE_LEN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiError:
+    """An error as the client sees it."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None  # what programs branch on, where OpenAI has a word for it; None: the status
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What the client is told."""
+        kind = ERROR_TYPES.get(
+            self.status, "InternalServerError" if self.status >= 500 else "BadRequestError"
+        )
+        code = self.code or self.status
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": code}}
+
+    def encode(self) -> bytes:
+        """The JSON body as it is sent now; the log line of the request will say why."""
+        if (record := current_record()) is not None:
+            record.error = self
+        return orjson.dumps(self.body)
+
+    def response(self) -> Response:
+        """The error as a whole answer."""
+        return Response(self.encode(), self.status, headers=dict(self.headers), media_type="application/json")
+
+
+def shorten(message: str) -> str:
+    """A message of bearable length."""
+    return message if len(message) <= MAX_MESSAGE_LEN else message[: MAX_MESSAGE_LEN - 3] + "..."
+
+
+def scrub(message: str) -> str:
+    """A message without memory addresses and file paths, and of bearable length."""
+
+    def hide(found: re.Match[str]) -> str:
+        return found[0] if found[0].rstrip(".") in ROUTES else "[path]"
+
+    return _PATH.sub(hide, _ADDRESS.sub("[address]", shorten(message)))
+
+
+def show_value(value: object) -> str:
+    """What a client has sent in one field, as Python spells it, in at most 60 characters.
+
+    The work is bounded too: a body may hold a list of a million numbers in the wrong place.
+    """
+    try:
+        text = _SHOWN.repr(value)
+    except ValueError:  # Python refuses to print integers of thousands of digits
+        text = f"a value of type {type(value).__name__} too long to print"
+    return text if len(text) <= MAX_VALUE_LEN else text[: MAX_VALUE_LEN - 3] + "..."
+
+
+def to_api_error(error: BaseException) -> ApiError:
+    """The status and message for an exception; what is our fault is logged with the request's id.
+
+    One that nobody foresaw is kept from the client.
+    """
+    if isinstance(error, RequestError):
+        status = 400 if isinstance(error, MalformedRequest) else 409 if isinstance(error, NameTaken) else 422
+        message = scrub(str(error)) if isinstance(error, TemplateError) else shorten(str(error))
+        code = MODEL_NOT_FOUND if isinstance(error, UnknownModel) else None
+        code = CONTEXT_EXCEEDED if isinstance(error, ContextOverflow) else code
+        return ApiError(status=status, message=message, param=error.param, code=code)
+    if isinstance(error, QueueFull | EngineStopped):
+        seconds = RETRY_SOON_S if isinstance(error, QueueFull) else RETRY_LATER_S
+        return ApiError(status=503, message=scrub(str(error)), headers={"Retry-After": str(seconds)})
+    if isinstance(error, RequestTimeout):
+        headers = {"x-should-retry": "false"}  # OpenAI's clients would send the same again, and wait again
+        return ApiError(status=504, message=scrub(str(error)), headers=headers)
+    if isinstance(error, EngineError):
+        logger.error("request %s failed: %s", current_id(), error)
+        return ApiError(status=500, message=scrub(str(error)))
+    logger.error("request %s failed", current_id(), exc_info=error)
+    return ApiError(status=500, message="the server failed to answer this request; its log says why")
+
+
+def validation_error(errors: list[dict[str, Any]], headers: Mapping[str, str]) -> RequestError:
+    """The first complaint about a body: the wrong shape is malformed, the wrong value is invalid."""
+    first = errors[0]
+    kind, where = str(first["type"]), _spell_location(first["loc"])
+    if kind == "json_invalid" or where is None:
+        return MalformedRequest(whole_body_fault(kind, first, headers))
+    if kind == "missing":
+        return MalformedRequest(f"the required field {where!r} is missing", param=where)
+    said = str(first["msg"])
+    message = f"{where}: {said[:1].lower()}{said[1:]}, got {show_value(first['input'])}"
+    if kind.endswith("_type") or kind.startswith("union"):
+        return MalformedRequest(message, param=where)
+    return RequestError(message, param=where)
+
+
+def whole_body_fault(kind: str, first: Mapping[str, Any], headers: Mapping[str, str]) -> str:
+    """What is wrong with a body of which no field could be read: how it was sent, or what it is."""
+    example = "send a JSON object, such as {...}"
+    encoding, media_type = headers.get("content-encoding"), headers.get("content-type")
+    if encoding not in (None, "", "identity"):
+        return f"the body came with content-encoding {encoding[:40]}; send it as it is, not compressed"
+    if kind == "json_invalid":
+        said = str(first["ctx"]["error"])
+        if "not valid UTF-8" in said:
+            return "the body is not UTF-8 text, as JSON must be; encode it as UTF-8"
+        return f"the body is not valid JSON: {said} (character {first['loc'][-1] + 1})"
+    value = first["input"]
+    if isinstance(value, bytes):  # nobody has tried to read it
+        came = f"as content-type {media_type[:80]}" if media_type else "without a content-type"
+        advice = "send it as application/json (curl -H 'content-type: application/json')"
+        return f"the body came {came}; {advice}"
+    if value is None:
+        return f"the body is empty or null; {example}"
+    given = next((word for types, word in _JSON_WORDS if isinstance(value, types)), "something else")
+    return f"the body must be a JSON object, such as {{...}}, got {given}"
+
+
+def _spell_location(location: tuple[str | int, ...]) -> str | None:
+    """("body", "messages", 0) -> messages[0]; names of a union's members are left out."""
+    spelled = ""
+    for part in location[1:]:
+        if isinstance(part, int):
+            spelled += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int", "float", "bool", "dict", "list"):
+            spelled += f".{part}" if spelled else part
+    return spelled or None
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Make every failure of an application answer in OpenAI's form."""
+
+    async def on_infer_error(_: Request, error: Exception) -> Response:
+        return to_api_error(error).response()
+
+    async def on_validation_error(http: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return to_api_error(validation_error(list(error.errors()), http.headers)).response()
+
+    async def on_http_error(http: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = str(error.detail)
+        path, allowed = http.scope["path"][:100], (error.headers or {}).get("Allow")
+        if error.status_code == 404:
+            hint = closest(path, sorted(ROUTES), aliases=FOREIGN_ROUTES)
+            hint = hint or "; GET /openapi.json lists the routes"
+            message = f"there is no route {http.method} {path}{hint}"
+        elif error.status_code == 405:
+            message = f"{path} does not take {http.method}" + (f"; it takes {allowed}" if allowed else "")
+        return ApiError(status=error.status_code, message=message, headers=error.headers or {}).response()
+
+    async def on_client_gone(_: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
+    app.add_exception_handler(InferError, on_infer_error)
+    app.add_exception_handler(RequestValidationError, on_validation_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(ClientDisconnect, on_client_gone)
+    app.add_exception_handler(Exception, on_infer_error)

@@ -1,0 +1,103 @@
+"""Logprobs in the two shapes of OpenAI's API.
+
+    completions   {"tokens": [..], "token_logprobs": [..], "top_logprobs": [{token: logprob}, ..],
+                   "text_offset": [..]}                         parallel lists
+    chat          {"content": [{"token", "logprob", "bytes", "top_logprobs": [..]}, ..]}
+
+A logprob is the float the engine computed, never rounded: evaluation programs decide whether a token was
+the likeliest by comparing its logprob with the largest alternative for equality. Minus infinity, which JSON
+cannot hold, becomes -9999. The offset of a token is the place in the answer's text of the character that its
+first byte belongs to: the three tokens of a euro sign have the same one. Bytes that turn out to be no
+character show as U+FFFD as soon as a token comes that cannot continue them, and that token stands after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from infer.frontend.outputs import RequestOutput
+from infer.sampling.params import RowLogprobs
+from infer.tokenizer.detokenizer import Detokenizer
+from infer.tokenizer.tokenizer import Tokenizer
+
+LOWEST = -9999.0
+
+
+def to_json_number(logprob: float) -> float:
+    """The logprob, or -9999 for what is below it."""
+    return max(logprob, LOWEST)
+
+
+class CompletionLogprobs:
+    """Turns the tokens of one choice into parallel lists, piece by piece; it remembers where the text is."""
+
+    def __init__(self, tokenizer: Tokenizer, *, prompt_ids: Sequence[int] = ()) -> None:
+        """`prompt_ids` is what the text continues; leave it out where the text begins with the prompt."""
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids=prompt_ids)
+        self._offset = 0
+
+    def take(self, ids: Sequence[int], rows: Sequence[RowLogprobs | None]) -> dict[str, Any]:
+        """The lists for some more tokens; a token without a row (the first of a prompt) has nulls."""
+        tokens: list[str] = []
+        offsets: list[int] = []
+        for token_id in ids:
+            tokens.append(spell(self._tokenizer, token_id))
+            offsets.append(self._offset + self._detokenizer.breaks_off(token_id))
+            self._offset += len(self._detokenizer.push((token_id,)))
+        return {
+            "tokens": tokens,
+            "token_logprobs": [None if row is None else to_json_number(row.logprob) for row in rows],
+            "top_logprobs": [None if row is None else self._top(row) for row in rows],
+            "text_offset": offsets,
+        }
+
+    def _top(self, row: RowLogprobs) -> dict[str, float]:
+        """The alternatives by their text, the token itself among them; of two spelled alike the likelier."""
+        top: dict[str, float] = {}
+        for token_id, logprob in (*row.top, (row.token_id, row.logprob)):
+            top.setdefault(spell(self._tokenizer, token_id), to_json_number(logprob))
+        return top
+
+
+def count_logprobs(answers: Sequence[RequestOutput]) -> int:
+    """How many tokens and alternatives there are to spell."""
+    count = 0
+    for answer in answers:
+        for rows in (answer.prompt_logprobs, *(output.logprobs for output in answer.outputs)):
+            if rows:
+                last = rows[-1]  # the first of a prompt has no logprob
+                count += len(rows) * (1 if last is None else 1 + len(last.top))
+    return count
+
+
+def join(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """The lists of two stretches, one after the other."""
+    return {name: first[name] + second[name] for name in first}
+
+
+def chat_logprobs(tokenizer: Tokenizer, rows: Sequence[RowLogprobs]) -> dict[str, Any]:
+    """The tokens of an answer, each with its alternatives."""
+    content = [
+        {
+            **_entry(tokenizer, row.token_id, row.logprob),
+            "top_logprobs": [_entry(tokenizer, token_id, logprob) for token_id, logprob in row.top],
+        }
+        for row in rows
+    ]
+    return {"content": content, "refusal": None}
+
+
+def spell(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token's text; a model may have more rows than its tokenizer has tokens, and such a token has none."""
+    return tokenizer.token_text(token_id) if token_id < tokenizer.vocab_size else ""
+
+
+def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    data = tokenizer.token_bytes(token_id) if token_id < tokenizer.vocab_size else b""
+    return {
+        "token": data.decode("utf-8", errors="replace"),
+        "logprob": to_json_number(logprob),
+        "bytes": list(data),
+    }

@@ -1,0 +1,375 @@
+"""The bodies clients may send, field by field.
+
+Every field that an OpenAI or vLLM client may know falls into one of four groups, and none is dropped in
+silence:
+
+    honoured    a field of the classes below
+    neutral     known elsewhere; accepted at the value that changes nothing, refused with the reason otherwise
+    ignored     about the client and not about the answer; named in the x-infer-ignored response header
+    unknown     refused, with the closest known name, or with the route it belongs to
+
+The same holds for the keys of a chat message, so that an answer of this server, or of another one, can be
+sent back as a part of the conversation just as a client's library wrote it down.
+
+Types are strict (`"1"` is no number, `true` is no integer) and a null is a field that was not given. Only
+shapes are checked here; whether a value is in its range is known where it is used (`SamplingParams`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PlainValidator,
+    PrivateAttr,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from infer.errors import RequestError, closest
+from infer.sampling.params import MAX_INT
+from infer.server.protocol.errors import show_value
+
+MAX_NAME_LEN = 256  # characters of a model's name or a cache salt
+
+
+class Neutral(NamedTuple):
+    """A field of other servers: the values that change nothing, and why others are refused."""
+
+    values: tuple[Any, ...]
+    reason: str
+
+
+_NO_GRAMMARS = Neutral((), "this server has no structured output")
+_NO_TRANSFER = Neutral((), "this server has no such extension")
+
+ABOUT_THE_CLIENT = frozenset(
+    {
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+
+SAMPLING_NEUTRAL: dict[str, Neutral] = {
+    "allowed_token_ids": Neutral((), "use logit_bias"),
+    "bad_words": Neutral(([],), "use logit_bias"),
+    "early_stopping": Neutral((False,), "beam search runs until its result is certain"),
+    "guided_choice": _NO_GRAMMARS,
+    "guided_decoding_backend": _NO_GRAMMARS,
+    "guided_grammar": _NO_GRAMMARS,
+    "guided_json": _NO_GRAMMARS,
+    "guided_regex": _NO_GRAMMARS,
+    "guided_whitespace_pattern": _NO_GRAMMARS,
+    "include_stop_str_in_output": Neutral((False,), "an answer ends before its stop string"),
+    "kv_transfer_params": _NO_TRANSFER,
+    "length_penalty": Neutral((1.0,), "beams are ranked by mean logprob"),
+    "logits_processors": Neutral(([],), "a request cannot bring code"),
+    "prompt_logprobs": Neutral((), "use echo with logprobs on /v1/completions"),
+    "request_id": Neutral((), "send the header x-request-id"),
+    "return_token_ids": Neutral((False,), "use /v1/completions/stream, whose events hold token ids"),
+    "return_tokens_as_token_ids": Neutral(
+        (False,), "use /v1/completions/stream, whose events hold token ids"
+    ),
+    "skip_special_tokens": Neutral((True,), "special tokens are never shown"),
+    "spaces_between_special_tokens": Neutral((True, False), "special tokens are never shown"),
+    "structured_outputs": _NO_GRAMMARS,
+    "truncate_prompt_tokens": Neutral((), "a prompt is never cut; shorten it before sending"),
+    "vllm_xargs": _NO_TRANSFER,
+}
+
+COMPLETION_NEUTRAL: dict[str, Neutral] = {
+    "prompt_embeds": Neutral((), "prompts are text or token ids"),
+    "suffix": Neutral(("",), "this server continues a text, it cannot fill a gap"),
+}
+
+CHAT_NEUTRAL: dict[str, Neutral] = {
+    "add_generation_prompt": Neutral((True,), "an answer always begins with the assistant's turn"),
+    "add_special_tokens": Neutral((False,), "the chat template writes them"),
+    "audio": Neutral((), "this server reads and writes text"),
+    "chat_template": Neutral((), "templates are never taken from requests"),
+    "continue_final_message": Neutral((False,), "use /v1/completions to continue a text"),
+    "documents": Neutral(([],), "put documents into the messages"),
+    "echo": Neutral((False,), "use /v1/completions"),
+    "function_call": Neutral(("none",), "use tools and tool_choice"),
+    "functions": Neutral(([],), "use tools"),
+    "include_reasoning": Neutral((True,), "reasoning is part of the answer's text"),
+    "mm_processor_kwargs": _NO_TRANSFER,
+    "modalities": Neutral((["text"],), "this server reads and writes text"),
+    "moderation": Neutral((), "this server does not moderate"),
+    "prediction": Neutral((), "this server does not use predicted outputs"),
+    "reasoning_effort": Neutral(
+        (), "use chat_template_kwargs, if the model's template reads enable_thinking"
+    ),
+    "verbosity": Neutral((), "ask for short answers in the messages"),
+    "web_search_options": Neutral((), "this server does not search"),
+}
+
+
+# What templates are shown of a message; the rest of what servers write into theirs tells a model nothing.
+MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+MESSAGE_NEUTRAL: dict[str, Neutral] = {
+    "audio": Neutral((), "this server reads and writes text"),
+    "function_call": Neutral((), "use tool_calls"),
+}
+MESSAGE_IGNORED = frozenset(
+    {
+        "annotations",
+        "provider_specific_fields",
+        "reasoning",
+        "reasoning_details",
+        "refusal",
+        "thinking_blocks",
+    }
+)
+
+
+class Body(BaseModel):
+    """A JSON object whose every field is accounted for."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    neutral: ClassVar[Mapping[str, Neutral]] = {}
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    elsewhere: ClassVar[Mapping[str, str]] = {}  # fields of other routes, and what to do about them
+
+    _ignored: tuple[str, ...] = PrivateAttr(default=())
+
+    @property
+    def ignored_fields(self) -> tuple[str, ...]:
+        """The fields that were given and have no effect."""
+        return self._ignored
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _account_for_fields(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(data, dict):
+            return handler(data)
+        kept: dict[str, Any] = {}
+        ignored: list[str] = []
+        for name, value in data.items():
+            if name in cls.model_fields:
+                kept[name] = value
+            elif name in cls.ignored:
+                ignored.append(name)
+            elif name in cls.neutral:
+                _check_neutral(name, value, cls.neutral[name])
+            else:
+                known = [*cls.model_fields, *cls.neutral, *cls.ignored]
+                raise _unknown(name, known, hint=cls.elsewhere.get(name))
+        made = handler(kept)
+        made._ignored = (*made._ignored, *ignored)
+        return made
+
+
+class Conversation(Body):
+    """A body that may hold messages."""
+
+    @model_validator(mode="after")
+    def _account_for_message_keys(self) -> Self:
+        messages: list[dict[str, Any]] = getattr(self, "messages", None) or []
+        ignored: dict[str, None] = {}  # in the order they were met
+        for i, message in enumerate(messages):
+            for name, value in message.items():
+                if name in MESSAGE_KEYS:
+                    continue
+                if name in MESSAGE_NEUTRAL:
+                    _check_neutral(f"messages[{i}].{name}", value, MESSAGE_NEUTRAL[name])
+                elif name not in MESSAGE_IGNORED:
+                    raise _unknown(
+                        name, [*MESSAGE_KEYS, *MESSAGE_NEUTRAL, *MESSAGE_IGNORED], f"messages[{i}]."
+                    )
+                elif value:  # a null or an empty list says nothing
+                    ignored[f"messages.{name}"] = None
+        self._ignored = (*self._ignored, *ignored)
+        return self
+
+
+def _unknown(name: str, known: list[str], where: str = "", *, hint: str | None = None) -> RequestError:
+    shown = where + name[:80]
+    advice = closest(name[:80], known) if hint is None else f"; {hint}"
+    return RequestError(f"unknown field {shown!r}{advice}", param=shown)
+
+
+def _check_neutral(name: str, value: Any, neutral: Neutral) -> None:
+    if value is None or any(
+        value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+        for allowed in neutral.values
+    ):
+        return
+    allowed = " or ".join(["null", *(repr(each) for each in neutral.values)])
+    raise RequestError(
+        f"{name} is not supported: {neutral.reason}; leave it out ({allowed}), got {show_value(value)}",
+        param=name,
+    )
+
+
+TokenIds = list[int]
+Prompts = str | list[str] | TokenIds | list[TokenIds]
+
+
+def _check_prompts(value: Any) -> Any:
+    """One text, one list of ids, or a list of either; by hand, because a list may hold a million ids."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        kinds = {type(each) for each in value}
+        if kinds <= {int} or kinds == {str}:
+            return value
+        if kinds == {list} and all(type(i) is int for ids in value for i in ids):
+            return value
+    raise PydanticCustomError(
+        "prompt_type", "must be a string, a list of strings, a list of token ids or a list of such lists"
+    )
+
+
+def _check_stop(value: Any) -> Any:
+    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value)):
+        return value
+    raise PydanticCustomError("stop_type", "must be a string or a list of strings")
+
+
+StopField = Annotated[str | list[str], PlainValidator(_check_stop, json_schema_input_type=str | list[str])]
+PromptField = Annotated[Prompts, PlainValidator(_check_prompts, json_schema_input_type=Prompts)]
+Name = Annotated[str, Field(max_length=MAX_NAME_LEN)]
+
+
+class StreamOptions(Body):
+    """What a stream carries beside its tokens."""
+
+    neutral = {"include_obfuscation": Neutral((False,), "frames are not padded")}
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingBody(Body):
+    """The fields that completions and chat share."""
+
+    model: Name | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None  # the newer name of the same
+    min_tokens: int | None = None
+    stop: StopField | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    n: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
+    cache_salt: Name | None = None
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+    @model_validator(mode="after")
+    def _join_max_tokens(self) -> Self:
+        """Both names or either: from here on it is `max_tokens`."""
+        old, new = self.max_tokens, self.max_completion_tokens
+        if old is not None and new is not None and old != new:
+            raise RequestError(
+                f"max_tokens is {old} and max_completion_tokens is {new}; "
+                "they mean the same, give one of them",
+                param="max_completion_tokens",
+            )
+        self.max_tokens = new if old is None else old
+        return self
+
+
+class CompletionRequest(SamplingBody):
+    """`POST /v1/completions`."""
+
+    neutral = SAMPLING_NEUTRAL | COMPLETION_NEUTRAL
+    ignored = ABOUT_THE_CLIENT
+    elsewhere = {
+        "messages": "conversations go to /v1/chat/completions, this route takes prompt",
+        "input": "this route takes prompt",
+    }
+
+    prompt: PromptField
+    echo: bool | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None
+
+
+class ChatRequest(SamplingBody, Conversation):
+    """`POST /v1/chat/completions`."""
+
+    neutral = SAMPLING_NEUTRAL | CHAT_NEUTRAL
+    ignored = ABOUT_THE_CLIENT | {"parallel_tool_calls"}
+    elsewhere = {
+        "prompt": "plain prompts go to /v1/completions, this route takes messages",
+        "input": "this route takes messages",
+    }
+
+    messages: list[dict[str, Any]]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeRequest(Conversation):
+    """`POST /tokenize`: a text, or a conversation."""
+
+    neutral = {"add_generation_prompt": CHAT_NEUTRAL["add_generation_prompt"]} | {
+        name: CHAT_NEUTRAL[name] for name in ("chat_template", "continue_final_message")
+    }
+
+    model: Name | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    """`POST /detokenize`."""
+
+    elsewhere = {"prompt": "this route takes tokens"}
+
+    model: Name | None = None
+    tokens: TokenIds
+
+
+class EmbeddingRequest(Body):
+    """`POST /v1/embeddings`."""
+
+    neutral = {
+        "dimensions": Neutral((), "embeddings have the size of the model's hidden state"),
+        "truncate_prompt_tokens": SAMPLING_NEUTRAL["truncate_prompt_tokens"],
+        "request_id": SAMPLING_NEUTRAL["request_id"],
+    }
+    ignored = ABOUT_THE_CLIENT
+    elsewhere = {"prompt": "this route takes input"}
+
+    model: Name | None = None
+    input: PromptField
+    encoding_format: str | None = None
+    pooling: str | None = None
+    normalize: bool | None = None
+    add_special_tokens: bool | None = None
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None

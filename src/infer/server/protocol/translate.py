@@ -1,0 +1,248 @@
+"""From a body to requests for the engine.
+
+    body ──► SamplingParams ──┐
+         └─► prompts ──► ids ─┴──► one Request per prompt ──► Job
+
+Fields the client did not give come from the model's authors (generation_config.json), then from
+`SamplingParams`. Tokenizing and rendering a long prompt takes milliseconds, so both happen in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from infer.config.settings import ServerConfig
+from infer.errors import RequestError
+from infer.frontend.outputs import check_streams
+from infer.frontend.prompts import TextFront
+from infer.sampling.params import SamplingParams, check_num_sequences
+from infer.scheduling.request import Request
+from infer.server.middleware.request_record import engine_id
+from infer.server.protocol.schemas import ChatRequest, CompletionRequest, Prompts, SamplingBody
+from infer.server.state import ServedModel, ServerState
+
+DEFAULT_COMPLETION_TOKENS = 16  # as everywhere; a chat answer may fill the context
+
+# fields that mean the same in a body and in SamplingParams
+SAME_NAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "n",
+    "best_of",
+    "use_beam_search",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One body on its way: a request for each of its prompts."""
+
+    job_id: str
+    created: int  # seconds since 1970
+    model: ServedModel
+    model_name: str  # as the client called it
+    requests: tuple[Request, ...]
+    prompts: tuple[str | None, ...]  # the texts, where the client gave texts
+    time_limit_s: float | None
+    is_chat: bool = False
+
+    @property
+    def params(self) -> SamplingParams:
+        """How every prompt is continued."""
+        return self.requests[0].params
+
+
+async def open_completion(body: CompletionRequest, state: ServerState) -> Job:
+    """Understand a completion body; raises a `RequestError` that names the field to blame."""
+    model = state.get_model(body.model)
+    prompts = split_prompts(body.prompt, state.config.max_prompts, "prompt")
+    check_queue(model, len(prompts))
+    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if max_tokens == 0:
+        if not body.echo:
+            raise RequestError(
+                "max_tokens is 0, which needs echo; set echo or max_tokens >= 1", param="max_tokens"
+            )
+        max_tokens = 1  # the engine computes a prompt by sampling what follows; the sample is not returned
+    params = make_params(
+        body,
+        model.front,
+        state.config,
+        max_tokens=max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None,
+    )
+    ids = await encode_prompts(
+        model.front, prompts, "prompt", add_special=body.add_special_tokens is not False
+    )
+    texts = tuple(prompt if isinstance(prompt, str) else None for prompt in prompts)
+    return make_job("cmpl", body, model, state.config, ids, texts, params)
+
+
+async def open_chat(body: ChatRequest, state: ServerState) -> Job:
+    """Understand a chat body."""
+    model = state.get_model(body.model)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    if body.tool_choice not in (None, "none", "auto"):
+        raise RequestError(
+            "tool_choice must be 'none', 'auto' or absent: this server shows tools to the model, "
+            "but cannot force it to call one",
+            param="tool_choice",
+        )
+    params = make_params(
+        body,
+        model.front,
+        state.config,
+        max_tokens=body.max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    ids = await asyncio.to_thread(
+        encode_conversation, model.front, body.messages, body.tools, body.chat_template_kwargs
+    )
+    return make_job("chatcmpl", body, model, state.config, [ids], (None,), params)
+
+
+def make_job(
+    prefix: str,
+    body: SamplingBody,
+    model: ServedModel,
+    config: ServerConfig,
+    ids: Sequence[Sequence[int]],
+    texts: tuple[str | None, ...],
+    params: SamplingParams,
+) -> Job:
+    """Number the requests of a body; its id is made here, so that two bodies never share one."""
+    check_supported(body, params)
+    job_id = f"{prefix}-{uuid.uuid4().hex}"
+    limits = [limit for limit in (body.timeout, config.request_timeout) if limit]
+    requests = tuple(
+        Request(
+            request_id=engine_id(f"{job_id}-{i}"),
+            prompt=tuple(prompt),
+            params=params,
+            priority=body.priority or 0,
+            deadline=time.monotonic() + body.timeout if body.timeout is not None else None,
+            cache_salt=body.cache_salt or "",
+        )
+        for i, prompt in enumerate(ids)
+    )
+    return Job(
+        job_id=job_id,
+        created=int(time.time()),
+        model=model,
+        model_name=body.model if body.model is not None else model.name,
+        requests=requests,
+        prompts=texts,
+        time_limit_s=min(limits, default=None),
+        is_chat=isinstance(body, ChatRequest),
+    )
+
+
+def make_params(
+    body: SamplingBody,
+    front: TextFront,
+    config: ServerConfig,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:
+    """What the client gave, over the model's defaults; beam search ranks by the model alone."""
+    fields: dict[str, Any] = {"temperature": 0.0} if body.use_beam_search else dict(front.sampling_defaults)
+    fields |= {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
+    for name in ("n", "best_of"):
+        check_num_sequences(name, fields.get(name, 1), config.max_n)
+    if body.logit_bias is not None:
+        fields["logit_bias"] = _read_bias(body.logit_bias)
+    return SamplingParams(**fields, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+
+def check_supported(body: SamplingBody, params: SamplingParams) -> None:
+    """Refuse combinations that cannot be honoured."""
+    if body.response_format is not None and body.response_format != {"type": "text"}:
+        raise RequestError(
+            'response_format must be {"type": "text"}: this server has no structured output',
+            param="response_format",
+        )
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream to be true", param="stream_options")
+    if body.stream:
+        check_streams(params, "leave stream out")
+
+
+def split_prompts(given: Prompts, max_prompts: int, param: str) -> list[str | list[int]]:
+    """One prompt or many? A text and a list of token ids are one."""
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise RequestError(f"{param} is an empty list; give at least one prompt", param=param)
+    if isinstance(given[0], int):
+        return [given]
+    if len(given) > max_prompts:
+        raise RequestError(
+            f"{param} holds {len(given)} prompts, at most {max_prompts} are allowed", param=param
+        )
+    return list(given)
+
+
+def check_queue(model: ServedModel, num_prompts: int) -> None:
+    """Refuse for good what no empty queue could hold: to try again later would change nothing."""
+    if model.max_waiting is None or num_prompts <= model.max_waiting * len(model.clients):
+        return
+    room = model.max_waiting * len(model.clients)
+    raise RequestError(
+        f"prompt holds {num_prompts} prompts, but only {room} may wait at a time (max_waiting); "
+        "send fewer at a time",
+        param="prompt",
+    )
+
+
+async def encode_prompts(
+    front: TextFront, prompts: Sequence[str | list[int]], param: str, *, add_special: bool = True
+) -> list[list[int]]:
+    """The ids of every prompt; in a thread if there is a text to tokenize."""
+    if any(isinstance(prompt, str) for prompt in prompts):
+        return await asyncio.to_thread(front.encode_all, prompts, param, add_special=add_special)
+    return front.encode_all(prompts, param)
+
+
+def encode_conversation(
+    front: TextFront,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    template_options: dict[str, Any] | None,
+) -> list[int]:
+    """The ids of a conversation, ready for the assistant's answer."""
+    if not front.has_chat_template:
+        raise RequestError(
+            "this model has no chat template; use /v1/completions, or serve it with --chat-template",
+            param="messages",
+        )
+    return front.encode_chat(messages, tools=tools, template_options=template_options)
+
+
+def _read_bias(given: dict[str, float]) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for key, value in given.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 19):
+            raise RequestError(
+                f"logit_bias must map token ids to numbers, got the key {key[:40]!r}", param="logit_bias"
+            )
+        bias[int(key)] = value
+    return bias

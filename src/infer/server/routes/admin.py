@@ -1,0 +1,106 @@
+"""What only the operator may do while the server runs; `auth.py` asks for the admin key.
+
+POST /admin/models/load      {"name": "b", "model": "path or hub id", "knobs": {...}}
+POST /admin/models/unload    {"name": "b"}
+POST /admin/models/alias     {"alias": "gpt-4", "name": "b"}
+POST /admin/reset_prefix_cache   {} or {"model": "b"}
+POST /admin/drain            {} stops taking requests, {"drain": false} takes them again
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field
+
+from infer.config.knobs import parse_knob
+from infer.config.settings import EngineConfig, knob_table
+from infer.errors import CheckpointError, ConfigError, RequestError
+from infer.server.fleet.fleet import Fleet
+
+router = APIRouter(prefix="/admin", tags=["admin"])
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class LoadBody(_Body):
+    """A model to add; `knobs` are those of the engine, by name."""
+
+    name: str = Field(min_length=1, max_length=200)
+    model: str = Field(min_length=1, max_length=4096)
+    knobs: dict[str, Any] = {}
+
+
+class UnloadBody(_Body):
+    """A model to remove."""
+
+    name: str
+
+
+class AliasBody(_Body):
+    """A second name for a model."""
+
+    alias: str = Field(min_length=1, max_length=200)
+    name: str
+
+
+class ResetBody(_Body):
+    """Whose prefix caches to empty; without a model, everybody's."""
+
+    model: str | None = None
+
+
+class DrainBody(_Body):
+    """Whether to stop taking requests, or to take them again."""
+
+    drain: bool = True
+
+
+def _fleet(http: Request) -> Fleet:
+    fleet: Fleet = http.app.state.fleet
+    return fleet
+
+
+@router.post("/models/load")
+async def load_model(body: LoadBody, http: Request) -> dict[str, Any]:
+    """Start the engines of one more model; answers when it is ready."""
+    try:
+        table = knob_table()
+        knobs = {name: parse_knob(table[name], v) if name in table else v for name, v in body.knobs.items()}
+        config = EngineConfig.from_knobs(**(knobs | {"model": body.model}))
+        model = await _fleet(http).load(body.name, config)
+    except (ConfigError, CheckpointError) as error:
+        raise RequestError(str(error), param="model") from None
+    return {"name": model.name, "num_engines": len(model.clients), "max_model_len": model.front.context_len}
+
+
+@router.post("/models/unload")
+async def unload_model(body: UnloadBody, http: Request) -> dict[str, Any]:
+    """Serve a model no longer; answers when its engines have stopped."""
+    fleet = _fleet(http)
+    await fleet.unload(body.name)
+    return {"name": body.name, "default_model": fleet.state.default_model}
+
+
+@router.post("/models/alias")
+async def set_alias(body: AliasBody, http: Request) -> dict[str, Any]:
+    """Let a second name mean a model."""
+    _fleet(http).set_alias(body.alias, body.name)
+    return {"alias": body.alias, "name": body.name}
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(body: ResetBody, http: Request) -> dict[str, Any]:
+    """Forget all cached prefixes."""
+    return {"num_blocks": await _fleet(http).reset_prefix_caches(body.model)}
+
+
+@router.post("/drain")
+async def drain(body: DrainBody, http: Request) -> dict[str, Any]:
+    """Take no new requests; those inside go on. Poll until `num_active` is 0."""
+    state = _fleet(http).state
+    state.is_draining = body.drain
+    return {"is_draining": state.is_draining, "num_active": state.num_active}

@@ -1,0 +1,92 @@
+"""`POST /v1/embeddings`: a text as a vector, the model's final hidden state.
+
+What is made of a text, and what is refused, embeddings.py of the package says, for the library as for this
+route. Here are the HTTP of it, and the encodings: OpenAI's client asks for base64, the bytes of
+little-endian 32-bit floats.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import base64
+import sys
+import uuid
+
+from fastapi import Request as HttpRequest
+from fastapi import Response
+
+from infer.errors import RequestError, RequestTimeout
+from infer.frontend.embeddings import EmbeddingJob, open_embeddings
+from infer.scheduling.request import Request
+from infer.server.middleware.request_record import engine_id
+from infer.server.protocol.schemas import EmbeddingRequest
+from infer.server.protocol.translate import split_prompts
+from infer.server.routes.json_route import json_response, make_router, server_state, unless_disconnected
+from infer.server.state import ServedModel
+
+router = make_router()
+
+FORMATS = ("float", "base64")
+
+
+@router.post("/v1/embeddings", response_model=None)
+async def create_embeddings(body: EmbeddingRequest, http: HttpRequest) -> Response:
+    """One vector per input."""
+    state = server_state(http)
+    model = state.get_model(body.model)
+    encoding = body.encoding_format or FORMATS[0]
+    if encoding not in FORMATS:
+        raise RequestError(
+            f"encoding_format must be one of {', '.join(FORMATS)}, got {encoding[:40]!r}",
+            param="encoding_format",
+        )
+    inputs = split_prompts(body.input, state.config.max_prompts, "input")
+    job = await asyncio.to_thread(
+        open_embeddings,
+        model.front,
+        inputs,
+        pooling=body.pooling,
+        normalize=body.normalize,
+        add_special=body.add_special_tokens is not False,
+    )
+    limit = min((each for each in (body.timeout, state.config.request_timeout) if each), default=None)
+    try:
+        async with asyncio.timeout(limit):
+            states = await unless_disconnected(http.receive, _embed(model, job))
+    except TimeoutError:
+        raise RequestTimeout(f"the embeddings were not ready after {limit:g} s; send fewer inputs") from None
+    # beside the event loop: millions of numbers take a while, and others are being answered
+    vectors = await asyncio.to_thread(lambda: [job.finish(state) for state in states])
+    num_tokens = sum(len(prompt) for prompt in job.prompts)
+    return json_response(
+        {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": i, "embedding": encode_vector(vector, encoding)}
+                for i, vector in enumerate(vectors)
+            ],
+            "model": body.model if body.model is not None else model.name,
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        },
+        body,
+    )
+
+
+async def _embed(model: ServedModel, job: EmbeddingJob) -> list[list[float]]:
+    """One after the other: each occupies the whole engine, and generation must go on between them."""
+    states = []
+    for prompt in job.prompts:
+        request = Request(request_id=engine_id(f"embd-{uuid.uuid4().hex}"), prompt=prompt)
+        states.append(await model.pick(request).embed(prompt, job.pooling, request.request_id))
+    return states
+
+
+def encode_vector(vector: list[float], encoding: str) -> list[float] | str:
+    """A vector as JSON numbers, or as base64 of its bytes."""
+    if encoding == "float":
+        return vector
+    numbers = array.array("f", vector)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return base64.b64encode(numbers.tobytes()).decode("ascii")

@@ -1,0 +1,56 @@
+"""What watches the server asks: is it well, which version is it, what has it done?
+
+`/health` is 200 only if every engine is alive and makes progress. It is 503 while the first models are
+loading (so traffic waits), while the server drains (so traffic goes elsewhere), and when an engine is
+dead or stuck (so somebody restarts it); the message says which.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from infer import __version__
+from infer.server.fleet.fleet import failure_of
+from infer.server.metrics import CONTENT_TYPE, ServerMetrics
+from infer.server.protocol.errors import RETRY_LATER_S, ApiError
+from infer.server.state import ServerState
+
+router = APIRouter(tags=["watching"])
+
+
+def why_unwell(state: ServerState) -> str | None:
+    """Why this server should get no traffic; None: it should."""
+    if state.is_starting:
+        return "starting: a model is being loaded"
+    if state.is_draining:
+        return "draining: no new requests are taken"
+    for model in state.models.values():
+        for number, client in enumerate(model.clients):
+            reason = failure_of(client)
+            if reason is not None:
+                return f"engine {number} of {model.name}: {reason}"
+    return None
+
+
+@router.head("/health", response_model=None, include_in_schema=False)
+@router.get("/health", response_model=None)
+async def get_health(http: Request) -> dict[str, str] | Response:
+    """200 if every engine can serve; 503 and the reason otherwise."""
+    reason = why_unwell(http.app.state.server)
+    if reason is None:
+        return {"status": "ok"}
+    headers = {"retry-after": str(RETRY_LATER_S)}
+    return ApiError(status=503, message=reason, headers=headers).response()
+
+
+@router.get("/version")
+async def get_version() -> dict[str, str]:
+    """The version of this package."""
+    return {"version": __version__}
+
+
+@router.get("/metrics", response_model=None)
+async def get_metrics(http: Request) -> Response:
+    """Counts and times in Prometheus' text format."""
+    metrics: ServerMetrics = http.app.state.metrics
+    return Response(metrics.text(), media_type=CONTENT_TYPE)

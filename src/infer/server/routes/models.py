@@ -1,0 +1,56 @@
+"""`GET /v1/models`: what is served here, with the fields that clients of vLLM read as well.
+
+`HEAD` has the same status and headers and no body, for whoever only wants to know whether a model is there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fastapi import Request, Response
+
+from infer.errors import UnknownModel
+from infer.server.protocol.errors import to_api_error
+from infer.server.routes.json_route import json_response, make_router, server_state
+from infer.server.state import ServedModel, ServerState
+
+router = make_router()
+
+
+@router.head("/v1/models", response_model=None, include_in_schema=False)
+@router.get("/v1/models", response_model=None)
+async def list_models(http: Request) -> Response:
+    """Every model, and every other name it goes by."""
+    state = server_state(http)
+    names = [*state.models, *state.aliases]
+    return json_response({"object": "list", "data": [model_card(state, name) for name in names]})
+
+
+@router.head("/v1/models/{name:path}", response_model=None, include_in_schema=False)
+@router.get("/v1/models/{name:path}", response_model=None)
+async def get_model(name: str, http: Request) -> Response:
+    """One model."""
+    state = server_state(http)
+    try:
+        return json_response(model_card(state, name))
+    except UnknownModel as error:  # here the name is the resource, so an unknown one is not found
+        return replace(to_api_error(error), status=404).response()
+
+
+def model_card(state: ServerState, name: str) -> dict[str, Any]:
+    """What clients may know of a model; never where its files are."""
+    model: ServedModel = state.get_model(name)
+    stats = model.clients[0].stats()  # all engines of a model are alike
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "infer",
+        "root": model.name,
+        "parent": None if name == model.name else model.name,
+        "max_model_len": model.front.context_len,
+        "dtype": stats.dtype or None,
+        "weights": stats.weights or None,
+        "permission": [],
+    }

@@ -1,0 +1,64 @@
+"""The page for people: a few static files, read once, sent with a policy that forbids everything else.
+
+Scripts, styles and connections may come from this server only, nothing may be inlined, and no other
+page may put this one into a frame. Even text that a model made up to be markup would find no way to run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastapi import APIRouter, Response
+from fastapi.responses import RedirectResponse
+from starlette.exceptions import HTTPException
+
+DIRECTORY = Path(__file__).parents[1] / "ui"
+
+MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+def make_router() -> APIRouter:
+    """Routes of the page; the files that exist now are all that are ever served."""
+    files = {
+        path.name: (path.read_bytes(), MEDIA_TYPES[path.suffix])
+        for path in sorted(DIRECTORY.iterdir())
+        if path.suffix in MEDIA_TYPES
+    }
+    router = APIRouter(include_in_schema=False)
+
+    @router.head("/")
+    @router.get("/")
+    @router.head("/ui")
+    @router.get("/ui")
+    async def get_page() -> Response:
+        return _send("index.html")
+
+    @router.get("/ui/")
+    async def get_page_by_its_directory() -> Response:
+        return RedirectResponse("../ui")  # relative: true behind any proxy, whatever Host it sends
+
+    @router.get("/ui/{name}")
+    async def get_file(name: str) -> Response:
+        return _send(name)
+
+    def _send(name: str) -> Response:
+        if name not in files:
+            raise HTTPException(404)
+        content, media_type = files[name]
+        return Response(content, headers=HEADERS | {"content-type": media_type})
+
+    return router

@@ -1,0 +1,117 @@
+"""What this machine brings to running a model, and what would make it faster.
+
+Nothing is loaded and nothing is measured; the C kernels are compiled if they have not been yet, because
+whether they can be is half of the answer.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+
+import torch
+
+from infer.cache.memory import format_bytes, free_host_bytes
+from infer.kernels.cpu.build import BuildError, compiler_version, cpu_flags, find_compiler
+from infer.kernels.cpu.library import library, why_not
+from infer.loader.dtype import cpu_has_amx
+from infer.loader.find.default_model import models_dir
+
+# What the kernels can use, in the spelling of /proc/cpuinfo, from old to new.
+_FEATURES = (
+    "avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16",
+    "asimddp", "i8mm", "bf16",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class MachineReport:
+    """Facts as (name, value) rows, and advice as sentences."""
+
+    rows: tuple[tuple[str, str], ...]
+    advice: tuple[str, ...]
+
+
+def examine_machine() -> MachineReport:
+    """Look at processor, compiler, kernels, GPU, memory and cached models."""
+    flags = set(cpu_flags().split())
+    compiler = find_compiler()
+    c = library()
+    num_threads = torch.get_num_threads()
+    num_gpus = torch.cuda.device_count()
+    rows = [
+        ("processor", _processor()),
+        ("features", " ".join(name for name in _FEATURES if name in flags) or "none that the kernels use"),
+        ("threads", f"{num_threads} of {os.cpu_count()} (knob num_threads)"),
+        ("compiler", _compiler(compiler)),
+        ("C kernels", f"{c.variant}, {c.path}" if c else f"none: {why_not()}"),
+        ("weights", _weights(c is not None, num_gpus)),
+        ("GPU", torch.cuda.get_device_name(0) if num_gpus else "none that PyTorch can use"),
+        ("memory", f"{format_bytes(free_host_bytes())} available"),
+        ("models", _cached_models()),
+        ("PyTorch", f"{torch.__version__}, Python {platform.python_version()}"),
+    ]
+    return MachineReport(tuple(rows), tuple(_advice(flags, compiler, c is not None, num_threads, num_gpus)))
+
+
+def _advice(
+    flags: set[str], compiler: str | None, has_kernels: bool, num_threads: int, num_gpus: int
+) -> list[str]:
+    advice = []
+    if compiler is None:
+        advice.append(
+            "install a C compiler (Debian: apt install gcc): int8 and int4 weights are several times faster"
+        )
+    elif not has_kernels:
+        advice.append(
+            f"the C kernels could not be built ({why_not()}); until then everything runs on PyTorch"
+        )
+    if num_threads < (os.cpu_count() or 1) // 2:
+        advice.append(
+            f"only {num_threads} of {os.cpu_count()} processors are used; see OMP_NUM_THREADS, num_threads"
+        )
+    is_arm = platform.machine() in ("aarch64", "arm64")
+    wanted = {"asimddp"} if is_arm else {"avx2"}
+    if flags and not wanted & flags:
+        advice.append("this processor has no instructions for products of bytes: the portable kernels run")
+    if not num_gpus and has_kernels:
+        advice.append(
+            "a model of fewer parameters or bits: a GGUF file in Q4_0, Q4_1 (the default model's) or Q4_K "
+            "keeps its 4 bits; --cpu-weights int4 rounds any other file to them, which costs accuracy"
+        )
+    return advice
+
+
+def _weights(has_kernels: bool, num_gpus: int) -> str:
+    """What `auto` makes of weights on the CPU (loader/cpu_weights.py)."""
+    if has_kernels:
+        kept = "int4 where a file has 4 bits, int8 elsewhere, fp32 for files in float32"
+    else:
+        kept = "fp32, bf16 for files in bfloat16" if cpu_has_amx() else "fp32"
+    return f"on the CPU {kept}; on the GPU as in the file" if num_gpus else kept
+
+
+def _processor() -> str:
+    names = [
+        line.partition(":")[2].strip() for line in cpu_flags().splitlines() if line.startswith("model name")
+    ]
+    name = names[0] if names else platform.processor() or "unknown"
+    return f"{name}, {platform.machine()}, {os.cpu_count()} processors"
+
+
+def _compiler(compiler: str | None) -> str:
+    if compiler is None:
+        return "none"
+    try:
+        return f"{compiler} ({compiler_version(compiler)})"
+    except BuildError as error:
+        return str(error)
+
+
+def _cached_models() -> str:
+    directory = models_dir()
+    files = sorted(path for path in directory.glob("*") if path.is_file()) if directory.is_dir() else []
+    total = sum(path.stat().st_size for path in files)
+    names = ", ".join(path.name for path in files if path.suffix == ".gguf") or "nothing yet"
+    return f"{directory}: {names}" + (f" ({format_bytes(total)})" if files else "")

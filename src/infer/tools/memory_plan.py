@@ -1,0 +1,369 @@
+"""Will it fit? The memory of a model on a machine, from its config and headers alone.
+
+    memory = weights + activations of the largest step + KV cache (+ workspace) + what the runtime takes
+
+Weights, activations and bytes per token are arithmetic (cache/memory.py); what is left is the cache,
+and the cache divided by a context is how many sequences of that length run at once. The plan ends in
+flags: started with them, the engine has exactly the cache that was planned.
+
+The number of parameters is counted on a model built without memory (PyTorch's `meta` device), so it is
+the number that would be loaded, fused matrices and tied heads included; where there are headers, every
+tensor in them is matched with its place first, as loading does.
+
+Every start asks a shorter question first (`check_settings`): can this model be served with these knobs at
+all? What cannot is refused before minutes are spent on reading weights.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from infer.cache.memory import (
+    CPU_SHARE,
+    GPU_SHARE,
+    CacheSize,
+    check_host_blocks,
+    fit_cache,
+    free_host_bytes,
+    kv_bytes_per_token,
+    step_bytes,
+    workspace_share,
+)
+from infer.cache.memory import format_bytes as format_bytes
+from infer.config.knobs import parse_bytes
+from infer.config.settings import EngineConfig, StepDefaults
+from infer.engine.build import check_knobs, fit_to_device, layer_sizes, resolve_scheduler, step_defaults
+from infer.errors import CheckpointError, ConfigError
+from infer.execution.cpu_step import attention_gathers
+from infer.loader.cpu_weights import PACKED, WeightFormat, choose_format, packed_bytes, stored_matrices
+from infer.loader.dtype import DTYPES, stored_dtype
+from infer.loader.find.source import ModelSource, resolve_model
+from infer.loader.formats.hf_config import MAX_CONFIG_BYTES, GenerationDefaults, read_json
+from infer.loader.load import LoadChoice, ModelHeaders, check_length, choose_device, read_headers
+from infer.loader.placement import plan_moves
+from infer.models.config import ModelConfig
+from infer.models.registry import find_family
+from infer.models.weight_map import find_target
+
+GPU_RUNTIME_BYTES = 700 << 20  # CUDA's context and libraries; 693 MiB measured on an H200 with PyTorch 2.11
+SMALL_STEP, SMALL_BATCH = 256, 8  # tokens and sequences of a step, tried when a larger one does not fit
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/\w[\w.-]*", re.ASCII)
+CONTEXTS = tuple(2**power for power in range(9, 21))
+CONCURRENCIES = (1, 4, 16, 64, 256)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """How much memory there is, and what part of it a cache takes if nobody says."""
+
+    kind: str  # "gpu" or "cpu"
+    memory: int
+    cache_share: float  # of what is left once the weights are there
+    runtime: int = 0
+    total: int | None = None  # of a GPU here, where `memory` is what is free of it
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors would live."""
+        return torch.device("cuda" if self.kind == "gpu" else "cpu")
+
+    def step_defaults(self, model: ModelConfig) -> StepDefaults:
+        """How large steps are there unless somebody says so; that others use memory does not change it."""
+        return step_defaults(self.device, model, self.total or self.memory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Where the memory goes; all sizes in bytes."""
+
+    model: str
+    num_parameters: int
+    stored_bytes: int  # of the weights on disk; 0: there are none yet
+    dtype: str
+    weight_format: str  # int8, int4 or int4+int8 where a CPU packs them, else the dtype
+    machine: Machine
+    weights: int
+    activations: int
+    workspace: int
+    host_cache: int  # for sequences preempted by swapping
+    cache: CacheSize
+    max_seq_len: int
+    context_len: int  # the model's own
+    max_batch_size: int
+    mixed_prefill_tokens: int | None  # None: as many as a step has room for
+    config: EngineConfig
+
+    @property
+    def total(self) -> int:
+        """All of it, on the device."""
+        return self.weights + self.activations + self.cache.num_bytes + self.workspace + self.machine.runtime
+
+    @property
+    def longest_sequence(self) -> int:
+        """The longest sequence that can be served with this cache: the last token is never cached."""
+        return min(self.max_seq_len, self.cache.num_tokens + 1)
+
+    def at_once(self, context: int) -> int:
+        """How many sequences of this length can run together."""
+        blocks_each = -(-context // self.cache.block_size)
+        return min(self.cache.num_blocks // blocks_each, self.max_batch_size)
+
+    def contexts(self) -> list[int]:
+        """The lengths worth a row of a table."""
+        shorter = [context for context in CONTEXTS if context < self.max_seq_len]
+        return [*shorter[-7:], self.max_seq_len]
+
+    def knobs(self) -> dict[str, object]:
+        """What to start with, to get exactly this cache: only knobs whose value is not the default."""
+        default = EngineConfig().knobs()
+        chosen: dict[str, object] = {
+            name: value
+            for name, value in self.config.knobs().items()
+            if name not in ("model", "max_seq_len", "kv_cache_memory", "num_blocks")
+            and value != default[name]
+        }
+        if self.longest_sequence < self.context_len:
+            chosen["max_seq_len"] = self.longest_sequence
+        # in blocks of block_size tokens, whatever the layout
+        chosen["num_blocks"] = -(-self.cache.num_tokens // self.config.cache.block_size)
+        return chosen
+
+
+def check_settings(config: EngineConfig, choice: LoadChoice) -> None:
+    """Refuse knobs that no engine can be built with, by its own rules, before a weight is read."""
+    scheduler = check_knobs(config, choice)
+    dtype = str(choice.dtype).removeprefix("torch.")
+    weights = weight_bytes(choice.headers, stored_parameters(choice.headers), dtype, choice.weights)
+    fit_to_device(config, scheduler, choice, weight_bytes=weights)
+
+
+def plan_memory(config: EngineConfig, headers: ModelHeaders, machine: Machine, *, dtype: str) -> MemoryPlan:
+    """Divide the memory of a machine, or say what would fit instead."""
+    max_seq_len = check_length(config.load.max_seq_len, headers.config)
+    scheduler = resolve_scheduler(config, max_seq_len, machine.step_defaults(headers.config))
+    model_config, bytes_each = headers.config, DTYPES[dtype].itemsize
+    num_parameters, num_table_bytes = count_parameters(headers)
+    weight_format = plan_format(config, headers, machine)
+    weights = weight_bytes(headers, num_parameters, dtype, weight_format) + num_table_bytes
+    sizes = layer_sizes(model_config)
+    activations = step_bytes(scheduler, sizes, max_seq_len=max_seq_len, bytes_per_element=bytes_each)
+    bytes_per_token = kv_bytes_per_token(
+        model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, bytes_each
+    )
+    gathers = attention_gathers(
+        config.cache.attention_backend, machine.device, DTYPES[dtype], model_config.head_dim
+    )
+    share = workspace_share(model_config.num_layers, gathers=gathers)
+    left = machine.memory - weights - machine.runtime
+    parts = f"{format_bytes(weights)} of weights and {format_bytes(activations)} of activations"
+    if (left - activations) / (1 + share) < config.cache.block_size * bytes_per_token:
+        raise ConfigError(_too_small(config, headers, machine, dtype, parts))
+    cache = fit_cache(
+        config.cache,
+        scheduler,
+        sizes,
+        max_seq_len=max_seq_len,
+        bytes_per_element=bytes_each,
+        free_bytes=left,
+        share=machine.cache_share,
+        gathers=gathers,
+    )
+    if machine.kind == "cpu":
+        check_host_blocks(config.cache.num_host_blocks, cache, left - activations - cache.num_bytes)
+    plan = MemoryPlan(
+        model=headers.source.name,
+        num_parameters=num_parameters,
+        stored_bytes=sum(tensor.num_bytes for tensor in headers.tensors.values()),
+        dtype=dtype,
+        weight_format=weight_format,
+        machine=machine,
+        weights=weights,
+        activations=activations,
+        workspace=int(cache.num_bytes * share),
+        host_cache=config.cache.num_host_blocks * cache.block_size * bytes_per_token,
+        cache=cache,
+        max_seq_len=max_seq_len,
+        context_len=model_config.context_len,
+        max_batch_size=scheduler.width,
+        mixed_prefill_tokens=scheduler.mixed_prefill_tokens,
+        config=config,
+    )
+    if config.load.max_seq_len is not None and plan.longest_sequence < max_seq_len:
+        raise ConfigError(
+            f"one sequence of max_seq_len {max_seq_len} needs {format_bytes(max_seq_len * bytes_per_token)} "
+            f"of KV cache, but beside {parts} the cache gets {format_bytes(cache.num_bytes)} of "
+            f"{format_bytes(machine.memory)}; what would fit: max_seq_len={plan.longest_sequence}"
+        )
+    return plan
+
+
+def _too_small(config: EngineConfig, headers: ModelHeaders, machine: Machine, dtype: str, parts: str) -> str:
+    """What does not fit, and the first change that would make it fit, or how far the last one is from it."""
+    model, runtime = headers.config, machine.runtime
+    max_seq_len = check_length(config.load.max_seq_len, model)
+    num_parameters, num_table_bytes = count_parameters(headers)
+    advice = "give more memory"
+    for name, settings, changed in _smaller(config, dtype):
+        bytes_each = DTYPES[name].itemsize
+        scheduler = resolve_scheduler(settings, max_seq_len, machine.step_defaults(model))
+        step = step_bytes(
+            scheduler, layer_sizes(model), max_seq_len=max_seq_len, bytes_per_element=bytes_each
+        )
+        token = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, bytes_each)
+        weight_format = plan_format(settings, headers, machine) if name == dtype else name
+        weights = weight_bytes(headers, num_parameters, name, weight_format) + num_table_bytes
+        needed = weights + step + 2 * config.cache.block_size * token + runtime
+        if needed <= machine.memory:
+            advice = f"what would fit: {changed}"
+            break
+        advice = f"with {changed} it needs {format_bytes(needed)}"
+    return (
+        f"{headers.source.name} in {dtype} needs {parts}"
+        + (f", and the GPU's runtime {format_bytes(runtime)}" if runtime else "")
+        + f", but there are {format_bytes(machine.memory)}; {advice}"
+    )
+
+
+def _smaller(config: EngineConfig, dtype: str) -> list[tuple[str, EngineConfig, str]]:
+    """Number formats and steps that need less, dearest first, each with its knobs in words."""
+    scheduler = config.scheduler
+    width = min(SMALL_BATCH, scheduler.width)
+    found = []
+    # without chunks a step must hold a whole prompt, so it cannot be made smaller
+    can_shrink = scheduler.use_chunked_prefill and config.cache.kv_cache_backend != "naive"
+    small = replace(
+        config, scheduler=replace(scheduler, max_num_batched_tokens=SMALL_STEP, max_batch_size=width)
+    )
+    words = f"max_num_batched_tokens={SMALL_STEP}, max_batch_size={width}"
+    if can_shrink:
+        found.append((dtype, small, words))
+    if DTYPES[dtype].itemsize > 2:
+        found.append(("bfloat16", config, "dtype=bfloat16"))
+        if can_shrink:
+            found.append(("bfloat16", small, f"dtype=bfloat16, {words}"))
+    return found
+
+
+def count_parameters(headers: ModelHeaders) -> tuple[int, int]:
+    """The parameters of the model, shared ones once, and the bytes of the tables it computes for itself."""
+    with torch.device("meta"):
+        model = headers.family.build(headers.config)
+    if headers.tensors:
+        plan_moves(model, headers.tensors, headers.family.weight_map, name=headers.source.name)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return num_parameters, sum(table.numel() * table.element_size() for table in model.buffers())
+
+
+def stored_parameters(headers: ModelHeaders) -> int:
+    """The same from the shapes in the headers: quick, where building a network takes a second."""
+    total = 0
+    for name, tensor in headers.tensors.items():
+        try:
+            target, _ = find_target(name, headers.family.weight_map)
+        except CheckpointError:  # loading will say so, of all such tensors together
+            continue
+        is_copy = target.module == "head" and headers.config.tie_embeddings
+        total += 0 if target.ignored or is_copy else math.prod(tensor.shape)
+    return total
+
+
+# -- what is planned, and for what --------------------------------------------------------------------
+
+
+def find_headers(model: str | None, *, revision: str | None, show_progress: bool) -> ModelHeaders:
+    """The headers of a model, or of a config.json alone: a shape may be planned before it is fetched.
+
+    Of a hub repository only the config is fetched: it says as much as the headers would.
+    """
+    path = None if model is None else Path(model).expanduser()
+    if path is not None and path.is_file() and path.suffix == ".json":
+        return _headers_of_config(
+            path, path.resolve().parent.name if path.name == "config.json" else path.stem
+        )
+    if path is not None and (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
+        return _headers_of_config(path / "config.json", path.resolve().name)
+    if model is not None and path is not None and _HUB_ID.fullmatch(model) and not path.exists():
+        from infer.loader.find import hub
+
+        file = hub.fetch_file(model, "config.json", revision=revision, show_progress=show_progress)
+        return _headers_of_config(file, model)
+    return read_headers(resolve_model(model, revision=revision, show_progress=show_progress))
+
+
+def _headers_of_config(path: Path, name: str) -> ModelHeaders:
+    raw = read_json(path, MAX_CONFIG_BYTES)
+    family = find_family(raw)
+    return ModelHeaders(
+        source=ModelSource(path=path, name=name, is_gguf=False),
+        family=family,
+        config=family.read_config(raw),
+        tensors={},
+        defaults=GenerationDefaults(),
+        gguf_metadata=None,
+    )
+
+
+def find_machine(device: str, gpu_memory: str | None) -> Machine:
+    """A GPU of the given memory, or the device that would be used here with what is free on it."""
+    if gpu_memory is not None:
+        memory = parse_bytes(gpu_memory, "gpu_memory")
+        return Machine(kind="gpu", memory=memory, cache_share=GPU_SHARE, runtime=GPU_RUNTIME_BYTES)
+    chosen = choose_device(device)
+    if chosen.type == "cuda":
+        free, total = torch.cuda.mem_get_info(chosen)  # the runtime has taken its part already
+        return Machine(kind="gpu", memory=free, cache_share=GPU_SHARE, total=total)
+    return Machine(kind="cpu", memory=free_host_bytes(), cache_share=CPU_SHARE)
+
+
+def plan_dtype(config: EngineConfig, headers: ModelHeaders, machine: Machine) -> str:
+    """The number format that would be chosen there; a GPU planned for is taken to know bfloat16."""
+    stored = _stored(headers)
+    asked = config.load.dtype
+    if machine.kind == "gpu" and asked == "auto":
+        chosen = stored if stored in DTYPES.values() and stored is not None else torch.bfloat16
+    elif machine.kind == "gpu":
+        chosen = DTYPES[asked]
+    else:
+        chosen = _format_on_cpu(config, headers).dtype
+    return str(chosen).removeprefix("torch.")
+
+
+def plan_format(config: EngineConfig, headers: ModelHeaders, machine: Machine) -> str:
+    """In which form the weights would be kept: packed on a CPU (loader/cpu_weights.py), or in the dtype."""
+    dtype = plan_dtype(config, headers, machine)
+    if machine.kind == "gpu":
+        return dtype
+    name = _format_on_cpu(config, headers).name
+    return name if name in PACKED else dtype
+
+
+def _format_on_cpu(config: EngineConfig, headers: ModelHeaders) -> WeightFormat:
+    matrices = stored_matrices(headers.tensors, headers.family.weight_map)
+    load = config.load
+    return choose_format(load.cpu_weights, load.dtype, torch.device("cpu"), _stored(headers), matrices)
+
+
+def weight_bytes(headers: ModelHeaders, num_parameters: int, dtype: str, weight_format: str) -> int:
+    """Bytes of all weights; packed ones with the scales and minima of their groups."""
+    if weight_format not in PACKED:
+        return num_parameters * DTYPES[dtype].itemsize
+    config = headers.config
+    head = config.vocab_size * config.hidden_size
+    embedding = 0 if config.tie_embeddings else head  # kept in 16 bits
+    matrices = stored_matrices(headers.tensors, headers.family.weight_map)
+    layers = packed_bytes(weight_format, num_parameters - head - embedding, matrices)
+    return int(layers + packed_bytes("int8", head, {}) + embedding * 2)
+
+
+def _stored(headers: ModelHeaders) -> torch.dtype | None:
+    """The dtype of the weights: of the tensors, or what a lone config.json says of them."""
+    if headers.tensors:
+        return stored_dtype(headers.tensors.values())
+    raw = read_json(headers.source.path, MAX_CONFIG_BYTES)
+    name = raw.get("dtype") or raw.get("torch_dtype")
+    return DTYPES.get(str(name).removeprefix("torch."))

@@ -1,0 +1,261 @@
+"""Run a record again, and say where the two runs part.
+
+The engine has no clock and no randomness of its own: with the facts of a run and its requests, each
+added or aborted after the same step, every plan and every sampled id must come out again, bit for bit.
+
+    record   add a   step 1   step 2   abort a   ...
+               │        │        │        │
+    engine     add      step()   step()   abort        each plan and its ids are compared with the line
+
+The first difference ends the comparison: whatever follows it would only follow from it. A step in
+which nothing could run leaves no line; the engine makes such steps again by itself, so that the step
+numbers agree.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from infer.config.settings import EngineConfig, knob_table
+from infer.engine.engine import Engine
+from infer.engine.observer import EngineObserver
+from infer.engine.run_manifest import PLACES, RunFacts, fingerprint
+from infer.errors import ConfigError, InferError
+from infer.scheduling.plan import StepPlan
+from infer.scheduling.sequence import Sequence
+from infer.tools.record_reader import Aborted, Added, Event, Failed, Ran, Record, Reset
+
+MAX_SHOWN_BLOCKS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayReport:
+    """How far a replay came, and the first difference if there was one."""
+
+    step: int  # the last one made
+    num_steps: int  # plans that ran
+    num_tokens: int  # sampled
+    difference: str | None  # "step 12: ..." or None
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What the engine did in one step: it ran a plan, or failed."""
+
+    step: int
+    plan: StepPlan | None = None
+    ids: tuple[tuple[int, ...], ...] = ()
+    error: str | None = None
+
+
+class _Witness(EngineObserver):
+    """Remembers, in order, what the engine did and nobody has compared yet.
+
+    With overlap a step is seen some calls of `step()` late, so what is seen and what is done keep no pace.
+    """
+
+    def __init__(self) -> None:
+        self.seen: deque[_Seen] = deque()
+        self.num_steps = 0
+        self.num_tokens = 0
+
+    def on_step(self, plan: StepPlan, ids: Seq[tuple[int, ...]]) -> None:
+        self.seen.append(_Seen(plan.step, plan, tuple(ids)))
+        self.num_steps += 1
+        self.num_tokens += sum(map(len, ids))
+
+    def on_failure(self, step: int, reason: str) -> None:
+        self.seen.append(_Seen(step, error=reason))
+
+
+class Replay:
+    """A record and an engine that lives it again; `build` makes the engine with the observer it is given."""
+
+    def __init__(self, record: Record, build: Callable[[EngineObserver], Engine]) -> None:
+        self._record = record
+        self._witness = _Witness()
+        self.engine = build(self._witness)
+
+    def run(self, *, until: int | None = None, check: bool = True) -> ReplayReport:
+        """Follow the record to its end, or through step `until`; without `check` nothing is compared."""
+        for event in self._record.events():
+            if until is not None and event.step + isinstance(event, Added | Aborted | Reset) > until:
+                break
+            if isinstance(event, Failed) and event.error.startswith(KeyboardInterrupt.__name__):
+                break  # somebody pressed Ctrl-C: the run ends here, and there is nothing to compare
+            difference = self._follow(event, until)
+            if difference is not None and check:
+                return self._report(f"step {event.step}: {difference}")
+        if until is not None:
+            self._step_to(until)
+        return self._report(None)
+
+    def _report(self, difference: str | None) -> ReplayReport:
+        return ReplayReport(
+            step=self.engine.scheduler.step,
+            num_steps=self._witness.num_steps,
+            num_tokens=self._witness.num_tokens,
+            difference=difference,
+        )
+
+    def _follow(self, event: Event, until: int | None) -> str | None:
+        """Do what the record says was done; returns what came out differently."""
+        if isinstance(event, Added | Aborted | Reset):
+            self._step_to(event.step)
+            try:
+                if isinstance(event, Added):
+                    self.engine.add(event.request)
+                elif isinstance(event, Reset):
+                    self.engine.reset_prefix_cache()
+                else:
+                    self.engine.abort(event.request_id, event.index)
+            except InferError as error:
+                return f"the record has it accepted, now it is refused: {error}"
+            return None
+        self._step_to(event.step)
+        while not self._witness.seen and self.engine.has_step_in_flight:
+            if self.engine.scheduler.step == until:
+                return None  # with overlap a step is reported by one of the next, and there shall be none
+            self.engine.step()
+        seen = self._witness.seen.popleft() if self._witness.seen else _Seen(event.step)
+        if seen.step < event.step:
+            return f"in the record nothing ran in step {seen.step}, now something did"
+        if isinstance(event, Ran):
+            return self._compare(event, seen)
+        if seen.error is None:
+            return f"in the record it failed ({event.error}), now it did not"
+        if seen.error != event.error:
+            return f"in the record it failed ({event.error}), now: {seen.error}"
+        return None
+
+    def _step_to(self, step: int) -> None:
+        """Make steps until this one, those that left no line in the record included."""
+        while self.engine.scheduler.step < step:
+            self.engine.step()
+
+    def _compare(self, event: Ran, seen: _Seen) -> str | None:
+        plan = seen.plan
+        if plan is None:
+            now = seen.error or "nothing ran"
+            return f"in the record it computed {len(event.plan.chunks)} chunks, now: {now}"
+        for name in ("chunks", "preempted", "transfers"):
+            before, after = getattr(event.plan, name), getattr(plan, name)
+            if before != after:
+                return _first_difference(name, before, after)
+        if event.ids != seen.ids:
+            return _first_difference("sampled ids", event.ids, seen.ids)
+        return None
+
+
+def _first_difference(what: str, before: Seq[Any], after: Seq[Any]) -> str:
+    place = next(
+        (i for i, (old, new) in enumerate(zip(before, after, strict=False)) if old != new),
+        min(len(before), len(after)),
+    )
+
+    def shown(items: Seq[Any]) -> str:
+        item = items[place] if place < len(items) else None
+        return "none" if item is None else str(list(item) if isinstance(item, tuple) else item)
+
+    return f"{what}, number {place}: in the record {shown(before)}, now {shown(after)}"
+
+
+def replay_model(record: Record, model: str | None, *, device: str | None, show_progress: bool) -> Replay:
+    """Load the model of a record and build its engine, or say why this is another model."""
+    import torch
+
+    from infer.engine.build import build_engine
+    from infer.loader.find.source import resolve_model
+    from infer.loader.load import load_model, read_headers
+
+    facts = record.facts
+    config = replay_config(facts, model, device=device)
+    check_threads(facts.num_threads)
+    torch.set_num_threads(facts.num_threads)
+    headers = read_headers(resolve_model(model, show_progress=show_progress))
+    if (found := fingerprint(headers.config, headers.eos_ids)) != facts.fingerprint:
+        raise ConfigError(
+            f"the record was made with {facts.model} (fingerprint {facts.fingerprint}), but "
+            f"{headers.source.name} has fingerprint {found}; give the recorded model with --model"
+        )
+    loaded = load_model(
+        headers.source,
+        dtype=facts.dtype,
+        device=config.load.device,
+        cpu_weights=config.load.cpu_weights,
+        max_seq_len=facts.context_len,
+        show_progress=show_progress,
+        headers=headers,
+    )
+    return Replay(
+        record,
+        lambda witness: build_engine(
+            config, loaded, observer=witness, cost=facts.cost, steps_ahead=facts.steps_ahead
+        ),
+    )
+
+
+def check_threads(num_threads: int) -> None:
+    """Refuse a record that wants more threads than this machine can run: it may come from a stranger."""
+    num_cores = os.cpu_count() or 1
+    if not 1 <= num_threads <= num_cores:
+        raise ConfigError(
+            f"the record was made with {num_threads} CPU threads, but this machine runs 1 to {num_cores}; "
+            "replay it where there are enough, or correct num_threads in its first line"
+        )
+
+
+def replay_config(facts: RunFacts, model: str | None, *, device: str | None = None) -> EngineConfig:
+    """The config of the recorded engine: its knobs, with all that was chosen at start now given."""
+    table = knob_table()
+    unknown = set(facts.knobs) - set(table)
+    if unknown:
+        raise ConfigError(f"the record has knobs that this release does not: {', '.join(sorted(unknown))}")
+    knobs = {name: value for name, value in facts.knobs.items() if name not in PLACES}
+    config = EngineConfig.from_knobs(**knobs)
+    # The number of blocks is given in blocks of block_size tokens whatever the layout: one token each
+    # says the size of a contiguous cache exactly.
+    is_contiguous = config.cache.kv_cache_backend == "contiguous"
+    cache = replace(
+        config.cache,
+        kv_cache_memory=None,
+        num_blocks=facts.cache.num_tokens if is_contiguous else facts.cache.num_blocks,
+        block_size=1 if is_contiguous else facts.cache.block_size,
+    )
+    load = replace(
+        config.load,
+        model=model,
+        dtype=facts.dtype,
+        device=device or facts.device,
+        max_seq_len=facts.context_len,
+        num_threads=facts.num_threads,
+    )
+    return replace(config, cache=cache, load=load)
+
+
+def describe_state(engine: Engine) -> str:
+    """The queues, every sequence's counts and blocks, and the cache, for people."""
+    scheduler = engine.scheduler
+    waiting = sorted((s for s in scheduler.sequences() if not s.is_running), key=lambda seq: seq.sort_key)
+    lines = [f"after step {scheduler.step}: {len(scheduler.running)} running, {len(waiting)} waiting"]
+    lines += [_describe(seq, scheduler.pool.block_table(seq.seq_id)) for seq in scheduler.running]
+    lines += [_describe(seq, []) for seq in waiting]
+    for seq in scheduler.running:  # between blocks the pool does not hear of what was computed
+        scheduler.pool.commit(seq.seq_id, seq.tokens, min(seq.num_computed, len(seq.tokens)))
+    lines.append("cache: " + ", ".join(f"{k} {v:g}" for k, v in asdict(scheduler.pool.usage()).items()))
+    return "\n".join(lines)
+
+
+def _describe(seq: Sequence, blocks: list[int]) -> str:
+    shown = " ".join(map(str, blocks[:MAX_SHOWN_BLOCKS])) + (" ..." if len(blocks) > MAX_SHOWN_BLOCKS else "")
+    where = f"blocks {shown}" if blocks else "in host memory" if seq.is_swapped else "no blocks"
+    return (
+        f"  {seq.state:8} sequence {seq.seq_id} of {seq.group.request.request_id!r}[{seq.index}]: "
+        f"prompt {seq.num_prompt}, output {seq.num_output}, computed {seq.num_computed} of {seq.num_tokens}, "
+        f"cached {seq.num_cached}, {where}"
+    )

@@ -1,0 +1,111 @@
+"""How long a step takes, as a formula: what a simulation has instead of a model.
+
+    seconds = base + per_token * tokens + per_kv_token * KV tokens read + per_block * blocks moved
+
+`base` is what a step of one token costs (reading all weights once), `per_token` what each further token
+adds, `per_kv_token` what looking back costs: each chunk reads the keys and values of its sequence up to
+its end. The formula is crude and that is enough: it ranks policies, it does not predict milliseconds.
+
+The defaults were fitted to recorded runs of the default model in int4 (docs/features/simulator.md says how).
+Anybody can fit their own: a record holds the plan and the time of every step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+
+from infer.errors import ConfigError, closest
+from infer.scheduling.plan import StepPlan
+from infer.tools.record_reader import Ran, Record
+
+MIN_STEPS = 20  # of a record, to fit four numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """Seconds."""
+
+    base: float = 0.0022
+    per_token: float = 0.00089
+    per_kv_token: float = 0.0000035
+    per_block: float = 0.00013
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ConfigError(f"a cost must be seconds, 0 or more, got {field.name}={value!r}")
+        if self.base + self.per_token == 0:
+            raise ConfigError("a step must take time; base or per_token must be more than 0")
+
+    def seconds(self, plan: StepPlan) -> float:
+        """How long this plan takes."""
+        num_tokens = num_kv_tokens = 0
+        for chunk in plan.chunks:
+            num_tokens += chunk.stop - chunk.start
+            num_kv_tokens += chunk.stop
+        return (
+            self.base
+            + self.per_token * num_tokens
+            + self.per_kv_token * num_kv_tokens
+            + self.per_block * len(plan.transfers)
+        )
+
+
+def read_cost(text: str) -> StepCost:
+    """A cost from JSON, from a file that holds JSON, or fitted to the timings of a record."""
+    if not text.lstrip().startswith("{"):
+        path = Path(text)
+        try:
+            with open(path, encoding="utf-8") as handle:
+                first_line = handle.readline(1 << 16)
+                if '"header"' in first_line:
+                    return fit_cost(Record(path))
+                text = first_line + handle.read(1 << 16)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--cost is neither JSON nor a file that can be read: {error}") from None
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the cost is not JSON: {error}") from None
+    known = [field.name for field in fields(StepCost)]
+    if not isinstance(given, dict):
+        raise ConfigError(f"the cost must be a JSON object with any of {', '.join(known)}")
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"unknown cost {name!r}{closest(name, known, listed='known')}")
+    return StepCost(**given)
+
+
+def fit_cost(record: Record) -> StepCost:
+    """The cost that explains a recorded run best: least squares of the relative errors, none negative.
+
+    A step begins when the event before it was written, so time in which nobody asked does not count.
+    """
+    import numpy as np
+
+    rows, seconds = [], []
+    for before, event in pairwise(record.events()):
+        if isinstance(event, Ran) and event.seconds > before.seconds:
+            chunks = event.plan.chunks
+            num_kv_tokens = sum(chunk.stop for chunk in chunks)
+            rows.append([1, event.plan.num_tokens, num_kv_tokens, len(event.plan.transfers)])
+            seconds.append(event.seconds - before.seconds)
+    if len(rows) < MIN_STEPS:
+        raise ConfigError(f"{record.path} has {len(rows)} timed steps; fitting a cost needs {MIN_STEPS}")
+    weights = 1 / np.array(seconds)
+    matrix = np.array(rows, dtype=float) * weights[:, None]
+    kept = [0, 1, 2, 3]
+    while True:
+        found = np.linalg.lstsq(matrix[:, kept], np.ones(len(rows)), rcond=None)[0]
+        if (found >= 0).all():
+            break
+        kept.remove(kept[int(found.argmin())])  # what would make a step faster is noise
+    costs = dict.fromkeys((field.name for field in fields(StepCost)), 0.0)
+    names = list(costs)
+    costs |= {names[column]: float(value) for column, value in zip(kept, found, strict=True)}
+    return StepCost(**costs)

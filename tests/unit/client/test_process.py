@@ -1,0 +1,153 @@
+"""The loop of the engine process, without a process: what one turn does, and what it says afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, cast
+
+import zmq
+
+from infer.cache.paged_pool import PagedKVCachePool
+from infer.client.messages import (
+    Add,
+    Command,
+    Embed,
+    Report,
+    Stop,
+    Withdraw,
+    decode_message,
+    encode,
+)
+from infer.client.process import EngineServer
+from infer.client.process_client import ProcessClient
+from infer.client.supervisor import EngineProcess, RestartPolicy
+from infer.config.settings import SchedulerConfig
+from infer.engine.engine import Engine
+from infer.engine.stats import EngineStats
+from infer.sampling.params import SamplingParams
+from infer.scheduling.request import Request
+from infer.scheduling.scheduler import Scheduler
+from tests.support.oracle import VOCAB_SIZE, OracleRunner
+
+
+class ScriptedLink:
+    """The server's end of the socket: commands by turn, `Stop` when all are taken; keeps the reports."""
+
+    def __init__(self, *turns: Sequence[Command]) -> None:
+        self._turns = deque(deque(turn) for turn in turns)
+        self.reports: list[Report] = []
+
+    def poll(self, timeout: int) -> int:
+        return zmq.POLLIN  # there is always a command, or the end
+
+    def recv(self, flags: int = 0) -> bytes:
+        if self._turns and self._turns[0]:
+            return encode(self._turns[0].popleft())
+        if flags == zmq.NOBLOCK:
+            if self._turns:
+                self._turns.popleft()
+            raise zmq.Again
+        return encode(self._turns[0].popleft() if self._turns and self._turns[0] else Stop())
+
+    def send(self, data: bytes) -> None:
+        message = decode_message(data)
+        assert isinstance(message, Report)
+        self.reports.append(message)
+
+
+def serve(*turns: Sequence[Command], max_waiting: int | None = None) -> tuple[list[Report], list[int]]:
+    """Run the loop over these commands until it would sleep; the reports, and who was embedded."""
+    embedded: list[int] = []
+
+    def embed(prompt: Sequence[int], pooling: str) -> list[float]:
+        embedded.append(prompt[0])
+        if pooling == "mean":
+            raise ZeroDivisionError
+        return [float(prompt[0])]
+
+    pool = PagedKVCachePool(64, 4)
+    scheduler = Scheduler(pool, SchedulerConfig(max_waiting=max_waiting))
+    engine = Engine(scheduler, OracleRunner(pool), context_len=200, vocab_size=VOCAB_SIZE, embedder=embed)
+    link = ScriptedLink(*turns)
+    EngineServer(engine, cast("zmq.Socket[bytes]", cast(Any, link))).run()
+    return link.reports, embedded
+
+
+def add(ticket: int, max_tokens: int = 5) -> Add:
+    return Add(
+        ticket,
+        Request(request_id=f"r{ticket}", prompt=(1, 2), params=SamplingParams(max_tokens=max_tokens)),
+    )
+
+
+def test_every_embedding_has_a_report_of_its_own_and_steps_go_on_between() -> None:
+    reports, _ = serve([*(Embed(i, (i,), "last") for i in range(1, 5)), add(9)])
+    made = ["step" if report.outputs else [answer.ticket for answer in report.answers] for report in reports]
+    assert made[:8] == ["step", [1], "step", [2], "step", [3], "step", [4]]
+    waiting = [report.stats.num_waiting for report in reports]
+    assert waiting[:8] == [4, 3, 3, 2, 2, 1, 1, 0], "whoever watches sees that an answer is owed"
+
+
+def test_a_failed_embedding_is_its_callers_alone() -> None:
+    reports, _ = serve([Embed(1, (1,), "mean"), Embed(2, (2,), "last")])
+    answers = [answer for report in reports for answer in report.answers]
+    assert answers[0].failure is not None
+    assert answers[0].failure.message == "ZeroDivisionError in the engine"
+    assert answers[1].result == [2.0]
+
+
+def test_an_embedding_that_was_withdrawn_is_never_made() -> None:
+    embeds = [Embed(i, (i,), "last") for i in range(1, 4)]
+    commands: list[Command] = [*embeds, Withdraw(2), Withdraw(77)]
+    reports, embedded = serve(commands)
+    assert embedded == [1, 3]
+    assert [answer.ticket for report in reports for answer in report.answers] == [1, 3]
+
+
+def test_embeddings_and_requests_share_the_places_to_wait() -> None:
+    reports, embedded = serve([*(Embed(i, (i,), "last") for i in range(1, 4)), add(9)], max_waiting=2)
+    refused = [answer for report in reports for answer in report.answers if answer.failure is not None]
+    assert [(answer.ticket, answer.failure and answer.failure.kind) for answer in refused] == [
+        (3, "QueueFull"),
+        (9, "QueueFull"),
+    ]
+    assert embedded == [1, 2]
+
+
+class SilentProcess:
+    """An engine process that takes commands and never answers."""
+
+    pid = 0
+
+    def __init__(self) -> None:
+        self.sent: list[Command] = []
+        self.exited = asyncio.Event()
+
+    def listen(self, on_message: object) -> None: ...
+
+    def send(self, command: Command) -> None:
+        self.sent.append(command)
+
+    async def close(self, *, timeout: float = 0.0) -> None: ...
+
+
+def test_the_client_withdraws_an_embedding_whose_caller_leaves() -> None:
+    async def main() -> None:
+        process = SilentProcess()
+        client = ProcessClient(
+            cast(EngineProcess, process),
+            EngineStats(),
+            stuck_timeout=0.0,
+            start_again=None,
+            policy=RestartPolicy(),
+        )
+        call = asyncio.create_task(client.embed((1, 2), "last"))
+        await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        assert process.sent == [Embed(1, (1, 2), "last"), Withdraw(1)]
+        await client.close()
+
+    asyncio.run(main())

@@ -1,0 +1,153 @@
+"""A plan's integers as tensors, and attention through block tables against attention over plain lists."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from infer.cache.kv_store import KVStore
+from infer.cache.paged_pool import PagedKVCachePool
+from infer.execution.batch import BlockRows, PagedStep, StepBatch
+from infer.kernels.attention.reference import attend_naive
+from infer.scheduling.plan import Chunk, StepPlan
+from infer.scheduling.request import Request
+from infer.scheduling.sequence import Sequence, SequenceGroup
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8
+CPU = torch.device("cpu")
+
+
+class World:
+    """A pool, a store full of NaN, and the plain lists of keys and values that attention must equal."""
+
+    def __init__(self, block_size: int = 4, num_blocks: int = 64, seed: int = 3) -> None:
+        self.pool = PagedKVCachePool(num_blocks, block_size, use_prefix_caching=False, placement_seed=seed)
+        self.store = KVStore(
+            num_layers=1,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=NUM_KV_HEADS,
+            head_dim=HEAD_DIM,
+            dtype=torch.float32,
+            device=CPU,
+        )
+        self.store.fill(float("nan"))
+        self.rows = BlockRows(16, num_blocks)
+        self.keys: dict[int, torch.Tensor] = {}
+        self.values: dict[int, torch.Tensor] = {}
+        self.computed: dict[int, int] = {}
+        self._step = 0
+
+    def add(self, seq_id: int) -> None:
+        self.pool.match_prefix(seq_id, ())
+        self.keys[seq_id] = self.values[seq_id] = torch.empty(0, NUM_KV_HEADS, HEAD_DIM)
+        self.computed[seq_id] = 0
+
+    def batch(self, lengths: dict[int, int]) -> StepBatch:
+        """The batch of a step that computes so many tokens of each sequence."""
+        chunks, sequences = [], []
+        for seq_id, length in lengths.items():
+            start = self.computed[seq_id]
+            self.pool.reserve(seq_id, start + length)
+            chunks.append(Chunk(seq_id, start, start + length, 1))
+            tokens = [seq_id * 100 + place for place in range(start + length)]
+            group = SequenceGroup(
+                Request(request_id=str(seq_id), prompt=tuple(tokens)), max_total=999, stop_ids=(), seed=0
+            )
+            sequences.append(Sequence(seq_id, group, 0, tokens))
+        self._step += 1
+        return StepBatch(StepPlan(self._step, tuple(chunks)), sequences, self.rows, self.pool, CPU)
+
+    def attend(
+        self, lengths: dict[int, int], *, use_reference: bool, window: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a step through the store and over plain lists; both results."""
+        batch = self.batch(lengths)
+        num_tokens = sum(lengths.values())
+        q = torch.randn(num_tokens, NUM_HEADS, HEAD_DIM)
+        k, v = torch.randn(2, num_tokens, NUM_KV_HEADS, HEAD_DIM)
+        ours = PagedStep(batch, self.store, use_reference=use_reference).attend(
+            0, q, k, v, scale=0.3, window=window
+        )
+        expected, first = [], 0
+        for seq_id, length in lengths.items():
+            last = first + length
+            self.keys[seq_id] = torch.cat([self.keys[seq_id], k[first:last]])
+            self.values[seq_id] = torch.cat([self.values[seq_id], v[first:last]])
+            expected.append(
+                attend_naive(q[first:last], self.keys[seq_id], self.values[seq_id], scale=0.3, window=window)
+            )
+            self.computed[seq_id] += length
+            self.pool.commit(seq_id, [], self.computed[seq_id])
+            first = last
+        return ours, torch.cat(expected)
+
+
+def test_chunks_are_laid_end_to_end() -> None:
+    world = World()
+    for seq_id, length in ((1, 5), (2, 17), (3, 0)):
+        world.add(seq_id)
+        if length:
+            world.attend({seq_id: length}, use_reference=False, window=None)
+    batch = world.batch({1: 1, 2: 1, 3: 4})
+    assert batch.tokens_T.tolist() == [105, 217, 300, 301, 302, 303]
+    assert batch.positions_T.tolist() == [5, 17, 0, 1, 2, 3]
+    assert batch.last_rows == [0, 1, 5]
+    table = {seq_id: world.pool.block_table(seq_id) for seq_id in (1, 2, 3)}
+    places = [(1, 5), (2, 17), (3, 0), (3, 1), (3, 2), (3, 3)]
+    assert batch.slots_T.tolist() == [table[seq][p // 4] * 4 + p % 4 for seq, p in places]
+    assert len(batch.long_chunks) == 1
+    assert sum(len(group.lens_S) for group in batch.decode_groups) == 2
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4, 16])
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("use_reference", [True, False], ids=["reference", "fused"])
+def test_attention_through_tables_is_attention_over_lists(
+    block_size: int, window: int | None, use_reference: bool
+) -> None:
+    """Random steps of many lengths at once; what nobody wrote is NaN and would show."""
+    torch.manual_seed(0)
+    rng = random.Random(block_size)
+    world = World(block_size, num_blocks=512 // block_size)
+    for seq_id in range(5):
+        world.add(seq_id)
+    for _ in range(25):
+        chosen = rng.sample(range(5), rng.randrange(1, 6))
+        lengths = {seq_id: rng.choice((1, 1, 1, 2, 7)) for seq_id in chosen}
+        ours, expected = world.attend(lengths, use_reference=use_reference, window=window)
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_very_different_lengths_attend_in_separate_groups() -> None:
+    world = World(block_size=16, num_blocks=200)
+    lengths = {1: 3, 2: 60, 3: 100, 4: 300, 5: 310, 6: 900}
+    for seq_id, length in lengths.items():
+        world.add(seq_id)
+        world.attend({seq_id: length}, use_reference=False, window=None)
+    groups = world.batch(dict.fromkeys(lengths, 1)).decode_groups
+    assert [group.lens_S.tolist() for group in groups] == [[4, 61, 101], [301, 311], [901]]
+    for group in groups:
+        assert group.lens_S.max() <= 2 * max(group.lens_S.min(), 64)
+
+
+def test_rows_are_stable_and_only_their_end_is_written_again() -> None:
+    rows = BlockRows(2, 8)
+    first = rows.sync(7, [3, 4], 0)
+    assert rows.table[first, :2].tolist() == [3, 4]
+    rows.table[first, 0] = 99  # would be written again if the whole row were
+    assert rows.sync(7, [3, 5, 6], 1) == first
+    assert rows.table[first, :3].tolist() == [99, 5, 6]
+
+
+def test_a_forgotten_row_serves_the_next_sequence_from_its_start() -> None:
+    rows = BlockRows(1, 4)
+    row = rows.sync(1, [3, 4], 0)
+    rows.forget(1)
+    rows.forget(1)
+    assert rows.sync(2, [8, 9], first_written=1) == row, "a new sequence may start further ahead"
+    assert rows.table[row, :2].tolist() == [8, 9]
+    assert isinstance(rows.table, np.ndarray)

@@ -1,0 +1,168 @@
+"""Which steps are captured, and what becomes of those that cannot be; nothing is recorded without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import nullcontext
+from typing import Any, cast
+
+import pytest
+import torch
+
+from infer.execution.gpu.graphs import StepGraphs, StepSize, most_tokens
+from infer.models.config import ExpertConfig, ModelConfig
+
+SIZE = StepSize(4, 0)
+
+
+class Recorder:
+    """In place of `StepGraphs._record`: fails for want of memory as often as told."""
+
+    def __init__(self, num_failures: int) -> None:
+        self.num_failures = num_failures
+        self.num_replays = 0
+
+    def record(self, size: StepSize) -> torch.cuda.CUDAGraph:
+        self.num_failures -= 1
+        if self.num_failures >= 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return cast(torch.cuda.CUDAGraph, self)
+
+    def replay(self) -> None:
+        self.num_replays += 1
+
+
+class Steps:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, num_failures: int = 0, max_rows: int = 4, max_tokens: int = 0
+    ) -> None:
+        self.launched: list[StepSize] = []
+        self.emptied = 0
+        self.recorder = Recorder(num_failures)
+        self.graphs = StepGraphs(
+            self.launched.append, lambda: None, max_rows=max_rows, max_tokens=max_tokens, captures=True
+        )
+        monkeypatch.setattr(self.graphs, "_record", self.recorder.record)
+        monkeypatch.setattr(torch.cuda, "empty_cache", self._empty)
+
+    def _empty(self, *_: Any) -> None:
+        self.emptied += 1
+
+
+def test_memory_kept_for_later_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch)
+    assert steps.graphs.ensure(SIZE) and not steps.graphs.ensure(SIZE)
+    steps.graphs.run(SIZE)
+    assert (steps.emptied, steps.recorder.num_replays, steps.launched) == (0, 1, [SIZE])
+
+
+def test_a_capture_without_room_is_tried_again_with_all_that_can_be_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = Steps(monkeypatch, num_failures=1)
+    assert steps.graphs.ensure(SIZE)
+    steps.graphs.run(SIZE)
+    assert (steps.emptied, steps.recorder.num_replays) == (1, 1)
+
+
+def test_a_step_that_cannot_be_captured_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, num_failures=2)
+    assert steps.graphs.ensure(SIZE) and not steps.graphs.ensure(SIZE)
+    steps.graphs.run(SIZE)
+    assert (steps.recorder.num_replays, steps.launched) == (0, [SIZE, SIZE])
+
+
+def test_why_a_capture_failed_is_not_hidden_by_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Graph:
+        def capture_begin(self, *_: Any, **__: Any) -> None: ...
+
+        def capture_end(self) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def launch(size: StepSize) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for name, fake in {"synchronize": lambda: None, "graph_pool_handle": object, "CUDAGraph": Graph}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr("infer.execution.gpu.graphs._stream_of", lambda device: None)
+    graphs = StepGraphs(launch, lambda: None, max_rows=4, max_tokens=0, captures=True)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        graphs._record(SIZE)
+
+
+def test_idle_time_captures_every_size_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch)
+    while steps.graphs.prepare():
+        pass
+    assert steps.launched == [StepSize(1, 0), StepSize(2, 0), StepSize(4, 0)]
+
+
+def model_of(
+    hidden_size: int, mlp_size: int, heads: tuple[int, int, int], experts: ExpertConfig | None = None
+) -> ModelConfig:
+    num_heads, num_kv_heads, head_dim = heads
+    return ModelConfig(
+        family="llama", vocab_size=1000, hidden_size=hidden_size, intermediate_size=mlp_size, num_layers=4,
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, context_len=8192, norm_eps=1e-6,
+        activation="silu", tie_embeddings=True, experts=experts,
+    )  # fmt: skip
+
+
+SMALL = model_of(1024, 3072, (16, 8, 128))  # 0.6B: 16 million weights per layer
+
+
+@pytest.mark.parametrize(
+    ("config", "max_tokens", "most"),
+    [
+        (SMALL, 8192, 4096),
+        (model_of(2048, 8192, (32, 8, 64)), 8192, 1536),  # 1B: 61 million
+        (model_of(4096, 14336, (32, 8, 128)), 8192, 512),  # 8B: computed more slowly than launched
+        (SMALL, 2048, 1024),  # half of the largest step
+        (SMALL, 512, 512),
+    ],
+)
+def test_prompts_are_captured_while_launching_takes_longer_than_computing(
+    config: ModelConfig, max_tokens: int, most: int
+) -> None:
+    assert most_tokens(config, max_tokens) == most
+
+
+def test_of_experts_those_count_that_a_token_is_sent_to() -> None:
+    experts = ExpertConfig(num_experts=128, num_choices=8, size=768, normalized=True)
+    sparse = model_of(2048, 6144, (32, 4, 128), experts)  # 57 million of 620 million weights per layer
+    assert most_tokens(sparse, 8192) == 1536
+    half_dense = dataclasses.replace(experts, dense_layers=(0, 1))  # 6144 = 8 * 768: as much for a token
+    assert most_tokens(dataclasses.replace(sparse, experts=half_dense), 8192) == 1536
+
+
+def test_steps_of_prompts_alone_have_sizes_of_their_own_once_they_are_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graphs = Steps(monkeypatch, max_tokens=1024).graphs
+    assert graphs.size_for(0, 600) is None  # not captured yet: launched kernel by kernel
+    while graphs.prepare():
+        pass
+    assert graphs.size_for(0, 600) == StepSize(0, 640)
+    assert graphs.size_for(0, 1024) == StepSize(0, 1024)
+    assert graphs.size_for(0, 1025) is None
+    assert graphs.size_for(3, 600) is None
+    assert graphs.size_for(3, 500) == StepSize(4, 512)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "size"),
+    [(32, 32, (32, 32)), (20, 30, (32, 32)), (32, 33, (32, 64)), (5, 1, (16, 32)), (0, 7, (0, 32))],
+)
+def test_few_prompt_tokens_beside_rows_are_hardly_padded(
+    monkeypatch: pytest.MonkeyPatch, rows: int, tokens: int, size: tuple[int, int]
+) -> None:
+    """A step of 64 tokens decodes through kernels that a step of 96 may not use."""
+    graphs = Steps(monkeypatch, max_rows=256, max_tokens=512).graphs
+    assert graphs.size_for(rows, tokens) == size
+
+
+def test_without_graphs_of_prompts_a_long_one_has_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Steps(monkeypatch, max_tokens=512).graphs.size_for(0, 600) is None
+    assert Steps(monkeypatch, max_tokens=0).graphs.size_for(0, 6) is None

@@ -1,0 +1,194 @@
+"""Which tokens a step is run for: the last layer's rows are those that sample, in every runner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from infer.cache.kv_store import KVStore
+from infer.cache.paged_pool import PagedKVCachePool
+from infer.execution.batch import wanted
+from infer.execution.gpu.runner import DeviceRunner
+from infer.execution.gpu.step_inputs import MAX_CHUNKS
+from infer.execution.runner import ModelRunner, StepResult
+from infer.sampling.params import SamplingParams
+from infer.scheduling.plan import Chunk, StepPlan
+from infer.scheduling.request import Request
+from infer.scheduling.sequence import Sequence, SequenceGroup
+from tests.support.simple_loop import all_logprobs, generate_greedy
+from tests.support.tiny import is_close, tiny_model
+
+MAX_ROWS = 4
+PROMPTS = {1: [5, 6, 7, 8, 9], 2: [(place * 37) % 200 for place in range(50)], 3: list(range(100, 120))}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=9)
+
+
+def make_seq(seq_id: int, params: SamplingParams = GREEDY) -> Sequence:
+    request = Request(request_id=str(seq_id), prompt=tuple(PROMPTS[seq_id]), params=params)
+    return Sequence(seq_id, SequenceGroup(request, max_total=99, stop_ids=(), seed=0), 0, PROMPTS[seq_id][:])
+
+
+@pytest.mark.parametrize(
+    ("chunks", "last_places", "places", "last_rows"),
+    [
+        ([Chunk(1, 5, 6, 1), Chunk(2, 50, 51, 1)], [0, 1], None, [0, 1]),  # everybody decodes
+        ([Chunk(2, 0, 50, 1)], [49], [49], [0]),
+        ([Chunk(2, 0, 50, 3)], [49], [49], [0]),  # about to fork: one row, three samples
+        ([Chunk(1, 5, 6, 1), Chunk(2, 0, 9, 0), Chunk(3, 0, 20, 1)], [0, 9, 29], [0, 29], [0, None, 1]),
+        ([Chunk(2, 0, 9, 0), Chunk(1, 5, 6, 1)], [9, 0], [0], [None, 0]),  # those that decode stand first
+        ([Chunk(2, 0, 9, 0), Chunk(3, 0, 5, 0)], [8, 13], [8], [None, None]),  # nobody samples
+        ([Chunk(2, 3, 4, 0)], [0], [0], [None]),
+    ],
+)
+def test_those_that_sample_are_wanted(
+    chunks: list[Chunk], last_places: list[int], places: list[int] | None, last_rows: list[int | None]
+) -> None:
+    sequences = [make_seq(chunk.seq_id) for chunk in chunks]
+    found = wanted(StepPlan(1, tuple(chunks)), sequences, last_places)
+    assert found.places == places
+    read = [row if chunk.num_samples else None for chunk, row in zip(chunks, found.last_rows, strict=True)]
+    assert read == last_rows
+
+
+def test_all_tokens_are_wanted_for_logprobs_of_a_prompt() -> None:
+    asking = make_seq(2, SamplingParams(prompt_logprobs=1))
+    plan = StepPlan(1, (Chunk(1, 0, 5, 1), Chunk(2, 0, 9, 0)))
+    assert wanted(plan, [make_seq(1), asking], [4, 13]) == (None, [4, 13])
+    later = StepPlan(1, (Chunk(3, 0, 20, 1), Chunk(2, 49, 50, 1)))  # its last token predicts the output
+    assert wanted(later, [make_seq(3), asking], [19, 20]) == ([19, 20], [0, 1])
+
+
+class Harness:
+    """A runner over a tiny model whose last layer is watched."""
+
+    def __init__(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.model = model = tiny_model("qwen3").model
+        config, cpu = model.config, torch.device("cpu")
+        self.pool = PagedKVCachePool(40, 4)
+        store = KVStore(
+            num_layers=config.num_layers, num_blocks=40, block_size=4, num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim, dtype=torch.float32, device=cpu,
+        )  # fmt: skip
+        store.fill(float("nan"))
+        self.runner: ModelRunner
+        if kind in ("sized", "ragged"):
+            self.runner = DeviceRunner(
+                model, store, self.pool, max_batch_size=MAX_ROWS, max_tokens=256, max_seq_len=60,
+                use_cuda_graphs=kind == "sized",
+            )  # fmt: skip
+        else:
+            self.runner = ModelRunner(
+                model, store, self.pool, max_batch_size=MAX_ROWS, attention_backend=kind
+            )
+        last: Any = model.layers[-1]
+        self.rows: list[int] = []  # that the last MLP has seen, step by step
+        self.read: list[int] = []  # of which logits were made
+        multiply, logits = last.mlp.down.into, model.logits
+
+        def watch(x_SF: torch.Tensor, *others: Any) -> Any:
+            self.rows.append(len(x_SF))
+            return multiply(x_SF, *others)
+
+        def read(hidden_SD: torch.Tensor) -> torch.Tensor:
+            self.read.append(len(hidden_SD))
+            return logits(hidden_SD)
+
+        monkeypatch.setattr(last.mlp.down, "into", watch)
+        monkeypatch.setattr(model, "logits", read)
+        self.seqs: dict[int, Sequence] = {}
+
+    def add(self, seq_id: int, params: SamplingParams = GREEDY) -> None:
+        self.seqs[seq_id] = make_seq(seq_id, params)
+        self.pool.match_prefix(seq_id, [])
+        self.pool.reserve(seq_id, len(PROMPTS[seq_id]) + 1)
+
+    def run(self, *chunks: Chunk) -> StepResult:
+        result = self.runner.run(StepPlan(1, chunks), [self.seqs[chunk.seq_id] for chunk in chunks])
+        for chunk, ids in zip(chunks, result.ids, strict=True):
+            self.seqs[chunk.seq_id].tokens.extend(ids[:1])
+            self.seqs[chunk.seq_id].num_tokens += len(ids[:1])
+        return result
+
+
+all_runners = pytest.mark.parametrize("kind", ["auto", "naive", "ragged", "sized"])
+
+
+@all_runners
+def test_the_last_mlp_sees_the_rows_that_sample(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness(kind, monkeypatch)
+    for seq_id in PROMPTS:
+        harness.add(seq_id)
+    harness.run(Chunk(1, 0, 5, 1))
+    harness.run(Chunk(1, 5, 6, 1), Chunk(3, 0, 8, 0), Chunk(2, 0, 50, 1))
+    harness.run(Chunk(3, 8, 17, 0))
+    harness.run(Chunk(3, 17, 20, 1))
+    if kind == "sized":  # room for every prompt that a graph may hold
+        assert harness.rows[:3] == [MAX_CHUNKS, MAX_ROWS + MAX_CHUNKS, MAX_CHUNKS]
+        assert harness.read == harness.rows
+    else:
+        assert harness.rows[:3] == [1, 2, 1]
+        assert harness.read == [1, 2, 1], "of the third step, which samples nothing, none"
+    monkeypatch.undo()
+    for seq_id, num_tokens in ((1, 2), (2, 1), (3, 1)):
+        made = list(harness.seqs[seq_id].tokens)[len(PROMPTS[seq_id]) :]
+        assert made == generate_greedy(harness.model, PROMPTS[seq_id], num_tokens)
+
+
+@all_runners
+def test_a_batch_that_decodes_is_not_gathered(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness(kind, monkeypatch)
+    forward, places = harness.model.forward, list[Any]()
+
+    def note(tokens_T: torch.Tensor, step: Any, places_S: torch.Tensor | None = None) -> torch.Tensor:
+        places.append(places_S)
+        return forward(tokens_T, step, places_S)
+
+    monkeypatch.setattr(harness.model, "forward", note)
+    for seq_id in (1, 3):
+        harness.add(seq_id)
+    harness.run(Chunk(1, 0, 5, 1), Chunk(3, 0, 20, 1))
+    harness.run(Chunk(1, 5, 6, 1), Chunk(3, 20, 21, 1))
+    assert places[0] is not None
+    assert places[1:] in ([], [None]), "no places, or a recorded program in place of the model"
+    assert harness.read[1] == (2 if kind != "sized" else harness.rows[1])
+
+
+@all_runners
+def test_logprobs_of_a_prompt_are_of_all_its_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness(kind, monkeypatch)
+    harness.add(1)
+    harness.add(2, SamplingParams(temperature=0.0, prompt_logprobs=1))
+    result = harness.run(Chunk(1, 0, 5, 1), Chunk(2, 0, 50, 1))
+    found = result.prompt_logprobs[2]
+    assert harness.rows == [55]
+    monkeypatch.undo()
+    assert [list(ids) for ids in result.ids] == [
+        generate_greedy(harness.model, PROMPTS[seq_id], 1) for seq_id in (1, 2)
+    ]
+    expected = all_logprobs(harness.model, PROMPTS[2])
+    assert [row.token_id for row in found] == PROMPTS[2][1:]
+    assert all(is_close(row.logprob, expected[place, row.token_id]) for place, row in enumerate(found))
+
+
+@all_runners
+def test_a_chunk_about_to_fork_has_one_row_for_all_its_samples(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = Harness(kind, monkeypatch)
+    harness.add(1)
+    harness.add(2, SamplingParams(n=3, seed=5, logprobs=0))
+    result = harness.run(Chunk(1, 0, 4, 0), Chunk(2, 0, 50, 3))
+    assert (harness.rows, harness.read) == ([1], [3])
+    monkeypatch.undo()
+    expected = all_logprobs(harness.model, PROMPTS[2])[-1]
+    assert len(set(result.ids[1])) > 1, "each with a seed of its own"
+    for token_id, row in zip(result.ids[1], result.logprobs[1], strict=True):
+        assert row is not None and is_close(row.logprob, expected[token_id])
+
+
+def test_an_embedding_is_made_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness("auto", monkeypatch)
+    harness.runner.embed(PROMPTS[2], "mean")
+    assert harness.rows == [50]

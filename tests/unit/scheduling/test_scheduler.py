@@ -1,0 +1,461 @@
+"""Plans, step by step: who runs, how much of it, and who has to yield.
+
+Most tests read the plan as {request: (start, stop)}. The sequences are driven by a real engine with a
+token oracle, because a plan only means something together with what follows from it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from infer.scheduling.policies import POLICIES
+from infer.scheduling.preemption import PreemptionCost
+from infer.scheduling.waiting_queue import RETRY_STEPS
+from tests.support.oracle import OracleWorld, prompt_of
+
+Ranges = dict[str, tuple[int, int]]
+
+
+def make_world(**knobs: Any) -> OracleWorld:
+    defaults: dict[str, Any] = {"num_blocks": 100, "preemption": "recompute"}
+    return OracleWorld(**(defaults | knobs))
+
+
+def step(world: OracleWorld) -> Ranges:
+    """One step; what it computed of each request (of the last of its sequences, where there are several)."""
+    names = {seq.seq_id: seq.group.request.request_id for seq in world.scheduler.sequences()}
+    num_plans = len(world.plans)
+    world.step()
+    if len(world.plans) == num_plans:
+        return {}
+    return {names[chunk.seq_id]: (chunk.start, chunk.stop) for chunk in world.plans[-1].chunks}
+
+
+def test_a_prompt_is_computed_in_chunks_and_then_a_token_at_a_time() -> None:
+    world = make_world(prefill_chunk_size=4)
+    world.add("a", prompt_of(10), max_tokens=3)
+    ranges = [step(world)["a"] for _ in range(5)]
+    assert ranges == [(0, 4), (4, 8), (8, 10), (10, 11), (11, 12)]
+    assert not world.engine.has_work, "the last token is sampled and never computed"
+
+
+def test_only_the_chunk_that_ends_a_prompt_samples() -> None:
+    world = make_world(prefill_chunk_size=4)
+    world.add("a", prompt_of(10), max_tokens=2)
+    world.run()
+    assert [plan.chunks[0].num_samples for plan in world.plans] == [0, 0, 1, 1]
+
+
+def test_prompts_come_in_small_pieces_while_somebody_decodes() -> None:
+    world = make_world(mixed_prefill_tokens=4, max_batch_size=8, max_num_batched_tokens=64)
+    world.add("a", prompt_of(20), max_tokens=30)
+    assert step(world) == {"a": (0, 20)}, "nobody decodes: nobody would wait"
+    world.add("b", prompt_of(20, start=50))
+    assert step(world) == {"a": (20, 21), "b": (0, 4)}
+    assert step(world) == {"a": (21, 22), "b": (4, 8)}
+
+
+def test_one_long_prompt_is_no_backlog(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.scheduling.scheduler.BACKLOG_TOKENS", 30)
+    world = make_world(mixed_prefill_tokens=2, max_batch_size=8, max_num_batched_tokens=64)
+    world.add("a", prompt_of(2), max_tokens=30)
+    step(world)
+    world.add("b", prompt_of(50, start=50))
+    assert step(world) == {"a": (2, 3), "b": (0, 2)}, "long, but nobody waits behind it"
+    assert step(world) == {"a": (3, 4), "b": (2, 4)}
+    world.add("c", prompt_of(20, start=200))
+    assert step(world) == {"a": (4, 5), "b": (4, 6)}
+
+
+def test_a_long_backlog_is_computed_at_full_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.scheduling.scheduler.BACKLOG_TOKENS", 64)
+    world = make_world(mixed_prefill_tokens=4, max_batch_size=8, max_num_batched_tokens=64)
+    world.add("a", prompt_of(2), max_tokens=30)
+    step(world)
+    for name in "bcde":
+        world.add(name, prompt_of(40, start=ord(name)))
+    assert step(world) == {"a": (2, 3), "b": (0, 40), "c": (0, 23)}, "160 tokens are a backlog"
+
+
+def test_a_hurried_step_is_shorter_than_one_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.scheduling.scheduler.BACKLOG_TOKENS", 16)
+    monkeypatch.setattr("infer.scheduling.scheduler.HURRIED_TOKENS", 30)
+    world = make_world(mixed_prefill_tokens=1, max_batch_size=8, max_num_batched_tokens=64)
+    for name in "bcde":
+        world.add(name, prompt_of(40, start=ord(name)))
+    assert step(world) == {"b": (0, 40), "c": (0, 24)}
+    assert step(world) == {"b": (40, 41), "c": (24, 40), "d": (0, 14)}, "30 tokens, and one that b waits for"
+
+
+def test_a_backlog_never_makes_a_step_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.scheduling.scheduler.BACKLOG_TOKENS", 16)
+    monkeypatch.setattr("infer.scheduling.scheduler.HURRIED_TOKENS", 2)
+    world = make_world(mixed_prefill_tokens=4, max_batch_size=8, max_num_batched_tokens=64)
+    world.add("a", prompt_of(2), max_tokens=30)
+    step(world)
+    for name in "bcde":
+        world.add(name, prompt_of(40, start=ord(name)))
+    assert step(world) == {"a": (2, 3), "b": (0, 4)}
+
+
+def test_decoding_goes_on_while_a_prompt_fills_what_is_left_of_the_budget() -> None:
+    world = make_world(max_num_batched_tokens=8)
+    for name in "ab":
+        world.add(name, prompt_of(3, start=ord(name)))
+    step(world)
+    world.add("c", prompt_of(20))
+    assert step(world) == {"a": (3, 4), "b": (3, 4), "c": (0, 6)}
+    assert step(world) == {"a": (4, 5), "b": (4, 5), "c": (6, 12)}
+
+
+def test_prefill_first_turns_that_round_but_nobody_waits_longer_than_the_gap() -> None:
+    world = make_world(scheduler_policy="prefill_first", max_num_batched_tokens=8, max_decode_gap=3)
+    world.add("a", prompt_of(3))
+    step(world)
+    world.add("c", prompt_of(55), max_tokens=2)
+    served = ["a" in step(world) for _ in range(8)]
+    assert served == [False, False, False, True, False, False, False, True]
+
+
+def test_without_chunking_a_prompt_waits_for_a_step_that_holds_all_of_it() -> None:
+    world = make_world(use_chunked_prefill=False, max_num_batched_tokens=12)
+    world.add("a", prompt_of(8))
+    world.add("b", prompt_of(8, start=2))
+    assert step(world) == {"a": (0, 8)}
+    assert step(world) == {"a": (8, 9), "b": (0, 8)}
+
+
+def test_newcomers_are_let_in_strictly_in_order() -> None:
+    """A small one does not slip past a large one that is waiting for room."""
+    world = make_world(num_blocks=6, block_size=4)
+    world.add("a", prompt_of(12), max_tokens=6)
+    step(world)
+    world.add("large", prompt_of(16, start=2), max_tokens=2)
+    world.add("small", prompt_of(2, start=3), max_tokens=2)
+    assert set(step(world)) == {"a"}
+    assert [seq.state for name in ("large", "small") for seq in world.seqs(name)] == ["WAITING"] * 2
+    world.run()
+    assert world.verify() == 3
+
+
+def test_places_are_counted_with_the_sequences_a_request_will_fork_into() -> None:
+    world = make_world(max_batch_size=4)
+    world.add("a", prompt_of(4), n=3)
+    world.add("b", prompt_of(4, start=2), n=2)
+    world.add("c", prompt_of(4, start=3))
+    assert set(step(world)) == {"a"}, "b would make it five, and c waits behind b"
+    world.run()
+    assert world.verify() == 3
+
+
+def test_the_youngest_is_preempted_when_the_cache_is_full() -> None:
+    world = make_world(num_blocks=5, block_size=4, use_prefix_caching=False)
+    for name in "ab":
+        world.add(name, prompt_of(8, start=ord(name)), max_tokens=6)
+    step(world)
+    assert set(step(world)) == {"a"}, "a takes the last block, so b must yield"
+    assert world.plans[-1].preempted == (world.seq("b").seq_id,)
+    world.run()
+    assert world.verify() == 2
+
+
+def test_the_least_urgent_is_preempted_under_priorities() -> None:
+    world = make_world(num_blocks=5, block_size=4, use_prefix_caching=False, scheduler_policy="priority")
+    world.add("late but urgent", prompt_of(8, start=1), request={"priority": 0})
+    world.add("early", prompt_of(8, start=2), request={"priority": 5})
+    step(world)
+    assert set(step(world)) == {"late but urgent"}
+    assert world.seq("early").state == "WAITING"
+
+
+def test_nobody_new_comes_in_while_somebody_is_preempted() -> None:
+    world = make_world(num_blocks=5, block_size=4, use_prefix_caching=False)
+    for name in "ab":
+        world.add(name, prompt_of(8, start=ord(name)), max_tokens=6)
+    step(world)
+    world.add("tiny", prompt_of(1))
+    step(world)
+    assert world.plans[-1].preempted
+    assert world.seq("tiny").state == "WAITING"
+
+
+def test_preempted_sequences_keep_their_place_in_the_queue() -> None:
+    world = make_world(num_blocks=5, block_size=4, use_prefix_caching=False)
+    for name in "ab":
+        world.add(name, prompt_of(8, start=ord(name)), max_tokens=6)
+    step(world)
+    world.add("c", prompt_of(8, start=77), max_tokens=6)
+    world.run()
+    order = [output.request_id for output in world.finished.values()]
+    assert order == ["a", "b", "c"]
+
+
+def test_a_recomputed_sequence_starts_over_and_a_swapped_one_goes_on() -> None:
+    for mode, start in (("recompute", 0), ("swap", 8)):
+        world = make_world(
+            num_blocks=5, block_size=4, num_host_blocks=8, preemption=mode, use_prefix_caching=False
+        )
+        for name in "ab":
+            world.add(name, prompt_of(8, start=ord(name)), max_tokens=6)
+        step(world)
+        step(world)
+        while "b" not in (ranges := step(world)):
+            pass
+        assert ranges["b"] == (start, 9)
+
+
+def test_only_what_was_cached_when_it_came_counts_as_cached() -> None:
+    """Its own blocks, found again after a preemption or by an attempt that found no room, do not."""
+    world = make_world(num_blocks=5, block_size=4)
+    for name in "ab":
+        world.add(name, prompt_of(8, start=ord(name)), max_tokens=6)
+    step(world)
+    step(world)
+    assert world.seq("b").state == "WAITING"
+    world.run()
+    assert world.scheduler.num_preemptions > 0
+    assert [world.finished[name, 0].num_cached for name in "ab"] == [0, 0]
+    world.add("again", prompt_of(8, start=ord("b")), n=2)
+    world.run()
+    assert [world.finished["again", index].num_cached for index in (0, 1)] == [7, 7]
+
+
+def test_auto_preemption_takes_the_cheaper_way() -> None:
+    assert PreemptionCost(swap_seconds=1, recompute_seconds=3).prefers_swap("auto", 5)
+    assert not PreemptionCost(swap_seconds=2, recompute_seconds=3).prefers_swap("auto", 5)
+    assert not PreemptionCost(swap_seconds=1, recompute_seconds=3).prefers_swap("auto", 0), "nothing to move"
+    assert not PreemptionCost(swap_seconds=1, recompute_seconds=9).prefers_swap("recompute", 5)
+    assert PreemptionCost(swap_seconds=9, recompute_seconds=1).prefers_swap("swap", 5)
+
+
+def test_a_static_batch_computes_its_prompts_then_decodes_to_the_last() -> None:
+    world = make_world(batching_mode="static", max_batch_size=2, prefill_chunk_size=6)
+    world.add("a", prompt_of(4), max_tokens=2)
+    world.add("b", prompt_of(8, start=2), max_tokens=4)
+    world.add("c", prompt_of(4, start=3), max_tokens=2)
+    assert step(world) == {"a": (0, 4), "b": (0, 6)}
+    assert step(world) == {"b": (6, 8)}, "a waits for the prompts of its batch"
+    assert step(world) == {"a": (4, 5), "b": (8, 9)}
+    assert step(world) == {"b": (9, 10)}, "a is done; c does not take its place"
+    assert step(world) == {"b": (10, 11)}
+    assert step(world) == {"c": (0, 4)}
+    world.run()
+    assert world.verify() == 3
+
+
+def test_a_continuous_batch_refills_at_once() -> None:
+    world = make_world(max_batch_size=2)
+    for name, max_tokens in (("a", 2), ("b", 6), ("c", 2)):
+        world.add(name, prompt_of(4, start=ord(name)), max_tokens=max_tokens)
+    step(world)
+    step(world)
+    assert step(world) == {"b": (5, 6), "c": (0, 4)}
+
+
+def test_the_naive_baseline_computes_every_token_again_in_every_step() -> None:
+    world = make_world(kv_cache_backend="naive")
+    world.add("a", prompt_of(4), max_tokens=3)
+    assert [step(world)["a"] for _ in range(3)] == [(0, 4), (0, 5), (0, 6)]
+    assert world.verify() == 1
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "prefill_first"])
+def test_whoever_is_one_behind_is_served_in_every_step(policy: str) -> None:
+    """The budget holds a token of everybody who may run, whatever prompts are waiting for the rest."""
+    world = make_world(scheduler_policy=policy, max_batch_size=4, max_num_batched_tokens=4)
+    for number in range(4):
+        world.add(str(number), prompt_of(6, start=number), max_tokens=9)
+    for _ in range(30):
+        one_behind = {seq.group.request.request_id for seq in world.scheduler.running if seq.num_pending == 1}
+        assert one_behind <= set(step(world))
+    assert world.verify() == 4
+
+
+def test_aborted_sequences_leave_no_trace_in_the_queue() -> None:
+    world = make_world(max_batch_size=1)
+    for number in range(50):
+        world.add(str(number), prompt_of(3, start=number), max_tokens=2)
+    for number in range(1, 49):
+        world.abort(str(number))
+    assert world.scheduler.num_waiting == 2
+    assert num_entries(world) <= 2 * 2 + 64
+    world.run(max_steps=6)
+    assert world.verify() == 2
+    assert num_entries(world) == 0
+
+
+def num_entries(world: OracleWorld) -> int:
+    waiting = world.scheduler._waiting
+    return max(len(waiting._by_key), len(waiting._by_age))
+
+
+def test_the_queue_forgets_those_who_left_it_waiting() -> None:
+    """Requests that come and go while nobody is let in, beside some that stay."""
+    world = make_world(max_batch_size=1)
+    for number in range(200):
+        world.add(str(number), prompt_of(3, start=number), max_tokens=2)
+        world.abort(str(number))
+        assert num_entries(world) == 0
+    for number in range(400):
+        world.add(f"b{number}", prompt_of(3, start=number), max_tokens=2)
+        if number % 100:
+            world.abort(f"b{number}")
+        assert num_entries(world) <= 2 * world.scheduler.num_waiting + 64
+    world.run()
+    assert list(world.finished) == [(f"b{number}", 0) for number in (0, 100, 200, 300)]
+    assert num_entries(world) == 0
+
+
+def test_a_head_of_the_queue_without_room_is_not_looked_up_in_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = make_world(num_blocks=17, block_size=4, context_len=80)
+    world.add("running", prompt_of(8), max_tokens=60)
+    step(world)
+    world.add("large", prompt_of(60, start=2), max_tokens=2)
+    lookups: list[int] = []
+    match = world.pool.match_prefix
+
+    def count(seq_id: int, *known: Any) -> int:
+        lookups.append(seq_id)
+        return match(seq_id, *known)
+
+    monkeypatch.setattr(world.pool, "match_prefix", count)
+    for _ in range(40):
+        step(world)
+    assert world.seq("large").state == "WAITING"
+    assert len(lookups) <= 2 + 40 // RETRY_STEPS
+    world.abort("running")
+    assert "large" in step(world), "as soon as blocks come free"
+    world.run()
+    assert world.verify() == 1
+
+
+def test_a_head_of_the_queue_comes_in_when_others_have_computed_its_prompt() -> None:
+    """No block comes free, but it needs fewer of its own."""
+    world = make_world(num_blocks=14, block_size=4, prefill_chunk_size=4)
+    for name in "ab":
+        world.add(name, prompt_of(40), max_tokens=16)
+    while world.seq("b").state == "WAITING":
+        assert world.scheduler.step < 10 + RETRY_STEPS
+        step(world)
+    assert world.seq("a").is_running
+    world.run()
+    assert world.verify() == 2
+
+
+# -- nobody waits for ever ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("batching_mode", ["continuous", "static"])
+def test_nobody_starves_under_adversarial_arrivals(policy: str, batching_mode: str) -> None:
+    """Everybody who comes later is more urgent, and the cache is always full."""
+    max_wait_steps, life = 20, 8
+    world = make_world(
+        scheduler_policy=policy,
+        batching_mode=batching_mode,
+        max_wait_steps=max_wait_steps,
+        max_batch_size=2,
+        num_blocks=8,
+        block_size=4,
+    )
+    fields = {"priority": 9, "deadline": 1e9}
+    world.add("victim", prompt_of(6, start=500), request=fields, max_tokens=4)
+    for number in range(120):
+        if ("victim", 0) in world.finished:
+            break
+        urgent = {"priority": -number, "deadline": 1e6 - number}
+        world.add(f"u{number}", prompt_of(6, start=number), request=urgent, max_tokens=life)
+        world.step()
+    # it is promoted after max_wait_steps, then those that run end, then it runs itself
+    assert ("victim", 0) in world.finished
+    assert world.scheduler.step <= max_wait_steps + 4 * life
+    world.run()
+    assert world.verify() == len(world.requests)
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_who_is_let_in_and_preempted_in_turn_is_promoted_in_the_end(preemption: str) -> None:
+    """Between two urgent requests it begins its prompt, and never comes to its first token."""
+    world = make_world(
+        scheduler_policy="priority",
+        max_wait_steps=40,
+        num_blocks=20,
+        num_host_blocks=1,
+        context_len=80,
+        prefill_chunk_size=2,
+        max_num_batched_tokens=16,
+        use_prefix_caching=False,
+        preemption=preemption,
+    )
+    world.add("meek", prompt_of(56, start=500), request={"priority": 9}, max_tokens=4)
+    for number in range(200):
+        if ("meek", 0) in world.finished:
+            break
+        if not any(seq.priority < 0 for seq in world.scheduler.sequences()):
+            world.add(str(number), prompt_of(8, start=number), request={"priority": -1}, max_tokens=36)
+        world.step()
+    assert world.scheduler.num_preemptions >= 1
+    assert ("meek", 0) in world.finished
+    world.run()
+    assert world.verify() == len(world.requests)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_longest_wait_is_bounded_for_everybody(policy: str) -> None:
+    """Arrivals at half of what the engine can do, each more urgent than all before."""
+    world = make_world(scheduler_policy=policy, max_wait_steps=15, max_batch_size=4, num_blocks=12)
+    first_seen: dict[str, int] = {}
+    waits: dict[str, int] = {}
+    for number in range(300):
+        if number < 200 and number % 4 == 0:
+            fields = {"priority": -number, "deadline": 1e6 - number}
+            world.add(str(number), prompt_of(5, start=number), request=fields, max_tokens=6)
+            first_seen[str(number)] = number
+        for output in world.step():
+            waits.setdefault(output.request_id, number - first_seen[output.request_id])
+    assert len(waits) == 50
+    assert max(waits.values()) <= 15 + 2 * 6
+    assert world.verify() == 50
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("max_decode_gap", [1, 4])
+def test_whoever_decodes_is_served_within_the_gap(policy: str, max_decode_gap: int) -> None:
+    """A flood of prompts, enough memory: nobody who has begun waits more than max_decode_gap steps."""
+    world = make_world(
+        scheduler_policy=policy,
+        max_decode_gap=max_decode_gap,
+        max_num_batched_tokens=8,
+        max_batch_size=8,
+        num_blocks=400,
+    )
+    last_served: dict[str, int] = {}
+    gaps: list[int] = []
+    for number in range(150):
+        if number < 60:
+            world.add(str(number), prompt_of(9, start=number), max_tokens=6)
+        for output in world.step():
+            gaps.append(number - last_served.get(output.request_id, number))
+            last_served[output.request_id] = number
+    assert max(gaps) <= max_decode_gap + 1
+    world.run()
+    assert world.verify() == 60
+
+
+def test_a_promoted_sequence_is_the_last_to_be_preempted() -> None:
+    world = make_world(scheduler_policy="priority", max_wait_steps=2, max_batch_size=1, num_blocks=8)
+    world.add("running", prompt_of(6), request={"priority": 0}, max_tokens=8)
+    step(world)
+    world.add("meek", prompt_of(6, start=2), request={"priority": 9}, max_tokens=8)
+    for _ in range(4):
+        step(world)
+        world.add(f"pushy {world.scheduler.step}", prompt_of(6, start=3), request={"priority": -1})
+    while world.seq("meek").state == "WAITING":
+        step(world)
+    assert world.scheduler.running[0] is world.seq("meek")
+    world.run()
+    assert world.verify() == len(world.requests)
