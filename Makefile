@@ -19,7 +19,7 @@ PYTHON ?= $(shell for python in python3 python python3.11 python3.12 python3.13 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check format clean distclean
+.PHONY: help setup serve test check lint format clean distclean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -36,6 +36,9 @@ test: $(VENV)/.tools  ## run every test that this machine can run
 
 check: $(VENV)/.tools  ## formatting, lint, types, docs and unit tests: what a commit must pass
 	@scripts/check
+
+lint: $(VENV)/.tools  ## formatting, lint, types and docs, without running a test
+	@scripts/check --static
 
 format: $(VENV)/.tools  ## format the code, apply safe lint fixes and regenerate the docs
 	$(BIN)/ruff format .
