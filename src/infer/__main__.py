@@ -21,7 +21,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `infer` with these arguments (default: those of the process) and return its exit code."""
     try:
-        # not if whoever started us wants it ignored, or looks after it outside Python
+        # not if the parent process has it ignored, or handles it outside Python
         is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if is_ours:
             signal.signal(signal.SIGINT, _leave)

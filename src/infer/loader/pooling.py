@@ -8,8 +8,8 @@ A checkpoint made for embeddings ships them; its vectors have the length 1 if an
 Normalize is among them. Any other model gets what clients of embeddings expect: the last token, which is the
 only one that has seen all of the text, and the length 1, so that a dot product is a cosine.
 
-A step that is not made here (a Dense layer, say) becomes part of the mode's name, which nobody knows: such a
-model is refused when somebody asks for an embedding, for without that step it would be another vector.
+A step that is not made here (a Dense layer, say) becomes part of the mode's name, which is then unknown: such
+a model is refused when an embedding is asked for, for without that step it would be another vector.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _folder(modules: Path, name: str) -> str:
 
 
 def _mode_of(raw: dict[str, Any]) -> str:
-    """Ours if we have it; another by its own name, which is refused when somebody asks for an embedding."""
+    """Ours if we have it; another by its own name, which is refused when an embedding is asked for."""
     set_modes = [key.removeprefix(PREFIX) for key in raw if key.startswith(PREFIX) and raw[key] is True]
     found = str(raw.get("pooling_mode") or "+".join(set_modes) or "lasttoken")
     return MODES.get(found, found)

@@ -110,7 +110,7 @@ class _File:
         if self.mapped is None:
             try:
                 with open(self.path, "rb") as handle:
-                    # private and writable: PyTorch warns about read-only memory, and nobody writes to this
+                    # private and writable: PyTorch warns about read-only memory; nothing is written
                     self.mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
             except (OSError, ValueError) as error:
                 raise CheckpointError(f"cannot map {self.path}: {error}") from None

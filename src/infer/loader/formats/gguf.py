@@ -133,7 +133,7 @@ def read_gguf(path: Path) -> GGUFFile:
     """Parse and check the header of a GGUF file; the tensors stay on disk until they are read."""
     try:
         with open(path, "rb") as handle:
-            # private and writable: PyTorch warns about read-only memory, and nobody writes to this
+            # private and writable: PyTorch warns about read-only memory; nothing is written
             mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None

@@ -3,8 +3,8 @@
 The two formats name the same things differently, and the converter that writes GGUF files also
 changes some tensors. Everything is translated back here, so that weight maps know one language only:
 
-    llama    rows of q and k are reordered, because GGUF turns neighbouring channels where everybody else
-             turns channel i with i + H/2:      (head, 2, H/2)  is stored as  (head, H/2, 2)
+    llama    rows of q and k are reordered, because GGUF rotates neighbouring channels where other formats
+             rotate channel i with i + H/2:      (head, 2, H/2)  is stored as  (head, H/2, 2)
     gemma3   norm weights are stored with 1 added
     gpt2     matrices are stored [out, in], Hugging Face has them [in, out]
 
