@@ -128,12 +128,20 @@ static unsigned short to_bits(float value) {
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to the nearest, and to even from the middle
 }
 #else
-static float to_float(unsigned short bits) { _Float16 x; std::memcpy(&x, &bits, 2); return (float)x; }
+// By bits: C++ has no name for this type that every compiler of every processor knows.
+static float to_float(unsigned short half) {
+    const unsigned int sign = (half & 0x8000u) << 16, magnitude = half & 0x7fff;
+    if (magnitude >= 0x7c00) return __uint_as_float(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
+    if (magnitude >= 0x400) return __uint_as_float(sign | (magnitude + (112 << 10)) << 13);  // 112: 127 - 15
+    return __uint_as_float(sign | __float_as_uint((float)magnitude * 0x1p-24f));
+}
 static unsigned short to_bits(float value) {
-    const _Float16 x = (_Float16)value;
-    unsigned short bits;
-    std::memcpy(&bits, &x, 2);
-    return bits;
+    const unsigned int bits = __float_as_uint(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) return sign | 0x7e00 | (magnitude >> 13 & 0x3ff);
+    if (magnitude >= 0x477ff000) return sign | 0x7c00;  // from halfway to 2^16 on: infinity
+    if (magnitude >= 0x38800000) return sign | (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
+    // Below 2^-14 halves are 2^-24 apart, as floats are from 0.5 on: the addition rounds, to even from the middle.
+    return sign | __float_as_uint(__uint_as_float(magnitude) + 0.5f) - __float_as_uint(0.5f);
 }
 #endif
 static float half_of(unsigned int pair, int i) { return to_float(i ? pair >> 16 : pair & 0xffff); }

@@ -13,19 +13,40 @@ import pytest
 from infer.kernels.attention.decode_cuda import Defines
 
 HERE = Path(__file__).parent
+# A multiplication and an addition stay two roundings, also on processors that always have one for both.
+FLAGS = ("-std=c++17", "-w", "-fPIC", "-ffp-contract=off")
 
 
 def compile_library(emulator: str, source: Path, defines: Defines, *flags: str) -> ctypes.CDLL:
     """By the system's C++ compiler; its `emulate` is a launch."""
+    compiler = find_compiler()
+    with tempfile.TemporaryDirectory() as scratch:
+        library = Path(scratch) / "emulated.so"
+        build_library(compiler, library, emulator, source, defines, *flags)
+        return ctypes.CDLL(str(library))
+
+
+def find_compiler() -> str:
+    """The path of the system's C++ compiler."""
     compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
     if compiler is None:
         pytest.skip("needs a C++ compiler")
+    return compiler
+
+
+def build_library(
+    compiler: str, library: Path, emulator: str, source: Path, defines: Defines, *flags: str
+) -> None:
+    """By this compiler, to this path."""
+    made = str(library.with_suffix(".o"))
     values = [f"-D{name}={value}" for name, value in (*defines, ("KERNEL_SOURCE", f'"{source}"'))]
-    with tempfile.TemporaryDirectory() as scratch:
-        made, library = str(Path(scratch) / "emulated.o"), str(Path(scratch) / "emulated.so")
-        _run(compiler, "-std=c++17", "-w", "-fPIC", *flags, *values, "-c", str(HERE / emulator), "-o", made)
-        _run(compiler, "-shared", made, "-o", library)
-        return ctypes.CDLL(library)
+    _run(compiler, *FLAGS, *flags, *values, "-c", str(HERE / emulator), "-o", made)
+    _run(compiler, "-shared", made, "-o", str(library))
+
+
+def build_program(compiler: str, program: Path, source: str, *flags: str) -> None:
+    """Of one file beside this one."""
+    _run(compiler, *FLAGS, *flags, str(HERE / source), "-o", str(program))
 
 
 def _run(*command: str) -> None:

@@ -18,12 +18,12 @@ from infer.kernels.runtime.cuda_build import as_pointers
 from tests.unit.kernels.attention_contract import Heads
 from tests.unit.kernels.emulated import compile_library
 
+FLAGS = ("-O2", "-fsanitize=alignment", "-fno-toplevel-reorder")  # the emulator explains
+
 
 @functools.cache
 def compile_attention(source: Path, defines: Defines) -> ctypes.CDLL:
-    flags = [f"-DKERNEL={source.stem}", "-O2"]
-    flags += ["-fsanitize=alignment", "-fno-toplevel-reorder"]  # the emulator explains
-    loaded = compile_library("emulated_cuda.cpp", source, defines, *flags)
+    loaded = compile_library("emulated_cuda.cpp", source, defines, f"-DKERNEL={source.stem}", *FLAGS)
     loaded.emulate.restype = ctypes.c_char_p
     return loaded
 
