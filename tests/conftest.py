@@ -5,7 +5,9 @@ collected. The registry is asked through pip, so that a mirror, a proxy or a cer
 user's own configuration counts.
 
 Property tests draw the same examples in every run, so that a failure is of the change and not of the
-day; `pytest --hypothesis-profile=default` draws fresh ones.
+day; `pytest --hypothesis-profile=default` draws fresh ones. PyTorch's random numbers begin anew with every
+test, and oneDNN, which a product can switch off on some processors, is on: which tests ran before in the
+same process changes nothing.
 
 `checkpoint` is the one tiny model of whoever needs any: a Llama with random weights, to be read only.
 
@@ -33,6 +35,14 @@ def _log_as_imported() -> None:
     logger = logging.getLogger("infer")
     logger.handlers, logger.propagate = [], True
     logger.setLevel(logging.NOTSET)
+
+
+@pytest.hookimpl(tryfirst=True)  # before the test's fixtures
+def pytest_runtest_setup() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None:  # tests that do without it stay quick
+        torch.manual_seed(0)
+        torch.backends.mkldnn.enabled = True
 
 
 @functools.cache

@@ -15,14 +15,18 @@ narrower instruction sets by ONEDNN_MAX_CPU_ISA), for matrices of 576x1536 .. 20
     bfloat16, AVX512_BF16     1.0 .. 1.2         0.8 .. 0.9
     bfloat16, AVX512          1.0 .. 2.0         0.3
 
-So only AMX earns bfloat16 by itself. float16 is never chosen on a CPU; whoever forces a slow format
-gets it, with a warning. The choice depends on the machine alone, never on a timing made at start: the
+So only AMX earns bfloat16 by itself. float16 is never chosen on a CPU; a slow format that is asked for
+is used, with a warning. The choice depends on the machine alone, never on a timing made at start: the
 same command must give the same numbers twice.
+
+On ARM without bfloat16, PyTorch would ask oneDNN for a product of it, be refused and warn. There oneDNN
+is switched off when such a model is loaded, and PyTorch's own loops multiply.
 """
 
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -43,6 +47,28 @@ def choose_dtype(name: str, device: torch.device, stored: torch.dtype | None) ->
     if name not in DTYPES:
         raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {name!r}")
     return DTYPES[name]
+
+
+def avoid_refused_products(dtype: torch.dtype, device: torch.device) -> None:
+    """Have bfloat16 multiplied without oneDNN in this process, if oneDNN refuses it on this CPU.
+
+    PyTorch does the same by itself, after its first product and a warning about its own insides.
+    """
+    if device.type == "cpu" and dtype is torch.bfloat16 and onednn_refuses_bfloat16():
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+
+
+def onednn_refuses_bfloat16() -> bool:
+    """Whether PyTorch asks oneDNN for products of bfloat16 that it refuses on this CPU.
+
+    On x86 PyTorch asks what the CPU can do before it asks for a product; on ARM it does not.
+    """
+    is_arm = platform.machine() in ("aarch64", "arm64")
+    return is_arm and torch.backends.mkldnn.is_available() and not _onednn_has_bfloat16()
+
+
+def _onednn_has_bfloat16() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def warn_if_slow(dtype: torch.dtype, device: torch.device) -> None:

@@ -30,7 +30,7 @@ from infer.loader.cpu_weights import (
     pack_layers,
     stored_matrices,
 )
-from infer.loader.dtype import choose_dtype, stored_dtype, warn_if_slow
+from infer.loader.dtype import avoid_refused_products, choose_dtype, stored_dtype, warn_if_slow
 from infer.loader.find.default_model import NAME, SAMPLING
 from infer.loader.find.source import ModelSource
 from infer.loader.formats.checkpoint import StoredTensor, open_checkpoint
@@ -153,6 +153,7 @@ def load_model(
         weights, chosen_dtype, reason = choose_format(cpu_weights, dtype, chosen_device, stored, matrices)
         if chosen_device.type == "cpu":
             log.info("weights are kept as %s (%s)", weights, reason)
+    avoid_refused_products(chosen_dtype, chosen_device)
     warn_if_slow(chosen_dtype, chosen_device)
     check(
         LoadChoice(

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from infer.layers.norm import AddNorm, RMSNorm
-from infer.loader.dtype import DTYPES, choose_dtype, warn_if_slow
+from infer.loader.dtype import DTYPES, avoid_refused_products, choose_dtype, warn_if_slow
 from infer.loader.formats.hf_config import read_hf_config
 from infer.loader.load import LoadedModel, build_model, check_length, choose_device
 from infer.models.model import Model
@@ -40,6 +40,7 @@ def load_random(
     chosen_device = choose_device(device)
     stored = DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype")))
     chosen_dtype = choose_dtype(dtype, chosen_device, stored)
+    avoid_refused_products(chosen_dtype, chosen_device)
     warn_if_slow(chosen_dtype, chosen_device)
     context_len = check_length(max_seq_len, config)
     built = config if config.learned_positions else replace(config, context_len=context_len)

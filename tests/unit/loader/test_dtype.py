@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,13 @@ import torch
 
 from infer.errors import ConfigError
 from infer.loader import dtype as dtype_module
-from infer.loader.dtype import choose_dtype, cpu_has_amx, warn_if_slow
+from infer.loader.dtype import (
+    avoid_refused_products,
+    choose_dtype,
+    cpu_has_amx,
+    onednn_refuses_bfloat16,
+    warn_if_slow,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -72,3 +79,55 @@ def test_amx_is_found_in_the_flags_and_nowhere_else(tmp_path: Path) -> None:
     info.write_text("model name : amx_bf16 fan\nflags : fpu avx512_bf16\n")
     assert not cpu_has_amx(info)
     assert not cpu_has_amx(tmp_path / "no such file")
+
+
+@pytest.mark.parametrize(
+    ("machine", "has_bf16", "refuses"),
+    [("aarch64", False, True), ("arm64", False, True), ("aarch64", True, False), ("x86_64", False, False)],
+)
+def test_onednn_refuses_bfloat16_on_arm_without_it(
+    monkeypatch: pytest.MonkeyPatch, machine: str, has_bf16: bool, refuses: bool
+) -> None:
+    monkeypatch.setattr(dtype_module.platform, "machine", lambda: machine)
+    monkeypatch.setattr(dtype_module, "_onednn_has_bfloat16", lambda: has_bf16)
+    assert onednn_refuses_bfloat16() == (refuses and torch.backends.mkldnn.is_available())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "refuses", "stays"),
+    [
+        (torch.bfloat16, CPU, True, False),
+        (torch.bfloat16, CPU, False, True),
+        (torch.bfloat16, GPU, True, True),
+        (torch.float32, CPU, True, True),
+        (torch.float16, CPU, True, True),
+    ],
+)
+def test_onednn_is_switched_off_only_where_it_would_be_asked_in_vain(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, device: torch.device, refuses: bool, stays: bool
+) -> None:
+    monkeypatch.setattr(dtype_module, "onednn_refuses_bfloat16", lambda: refuses)
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", True)
+    avoid_refused_products(dtype, device)
+    assert torch.backends.mkldnn.enabled == stays
+
+
+def test_pytorch_says_whether_onednn_has_bfloat16() -> None:
+    assert isinstance(dtype_module._onednn_has_bfloat16(), bool)
+
+
+def test_a_product_of_bfloat16_is_right_without_onednn_and_no_word_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As this machine decides by itself, and without oneDNN whatever it decides."""
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", True)
+    avoid_refused_products(torch.bfloat16, CPU)
+    x, w = torch.randn(16, 128).bfloat16(), torch.randn(32, 128).bfloat16()
+    exact = x.double() @ w.double().T
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decided = torch.nn.functional.linear(x, w)
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+        forced = torch.nn.functional.linear(x, w)
+    torch.testing.assert_close(decided.double(), exact, rtol=2**-8, atol=2**-8)
+    torch.testing.assert_close(forced.double(), exact, rtol=2**-8, atol=2**-8)
