@@ -14,19 +14,29 @@ def random_logits(rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 4
 
 
+def tolerance(vocab_size: int) -> float:
+    """Of a logprob whose normaliser is a sum of so many float32, in an order that differs between processors.
+
+    A sum of n terms is off by about sqrt(n) roundings (4: far in the tail); another 64 are two roundings of
+    numbers below 32.
+    """
+    return (4 * math.sqrt(vocab_size) + 64) * 2**-24
+
+
 @pytest.mark.parametrize("vocab_size", [3, 97, 49_152])
 def test_values_ranks_and_alternatives_follow_log_softmax(vocab_size: int) -> None:
     logits = random_logits(4, vocab_size)
     chosen = [0, 1, 2, vocab_size - 1]
+    near = tolerance(vocab_size)
     reference = torch.log_softmax(logits.double(), dim=-1)
     for row, found in enumerate(top_logprobs(logits, chosen, [3] * 4)):
         assert found is not None
         ordered = sorted(enumerate(reference[row].tolist()), key=lambda entry: -entry[1])
         assert found.token_id == chosen[row]
-        assert found.logprob == pytest.approx(reference[row, chosen[row]].item(), abs=1e-5)
+        assert found.logprob == pytest.approx(reference[row, chosen[row]].item(), abs=near)
         assert found.rank == 1 + [token_id for token_id, _ in ordered].index(chosen[row])
         assert [token_id for token_id, _ in found.top] == [token_id for token_id, _ in ordered[:3]]
-        assert [value for _, value in found.top] == pytest.approx([v for _, v in ordered[:3]], abs=1e-5)
+        assert [value for _, value in found.top] == pytest.approx([v for _, v in ordered[:3]], abs=near)
 
 
 def test_each_row_gets_the_number_it_asked_for() -> None:
@@ -78,7 +88,7 @@ def test_half_precision_logits_are_normalised_in_float32(dtype: torch.dtype) -> 
     reference = torch.log_softmax(logits.double(), dim=-1)
     for row, found in enumerate(top_logprobs(logits, [7, 8, 9], [0] * 3)):
         assert found is not None
-        assert found.logprob == pytest.approx(reference[row, 7 + row].item(), abs=1e-5)
+        assert found.logprob == pytest.approx(reference[row, 7 + row].item(), abs=tolerance(5000))
 
 
 def test_a_row_reports_the_same_bits_alone_and_in_a_batch() -> None:
