@@ -63,12 +63,13 @@ def onednn_refuses_bfloat16() -> bool:
 
     On x86 PyTorch asks what the CPU can do before it asks for a product; on ARM it does not.
     """
-    is_arm = platform.machine() in ("aarch64", "arm64")
-    return is_arm and torch.backends.mkldnn.is_available() and not _onednn_has_bfloat16()
+    return platform.machine() in ("aarch64", "arm64") and _onednn_lacks_bfloat16()
 
 
-def _onednn_has_bfloat16() -> bool:
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+def _onednn_lacks_bfloat16() -> bool:
+    """False as well where PyTorch was built without oneDNN."""
+    has_bfloat16 = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return has_bfloat16 is not None and not has_bfloat16()
 
 
 def warn_if_slow(dtype: torch.dtype, device: torch.device) -> None:
