@@ -56,7 +56,7 @@ class Live:
         return f"http://127.0.0.1:{self.port}"
 
     def connect(self) -> socket.socket:
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=10)
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=30)
         connection.settimeout(10)
         return connection
 
@@ -141,7 +141,7 @@ def test_a_head_that_never_ends_is_cut_off(live: Live, sent: bytes) -> None:
         started = time.monotonic()
         connection.sendall(sent)
         assert read_all(connection) == b""
-        assert time.monotonic() - started < HEAD_TIMEOUT_S + 5
+        assert time.monotonic() - started < HEAD_TIMEOUT_S + 15
 
 
 def test_a_head_that_trickles_in_is_cut_off_all_the_same(live: Live) -> None:
@@ -149,10 +149,10 @@ def test_a_head_that_trickles_in_is_cut_off_all_the_same(live: Live) -> None:
         connection.sendall(b"GET /health HTTP/1.1\r\n")
         started = time.monotonic()
         with pytest.raises(OSError):
-            while time.monotonic() - started < 8:
+            while time.monotonic() - started < 20:
                 connection.sendall(b"x-a: b\r\n")
                 time.sleep(0.05)
-        assert time.monotonic() - started < 8
+        assert time.monotonic() - started < 20
 
 
 def test_a_second_request_on_a_connection_is_timed_as_well(live: Live) -> None:
