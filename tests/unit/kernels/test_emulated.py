@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from infer.kernels.cuda import decode_attention, decode_projected, linear_ahead, linear_wgmma
-from infer.kernels.cuda.ahead_configs import AheadConfig
-from infer.kernels.cuda.decode_attention import CachedHeads, Defines
-from infer.kernels.cuda.wgmma_configs import WgmmaConfig
+from infer.kernels.attention import decode_cuda as decode_attention
+from infer.kernels.attention import decode_projected
+from infer.kernels.attention.decode_cuda import CachedHeads, Defines
+from infer.kernels.linear import pdl as linear_ahead
+from infer.kernels.linear import wgmma as linear_wgmma
+from infer.kernels.linear.pdl_configs import AheadConfig
+from infer.kernels.linear.wgmma_configs import WgmmaConfig
 from tests.unit.kernels.emulated import build_library, build_program, find_compiler
 from tests.unit.kernels.emulated_cuda import FLAGS as ATTENTION_FLAGS
 from tests.unit.kernels.test_c_aarch64 import EMULATOR, system_root
