@@ -28,7 +28,9 @@ from pathlib import Path
 from benchmarks.machine import facts
 from infer.cache.kv_pool import KVCachePool
 from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
-from infer.config.settings import SchedulerConfig
+from infer.config.defaults import SIMULATED_STEPS
+from infer.config.resolve import resolve_scheduler
+from infer.config.settings import EngineConfig
 from infer.scheduling.request import Request
 from infer.scheduling.scheduler import Scheduler
 from infer.scheduling.sequence import Sequence, SequenceGroup
@@ -72,8 +74,8 @@ def make_pool(layout: str) -> KVCachePool:
 def run(layout: str, lengths: list[tuple[int, int]]) -> Figures:
     """Serve all requests and average over the steps in which the cache was in demand."""
     pool = make_pool(layout)
-    config = SchedulerConfig(max_batch_size=MAX_BATCH_SIZE, preemption="recompute")
-    scheduler = Scheduler(pool, config)
+    config = EngineConfig.from_knobs(max_batch_size=MAX_BATCH_SIZE, preemption="recompute")
+    scheduler = Scheduler(pool, resolve_scheduler(config, 4096, SIMULATED_STEPS))
     for number, (num_prompt, num_output) in enumerate(lengths):
         request = Request(request_id=str(number), prompt=(number % 1000,) * num_prompt)
         group = SequenceGroup(request, max_total=num_prompt + num_output, stop_ids=(), seed=0)

@@ -31,7 +31,7 @@ import torch
 
 from benchmarks.machine import facts
 from infer.config.settings import EngineConfig
-from infer.engine import build
+from infer.engine import build, machine
 from infer.engine.engine import Engine
 from infer.execution.gpu import rows as device_rows
 from infer.execution.gpu.runner import DeviceRunner
@@ -68,7 +68,7 @@ def make_engine(num_rows: int) -> Engine:
         "max_batch_size": num_rows,
         "num_blocks": num_rows * (MAX_TOKENS // BLOCK_SIZE + 4),
     }
-    with mock.patch.object(build, "keeps_state_on_device", lambda backend, device: True):
+    with mock.patch.object(machine, "has_gpu_kernels", lambda device: True):
         engine = build.build_engine(EngineConfig.from_knobs(**knobs), loaded)
     runner = engine._runner
     assert isinstance(runner, DeviceRunner) and engine._steps_ahead

@@ -13,6 +13,8 @@ from collections.abc import Sequence as Seq
 
 from infer.cache.memory import CacheSize
 from infer.client.process import main
+from infer.config.defaults import SIMULATED_STEPS
+from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig
 from infer.engine.build import make_pool
 from infer.engine.engine import Engine
@@ -49,7 +51,12 @@ def make_engine(config: EngineConfig) -> Engine:
     """An engine for 4096 tokens per sequence; the seed knob holds the pace."""
     pool = make_pool(config, CacheSize(65536, 16, bytes_per_token=1))
     runner = NullRunner(config.scheduler.seed)
-    return Engine(Scheduler(pool, config.scheduler), runner, context_len=4096, vocab_size=1000)
+    return Engine(
+        Scheduler(pool, resolve_scheduler(config, 4096, SIMULATED_STEPS)),
+        runner,
+        context_len=4096,
+        vocab_size=1000,
+    )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,9 @@ from typing import Any
 
 from benchmarks.machine import facts
 from infer.cache.paged_pool import PagedKVCachePool
-from infer.config.settings import SchedulerConfig
+from infer.config.defaults import SIMULATED_STEPS
+from infer.config.resolve import resolve_scheduler
+from infer.config.settings import EngineConfig
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
 from infer.scheduling.scheduler import Scheduler
@@ -38,13 +40,13 @@ TARGETS_US = {64: 100.0, 256: 250.0}
 def make_scheduler(num_running: int, num_waiting: int, *, policy: str) -> Scheduler:
     """A scheduler that has computed the prompts of the running ones; the others wait for a place."""
     pool = PagedKVCachePool(num_running * 4096 // BLOCK_SIZE, BLOCK_SIZE)
-    config = SchedulerConfig(
+    config = EngineConfig.from_knobs(
         max_batch_size=num_running,
         max_num_batched_tokens=16384,
         scheduler_policy=policy,
         max_wait_steps=10**9,
     )
-    scheduler = Scheduler(pool, config)
+    scheduler = Scheduler(pool, resolve_scheduler(config, 4096, SIMULATED_STEPS))
     params = SamplingParams(max_tokens=4000)
     for number in range(num_running + num_waiting):
         prompt = tuple((number * 31 + place * 7) % 1000 for place in range(PROMPT_LEN))

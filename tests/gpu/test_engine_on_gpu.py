@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from infer import LLM, SamplingParams
-from infer.engine import build as engine_build
+from infer.config import resolve
 from infer.errors import InferError
 from infer.execution.gpu import step as device_step
 from infer.execution.gpu.graphs import StepSize
@@ -85,7 +85,7 @@ def test_steps_ahead_change_no_token(checkpoint: str, monkeypatch: pytest.Monkey
     known: list[list[int]] = []
     for num_blocks in (None, 40):
         for steps_ahead in (0, 1, 3):
-            monkeypatch.setattr(engine_build, "STEPS_AHEAD", steps_ahead)
+            monkeypatch.setattr(resolve, "STEPS_AHEAD", steps_ahead)
             knobs: dict[str, Any] = {"block_size": 4, "num_blocks": num_blocks, "max_batch_size": 8}
             llm = LLM(checkpoint, device="cuda", dtype="float32", **knobs)
             assert llm.engine._steps_ahead == steps_ahead

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from infer.config.resolve import Machine, uses_gpu_runner
 from infer.config.settings import EngineConfig
-from infer.engine import build
+from infer.engine import build, machine
 from infer.engine.engine import Engine
 from infer.errors import ConfigError
 from infer.execution.gpu import step as device_step
@@ -69,7 +70,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedLaunch]:
         monkeypatch.setattr(module, "prepare_launch", functools.partial(prepare, module))
         monkeypatch.setattr(module, "index_of", lambda device: 0)
         monkeypatch.setattr(module, "launch_options", lambda device: {"PDL": False})
-    monkeypatch.setattr(build, "keeps_state_on_device", lambda backend, device: backend != "naive")
+    monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
     monkeypatch.setattr(device_step, "use_triton", lambda tensor: True)  # as on a GPU
     monkeypatch.setattr(decode_attention, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(DecodeWork, "plan", plan_on_host)
@@ -176,4 +177,4 @@ def test_a_model_the_kernel_cannot_serve_is_refused_when_the_engine_is_built(
 def test_flash_and_cuda_need_a_gpu() -> None:
     for backend in ("flash", "cuda"):
         with pytest.raises(ConfigError, match=f"attention_backend={backend} needs a GPU"):
-            build.keeps_state_on_device(backend, torch.device("cpu"))
+            uses_gpu_runner(backend, Machine(device="cpu"))

@@ -14,8 +14,10 @@ from unittest import mock
 import pytest
 import torch
 
-from infer.engine import build
-from infer.engine.engine import STEPS_AHEAD, Engine
+from infer.config import resolve
+from infer.config.defaults import STEPS_AHEAD
+from infer.engine import machine
+from infer.engine.engine import Engine
 from infer.execution.gpu import graphs, step_inputs
 from infer.execution.gpu import rows as device_rows
 from infer.execution.gpu.runner import DeviceRunner
@@ -26,7 +28,7 @@ from tests.support.checkpoints import FAMILIES
 from tests.support.tiny import make_engine, random_prompts, run_engine
 
 NUM_PROMPTS = 10
-KEEPS_STATE_ON_DEVICE = build.keeps_state_on_device
+HAS_GPU_KERNELS = machine.has_gpu_kernels
 
 
 def make_params(number: int) -> SamplingParams:
@@ -50,7 +52,7 @@ ON_HOST = [
 
 def run_on_cpu(family: str, requests: list[tuple[list[int], SamplingParams]]) -> list[list[list[int]]]:
     """What the runner of the CPU makes of it, whatever a fixture says."""
-    with mock.patch.object(build, "keeps_state_on_device", KEEPS_STATE_ON_DEVICE):
+    with mock.patch.object(machine, "has_gpu_kernels", HAS_GPU_KERNELS):
         engine = make_engine(family)
     assert not isinstance(engine._runner, DeviceRunner)
     return run_engine(engine, requests)
@@ -63,7 +65,7 @@ def expected(family: str, with_host: bool) -> list[list[list[int]]]:
 
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "keeps_state_on_device", lambda backend, device: True)
+    monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
 
 
 def make_device_engine(family: str, **knobs: Any) -> Engine:
@@ -83,7 +85,7 @@ def test_state_on_the_device_changes_no_token(family: str, use_overlap: bool) ->
 
 @pytest.mark.usefixtures("on_device")
 def test_only_a_small_model_has_several_steps_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "SMALL_MODEL_WEIGHTS", 100)
+    monkeypatch.setattr(resolve, "SMALL_MODEL_WEIGHTS", 100)
     assert make_device_engine("llama")._steps_ahead == 1
     assert make_device_engine("llama", use_overlap=False)._steps_ahead == 0
     assert make_device_engine("llama", kv_cache_backend="naive")._steps_ahead == 0
@@ -131,7 +133,7 @@ def run_with_leavers(engine: Engine) -> list[list[int]]:
 def test_steps_ahead_change_no_token(knobs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     found = {}
     for steps_ahead in (0, 1, 3):
-        monkeypatch.setattr(build, "STEPS_AHEAD", steps_ahead)
+        monkeypatch.setattr(resolve, "STEPS_AHEAD", steps_ahead)
         engine = make_device_engine("qwen3", **knobs)
         assert engine._steps_ahead == steps_ahead
         found[steps_ahead] = run_with_leavers(engine)

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig
-from infer.engine.build import build_engine, resolve_scheduler
+from infer.engine.build import build_engine
 from infer.errors import ConfigError
 from infer.execution.runner import sequence_seed
 from infer.sampling.params import SamplingParams

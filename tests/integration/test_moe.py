@@ -10,8 +10,9 @@ import torch
 
 from infer.bench.roofline import shape_of
 from infer.config.settings import EngineConfig, LoadConfig
-from infer.engine import build
-from infer.engine.build import build_engine, layer_sizes
+from infer.engine import machine
+from infer.engine.build import build_engine
+from infer.engine.cache_fit import layer_sizes
 from infer.execution.gpu.runner import DeviceRunner
 from infer.frontend.prompts import TextFront
 from infer.kernels.cpu.library import library
@@ -53,7 +54,7 @@ def test_neither_defaults_nor_preemption_change_a_token(family: str) -> None:
 
 @both_families
 def test_the_runner_of_a_gpu_gives_the_same_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "keeps_state_on_device", lambda backend, device: True)
+    monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
     engine = make_engine(family)
     assert isinstance(engine._runner, DeviceRunner)
     assert run_engine(engine, REQUESTS) == expected(family)

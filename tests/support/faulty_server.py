@@ -23,6 +23,8 @@ from infer.cache.memory import CacheSize
 from infer.client.process import main as engine_main
 from infer.client.process_client import ProcessClient
 from infer.client.supervisor import RestartPolicy
+from infer.config.defaults import SIMULATED_STEPS
+from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig
 from infer.engine.build import make_pool
 from infer.engine.engine import Engine
@@ -56,7 +58,7 @@ class ObedientRunner(OracleRunner):
 def make_engine(config: EngineConfig) -> Engine:
     """A small engine."""
     pool = make_pool(config, CacheSize(256, 4, bytes_per_token=1))
-    scheduler = Scheduler(pool, config.scheduler)
+    scheduler = Scheduler(pool, resolve_scheduler(config, 4096, SIMULATED_STEPS))
     return Engine(scheduler, ObedientRunner(pool), context_len=CONTEXT_LEN, vocab_size=VOCAB_SIZE)
 
 

@@ -20,7 +20,9 @@ import numpy as np
 
 from infer.cache.kv_pool import KVCachePool
 from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
-from infer.config.settings import SchedulerConfig
+from infer.config.defaults import SIMULATED_STEPS
+from infer.config.resolve import resolve_scheduler
+from infer.config.settings import CacheConfig, EngineConfig, SchedulerConfig
 from infer.engine.engine import Engine
 from infer.engine.observer import EngineObserver
 from infer.execution.batch import BlockRows
@@ -227,10 +229,15 @@ class OracleWorld:
                 num_host_blocks=num_host_blocks,
                 placement_seed=placement_seed,
             )
-        config = SchedulerConfig(**({"max_batch_size": 8, "max_num_batched_tokens": 64} | scheduler_knobs))
+        settings = SchedulerConfig(**({"max_batch_size": 8, "max_num_batched_tokens": 64} | scheduler_knobs))
+        config = resolve_scheduler(
+            EngineConfig(scheduler=settings, cache=CacheConfig(num_host_blocks=num_host_blocks)),
+            1,
+            SIMULATED_STEPS,
+        )
         keeps_cache = kv_cache_backend != "naive"
         self.scheduler = Scheduler(self.pool, config, cost=cost, keeps_cache=keeps_cache)
-        self.runner = OracleRunner(self.pool, num_host_blocks, max_batch_size=config.width)
+        self.runner = OracleRunner(self.pool, num_host_blocks, max_batch_size=config.max_batch_size)
         self.observer = PlanList()
         self.eos_ids = eos_ids
         self.engine = Engine(
@@ -310,7 +317,7 @@ class OracleWorld:
         assert scheduler.running == sorted((s for s in live if s.is_running), key=lambda s: s.sort_key)
         assert scheduler.num_waiting == sum(not s.is_running for s in live)
         num_slots = sum(seq.num_slots for seq in scheduler.running)
-        assert scheduler._slots_used == num_slots <= scheduler.config.width
+        assert scheduler._slots_used == num_slots <= scheduler.config.max_batch_size
         for seq in live:
             assert seq.finish_reason is None
             num_late = seq.num_tokens - len(seq.tokens)

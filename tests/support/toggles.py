@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig
-from infer.engine.build import resolve_scheduler
 from infer.errors import ConfigError
 
 CONTEXT_LEN = 60  # of the models and oracles that run the rows

@@ -28,7 +28,8 @@ from infer.bench.simulated import run_virtual
 from infer.bench.target import Subject
 from infer.bench.workloads import Arrival, Session, Turn, Workload
 from infer.cache.memory import kv_bytes_per_token, step_bytes
-from infer.engine.build import layer_sizes, resolve_scheduler, step_defaults
+from infer.engine.build import resolve_for
+from infer.engine.cache_fit import layer_sizes
 from infer.errors import EngineError
 from infer.kernels.attention.paged import attend_paged
 
@@ -113,7 +114,7 @@ def bench_memory(subject: Subject, *, seed: int, tell: Tell) -> Report:
     loaded, config = subject.loaded, subject.loaded.config
     engine = subject.engine()
     stats = engine.stats()
-    scheduler = resolve_scheduler(subject.config, loaded.max_seq_len, step_defaults(loaded.device, config))
+    scheduler = resolve_for(subject.config, loaded).scheduler
     per_token = kv_bytes_per_token(
         config.num_layers, config.num_kv_heads, config.head_dim, loaded.dtype.itemsize
     )

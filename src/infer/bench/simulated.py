@@ -15,8 +15,10 @@ from infer.bench.report import Row, make_row
 from infer.bench.run_offline import DriveResult, drive
 from infer.bench.workloads import Arrival, Session, Turn, Workload, make_workload
 from infer.cache.memory import size_cache
-from infer.config.settings import SIMULATED_STEPS, EngineConfig, knob_table
-from infer.engine.build import make_pool, resolve_scheduler
+from infer.config.defaults import SIMULATED_STEPS
+from infer.config.resolve import resolve_scheduler
+from infer.config.settings import EngineConfig, knob_table
+from infer.engine.build import make_pool
 from infer.engine.engine import Engine
 from infer.scheduling.scheduler import Scheduler
 from infer.tools.simulate import SimulatedRunner
@@ -47,8 +49,7 @@ def run_virtual(workload: Workload, cost: StepCost = SLOW_MACHINE, **knobs: Any)
         config.cache, scheduler_config, max_seq_len=max_seq_len, bytes_per_token=1, free_bytes=0
     )
     runner = SimulatedRunner(cost)
-    keeps_cache = config.cache.kv_cache_backend != "naive"
-    scheduler = Scheduler(make_pool(config, size), scheduler_config, keeps_cache=keeps_cache)
+    scheduler = Scheduler(make_pool(config, size), scheduler_config, keeps_cache=config.cache.keeps_cache)
     engine = Engine(scheduler, runner, context_len=max_seq_len, vocab_size=VOCAB_SIZE)
 
     def wait(seconds: float) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from infer.bench.roofline import Shape, shape_of
 from infer.config.settings import EngineConfig
-from infer.engine.build import build_engine, resolve_scheduler, step_defaults
+from infer.engine.build import build_engine, resolve_for
 from infer.engine.engine import Engine
 from infer.engine.run_manifest import shareable_knobs
 from infer.errors import ConfigError
@@ -107,8 +107,7 @@ class Subject:
     def knobs(self) -> dict[str, Any]:
         """What a report says about the configuration: what `auto` meant here, not that it was asked for."""
         max_seq_len = self.loaded.max_seq_len
-        defaults = step_defaults(self.device, self.loaded.config)
-        scheduler = resolve_scheduler(self.config, max_seq_len, defaults)
+        scheduler = resolve_for(self.config, self.loaded).scheduler
         chosen = {name: getattr(scheduler, name, None) for name in shareable_knobs(self.config)}
         chosen |= {"dtype": str(self.loaded.dtype).removeprefix("torch."), "device": self.device.type}
         chosen |= {"max_seq_len": max_seq_len, "num_threads": torch.get_num_threads()}

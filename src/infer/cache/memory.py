@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infer.config.knobs import parse_bytes
-from infer.config.settings import CacheConfig, SchedulerConfig
+from infer.config.resolve import ResolvedScheduler
+from infer.config.settings import CacheConfig
 from infer.errors import ConfigError
 
 CPU_SHARE = 0.25  # of the memory that is free, for the KV cache of a model on the CPU
@@ -88,21 +89,20 @@ def workspace_share(num_layers: int, *, gathers: bool = True) -> float:
 
 
 def step_bytes(
-    scheduler: SchedulerConfig, sizes: LayerSizes, *, max_seq_len: int, bytes_per_element: int
+    scheduler: ResolvedScheduler, sizes: LayerSizes, *, max_seq_len: int, bytes_per_element: int
 ) -> int:
     """Bytes of activations of the largest step this scheduler may plan."""
-    assert scheduler.max_num_batched_tokens is not None, "the scheduler's budget is resolved first"
     return activation_bytes(
         sizes,
-        num_tokens=min(scheduler.max_num_batched_tokens, scheduler.width * max_seq_len),
-        num_rows=scheduler.width,
+        num_tokens=min(scheduler.max_num_batched_tokens, scheduler.max_batch_size * max_seq_len),
+        num_rows=scheduler.max_batch_size,
         bytes_per_element=bytes_per_element,
     )
 
 
 def fit_cache(
     cache: CacheConfig,
-    scheduler: SchedulerConfig,
+    scheduler: ResolvedScheduler,
     sizes: LayerSizes,
     *,
     max_seq_len: int,
@@ -184,7 +184,7 @@ def check_host_blocks(num_host_blocks: int, size: CacheSize, free_bytes: int) ->
 
 def size_cache(
     cache: CacheConfig,
-    scheduler: SchedulerConfig,
+    scheduler: ResolvedScheduler,
     *,
     max_seq_len: int,
     bytes_per_token: int,
@@ -195,13 +195,13 @@ def size_cache(
         num_tokens = cache.num_blocks * cache.block_size
     else:
         budget = parse_bytes(cache.kv_cache_memory) if cache.kv_cache_memory is not None else free_bytes
-        wanted = scheduler.width * (-(-max_seq_len // cache.block_size) * cache.block_size)
+        wanted = scheduler.max_batch_size * (-(-max_seq_len // cache.block_size) * cache.block_size)
         num_tokens = min(budget // bytes_per_token, wanted)
     is_contiguous = cache.kv_cache_backend == "contiguous"
     block_size = max_seq_len if is_contiguous else cache.block_size
     num_blocks = num_tokens // block_size
     if is_contiguous:
-        num_blocks = min(num_blocks, scheduler.width)
+        num_blocks = min(num_blocks, scheduler.max_batch_size)
     if num_blocks < 1:
         unit = f"sequence of max_seq_len {max_seq_len}" if is_contiguous else f"block of {block_size} tokens"
         given = _asker(cache) or "what is left for the KV cache"

@@ -19,36 +19,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
+from infer.config.defaults import (
+    CPU_STEPS,
+    GPU_STEPS,
+    LARGE_GPU_BYTES,
+    LARGE_GPU_STEPS,
+    SMALL_MODEL_MIXED_TOKENS,
+    SMALL_MODEL_WEIGHTS,
+)
 from infer.config.knobs import KnobRow, check_choice, check_positive, knob, knob_rows, parse_bytes, parse_knob
+from infer.config.resolve import Machine, ModelFacts, ResolvedConfig, resolve
 from infer.errors import ConfigError, closest
 
 MAX_THREADS = 1024  # far more makes the thread library crash
 MAX_SEQUENCES = 128  # n, best_of or beams of one request, whoever asks; a server's max_n may allow fewer
-
-
-class StepDefaults(NamedTuple):
-    """How large the steps of a device are where nobody says so: long enough to be efficient, and no longer.
-
-    Whoever decodes waits for the whole step. On a CPU 512 tokens of a prompt are nearly a second. On a GPU a
-    small model decodes through kernels for few tokens, and a step with a long piece of a prompt would leave
-    them: it gets short pieces. A large model's step is long anyway, and its prompts would only wait longer.
-    """
-
-    batch_size: int
-    batched_tokens: int
-    chunk_size: int | None  # None: the step's
-    mixed_tokens: int | None
-
-
-CPU_STEPS = StepDefaults(batch_size=64, batched_tokens=512, chunk_size=512, mixed_tokens=128)
-GPU_STEPS = StepDefaults(batch_size=256, batched_tokens=8192, chunk_size=None, mixed_tokens=128)
-LARGE_GPU_STEPS = GPU_STEPS._replace(batched_tokens=16384)  # the host launches half as many kernels per token
-LARGE_GPU_BYTES = 64 << 30
-SMALL_MODEL_MIXED_TOKENS = 32  # on a GPU: with as many rows that decode, the 64 tokens of its fastest kernels
-SMALL_MODEL_WEIGHTS = 1_500_000_000  # of all layers that one token meets; a model with more is not small
-SIMULATED_STEPS = StepDefaults(batch_size=64, batched_tokens=2048, chunk_size=512, mixed_tokens=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +122,16 @@ class CacheConfig:
             if self.num_blocks is not None:
                 raise ConfigError("num_blocks and kv_cache_memory both size the KV cache; give one of them")
 
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether keys and values survive a step."""
+        return self.kv_cache_backend != "naive"
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether prompts that start alike share blocks: only the paged cache can."""
+        return self.use_prefix_caching and self.kv_cache_backend == "paged"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -198,28 +194,13 @@ class SchedulerConfig:
         check_positive(self, "max_batch_size", "max_num_batched_tokens", "prefill_chunk_size")
         check_positive(self, "mixed_prefill_tokens")
         check_positive(self, "max_wait_steps", "max_decode_gap", "max_waiting")
-        budget = self.budget
-        if self.width > budget:
+        width, budget = self.max_batch_size, self.max_num_batched_tokens
+        if width is not None and budget is not None and width > budget:
             raise ConfigError(
-                f"max_batch_size is {self.width} but a step computes at most "
+                f"max_batch_size is {width} but a step computes at most "
                 f"max_num_batched_tokens={budget} tokens, so not every running sequence "
                 "could decode; lower max_batch_size or raise max_num_batched_tokens"
             )
-
-    @property
-    def width(self) -> int:
-        """Sequences that may run at once."""
-        return self.max_batch_size or SIMULATED_STEPS.batch_size
-
-    @property
-    def budget(self) -> int:
-        """Tokens one step may compute."""
-        return self.max_num_batched_tokens or max(SIMULATED_STEPS.batched_tokens, self.width)
-
-    @property
-    def chunk_len(self) -> int:
-        """Tokens of one prompt that one step may compute."""
-        return self.prefill_chunk_size or SIMULATED_STEPS.chunk_size or self.budget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,6 +263,10 @@ class EngineConfig:
             chosen = {k: parse_knob(table[k], v) for k, v in knobs.items() if table[k].section == section}
             sections[section] = section_type(**chosen)
         return cls(**sections)
+
+    def resolve(self, machine: Machine, model: ModelFacts) -> ResolvedConfig:
+        """Return what these settings mean on this machine for this model."""
+        return resolve(self, machine, model)
 
     def knobs(self) -> dict[str, Any]:
         """The inverse of `from_knobs`: every knob with its value, flat."""

@@ -44,7 +44,7 @@ def admit(
         raise RequestError("beam search needs a KV cache, and kv_cache_backend=naive keeps none")
     tokens = check_token_ids(request, vocab_size)
     check_order(request)
-    check_width(request, config.width)
+    check_width(request, config.max_batch_size)
     max_total = longest_total(request, context_len, scheduler.pool)
     stop_ids = params.stop_token_ids if params.ignore_eos else (*eos_ids, *params.stop_token_ids)
     seed = config.seed * SEED_STRIDE + number if params.seed is None else params.seed

@@ -55,15 +55,6 @@ Embedder = Callable[[Seq[int], str], list[float]]  # (prompt, pooling) -> embedd
 
 MAX_EMPTY_STEPS = 3
 
-STEPS_AHEAD = 3
-"""Of a model whose steps are short, while all decode and nobody waits.
-
-A step of a small model takes half a millisecond, and a host that another thread or the system keeps away
-for one or two of them would leave the device without work. The price: a newcomer's first step stands
-behind those already launched, and whoever stops at an id has so many tokens computed in vain. Where a
-step takes several milliseconds no host is that late, and the price is what one would feel: there it is 1.
-"""
-
 
 class _Flight(NamedTuple):
     """A step the device is working on."""

@@ -1,9 +1,10 @@
-"""The one line a start says about an engine: what fits into it, and what computes it.
+"""The one line that a start logs about an engine: what fits into it, and what computes it.
 
-    SmolLM2: context of 8192 tokens, 64 places in the batch, KV cache of 5.6 GiB (130112 tokens),
-             computed on cpu with 4 thread(s) and kernels in C, weights int4, the rest float32
+    engine built model=SmolLM2-135M-Instruct max_seq_len=8192 max_batch_size=64 kv_cache=5.6GiB
+        kv_cache_tokens=130112 prefix_caching=on device=cpu threads=4 kernels=c weights=int4 dtype=float32
 
-Whoever wonders why a prompt is refused, why requests wait, or why it is slow finds the first answer here.
+It answers first why a prompt is refused, why requests wait, and why a step is slow. A setting that another
+setting turns off is named at the end, as `note="..."`.
 """
 
 from __future__ import annotations
@@ -11,28 +12,31 @@ from __future__ import annotations
 import torch
 
 from infer.cache.memory import CacheSize, format_bytes
-from infer.config.settings import SchedulerConfig
-from infer.execution.cpu_step import attention_gathers
+from infer.config.resolve import ResolvedConfig
 from infer.loader.cpu_weights import PACKED
-from infer.loader.load import LoadedModel
 
 
-def describe_engine(
-    loaded: LoadedModel, scheduler: SchedulerConfig, size: CacheSize, attention_backend: str
-) -> str:
-    """The facts that a start has decided, as the line of the log."""
-    dtype = str(loaded.dtype).removeprefix("torch.")
-    return (
-        f"{loaded.name}: context of {loaded.max_seq_len} tokens, {scheduler.width} places in the batch, "
-        f"KV cache of {format_bytes(size.num_bytes)} ({size.num_tokens} tokens), "
-        f"computed on {_computer(loaded, attention_backend)}, weights {loaded.weights}, the rest {dtype}"
-    )
+def describe_engine(model: str, config: ResolvedConfig, size: CacheSize) -> str:
+    """Return the line: a fixed text and what a start has decided, as key=value."""
+    pairs = {
+        "model": model,
+        "max_seq_len": config.max_seq_len,
+        "max_batch_size": config.scheduler.max_batch_size,
+        "kv_cache": format_bytes(size.num_bytes).replace(" ", ""),
+        "kv_cache_tokens": size.num_tokens,
+        "prefix_caching": "on" if config.use_prefix_caching else "off",
+        **_computer(config),
+        "weights": config.weights.replace(" ", "_"),
+        "dtype": config.dtype,
+    }
+    line = "engine built " + " ".join(f"{key}={value}" for key, value in pairs.items())
+    note = config.reasons.get("use_prefix_caching")
+    return line if note is None else f'{line} note="use_prefix_caching is {note}"'
 
 
-def _computer(loaded: LoadedModel, attention_backend: str) -> str:
-    device = loaded.device
-    if device.type != "cpu":
-        return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
-    gathers = attention_gathers(attention_backend, device, loaded.dtype, loaded.config.head_dim)
-    kernels = "PyTorch's kernels" if gathers and loaded.weights not in PACKED else "kernels in C"
-    return f"cpu with {torch.get_num_threads()} thread(s) and {kernels}"
+def _computer(config: ResolvedConfig) -> dict[str, object]:
+    if config.device.startswith("cuda"):
+        name = torch.cuda.get_device_name(config.device)
+        return {"device": config.device, "gpu": name.replace(" ", "_")}
+    kernels = "torch" if config.gathers_kv and config.weights not in PACKED else "c"
+    return {"device": config.device, "threads": torch.get_num_threads(), "kernels": kernels}

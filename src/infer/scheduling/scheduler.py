@@ -26,7 +26,7 @@ from functools import partial
 from operator import attrgetter
 
 from infer.cache.kv_pool import KVCachePool
-from infer.config.settings import SchedulerConfig
+from infer.config.resolve import ResolvedScheduler
 from infer.scheduling.lockstep import Lockstep
 from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, PlanDraft, StepPlan
 from infer.scheduling.policies import make_policy
@@ -45,7 +45,7 @@ class Scheduler:
     def __init__(
         self,
         pool: KVCachePool,
-        config: SchedulerConfig,
+        config: ResolvedScheduler,
         *,
         cost: PreemptionCost | None = None,
         keeps_cache: bool = True,
@@ -53,7 +53,7 @@ class Scheduler:
         self.pool = pool
         self.config = config
         self.policy = make_policy(config.scheduler_policy)
-        self._max_num_batched_tokens = config.budget
+        self._max_num_batched_tokens = config.max_num_batched_tokens
         self.cost = cost or PreemptionCost()
         self.keeps_cache = keeps_cache  # False: every step starts from an empty cache (the naive baseline)
         self.step = 0
@@ -124,7 +124,7 @@ class Scheduler:
         """Choose the work of one step and reserve the blocks it needs."""
         self.step += 1
         draft = PlanDraft(self._max_num_batched_tokens)
-        may_admit = self.num_waiting > 0 and self._slots_used < self.config.width
+        may_admit = self.num_waiting > 0 and self._slots_used < self.config.max_batch_size
         again = None if may_admit else self._lockstep.next_chunks(partial(self._reserve, draft=draft))
         if again is not None:
             return draft.to_plan(self.step, again)
@@ -279,7 +279,8 @@ class Scheduler:
             seq = self._waiting.first(self.step)
             group = seq.group.unfinished if seq.is_beam else [seq]
             num_slots = self._slots_used + sum(member.num_slots for member in group)
-            if num_slots > self.config.width or seq.num_tokens > len(seq.tokens):  # its last id is on its way
+            last_id_is_late = seq.num_tokens > len(seq.tokens)
+            if num_slots > self.config.max_batch_size or last_id_is_late:
                 break
             # Beams that came back one by one could wait for each other for ever, each holding blocks.
             if len(group) > 1 and sum(map(self._num_blocks, group)) > self.pool.num_free_blocks:
@@ -336,7 +337,7 @@ class Scheduler:
         if seq.is_beam and seq.num_tokens > seq.num_prompt:
             pending -= 1  # it was preempted, and its last token is computed with those of the other beams
         if self.config.use_chunked_prefill and self.keeps_cache:
-            return min(pending, budget, self.config.chunk_len)
+            return min(pending, budget, self.config.prefill_chunk_size)
         return pending if pending <= budget else 0
 
     def _num_blocks(self, seq: Sequence) -> int:

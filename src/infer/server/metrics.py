@@ -84,7 +84,7 @@ class EngineMeter:
         stats = self.client.stats()
         labels = {"block_size": str(stats.block_size), "num_gpu_blocks": str(stats.num_blocks)}
         if self.cache is not None:
-            labels["enable_prefix_caching"] = str(self.cache.use_prefix_caching)
+            labels["enable_prefix_caching"] = str(self.cache.caches_prefixes)
             labels["kv_cache_backend"] = self.cache.kv_cache_backend
             labels["num_cpu_blocks"] = str(self.cache.num_host_blocks)
         return labels

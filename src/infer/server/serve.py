@@ -30,6 +30,7 @@ from typing import Any
 
 import uvicorn
 
+from infer.config.resolve import Machine, check_machine
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.errors import ConfigError, EngineLost
 from infer.loader.find.source import check_model
@@ -72,14 +73,7 @@ def serve(
 def _check_device(config: EngineConfig) -> None:
     """Refuse a device that is not there, and what was asked for and cannot be had on it."""
     device = choose_device(config.load.device)
-    steps = config.run
-    is_asked = steps.use_cuda_graphs or steps.use_overlap or steps.use_cpu_program
-    if is_asked or config.cache.attention_backend != "auto":
-        from infer.engine.build import (
-            check_steps,
-        )  # a server whose engines are processes has no other use for it
-
-        check_steps(config, device)
+    check_machine(config, Machine(device=str(device), has_gpu_kernels=device.type == "cuda"))
 
 
 async def run(

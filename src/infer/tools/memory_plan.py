@@ -36,8 +36,10 @@ from infer.cache.memory import (
 )
 from infer.cache.memory import format_bytes as format_bytes
 from infer.config.knobs import parse_bytes
-from infer.config.settings import EngineConfig, StepDefaults
-from infer.engine.build import check_knobs, fit_to_device, layer_sizes, resolve_scheduler, step_defaults
+from infer.config.resolve import Machine, ModelFacts, ResolvedScheduler, resolve_scheduler, step_defaults
+from infer.config.settings import EngineConfig
+from infer.engine.build import resolve_for
+from infer.engine.cache_fit import fit_to_device, layer_sizes
 from infer.errors import CheckpointError, ConfigError
 from infer.execution.cpu_step import attention_gathers
 from infer.loader.cpu_weights import PACKED, WeightFormat, choose_format, packed_bytes, stored_matrices
@@ -58,7 +60,7 @@ CONCURRENCIES = (1, 4, 16, 64, 256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class MachineMemory:
     """How much memory there is, and what part of it a cache takes if nobody says."""
 
     kind: str  # "gpu" or "cpu"
@@ -72,9 +74,13 @@ class Machine:
         """Where its tensors would live."""
         return torch.device("cuda" if self.kind == "gpu" else "cpu")
 
-    def step_defaults(self, model: ModelConfig) -> StepDefaults:
-        """How large steps are there unless somebody says so; that others use memory does not change it."""
-        return step_defaults(self.device, model, self.total or self.memory)
+    def scheduler_for(self, config: EngineConfig, model: ModelConfig, max_seq_len: int) -> ResolvedScheduler:
+        """Return the scheduler's limits there; memory that other processes use does not change them."""
+        machine = Machine(
+            device=self.device.type, gpu_memory=(self.total or self.memory) if self.kind == "gpu" else None
+        )
+        facts = ModelFacts(max_seq_len=max_seq_len, num_layer_weights=model.all_layer_weights)
+        return resolve_scheduler(config, max_seq_len, step_defaults(machine, facts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +92,7 @@ class MemoryPlan:
     stored_bytes: int  # of the weights on disk; 0: there are none yet
     dtype: str
     weight_format: str  # int8, int4 or int4+int8 where a CPU packs them, else the dtype
-    machine: Machine
+    machine: MachineMemory
     weights: int
     activations: int
     workspace: int
@@ -136,16 +142,18 @@ class MemoryPlan:
 
 def check_settings(config: EngineConfig, choice: LoadChoice) -> None:
     """Refuse knobs that no engine can be built with, by its own rules, before a weight is read."""
-    scheduler = check_knobs(config, choice)
+    resolved = resolve_for(config, choice)
     dtype = str(choice.dtype).removeprefix("torch.")
     weights = weight_bytes(choice.headers, stored_parameters(choice.headers), dtype, choice.weights)
-    fit_to_device(config, scheduler, choice, weight_bytes=weights)
+    fit_to_device(resolved, choice, weight_bytes=weights)
 
 
-def plan_memory(config: EngineConfig, headers: ModelHeaders, machine: Machine, *, dtype: str) -> MemoryPlan:
+def plan_memory(
+    config: EngineConfig, headers: ModelHeaders, machine: MachineMemory, *, dtype: str
+) -> MemoryPlan:
     """Divide the memory of a machine, or say what would fit instead."""
     max_seq_len = check_length(config.load.max_seq_len, headers.config)
-    scheduler = resolve_scheduler(config, max_seq_len, machine.step_defaults(headers.config))
+    scheduler = machine.scheduler_for(config, headers.config, max_seq_len)
     model_config, bytes_each = headers.config, DTYPES[dtype].itemsize
     num_parameters, num_table_bytes = count_parameters(headers)
     weight_format = plan_format(config, headers, machine)
@@ -189,7 +197,7 @@ def plan_memory(config: EngineConfig, headers: ModelHeaders, machine: Machine, *
         cache=cache,
         max_seq_len=max_seq_len,
         context_len=model_config.context_len,
-        max_batch_size=scheduler.width,
+        max_batch_size=scheduler.max_batch_size,
         mixed_prefill_tokens=scheduler.mixed_prefill_tokens,
         config=config,
     )
@@ -202,7 +210,9 @@ def plan_memory(config: EngineConfig, headers: ModelHeaders, machine: Machine, *
     return plan
 
 
-def _too_small(config: EngineConfig, headers: ModelHeaders, machine: Machine, dtype: str, parts: str) -> str:
+def _too_small(
+    config: EngineConfig, headers: ModelHeaders, machine: MachineMemory, dtype: str, parts: str
+) -> str:
     """What does not fit, and the first change that would make it fit, or how far the last one is from it."""
     model, runtime = headers.config, machine.runtime
     max_seq_len = check_length(config.load.max_seq_len, model)
@@ -210,7 +220,7 @@ def _too_small(config: EngineConfig, headers: ModelHeaders, machine: Machine, dt
     advice = "give more memory"
     for name, settings, changed in _smaller(config, dtype):
         bytes_each = DTYPES[name].itemsize
-        scheduler = resolve_scheduler(settings, max_seq_len, machine.step_defaults(model))
+        scheduler = machine.scheduler_for(settings, model, max_seq_len)
         step = step_bytes(
             scheduler, layer_sizes(model), max_seq_len=max_seq_len, bytes_per_element=bytes_each
         )
@@ -232,10 +242,10 @@ def _too_small(config: EngineConfig, headers: ModelHeaders, machine: Machine, dt
 def _smaller(config: EngineConfig, dtype: str) -> list[tuple[str, EngineConfig, str]]:
     """Number formats and steps that need less, dearest first, each with its knobs in words."""
     scheduler = config.scheduler
-    width = min(SMALL_BATCH, scheduler.width)
+    width = min(SMALL_BATCH, scheduler.max_batch_size or SMALL_BATCH)
     found = []
     # without chunks a step must hold a whole prompt, so it cannot be made smaller
-    can_shrink = scheduler.use_chunked_prefill and config.cache.kv_cache_backend != "naive"
+    can_shrink = scheduler.use_chunked_prefill and config.cache.keeps_cache
     small = replace(
         config, scheduler=replace(scheduler, max_num_batched_tokens=SMALL_STEP, max_batch_size=width)
     )
@@ -308,19 +318,19 @@ def _headers_of_config(path: Path, name: str) -> ModelHeaders:
     )
 
 
-def find_machine(device: str, gpu_memory: str | None) -> Machine:
+def find_machine(device: str, gpu_memory: str | None) -> MachineMemory:
     """A GPU of the given memory, or the device that would be used here with what is free on it."""
     if gpu_memory is not None:
         memory = parse_bytes(gpu_memory, "gpu_memory")
-        return Machine(kind="gpu", memory=memory, cache_share=GPU_SHARE, runtime=GPU_RUNTIME_BYTES)
+        return MachineMemory(kind="gpu", memory=memory, cache_share=GPU_SHARE, runtime=GPU_RUNTIME_BYTES)
     chosen = choose_device(device)
     if chosen.type == "cuda":
         free, total = torch.cuda.mem_get_info(chosen)  # the runtime has taken its part already
-        return Machine(kind="gpu", memory=free, cache_share=GPU_SHARE, total=total)
-    return Machine(kind="cpu", memory=free_host_bytes(), cache_share=CPU_SHARE)
+        return MachineMemory(kind="gpu", memory=free, cache_share=GPU_SHARE, total=total)
+    return MachineMemory(kind="cpu", memory=free_host_bytes(), cache_share=CPU_SHARE)
 
 
-def plan_dtype(config: EngineConfig, headers: ModelHeaders, machine: Machine) -> str:
+def plan_dtype(config: EngineConfig, headers: ModelHeaders, machine: MachineMemory) -> str:
     """The number format that would be chosen there; a GPU planned for is taken to know bfloat16."""
     stored = _stored(headers)
     asked = config.load.dtype
@@ -333,7 +343,7 @@ def plan_dtype(config: EngineConfig, headers: ModelHeaders, machine: Machine) ->
     return str(chosen).removeprefix("torch.")
 
 
-def plan_format(config: EngineConfig, headers: ModelHeaders, machine: Machine) -> str:
+def plan_format(config: EngineConfig, headers: ModelHeaders, machine: MachineMemory) -> str:
     """In which form the weights would be kept: packed on a CPU (loader/cpu_weights.py), or in the dtype."""
     dtype = plan_dtype(config, headers, machine)
     if machine.kind == "gpu":

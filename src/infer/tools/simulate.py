@@ -22,8 +22,10 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 
 from infer.cache.memory import size_cache
-from infer.config.settings import SIMULATED_STEPS, EngineConfig
-from infer.engine.build import make_pool, resolve_scheduler
+from infer.config.defaults import SIMULATED_STEPS
+from infer.config.resolve import resolve_scheduler
+from infer.config.settings import EngineConfig
+from infer.engine.build import make_pool
 from infer.engine.engine import Engine
 from infer.errors import InferError
 from infer.execution.runner import StepResult, SyncRunner
@@ -201,8 +203,9 @@ def _make_engine(trace: Seq[TraceRequest], config: EngineConfig, runner: Simulat
     cost = PreemptionCost(
         swap_seconds=runner.cost.per_block / size.block_size, recompute_seconds=runner.cost.per_token
     )
-    keeps_cache = config.cache.kv_cache_backend != "naive"
-    scheduler = Scheduler(make_pool(config, size), scheduler_config, cost=cost, keeps_cache=keeps_cache)
+    scheduler = Scheduler(
+        make_pool(config, size), scheduler_config, cost=cost, keeps_cache=config.cache.keeps_cache
+    )
     return Engine(scheduler, runner, context_len=max_seq_len, vocab_size=VOCAB_SIZE)
 
 

@@ -19,7 +19,8 @@ from infer.cache.memory import (
     size_cache,
     workspace_share,
 )
-from infer.config.settings import CacheConfig, SchedulerConfig
+from infer.config.resolve import resolve_scheduler
+from infer.config.settings import CacheConfig, EngineConfig
 from infer.errors import ConfigError
 
 SIZES = LayerSizes(
@@ -34,7 +35,7 @@ SIZES = LayerSizes(
 
 
 def size(cache: CacheConfig, *, free_bytes: int = 0, max_seq_len: int = 100) -> CacheSize:
-    scheduler = SchedulerConfig(max_batch_size=4)
+    scheduler = resolve_scheduler(EngineConfig.from_knobs(max_batch_size=4), max_seq_len)
     return size_cache(cache, scheduler, max_seq_len=max_seq_len, bytes_per_token=10, free_bytes=free_bytes)
 
 
@@ -125,7 +126,7 @@ def test_sizes_are_written_for_people() -> None:
 def fit(free_bytes: int, *, gathers: bool = True, **knobs: Any) -> CacheSize:
     return fit_cache(
         CacheConfig(**knobs),
-        SchedulerConfig(max_batch_size=8, max_num_batched_tokens=2048),
+        resolve_scheduler(EngineConfig.from_knobs(max_batch_size=8, max_num_batched_tokens=2048), 8192),
         SIZES,
         max_seq_len=8192,
         bytes_per_element=4,

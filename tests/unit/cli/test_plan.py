@@ -11,9 +11,10 @@ import pytest
 from infer.cache.memory import size_cache
 from infer.cli.flags import knobs_from
 from infer.cli.main import build_parser
-from infer.config.settings import GPU_STEPS, EngineConfig
-from infer.engine import build
-from infer.engine.build import resolve_scheduler
+from infer.config.defaults import GPU_STEPS
+from infer.config.resolve import resolve_scheduler
+from infer.config.settings import EngineConfig
+from infer.engine import build, cache_fit
 from infer.errors import ConfigError
 from infer.execution import cpu_step
 from infer.loader.find.source import resolve_model
@@ -288,7 +289,7 @@ def test_the_engine_gets_the_cache_that_was_planned(
     loaded = load_model(resolve_model(str(model)), dtype="float32", device="cpu")
     free = 25 << 18  # 6.25 MiB, of which a step takes 6
     plan_weights = planned(infer, model, "--dtype", "float32", "--gpu-memory", "1GiB")["weights"]
-    monkeypatch.setattr(build, "free_host_bytes", lambda: free)
+    monkeypatch.setattr(cache_fit, "free_host_bytes", lambda: free)
     monkeypatch.setattr(memory_plan, "free_host_bytes", lambda: free + plan_weights)
     plan = planned(infer, model, "--device", "cpu", "--dtype", "float32", "--max-batch-size", "4")
     engine = build.build_engine(config, loaded)
@@ -304,7 +305,7 @@ def test_an_impossible_cache_is_refused_before_anything_is_allocated(model: Path
 
 def test_a_cache_that_cannot_be_allocated_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load_model(resolve_model(str(model)), dtype="float32", device="cpu")
-    monkeypatch.setattr(build, "free_host_bytes", lambda: 1 << 62)
+    monkeypatch.setattr(cache_fit, "free_host_bytes", lambda: 1 << 62)
     with pytest.raises(ConfigError, match="a KV cache of .* could not be allocated"):
         build.build_engine(EngineConfig.from_knobs(num_host_blocks=10**12, num_blocks=1), loaded)
 

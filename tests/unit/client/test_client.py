@@ -14,7 +14,9 @@ import pytest
 from infer.cache.paged_pool import PagedKVCachePool
 from infer.client import subscribers as callers
 from infer.client.client import InProcessClient
-from infer.config.settings import SchedulerConfig
+from infer.config.defaults import SIMULATED_STEPS
+from infer.config.resolve import resolve_scheduler
+from infer.config.settings import EngineConfig
 from infer.engine.engine import Engine
 from infer.errors import DeviceLost, EngineStopped, QueueFull, RequestError
 from infer.execution.runner import StepResult
@@ -58,7 +60,8 @@ def make_client(
     max_waiting: int | None = None,
 ) -> tuple[InProcessClient, Engine]:
     pool = PagedKVCachePool(num_blocks, 4)
-    scheduler = Scheduler(pool, SchedulerConfig(max_batch_size=16, max_waiting=max_waiting))
+    config = EngineConfig.from_knobs(max_batch_size=16, max_waiting=max_waiting)
+    scheduler = Scheduler(pool, resolve_scheduler(config, 256, SIMULATED_STEPS))
     engine = Engine(scheduler, runner_type(pool), context_len=200, vocab_size=VOCAB_SIZE, embedder=embedder)
     return InProcessClient(engine), engine
 

@@ -23,7 +23,9 @@ from infer.client.messages import (
 from infer.client.process import EngineServer
 from infer.client.process_client import ProcessClient
 from infer.client.supervisor import EngineProcess, RestartPolicy
-from infer.config.settings import SchedulerConfig
+from infer.config.defaults import SIMULATED_STEPS
+from infer.config.resolve import resolve_scheduler
+from infer.config.settings import EngineConfig
 from infer.engine.engine import Engine
 from infer.engine.stats import EngineStats
 from infer.sampling.params import SamplingParams
@@ -68,7 +70,9 @@ def serve(*turns: Sequence[Command], max_waiting: int | None = None) -> tuple[li
         return [float(prompt[0])]
 
     pool = PagedKVCachePool(64, 4)
-    scheduler = Scheduler(pool, SchedulerConfig(max_waiting=max_waiting))
+    scheduler = Scheduler(
+        pool, resolve_scheduler(EngineConfig.from_knobs(max_waiting=max_waiting), 256, SIMULATED_STEPS)
+    )
     engine = Engine(scheduler, OracleRunner(pool), context_len=200, vocab_size=VOCAB_SIZE, embedder=embed)
     link = ScriptedLink(*turns)
     EngineServer(engine, cast("zmq.Socket[bytes]", cast(Any, link))).run()

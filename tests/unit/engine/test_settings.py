@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from infer.client import process
+from infer.config.resolve import Machine, ModelFacts, ResolvedScheduler, check_machine
 from infer.config.settings import EngineConfig
-from infer.engine import build
+from infer.engine import cache_fit
+from infer.engine.build import resolve_for
 from infer.errors import ConfigError
 from infer.frontend.async_llm import AsyncLLM
 from infer.frontend.llm import LLM
@@ -89,9 +91,9 @@ def test_impossible_settings_are_refused_before_a_weight_is_read(
     ],
 )
 def test_what_would_do_nothing_on_a_gpu_is_refused(knobs: dict[str, Any], message: str | None) -> None:
-    config, device = EngineConfig.from_knobs(**knobs), torch.device("cuda")
+    config, machine = EngineConfig.from_knobs(**knobs), Machine(device="cuda", has_gpu_kernels=True)
     with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
-        build.check_steps(config, device)
+        check_machine(config, machine)
 
 
 @pytest.mark.usefixtures("nothing_is_read")
@@ -99,7 +101,7 @@ def test_weights_that_leave_no_room_are_counted_before_they_are_read(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_parameters, _ = count_parameters(read_headers(resolve_model(checkpoint)))
-    monkeypatch.setattr(build, "free_host_bytes", lambda: 4 * num_parameters + 1000)
+    monkeypatch.setattr(cache_fit, "free_host_bytes", lambda: 4 * num_parameters + 1000)
     with pytest.raises(ConfigError, match="1000 B are free once the weights are there"):
         LLM(checkpoint, device="cpu", dtype="float32")
 
@@ -135,6 +137,14 @@ MODEL_8B = model_of(32, 4096, 14336, (32, 8, 128))
 BOUNDARY = model_of(1, 1000, 497952, (1, 1, 1536))  # 1.5 billion: 1000 * (4 * 1536 + 3 * 497952)
 
 
+def resolved_scheduler(
+    device: str, memory: int | None, model: ModelConfig, **knobs: Any
+) -> ResolvedScheduler:
+    machine = Machine(device=device, gpu_memory=memory, has_gpu_kernels=device == "cuda")
+    facts = ModelFacts(max_seq_len=4096, num_layer_weights=model.all_layer_weights)
+    return EngineConfig.from_knobs(**knobs).resolve(machine, facts).scheduler
+
+
 @pytest.mark.parametrize("model", [MODEL_1B, MODEL_8B])
 @pytest.mark.parametrize(
     ("device", "memory", "tokens"),
@@ -143,8 +153,7 @@ BOUNDARY = model_of(1, 1000, 497952, (1, 1, 1536))  # 1.5 billion: 1000 * (4 * 1
 def test_a_step_is_longer_where_there_is_memory_for_it(
     model: ModelConfig, device: str, memory: int | None, tokens: int
 ) -> None:
-    defaults = build.step_defaults(torch.device(device), model, memory)
-    scheduler = build.resolve_scheduler(EngineConfig.from_knobs(), 4096, defaults)
+    scheduler = resolved_scheduler(device, memory, model)
     assert scheduler.max_num_batched_tokens == tokens
 
 
@@ -165,11 +174,9 @@ def test_a_step_is_longer_where_there_is_memory_for_it(
 def test_beside_decoding_rows_a_small_model_on_a_gpu_computes_fewer_prompt_tokens(
     device: str, model: ModelConfig, mixed: int, memory: int
 ) -> None:
-    defaults = build.step_defaults(torch.device(device), model, memory)
 
     def resolved(**knobs: Any) -> int | None:
-        scheduler = build.resolve_scheduler(EngineConfig.from_knobs(**knobs), 4096, defaults)
-        return scheduler.mixed_prefill_tokens
+        return resolved_scheduler(device, memory, model, **knobs).mixed_prefill_tokens
 
     assert resolved() == mixed
     assert resolved(mixed_prefill_tokens=77) == 77
@@ -186,7 +193,7 @@ def test_an_engine_has_the_steps_of_its_model(headers: ModelHeaders, model: Mode
         weights="as stored",
         max_seq_len=4096,
     )
-    assert build.check_knobs(EngineConfig.from_knobs(), choice).mixed_prefill_tokens == mixed
+    assert resolve_for(EngineConfig.from_knobs(), choice).scheduler.mixed_prefill_tokens == mixed
 
 
 def test_a_plan_for_a_gpu_that_is_half_used_has_the_steps_of_its_engine(

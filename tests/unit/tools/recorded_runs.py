@@ -6,6 +6,8 @@ import random
 from pathlib import Path
 
 from infer.cache.memory import CacheSize
+from infer.config.defaults import SIMULATED_STEPS
+from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig
 from infer.engine.build import make_pool
 from infer.engine.engine import Engine
@@ -56,7 +58,7 @@ def make_engine(
     pool = make_pool(policy_config, SIZE)
     runner = OracleRunner(pool, policy_config.cache.num_host_blocks)
     runner.fail_at = fail_at
-    scheduler = Scheduler(pool, policy_config.scheduler, cost=COST)
+    scheduler = Scheduler(pool, resolve_scheduler(policy_config, 60, SIMULATED_STEPS), cost=COST)
     return Engine(
         scheduler, runner, context_len=60, vocab_size=VOCAB_SIZE, observer=observer, steps_ahead=steps_ahead
     )

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 
 from infer.cache.memory import CacheSize, size_cache
+from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig
 from infer.engine.build import build_engine
 from infer.engine.engine import Engine
@@ -222,9 +223,9 @@ def test_the_size_chosen_at_start_is_given_when_it_is_built_again() -> None:
         config = EngineConfig.from_knobs(kv_cache_backend=backend, kv_cache_memory="1GiB")
         facts = replace(make_facts(config), cache=size, context_len=21)
         again = replay_config(facts, None)
-        assert (
-            size_cache(again.cache, again.scheduler, max_seq_len=21, bytes_per_token=8, free_bytes=0) == size
-        )
+        scheduler = resolve_scheduler(again, 21)
+        made = size_cache(again.cache, scheduler, max_seq_len=21, bytes_per_token=8, free_bytes=0)
+        assert made == size
 
 
 def test_knobs_of_another_release_are_refused() -> None:

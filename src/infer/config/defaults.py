@@ -1,0 +1,44 @@
+"""The defaults that depend on the device and on the size of the model.
+
+A knob whose default is None is decided here once, by `resolve.py`. The help texts of `settings.py` quote
+these numbers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class StepDefaults(NamedTuple):
+    """How large the steps of a device are unless a knob says otherwise: long enough to be efficient.
+
+    A sequence that decodes waits for the whole step. On a CPU 512 tokens of a prompt take nearly a second. On
+    a GPU a small model decodes with kernels for few tokens, and a step with a long chunk of a prompt would
+    leave them: it gets short chunks. The step of a large model is long anyway, and its prompts would only
+    wait longer.
+    """
+
+    batch_size: int
+    batched_tokens: int
+    chunk_size: int | None  # None: as long as the step
+    mixed_tokens: int | None  # prompt tokens of a step in which others decode; None: no limit of their own
+
+
+CPU_STEPS = StepDefaults(batch_size=64, batched_tokens=512, chunk_size=512, mixed_tokens=128)
+GPU_STEPS = StepDefaults(batch_size=256, batched_tokens=8192, chunk_size=None, mixed_tokens=128)
+LARGE_GPU_STEPS = GPU_STEPS._replace(batched_tokens=16384)  # the host launches half as many kernels per token
+LARGE_GPU_BYTES = 64 << 30
+SMALL_MODEL_MIXED_TOKENS = 32  # on a GPU: with as many rows that decode, the 64 tokens of its fastest kernels
+SMALL_MODEL_WEIGHTS = 1_500_000_000  # of all layers that one token meets; a model with more is not small
+SIMULATED_STEPS = StepDefaults(batch_size=64, batched_tokens=2048, chunk_size=512, mixed_tokens=None)
+
+STEPS_AHEAD = 3
+"""Steps that may be launched before one is read, of a small model on a GPU while all sequences decode.
+
+A step of a small model takes half a millisecond, and a host that another thread or the system delays by one
+or two of them would leave the GPU without work. The price: the first step of a new request is queued behind
+those already launched, and a sequence that stops at an id has as many tokens computed in vain. Where a step
+takes several milliseconds no host is that late, and the price is felt: there it is 1.
+"""
+
+SERVER_MAX_QUEUE = 512  # sequences that may wait for an engine of a server

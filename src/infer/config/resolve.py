@@ -1,0 +1,240 @@
+"""From settings to decisions: what a knob that is None or `auto` means on this machine, for this model.
+
+    EngineConfig  (what was asked)  ┐
+    Machine       (what there is)   ├──► resolve ──► ResolvedConfig  (what will be done, and why)
+    ModelFacts    (what is served)  ┘
+
+`resolve` is a pure function: it asks no device and reads no file, so a plan for another machine and a test
+for a GPU that is not there decide as the engine would. Settings that cannot work on the machine are refused.
+The size of the KV cache is the one decision left: it depends on the memory that is free once the weights are
+loaded (`engine/cache_fit.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from infer.config.defaults import (
+    CPU_STEPS,
+    GPU_STEPS,
+    LARGE_GPU_BYTES,
+    LARGE_GPU_STEPS,
+    SMALL_MODEL_MIXED_TOKENS,
+    SMALL_MODEL_WEIGHTS,
+    STEPS_AHEAD,
+    StepDefaults,
+)
+from infer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from infer.config.settings import EngineConfig
+
+GPU_BACKENDS = ("triton", "flash", "cuda")  # of attention: kernels that read state kept on a GPU
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What the device has that an engine is about to run on."""
+
+    device: str = "cpu"  # cpu, cuda or cuda:N
+    gpu_memory: int | None = None  # bytes in all, whatever is free of them
+    has_gpu_kernels: bool = False  # those that keep the state of the batch on the device
+    has_c_attention: bool = False  # the C kernel is built, and reads the model's dtype and head size
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether the device is a GPU."""
+        return self.device.startswith("cuda")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What decisions depend on of a model that is loaded or about to be."""
+
+    max_seq_len: int  # prompt + output, in tokens
+    num_layer_weights: int  # of all layers, that one token meets
+    dtype: str = "float32"  # of activations and KV cache
+    weights: str = "as stored"  # their form
+
+    @property
+    def is_small(self) -> bool:
+        """Whether a decode step is so short on a GPU that everything around it counts."""
+        return self.num_layer_weights <= SMALL_MODEL_WEIGHTS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedScheduler:
+    """`SchedulerConfig` with every limit decided."""
+
+    batching_mode: str
+    scheduler_policy: str
+    max_batch_size: int
+    max_num_batched_tokens: int
+    use_chunked_prefill: bool
+    prefill_chunk_size: int
+    mixed_prefill_tokens: int | None  # None: as many as a step has room for
+    preemption: str
+    max_wait_steps: int
+    max_decode_gap: int
+    max_waiting: int | None  # None: no limit
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """What an engine does, decided: nothing is None or `auto` that the engine would have to ask about."""
+
+    settings: EngineConfig  # what was asked
+    device: str
+    dtype: str
+    weights: str
+    max_seq_len: int
+    scheduler: ResolvedScheduler
+    keeps_cache: bool
+    use_prefix_caching: bool
+    attention_backend: str  # auto: the fastest kernel of the device that can read this model
+    gathers_kv: bool  # whether attention copies keys and values together before it reads them
+    uses_gpu_runner: bool  # whether the state of the batch is kept on the device
+    use_cuda_graphs: bool
+    steps_ahead: int  # steps launched before one is read
+    use_cpu_program: bool
+    deterministic: bool
+    reasons: Mapping[str, str]  # of decisions that the settings left open, by the name of the knob
+
+
+def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> ResolvedConfig:
+    """Return every decision for this model on this machine; settings that cannot work there are refused."""
+    check_machine(config, machine)
+    _check_deterministic(config, machine, model)
+    backend, run, cache = config.cache.attention_backend, config.run, config.cache
+    on_gpu = uses_gpu_runner(backend, machine)
+    steps_ahead = 0
+    if cache.keeps_cache and on_gpu and run.use_overlap is not False:
+        steps_ahead = STEPS_AHEAD if model.is_small else 1
+    scheduler = resolve_scheduler(config, model.max_seq_len, step_defaults(machine, model))
+    return ResolvedConfig(
+        settings=config,
+        device=machine.device,
+        dtype=model.dtype,
+        weights=model.weights,
+        max_seq_len=model.max_seq_len,
+        scheduler=scheduler,
+        keeps_cache=cache.keeps_cache,
+        use_prefix_caching=cache.caches_prefixes,
+        attention_backend="invariant" if run.deterministic and on_gpu else backend,
+        gathers_kv=not (backend == "auto" and machine.has_c_attention),
+        uses_gpu_runner=on_gpu,
+        use_cuda_graphs=on_gpu and run.use_cuda_graphs is not False,
+        steps_ahead=steps_ahead,
+        use_cpu_program=run.use_cpu_program is not False,
+        deterministic=run.deterministic,
+        reasons=_reasons(config, scheduler, machine, model),
+    )
+
+
+def step_defaults(machine: Machine, model: ModelFacts) -> StepDefaults:
+    """Return how large steps are on this machine unless a knob says otherwise."""
+    if not machine.is_gpu:
+        return CPU_STEPS
+    is_large = machine.gpu_memory is not None and machine.gpu_memory >= LARGE_GPU_BYTES
+    steps = LARGE_GPU_STEPS if is_large else GPU_STEPS
+    return steps._replace(mixed_tokens=SMALL_MODEL_MIXED_TOKENS) if model.is_small else steps
+
+
+def resolve_scheduler(
+    config: EngineConfig, max_seq_len: int, defaults: StepDefaults = CPU_STEPS
+) -> ResolvedScheduler:
+    """Return the scheduler's limits; without chunking a step must hold the longest prompt whole."""
+    settings = config.scheduler
+    is_chunked = settings.use_chunked_prefill and config.cache.keeps_cache
+    budget = settings.max_num_batched_tokens
+    if budget is None:
+        needed = max(settings.max_batch_size or 1, 1 if is_chunked else max_seq_len)
+        budget = max(defaults.batched_tokens, needed)
+    if not is_chunked and budget < max_seq_len:
+        raise ConfigError(
+            f"without chunked prefill a step must hold a whole sequence of up to {max_seq_len} tokens, but "
+            f"max_num_batched_tokens is {budget}; raise it, lower max_seq_len, or turn use_chunked_prefill on"
+        )
+    mixed = settings.mixed_prefill_tokens
+    if mixed is None and defaults.mixed_tokens is not None and is_chunked:
+        mixed = min(defaults.mixed_tokens, budget)
+    return ResolvedScheduler(
+        batching_mode=settings.batching_mode,
+        scheduler_policy=settings.scheduler_policy,
+        max_batch_size=settings.max_batch_size or min(defaults.batch_size, budget),
+        max_num_batched_tokens=budget,
+        use_chunked_prefill=settings.use_chunked_prefill,
+        prefill_chunk_size=settings.prefill_chunk_size or defaults.chunk_size or budget,
+        mixed_prefill_tokens=mixed,
+        preemption=settings.preemption,
+        max_wait_steps=settings.max_wait_steps,
+        max_decode_gap=settings.max_decode_gap,
+        max_waiting=settings.max_waiting,
+        seed=settings.seed,
+    )
+
+
+def uses_gpu_runner(attention_backend: str, machine: Machine) -> bool:
+    """Whether attention is computed by kernels that read state kept on a GPU; refused where there is none."""
+    if attention_backend in GPU_BACKENDS and not machine.has_gpu_kernels:
+        raise ConfigError(
+            f"attention_backend={attention_backend} needs a GPU, and the model is on {machine.device}; "
+            "use auto, sdpa or naive"
+        )
+    return machine.has_gpu_kernels and attention_backend in (*GPU_BACKENDS, "auto")
+
+
+def check_machine(config: EngineConfig, machine: Machine) -> None:
+    """Refuse what was asked for and would do nothing on this machine, whatever the model."""
+    backend = config.cache.attention_backend
+    on_gpu = uses_gpu_runner(backend, machine)
+    for name in ("use_cuda_graphs", "use_overlap"):
+        if getattr(config.run, name) and not on_gpu:
+            plain = f" with attention_backend={backend}, which is plain PyTorch" * machine.is_gpu
+            raise ConfigError(
+                f"{name} needs the kernels of a GPU, and the model is on {machine.device}{plain}; "
+                "leave it out"
+            )
+    if config.run.use_cpu_program and machine.is_gpu:
+        raise ConfigError(
+            f"use_cpu_program is for a model on a CPU, and this one is on {machine.device}; leave it out"
+        )
+
+
+def _check_deterministic(config: EngineConfig, machine: Machine, model: ModelFacts) -> None:
+    if not config.run.deterministic:
+        return
+    backend = config.cache.attention_backend
+    if machine.is_gpu and backend not in ("auto", "triton"):
+        raise ConfigError(
+            f"deterministic needs attention_backend=auto or triton, not {backend}; leave one of the two out"
+        )
+    if not machine.is_gpu and not (backend == "auto" and machine.has_c_attention):
+        raise ConfigError(
+            "deterministic needs the attention kernel in C, which reads float32 with attention_backend=auto; "
+            f"this is {model.dtype} on {machine.device} with {backend} "
+            "(`infer doctor` says what is missing)"
+        )
+
+
+def _reasons(
+    config: EngineConfig, scheduler: ResolvedScheduler, machine: Machine, model: ModelFacts
+) -> dict[str, str]:
+    """Why each knob that was left open is what it is."""
+    where = "a GPU" if machine.is_gpu else "a CPU"
+    reasons = {
+        name: f"{getattr(scheduler, name)} is the default on {where}"
+        for name in ("max_batch_size", "max_num_batched_tokens", "prefill_chunk_size")
+        if getattr(config.scheduler, name) is None
+    }
+    if config.scheduler.mixed_prefill_tokens is None and scheduler.mixed_prefill_tokens is not None:
+        size = "small" if model.is_small else "large"
+        reasons["mixed_prefill_tokens"] = (
+            f"{scheduler.mixed_prefill_tokens} is the default for a {size} model on {where}"
+        )
+    if config.cache.use_prefix_caching and not config.cache.caches_prefixes:
+        reasons["use_prefix_caching"] = f"off, because kv_cache_backend is {config.cache.kv_cache_backend}"
+    return reasons

@@ -1,0 +1,38 @@
+"""What `config/resolve.py` wants to know of this machine and of a model that is loaded or about to be."""
+
+from __future__ import annotations
+
+import torch
+
+from infer.config.resolve import Machine, ModelFacts
+from infer.execution.cpu_step import attention_gathers
+from infer.loader.load import LoadChoice, LoadedModel
+
+
+def machine_of(loaded: LoadedModel | LoadChoice) -> Machine:
+    """Return what the device of this model has."""
+    device = loaded.device
+    memory = None
+    if device.type == "cuda" and torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(device).total_memory
+    return Machine(
+        device=str(device),
+        gpu_memory=memory,
+        has_gpu_kernels=has_gpu_kernels(device),
+        has_c_attention=not attention_gathers("auto", device, loaded.dtype, loaded.config.head_dim),
+    )
+
+
+def has_gpu_kernels(device: torch.device) -> bool:
+    """Whether the kernels that keep the state of a batch on the device run there."""
+    return device.type == "cuda"
+
+
+def facts_of(loaded: LoadedModel | LoadChoice) -> ModelFacts:
+    """Return what decisions depend on of this model."""
+    return ModelFacts(
+        max_seq_len=loaded.max_seq_len,
+        num_layer_weights=loaded.config.all_layer_weights,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        weights=loaded.weights,
+    )

@@ -1,0 +1,46 @@
+"""What the two kinds of preemption cost on this machine, measured once when an engine is built."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from infer.cache.kv_store import KVStore
+from infer.kernels.attention.reference import attend_sdpa
+from infer.layers.whole_sequence import WholeSequence
+from infer.models.model import Model
+from infer.scheduling.preemption import PreemptionCost
+
+PROBE_TOKENS = 64  # of the prefill that measures what recomputing costs
+
+
+@torch.inference_mode()
+def measure_cost(model: Model, store: KVStore, block_size: int, device: torch.device) -> PreemptionCost:
+    """Time one block's way to host memory and a short prefill, and return both per token."""
+
+    def prefill() -> None:
+        step = WholeSequence(attend_sdpa, device)
+        step.advance(num_tokens)
+        model(tokens_T, step)
+
+    num_tokens = min(PROBE_TOKENS, model.config.context_len)
+    tokens_T = torch.arange(num_tokens, device=device) % model.config.vocab_size
+    swap = _seconds(lambda: store.transfer([("swap_out", 0, 0)]), device) / block_size
+    recompute = _seconds(prefill, device) / num_tokens
+    return PreemptionCost(swap_seconds=swap, recompute_seconds=recompute)
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    work()  # the first time pays for allocations
+    _synchronize(device)
+    start = time.perf_counter()
+    work()
+    _synchronize(device)
+    return time.perf_counter() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
