@@ -72,7 +72,8 @@ def knobs_page() -> str:
 def _knob_row(row: KnobRow) -> str:
     kind = " \\| ".join(f"`{choice}`" for choice in row.choices) if row.choices else row.kind.__name__
     default = "" if row.default in (None, ()) else f"`{row.default}`"
-    aliases = "".join(f"; also `--{alias}`" for alias in row.aliases)
+    others = {"also": row.aliases, "off:": row.opposites, "was": row.formerly}
+    aliases = "".join(f"; {word} `{name}`" for word, names in others.items() for name in names)
     return f"| `{row.name}` | {kind} | {default} | {row.help.replace('|', chr(92) + '|')}{aliases} |"
 
 

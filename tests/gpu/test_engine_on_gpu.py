@@ -40,7 +40,7 @@ TOGGLES: list[dict[str, Any]] = [
     {"use_cuda_graphs": False, "use_overlap": False},
     {"max_batch_size": 3},
     {"block_size": 4, "num_blocks": 24, "preemption": "recompute"},
-    {"block_size": 4, "num_blocks": 24, "preemption": "swap", "num_host_blocks": 40},
+    {"block_size": 4, "num_blocks": 24, "preemption": "swap", "swap_blocks": 40},
     {"prefill_chunk_size": 5, "use_prefix_caching": False},
     {"deterministic": True},
     {"deterministic": True, "use_cuda_graphs": False, "max_batch_size": 3},

@@ -122,7 +122,7 @@ def test_a_decode_step_is_one_recorded_program(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_recorded_step_equals_the_model_s_own_python(family: str) -> None:
-    engine = make_engine(family, use_cpu_program=False)
+    engine = make_engine(family, record_cpu_step=False)
     assert isinstance(engine._runner, ModelRunner) and engine._runner._cpu is not None
     assert engine._runner._cpu._program is None
     assert run_engine(engine, REQUESTS) == alone(family)

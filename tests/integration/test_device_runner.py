@@ -218,7 +218,7 @@ def test_requests_that_are_sampled_on_the_host_go_side_by_side(use_overlap: bool
     "knobs",
     [
         {"preemption": "recompute"},
-        {"preemption": "swap", "num_host_blocks": 40},
+        {"preemption": "swap", "swap_blocks": 40},
         {"preemption": "recompute", "use_prefix_caching": False},
     ],
     ids=str,
@@ -240,7 +240,7 @@ def test_preemption_changes_no_token(knobs: dict[str, Any]) -> None:
         {"scheduler_policy": "prefill_first", "max_batch_size": 4, "prefill_chunk_size": 3},
         {"prefill_chunk_size": 1},  # one token of a prompt is no row that decodes
         {"max_num_batched_tokens": 11, "max_batch_size": 8},
-        {"mixed_prefill_tokens": 4, "max_batch_size": 4},
+        {"prefill_tokens_while_decoding": 4, "max_batch_size": 4},
         {"kv_cache_backend": "contiguous", "max_seq_len": 100},
     ],
     ids=str,

@@ -166,7 +166,7 @@ def test_a_third_of_200_callers_leave_and_the_books_balance() -> None:
 
 def test_refusals_keep_their_class_their_words_and_their_field() -> None:
     async def main() -> None:
-        async with running(knobs={"max_waiting": 1, "max_batch_size": 1}) as client:
+        async with running(knobs={"max_queue": 1, "max_batch_size": 1}) as client:
             with pytest.raises(RequestError, match="no tokens") as caught:
                 await collect(client, Request(request_id="empty", prompt=()))
             assert caught.value.param == "prompt"

@@ -88,8 +88,8 @@ def test_no_toggle_changes_a_token_of_any_family(number: int, family: str) -> No
 
 SQUEEZES: dict[str, dict[str, Any]] = {
     "recompute": {"preemption": "recompute"},
-    "swap": {"preemption": "swap", "num_host_blocks": 40},
-    "swap, little host memory": {"preemption": "swap", "num_host_blocks": 5},
+    "swap": {"preemption": "swap", "swap_blocks": 40},
+    "swap, little host memory": {"preemption": "swap", "swap_blocks": 5},
     "recompute, nothing cached": {"preemption": "recompute", "use_prefix_caching": False},
     "reference attention": {"preemption": "recompute", "attention_backend": "naive"},
 }
@@ -104,7 +104,7 @@ def test_preemption_changes_no_token(family: str, squeeze: str) -> None:
 
 
 def test_auto_preemption_swaps_where_that_is_cheaper() -> None:
-    config = EngineConfig.from_knobs(num_blocks=30, block_size=2, num_host_blocks=40)
+    config = EngineConfig.from_knobs(num_blocks=30, block_size=2, swap_blocks=40)
     cost = PreemptionCost(swap_seconds=0.1, recompute_seconds=1.0)
     engine = build_engine(config, tiny_model("llama"), cost=cost)
     assert run_engine(engine, REQUESTS) == expected("llama")
@@ -135,7 +135,7 @@ def test_the_published_matrix_is_the_one_that_runs() -> None:
     ("knobs", "message"),
     [
         ({"kv_cache_backend": "naive", "batching_mode": "static"}, "use batching_mode=continuous"),
-        ({"preemption": "swap"}, "set num_host_blocks, or use preemption=recompute"),
+        ({"preemption": "swap"}, "set swap_blocks, or use preemption=recompute"),
         ({"max_batch_size": 9, "max_num_batched_tokens": 8}, "lower max_batch_size or raise"),
         ({"use_chunked_prefill": False, "max_num_batched_tokens": 64 - 5}, "turn use_chunked_prefill on"),
         ({"kv_cache_backend": "contiguous", "num_blocks": 3}, "lower max_seq_len"),

@@ -276,7 +276,7 @@ def until_stop(row: list[int], stop_ids: list[int]) -> list[int]:
         {},
         {"block_size": 1, "num_blocks": 130, "prefill_chunk_size": 3},
         {"block_size": 2, "num_blocks": 32, "preemption": "recompute"},
-        {"block_size": 2, "num_blocks": 32, "preemption": "swap", "num_host_blocks": 80},
+        {"block_size": 2, "num_blocks": 32, "preemption": "swap", "swap_blocks": 80},
     ],
     ids=["default", "blocks of one", "recompute", "swap"],
 )

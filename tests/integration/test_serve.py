@@ -71,7 +71,7 @@ def test_the_log_has_a_timeline_and_the_requests_but_no_prompt_and_no_key(server
     log = server.log.read_text()
     assert 'path="/v1/completions" status=200' in log
     assert "listening on" in log and "model tiny: 1 engine(s) after" in log
-    assert log.count(" places in the batch, KV cache of ") == 1 and "ready" not in log
+    assert log.count(" engine built model=") == 1 and "ready" not in log
     assert "unmistakable" not in log and "Bearer" not in log
 
 

@@ -73,7 +73,7 @@ def oracle(checkpoint: str) -> LLM:
 
 @pytest.fixture(scope="module")
 def module_live(checkpoint: str) -> Iterator[Live]:
-    config = EngineConfig.from_knobs(model=checkpoint, max_batch_size=2, max_waiting=MAX_WAITING, **KNOBS)
+    config = EngineConfig.from_knobs(model=checkpoint, max_batch_size=2, max_queue=MAX_WAITING, **KNOBS)
     front, loaded = open_model(config.load, show_progress=False)
     engine = InProcessClient(build_engine(config, loaded))
     model = ServedModel(name="tiny", front=front, clients=[engine], created=0)

@@ -43,7 +43,7 @@ def alone(family: str, kind: int) -> list[list[int]]:
     return run_engine(engine, [(PROMPTS[kind], params_of(kind))])[0]
 
 
-@pytest.mark.parametrize("knobs", [{}, {"use_cpu_program": False}, {"use_prefix_caching": False}], ids=str)
+@pytest.mark.parametrize("knobs", [{}, {"record_cpu_step": False}, {"use_prefix_caching": False}], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 def test_everybody_has_the_tokens_it_has_alone(family: str, knobs: dict[str, Any]) -> None:
     rng, engine = random.Random(f"{family} {knobs}"), make_engine(family, **SMALL, **knobs)

@@ -231,7 +231,7 @@ class OracleWorld:
             )
         settings = SchedulerConfig(**({"max_batch_size": 8, "max_num_batched_tokens": 64} | scheduler_knobs))
         config = resolve_scheduler(
-            EngineConfig(scheduler=settings, cache=CacheConfig(num_host_blocks=num_host_blocks)),
+            EngineConfig(scheduler=settings, cache=CacheConfig(swap_blocks=num_host_blocks)),
             1,
             SIMULATED_STEPS,
         )

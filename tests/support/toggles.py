@@ -34,7 +34,7 @@ TOGGLES: dict[str, tuple[Any, ...]] = {
     "kv_cache_backend": ("paged", "contiguous", "naive"),
     "block_size": (1, 2, 4, 16),
     "cache_tokens": (64, 128, 512),  # num_blocks is this many tokens
-    "num_host_blocks": (0, 6, 64),
+    "swap_blocks": (0, 6, 64),
     "use_prefix_caching": (True, False),
     "attention_backend": ("sdpa", "naive"),
     "batching_mode": ("continuous", "static"),
@@ -51,7 +51,7 @@ TOGGLES: dict[str, tuple[Any, ...]] = {
 CONSTRAINED = (
     "kv_cache_backend",
     "batching_mode",
-    "num_host_blocks",
+    "swap_blocks",
     "preemption",
     "use_chunked_prefill",
     "max_num_batched_tokens",
@@ -72,7 +72,7 @@ def is_possible(row: Row) -> bool:
 
 @functools.cache
 def _is_accepted(settings: tuple[tuple[str, Any], ...]) -> bool:
-    harmless: Row = {"max_num_batched_tokens": 64, "max_batch_size": 1, "num_host_blocks": 64}
+    harmless: Row = {"max_num_batched_tokens": 64, "max_batch_size": 1, "swap_blocks": 64}
     try:
         resolve_scheduler(EngineConfig.from_knobs(**(harmless | dict(settings))), CONTEXT_LEN)
     except ConfigError:

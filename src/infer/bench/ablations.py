@@ -121,8 +121,8 @@ TOGGLES = (
     ),
     Toggle(
         name="program",
-        knobs={"use_cpu_program": True},
-        without={"use_cpu_program": False},
+        knobs={"record_cpu_step": True},
+        without={"record_cpu_step": False},
         above="Every row above has it on already, on both sides; here alone the before is without it.",
         best=Look("b1_256_256", "output_tokens_per_s"),
         risk=Look("prefill_8x4096", "ttft_p50_s"),

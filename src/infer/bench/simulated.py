@@ -126,7 +126,7 @@ GATE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "paged, small cache": ("paged_attention", {"num_blocks": 128, "max_batch_size": 48}),
     "swap": (
         "paged_attention",
-        {"num_blocks": 96, "max_batch_size": 48, "num_host_blocks": 512, "preemption": "swap"},
+        {"num_blocks": 96, "max_batch_size": 48, "swap_blocks": 512, "preemption": "swap"},
     ),
     "chunked": ("chunked_prefill", {"num_blocks": 2048, "prefill_chunk_size": 128}),
     "prefix": ("prefix_caching", {"num_blocks": 512}),

@@ -22,8 +22,6 @@ from infer.config.resolve import ResolvedScheduler
 from infer.config.settings import CacheConfig
 from infer.errors import ConfigError
 
-CPU_SHARE = 0.25  # of the memory that is free, for the KV cache of a model on the CPU
-GPU_SHARE = 0.9  # of a GPU's free memory once the weights are there
 ALLOCATOR_FACTOR = 2  # what a layer really takes: matrix libraries and allocators need room of their own
 FLOAT32_BYTES = 4
 
@@ -171,14 +169,14 @@ def _asker(cache: CacheConfig) -> str:
     return f"kv_cache_memory={cache.kv_cache_memory}" if cache.kv_cache_memory is not None else ""
 
 
-def check_host_blocks(num_host_blocks: int, size: CacheSize, free_bytes: int) -> None:
+def check_host_blocks(swap_blocks: int, size: CacheSize, free_bytes: int) -> None:
     """Refuse more blocks for swapped sequences than the host memory holds."""
     bytes_each = size.block_size * size.bytes_per_token
-    if num_host_blocks * bytes_each > free_bytes:
+    if swap_blocks * bytes_each > free_bytes:
         raise ConfigError(
-            f"num_host_blocks={num_host_blocks} takes {format_bytes(num_host_blocks * bytes_each)} of host "
+            f"swap_blocks={swap_blocks} takes {format_bytes(swap_blocks * bytes_each)} of host "
             f"memory, but {format_bytes(free_bytes)} are free; "
-            f"set num_host_blocks={max(free_bytes, 0) // bytes_each} or less"
+            f"set swap_blocks={max(free_bytes, 0) // bytes_each} or less"
         )
 
 

@@ -1,7 +1,7 @@
 """Command-line flags made from the fields they set, so that a knob exists once.
 
-    LoadConfig.max_seq_len: int | None = knob(None, "longest prompt + output ...", aliases=("max-model-len",))
-        becomes   --max-seq-len, --max-model-len N     longest prompt + output ...
+    LoadConfig.max_seq_len: int | None = knob(None, "longest prompt + output ...", aliases=("max_model_len",))
+        becomes   --max-seq-len N                      longest prompt + output ... (also --max-model-len)
 
     SamplingParams.top_p: float = 1.0
         becomes   --top-p X                            help from SAMPLING_HELP below
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from infer.cli.readers import int_or_none, token_bias
-from infer.config.knobs import KnobRow, parse_knob
+from infer.config.knobs import NOT_BUILT, KnobRow, own_names, parse_knob
 from infer.config.settings import ServerConfig, engine_sections, knob_table
 from infer.config.yaml_file import read_config_file
 from infer.loader.formats.hf_config import SAMPLING_KEYS
@@ -59,23 +59,15 @@ SAMPLING = "sampling."
 
 NUM_SEEDS = 2**31  # those that are drawn: short enough to read off --json and type again
 
+HIDDEN: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Help of a fixed width, with `--flag, --alias VALUE` written once."""
+    """A formatter for help of a fixed width."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28, width=100)
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        if isinstance(action, argparse.BooleanOptionalAction):
-            positive = [name for name in action.option_strings if not name.startswith("--no-")]
-            return ", ".join(name.replace("--", "--[no-]", 1) for name in positive)
-        if not action.option_strings or action.nargs == 0:
-            return super()._format_action_invocation(action)
-        value = self._format_args(action, self._get_default_metavar_for_optional(action))
-        return f"{', '.join(action.option_strings)} {value}".rstrip()
 
 
 def add_knob_flags(
@@ -93,41 +85,42 @@ def add_knob_flags(
     for row in knob_table(with_server=with_server).values():
         if row.name not in without:
             _add_knob(groups[row.section], row)
+    for name in NOT_BUILT:
+        parser.add_argument(flag(name), dest=KNOB + name, nargs="?", const=True, **HIDDEN)
     groups["load"].add_argument(
         "--config", metavar="FILE", type=Path, help="YAML file of knobs, written as here; flags win over it"
     )
 
 
 def _add_knob(group: argparse._ArgumentGroup, row: KnobRow) -> None:
-    names = [flag(name) for name in (row.name, *row.aliases)]
+    """Add the flag of a knob, and a hidden one for each of its other spellings.
+
+    Each spelling has a destination of its own, so `own_names` sees which one was used.
+    """
+    options: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+    if row.kind is not bool:
+        options = {
+            "type": row.kind,
+            "action": "append" if row.is_many else "store",
+            "choices": row.choices or None,
+            "metavar": None if row.choices else METAVARS[row.kind],
+        }
     shown = "" if row.default in (None, ()) else f" (default: {row.default})"
-    help_text = (row.help + shown).replace("%", "%%")
-    if row.kind is bool:
-        group.add_argument(
-            *names,
-            dest=KNOB + row.name,
-            action=argparse.BooleanOptionalAction,
-            default=argparse.SUPPRESS,
-            help=help_text,
-        )
-        return
+    others = {"also": row.aliases, "off:": row.opposites}
+    also = "".join(f"; {word} {', '.join(map(flag, names))}" for word, names in others.items() if names)
+    help_text = (row.help + shown + also).replace("%", "%%")
     group.add_argument(
-        *names,
-        dest=KNOB + row.name,
-        type=row.kind,
-        action="append" if row.is_many else "store",
-        choices=row.choices or None,
-        metavar=None if row.choices else METAVARS[row.kind],
-        default=argparse.SUPPRESS,
-        help=help_text,
+        flag(row.name), dest=KNOB + row.name, default=argparse.SUPPRESS, help=help_text, **options
     )
+    for other in row.spellings:
+        group.add_argument(flag(other), dest=KNOB + other, **HIDDEN, **options)
 
 
 def knobs_from(args: argparse.Namespace, *, with_server: bool = False) -> dict[str, Any]:
     """The knobs a user set: those of the config file, then the flags over them."""
     table = knob_table(with_server=with_server)
     from_file = read_config_file(args.config, table) if args.config else {}
-    given = _given(args, KNOB)
+    given = own_names(_given(args, KNOB), table)
     return from_file | {name: parse_knob(table[name], value) for name, value in given.items()}
 
 

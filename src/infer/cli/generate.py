@@ -220,7 +220,7 @@ def ask_all(
 ) -> Iterator[Asked]:
     """Put the prompts into the engine, and give them out in order; all go on while the first is read.
 
-    Of a long file, and where `max_waiting` limits the engine's queue, the rest follow as answers are read.
+    Of a long file, and where `max_queue` limits the engine's queue, the rest follow as answers are read.
     """
     waiting, asked = deque(prompts), deque[Asked]()
     at_once = ASKED_AT_ONCE if isinstance(llm, RemoteModel) else OPEN_AT_ONCE

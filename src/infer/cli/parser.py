@@ -6,15 +6,16 @@
 
 What other programs call a command is known as well: `infer run` means `generate`.
 
-argparse leaves what a subcommand does not know to the parser above it, which can neither name the
-subcommand nor compare with its options. Here each parser complains for itself.
+argparse reports a mistake through `error`, and leaves what a subcommand does not know to the parser above
+it. Here each parser refuses that itself, and `error` rewords what argparse says; the names that a message
+suggests, and the example of a value, are read from the help text. Only public methods are overridden.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from infer.errors import nearest
@@ -32,14 +33,7 @@ MODELS_HINT = (
     "'infer fetch MODEL' gets a model and prints where it lies; a server lists its own at /v1/models"
 )
 
-KINDS = {int: "a whole number", float: "a number"}  # those of readers.py have such words as their name
-REWORDED = (
-    (
-        re.compile(r"argument ([^\s/]+)\S*: expected (?:one|at least one) argument"),
-        r"\1 needs a value behind it",
-    ),
-    (re.compile(r"argument ([^\s/]+)\S*: ignored explicit argument (.*)"), r"\1 takes no value, got \2"),
-)
+KINDS = {"int": "a whole number", "float": "a number"}  # readers.py names its readers in such words
 EXAMPLES = {"X": "0.5", "ID=BIAS": "42=-100"}  # by metavar, where the help of a flag names no default
 
 
@@ -47,7 +41,7 @@ class Parser(argparse.ArgumentParser):
     """A parser whose subcommands are called `prog NAME`, and that suggests what was meant."""
 
     def add_subparsers(self, **options: Any) -> argparse._SubParsersAction[Any]:
-        """Make room for subcommands; argparse would put our whole usage line before their names."""
+        """Add subcommands; argparse would put the whole usage line before their names."""
         return super().add_subparsers(**{"prog": self.prog, **options})
 
     def parse_known_args(  # type: ignore[override]  # the overloads of the base differ in the namespace alone
@@ -59,61 +53,72 @@ class Parser(argparse.ArgumentParser):
             self.error(self._complaint(unknown))
         return parsed, unknown
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse a value that is not among the choices; argparse calls the commands of a parser such, too."""
-        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
-            known = {name: name for name in action.choices}
-            here = {*action.choices, *self._option_string_actions}
-            known |= {name: ours for name, ours in ELSEWHERE.items() if ours in here}
-            match = nearest(value, known)
-            hint = f"did you mean {known[match]}?" if match else f"'{self.prog} --help' lists the commands"
-            if value in ("list", "ls", "models") and "fetch" in here:
-                hint = MODELS_HINT
-            self.error(f"unknown command {value!r}; {hint}")
-        if action.choices is not None and value not in action.choices:
-            self.error(f"{_name(action)} must be one of {', '.join(map(str, action.choices))}, got {value!r}")
-
-    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """Read a value; one that cannot be read is refused with what is allowed and an example."""
-        try:
-            return super()._get_value(action, arg_string)
-        except argparse.ArgumentError as error:
-            if isinstance(error.__context__, ValueError):
-                reader: Any = action.type
-                kind = KINDS.get(reader) or reader.__name__
-                example = _example(action)
-                self.error(f"{_name(action)} must be {kind}, for example {example}, got {arg_string!r}")
-            raise
-
     def error(self, message: str) -> NoReturn:
-        """Leave with a message; where it is argparse's own, in our words."""
-        for theirs, ours in REWORDED:
-            message = theirs.sub(ours, message)
+        """Leave with a message; one of argparse's own is reworded."""
+        for theirs, reworded in self._rewordings().items():
+            if match := re.fullmatch(theirs, message, re.DOTALL):
+                super().error(reworded(match))
         super().error(message)
+
+    def _rewordings(self) -> dict[str, Callable[[re.Match[str]], str]]:
+        """What argparse says as a pattern, each with the words that replace it."""
+        return {
+            r"argument ([^\s/:]+)\S*: expected (?:one|at least one) argument": (
+                lambda match: f"{match[1]} needs a value behind it"
+            ),
+            r"argument ([^\s/:]+)\S*: ignored explicit argument (.*)": (
+                lambda match: f"{match[1]} takes no value, got {match[2]}"
+            ),
+            r"argument ([^\s/:]+)\S*: invalid (.*?) value: (.*)": self._wrong_value,
+            r"argument (\S+?)(?:/\S+)?: invalid choice: (.*) \(choose from (.*)\)": self._wrong_choice,
+        }
+
+    def _wrong_value(self, match: re.Match[str]) -> str:
+        name, kind, value = match.groups()
+        return f"{name} must be {KINDS.get(kind, kind)}, for example {self._example(name)}, got {value}"
+
+    def _wrong_choice(self, match: re.Match[str]) -> str:
+        name, value, choices = match[1], match[2], match[3].replace("'", "").split(", ")
+        if name != "COMMAND":
+            return f"{name} must be one of {', '.join(choices)}, got {value}"
+        given = value.strip("'\"")
+        here = {*choices, *self._options()}
+        known = {each: each for each in choices} | {n: ours for n, ours in ELSEWHERE.items() if ours in here}
+        found = nearest(given, known)
+        hint = f"did you mean {known[found]}?" if found else f"'{self.prog} --help' lists the commands"
+        if given in ("list", "ls", "models") and "fetch" in choices:
+            hint = MODELS_HINT
+        return f"unknown command {given!r}; {hint}"
 
     def _complaint(self, unknown: Sequence[str]) -> str:
         options = [argument.partition("=")[0] for argument in unknown if argument.startswith("-")]
         if not options:
             return f"unexpected argument {unknown[0]!r}; {self._surplus_hint()}"
-        known = {name.lstrip("-"): name for name in self._option_string_actions}  # dashes make no two alike
+        known = {name.lstrip("-"): name for name in self._options()}  # dashes make no two names alike
         match = nearest(options[0].lstrip("-"), known)
         hint = f"did you mean {known[match]}?" if match else f"'{self.prog} --help' lists the options"
         return f"unknown option {options[0]}; {hint}"
 
     def _surplus_hint(self) -> str:
-        """What somebody may have meant who wrote one word too many."""
-        if any(action.metavar == "PROMPT" for action in self._get_positional_actions()):
+        """What one word too many may have been meant to be."""
+        if re.search(r"^  PROMPT\b", self._help(), re.MULTILINE):
             return "quote a text that holds spaces"
-        if "--model" in self._option_string_actions:
+        if "--model" in self._options():
             return "name a model with --model"
         return f"'{self.prog} --help' shows what it takes"
 
+    def _example(self, option: str) -> str:
+        """A value that the option takes: its default, if its help names one."""
+        pattern = rf"^  {re.escape(option)} (\S+)(.*?)(?=^  \S|\n\n|\Z)"
+        part = re.search(pattern, self._help(), re.DOTALL | re.MULTILINE)
+        if part is None:
+            return "16"
+        default = re.search(r"\(default:\s(?:[^)]*\s)?(-?\d[\d.,e-]*)\)", part[2])
+        return default[1] if default else EXAMPLES.get(part[1], "16")
 
-def _name(action: argparse.Action) -> str:
-    return action.option_strings[0] if action.option_strings else str(action.metavar)
+    def _options(self) -> list[str]:
+        """Every option that the help text shows."""
+        return re.findall(r"(?<![\w-])--?[a-z][\w-]*", self._help())
 
-
-def _example(action: argparse.Action) -> str:
-    """A value that the flag takes: its default, if its help names one."""
-    default = re.search(r"\(default: (?:[^)]* )?(-?\d[\d.,e-]*)\)", action.help or "")
-    return default[1] if default else EXAMPLES.get(str(action.metavar), "16")
+    def _help(self) -> str:
+        return re.sub(r"-\n\s+", "-", self.format_help())  # a line may end within a name

@@ -42,11 +42,11 @@ NO_MEMORY = {
     "preemption",
     "max_wait_steps",
     "max_decode_gap",
-    "max_waiting",
+    "max_queue",
     "seed",
     "use_cuda_graphs",
     "use_overlap",
-    "use_cpu_program",
+    "record_cpu_step",
     "deterministic",
 }
 
@@ -139,7 +139,7 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
         "total": plan.total,
         "max_seq_len": plan.longest_sequence,
         "max_batch_size": plan.max_batch_size,
-        "mixed_prefill_tokens": plan.mixed_prefill_tokens,
+        "prefill_tokens_while_decoding": plan.prefill_tokens_while_decoding,
         "contexts": {str(context): plan.at_once(context) for context in plan.contexts()},
         "flags": flags.spell(plan.knobs()),
     }

@@ -10,7 +10,7 @@ to: a queue where the engine is a thread of the same process, a number where it 
 A caller may leave and another may come under the same request id before the first one's last outputs
 have arrived, so outputs are addressed by caller, never by request id alone.
 
-Embeddings wait in the same line as requests: they count against `max_waiting`, whoever leaves before its
+Embeddings wait in the same line as requests: they count against `max_queue`, whoever leaves before its
 turn is dropped, and a turn of the engine's loop makes one of them, beside a step for everybody else.
 """
 
@@ -178,9 +178,9 @@ class Callers(Generic[Caller]):
 
     def _check_room(self) -> None:
         scheduler = self._engine.scheduler
-        limit, num_waiting = scheduler.config.max_waiting, scheduler.num_waiting + len(self._embeds)
+        limit, num_waiting = scheduler.config.max_queue, scheduler.num_waiting + len(self._embeds)
         if limit is not None and num_waiting >= limit:
-            raise QueueFull(f"{num_waiting} sequences are waiting and max_waiting is {limit}")
+            raise QueueFull(f"{num_waiting} sequences are waiting and max_queue is {limit}")
 
     def abort(self, request_id: str, index: int | None) -> list[tuple[Caller, StepOutput]]:
         """End a request, or one sequence of it; its caller gets the last output of each it ended."""

@@ -41,4 +41,6 @@ those already launched, and a sequence that stops at an id has as many tokens co
 takes several milliseconds no host is that late, and the price is felt: there it is 1.
 """
 
+CPU_SHARE = 0.25  # of the memory that is free, for the KV cache of a model on the CPU
+GPU_SHARE = 0.9  # of a GPU's free memory once the weights are there
 SERVER_MAX_QUEUE = 512  # sequences that may wait for an engine of a server

@@ -1,23 +1,30 @@
-"""What a knob is: a field of a frozen dataclass that carries everything people need to set it.
+"""What a knob is: a field of a frozen dataclass that carries everything needed to set it.
 
-    block_size: int = knob(16, "tokens per KV-cache block")
+    block_size: int = knob(16, "tokens per KV-cache block", aliases=("page_size",))
+        │                  │             │                             └─ spellings of other engines
         │                  │             └─ help, in --help and in docs/knobs.md
         │                  └─ default, and with the annotation the type that a value must have
         └─ flag --block-size, YAML key block_size, keyword of `LLM`
 
-`settings.py` declares the knobs; `knob_rows` makes the table from which flags, files and docs are read, and
-the checks below give every section's mistakes the same words.
+`settings.py` declares the knobs; `knob_rows` makes the table from which flags, files and docs are read.
+Flags, files and keywords all pass through `own_names`, so a spelling that one of them takes is taken by all,
+and the log says once what the knob is called here.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import re
 import types
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from infer.errors import ConfigError
+from infer.errors import ConfigError, closest
+
+logger = logging.getLogger(__name__)
 
 
 def knob(
@@ -26,16 +33,22 @@ def knob(
     *,
     choices: tuple[str, ...] = (),
     aliases: tuple[str, ...] = (),
+    opposites: tuple[str, ...] = (),
+    formerly: tuple[str, ...] = (),
     is_size: bool = False,
 ) -> Any:
-    """Declare a field that people may set; `aliases` are extra flag names, without the dashes."""
-    metadata = {"help": help, "choices": choices, "aliases": aliases, "is_size": is_size}
-    return field(default=default, metadata=metadata)
+    """Return a dataclass field that is a knob.
+
+    `aliases` are what other engines call it, `opposites` what they call its reverse, `formerly` its names in
+    the release before this one.
+    """
+    metadata = {"help": help, "choices": choices, "aliases": aliases, "opposites": opposites}
+    return field(default=default, metadata=metadata | {"formerly": formerly, "is_size": is_size})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnobRow:
-    """What the flag, the YAML reader and the docs need to know about one knob."""
+    """One knob, as flags, the YAML reader and the docs need it."""
 
     name: str
     section: str
@@ -44,13 +57,20 @@ class KnobRow:
     default: Any
     help: str
     choices: tuple[str, ...]
-    aliases: tuple[str, ...]
+    aliases: tuple[str, ...] = ()
+    opposites: tuple[str, ...] = ()
+    formerly: tuple[str, ...] = ()
     is_many: bool = False  # a tuple: the flag may be given several times
     is_size: bool = False  # a text that `parse_bytes` reads; a number stands for its digits
 
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """Every name but its own under which the knob is taken."""
+        return (*self.aliases, *self.opposites, *self.formerly)
+
 
 def knob_rows(section: str, section_type: type) -> list[KnobRow]:
-    """One row for every field of a section, in their order."""
+    """Return one row for every field of a section, in their order."""
     hints = get_type_hints(section_type)
     return [_row(section, knob_field, hints[knob_field.name]) for knob_field in fields(section_type)]
 
@@ -72,7 +92,7 @@ def _row(section: str, knob_field: Field[Any], hint: Any) -> KnobRow:
 
 
 def parse_knob(row: KnobRow, value: Any) -> Any:
-    """Check a value from YAML or from a keyword against the knob's type, or say what is allowed."""
+    """Return a value from YAML or a keyword in the knob's type; another type is refused."""
     if value is None and row.is_optional:
         return None
     if isinstance(value, int) and value.bit_length() > 63:  # what a tensor and every wire format can hold
@@ -95,6 +115,53 @@ def parse_knob(row: KnobRow, value: Any) -> Any:
     return value
 
 
+NOT_BUILT: Mapping[str, tuple[object, str]] = {
+    "speculative_decoding": (False, "speculative decoding"),
+    "draft_model": (None, "speculative decoding"),
+    "spec_length": (0, "speculative decoding"),
+    "tensor_parallel_size": (1, "an engine on several GPUs"),
+    "pipeline_parallel_size": (1, "an engine on several GPUs"),
+}
+"""Settings of other engines for what this one cannot do yet: the one value that is taken, and what it is."""
+
+
+def own_names(given: Mapping[str, Any], table: Mapping[str, KnobRow]) -> dict[str, Any]:
+    """Return the knobs under their own names; a name that is unknown or given twice is refused."""
+    spelled = {other: row for row in table.values() for other in row.spellings}
+    knobs: dict[str, Any] = {}
+    for key, value in given.items():
+        name = str(key).replace("-", "_")
+        if name in NOT_BUILT:
+            _check_not_built(name, value)
+            continue
+        row = table.get(name) or spelled.get(name)
+        if row is None:
+            others = {other: row.name for other, row in spelled.items()}
+            raise ConfigError(f"unknown knob {key!r}{closest(name, table, aliases=others, listed='known')}")
+        if row.name in knobs:
+            raise ConfigError(f"{row.name} is given twice, once as {name}; give it once")
+        if name != row.name:
+            _say_own_name(name, row.name, is_old=name in row.formerly)
+        if name in row.opposites and isinstance(value, bool):
+            value = not value
+        knobs[row.name] = value
+    return knobs
+
+
+def _check_not_built(name: str, value: object) -> None:
+    only, what = NOT_BUILT[name]
+    if str(value).lower() not in {str(only).lower(), *(("none", "0") if not only else ())}:
+        raise ConfigError(f"{name} must be {only}, got {value!r}: {what} is not built yet; leave it out")
+
+
+@functools.cache  # once in a process
+def _say_own_name(given: str, own: str, *, is_old: bool) -> None:
+    if is_old:
+        logger.warning("knob was renamed; the next release refuses the old name old=%s new=%s", given, own)
+    else:
+        logger.info("knob has another name here given=%s own=%s", given, own)
+
+
 LEAST_BARE = 2**20  # bytes that may be written without their unit
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -102,9 +169,9 @@ _UNITS |= {"k": 2**10, "m": 2**20, "g": 2**30, "kb": 10**3, "mb": 10**6, "gb": 1
 
 
 def parse_bytes(text: str, name: str = "a size") -> int:
-    """Read a size such as 512MiB, 4GiB or 1.5GB; `name` is whose it is, for the error.
+    """Return the bytes of a size such as 512MiB, 4GiB or 1.5GB; `name` is the knob's, for the error.
 
-    A number alone is bytes, if there are many of them: nobody means 4 bytes by 4, who does writes 4B.
+    A number alone is bytes if it is large: 4 is likelier to mean 4 GiB than 4 bytes, which is written 4B.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     unit = _UNITS.get(match[2].lower()) if match else None

@@ -74,11 +74,11 @@ class ResolvedScheduler:
     max_num_batched_tokens: int
     use_chunked_prefill: bool
     prefill_chunk_size: int
-    mixed_prefill_tokens: int | None  # None: as many as a step has room for
+    prefill_tokens_while_decoding: int | None  # None: as many as a step has room for
     preemption: str
     max_wait_steps: int
     max_decode_gap: int
-    max_waiting: int | None  # None: no limit
+    max_queue: int | None  # None: no limit
     seed: int
 
 
@@ -99,7 +99,7 @@ class ResolvedConfig:
     uses_gpu_runner: bool  # whether the state of the batch is kept on the device
     use_cuda_graphs: bool
     steps_ahead: int  # steps launched before one is read
-    use_cpu_program: bool
+    record_cpu_step: bool
     deterministic: bool
     reasons: Mapping[str, str]  # of decisions that the settings left open, by the name of the knob
 
@@ -128,7 +128,7 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> Resolv
         uses_gpu_runner=on_gpu,
         use_cuda_graphs=on_gpu and run.use_cuda_graphs is not False,
         steps_ahead=steps_ahead,
-        use_cpu_program=run.use_cpu_program is not False,
+        record_cpu_step=run.record_cpu_step is not False,
         deterministic=run.deterministic,
         reasons=_reasons(config, scheduler, machine, model),
     )
@@ -158,7 +158,7 @@ def resolve_scheduler(
             f"without chunked prefill a step must hold a whole sequence of up to {max_seq_len} tokens, but "
             f"max_num_batched_tokens is {budget}; raise it, lower max_seq_len, or turn use_chunked_prefill on"
         )
-    mixed = settings.mixed_prefill_tokens
+    mixed = settings.prefill_tokens_while_decoding
     if mixed is None and defaults.mixed_tokens is not None and is_chunked:
         mixed = min(defaults.mixed_tokens, budget)
     return ResolvedScheduler(
@@ -168,11 +168,11 @@ def resolve_scheduler(
         max_num_batched_tokens=budget,
         use_chunked_prefill=settings.use_chunked_prefill,
         prefill_chunk_size=settings.prefill_chunk_size or defaults.chunk_size or budget,
-        mixed_prefill_tokens=mixed,
+        prefill_tokens_while_decoding=mixed,
         preemption=settings.preemption,
         max_wait_steps=settings.max_wait_steps,
         max_decode_gap=settings.max_decode_gap,
-        max_waiting=settings.max_waiting,
+        max_queue=settings.max_queue,
         seed=settings.seed,
     )
 
@@ -198,9 +198,9 @@ def check_machine(config: EngineConfig, machine: Machine) -> None:
                 f"{name} needs the kernels of a GPU, and the model is on {machine.device}{plain}; "
                 "leave it out"
             )
-    if config.run.use_cpu_program and machine.is_gpu:
+    if config.run.record_cpu_step and machine.is_gpu:
         raise ConfigError(
-            f"use_cpu_program is for a model on a CPU, and this one is on {machine.device}; leave it out"
+            f"record_cpu_step is for a model on a CPU, and this one is on {machine.device}; leave it out"
         )
 
 
@@ -230,11 +230,10 @@ def _reasons(
         for name in ("max_batch_size", "max_num_batched_tokens", "prefill_chunk_size")
         if getattr(config.scheduler, name) is None
     }
-    if config.scheduler.mixed_prefill_tokens is None and scheduler.mixed_prefill_tokens is not None:
+    mixed = scheduler.prefill_tokens_while_decoding
+    if config.scheduler.prefill_tokens_while_decoding is None and mixed is not None:
         size = "small" if model.is_small else "large"
-        reasons["mixed_prefill_tokens"] = (
-            f"{scheduler.mixed_prefill_tokens} is the default for a {size} model on {where}"
-        )
+        reasons["prefill_tokens_while_decoding"] = f"{mixed} is the default for a {size} model on {where}"
     if config.cache.use_prefix_caching and not config.cache.caches_prefixes:
         reasons["use_prefix_caching"] = f"off, because kv_cache_backend is {config.cache.kv_cache_backend}"
     return reasons

@@ -18,20 +18,33 @@ Knob names are unique across the sections, so people write them flat: `LLM("dir"
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from infer.config.defaults import (
+    CPU_SHARE,
     CPU_STEPS,
+    GPU_SHARE,
     GPU_STEPS,
     LARGE_GPU_BYTES,
     LARGE_GPU_STEPS,
+    SERVER_MAX_QUEUE,
     SMALL_MODEL_MIXED_TOKENS,
     SMALL_MODEL_WEIGHTS,
 )
-from infer.config.knobs import KnobRow, check_choice, check_positive, knob, knob_rows, parse_bytes, parse_knob
+from infer.config.knobs import (
+    KnobRow,
+    check_choice,
+    check_positive,
+    knob,
+    knob_rows,
+    own_names,
+    parse_bytes,
+    parse_knob,
+)
 from infer.config.resolve import Machine, ModelFacts, ResolvedConfig, resolve
-from infer.errors import ConfigError, closest
+from infer.errors import ConfigError
 
 MAX_THREADS = 1024  # far more makes the thread library crash
 MAX_SEQUENCES = 128  # n, best_of or beams of one request, whoever asks; a server's max_n may allow fewer
@@ -65,9 +78,11 @@ class LoadConfig:
     )
     device: str = knob("auto", "where the model runs: auto, cpu, cuda or cuda:N")
     max_seq_len: int | None = knob(
-        None, "longest prompt + output in tokens; default: the model's context", aliases=("max-model-len",)
+        None,
+        "longest prompt + output in tokens; default: the model's context",
+        aliases=("max_model_len", "ctx_size"),
     )
-    num_threads: int | None = knob(None, "CPU threads; default: one per physical core")
+    num_threads: int | None = knob(None, "CPU threads; default: one per physical core", aliases=("threads",))
 
     def __post_init__(self) -> None:
         check_choice(self, "dtype")
@@ -90,16 +105,33 @@ class CacheConfig:
         "naive: keep nothing and recompute every token (the teaching baseline)",
         choices=("paged", "contiguous", "naive"),
     )
-    block_size: int = knob(16, "tokens per KV-cache block")
-    num_blocks: int | None = knob(None, "KV-cache blocks; default: what kv_cache_memory holds")
+    block_size: int = knob(16, "tokens per KV-cache block", aliases=("page_size",))
+    num_blocks: int | None = knob(
+        None,
+        "KV-cache blocks; default: what kv_cache_memory holds",
+        aliases=("num_gpu_blocks", "num_gpu_blocks_override"),
+    )
     kv_cache_memory: str | None = knob(
         None,
         "memory for the KV cache, such as 512MiB or 4GiB; default: chosen from what is free",
         is_size=True,
     )
-    num_host_blocks: int = knob(0, "blocks in host memory for sequences preempted by swapping; 0: never swap")
+    kv_cache_share: float | None = knob(
+        None,
+        "share of the memory that is free beside the weights that the KV cache may take, where neither "
+        f"num_blocks nor kv_cache_memory says how much; default: {CPU_SHARE}, on a GPU {GPU_SHARE}",
+        aliases=("gpu_memory_utilization", "mem_fraction_static"),
+    )
+    swap_blocks: int = knob(
+        0,
+        "blocks in host memory for sequences preempted by swapping; 0: never swap",
+        formerly=("num_host_blocks",),
+    )
     use_prefix_caching: bool = knob(
-        True, "reuse the cache of prompts that start alike", aliases=("enable-prefix-caching",)
+        True,
+        "reuse the cache of prompts that start alike (paged cache only)",
+        aliases=("prefix_caching", "enable_prefix_caching"),
+        opposites=("disable_radix_cache",),
     )
     attention_backend: str = knob(
         "auto",
@@ -115,8 +147,10 @@ class CacheConfig:
         check_positive(self, "block_size", "num_blocks")
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
-        if not isinstance(self.num_host_blocks, int) or self.num_host_blocks < 0:
-            raise ConfigError(f"num_host_blocks must be an integer >= 0, got {self.num_host_blocks!r}")
+        if not isinstance(self.swap_blocks, int) or self.swap_blocks < 0:
+            raise ConfigError(f"swap_blocks must be an integer >= 0, got {self.swap_blocks!r}")
+        if self.kv_cache_share is not None and not 0 < self.kv_cache_share <= 1:
+            raise ConfigError(f"kv_cache_share must be above 0 and at most 1, got {self.kv_cache_share!r}")
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory, "kv_cache_memory")
             if self.num_blocks is not None:
@@ -146,12 +180,12 @@ class SchedulerConfig:
         "fcfs",
         "who goes first; see docs/features/scheduling.md",
         choices=("fcfs", "prefill_first", "decode_round_robin", "priority", "deadline"),
-        aliases=("scheduling-policy",),
+        aliases=("scheduling_policy", "schedule_policy"),
     )
     max_batch_size: int | None = knob(
         None,
         f"sequences that may run at once; default: {CPU_STEPS.batch_size}, on a GPU {GPU_STEPS.batch_size}",
-        aliases=("max-num-seqs",),
+        aliases=("max_num_seqs", "max_running_requests"),
     )
     max_num_batched_tokens: int | None = knob(
         None,
@@ -162,18 +196,20 @@ class SchedulerConfig:
     use_chunked_prefill: bool = knob(
         True,
         "split long prompts into chunks, so that others go on decoding",
-        aliases=("enable-chunked-prefill",),
+        aliases=("chunked_prefill", "enable_chunked_prefill"),
     )
     prefill_chunk_size: int | None = knob(
         None,
         f"tokens of one prompt that one step may compute; default: {CPU_STEPS.chunk_size}, on a GPU no limit",
+        aliases=("chunked_prefill_size", "long_prefill_token_threshold"),
     )
-    mixed_prefill_tokens: int | None = knob(
+    prefill_tokens_while_decoding: int | None = knob(
         None,
         "tokens of prompts that a step may compute while others decode, unless more than 2048 wait behind "
         "the prompt whose turn it is (continuous batching, policies that put decoding first); "
         f"default: {GPU_STEPS.mixed_tokens}, on a GPU {SMALL_MODEL_MIXED_TOKENS} where a token meets at most "
         f"{SMALL_MODEL_WEIGHTS / 1e9:g} billion weights: such a step stays on kernels for few tokens",
+        formerly=("mixed_prefill_tokens",),
     )
     preemption: str = knob(
         "auto",
@@ -185,15 +221,21 @@ class SchedulerConfig:
         1000, "steps after which a waiting sequence goes first whatever the policy says"
     )
     max_decode_gap: int = knob(8, "steps for which prefill_first may leave decoding sequences out")
-    max_waiting: int | None = knob(None, "sequences that may wait; more are refused; default: no limit")
+    max_queue: int | None = knob(
+        None,
+        "sequences that may wait for an engine; more are refused; "
+        f"default: {SERVER_MAX_QUEUE} in a server, no limit in the library",
+        aliases=("max_queued_requests",),
+        formerly=("max_waiting",),
+    )
     seed: int = knob(0, "seed of requests that bring none")
 
     def __post_init__(self) -> None:
         for name in ("batching_mode", "scheduler_policy", "preemption"):
             check_choice(self, name)
         check_positive(self, "max_batch_size", "max_num_batched_tokens", "prefill_chunk_size")
-        check_positive(self, "mixed_prefill_tokens")
-        check_positive(self, "max_wait_steps", "max_decode_gap", "max_waiting")
+        check_positive(self, "prefill_tokens_while_decoding")
+        check_positive(self, "max_wait_steps", "max_decode_gap", "max_queue")
         width, budget = self.max_batch_size, self.max_num_batched_tokens
         if width is not None and budget is not None and width > budget:
             raise ConfigError(
@@ -210,18 +252,20 @@ class RunConfig:
     use_cuda_graphs: bool | None = knob(
         None,
         "replay decode steps as CUDA graphs instead of launching kernel after kernel; default: on a GPU",
-        aliases=("cuda-graphs",),
+        aliases=("cuda_graphs",),
+        opposites=("enforce_eager", "disable_cuda_graph"),
     )
     use_overlap: bool | None = knob(
         None,
         "plan and launch the next step while the GPU computes this one; default: on a GPU",
-        aliases=("overlap", "async-scheduling"),
+        aliases=("overlap", "async_scheduling"),
+        opposites=("disable_overlap_schedule",),
     )
-    use_cpu_program: bool | None = knob(
+    record_cpu_step: bool | None = knob(
         None,
         "run a decode step as one recorded list of C kernels instead of calling them from Python; "
         "default: on a CPU",
-        aliases=("cpu-program",),
+        formerly=("use_cpu_program", "cpu_program"),
     )
     deterministic: bool = knob(
         False, "logits that do not depend on the batch, chunking or caching, to the last bit; slower"
@@ -243,24 +287,20 @@ class EngineConfig:
                 "kv_cache_backend=naive keeps nothing between steps, so a static batch has no decode phase; "
                 "use batching_mode=continuous, or kv_cache_backend=contiguous for the classic static batch"
             )
-        if self.scheduler.preemption == "swap" and self.cache.num_host_blocks == 0:
+        if self.scheduler.preemption == "swap" and self.cache.swap_blocks == 0:
             raise ConfigError(
-                "preemption=swap needs host memory to swap to, but num_host_blocks is 0; "
-                "set num_host_blocks, or use preemption=recompute"
+                "preemption=swap needs host memory to swap to, but swap_blocks is 0; "
+                "set swap_blocks, or use preemption=recompute"
             )
 
     @classmethod
     def from_knobs(cls, **knobs: Any) -> EngineConfig:
-        """Sort flat knobs into their sections; an unknown name is an error that names the closest one."""
+        """Return flat knobs in their sections; an unknown name is an error that names the closest one."""
         table = knob_table()
-        for name in knobs:
-            if name not in table:
-                aliases = {a.replace("-", "_"): row.name for row in table.values() for a in row.aliases}
-                hint = closest(name, table, aliases=aliases, listed="known")
-                raise ConfigError(f"unknown knob {name!r}{hint}")
+        named = own_names(knobs, table)
         sections: dict[str, Any] = {}
         for section, section_type in engine_sections().items():
-            chosen = {k: parse_knob(table[k], v) for k, v in knobs.items() if table[k].section == section}
+            chosen = {k: parse_knob(table[k], v) for k, v in named.items() if table[k].section == section}
             sections[section] = section_type(**chosen)
         return cls(**sections)
 
@@ -284,21 +324,21 @@ class ServerConfig:
     api_key: tuple[str, ...] = knob((), "clients must send one of these as a bearer token; may be repeated")
     admin_key: str | None = knob(None, "key of the admin routes; without one they are off")
     cors_origin: tuple[str, ...] = knob(
-        (), "web page origin that browsers may call from; may be repeated", aliases=("allowed-origins",)
+        (), "web page origin that browsers may call from; may be repeated", aliases=("allowed_origins",)
     )
     allowed_host: tuple[str, ...] = knob(
         (), "host name to answer for, beside this machine's, on loopback without keys; may be repeated"
     )
-    tls_cert: str | None = knob(None, "PEM certificate: serve HTTPS", aliases=("ssl-certfile",))
-    tls_key: str | None = knob(None, "PEM key of tls_cert", aliases=("ssl-keyfile",))
+    tls_cert: str | None = knob(None, "PEM certificate: serve HTTPS", aliases=("ssl_certfile",))
+    tls_key: str | None = knob(None, "PEM key of tls_cert", aliases=("ssl_keyfile",))
     max_body_size: str = knob("8MiB", "largest request body", is_size=True)
     max_prompts: int = knob(256, "prompts in one completion request")
     max_n: int = knob(16, "outputs (n, best_of or beams) of one prompt")
     request_timeout: float = knob(600.0, "seconds after which a request ends with an error")
     drain_timeout: float = knob(
-        30.0, "seconds that running requests get when the server stops", aliases=("shutdown-timeout",)
+        30.0, "seconds that running requests get when the server stops", aliases=("shutdown_timeout",)
     )
-    replicas: int = knob(1, "engines that serve the model side by side", aliases=("data-parallel-size",))
+    replicas: int = knob(1, "engines that serve the model side by side", aliases=("data_parallel_size",))
     in_process: bool = knob(False, "run the engine in the server's own process, for debugging")
     restart_engine: bool = knob(True, "start an engine that died again")
     stuck_timeout: float = knob(120.0, "seconds without progress until an engine counts as stuck; 0: never")
@@ -320,7 +360,12 @@ class ServerConfig:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key belong together; give both or neither")
         if any(not key for key in self.api_key) or self.admin_key == "":
-            raise ConfigError("an empty key would let everybody in; give a key or none")
+            raise ConfigError("an empty key would let every client in; give a key or none")
+        if not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", self.metrics_prefix):
+            raise ConfigError(
+                "metrics_prefix must be letters, digits, underscores and colons that begin with no digit, "
+                f"such as infer or vllm, got {self.metrics_prefix!r}"
+            )
 
 
 def engine_sections() -> dict[str, type]:

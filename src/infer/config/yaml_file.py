@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infer.config.knobs import KnobRow, parse_knob
-from infer.errors import ConfigError, closest
+from infer.config.knobs import KnobRow, own_names, parse_knob
+from infer.errors import ConfigError
 
 
 def read_config_file(path: Path, table: Mapping[str, KnobRow]) -> dict[str, Any]:
-    """Read knobs from a YAML file: a flat mapping whose keys are flag names, with dashes or underscores."""
+    """Return the knobs of a YAML file: a flat mapping, its keys written with dashes or underscores."""
     import yaml
 
     try:
@@ -24,15 +24,7 @@ def read_config_file(path: Path, table: Mapping[str, KnobRow]) -> dict[str, Any]
         return {}
     if not isinstance(raw, dict):
         raise ConfigError(f"config file {path} must be a mapping of knob to value, got {type(raw).__name__}")
-    knobs: dict[str, Any] = {}
-    names = {
-        alias.replace("-", "_"): row.name for row in table.values() for alias in (row.name, *row.aliases)
-    }
-    for key, value in raw.items():
-        name = str(key).replace("-", "_")
-        if name not in names:
-            raise ConfigError(f"config file {path}: unknown knob {key!r}{closest(name, names)}")
-        if names[name] in knobs:
-            raise ConfigError(f"config file {path}: {names[name]} is given twice")
-        knobs[names[name]] = parse_knob(table[names[name]], value)
-    return knobs
+    try:
+        return {name: parse_knob(table[name], value) for name, value in own_names(raw, table).items()}
+    except ConfigError as error:
+        raise ConfigError(f"config file {path}: {error}") from None

@@ -38,8 +38,8 @@ def admit(
     A request without a seed gets one that follows from its `number`: equal runs give equal answers.
     """
     params, config, num_waiting = request.params, scheduler.config, scheduler.num_waiting
-    if config.max_waiting is not None and num_waiting >= config.max_waiting:
-        raise QueueFull(f"{num_waiting} sequences are waiting and max_waiting is {config.max_waiting}")
+    if config.max_queue is not None and num_waiting >= config.max_queue:
+        raise QueueFull(f"{num_waiting} sequences are waiting and max_queue is {config.max_queue}")
     if params.use_beam_search and not scheduler.keeps_cache:
         raise RequestError("beam search needs a KV cache, and kv_cache_backend=naive keeps none")
     tokens = check_token_ids(request, vocab_size)

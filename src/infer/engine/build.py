@@ -63,7 +63,7 @@ def build_engine(
     size = fit_to_device(config, loaded)
     store = _make_store(config, loaded, size)
     pool = make_pool(settings, size)
-    if cost is None and config.scheduler.preemption == "auto" and settings.cache.num_host_blocks:
+    if cost is None and config.scheduler.preemption == "auto" and settings.cache.swap_blocks:
         wait_for_linears()
         cost = measure_cost(loaded.model, store, size.block_size, loaded.device)
     runner = _make_runner(config, loaded, store, pool)
@@ -104,20 +104,20 @@ def make_pool(settings: EngineConfig, size: CacheSize, *, placement_seed: int | 
         return SlottedKVCachePool(
             size.num_blocks,
             size.block_size,
-            num_host_sequences=cache.num_host_blocks,
+            num_host_sequences=cache.swap_blocks,
             placement_seed=placement_seed,
         )
     return PagedKVCachePool(
         size.num_blocks,
         size.block_size,
         use_prefix_caching=cache.caches_prefixes,
-        num_host_blocks=cache.num_host_blocks,
+        num_host_blocks=cache.swap_blocks,
         placement_seed=placement_seed,
     )
 
 
 def _make_store(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize) -> KVStore:
-    num_host_blocks = config.settings.cache.num_host_blocks
+    swap_blocks = config.settings.cache.swap_blocks
     try:
         return KVStore(
             num_layers=loaded.config.num_layers,
@@ -127,13 +127,13 @@ def _make_store(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize) ->
             head_dim=loaded.config.head_dim,
             dtype=loaded.dtype,
             device=loaded.device,
-            num_host_blocks=num_host_blocks,
+            num_host_blocks=swap_blocks,
         )
     except RuntimeError as error:  # what was free is taken, or a limit that cannot be asked for is reached
         raise ConfigError(
-            f"a KV cache of {format_bytes(size.num_bytes)} and {num_host_blocks} blocks in host "
+            f"a KV cache of {format_bytes(size.num_bytes)} and {swap_blocks} blocks in host "
             f"memory could not be allocated ({str(error).splitlines()[0]}); ask for less with "
-            "kv_cache_memory, num_blocks or num_host_blocks"
+            "kv_cache_memory, num_blocks or swap_blocks"
         ) from error
 
 
@@ -148,7 +148,7 @@ def _make_runner(
             pool,
             max_batch_size=config.scheduler.max_batch_size,
             attention_backend=config.attention_backend,
-            use_cpu_program=config.use_cpu_program,
+            use_cpu_program=config.record_cpu_step,
         )
     return DeviceRunner(
         loaded.model,

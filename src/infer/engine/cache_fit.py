@@ -9,14 +9,13 @@ from __future__ import annotations
 import torch
 
 from infer.cache.memory import (
-    CPU_SHARE,
-    GPU_SHARE,
     CacheSize,
     LayerSizes,
     check_host_blocks,
     fit_cache,
     free_host_bytes,
 )
+from infer.config.defaults import CPU_SHARE, GPU_SHARE
 from infer.config.resolve import ResolvedConfig
 from infer.loader.load import LoadChoice, LoadedModel
 from infer.models.config import ModelConfig
@@ -39,10 +38,10 @@ def fit_to_device(
         max_seq_len=config.max_seq_len,
         bytes_per_element=loaded.dtype.itemsize,
         free_bytes=torch.cuda.mem_get_info(loaded.device)[0] - weight_bytes if is_gpu else free_host,
-        share=GPU_SHARE if is_gpu else CPU_SHARE,
+        share=cache.kv_cache_share or (GPU_SHARE if is_gpu else CPU_SHARE),
         gathers=config.gathers_kv,
     )
-    check_host_blocks(cache.num_host_blocks, size, free_host if is_gpu else free_host - size.num_bytes)
+    check_host_blocks(cache.swap_blocks, size, free_host if is_gpu else free_host - size.num_bytes)
     return size
 
 

@@ -246,7 +246,7 @@ class Scheduler:
 
     def _limit_prompts(self, further_behind: list[Sequence], draft: PlanDraft) -> None:
         """Keep a step short while somebody decodes: few tokens of prompts, unless many wait behind them."""
-        limit = self.config.mixed_prefill_tokens
+        limit = self.config.prefill_tokens_while_decoding
         if limit is not None and draft.chunks:
             backlog = self._waiting.backlog(further_behind, self.step)
             draft.limit(limit if backlog <= BACKLOG_TOKENS else max(limit, HURRIED_TOKENS))

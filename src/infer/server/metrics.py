@@ -86,7 +86,7 @@ class EngineMeter:
         if self.cache is not None:
             labels["enable_prefix_caching"] = str(self.cache.caches_prefixes)
             labels["kv_cache_backend"] = self.cache.kv_cache_backend
-            labels["num_cpu_blocks"] = str(self.cache.num_host_blocks)
+            labels["num_cpu_blocks"] = str(self.cache.swap_blocks)
         return labels
 
 

@@ -91,7 +91,7 @@ async def run(
     losing = asyncio.create_task(fleet.wait_lost())
     ends: set[asyncio.Future[Any]] = {stopping, serving, losing}
     url = url_of(config, listener)
-    logger.info("listening on %s; loading %d model(s)", url, len(models))
+    logger.info("listening on url=%s models=%d event_loop=%s", url, len(models), _loop_name())
     try:
         await asyncio.wait({starting, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
@@ -235,6 +235,12 @@ def _stop_on_signals(state: ServerState) -> asyncio.Future[None]:
     for number in SIGNALS:
         loop.add_signal_handler(number, on_signal)
     return stopping
+
+
+def _loop_name() -> str:
+    """The event loop that runs, and what it means if it is the slower one."""
+    is_fast = type(asyncio.get_running_loop()).__module__.startswith("uvloop")
+    return "uvloop" if is_fast else "asyncio (uvloop is not installed: each request takes longer)"
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

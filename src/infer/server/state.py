@@ -33,7 +33,7 @@ class ServedModel:
     clients: list[EngineClient]
     created: int  # seconds since 1970, for /v1/models
     router: Router = field(default_factory=Router)
-    max_waiting: int | None = None  # sequences that may wait for each engine
+    max_queue: int | None = None  # sequences that may wait for each engine
     num_held: int = 0  # HTTP requests that asked for it and have not ended
 
     def pick(self, request: Request) -> EngineClient:

@@ -24,8 +24,6 @@ from pathlib import Path
 import torch
 
 from infer.cache.memory import (
-    CPU_SHARE,
-    GPU_SHARE,
     CacheSize,
     check_host_blocks,
     fit_cache,
@@ -35,6 +33,7 @@ from infer.cache.memory import (
     workspace_share,
 )
 from infer.cache.memory import format_bytes as format_bytes
+from infer.config.defaults import CPU_SHARE, GPU_SHARE
 from infer.config.knobs import parse_bytes
 from infer.config.resolve import Machine, ModelFacts, ResolvedScheduler, resolve_scheduler, step_defaults
 from infer.config.settings import EngineConfig
@@ -101,7 +100,7 @@ class MemoryPlan:
     max_seq_len: int
     context_len: int  # the model's own
     max_batch_size: int
-    mixed_prefill_tokens: int | None  # None: as many as a step has room for
+    prefill_tokens_while_decoding: int | None  # None: as many as a step has room for
     config: EngineConfig
 
     @property
@@ -178,11 +177,11 @@ def plan_memory(
         max_seq_len=max_seq_len,
         bytes_per_element=bytes_each,
         free_bytes=left,
-        share=machine.cache_share,
+        share=config.cache.kv_cache_share or machine.cache_share,
         gathers=gathers,
     )
     if machine.kind == "cpu":
-        check_host_blocks(config.cache.num_host_blocks, cache, left - activations - cache.num_bytes)
+        check_host_blocks(config.cache.swap_blocks, cache, left - activations - cache.num_bytes)
     plan = MemoryPlan(
         model=headers.source.name,
         num_parameters=num_parameters,
@@ -193,12 +192,12 @@ def plan_memory(
         weights=weights,
         activations=activations,
         workspace=int(cache.num_bytes * share),
-        host_cache=config.cache.num_host_blocks * cache.block_size * bytes_per_token,
+        host_cache=config.cache.swap_blocks * cache.block_size * bytes_per_token,
         cache=cache,
         max_seq_len=max_seq_len,
         context_len=model_config.context_len,
         max_batch_size=scheduler.max_batch_size,
-        mixed_prefill_tokens=scheduler.mixed_prefill_tokens,
+        prefill_tokens_while_decoding=scheduler.prefill_tokens_while_decoding,
         config=config,
     )
     if config.load.max_seq_len is not None and plan.longest_sequence < max_seq_len:

@@ -213,7 +213,8 @@ def check_threads(num_threads: int) -> None:
 def replay_config(facts: RunFacts, model: str | None, *, device: str | None = None) -> EngineConfig:
     """The config of the recorded engine: its knobs, with all that was chosen at start now given."""
     table = knob_table()
-    unknown = set(facts.knobs) - set(table)
+    known = {name for row in table.values() for name in (row.name, *row.spellings)}
+    unknown = set(facts.knobs) - known
     if unknown:
         raise ConfigError(f"the record has knobs that this release does not: {', '.join(sorted(unknown))}")
     knobs = {name: value for name, value in facts.knobs.items() if name not in PLACES}

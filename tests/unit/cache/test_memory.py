@@ -191,7 +191,7 @@ def test_blocks_in_host_memory_must_fit_there() -> None:
     check_host_blocks(10, size, 1600)
     with pytest.raises(
         ConfigError,
-        match="num_host_blocks=11 takes 1.7 KiB of host memory.*; set num_host_blocks=10 or less$",
+        match="swap_blocks=11 takes 1.7 KiB of host memory.*; set swap_blocks=10 or less$",
     ):
         check_host_blocks(11, size, 1600)
 

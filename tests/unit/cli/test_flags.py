@@ -126,7 +126,7 @@ def test_sampling_flags_reach_their_fields() -> None:
         (["--logit-bias", "7"], "--logit-bias must be ID=BIAS, for example 42=-100, got '7'"),
         (["--logit-bias", "x=1"], "--logit-bias must be ID=BIAS, for example 42=-100, got 'x=1'"),
         (["--max-seq-len", "4k"], "--max-seq-len must be a whole number, for example 16, got '4k'"),
-        (["--max-model-len", "4k"], "--max-seq-len must be a whole number"),
+        (["--max-model-len", "4k"], "--max-model-len must be a whole number"),
         (["--stop"], "infer generate: error: --stop needs a value behind it"),
         (["--max-seq-len"], "infer generate: error: --max-seq-len needs a value behind it"),
         (["--thinking=3"], "infer generate: error: --thinking takes no value, got '3'"),

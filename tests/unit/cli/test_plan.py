@@ -107,7 +107,7 @@ def test_a_config_alone_is_enough(infer: Infer, shape: Path) -> None:
     [
         (32, ("--gpu-memory", "24GiB"), 128),
         (6, ("--gpu-memory", "24GiB"), 32),  # 1.3 billion weights in the layers
-        (6, ("--gpu-memory", "24GiB", "--mixed-prefill-tokens", "96"), 96),
+        (6, ("--gpu-memory", "24GiB", "--prefill-tokens-while-decoding", "96"), 96),
         (6, ("--gpu-memory", "24GiB", "--no-use-chunked-prefill", "--max-seq-len", "4096"), None),
         (1, ("--device", "cpu", "--num-blocks", "8"), 128),
     ],
@@ -117,7 +117,7 @@ def test_a_plan_says_how_many_prompt_tokens_join_a_step_that_decodes(
 ) -> None:
     shape = LLAMA_8B | {"num_hidden_layers": num_layers, "vocab_size": 1000}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    assert planned(infer, tmp_path, *where)["mixed_prefill_tokens"] == mixed
+    assert planned(infer, tmp_path, *where)["prefill_tokens_while_decoding"] == mixed
 
 
 def test_the_model_may_be_named_by_place_by_flag_or_in_a_file(
@@ -163,7 +163,7 @@ def test_a_gpu_that_is_not_here_can_be_planned_for_by_its_memory(infer: Infer, s
         ["--gpu-memory", "48MiB", "--kv-cache-backend", "contiguous", "--max-seq-len", "50"],
         ["--gpu-memory", "48MiB", "--num-blocks", "11"],
         ["--gpu-memory", "48MiB", "--kv-cache-memory", "200KiB"],
-        ["--gpu-memory", "48MiB", "--no-use-chunked-prefill", "--num-host-blocks", "3"],
+        ["--gpu-memory", "48MiB", "--no-use-chunked-prefill", "--swap-blocks", "3"],
     ],
 )
 def test_the_printed_flags_give_the_planned_cache(infer: Infer, model: Path, knobs: list[str]) -> None:
@@ -236,9 +236,9 @@ def test_contexts_and_concurrency_follow_from_the_blocks(infer: Infer, model: Pa
 
 
 def test_swapping_is_counted_as_host_memory(infer: Infer, model: Path) -> None:
-    plan = planned(infer, model, "--gpu-memory", "100MiB", "--num-host-blocks", "10")
+    plan = planned(infer, model, "--gpu-memory", "100MiB", "--swap-blocks", "10")
     assert plan["host_cache"] == 10 * 16 * plan["kv_bytes_per_token"]
-    assert "host memory" in infer("plan", str(model), "--num-host-blocks", "10").out
+    assert "host memory" in infer("plan", str(model), "--swap-blocks", "10").out
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_the_engine_gets_the_cache_that_was_planned(
     assert engine.scheduler.pool.usage().num_blocks == plan["num_blocks"]
 
 
-@pytest.mark.parametrize("knob", ["num_blocks", "num_host_blocks"])
+@pytest.mark.parametrize("knob", ["num_blocks", "swap_blocks"])
 def test_an_impossible_cache_is_refused_before_anything_is_allocated(model: Path, knob: str) -> None:
     loaded = load_model(resolve_model(str(model)), dtype="float32", device="cpu")
     with pytest.raises(ConfigError, match=f"; set {knob}="):
@@ -307,7 +307,7 @@ def test_a_cache_that_cannot_be_allocated_is_refused(model: Path, monkeypatch: p
     loaded = load_model(resolve_model(str(model)), dtype="float32", device="cpu")
     monkeypatch.setattr(cache_fit, "free_host_bytes", lambda: 1 << 62)
     with pytest.raises(ConfigError, match="a KV cache of .* could not be allocated"):
-        build.build_engine(EngineConfig.from_knobs(num_host_blocks=10**12, num_blocks=1), loaded)
+        build.build_engine(EngineConfig.from_knobs(swap_blocks=10**12, num_blocks=1), loaded)
 
 
 def test_a_checkpoint_that_does_not_fit_its_config_is_refused(infer: Infer, tmp_path: Path) -> None:

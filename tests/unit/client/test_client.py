@@ -57,10 +57,10 @@ def make_client(
     num_blocks: int = 64,
     runner_type: type[OracleRunner] = OracleRunner,
     embedder: GatedEmbedder | None = None,
-    max_waiting: int | None = None,
+    max_queue: int | None = None,
 ) -> tuple[InProcessClient, Engine]:
     pool = PagedKVCachePool(num_blocks, 4)
-    config = EngineConfig.from_knobs(max_batch_size=16, max_waiting=max_waiting)
+    config = EngineConfig.from_knobs(max_batch_size=16, max_queue=max_queue)
     scheduler = Scheduler(pool, resolve_scheduler(config, 256, SIMULATED_STEPS))
     engine = Engine(scheduler, runner_type(pool), context_len=200, vocab_size=VOCAB_SIZE, embedder=embedder)
     return InProcessClient(engine), engine
@@ -296,7 +296,7 @@ def test_an_embedding_whose_caller_left_is_never_made() -> None:
 def test_embeddings_count_as_waiting() -> None:
     async def main() -> None:
         embedder = GatedEmbedder()
-        client, _ = make_client(embedder=embedder, max_waiting=2)
+        client, _ = make_client(embedder=embedder, max_queue=2)
         first = asyncio.create_task(client.embed((0,), "last"))
         await until(lambda: len(embedder.prompts) == 1)
         others = [asyncio.create_task(client.embed((i,), "last")) for i in range(1, 4)]
@@ -304,9 +304,9 @@ def test_embeddings_count_as_waiting() -> None:
         await asyncio.sleep(0)
         embedder.gate.release()  # the turn ends, and the engine sees who came meanwhile
         assert await first == [0.0]
-        with pytest.raises(QueueFull, match="max_waiting is 2"):
+        with pytest.raises(QueueFull, match="max_queue is 2"):
             await others[2]
-        with pytest.raises(QueueFull, match="max_waiting is 2"):
+        with pytest.raises(QueueFull, match="max_queue is 2"):
             await refused
         embedder.gate.release(2)
         assert await asyncio.gather(*others[:2]) == [[1.0], [2.0]]

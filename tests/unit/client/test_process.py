@@ -59,7 +59,7 @@ class ScriptedLink:
         self.reports.append(message)
 
 
-def serve(*turns: Sequence[Command], max_waiting: int | None = None) -> tuple[list[Report], list[int]]:
+def serve(*turns: Sequence[Command], max_queue: int | None = None) -> tuple[list[Report], list[int]]:
     """Run the loop over these commands until it would sleep; the reports, and who was embedded."""
     embedded: list[int] = []
 
@@ -71,7 +71,7 @@ def serve(*turns: Sequence[Command], max_waiting: int | None = None) -> tuple[li
 
     pool = PagedKVCachePool(64, 4)
     scheduler = Scheduler(
-        pool, resolve_scheduler(EngineConfig.from_knobs(max_waiting=max_waiting), 256, SIMULATED_STEPS)
+        pool, resolve_scheduler(EngineConfig.from_knobs(max_queue=max_queue), 256, SIMULATED_STEPS)
     )
     engine = Engine(scheduler, OracleRunner(pool), context_len=200, vocab_size=VOCAB_SIZE, embedder=embed)
     link = ScriptedLink(*turns)
@@ -111,7 +111,7 @@ def test_an_embedding_that_was_withdrawn_is_never_made() -> None:
 
 
 def test_embeddings_and_requests_share_the_places_to_wait() -> None:
-    reports, embedded = serve([*(Embed(i, (i,), "last") for i in range(1, 4)), add(9)], max_waiting=2)
+    reports, embedded = serve([*(Embed(i, (i,), "last") for i in range(1, 4)), add(9)], max_queue=2)
     refused = [answer for report in reports for answer in report.answers if answer.failure is not None]
     assert [(answer.ticket, answer.failure and answer.failure.kind) for answer in refused] == [
         (3, "QueueFull"),

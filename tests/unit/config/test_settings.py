@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import logging
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from infer.cli.flags import knobs_from
+from infer.cli.main import build_parser
+from infer.config import knobs
 from infer.config.knobs import parse_bytes, parse_knob
 from infer.config.settings import MAX_SEQUENCES, EngineConfig, LoadConfig, ServerConfig, knob_table
 from infer.config.yaml_file import read_config_file
@@ -28,12 +32,12 @@ def test_every_field_of_every_section_is_a_knob_with_help() -> None:
     assert all(len(row.help) > 10 and not row.help.endswith(".") for row in table.values())
 
 
-def test_the_help_of_mixed_prefill_tokens_has_the_scheduler_s_number() -> None:
-    assert f"more than {BACKLOG_TOKENS} wait" in knob_table()["mixed_prefill_tokens"].help
+def test_the_help_of_prefill_tokens_while_decoding_has_the_scheduler_s_number() -> None:
+    assert f"more than {BACKLOG_TOKENS} wait" in knob_table()["prefill_tokens_while_decoding"].help
 
 
 def test_no_alias_hides_a_knob() -> None:
-    names = [name for row in knob_table().values() for name in (row.name, *row.aliases)]
+    names = [name for row in knob_table().values() for name in (row.name, *row.spellings)]
     names = [name.replace("-", "_") for name in names]
     assert len(names) == len(set(names))
 
@@ -61,13 +65,75 @@ def test_an_unknown_knob_names_the_closest_one() -> None:
         EngineConfig.from_knobs(dtyp="float32")
 
 
+def test_a_slip_of_another_spelling_names_the_knob() -> None:
+    with pytest.raises(ConfigError, match="unknown knob 'max_modle_len'; did you mean 'max_seq_len'"):
+        EngineConfig.from_knobs(max_modle_len=128)
+
+
+SPELLINGS = [
+    ("max_model_len", 128, "max_seq_len", 128),
+    ("max_num_seqs", 7, "max_batch_size", 7),
+    ("num_gpu_blocks", 7, "num_blocks", 7),
+    ("gpu_memory_utilization", 0.5, "kv_cache_share", 0.5),
+    ("chunked_prefill", False, "use_chunked_prefill", False),
+    ("enable_chunked_prefill", False, "use_chunked_prefill", False),
+    ("prefix_caching", False, "use_prefix_caching", False),
+    ("disable_radix_cache", True, "use_prefix_caching", False),
+    ("enforce_eager", True, "use_cuda_graphs", False),
+    ("enforce_eager", False, "use_cuda_graphs", True),
+    ("use_cpu_program", False, "record_cpu_step", False),
+    ("mixed_prefill_tokens", 9, "prefill_tokens_while_decoding", 9),
+    ("max_waiting", 9, "max_queue", 9),
+    ("num_host_blocks", 9, "swap_blocks", 9),
+]
+
+
+@pytest.mark.parametrize(("given", "value", "own", "meant"), SPELLINGS)
+def test_another_spelling_sets_the_knob_as_keyword_in_a_file_and_as_flag(
+    tmp_path: Path, given: str, value: object, own: str, meant: object
+) -> None:
+    expected = EngineConfig.from_knobs(**{own: meant})
+    assert EngineConfig.from_knobs(**{given: value}) == expected
+    path = write(tmp_path, f"{given.replace('_', '-')}: {str(value).lower()}\n")
+    assert read_config_file(path, knob_table()) == {own: meant}
+    flag = "--" + given.replace("_", "-")
+    words = [flag, str(value)] if not isinstance(value, bool) else [flag if value else f"--no-{flag[2:]}"]
+    assert knobs_from(build_parser().parse_args(["generate", "hi", *words])) == {own: meant}
+
+
+def test_the_own_name_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    knobs._say_own_name.cache_clear()
+    caplog.set_level(logging.INFO, logger="infer")
+    for _ in range(2):
+        EngineConfig.from_knobs(max_model_len=128, max_waiting=3)
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "knob has another name here given=max_model_len own=max_seq_len"),
+        ("WARNING", "knob was renamed; the next release refuses the old name old=max_waiting new=max_queue"),
+    ]
+
+
+def test_a_knob_given_under_two_names_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_seq_len is given twice, once as max_model_len; give it once"):
+        EngineConfig.from_knobs(max_seq_len=1, max_model_len=1)
+
+
 @pytest.mark.parametrize(
-    ("given", "meant"),
-    [("max_model_len", "max_seq_len"), ("max_num_seqs", "max_batch_size"), ("max_modle_len", "max_seq_len")],
+    ("name", "taken", "refused"),
+    [
+        ("speculative_decoding", False, True),
+        ("draft_model", None, "org/name"),
+        ("spec_length", 0, 4),
+        ("tensor_parallel_size", 1, 2),
+    ],
 )
-def test_who_knows_a_knob_by_another_name_is_told_this_one(given: str, meant: str) -> None:
-    with pytest.raises(ConfigError, match=f"unknown knob '{given}'; did you mean '{meant}'"):
-        EngineConfig.from_knobs(**{given: 128})
+def test_what_is_not_built_yet_is_refused_by_name(name: str, taken: object, refused: object) -> None:
+    assert EngineConfig.from_knobs(**{name: taken}) == EngineConfig()
+    message = f"{name} must be {taken}, got {refused!r}: .* is not built yet; leave it out"
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.from_knobs(**{name: refused})
+    arguments = build_parser().parse_args(["generate", "hi", "--" + name.replace("_", "-"), str(refused)])
+    with pytest.raises(ConfigError, match=f"{name} must be {taken}, got '{refused}'"):
+        knobs_from(arguments)
 
 
 @pytest.mark.parametrize(
@@ -113,9 +179,9 @@ def test_a_size_without_a_unit_may_come_as_a_number(tmp_path: Path) -> None:
     assert EngineConfig.from_knobs(kv_cache_memory=2**30).cache.kv_cache_memory == str(2**30)
     path = tmp_path / "knobs.yaml"
     path.write_text("max_body_size: 4\n")
-    knobs = read_config_file(path, knob_table(with_server=True))
+    given = read_config_file(path, knob_table(with_server=True))
     with pytest.raises(ConfigError, match="max_body_size needs a unit, such as 4MiB or 4GiB, got '4'"):
-        ServerConfig(**knobs)
+        ServerConfig(**given)
 
 
 def test_a_server_gives_no_more_outputs_than_any_request_may_ask_for() -> None:

@@ -468,10 +468,10 @@ def test_an_id_can_be_used_again_once_its_request_is_done() -> None:
 
 
 def test_a_full_queue_refuses_and_takes_again_later() -> None:
-    world = make_world(max_waiting=2, max_batch_size=1)
+    world = make_world(max_queue=2, max_batch_size=1)
     for name in "ab":
         world.add(name, prompt_of(5))
-    with pytest.raises(QueueFull, match="max_waiting is 2"):
+    with pytest.raises(QueueFull, match="max_queue is 2"):
         world.add("c", prompt_of(5))
     world.step()
     world.add("c", prompt_of(5))

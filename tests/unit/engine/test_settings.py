@@ -57,7 +57,7 @@ def start_engine_process(model: str, **knobs: Any) -> None:
         ),
         ({"kv_cache_memory": "1000TiB"}, "kv_cache_memory=1000TiB is more than there is"),
         ({"num_blocks": 10**10}, "num_blocks=10000000000 .* is more than there is: .*; set num_blocks="),
-        ({"num_host_blocks": 10**10}, "; set num_host_blocks="),
+        ({"swap_blocks": 10**10}, "; set swap_blocks="),
         (
             {"use_chunked_prefill": False, "max_num_batched_tokens": 64},
             "without chunked prefill a step must hold",
@@ -81,13 +81,13 @@ def test_impossible_settings_are_refused_before_a_weight_is_read(
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"use_cpu_program": True}, "use_cpu_program is for a model on a CPU, and this one is on cuda"),
+        ({"record_cpu_step": True}, "record_cpu_step is for a model on a CPU, and this one is on cuda"),
         (
             {"use_cuda_graphs": True, "attention_backend": "sdpa"},
             "is on cuda with attention_backend=sdpa, which is plain PyTorch; leave it out",
         ),
         ({"use_cuda_graphs": True, "use_overlap": True}, None),
-        ({"use_cuda_graphs": False, "use_cpu_program": False, "attention_backend": "sdpa"}, None),
+        ({"use_cuda_graphs": False, "record_cpu_step": False, "attention_backend": "sdpa"}, None),
     ],
 )
 def test_what_would_do_nothing_on_a_gpu_is_refused(knobs: dict[str, Any], message: str | None) -> None:
@@ -176,10 +176,10 @@ def test_beside_decoding_rows_a_small_model_on_a_gpu_computes_fewer_prompt_token
 ) -> None:
 
     def resolved(**knobs: Any) -> int | None:
-        return resolved_scheduler(device, memory, model, **knobs).mixed_prefill_tokens
+        return resolved_scheduler(device, memory, model, **knobs).prefill_tokens_while_decoding
 
     assert resolved() == mixed
-    assert resolved(mixed_prefill_tokens=77) == 77
+    assert resolved(prefill_tokens_while_decoding=77) == 77
     assert resolved(max_num_batched_tokens=16, max_batch_size=4) == 16  # no more than a step may have
     assert resolved(use_chunked_prefill=False, max_num_batched_tokens=4096) is None
 
@@ -193,7 +193,7 @@ def test_an_engine_has_the_steps_of_its_model(headers: ModelHeaders, model: Mode
         weights="as stored",
         max_seq_len=4096,
     )
-    assert resolve_for(EngineConfig.from_knobs(), choice).scheduler.mixed_prefill_tokens == mixed
+    assert resolve_for(EngineConfig.from_knobs(), choice).scheduler.prefill_tokens_while_decoding == mixed
 
 
 def test_a_plan_for_a_gpu_that_is_half_used_has_the_steps_of_its_engine(

@@ -49,7 +49,7 @@ def test_only_the_chunk_that_ends_a_prompt_samples() -> None:
 
 
 def test_prompts_come_in_small_pieces_while_somebody_decodes() -> None:
-    world = make_world(mixed_prefill_tokens=4, max_batch_size=8, max_num_batched_tokens=64)
+    world = make_world(prefill_tokens_while_decoding=4, max_batch_size=8, max_num_batched_tokens=64)
     world.add("a", prompt_of(20), max_tokens=30)
     assert step(world) == {"a": (0, 20)}, "nobody decodes: nobody would wait"
     world.add("b", prompt_of(20, start=50))
@@ -59,7 +59,7 @@ def test_prompts_come_in_small_pieces_while_somebody_decodes() -> None:
 
 def test_one_long_prompt_is_no_backlog(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.scheduling.scheduler.BACKLOG_TOKENS", 30)
-    world = make_world(mixed_prefill_tokens=2, max_batch_size=8, max_num_batched_tokens=64)
+    world = make_world(prefill_tokens_while_decoding=2, max_batch_size=8, max_num_batched_tokens=64)
     world.add("a", prompt_of(2), max_tokens=30)
     step(world)
     world.add("b", prompt_of(50, start=50))
@@ -71,7 +71,7 @@ def test_one_long_prompt_is_no_backlog(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_long_backlog_is_computed_at_full_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.scheduling.scheduler.BACKLOG_TOKENS", 64)
-    world = make_world(mixed_prefill_tokens=4, max_batch_size=8, max_num_batched_tokens=64)
+    world = make_world(prefill_tokens_while_decoding=4, max_batch_size=8, max_num_batched_tokens=64)
     world.add("a", prompt_of(2), max_tokens=30)
     step(world)
     for name in "bcde":
@@ -82,7 +82,7 @@ def test_a_long_backlog_is_computed_at_full_speed(monkeypatch: pytest.MonkeyPatc
 def test_a_hurried_step_is_shorter_than_one_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.scheduling.scheduler.BACKLOG_TOKENS", 16)
     monkeypatch.setattr("infer.scheduling.scheduler.HURRIED_TOKENS", 30)
-    world = make_world(mixed_prefill_tokens=1, max_batch_size=8, max_num_batched_tokens=64)
+    world = make_world(prefill_tokens_while_decoding=1, max_batch_size=8, max_num_batched_tokens=64)
     for name in "bcde":
         world.add(name, prompt_of(40, start=ord(name)))
     assert step(world) == {"b": (0, 40), "c": (0, 24)}
@@ -92,7 +92,7 @@ def test_a_hurried_step_is_shorter_than_one_nobody_waits_for(monkeypatch: pytest
 def test_a_backlog_never_makes_a_step_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.scheduling.scheduler.BACKLOG_TOKENS", 16)
     monkeypatch.setattr("infer.scheduling.scheduler.HURRIED_TOKENS", 2)
-    world = make_world(mixed_prefill_tokens=4, max_batch_size=8, max_num_batched_tokens=64)
+    world = make_world(prefill_tokens_while_decoding=4, max_batch_size=8, max_num_batched_tokens=64)
     world.add("a", prompt_of(2), max_tokens=30)
     step(world)
     for name in "bcde":

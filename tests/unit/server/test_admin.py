@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from infer.client.client import EngineClient
+from infer.config.defaults import SERVER_MAX_QUEUE
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.errors import (
     EngineError,
@@ -20,7 +21,7 @@ from infer.errors import (
 from infer.frontend.llm import LLM
 from infer.scheduling.request import Request, StepOutput
 from infer.server.app import build_app, create_app
-from infer.server.fleet.fleet import DEFAULT_MAX_WAITING, Fleet, with_server_defaults
+from infer.server.fleet.fleet import Fleet, with_server_defaults
 from infer.server.metrics import ServerMetrics
 from infer.server.state import ServedModel, ServerState
 from tests.support.app import Site
@@ -90,8 +91,8 @@ def test_a_load_that_cannot_be_is_refused_with_the_reason(body: Any, status: int
 
 
 def test_a_queue_is_bounded_unless_the_operator_said_how() -> None:
-    assert with_server_defaults(EngineConfig()).scheduler.max_waiting == DEFAULT_MAX_WAITING
-    own = EngineConfig.from_knobs(max_waiting=7)
+    assert with_server_defaults(EngineConfig()).scheduler.max_queue == SERVER_MAX_QUEUE
+    own = EngineConfig.from_knobs(max_queue=7)
     assert with_server_defaults(own) is own
 
 

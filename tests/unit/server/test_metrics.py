@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from infer.client.client import InProcessClient
+from infer.config.settings import CacheConfig
 from infer.engine.stats import STEP_TOKENS, EngineStats, Histogram, add_counters
 from infer.errors import EngineStopped, QueueFull
 from infer.frontend.llm import LLM
@@ -434,3 +435,14 @@ def test_http_requests_are_counted_by_route_and_status_not_by_path() -> None:
     assert found['infer_http_requests_total{method="GET",route="/health",status="200"}'] == 1
     assert found['infer_http_requests_total{method="GET",route="unmatched",status="404"}'] == 3
     assert found["infer_http_requests_active"] == 0
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_on"), [("paged", "True"), ("contiguous", "False"), ("naive", "False")]
+)
+def test_the_metrics_say_whether_prefixes_are_cached_and_not_whether_it_was_asked(
+    backend: str, is_on: str
+) -> None:
+    client = ObservedClient(FakeClient(), "m", ServerMetrics("infer"))
+    client.meter.cache = CacheConfig(use_prefix_caching=True, kv_cache_backend=backend)
+    assert client.meter.cache_labels["enable_prefix_caching"] == is_on

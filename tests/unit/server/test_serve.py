@@ -19,7 +19,7 @@ from infer.errors import ConfigError, ModelSourceError
 from infer.server import serve as serving
 from infer.server.fleet.fleet import Fleet
 from infer.server.metrics import ServerMetrics
-from infer.server.serve import bind, drain, run, serve, warn_if_open
+from infer.server.serve import _loop_factory, _loop_name, bind, drain, run, serve, warn_if_open
 from infer.server.state import ServerState
 
 
@@ -168,6 +168,22 @@ def test_a_second_signal_says_how_many_requests_it_ends(
     assert caplog.messages == ["ended 3 request(s) at the second signal"]
 
 
+def test_the_name_of_the_loop_says_when_the_fast_one_is_missing() -> None:
+    async def name() -> str:
+        return _loop_name()
+
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        assert "uvloop is not installed" in runner.run(name())
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        assert runner.run(name()) == "uvloop"
+
+
+@pytest.mark.parametrize("prefix", ["9x", "", "a b", "a-b", "a\n"])
+def test_a_prefix_that_no_metric_can_have_is_refused(prefix: str) -> None:
+    with pytest.raises(ConfigError, match="metrics_prefix must be letters, digits, underscores and colons"):
+        ServerConfig(metrics_prefix=prefix)
+
+
 def test_the_start_says_once_what_the_model_has_and_leaves_ready_to_whoever_announces_it(
     checkpoint: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -181,8 +197,8 @@ def test_the_start_says_once_what_the_model_has_and_leaves_ready_to_whoever_anno
         await fleet.close()
 
     asyncio.run(start())
-    (line,) = (message for message in caplog.messages if "context of 64 tokens" in message)
-    assert "5 places in the batch" in line
-    assert re.search(r"KV cache of [\d.]+ [KM]iB \(1024 tokens\)", line)
-    assert re.search(r"computed on cpu with \d+ thread", line)
+    (line,) = (message for message in caplog.messages if message.startswith("engine built "))
+    assert " max_seq_len=64 max_batch_size=5 " in line
+    assert re.search(r" kv_cache=[\d.]+[KM]iB kv_cache_tokens=1024 prefix_caching=on ", line)
+    assert re.search(r" device=cpu threads=\d+ kernels=\w+ weights=\S+ dtype=float32$", line)
     assert not any("ready" in message for message in caplog.messages)

@@ -184,12 +184,12 @@ def test_max_tokens_has_two_spellings_that_must_agree(state: ServerState, ask: C
         ask(state, max_tokens=3, max_completion_tokens=4)
 
 
-@pytest.mark.parametrize(("num_clients", "max_waiting", "fits"), [(1, 2, False), (2, 2, True), (1, 3, True)])
+@pytest.mark.parametrize(("num_clients", "max_queue", "fits"), [(1, 2, False), (2, 2, True), (1, 3, True)])
 def test_more_prompts_than_may_ever_wait_are_refused_for_good(
-    oracle: LLM, num_clients: int, max_waiting: int, fits: bool
+    oracle: LLM, num_clients: int, max_queue: int, fits: bool
 ) -> None:
     state = make_state(oracle.front, *[FakeClient() for _ in range(num_clients)])
-    state.models["tiny"].max_waiting = max_waiting
+    state.models["tiny"].max_queue = max_queue
     if fits:
         assert len(complete(state, prompt=["a", "b", "c"]).requests) == 3
         return

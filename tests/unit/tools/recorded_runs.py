@@ -25,7 +25,7 @@ CONFIG = EngineConfig.from_knobs(
     max_num_batched_tokens=24,
     prefill_chunk_size=10,
     preemption="swap",
-    num_host_blocks=12,
+    swap_blocks=12,
     block_size=4,
 )
 SIZE = CacheSize(num_blocks=16, block_size=4, bytes_per_token=8)
@@ -56,7 +56,7 @@ def make_engine(
     steps_ahead: int = 0,
 ) -> Engine:
     pool = make_pool(policy_config, SIZE)
-    runner = OracleRunner(pool, policy_config.cache.num_host_blocks)
+    runner = OracleRunner(pool, policy_config.cache.swap_blocks)
     runner.fail_at = fail_at
     scheduler = Scheduler(pool, resolve_scheduler(policy_config, 60, SIMULATED_STEPS), cost=COST)
     return Engine(

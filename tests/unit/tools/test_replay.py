@@ -259,7 +259,7 @@ def record_model(model: Path, path: Path, **knobs: Any) -> None:
 
 def test_a_real_model_runs_again_with_the_records_own_knobs(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
-    record_model(model, path, dtype="float32", num_blocks=9, num_host_blocks=4, block_size=8)
+    record_model(model, path, dtype="float32", num_blocks=9, swap_blocks=4, block_size=8)
     record = Record(path)
     assert record.facts.cost.recompute_seconds != 1.0  # it was measured
     replay = replay_model(record, str(model), device=None, show_progress=False)

@@ -21,6 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from infer.client.client import EngineClient, InProcessClient
+from infer.config.defaults import SERVER_MAX_QUEUE
 from infer.config.settings import EngineConfig
 from infer.errors import EngineError, EngineLost, NameTaken, RequestError, UnknownModel
 from infer.server.fleet.metered_client import ObservedClient
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MAX_WAITING = 512
 WATCH_INTERVAL_S = 1.0
 UNLOAD_POLL_S = 0.02
 
@@ -163,7 +163,7 @@ class Fleet:
             front=front,
             clients=clients,
             created=int(time.time()),
-            max_waiting=config.scheduler.max_waiting,
+            max_queue=config.scheduler.max_queue,
         )
 
     async def _start_threads(self, config: EngineConfig) -> tuple[TextFront, list[EngineClient]]:
@@ -236,9 +236,9 @@ class Fleet:
 
 def with_server_defaults(config: EngineConfig) -> EngineConfig:
     """A server's queue is bounded even if nobody said how long it may be."""
-    if config.scheduler.max_waiting is not None:
+    if config.scheduler.max_queue is not None:
         return config
-    return replace(config, scheduler=replace(config.scheduler, max_waiting=DEFAULT_MAX_WAITING))
+    return replace(config, scheduler=replace(config.scheduler, max_queue=SERVER_MAX_QUEUE))
 
 
 def failure_of(client: EngineClient) -> str | None:

@@ -203,11 +203,11 @@ def split_prompts(given: Prompts, max_prompts: int, param: str) -> list[str | li
 
 def check_queue(model: ServedModel, num_prompts: int) -> None:
     """Refuse for good what no empty queue could hold: to try again later would change nothing."""
-    if model.max_waiting is None or num_prompts <= model.max_waiting * len(model.clients):
+    if model.max_queue is None or num_prompts <= model.max_queue * len(model.clients):
         return
-    room = model.max_waiting * len(model.clients)
+    room = model.max_queue * len(model.clients)
     raise RequestError(
-        f"prompt holds {num_prompts} prompts, but only {room} may wait at a time (max_waiting); "
+        f"prompt holds {num_prompts} prompts, but only {room} may wait at a time (max_queue); "
         "send fewer at a time",
         param="prompt",
     )

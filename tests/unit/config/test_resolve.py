@@ -1,0 +1,82 @@
+"""What settings mean on a machine: decided once, without asking the machine that runs the tests."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from infer.cache.memory import CacheSize
+from infer.config.resolve import Machine, ModelFacts, ResolvedConfig
+from infer.config.settings import EngineConfig
+from infer.engine.start_line import describe_engine
+from infer.errors import ConfigError
+
+CPU = Machine(device="cpu", has_c_attention=True)
+GPU = Machine(device="cuda:0", gpu_memory=80 << 30, has_gpu_kernels=True)
+SMALL = ModelFacts(max_seq_len=4096, num_layer_weights=10**9)
+LARGE = ModelFacts(max_seq_len=4096, num_layer_weights=10**10, dtype="bfloat16")
+
+
+def resolved(machine: Machine, model: ModelFacts = SMALL, **knobs: Any) -> ResolvedConfig:
+    return EngineConfig.from_knobs(**knobs).resolve(machine, model)
+
+
+def test_every_limit_of_the_scheduler_is_decided() -> None:
+    for machine in (CPU, GPU):
+        scheduler = resolved(machine).scheduler
+        for field in fields(scheduler):
+            if field.name != "max_queue":  # None: the library's queue has no limit
+                assert getattr(scheduler, field.name) is not None, field.name
+
+
+def test_a_step_is_as_wide_as_its_tokens_allow() -> None:
+    assert resolved(CPU, max_num_batched_tokens=16).scheduler.max_batch_size == 16
+    assert resolved(CPU, max_batch_size=1000).scheduler.max_num_batched_tokens == 1000
+
+
+@pytest.mark.parametrize(
+    ("machine", "model", "knobs", "expected"),
+    [
+        (CPU, SMALL, {}, (False, False, 0)),
+        (GPU, SMALL, {}, (True, True, 3)),
+        (GPU, LARGE, {}, (True, True, 1)),
+        (GPU, SMALL, {"use_overlap": False}, (True, True, 0)),
+        (GPU, SMALL, {"enforce_eager": True}, (True, False, 3)),
+        (GPU, SMALL, {"attention_backend": "sdpa"}, (False, False, 0)),
+        (GPU, SMALL, {"kv_cache_backend": "naive"}, (True, True, 0)),
+    ],
+)
+def test_what_runs_a_step_follows_from_the_machine_and_the_knobs(
+    machine: Machine, model: ModelFacts, knobs: dict[str, Any], expected: tuple[bool, bool, int]
+) -> None:
+    config = resolved(machine, model, **knobs)
+    assert (config.uses_gpu_runner, config.use_cuda_graphs, config.steps_ahead) == expected
+
+
+def test_decisions_have_reasons_and_what_was_given_has_none() -> None:
+    reasons = resolved(CPU, max_batch_size=7).reasons
+    assert reasons["max_num_batched_tokens"] == "512 is the default on a CPU"
+    assert "max_batch_size" not in reasons
+    assert resolved(GPU).reasons["prefill_tokens_while_decoding"] == (
+        "32 is the default for a small model on a GPU"
+    )
+
+
+def test_the_start_line_says_what_another_setting_turns_off() -> None:
+    config = resolved(CPU, kv_cache_backend="contiguous")
+    line = describe_engine("tiny", config, CacheSize(4, 16, 1024))
+    assert line.startswith("engine built model=tiny max_seq_len=4096 max_batch_size=64 kv_cache=64.0KiB ")
+    assert " prefix_caching=off " in line
+    assert line.endswith('note="use_prefix_caching is off, because kv_cache_backend is contiguous"')
+    plain = describe_engine("tiny", resolved(CPU), CacheSize(4, 16, 1024))
+    assert " prefix_caching=on " in plain and "note=" not in plain
+
+
+def test_deterministic_needs_a_kernel_that_can() -> None:
+    assert resolved(GPU, deterministic=True).attention_backend == "invariant"
+    with pytest.raises(ConfigError, match="deterministic needs attention_backend=auto or triton, not flash"):
+        resolved(GPU, deterministic=True, attention_backend="flash")
+    with pytest.raises(ConfigError, match="deterministic needs the attention kernel in C"):
+        resolved(Machine(device="cpu"), deterministic=True)
