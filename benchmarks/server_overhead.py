@@ -27,6 +27,7 @@ from pathlib import Path
 
 from benchmarks.machine import facts
 from infer.client.process_client import ProcessClient
+from infer.config.defaults import SERVER_MAX_QUEUE
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
@@ -66,7 +67,6 @@ def start(model: str, streams: int, pace: int) -> Server:
 async def run_server(model: str, streams: int, pace: int) -> None:
     """The server's process: the whole application around a null engine."""
     from infer.server import serve  # only here: the client's process needs none of it
-    from infer.server.fleet.fleet import DEFAULT_MAX_WAITING
 
     start_real = ProcessClient.start
 
@@ -74,7 +74,7 @@ async def run_server(model: str, streams: int, pace: int) -> None:
         return await start_real(config, module=ENGINE, **options)  # type: ignore[arg-type]
 
     ProcessClient.start = start_null  # type: ignore[method-assign]
-    assert streams <= DEFAULT_MAX_WAITING
+    assert streams <= SERVER_MAX_QUEUE
     config = EngineConfig.from_knobs(model=model, seed=pace, max_batch_size=streams)
     await serve.run({"null": config}, ServerConfig(port=0), announce=lambda url: print(url, flush=True))
 
