@@ -20,8 +20,9 @@ from dataclasses import dataclass
 
 import torch
 
-from infer.kernels.attention.decode import DecodeConfig, DecodeWork, attend_decode
+from infer.kernels.attention.decode import DecodeConfig, attend_decode
 from infer.kernels.attention.decode_cuda import attend_decode_cuda
+from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.runtime.dispatch import jit, num_sms, tl
 
 SHAPES = (

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from infer.kernels.attention.decode import DecodeWork, attend_decode_reference
+from infer.kernels.attention.decode import attend_decode_reference
+from infer.kernels.attention.decode_work import DecodeWork
 from tests.gpu.graphs import capture
 from tests.unit.kernels.attention_contract import Heads, make_paged
 

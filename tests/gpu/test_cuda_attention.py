@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from infer.kernels.attention import decode_cuda as decode_attention
-from infer.kernels.attention.decode import DecodeWork, attend_decode_reference
-from infer.kernels.attention.decode_cuda import attend_decode_cuda
+from infer.kernels.attention import decode_cuda
+from infer.kernels.attention.decode import attend_decode_reference
+from infer.kernels.attention.decode_cuda import DECODE, attend_decode_cuda
+from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime.dispatch import launch_options
 from tests.gpu.attention import check_that_a_graph_follows_the_lengths, relative_error
@@ -113,17 +114,17 @@ def test_either_compiler_makes_kernels_that_run(compiler: str, monkeypatch: pyte
         pytest.skip("needs nvcc")
     compile_with = {"nvrtc": build.compile_with_nvrtc, "nvcc": build.compile_with_nvcc}[compiler]
     heads, pdl = Heads(4, 2, 64), launch_options(torch.device("cuda"))["PDL"]
-    cached = decode_attention.CachedHeads(torch.float16, **dataclasses.asdict(heads), block_size=16)
-    defines = decode_attention.defines_of(cached, pdl=pdl)
+    cached = decode_cuda.CachedHeads(torch.float16, **dataclasses.asdict(heads), block_size=16)
+    defines = cached.defines(DECODE, pdl=pdl)
     major, minor = torch.cuda.get_device_capability()
-    cubin = compile_with(decode_attention.SOURCE, build.options(f"sm_{major}{minor}", dict(defines)))
+    cubin = compile_with(DECODE.source, build.options(f"sm_{major}{minor}", dict(defines)))
     kernels = build.LoadedKernels(cubin)
-    monkeypatch.setattr(decode_attention, "load_kernels", lambda *key: kernels)
-    decode_attention.prepare_launch.cache_clear()
+    monkeypatch.setattr(decode_cuda, "load_kernels", lambda *key: kernels)
+    decode_cuda.prepare_launch.cache_clear()
     try:
         check([90, 7], heads, dtype=torch.float16)
     finally:
-        decode_attention.prepare_launch.cache_clear()
+        decode_cuda.prepare_launch.cache_clear()
 
 
 def test_a_kept_cubin_is_loaded_and_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +142,6 @@ def test_a_kept_cubin_is_loaded_and_not_compiled(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(build, compiler.__name__, counting(compiler))
     for _ in range(2):
         build.load_kernels.cache_clear()
-        decode_attention.prepare_launch.cache_clear()
+        decode_cuda.prepare_launch.cache_clear()
         check([90, 7], Heads(6, 2, 64))
-    assert compiled == [decode_attention.SOURCE]
+    assert compiled == [DECODE.source]

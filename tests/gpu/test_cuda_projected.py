@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from infer.kernels.attention.decode import DecodeWork, attend_projected_reference
-from infer.kernels.attention.decode_projected import attend_projected_cuda
+from infer.kernels.attention.decode import attend_projected_reference
+from infer.kernels.attention.decode_cuda import attend_projected_cuda
+from infer.kernels.attention.decode_work import DecodeWork
 from tests.gpu.attention import relative_error
 from tests.gpu.graphs import capture
 from tests.unit.kernels.attention_contract import Heads, assert_close, make_paged

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.kernels.attention.decode import DecodeWork, attend_decode, attend_projected
-from infer.kernels.attention.decode_cuda import attend_decode_cuda
-from infer.kernels.attention.decode_projected import attend_projected_cuda
+from infer.kernels.attention.decode import attend_decode, attend_projected
+from infer.kernels.attention.decode_cuda import attend_decode_cuda, attend_projected_cuda
+from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.elementwise.gated_activation import gated_activation
 from infer.kernels.elementwise.heads import CacheSlots, HeadTransform, norm_rope_write
 from infer.kernels.elementwise.rms_norm import add_rms_norm

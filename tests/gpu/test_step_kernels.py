@@ -15,7 +15,7 @@ from infer.kernels.elementwise.heads import (
     norm_rope_write_reference,
 )
 from infer.kernels.elementwise.step_state import StepInputs, advance_rows, apply_table_diffs, gather_step
-from infer.kernels.sampling import sample_kernels
+from infer.kernels.sampling import sample_rows as sampling
 from infer.kernels.sampling.sample_rows import (
     COMPILING,
     SampleScratch,
@@ -46,8 +46,8 @@ class TestCompiledStep(StepContract):
         for thread in threading.enumerate():
             if thread.name == COMPILING:
                 thread.join()
-        names = ("survey_kernel", "candidates_kernel", "buckets_kernel", "wide_kernel")
-        caches = [getattr(sample_kernels, name).device_caches[0][0] for name in names]
+        names = ("_survey_kernel", "_candidates_kernel", "_buckets_kernel", "_wide_kernel")
+        caches = [getattr(sampling, name).device_caches[0][0] for name in names]
         num_compiled = [len(cache) for cache in caches]
         assert all(num_compiled)
         logits = self.randn(3, vocab_size, spread=3.0).bfloat16()

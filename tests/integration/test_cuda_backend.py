@@ -16,9 +16,9 @@ from infer.engine import build, machine
 from infer.engine.engine import Engine
 from infer.errors import ConfigError
 from infer.execution.gpu import step as device_step
-from infer.kernels.attention import decode_cuda as decode_attention
-from infer.kernels.attention import decode_projected
-from infer.kernels.attention.decode import DecodeWork
+from infer.kernels.attention import decode, decode_cuda
+from infer.kernels.attention.decode_cuda import CudaKernel
+from infer.kernels.attention.decode_work import DecodeWork
 from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model
 from infer.sampling.params import SamplingParams
@@ -60,19 +60,18 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedLaunch]:
     loaded: dict[Any, EmulatedLaunch] = {}
     launches: list[EmulatedLaunch] = []
 
-    def prepare(module: Any, defines: Any, device: int, starts_early: bool) -> EmulatedLaunch:
-        if (module, defines) not in loaded:
-            launches.append(EmulatedLaunch(defines, module.SOURCE, module._TYPES))
-            loaded[module, defines] = launches[-1]
-        return loaded[module, defines]
+    def prepare(kernel: CudaKernel, defines: Any, device: int, pdl: bool) -> EmulatedLaunch:
+        if (kernel, defines) not in loaded:
+            launches.append(EmulatedLaunch(defines, kernel.source, kernel.types))
+            loaded[kernel, defines] = launches[-1]
+        return loaded[kernel, defines]
 
-    for module in (decode_attention, decode_projected):
-        monkeypatch.setattr(module, "prepare_launch", functools.partial(prepare, module))
-        monkeypatch.setattr(module, "index_of", lambda device: 0)
-        monkeypatch.setattr(module, "launch_options", lambda device: {"PDL": False})
+    monkeypatch.setattr(decode_cuda, "prepare_launch", prepare)
+    monkeypatch.setattr(decode_cuda, "index_of", lambda device: 0)
+    monkeypatch.setattr(decode_cuda, "launch_options", lambda device: {"PDL": False})
     monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
     monkeypatch.setattr(device_step, "use_triton", lambda tensor: True)  # as on a GPU
-    monkeypatch.setattr(decode_attention, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(decode_cuda, "nvidia_capability", lambda device: (9, 0))
     monkeypatch.setattr(DecodeWork, "plan", plan_on_host)
     return launches
 
@@ -82,7 +81,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedLaunch]:
 def test_attention_by_the_cuda_kernels_changes_no_token(
     family: str, most: int, emulated: list[EmulatedLaunch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_step, "PROJECTED_HEADS", most)
+    monkeypatch.setattr(decode, "PROJECTED_HEADS", most)
     engine = make_engine(family, attention_backend="cuda")
     assert len(emulated) == 2, "the kernels are compiled when the engine is built, not in its first step"
     made = run_engine(engine, REQUESTS)
@@ -91,7 +90,8 @@ def test_attention_by_the_cuda_kernels_changes_no_token(
     assert len(emulated) == 2 and made == expected(family)
 
 
-MANY, FEW, FEW_BY_TRITON = "attend_decode_cuda", "attend_projected_cuda", "attend_projected"
+MANY, FEW = "attend_decode_cuda", "attend_projected_cuda"
+FEW_BY_TRITON = "attend_projected_reference"  # which stands in for Triton on a CPU
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_auto_gives_rows_to_the_fastest_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two kv heads per row: where 2 heads are few, one row is few and two are many."""
-    monkeypatch.setattr(device_step, "PROJECTED_HEADS", most)
-    monkeypatch.setattr(device_step, "FASTER_UP_TO", {64: faster})
+    monkeypatch.setattr(decode, "PROJECTED_HEADS", most)
+    monkeypatch.setattr(decode, "_CUDA_PROJECTED_HEADS", {64: faster})
     seen: dict[str, set[int]] = {name: set() for name in expected_rows}
 
     def attend(name: str, real: Any, given: torch.Tensor, *inputs: Any, **options: Any) -> torch.Tensor:
@@ -122,11 +122,11 @@ def test_auto_gives_rows_to_the_fastest_kernel(
         return result
 
     for name in seen:
-        spy = functools.partial(attend, name, getattr(device_step, name))
-        monkeypatch.setattr(device_step, name, spy)
+        spy = functools.partial(attend, name, getattr(decode, name))
+        monkeypatch.setattr(decode, name, spy)
     engine = make_engine("qwen3", attention_backend="auto")
     runner: Any = engine._runner
-    runner._backend = "auto"  # as on a GPU
+    runner._backend = runner._work.backend = "auto"  # as on a GPU
     made = run_engine(engine, REQUESTS)
     assert seen == expected_rows
     assert made == expected("qwen3")

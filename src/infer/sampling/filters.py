@@ -27,7 +27,7 @@ from collections.abc import Sequence
 
 import torch
 
-from infer.kernels.sampling.sample import row_blocks, topk_rows
+from infer.kernels.sampling.gumbel import row_blocks, topk_rows
 from infer.sampling.params import SamplingParams
 
 FIRST_CANDIDATES = 256

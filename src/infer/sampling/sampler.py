@@ -1,7 +1,7 @@
 """From logits to the next token of every row of a batch.
 
 Rows are independent: a row's token depends only on its own logits, parameters, seed and position, to
-the last bit, whatever its neighbours are. Noise is a hash (kernels/sampling/sample.py), and whatever decides
+the last bit, whatever its neighbours are. Noise is a hash (kernels/sampling/gumbel.py), and whatever decides
 what a filter keeps is a maximum or a sum of integers, which no order of summation can change.
 The order of operations is the one documented in sampling/params.py.
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from infer.kernels.sampling.sample import argmax_rows, draw, gumbel_noise, noise_keys
+from infer.kernels.sampling.gumbel import argmax_rows, draw, gumbel_noise, noise_keys
 from infer.sampling.filters import filter_candidates, filter_rows
 from infer.sampling.logprobs import top_logprobs
 from infer.sampling.params import RowLogprobs, SamplingParams

@@ -16,7 +16,8 @@ import torch
 
 from infer.cache.kv_store import KVStore
 from infer.execution.gpu.step import DeviceStep
-from infer.kernels.attention.decode import DecodeWork, attend_decode, attend_decode_reference
+from infer.kernels.attention.decode import attend_decode, attend_decode_reference
+from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.prefill import (
     Chunk,
     PrefillChunks,

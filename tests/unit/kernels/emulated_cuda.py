@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from infer.kernels.attention import decode_cuda as decode_attention
-from infer.kernels.attention.decode import DecodeWork
-from infer.kernels.attention.decode_cuda import Defines
+from infer.kernels.attention.decode_cuda import DECODE, Defines
+from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.runtime.cuda_build import as_pointers
 from tests.unit.kernels.attention_contract import Heads
 from tests.unit.kernels.emulated import compile_library
@@ -44,8 +43,8 @@ class EmulatedLaunch:
     def __init__(
         self,
         defines: Defines,
-        source: Path = decode_attention.SOURCE,
-        types: Sequence[Any] = decode_attention._TYPES,
+        source: Path = DECODE.source,
+        types: Sequence[Any] = DECODE.types,
         written_before: Sequence[torch.Tensor] = (),
     ) -> None:
         self.library, self.num_threads = compile_attention(source, defines), 32 * dict(defines)["WARPS"]

@@ -29,7 +29,6 @@ from infer.kernels.elementwise.rms_norm import (
     rms_norm,
     rms_norm_reference,
 )
-from infer.kernels.elementwise.rope import rope, rope_reference
 from infer.kernels.runtime.dispatch import use_triton
 
 # Relative and absolute. bfloat16 keeps 8 bits, so 2^-7 is one unit in the last place; the interpreter
@@ -100,10 +99,6 @@ class KernelContract:
     def weight(self, size: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
         return torch.randn(size, device=self.device).to(dtype)
 
-    def rope_tables(self, num_positions: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = torch.rand(num_positions, head_dim // 2, device=self.device) * 2 * math.pi
-        return angles.cos(), angles.sin()
-
     def test_the_kernel_and_not_the_reference_is_under_test(self) -> None:
         assert use_triton(torch.zeros(1, device=self.device))
 
@@ -159,35 +154,6 @@ class KernelContract:
         residual.assert_untouched()
 
     @every_dtype
-    @pytest.mark.parametrize(
-        "shape",  # T, N, G, H; the heads of (2, 33, 1, 128) take more than one program
-        [(1, 9, 3, 64), (5, 4, 4, 80), (2, 33, 1, 128), (3, 1, 1, 2), (4, 7, 7, 6), (0, 2, 2, 8)],
-        ids=str,
-    )
-    def test_rope(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-        num_tokens, num_heads, num_kv_heads, head_dim = shape
-        q = self.framed(num_tokens, num_heads, head_dim, dtype=dtype)
-        k = self.framed(num_tokens, num_kv_heads, head_dim, dtype=dtype)
-        tables = self.rope_tables(50, head_dim)
-        positions = torch.randint(50, (num_tokens,), device=self.device)
-        with nan_in_fresh_memory():
-            rotated_q, rotated_k = rope(q.view, k.view, *tables, positions)
-        expected_q, expected_k = rope_reference(q.view, k.view, *tables, positions)
-        assert_same(rotated_q, expected_q)
-        assert_same(rotated_k, expected_k)
-        q.assert_untouched()
-        k.assert_untouched()
-
-    def test_rope_reads_q_and_k_out_of_a_fused_qkv(self) -> None:
-        qkv = self.framed(3, 4 + 2 + 2, 16, dtype=torch.float32)
-        q, k, _ = torch.split(qkv.view, [4, 2, 2], dim=1)
-        tables, positions = self.rope_tables(8, 16), torch.tensor([7, 0, 3], device=self.device)
-        rotated_q, rotated_k = rope(q, k, *tables, positions)
-        expected_q, expected_k = rope_reference(q, k, *tables, positions)
-        assert_same(rotated_q, expected_q)
-        assert_same(rotated_k, expected_k)
-
-    @every_dtype
     @pytest.mark.parametrize("activation", ACTIVATIONS)
     @pytest.mark.parametrize("shape", [(1, 2), (3, 2 * 123), (2, 2 * 1536), (0, 2 * 8)], ids=str)
     def test_gated_activation(self, shape: tuple[int, int], activation: str, dtype: torch.dtype) -> None:
@@ -220,10 +186,5 @@ class KernelContract:
 
     def test_heads_beyond_2_to_the_31_elements_are_found(self) -> None:
         q = far_apart_rows((3, 2, 32), self.device)
-        k, weight = q[:, 1:], self.weight(32)
-        tables, positions = self.rope_tables(3, 32), torch.arange(3, device=self.device)
+        weight = self.weight(32)
         assert_same(rms_norm(q, weight, eps=EPS), rms_norm_reference(q, weight, EPS, 0.0))
-        for actual, expected in zip(
-            rope(q, k, *tables, positions), rope_reference(q, k, *tables, positions), strict=True
-        ):
-            assert_same(actual, expected.contiguous())

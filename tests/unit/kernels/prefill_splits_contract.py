@@ -16,12 +16,12 @@ from infer.kernels.attention import prefill as attention_prefill
 from infer.kernels.attention.prefill import (
     Chunk,
     PrefillChunks,
+    _plan_splits,
     attend_prefill,
     attend_prefill_reference,
     build_prefill_chunks,
     tokens_per_tile,
 )
-from infer.kernels.attention.prefill_kernels import _plan_splits
 from infer.kernels.runtime.dispatch import jit, tl
 from tests.unit.kernels.attention_contract import TOLERANCE, Heads, OnDevice, Paged, make_paged
 

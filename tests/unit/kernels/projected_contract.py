@@ -16,7 +16,8 @@ import torch
 from infer.cache.kv_store import KVStore
 from infer.execution.gpu.step import DeviceStep
 from infer.kernels.attention import decode as attention_decode
-from infer.kernels.attention.decode import DecodeWork, attend_projected, attend_projected_reference
+from infer.kernels.attention.decode import attend_projected, attend_projected_reference
+from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.prefill import Chunk, PrefillChunks, build_prefill_chunks, tokens_per_tile
 from infer.kernels.elementwise.heads import HeadTransform, norm_rope_write
 from tests.unit.kernels.attention_contract import Heads, OnDevice, Paged, assert_close, make_paged

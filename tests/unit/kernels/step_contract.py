@@ -19,6 +19,8 @@ from infer.kernels.elementwise.heads import (
     norm_rope_write,
     norm_rope_write_reference,
     split_heads,
+    write_slots,
+    write_slots_reference,
 )
 from infer.kernels.elementwise.rms_norm import rms_norm
 from infer.kernels.elementwise.rope import rope
@@ -209,6 +211,17 @@ class StepContract:
             cache = CacheSlots(keys, values, slots, keeps=True)
             _, k, v = norm_rope_write(qkv.view, transform, positions, cache)
         assert torch.equal(k, keys[slots]) and torch.equal(v, values[slots])
+
+    @every_dtype
+    def test_keys_and_values_are_written_to_their_slots(self, dtype: torch.dtype) -> None:
+        qkv = self.qkv((5, 3, 3, 20), dtype)
+        _, k, v = split_heads(qkv.view, 3, 3)
+        slots = torch.tensor([4, -1, 23, 0, 9], device=self.device)
+        caches = [torch.full((NUM_SLOTS, 3, 20), 7.0, dtype=dtype, device=self.device) for _ in range(4)]
+        write_slots(k, v, CacheSlots(caches[0], caches[1], slots))
+        write_slots_reference(k, v, CacheSlots(caches[2], caches[3], slots))
+        assert torch.equal(caches[0], caches[2]) and torch.equal(caches[1], caches[3])
+        assert torch.equal(caches[0][4], k[0]) and bool((caches[1][5:9] == 7.0).all())
 
     # sampling ------------------------------------------------------------------------------------------
 

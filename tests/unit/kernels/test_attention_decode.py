@@ -11,7 +11,8 @@ import torch
 
 from infer.cache.kv_store import KVStore
 from infer.execution.gpu.step import DeviceStep
-from infer.kernels.attention.decode import DecodeWork, attend_decode, attend_projected
+from infer.kernels.attention.decode import attend_decode, attend_projected
+from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.reference import attend_naive
 from infer.kernels.elementwise.heads import norm_rope_write
 from tests.unit.kernels.attention_contract import Heads, make_paged

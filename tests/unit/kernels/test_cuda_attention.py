@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from infer.errors import ConfigError
-from infer.kernels.attention import decode_cuda as decode_attention
+from infer.kernels.attention import decode_cuda
 from infer.kernels.attention.decode import attend_decode_reference
 from infer.kernels.attention.decode_cuda import CachedHeads, attend_decode_cuda
 from tests.unit.kernels.attention_contract import Heads, assert_close, make_paged
@@ -22,14 +22,14 @@ LAUNCHES: list[EmulatedLaunch] = []
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    def prepare(defines: Any, device: int, starts_early: bool) -> EmulatedLaunch:
+    def prepare(kernel: Any, defines: Any, device: int, pdl: bool) -> EmulatedLaunch:
         LAUNCHES.append(EmulatedLaunch(defines))
         return LAUNCHES[-1]
 
     torch.manual_seed(0)
     LAUNCHES.clear()
-    monkeypatch.setattr(decode_attention, "prepare_launch", prepare)
-    monkeypatch.setattr(decode_attention, "index_of", lambda device: 0)
+    monkeypatch.setattr(decode_cuda, "prepare_launch", prepare)
+    monkeypatch.setattr(decode_cuda, "index_of", lambda device: 0)
 
 
 KERNEL_OF_ONE_LOAD = """
@@ -200,7 +200,7 @@ def test_a_model_it_cannot_serve_is_refused_with_a_way_out(
     model |= {"num_heads": 16, "num_kv_heads": 2, "head_dim": 64}
 
     def check_model(*, gpu: tuple[int, int], **heads: Any) -> None:
-        monkeypatch.setattr(decode_attention, "_capability", lambda device: gpu)
+        monkeypatch.setattr(decode_cuda, "_capability", lambda device: gpu)
         CachedHeads(**heads).check(torch.device("cuda"))
 
     check_model(**model)

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from infer.kernels.attention import decode_cuda as decode_attention
+from infer.kernels.attention import decode_cuda
 from infer.kernels.attention.decode import attend_decode_reference
-from infer.kernels.attention.decode_cuda import attend_decode_cuda
+from infer.kernels.attention.decode_cuda import DECODE, attend_decode_cuda
 from tests.unit.kernels.attention_contract import Heads, assert_close, make_paged
 from tests.unit.kernels.emulated_cuda import EmulatedLaunch, make_work, plan_on_host
 from tests.unit.kernels.projected_contract import newest_slots
@@ -44,7 +44,7 @@ class LaunchedAhead:
     """Attention by the kernel in `source`, compiled to start while the kernel before still runs."""
 
     monkeypatch: pytest.MonkeyPatch
-    source: Path = decode_attention.SOURCE
+    source: Path = DECODE.source
 
     def __call__(
         self,
@@ -68,11 +68,11 @@ class LaunchedAhead:
         written = [q, *(store[slot] for store in (paged.keys, paged.values) for slot in newest)]
         launches: list[EmulatedLaunch] = []
 
-        def prepare(defines: Any, device: int, starts_early: bool) -> EmulatedLaunch:
+        def prepare(kernel: Any, defines: Any, device: int, pdl: bool) -> EmulatedLaunch:
             launches.append(EmulatedLaunch(defines, self.source, written_before=written))
             return launches[-1]
 
-        self.monkeypatch.setattr(decode_attention, "prepare_launch", prepare)
+        self.monkeypatch.setattr(decode_cuda, "prepare_launch", prepare)
         how: dict[str, Any] = {"block_size": block_size, "scale": 0.3, "window": window}
         actual = attend_decode_cuda(q, paged.keys, paged.values, paged.tables, work, **how)
         expected = attend_decode_reference(q, paged.keys, paged.values, paged.tables, rows, lens_S, **how)
@@ -80,19 +80,19 @@ class LaunchedAhead:
 
     def change(self, line: str, instead: str, folder: Path) -> None:
         """From now on, the kernel with another line in the place of this one."""
-        for path in decode_attention.SOURCE.parent.glob("*.cu*"):
+        for path in DECODE.source.parent.glob("*.cu*"):
             (folder / path.name).write_text(path.read_text())
-        text = decode_attention.SOURCE.read_text()
+        text = DECODE.source.read_text()
         assert text.count(line) == 1
-        self.source = folder / decode_attention.SOURCE.name
+        self.source = folder / DECODE.source.name
         self.source.write_text(text.replace(line, instead))
 
 
 @pytest.fixture
 def attend(monkeypatch: pytest.MonkeyPatch) -> LaunchedAhead:
     torch.manual_seed(0)
-    monkeypatch.setattr(decode_attention, "index_of", lambda device: 0)
-    monkeypatch.setattr(decode_attention, "launch_options", lambda device: {"PDL": True})
+    monkeypatch.setattr(decode_cuda, "index_of", lambda device: 0)
+    monkeypatch.setattr(decode_cuda, "launch_options", lambda device: {"PDL": True})
     return LaunchedAhead(monkeypatch)
 
 

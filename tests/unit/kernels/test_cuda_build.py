@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from infer.errors import ConfigError
-from infer.kernels.attention import decode_projected
-from infer.kernels.attention.decode_cuda import SOURCE, CachedHeads, defines_of
+from infer.kernels.attention.decode_cuda import DECODE, PROJECTED, CachedHeads
 from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime.cuda_build import (
     BuildError,
@@ -28,6 +27,7 @@ from infer.kernels.runtime.cuda_build import (
 )
 from tests.unit.kernels.attention_contract import Heads
 
+SOURCE = DECODE.source
 DEFINES = {"H": 64, "G": 2}
 
 
@@ -164,11 +164,11 @@ def test_a_gpus_compiler_accepts_the_kernels(compile_with: Callable[[Path, Seque
         (Heads(32, 8, 128), torch.bfloat16, "sm_90"), (Heads(4, 2, 64), torch.float16, "sm_80")
     ):  # fmt: skip
         cached = CachedHeads(dtype, **dataclasses.asdict(heads), block_size=16)
-        defines = defines_of(cached, pdl=arch == "sm_90")
+        defines = cached.defines(DECODE, pdl=arch == "sm_90")
         cubin = compile_with(SOURCE, options(arch, dict(defines)))
         assert cubin.startswith(b"\x7fELF") and b"decode_attention" in cubin
-        defines = decode_projected.defines_of(cached, has_norm=arch == "sm_90", pdl=arch == "sm_90")
-        cubin = compile_with(decode_projected.SOURCE, options(arch, dict(defines)))
+        defines = cached.defines(PROJECTED, has_norm=arch == "sm_90", pdl=arch == "sm_90")
+        cubin = compile_with(PROJECTED.source, options(arch, dict(defines)))
         assert cubin.startswith(b"\x7fELF") and b"decode_projected" in cubin
 
 
@@ -277,7 +277,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 
 def test_threads_that_share_a_launch_do_not_mix_their_arguments(driver: FakeDriver) -> None:
-    launch = build.PreparedLaunch(ctypes.c_void_p(1), 32, [ctypes.c_int] * 3, starts_early=False)
+    launch = build.PreparedLaunch(ctypes.c_void_p(1), 32, [ctypes.c_int] * 3, pdl=False)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda number: launch(number, number, number, number), range(1, 41)))
     assert sorted(driver.launched) == [[number] * 4 for number in range(1, 41)]

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from infer.kernels.attention import decode_projected
+from infer.kernels.attention import decode_cuda
 from infer.kernels.attention.decode import attend_projected_reference
-from infer.kernels.attention.decode_projected import attend_projected_cuda
+from infer.kernels.attention.decode_cuda import PROJECTED, attend_projected_cuda
 from tests.unit.kernels.attention_contract import Heads, assert_close, make_paged
 from tests.unit.kernels.emulated_cuda import EmulatedLaunch, make_work, plan_on_host
 from tests.unit.kernels.kernel_contract import FramedTensor
@@ -22,20 +22,22 @@ from tests.unit.kernels.projected_contract import make_transform, newest_slots
 
 WRITTEN: list[torch.Tensor] = []  # by the kernel before
 LAUNCHES: list[EmulatedLaunch] = []
+SOURCES: list[Path] = []  # the last one is compiled in the place of the kernel's own
 
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    def prepare(defines: Any, device: int, starts_early: bool) -> EmulatedLaunch:
-        source, types = decode_projected.SOURCE, decode_projected._TYPES
-        LAUNCHES.append(EmulatedLaunch(defines, source, types, WRITTEN))
+    def prepare(kernel: Any, defines: Any, device: int, pdl: bool) -> EmulatedLaunch:
+        source = SOURCES[-1] if SOURCES else kernel.source
+        LAUNCHES.append(EmulatedLaunch(defines, source, kernel.types, WRITTEN))
         return LAUNCHES[-1]
 
     torch.manual_seed(0)
     LAUNCHES.clear()
-    monkeypatch.setattr(decode_projected, "prepare_launch", prepare)
-    monkeypatch.setattr(decode_projected, "index_of", lambda device: 0)
-    monkeypatch.setattr(decode_projected, "launch_options", lambda device: {"PDL": True})
+    SOURCES.clear()
+    monkeypatch.setattr(decode_cuda, "prepare_launch", prepare)
+    monkeypatch.setattr(decode_cuda, "index_of", lambda device: 0)
+    monkeypatch.setattr(decode_cuda, "launch_options", lambda device: {"PDL": True})
 
 
 def check(
@@ -135,16 +137,16 @@ WAIT, AFTER_THE_LOADS = "wait_for_before();", "transform(query, gains[is_key], e
     ids=["none", "some", "late"],
 )
 def test_a_kernel_that_reads_the_projection_too_early_is_caught(
-    changes: dict[str, str], rule: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    changes: dict[str, str], rule: str, tmp_path: Path
 ) -> None:
-    for path in decode_projected.SOURCE.parent.glob("*.cu*"):
+    for path in PROJECTED.source.parent.glob("*.cu*"):
         (tmp_path / path.name).write_text(path.read_text())
-    text = decode_projected.SOURCE.read_text()
+    text = PROJECTED.source.read_text()
     for line, instead in changes.items():
         assert text.count(line) == 1
         text = text.replace(line, instead)
-    changed = tmp_path / decode_projected.SOURCE.name
+    changed = tmp_path / PROJECTED.source.name
     changed.write_text(text)
-    monkeypatch.setattr(decode_projected, "SOURCE", changed)
+    SOURCES.append(changed)
     with pytest.raises(AssertionError, match=rule):
         check([33], Heads(8, 2, 64))

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from infer.kernels.attention import decode_cuda as decode_attention
-from infer.kernels.attention import decode_projected
-from infer.kernels.attention.decode_cuda import CachedHeads, Defines
+from infer.kernels.attention.decode_cuda import DECODE, PROJECTED, CachedHeads, Defines
 from infer.kernels.linear import pdl as linear_ahead
 from infer.kernels.linear import wgmma as linear_wgmma
 from infer.kernels.linear.pdl_configs import AheadConfig
@@ -106,14 +104,14 @@ LINEAR = linear_ahead.defines_of(AheadConfig(1, 2, depth=2), torch.float16, tile
 EMULATED: dict[str, tuple[str, Path, Defines, tuple[str, ...]]] = {
     "decode_attention": (
         "emulated_cuda.cpp",
-        decode_attention.SOURCE,
-        decode_attention.defines_of(HEADS, pdl=True),
+        DECODE.source,
+        HEADS.defines(DECODE, pdl=True),
         ATTENTION_FLAGS,
     ),
     "decode_projected": (
         "emulated_cuda.cpp",
-        decode_projected.SOURCE,
-        decode_projected.defines_of(HEADS, has_norm=True, pdl=True),
+        PROJECTED.source,
+        HEADS.defines(PROJECTED, has_norm=True, pdl=True),
         ATTENTION_FLAGS,
     ),
     "linear_ahead": ("emulated_linear.cpp", linear_ahead.SOURCE, LINEAR, ("-O1",)),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from infer.kernels.runtime import launch as launching
-from infer.kernels.runtime.launch import launch
+from infer.kernels.runtime.launch import launch_triton
 
 
 class Compiled:
@@ -57,8 +57,8 @@ def aligned(size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def test_the_second_launch_takes_addresses_numbers_and_constants_in_order(kernel: Kernel) -> None:
     x, y, z = aligned(8), aligned(8), aligned(8)
     options = {"PDL": True, "num_warps": 8, "BLOCK": 64}
-    launch(kernel, (3, 2), (x, y), (8, 0.5), **options)
-    launch(kernel, (3, 2), (x, z), (8, 0.5), **options)
+    launch_triton(kernel, (3, 2), (x, y), (8, 0.5), **options)
+    launch_triton(kernel, (3, 2), (x, z), (8, 0.5), **options)
     assert len(kernel.asked) == 1
     expected = (x.data_ptr(), z.data_ptr(), 8, 0.5, 64, True)
     assert kernel.compiled.runs == [((3, 2, 1), expected, 77)]
@@ -67,7 +67,7 @@ def test_the_second_launch_takes_addresses_numbers_and_constants_in_order(kernel
 def test_integers_that_may_be_any_are_passed_on_and_not_asked_about(kernel: Kernel) -> None:
     x, y = aligned(8), aligned(8)
     for number in (1, 16, 5):
-        launch(kernel, (3,), (x, y), (0.5,), (number,), BLOCK=64, PDL=False)
+        launch_triton(kernel, (3,), (x, y), (0.5,), (number,), BLOCK=64, PDL=False)
     assert [args[2:] for _, args, _ in kernel.asked] == [(1, 0.5)]
     assert [args[2:] for _, args, _ in kernel.compiled.runs] == [(16, 0.5, 64, False), (5, 0.5, 64, False)]
 
@@ -75,13 +75,13 @@ def test_integers_that_may_be_any_are_passed_on_and_not_asked_about(kernel: Kern
 @pytest.mark.parametrize("change", ["grid", "number", "constant", "option", "dtype", "alignment", "kernel"])
 def test_whatever_differs_is_asked_for(kernel: Kernel, change: str) -> None:
     x, y = aligned(8), aligned(8)
-    launch(kernel, (3,), (x, y), (8, 0.5), BLOCK=64, PDL=False, num_warps=4)
+    launch_triton(kernel, (3,), (x, y), (8, 0.5), BLOCK=64, PDL=False, num_warps=4)
     other = Kernel() if change == "kernel" else kernel
     if change == "dtype":
         y = aligned(8, torch.float16)
     elif change == "alignment":
         y = aligned(12)[1:9]
-    launch(
+    launch_triton(
         other, (4,) if change == "grid" else (3,), (x, y), (9 if change == "number" else 8, 0.5),
         BLOCK=32 if change == "constant" else 64, PDL=False, num_warps=8 if change == "option" else 4,
     )  # fmt: skip
@@ -94,31 +94,31 @@ def test_equal_numbers_of_other_types_are_other_numbers(kernel: Kernel, first: f
     """Triton compiles an integer 1 as a constant, True as one bit and 1.0 as a parameter."""
     assert first == second
     for number in (first, second, first, second):
-        launch(kernel, (3,), (aligned(8), aligned(8)), (8, number), BLOCK=64, PDL=False)
+        launch_triton(kernel, (3,), (aligned(8), aligned(8)), (8, number), BLOCK=64, PDL=False)
     assert [type(args[3]) for _, args, _ in kernel.asked] == [type(first), type(second)]
     assert [type(args[3]) for _, args, _ in kernel.compiled.runs] == [type(first), type(second)]
 
 
 def test_a_constant_is_no_float(kernel: Kernel) -> None:
     with pytest.raises(AssertionError, match="BLOCK is 64.0: 64 would be the same question"):
-        launch(kernel, (3,), (aligned(8), aligned(8)), (8, 0.5), BLOCK=64.0, PDL=False)
+        launch_triton(kernel, (3,), (aligned(8), aligned(8)), (8, 0.5), BLOCK=64.0, PDL=False)
 
 
 def test_tensors_that_are_not_aligned_never_become_an_answer(kernel: Kernel) -> None:
     odd = aligned(12)[1:9]
     for x in (odd, odd, aligned(8), aligned(8)):
-        launch(kernel, (3,), (x, aligned(8)), (8, 0.5), BLOCK=64, PDL=False)
+        launch_triton(kernel, (3,), (x, aligned(8)), (8, 0.5), BLOCK=64, PDL=False)
     assert (len(kernel.asked), len(kernel.compiled.runs)) == (3, 1)
 
 
 def test_answers_are_bounded(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_MAX_KNOWN", 4)
     for size in range(11):
-        launch(kernel, (3,), (aligned(8), aligned(8)), (size, 0.5), BLOCK=64, PDL=False)
+        launch_triton(kernel, (3,), (aligned(8), aligned(8)), (size, 0.5), BLOCK=64, PDL=False)
     assert len(launching._known) <= 4
 
 
 def test_constants_must_come_last(kernel: Kernel) -> None:
     kernel.arg_names.reverse()
     with pytest.raises(AssertionError, match="constants must come last"):
-        launch(kernel, (3,), (aligned(8), aligned(8)), (8, 0.5), BLOCK=64, PDL=False)
+        launch_triton(kernel, (3,), (aligned(8), aligned(8)), (8, 0.5), BLOCK=64, PDL=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.kernels.sampling.sample import argmax_rows, draw, gumbel_noise, noise_keys, row_blocks, topk_rows
+from infer.kernels.sampling.gumbel import argmax_rows, draw, gumbel_noise, noise_keys, row_blocks, topk_rows
 
 NUM_DRAWS = 40_000
 

@@ -34,7 +34,7 @@ from infer.execution.gpu.rows import NO_POSITION, DeviceRows, send
 from infer.execution.gpu.step import DeviceStep, prepare_backend
 from infer.execution.gpu.step_inputs import MAX_CHUNKS, DeviceInputs, Prompts
 from infer.execution.runner import ModelRunner, StepResult, sequence_seed
-from infer.kernels.attention.decode import DecodeWork
+from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.dense import Batch, DenseAttention
 from infer.kernels.attention.prefill import Chunk as PrefillChunk
 from infer.kernels.attention.prefill import PrefillChunks, build_prefill_chunks, tokens_per_tile
@@ -98,6 +98,7 @@ class DeviceRunner(ModelRunner):
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             device=device,
+            backend=self._backend,
         )
         tile_len = tokens_per_tile(config.num_heads, config.num_kv_heads)
         max_graph_tokens = most_tokens(config, max_tokens) if use_cuda_graphs else 0

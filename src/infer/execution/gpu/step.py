@@ -21,9 +21,7 @@ programmatic dependent launch (kernels/runtime/dispatch.py) need not know of bra
     flash       Triton                     PyTorch's FlashAttention if every chunk is fresh, otherwise Triton
     invariant   Triton's kernel for prompts, for both: one order of additions, wherever a token is computed
 
-Rows are few while they have no more than `PROJECTED_HEADS` kv heads in all: up to there a kernel that takes
-the projection is faster. With `auto` many rows are CUDA C++'s; so are few, up to `FASTER_UP_TO`, unless there
-are chunks of prompts beside them.
+Which kernel is faster for how many rows is known to kernels/attention/decode.py.
 
 Shapes:  T tokens, S of them rows that decode, N query heads, G kv heads, H head size.
 """
@@ -39,13 +37,9 @@ import torch
 
 from infer.cache.kv_store import KVStore
 from infer.errors import ConfigError
-from infer.kernels.attention.decode import PROJECTED_HEADS, DecodeWork, attend_decode, attend_projected
-from infer.kernels.attention.decode_cuda import CachedHeads, attend_decode_cuda, compile_attend_decode
-from infer.kernels.attention.decode_projected import (
-    FASTER_UP_TO,
-    attend_projected_cuda,
-    compile_attend_projected,
-)
+from infer.kernels.attention.decode import attend_decode, attend_projected, is_projected_faster
+from infer.kernels.attention.decode_cuda import DECODE, PROJECTED, CachedHeads, compile_decode
+from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.dense import Batch, DenseAttention
 from infer.kernels.attention.prefill import PrefillChunks, attend_prefill, check_flash
 from infer.kernels.elementwise.heads import CacheSlots, HeadTransform
@@ -56,8 +50,6 @@ from infer.models.config import ModelConfig
 logger = logging.getLogger(__name__)
 
 BRANCH_FROM = 128  # tokens of a step; with fewer, kernels that start early gain more
-
-_PROJECTED = ("auto", "triton", "flash", "cuda")
 
 
 class DeviceStep(StepContext):
@@ -110,20 +102,13 @@ class DeviceStep(StepContext):
         """One kernel from the projection to the output, where every token is a row that decodes."""
         num_rows = self._num_rows
         decodes_only = self._chunks is None and self._dense is None and 0 < num_rows == qkv_TX.shape[0]
-        if not decodes_only or self._backend not in _PROJECTED or not use_triton(qkv_TX):
+        if not decodes_only or self._backend == "invariant" or not use_triton(qkv_TX):
             return None
-        if not _are_few(num_rows, transform.num_kv_heads):
+        if not is_projected_faster(num_rows, transform.num_kv_heads):
             return None
-        keys, values = self._store.keys[layer], self._store.values[layer]
-        is_faster = num_rows * transform.num_kv_heads <= FASTER_UP_TO.get(keys.shape[2], 0)
-        if self._backend == "cuda" or (self._backend == "auto" and is_faster):
-            return attend_projected_cuda(
-                qkv_TX, transform, keys, values, self._tables_RB, self._work,
-                block_size=self._block_size, scale=scale, window=window,
-            )  # fmt: skip
         return attend_projected(
-            qkv_TX, transform, keys, values, self._tables_RB, self._rows_S, self._lens_S, self._work,
-            block_size=self._block_size, scale=scale, window=window,
+            qkv_TX, transform, self._store.keys[layer], self._store.values[layer], self._tables_RB,
+            self._rows_S, self._lens_S, self._work, block_size=self._block_size, scale=scale, window=window,
         )  # fmt: skip
 
     def attend(
@@ -145,12 +130,7 @@ class DeviceStep(StepContext):
         branch = self._branch(q_TNH)
         if branch is not None:
             branch.wait_stream(torch.cuda.current_stream())
-        if num_rows and self._is_for_cuda(keys.shape[1]):
-            attend_decode_cuda(
-                q_TNH[:num_rows], keys, values, self._tables_RB, self._work,
-                block_size=self._block_size, scale=scale, window=window, out=out_TNH[:num_rows],
-            )  # fmt: skip
-        elif num_rows:
+        if num_rows:
             attend_decode(
                 q_TNH[:num_rows], keys, values, self._tables_RB, self._rows_S, self._lens_S, self._work,
                 block_size=self._block_size, scale=scale, window=window, out=out_TNH[:num_rows],
@@ -169,11 +149,6 @@ class DeviceStep(StepContext):
             dense, batches = self._dense
             out_TNH = dense.attend(q_TNH, k_TGH, v_TGH, batches, out=out_TNH)
         return out_TNH
-
-    def _is_for_cuda(self, num_kv_heads: int) -> bool:
-        """Whether the kernel in CUDA C++ computes the rows that decode."""
-        is_many = not _are_few(len(self._rows_S), num_kv_heads)
-        return self._backend == "cuda" or (self._backend == "auto" and is_many)
 
     def _branch(self, q_TNH: torch.Tensor) -> torch.cuda.Stream | None:
         """Where the chunks of prompts are computed beside the rows that decode; None: after them."""
@@ -201,19 +176,15 @@ def prepare_backend(
         store.keys[0].dtype, config.num_heads, config.num_kv_heads, config.head_dim, block_size
     )
     try:
-        if not is_auto or not _are_few(max_batch_size, config.num_kv_heads):
-            compile_attend_decode(heads, store.device)
-        compile_attend_projected(heads, store.device, has_norm=config.qk_norm)
+        if not is_auto or not is_projected_faster(max_batch_size, config.num_kv_heads):
+            compile_decode(DECODE, heads, store.device)
+        compile_decode(PROJECTED, heads, store.device, has_norm=config.qk_norm)
     except ConfigError as error:
         if not is_auto:
             raise
         logger.info("all rows that decode are computed by Triton: %s", error)
         return "triton"
     return asked
-
-
-def _are_few(num_rows: int, num_kv_heads: int) -> bool:
-    return num_rows * num_kv_heads <= PROJECTED_HEADS
 
 
 @lru_cache(maxsize=16)

@@ -79,7 +79,7 @@ __device__ uint4 load_stream(const Element* at) {
 
 __device__ void prefetch(const Element* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
-__device__ int take_ticket(int* counter) {  // what its holder wrote before can be seen by whoever draws a later one
+__device__ int take_ticket(int* counter) {  // the holder of a later one sees what was written before
     int ticket;
     asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(ticket) : "l"(counter) : "memory");
     return ticket;
@@ -281,7 +281,7 @@ struct Scratch {          // where parts of rows wait for each other
 };
 
 // All warps have left their parts of an item: put them together, and with the row's other splits if they are done.
-// `merge` adds the splits of 4 elements. What other multiprocessors write or have written is in L2: stored and loaded
+// `merge` adds the splits of 4 elements. What other SMs write or have written is in L2: stored and loaded
 // with `cg`, past our own L1. A ticket makes visible what every thread stored before the barrier, not its holder alone.
 template <typename Merge>
 __device__ void finish_item(const Item& item, int head, Element* out, const Scratch& scratch, const Merge& merge) {

@@ -3,35 +3,52 @@
     out[s] = softmax(scale * q[s] k^T) v        over the `lens_S[s]` positions that row s may see
 
 The keys and values of position p of a row live in slot  table[p // block_size] * block_size + p % block_size.
-Each of them is read once per step, so the target is the bandwidth of memory. Three things stand in the way:
+Rows are cut into splits, and a grid as large as the machine strides over the list of them (decode_work.py).
+The query heads that share a kv head are the rows of one matrix product, padded to the tensor cores' 16.
 
-A batch is uneven. One long row must not keep one multiprocessor busy while the others wait, so a row is
-cut along its positions into *splits*, and a (row, split) is one item of work for each kv head:
+Splits are merged in the same launch. A row of one split is written at once. Otherwise each program leaves its
+unnormalised sum, maximum and denominator in scratch memory and takes a ticket; the program with the last
+ticket adds all parts, always in the order of the splits, so the result is the same bit by bit whichever
+program that is. It also puts the ticket counter back to zero for the next layer.
 
-    row 0, 700 positions   |== 256 ==|== 256 ==|= 188 =|        items of split length first, remainders last,
-    row 1,  90 positions   |90|                                 so that the programs finish together
+At small batches decoding is a chain of waits, one memory access after the other:
 
-Lengths are known to the device alone: the graph that launches this was captured long before them. So the
-grid is as large as the machine, whatever the lengths; `DecodeWork.plan` writes the list of items, once per
-step and for all layers, and each program strides over that list until its end, which it reads from memory.
+    item of work ─► block table ─► keys and queries ─► values ─► part ─► ticket ─► parts ─► out
 
-Splits must be put together again. A row of one split is written at once. Otherwise each program leaves its
-unnormalised sum, maximum and denominator in scratch memory and takes a ticket; whoever draws the last ticket
-adds all parts, always in the order of the splits, whoever came last, so the result is the same bit by bit.
-It also puts the ticket counter back to zero for the next layer.
-
-Where a row is cut depends on S, the number of rows the graph was captured for, on its own length, and on how
-many positions all rows have together: as many items are wanted as fill the machine twice, not more, because
-each of them begins with a wait. A row of length 0 is padding: nothing of it is read and zeros are written.
-
-The list and the tables are read before the kernel that made the queries has ended (`dispatch.py` has the
-rules). So the first launch after `plan` is an ordinary one, and tables must not change between the two.
+What stands left of the keys was written at the start of the step, so the prologue reads the first item and
+its blocks while the kernel before still runs (PDL, see dispatch.py), and the loop those of the item after it
+while this one is computed. The keys and values of all positions but the newest are older still: of few rows,
+the first of them are prefetched to L2 meanwhile. Parts that fit the registers are read all at once.
+The first launch after `DecodeWork.plan` is an ordinary one, and tables must not change between the two.
 
 `attend_projected` is the same one launch earlier, for a step in which every token is a row that decodes: it
-is given the fused projection, norms and rotates its heads, and puts the new keys and values into the cache.
+takes the fused projection and does what heads.py does, too. Each program norms and rotates the query heads of
+its item, and the one with the row's last split the new key. That key and its value go to the cache and into
+the softmax but are never read back, so all that is read from the cache is older than the step, and the first
+tile of keys and values is loaded before the wait. What is left behind it:
+
+    queries, key and value of the newest token ─► part ─► ticket ─► parts ─► out
+
 With many rows the registers this takes cost more than the launch (`PROJECTED_HEADS`).
 
-The query heads that share a kv head are the rows of one matrix product, padded to the tensor cores' 16.
+Both are one Triton kernel, whose pieces stand in the order in which an item meets them:
+
+    read_item ─► load_tile ─► start_projected ─► attend_tile, attend_tiles ─► finish_item ─► merge_splits
+
+An item carries three things along: the largest score so far, the sum of 2^(score - largest), and the values
+weighted alike. What comes later, a tile of positions or a part from scratch memory, is added by rescaling. In
+a projected item the newest position, which has not reached the cache yet, comes first: its weight is 2^0.
+
+Both functions exist a second time, in CUDA C++, for the heads that fit it (decode_cuda.py). The choice is
+made here, from `DecodeWork.backend` and S * G, the kv heads of all rows. Fastest on an H200 (`auto`):
+
+    S * G                        every token decodes             chunks of prompts beside the rows
+    up to 64 (heads of 128)      projected, CUDA C++             Triton
+    up to 256 (heads of 64)      projected, CUDA C++             Triton
+    up to 256                    projected, Triton               Triton
+    more                         CUDA C++                        CUDA C++
+
+`cuda` has CUDA C++ in every place, `triton` Triton, which also serves other GPUs, types and head sizes.
 
 Shapes:  S rows, N query heads, G kv heads, M = N/G query heads per kv head, H head size, P slots, R rows of
          the block tables, B blocks per row, W work items.
@@ -39,18 +56,16 @@ Shapes:  S rows, N query heads, G kv heads, M = N/G query heads per kv head, H h
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
 
-from infer.kernels.attention.decode_kernels import decode_kernel
-from infer.kernels.attention.decode_plan import plan_kernel
-from infer.kernels.attention.reference import attend_naive
-from infer.kernels.elementwise.heads import CacheSlots, HeadTransform, norm_rope_write_reference
-from infer.kernels.runtime.dispatch import launch_options, next_power_of_two, num_sms, use_triton
-
-LOG2E = math.log2(math.e)
+from infer.kernels.attention.decode_cuda import attend_decode_cuda, attend_projected_cuda
+from infer.kernels.attention.decode_work import ITEM_INTS, DecodeWork
+from infer.kernels.attention.reference import LOG2E, attend_naive
+from infer.kernels.elementwise.heads import CacheSlots, HeadTransform, norm_rope_write_reference, scaled
+from infer.kernels.runtime.dispatch import jit, launch_options, next_power_of_two, tl, use_triton
+from infer.kernels.runtime.ptx import prefetch_l2
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,31 +79,23 @@ class DecodeConfig:
 
 
 # By the bytes of one head's key. With tiles of 16 KiB and three stages, two of which are being loaded, a
-# program holds 64 KiB and three share a multiprocessor: while one is between items, two keep memory busy.
-# More wait for their turn: the multiprocessor that is done first takes them.
+# program holds 64 KiB and three share an SM: while one is between items, two keep memory busy. More wait for
+# their turn: the SM that is done first takes them.
 _CONFIGS = {
     128: DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=6),
     256: DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=6),
     512: DecodeConfig(block_n=32, num_warps=4, num_stages=3, programs_per_sm=6),
     1024: DecodeConfig(block_n=16, num_warps=4, num_stages=3, programs_per_sm=6),
 }
-# With many rows a program is one warp, which never waits for another one, and more of them share a
-# multiprocessor: 128 rows with 400 positions and heads of 64 are read in 29.7 us instead of 39.3.
+# With many rows a program is one warp, which never waits for another one, and more of them share
+# an SM: 128 rows with 400 positions and heads of 64 are read in 29.7 us instead of 39.3.
 _ONE_WARP = DecodeConfig(block_n=32, num_warps=1, num_stages=3, programs_per_sm=16)
 _FEW_HEADS, _PROGRAMS_FOR_FEW = 512, (2, 3)  # up to so many S * G each program gets an item or two: no turns
-_HANDFUL = 32  # from so many S * G on there may be items for a third program of each multiprocessor
+_HANDFUL = 32  # from so many S * G on there may be items for a third program of each SM
 PROJECTED_HEADS = 256  # up to so many S * G the projected form is faster: most programs have one item
+_CUDA_PROJECTED_HEADS = {64: 256, 128: 64}  # by the head size: up to so many S * G CUDA C++'s is faster
 _PROJECTED_REGISTERS = 192  # of a thread of it, with heads of 128 bytes: room for the kernel after it
-
-# (S * G up to, shortest split): only short splits let few rows fill the machine, but each item waits for its
-# table and first keys. So splits get twice, four times ... as long while there are more items than wanted.
-_SPLIT_LENS = ((32, 64), (64, 128), (128, 512), (math.inf, 1024))
-_MOST_ITEMS = 256  # for all kv heads: two for nearly each multiprocessor of a large GPU
 _PREFETCHED = 128  # positions of a program's first item; of few heads alone: all of them must fit L2
-_LEAST_ITEMS = 128  # for all kv heads, of a row alone: one for nearly each multiprocessor
-_ITEM_INTS = (
-    8  # row of the batch, row of the tables, first position, last + 1, split, splits, row's length, -
-)
 
 
 def attend_decode_reference(
@@ -126,101 +133,416 @@ def attend_projected_reference(
     )  # fmt: skip
 
 
-class DecodeWork:
-    """The work list and scratch memory of up to `max_rows` rows; shared by all layers and graphs of a stream.
+@jit
+def _read_item(items_ptr, index, exists, ITEM_INTS: tl.constexpr, PROJECTED: tl.constexpr):
+    """The seven numbers of a work item; all zero where there is none: an item without positions."""
+    item_ptr = items_ptr + index * ITEM_INTS
+    s = tl.load(item_ptr, mask=exists, other=0).to(tl.int64)
+    row = tl.load(item_ptr + 1, mask=exists, other=0).to(tl.int64)
+    first = tl.load(item_ptr + 2, mask=exists, other=0)
+    end = tl.load(item_ptr + 3, mask=exists, other=0)
+    split = tl.load(item_ptr + 4, mask=exists, other=0)
+    num_splits = tl.load(item_ptr + 5, mask=exists, other=0)
+    length = tl.load(item_ptr + 6, mask=exists, other=0)
+    if PROJECTED:
+        end = tl.minimum(end, length - 1)  # the newest position is not in the cache yet
+    return s, row, first, end, split, num_splits, length
 
-    `split_len` fixes the length of a split; without it, it is chosen by the number of rows.
+
+@jit
+def _prefetch_item(
+    keys_ptr, values_ptr, table_ptr, first, end, g, G: tl.constexpr, H: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, PREFETCH_N: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
+    """Ask for the first keys and values of an item to come to L2, where a later write finds them.
+
+    Past its end the last position is asked for again, for an item without any the first slot of the store.
     """
+    position = tl.maximum(tl.minimum(first + tl.arange(0, PREFETCH_N), end - 1), 0)
+    block = tl.load(table_ptr + position // BLOCK_SIZE, mask=position < end, other=0)
+    slot = block.to(tl.int64) * BLOCK_SIZE + tl.where(position < end, position % BLOCK_SIZE, 0)
+    lines = tl.minimum(tl.arange(0, BLOCK_H // LINE) * LINE, H - 1)
+    at = (slot * (G * H) + g * H)[:, None] + lines[None, :]
+    prefetch_l2(keys_ptr + at)
+    prefetch_l2(values_ptr + at)
 
-    def __init__(
-        self,
-        *,
-        max_rows: int,
-        max_len: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        device: torch.device | str,
-        split_len: int | None = None,
-    ) -> None:
-        self.max_rows, self.max_len, self.num_kv_heads = max_rows, max_len, num_kv_heads
-        self._split_len = split_len
-        self._lists: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._max_items = max(rows * self.max_splits(rows) for rows in range(1, max_rows + 1))
-        heads = self._max_items * num_heads
-        self.sums = torch.empty(heads * head_dim, dtype=torch.float32, device=device)
-        self.maxima = torch.empty(heads, dtype=torch.float32, device=device)
-        self.denominators = torch.empty(heads, dtype=torch.float32, device=device)
-        self.tickets = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
-        self.is_fresh = True  # planned, and not read since
-        self.num_sms = num_sms(self.tickets.device)
 
-    def split_len(self, num_rows: int) -> int:
-        """Positions in the shortest splits of a batch of this many rows."""
-        if self._split_len is not None:
-            return self._split_len
-        return next(length for limit, length in _SPLIT_LENS if num_rows * self.num_kv_heads <= limit)
+@jit
+def _newest_block(table_ptr, length, BLOCK_SIZE: tl.constexpr):
+    """The block of a row's last position."""
+    return tl.load(table_ptr + tl.maximum(length - 1, 0) // BLOCK_SIZE, mask=length > 0, other=0)
 
-    def max_splits(self, num_rows: int) -> int:
-        """The most splits a row is cut into: enough to fill the machine with this many rows alone."""
-        wanted = next_power_of_two(_LEAST_ITEMS // (num_rows * self.num_kv_heads) or 1)
-        possible = next_power_of_two(-(-self.max_len // self.split_len(num_rows)) + 1)  # + 1: a window's edge
-        return min(max(wanted, 16), 128, possible)
 
-    def work_list(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The items of the last plan for this window [W, 8], and how many there are [1]."""
-        if window not in self._lists:
-            items_W8 = torch.zeros(
-                (self._max_items, _ITEM_INTS), dtype=torch.int32, device=self.tickets.device
+@jit
+def _partner_of(cols, R):
+    """Where the other half of each element's pair stands in its head."""
+    return tl.where(cols < R, cols + R, cols - R)
+
+
+@jit
+def _angles_of(cos_ptr, sin_ptr, position, cols, R, in_head):
+    """The cosine and the sine that belong to each element of a head at this position."""
+    angle = position.to(tl.int64) * R + tl.where(cols < R, cols, cols - R)
+    cos = tl.load(cos_ptr + angle, mask=in_head, other=0.0)
+    sin = tl.load(sin_ptr + angle, mask=in_head, other=0.0)
+    return cos, sin
+
+
+@jit
+def _inverse_rms(x, H, eps):
+    """One number per head; elements outside the head are 0."""
+    return tl.rsqrt(tl.sum(x * x, axis=1) / H + eps)[:, None]
+
+
+@jit
+def _turned(x, partner, cos, sin, cols, R):
+    """Each element of a head after the rotation of its pair."""
+    return tl.where((cols < R)[None, :], x * cos - partner * sin, x * cos + partner * sin)
+
+
+@jit
+def _load_pairs(head_ptrs, in_heads, h, R: tl.constexpr):
+    """The elements of some heads and, in the same places, their partners in the rotation."""
+    x = tl.load(head_ptrs + h[None, :], mask=in_heads, other=0.0)
+    partner = tl.load(head_ptrs + _partner_of(h, R)[None, :], mask=in_heads, other=0.0)
+    return x, partner
+
+
+@jit
+def _load_transform(
+    q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, length, m, h, M: tl.constexpr, H: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """What turns the heads of a row's newest token: angles, and the gains of queries and keys with partners.
+
+    In the shape of M heads, though all are alike: each thread loads what it needs, and nothing is exchanged.
+    """
+    in_heads = (m < M)[:, None] & (h < tl.where(length > 0, H, 0))[None, :]
+    same = (m * 0)[:, None]
+    cos, sin = _angles_of(cos_ptr, sin_ptr, tl.maximum(length - 1, 0), same + h[None, :], H // 2, in_heads)
+    q_gain, q_partner_gain, k_gain, k_partner_gain = cos, cos, cos, cos
+    if HAS_NORM:
+        q_gain, q_partner_gain = _load_pairs(q_weight_ptr + same, in_heads, h, H // 2)
+        k_gain, k_partner_gain = _load_pairs(k_weight_ptr + same, in_heads, h, H // 2)
+    return cos, sin, q_gain, q_partner_gain, k_gain, k_partner_gain
+
+
+@jit
+def _transform(
+    x_raw, partner_raw, gain, partner_gain, cos, sin, h, eps, offset, H: tl.constexpr, HAS_NORM: tl.constexpr
+):
+    """Norm and rotate heads as `heads.py` does it."""
+    x, partner = x_raw.to(tl.float32), partner_raw.to(tl.float32)
+    if HAS_NORM:
+        inv_rms = _inverse_rms(x, H, eps)
+        x = scaled(x, inv_rms, gain.to(tl.float32) + offset, x_raw.dtype)
+        partner = scaled(partner, inv_rms, partner_gain.to(tl.float32) + offset, x_raw.dtype)
+    return _turned(x, partner, cos, sin, h, H // 2).to(x_raw.dtype)
+
+
+@jit
+def _start_projected(
+    token_ptr,  # the row's projection
+    keys_ptr, values_ptr, new_block, g,
+    is_last,  # of the row's splits
+    length, cos, sin, q_gain, q_partner_gain, k_gain, k_partner_gain, m, h, eps, offset, scale_log2e,
+    G: tl.constexpr, M: tl.constexpr, H: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """The queries of an item, and a softmax that has seen the newest position if the item includes it.
+
+    The newest key and value are in no cache yet: they are put there and never read back. The threads
+    of each query head have a copy of the key to themselves; that is cheaper than handing it around.
+    """
+    N: tl.constexpr = G * M
+    in_heads = (m < M)[:, None] & (h < H)[None, :]
+    has_newest = is_last & (length > 0)
+    in_newest = (m < tl.where(has_newest, M, 0))[:, None] & (h < H)[None, :]
+    same = (m * 0)[:, None]
+    q_raw, q_partner = _load_pairs(token_ptr + (g * M + m)[:, None] * H, in_heads, h, H // 2)
+    k_raw, k_partner = _load_pairs(token_ptr + (N + g) * H + same, in_newest, h, H // 2)
+    v = tl.load(token_ptr + (N + G + g) * H + same + h[None, :], mask=in_newest, other=0.0)
+    q = _transform(q_raw, q_partner, q_gain, q_partner_gain, cos, sin, h, eps, offset, H, HAS_NORM)
+    k = _transform(k_raw, k_partner, k_gain, k_partner_gain, cos, sin, h, eps, offset, H, HAS_NORM)
+
+    newest = tl.maximum(length - 1, 0)
+    slot = new_block.to(tl.int64) * BLOCK_SIZE + newest % BLOCK_SIZE
+    to = (slot * G + g) * H + same + h[None, :]
+    tl.store(keys_ptr + to, k, mask=in_newest & (m == 0)[:, None])
+    tl.store(values_ptr + to, v, mask=in_newest & (m == 0)[:, None])
+
+    score = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale_log2e
+    # padding has no positions at all: 0 and not -inf, for -inf - -inf is not a number
+    maximum = tl.where(has_newest, score, tl.where(length > 0, float("-inf"), 0.0))
+    denominator = tl.zeros_like(score) + has_newest.to(tl.float32)
+    return q, maximum, denominator, v.to(tl.float32)
+
+
+@jit
+def _load_tile(
+    keys_ptr, values_ptr, block, position, end, g, h, G: tl.constexpr, H: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """The keys and values of one kv head at some positions: [BLOCK_N, BLOCK_H] each."""
+    slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE  # int64: P * G * H passes 2^31
+    at = (slot * (G * H) + g * H)[:, None] + h[None, :]
+    in_tile = (position < end)[:, None] & (h < H)[None, :]
+    k = tl.load(keys_ptr + at, mask=in_tile, other=0.0)
+    v = tl.load(values_ptr + at, mask=in_tile, other=0.0)
+    return k, v
+
+
+@jit
+def _attend_tile(q, k, v, in_split, maximum, denominator, total, scale_log2e):
+    """Add a tile to the running softmax."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
+    scores = tl.where(in_split[None, :], scores, float("-inf"))
+    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+    rescale = tl.exp2(maximum - new_maximum)
+    weights = tl.exp2(scores - new_maximum[:, None])
+    denominator = denominator * rescale + tl.sum(weights, axis=1)
+    total = tl.dot(weights.to(v.dtype), v, total * rescale[:, None], input_precision="ieee")
+    return new_maximum, denominator, total
+
+
+@jit
+def _attend_tiles(
+    q, keys_ptr, values_ptr, table_ptr,
+    block,  # of the first tile
+    first, end, g, h, maximum, denominator, total, scale_log2e, G: tl.constexpr, H: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Add the positions from `first` to `end` to the running softmax."""
+    # The blocks of the next tile are looked up one tile early: keys need not wait for the table.
+    for start in range(first, end, BLOCK_N):  # the first position of a tile is always a real one
+        position = start + tl.arange(0, BLOCK_N)
+        own_block = block
+        ahead = position + BLOCK_N
+        block = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
+        k, v = _load_tile(keys_ptr, values_ptr, own_block, position, end, g, h, G, H, BLOCK_SIZE)
+        maximum, denominator, total = _attend_tile(
+            q, k, v, position < end, maximum, denominator, total, scale_log2e
+        )
+    return maximum, denominator, total
+
+
+@jit
+def _load_sums(sums_ptr, at, exists, h, H: tl.constexpr):
+    """The unnormalised sums of some splits: [splits, M, H]."""
+    in_sums = exists[:, :, None] & (h < H)[None, None, :]
+    return tl.load(
+        sums_ptr + at[:, :, None] * H + h[None, None, :], mask=in_sums, other=0.0, cache_modifier=".cg"
+    )
+
+
+@jit
+def _merge_splits(
+    sums_ptr,  # of this row and kv head: [MAX_SPLITS, M, H] with N * H between splits
+    maxima_ptr, denominators_ptr, out_ptr, num_splits, N: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, MERGE_SPLITS: tl.constexpr, MERGE_M: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    # .cg: what other SMs wrote is in L2; this SM's L1 may be stale
+    m = tl.arange(0, MERGE_M)
+    h = tl.arange(0, BLOCK_H)
+    split = tl.arange(0, MAX_SPLITS)
+    at = split[:, None] * N + m[None, :]
+    exists = (split < num_splits)[:, None] & (m < M)[None, :]
+    maxima = tl.load(maxima_ptr + at, mask=exists, other=float("-inf"), cache_modifier=".cg")
+    denominators = tl.load(denominators_ptr + at, mask=exists, other=0.0, cache_modifier=".cg")
+    if MAX_SPLITS <= MERGE_SPLITS:  # asked for with the maxima, not after them
+        sums = _load_sums(sums_ptr, at, exists, h, H)
+    maximum = tl.max(maxima, axis=0)
+    maximum = tl.where(maximum == float("-inf"), 0.0, maximum)  # heads that are padding
+    denominator = tl.sum(denominators * tl.exp2(maxima - maximum[None, :]), axis=0)
+
+    if MAX_SPLITS <= MERGE_SPLITS:
+        total = tl.sum(sums * tl.exp2(maxima - maximum[None, :])[:, :, None], axis=0)
+    else:
+        total = tl.zeros((MERGE_M, BLOCK_H), tl.float32)
+        for first in range(0, num_splits, MERGE_SPLITS):
+            split_c = first + tl.arange(0, MERGE_SPLITS)
+            at_c = split_c[:, None] * N + m[None, :]
+            exists_c = (split_c < num_splits)[:, None] & (m < M)[None, :]
+            maxima_c = tl.load(maxima_ptr + at_c, mask=exists_c, other=float("-inf"), cache_modifier=".cg")
+            sums_c = _load_sums(sums_ptr, at_c, exists_c, h, H)
+            total += tl.sum(sums_c * tl.exp2(maxima_c - maximum[None, :])[:, :, None], axis=0)
+
+    out = total / tl.where(denominator == 0.0, 1.0, denominator)[:, None]
+    in_heads = (m < M)[:, None] & (h < H)[None, :]
+    tl.store(out_ptr + m[:, None] * H + h[None, :], out.to(out_ptr.dtype.element_ty), mask=in_heads)
+
+
+@jit
+def _finish_item(
+    out_ptr, sums_ptr, maxima_ptr, denominators_ptr, tickets_ptr, s, g, split, num_splits, maximum,
+    denominator, total, m, h, G: tl.constexpr, M: tl.constexpr, H: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    MERGE_SPLITS: tl.constexpr, MERGE_M: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Write the output of a row of one split; of several, leave a part, and merge them if it is the last."""
+    N: tl.constexpr = G * M
+    in_heads = (m < M)[:, None] & (h < H)[None, :]
+    head = s * N + g * M
+    if num_splits == 1:
+        out = total / tl.where(denominator == 0.0, 1.0, denominator)[:, None]  # 0: padding
+        to = out_ptr + head * H + m[:, None] * H + h[None, :]
+        tl.store(to, out.to(out_ptr.dtype.element_ty), mask=in_heads)
+    else:
+        row_head = s * MAX_SPLITS * N + g * M
+        part = row_head + split * N
+        tl.store(sums_ptr + part * H + m[:, None] * H + h[None, :], total, mask=in_heads)
+        tl.store(maxima_ptr + part + m, maximum, mask=m < M)
+        tl.store(denominators_ptr + part + m, denominator, mask=m < M)
+        tl.debug_barrier()  # every thread has stored before one of them takes the ticket
+        ticket_ptr = tickets_ptr + s * G + g
+        if tl.atomic_add(ticket_ptr, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
+            tl.store(ticket_ptr, 0)
+            _merge_splits(
+                sums_ptr + row_head * H, maxima_ptr + row_head, denominators_ptr + row_head,
+                out_ptr + head * H, num_splits, N, M, H, MAX_SPLITS, MERGE_SPLITS, MERGE_M, BLOCK_H,
+            )  # fmt: skip
+
+
+@jit
+def _decode_kernel(
+    q_ptr, keys_ptr, values_ptr, tables_ptr, out_ptr, items_ptr, num_items_ptr, sums_ptr, maxima_ptr,
+    denominators_ptr, tickets_ptr, q_row_stride, q_head_stride, table_stride, scale_log2e,
+    q_weight_ptr,  # from here to `offset`: for PROJECTED alone
+    k_weight_ptr, cos_ptr, sin_ptr, eps, offset, G: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, MAX_SPLITS: tl.constexpr, MERGE_SPLITS: tl.constexpr, MERGE_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, ITEM_INTS: tl.constexpr,
+    PREFETCH_N: tl.constexpr,  # positions of the first item
+    LINE: tl.constexpr,  # elements of a cache line
+    PROJECTED: tl.constexpr,  # the queries are those of a fused projection, and its keys and values are new
+    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    h = tl.arange(0, BLOCK_H)
+
+    # Neighbouring programs take the kv heads of one split: their keys lie side by side in memory.
+    num_programs = tl.num_programs(0)
+    own = tl.program_id(0)
+    num_work = tl.load(num_items_ptr) * G
+    s, row, first, end, split, num_splits, length = _read_item(
+        items_ptr, own // G, True, ITEM_INTS, PROJECTED
+    )
+    end = tl.where(own < num_work, end, 0)  # past the list there is memory, but no item
+    length = tl.where(own < num_work, length, 0)
+    table_ptr = tables_ptr + row * table_stride
+    block = tl.load(table_ptr + (first + n) // BLOCK_SIZE, mask=first + n < end, other=0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if PROJECTED:
+        new_block = _newest_block(table_ptr, length, BLOCK_SIZE)
+        k, v = _load_tile(keys_ptr, values_ptr, block, first + n, end, own % G, h, G, H, BLOCK_SIZE)
+        cos, sin, q_gain, q_partner_gain, k_gain, k_partner_gain = _load_transform(
+            q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, length, m, h, M, H, HAS_NORM
+        )
+        ahead = first + BLOCK_N + n
+        block = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
+    if PDL:
+        if PREFETCH_N > 0:
+            _prefetch_item(
+                keys_ptr, values_ptr, table_ptr, first + BLOCK_N if PROJECTED else first, end, own % G,
+                G, H, BLOCK_SIZE, BLOCK_H, PREFETCH_N, LINE,
+            )  # fmt: skip
+        tl.extra.cuda.gdc_wait()
+
+    begin = own
+    if PROJECTED:  # the first item stands by itself: few programs have another, and no register waits for it
+        if own < num_work:
+            g = own % G
+            q, maximum, denominator, total = _start_projected(
+                q_ptr + s * q_row_stride, keys_ptr, values_ptr, new_block, g, split == num_splits - 1, length,
+                cos, sin, q_gain, q_partner_gain, k_gain, k_partner_gain,
+                m, h, eps, offset, scale_log2e, G, M, H, BLOCK_SIZE, HAS_NORM,
+            )  # fmt: skip
+            maximum, denominator, total = _attend_tile(
+                q, k, v, first + n < end, maximum, denominator, total, scale_log2e
             )
-            self._lists[window] = (items_W8, torch.zeros(1, dtype=torch.int32, device=self.tickets.device))
-        return self._lists[window]
+            if first + BLOCK_N < end:
+                maximum, denominator, total = _attend_tiles(
+                    q, keys_ptr, values_ptr, table_ptr, block, first + BLOCK_N, end, g, h,
+                    maximum, denominator, total, scale_log2e, G, H, BLOCK_SIZE, BLOCK_N,
+                )  # fmt: skip
+            _finish_item(
+                out_ptr, sums_ptr, maxima_ptr, denominators_ptr, tickets_ptr, s, g, split, num_splits,
+                maximum, denominator, total, m, h, G, M, H, MAX_SPLITS, MERGE_SPLITS, MERGE_M, BLOCK_H,
+            )  # fmt: skip
+        begin = own + num_programs
+        s, row, first, end, split, num_splits, length = _read_item(
+            items_ptr, begin // G, begin < num_work, ITEM_INTS, PROJECTED
+        )
+        table_ptr = tables_ptr + row * table_stride
+        block = tl.load(table_ptr + (first + n) // BLOCK_SIZE, mask=first + n < end, other=0)
+        new_block = _newest_block(table_ptr, length, BLOCK_SIZE)
 
-    def plan(self, rows_S: torch.Tensor, lens_S: torch.Tensor, *, window: int | None = None) -> None:
-        """Turn the lengths, which the device alone knows, into the work list of one step and window."""
-        num_rows = rows_S.shape[0]
-        assert num_rows <= self.max_rows, f"{num_rows} rows, room for {self.max_rows}"
-        if num_rows == 0 or not use_triton(lens_S):
-            return
-        items_W8, num_items = self.work_list(window)
-        split_len, max_splits = self.split_len(num_rows), self.max_splits(num_rows)
-        num_doublings = (num_rows * self.max_len // split_len).bit_length()
-        wanted = max(_MOST_ITEMS // self.num_kv_heads, 1) if self._split_len is None else 0
-        self.is_fresh = True
-        plan_kernel[(1,)](
-            rows_S, lens_S, items_W8, num_items, num_rows, split_len, window or 2**30,
-            ITEMS_WANTED=wanted, MAX_SPLITS=max_splits, NUM_DOUBLINGS=num_doublings, ITEM_INTS=_ITEM_INTS,
-            BLOCK_S=max(next_power_of_two(num_rows), 16), num_warps=4,
+    for work in range(begin, num_work, num_programs):
+        g = work % G
+        if PROJECTED:
+            cos, sin, q_gain, q_partner_gain, k_gain, k_partner_gain = _load_transform(
+                q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, length, m, h, M, H, HAS_NORM
+            )
+            q, maximum, denominator, total = _start_projected(
+                q_ptr + s * q_row_stride, keys_ptr, values_ptr, new_block, g, split == num_splits - 1, length,
+                cos, sin, q_gain, q_partner_gain, k_gain, k_partner_gain,
+                m, h, eps, offset, scale_log2e, G, M, H, BLOCK_SIZE, HAS_NORM,
+            )  # fmt: skip
+        else:
+            q_at = s * q_row_stride + (g * M + m)[:, None] * q_head_stride + h[None, :]
+            q = tl.load(q_ptr + q_at, mask=(m < M)[:, None] & (h < H)[None, :], other=0.0)
+            maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+            denominator = tl.zeros((BLOCK_M,), tl.float32)
+            total = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
+        after = work + num_programs
+        next_s, next_row, next_first, next_end, next_split, next_num_splits, next_length = _read_item(
+            items_ptr, after // G, after < num_work, ITEM_INTS, PROJECTED
+        )
+        maximum, denominator, total = _attend_tiles(
+            q, keys_ptr, values_ptr, table_ptr, block, first, end, g, h,
+            maximum, denominator, total, scale_log2e, G, H, BLOCK_SIZE, BLOCK_N,
         )  # fmt: skip
+        table_ptr = tables_ptr + next_row * table_stride
+        next_position = next_first + n
+        block = tl.load(table_ptr + next_position // BLOCK_SIZE, mask=next_position < next_end, other=0)
+        if PROJECTED:
+            new_block = _newest_block(table_ptr, next_length, BLOCK_SIZE)
+        _finish_item(
+            out_ptr, sums_ptr, maxima_ptr, denominators_ptr, tickets_ptr, s, g, split, num_splits,
+            maximum, denominator, total, m, h, G, M, H, MAX_SPLITS, MERGE_SPLITS, MERGE_M, BLOCK_H,
+        )  # fmt: skip
+        s, split, num_splits = next_s, next_split, next_num_splits
+        first, end, length = next_first, next_end, next_length
+
+
+def is_projected_faster(num_rows: int, num_kv_heads: int) -> bool:
+    """Whether `attend_projected` is faster than `norm_rope_write` and `attend_decode` for so many rows."""
+    return num_rows * num_kv_heads <= PROJECTED_HEADS
 
 
 def attend_decode(
-    q_SNH: torch.Tensor,
-    keys_PGH: torch.Tensor,
-    values_PGH: torch.Tensor,
-    tables_RB: torch.Tensor,
-    rows_S: torch.Tensor,
-    lens_S: torch.Tensor,
-    work: DecodeWork,
-    *,
-    block_size: int,
-    scale: float,
-    window: int | None,
-    out: torch.Tensor | None = None,
-    config: DecodeConfig | None = None,
-) -> torch.Tensor:
+    q_SNH: torch.Tensor, keys_PGH: torch.Tensor, values_PGH: torch.Tensor, tables_RB: torch.Tensor,
+    rows_S: torch.Tensor, lens_S: torch.Tensor, work: DecodeWork,
+    *, block_size: int, scale: float, window: int | None,
+    out: torch.Tensor | None = None, config: DecodeConfig | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Attend with each row's newest query; `work.plan` must have seen these rows, lengths and window."""
+    S, N, H = q_SNH.shape
+    are_many = not is_projected_faster(S, work.num_kv_heads)
+    if work.backend == "cuda" or (work.backend == "auto" and are_many):
+        return attend_decode_cuda(
+            q_SNH, keys_PGH, values_PGH, tables_RB, work,
+            block_size=block_size, scale=scale, window=window, out=out,
+        )  # fmt: skip
     if not use_triton(q_SNH):
         result = attend_decode_reference(
             q_SNH, keys_PGH, values_PGH, tables_RB, rows_S, lens_S,
             block_size=block_size, scale=scale, window=window,
         )  # fmt: skip
         return result if out is None else out.copy_(result)
-    S, N, H = q_SNH.shape
     assert q_SNH.stride(2) == 1, f"the head dimension must be contiguous, got strides {q_SNH.stride()}"
     if out is None:
         out = torch.empty((S, N, H), dtype=q_SNH.dtype, device=q_SNH.device)
-    _launch(
+    _launch_decode(
         q_SNH, (q_SNH.stride(0), q_SNH.stride(1)), keys_PGH, values_PGH, tables_RB, work, None,
         block_size=block_size, scale=scale, window=window, out=out, config=config,
     )  # fmt: skip
@@ -228,31 +550,27 @@ def attend_decode(
 
 
 def attend_projected(
-    qkv_SX: torch.Tensor,
-    transform: HeadTransform,
-    keys_PGH: torch.Tensor,
-    values_PGH: torch.Tensor,
-    tables_RB: torch.Tensor,
-    rows_S: torch.Tensor,
-    lens_S: torch.Tensor,
-    work: DecodeWork,
-    *,
-    block_size: int,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
+    qkv_SX: torch.Tensor, transform: HeadTransform, keys_PGH: torch.Tensor, values_PGH: torch.Tensor,
+    tables_RB: torch.Tensor, rows_S: torch.Tensor, lens_S: torch.Tensor, work: DecodeWork,
+    *, block_size: int, scale: float, window: int | None,
+) -> torch.Tensor:  # fmt: skip
     """Norm and rotate the heads of each row's newest token, put its key and value into the cache, attend.
 
     The newest token stands at position `lens_S[s] - 1`. `work.plan` must have seen these rows, lengths and
     window.
     """
+    S, N, G = qkv_SX.shape[0], transform.num_heads, transform.num_kv_heads
+    H = qkv_SX.shape[1] // (N + 2 * G)
+    if work.backend == "cuda" or (work.backend == "auto" and _CUDA_PROJECTED_HEADS.get(H, 0) >= S * G):
+        return attend_projected_cuda(
+            qkv_SX, transform, keys_PGH, values_PGH, tables_RB, work,
+            block_size=block_size, scale=scale, window=window,
+        )  # fmt: skip
     if not use_triton(qkv_SX):
         return attend_projected_reference(
             qkv_SX, transform, keys_PGH, values_PGH, tables_RB, rows_S, lens_S,
             block_size=block_size, scale=scale, window=window,
         )  # fmt: skip
-    S, N, G = qkv_SX.shape[0], transform.num_heads, transform.num_kv_heads
-    H = qkv_SX.shape[1] // (N + 2 * G)
     cos_PR, sin_PR = transform.cos_PR, transform.sin_PR
     assert qkv_SX.stride(1) == 1, "the elements of a token must be contiguous"
     assert cos_PR.shape == sin_PR.shape and 2 * cos_PR.shape[1] == H, f"tables {cos_PR.shape}, heads of {H}"
@@ -260,28 +578,20 @@ def attend_projected(
     assert keys_PGH.shape[1:] == (G, H), f"keys are {tuple(keys_PGH.shape)}"
     assert keys_PGH.dtype == qkv_SX.dtype, f"keys are {keys_PGH.dtype}, the projection {qkv_SX.dtype}"
     out_SNH = torch.empty((S, N, H), dtype=qkv_SX.dtype, device=qkv_SX.device)
-    _launch(
+    _launch_decode(
         qkv_SX, (qkv_SX.stride(0), H), keys_PGH, values_PGH, tables_RB, work, transform,
         block_size=block_size, scale=scale, window=window, out=out_SNH,
     )  # fmt: skip
     return out_SNH
 
 
-def _launch(
+def _launch_decode(
     q: torch.Tensor,  # [S, N, H], or with a transform the projection [S, X]
     q_strides: tuple[int, int],  # between rows and between heads
-    keys_PGH: torch.Tensor,
-    values_PGH: torch.Tensor,
-    tables_RB: torch.Tensor,
-    work: DecodeWork,
-    transform: HeadTransform | None,
-    *,
-    block_size: int,
-    scale: float,
-    window: int | None,
-    out: torch.Tensor,
-    config: DecodeConfig | None = None,
-) -> None:
+    keys_PGH: torch.Tensor, values_PGH: torch.Tensor, tables_RB: torch.Tensor, work: DecodeWork,
+    transform: HeadTransform | None, *, block_size: int, scale: float, window: int | None,
+    out: torch.Tensor, config: DecodeConfig | None = None,
+) -> None:  # fmt: skip
     S, N, H = out.shape
     if S == 0:
         return
@@ -299,7 +609,7 @@ def _launch(
     merge_splits = max(2048 * config.num_warps // (merge_m * block_h), 1)  # 64 registers
     items_W8, num_items = work.work_list(window)
     options = launch_options(q.device)
-    if work.is_fresh:  # the list is read before `gdc_wait`: its author must not be the kernel before
+    if work.is_fresh:  # the list is read before `gdc_wait`: the kernel before must not have written it
         options.pop("launch_pdl", None)
         work.is_fresh = False
     is_projected = transform is not None
@@ -308,14 +618,14 @@ def _launch(
     if transform is None:
         transform = HeadTransform(None, q, q, N, G, 0.0)  # not looked at, like the weights of no norm
     q_weight_H, k_weight_H = transform.norm_weights or (q, q)
-    decode_kernel[(min(work.num_sms * config.programs_per_sm, S * max_splits * G),)](
+    _decode_kernel[(min(work.num_sms * config.programs_per_sm, S * max_splits * G),)](
         q, keys_PGH, values_PGH, tables_RB, out, items_W8, num_items,
         work.sums, work.maxima, work.denominators, work.tickets,
         *q_strides, tables_RB.stride(0), scale * LOG2E,
         q_weight_H, k_weight_H, transform.cos_PR, transform.sin_PR, transform.eps, transform.offset,
         G=G, M=N // G, H=H, BLOCK_SIZE=block_size, MAX_SPLITS=max_splits,
         MERGE_SPLITS=min(max_splits, merge_splits), MERGE_M=merge_m,
-        BLOCK_M=max(merge_m, 16), BLOCK_N=config.block_n, BLOCK_H=block_h, ITEM_INTS=_ITEM_INTS,
+        BLOCK_M=max(merge_m, 16), BLOCK_N=config.block_n, BLOCK_H=block_h, ITEM_INTS=ITEM_INTS,
         PREFETCH_N=_PREFETCHED if are_few else 0, LINE=min(128 // element_size, block_h),
         PROJECTED=is_projected, HAS_NORM=transform.norm_weights is not None,
         num_warps=config.num_warps, num_stages=config.num_stages, **options,

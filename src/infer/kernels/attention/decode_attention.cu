@@ -5,7 +5,7 @@
    The key and value of position p of a row are in slot  table[p / BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE.
    `decode.py` explains the list of work that the device plans for itself, and the splits of a row.
 
-   WHO DOES WHAT. A *warp* is 32 threads that execute one instruction together; a thread's number in it is its
+   WORK AND WARPS. A *warp* is 32 threads that execute one instruction together; a thread's number in it is its
    *lane*. Four warps make a block, and a block takes one unit of work after the other: an item of the list, for
    one kv head. Its warps deal out the positions, 16 at a time:
 
@@ -42,7 +42,7 @@
    8g + 2j of 64, row g+8 its neighbour.
 
    SOFTMAX. In every C above lane (g, t) has heads 2t and 2t+1, so it needs two maxima and two denominators, and
-   rescaling asks nobody. Weights are 2^(score - maximum). Any number near the maximum does as well, for it is
+   rescaling needs no other lane. Weights are 2^(score - maximum). Any number near the maximum does as well, for it is
    divided out in the end; it only has to keep weights from overflowing. So it is followed lazily: it stays while
    no score exceeds it by more than SLACK, which saves most steps the exchange between lanes and the rescaling.
    Denominators stay apart, each lane's positions for themselves, until the unit is finished.
@@ -51,7 +51,7 @@
    that they leave, then the same with values: 8 KiB of heads of 128 are under way for each warp at nearly any
    time. Block numbers are looked up a step earlier. And where a unit ends, the first keys and values of the next
    are asked for before this one is put together, so memory works while the warps meet. The first unit's are asked
-   for before the kernel ahead has finished: it writes the newest position of a row, all others are older.
+   for before the kernel before has finished (PDL): it writes the newest position of a row, all others are older.
 
    PUTTING TOGETHER. The warps leave maximum, denominator and sum in shared memory, and all threads add. A row of
    one split is then done. Otherwise the result goes to scratch memory and the block draws a ticket; the one with
@@ -62,8 +62,8 @@
        H, G, M             head size (64, 128), kv heads, query heads per kv head (up to 8)
        BLOCK_SIZE          positions in a block of the cache, a multiple of 16
        WARPS               of a block
-       BLOCKS_PER_SM       that must fit a multiprocessor: it limits the registers
-       PDL                 1: launched while the kernel before may still run (kernels/runtime/dispatch.py) */
+       BLOCKS_PER_SM       that must fit an SM: it limits the registers
+       PDL                 1: programmatic dependent launch (kernels/runtime/dispatch.py) */
 
 #include "decode.cuh"
 

@@ -1,12 +1,15 @@
-"""Decode attention through `decode_attention.cu`, over the work list that `DecodeWork.plan` has written.
+"""Decode attention in CUDA C++, over the work list that `DecodeWork.plan` has written.
 
-The contract of `attend_decode` in `decode.py`, which plans, splits and merges alike; what the two
-share is explained there, what a warp does in the source. It reads memory faster than Triton's kernel where
-there are many rows, for heads that the matrix instruction fits: 64 or 128 elements of 16 bits, and at most 8
-query heads to each kv head.
+    decode_attention.cu    `attend_decode` of decode.py: many rows, where it reads memory faster than Triton's
+    decode_projected.cu    `attend_projected` of decode.py: few rows, from the fused projection to the output
+    decode.cuh             what the two share
 
-Shapes:  S rows, N query heads, G kv heads, M = N/G query heads per kv head, H head size, P slots, R rows of
-         the block tables, B blocks per row, W work items.
+The contracts, the references and the choice between Triton and CUDA C++ are in decode.py; what a warp does is
+explained in decode_attention.cu. Both kernels are for heads that the matrix instruction fits: 64 or 128
+elements of 16 bits, and at most 8 query heads to each kv head.
+
+Shapes:  S rows, N query heads, G kv heads, M = N/G query heads per kv head, H head size, X = (N + 2 G) H,
+         P slots, R rows of the block tables, B blocks per row.
 """
 
 from __future__ import annotations
@@ -14,25 +17,47 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from infer.errors import ConfigError
-from infer.kernels.attention.decode import LOG2E, DecodeWork
+from infer.kernels.attention.decode_work import DecodeWork
+from infer.kernels.attention.reference import LOG2E
+from infer.kernels.elementwise.heads import HeadTransform
 from infer.kernels.runtime.cuda_build import PreparedLaunch, index_of, load_kernels
-from infer.kernels.runtime.dispatch import launch_options
-
-SOURCE = Path(__file__).with_name("decode_attention.cu")
+from infer.kernels.runtime.dispatch import launch_options, nvidia_capability
 
 Defines = tuple[tuple[str, int], ...]
 
 _TILE, _MAX_GROUP = 16, 8  # positions and query heads of one instruction
 _OLDEST = (8, 0)  # compute capability: the first with the instruction for bfloat16
-WARPS = 4
+_WARPS = 4
 _BLOCKS_PER_SM = {64: 4, 128: 3}  # by the head size: as many as registers allow
-_TURNS = 4  # blocks for each place on a multiprocessor: whoever is done first takes the next
-_TYPES = (*(ctypes.c_void_p,) * 11, *(ctypes.c_longlong,) * 3, ctypes.c_int, ctypes.c_float)
+_TURNS = 4  # blocks for each place on an SM: the place that is free first takes the next
+_PROJECTED_BLOCKS_PER_SM = 2  # and no more are launched: with few rows the plan has an item or two for each
+
+
+class CudaKernel(NamedTuple):
+    """A function of the .cu file of the same name."""
+
+    name: str
+    types: tuple[Any, ...]  # of its arguments
+
+    @property
+    def source(self) -> Path:
+        """The file that is compiled."""
+        return Path(__file__).with_name(f"{self.name}.cu")
+
+
+DECODE = CudaKernel(
+    "decode_attention",
+    (*(ctypes.c_void_p,) * 11, *(ctypes.c_longlong,) * 3, ctypes.c_int, ctypes.c_float),
+)
+PROJECTED = CudaKernel(
+    "decode_projected",
+    (*(ctypes.c_void_p,) * 15, *(ctypes.c_longlong,) * 2, ctypes.c_int, *(ctypes.c_float,) * 3),
+)
 
 
 class CachedHeads(NamedTuple):
@@ -55,7 +80,7 @@ class CachedHeads(NamedTuple):
             reason = f"at most {_MAX_GROUP} query heads per kv head, and this model has {group}"
         elif self.block_size % _TILE:
             reason = f"block_size to be a multiple of {_TILE}, and it is {self.block_size}"
-        elif (capability := _capability(device)) < _OLDEST:
+        elif (capability := nvidia_capability(device)) < _OLDEST:
             reason = "an NVIDIA GPU of compute capability 8.0 or later, and this one has {}.{}".format(
                 *capability
             )
@@ -63,50 +88,43 @@ class CachedHeads(NamedTuple):
             return
         raise ConfigError(f"attention_backend=cuda needs {reason}; use attention_backend=triton")
 
-    def defines(self, *, pdl: bool) -> Defines:
-        """The constants that both kernels are compiled with."""
+    def defines(self, kernel: CudaKernel, *, pdl: bool, has_norm: bool = False) -> Defines:
+        """The constants that a kernel is compiled with; `has_norm` is for the projected one alone."""
+        is_projected = kernel.name == PROJECTED.name
+        blocks_per_sm = _PROJECTED_BLOCKS_PER_SM if is_projected else _BLOCKS_PER_SM[self.head_dim]
         return (
             ("IS_BFLOAT16", int(self.dtype is torch.bfloat16)),
             ("H", self.head_dim),
             ("G", self.num_kv_heads),
             ("M", self.num_heads // self.num_kv_heads),
             ("BLOCK_SIZE", self.block_size),
-            ("WARPS", WARPS),
+            ("WARPS", _WARPS),
             ("PDL", int(pdl)),
+            ("BLOCKS_PER_SM", blocks_per_sm),
+            *((("HAS_NORM", int(has_norm)),) if is_projected else ()),
         )
 
 
-def compile_attend_decode(heads: CachedHeads, device: torch.device) -> None:
-    """Compile now what `attend_decode_cuda` would on its first call, so that an error comes at the start."""
+def compile_decode(
+    kernel: CudaKernel, heads: CachedHeads, device: torch.device, *, has_norm: bool = False
+) -> None:
+    """Compile now what the kernel's first call would, so that an error comes when the engine is built."""
     heads.check(device)
     pdl = launch_options(device)["PDL"]
-    prepare_launch(defines_of(heads, pdl=pdl), index_of(device), pdl)
-
-
-def defines_of(heads: CachedHeads, *, pdl: bool) -> Defines:
-    """The constants of this kernel."""
-    return (*heads.defines(pdl=pdl), ("BLOCKS_PER_SM", _BLOCKS_PER_SM[heads.head_dim]))
+    prepare_launch(kernel, heads.defines(kernel, pdl=pdl, has_norm=has_norm), index_of(device), pdl)
 
 
 @functools.cache
-def prepare_launch(defines: Defines, device: int, starts_early: bool) -> PreparedLaunch:
+def prepare_launch(kernel: CudaKernel, defines: Defines, device: int, pdl: bool) -> PreparedLaunch:
     """The kernel with these constants, compiled and loaded on the first call."""
-    kernels = load_kernels(SOURCE, defines, device)
-    return kernels.prepare("decode_attention", 32 * WARPS, _TYPES, starts_early=starts_early)
+    kernels = load_kernels(kernel.source, defines, device)
+    return kernels.prepare(kernel.name, 32 * _WARPS, kernel.types, pdl=pdl)
 
 
 def attend_decode_cuda(
-    q_SNH: torch.Tensor,
-    keys_PGH: torch.Tensor,
-    values_PGH: torch.Tensor,
-    tables_RB: torch.Tensor,
-    work: DecodeWork,
-    *,
-    block_size: int,
-    scale: float,
-    window: int | None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    q_SNH: torch.Tensor, keys_PGH: torch.Tensor, values_PGH: torch.Tensor, tables_RB: torch.Tensor,
+    work: DecodeWork, *, block_size: int, scale: float, window: int | None, out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Attend with each row's newest query; `work.plan` must have seen rows, lengths and window."""
     S, N, H = q_SNH.shape
     G = keys_PGH.shape[1]
@@ -114,9 +132,7 @@ def attend_decode_cuda(
     assert not (q_SNH.stride(0) % 8 or q_SNH.stride(1) % 8 or q_SNH.data_ptr() % 16), (
         "heads start at 16 bytes"
     )
-    assert keys_PGH.is_contiguous() and values_PGH.is_contiguous(), "the store must be contiguous"
-    assert keys_PGH.dtype == values_PGH.dtype == q_SNH.dtype, "queries, keys and values must be of one type"
-    assert tables_RB.dtype == torch.int32 and tables_RB.stride(1) == 1, "tables must be int32, without gaps"
+    _check_cache(q_SNH, keys_PGH, values_PGH, tables_RB, G, H)
     if out is None:
         out = torch.empty((S, N, H), dtype=q_SNH.dtype, device=q_SNH.device)
     assert out.is_contiguous() and out.dtype == q_SNH.dtype, (
@@ -125,24 +141,78 @@ def attend_decode_cuda(
     if S == 0:
         return out
     pdl = launch_options(q_SNH.device)["PDL"]
-    defines = defines_of(CachedHeads(q_SNH.dtype, N, G, H, block_size), pdl=pdl)
-    # the list is read before the kernel waits: its author must not be the kernel before
-    launch = prepare_launch(defines, index_of(q_SNH.device), pdl and not work.is_fresh)
-    work.is_fresh = False
-    items_W8, num_items = work.work_list(window)
-    max_splits = work.max_splits(S)
-    tensors = (
-        q_SNH, keys_PGH, values_PGH, tables_RB, out, items_W8, num_items,
-        work.sums, work.maxima, work.denominators, work.tickets,
-    )  # fmt: skip
-    launch(
-        min(work.num_sms * _BLOCKS_PER_SM[H] * _TURNS, S * max_splits * G),
-        *(x.data_ptr() for x in tensors),
-        q_SNH.stride(0), q_SNH.stride(1), tables_RB.stride(0), max_splits, scale * LOG2E,
+    defines = CachedHeads(q_SNH.dtype, N, G, H, block_size).defines(DECODE, pdl=pdl)
+    _launch_decode(
+        DECODE, defines, pdl, work, window, S, _BLOCKS_PER_SM[H] * _TURNS,
+        (q_SNH, keys_PGH, values_PGH, tables_RB, out), (),
+        (q_SNH.stride(0), q_SNH.stride(1), tables_RB.stride(0)), (scale * LOG2E,),
     )  # fmt: skip
     return out
 
 
-def _capability(device: torch.device) -> tuple[int, int]:
-    """What the GPU can do; nothing where it is not one of NVIDIA's."""
-    return torch.cuda.get_device_capability(device) if torch.version.hip is None else (0, 0)
+def attend_projected_cuda(
+    qkv_SX: torch.Tensor, transform: HeadTransform, keys_PGH: torch.Tensor, values_PGH: torch.Tensor,
+    tables_RB: torch.Tensor, work: DecodeWork, *, block_size: int, scale: float, window: int | None,
+) -> torch.Tensor:  # fmt: skip
+    """Norm and rotate the heads of each row's newest token, put its key and value into the cache, attend.
+
+    `work.plan` must have seen rows, lengths and window.
+    """
+    S, N, G = qkv_SX.shape[0], transform.num_heads, transform.num_kv_heads
+    H = qkv_SX.shape[1] // (N + 2 * G)
+    cos_PR, sin_PR = transform.cos_PR, transform.sin_PR
+    assert qkv_SX.stride(1) == 1, "the elements of a token must be contiguous"
+    assert not (qkv_SX.stride(0) % 8 or qkv_SX.data_ptr() % 16), "tokens start at 16 bytes"
+    assert cos_PR.dtype == sin_PR.dtype == torch.float32, "angles are float32"
+    assert cos_PR.shape == sin_PR.shape and 2 * cos_PR.shape[1] == H, f"tables {cos_PR.shape}, heads of {H}"
+    assert cos_PR.is_contiguous() and sin_PR.is_contiguous(), "the tables of angles must be contiguous"
+    _check_cache(qkv_SX, keys_PGH, values_PGH, tables_RB, G, H)
+    out_SNH = torch.empty((S, N, H), dtype=qkv_SX.dtype, device=qkv_SX.device)
+    if S == 0:
+        return out_SNH
+    has_norm = transform.norm_weights is not None
+    q_gain, k_gain = transform.norm_weights or (qkv_SX, qkv_SX)  # without a norm they are not read
+    assert q_gain.dtype == k_gain.dtype == qkv_SX.dtype, "gains are of the projection's type"
+    pdl = launch_options(qkv_SX.device)["PDL"]
+    defines = CachedHeads(qkv_SX.dtype, N, G, H, block_size).defines(PROJECTED, pdl=pdl, has_norm=has_norm)
+    _launch_decode(
+        PROJECTED, defines, pdl, work, window, S, _PROJECTED_BLOCKS_PER_SM,
+        (qkv_SX, keys_PGH, values_PGH, tables_RB, out_SNH), (q_gain, k_gain, cos_PR, sin_PR),
+        (qkv_SX.stride(0), tables_RB.stride(0)), (scale * LOG2E, transform.eps, transform.offset),
+    )  # fmt: skip
+    return out_SNH
+
+
+def _check_cache(
+    x: torch.Tensor, keys_PGH: torch.Tensor, values_PGH: torch.Tensor, tables_RB: torch.Tensor, G: int, H: int
+) -> None:
+    assert keys_PGH.is_contiguous() and values_PGH.is_contiguous(), "the store must be contiguous"
+    assert keys_PGH.shape[1:] == values_PGH.shape[1:] == (G, H), f"keys are {tuple(keys_PGH.shape)}"
+    assert keys_PGH.dtype == values_PGH.dtype == x.dtype, "input, keys and values must be of one type"
+    assert tables_RB.dtype == torch.int32 and tables_RB.stride(1) == 1, "tables must be int32, without gaps"
+
+
+def _launch_decode(
+    kernel: CudaKernel,
+    defines: Defines,
+    pdl: bool,
+    work: DecodeWork,
+    window: int | None,
+    num_rows: int,
+    blocks_per_sm: int,
+    tensors: tuple[torch.Tensor, ...],  # input, keys, values, tables, output
+    weights: tuple[torch.Tensor, ...],
+    strides: tuple[int, ...],
+    numbers: tuple[float, ...],
+) -> None:
+    """Launch a kernel over the work list, with the arguments in the order that both kernels have."""
+    # the list is read before the kernel waits: the kernel before must not be the one that wrote it
+    launch = prepare_launch(kernel, defines, index_of(tensors[0].device), pdl and not work.is_fresh)
+    work.is_fresh = False
+    max_splits = work.max_splits(num_rows)
+    scratch = work.sums, work.maxima, work.denominators, work.tickets
+    launch(
+        min(work.num_sms * blocks_per_sm, num_rows * max_splits * work.num_kv_heads),
+        *(x.data_ptr() for x in (*tensors, *work.work_list(window), *scratch, *weights)),
+        *strides, max_splits, *numbers,
+    )  # fmt: skip

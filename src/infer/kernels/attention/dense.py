@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from infer.kernels.runtime.dispatch import is_gpu, is_hopper
+
 if TYPE_CHECKING:
     from infer.kernels.attention.prefill import Chunk
 
@@ -181,7 +183,7 @@ def _can_run(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
     """Whether it was measured to be faster here."""
     if dtype.itemsize != 2 or head_dim not in _MIN_LENS:
         return False
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+    return not is_gpu(device) or is_hopper(device)
 
 
 def _padded(x: torch.Tensor, shape: Shape) -> torch.Tensor:

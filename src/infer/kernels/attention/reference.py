@@ -26,8 +26,12 @@ Shapes:  Q queries, K positions, N query heads, G kv heads, H head size.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
+
+LOG2E = math.log2(math.e)  # kernels compute softmax with powers of two
 
 
 def attend_naive(

@@ -1,4 +1,4 @@
-"""One function per operation of the C library: check the operands, write down the arguments, launch.
+"""One function per operation of the C library: check the operands, write down the arguments, run or record.
 
 Everything is float32 and on the CPU; the functions that callers import (kernels/*.py, quant/packed.py)
 have decided that already. The formats below must match the structs of csrc/ field by field: q is a
@@ -14,7 +14,7 @@ import struct
 import torch
 
 from infer.kernels.cpu.library import Library
-from infer.kernels.cpu.program import PER_ITEM, PER_ROW, empty, launch
+from infer.kernels.cpu.program import PER_ITEM, PER_ROW, empty, run_or_record
 
 GROUP = 32  # weights that share a scale
 SCALE_BYTES = {8: 2, 4: 4}  # of a group, by its bits: a scale, or a scale and a minimum (csrc/linear.h)
@@ -75,8 +75,8 @@ def linear(
         _pointer(bias_N), scratch.data_ptr(), num_rows, K, bits,
         tiles_per_chunk, rows_per_chunk,
     )  # fmt: skip
-    launch(library, library.quantize, args, num_rows=M, kind=PER_ROW, rows_per_chunk=rows_per_chunk)
-    launch(library, library.linear[bits], args, num_rows=M, chunks=-(-num_tiles // tiles_per_chunk))
+    run_or_record(library, library.quantize, args, num_rows=M, kind=PER_ROW, rows_per_chunk=rows_per_chunk)
+    run_or_record(library, library.linear[bits], args, num_rows=M, chunks=-(-num_tiles // tiles_per_chunk))
     return y_MN
 
 
@@ -88,19 +88,10 @@ def pack(
     num_rows, size = rows.shape
     rows_per_chunk = _rows_per_chunk(size)
     args = _PACK.pack(
-        num_rows,
-        rows.data_ptr(),
-        0,
-        0,
-        0,
-        size,
-        first,
-        data.data_ptr(),
-        scales.data_ptr(),
-        bits,
-        rows_per_chunk,
-    )
-    launch(library, library.pack, args, num_rows=num_rows, kind=PER_ROW, rows_per_chunk=rows_per_chunk)
+        num_rows, rows.data_ptr(), 0, 0, 0, size, first, data.data_ptr(), scales.data_ptr(),
+        bits, rows_per_chunk,
+    )  # fmt: skip
+    run_or_record(library, library.pack, args, num_rows=num_rows, kind=PER_ROW, rows_per_chunk=rows_per_chunk)
 
 
 def pack_integers(
@@ -114,7 +105,7 @@ def pack_integers(
     first: int,
     bits: int,
 ) -> None:
-    """The same for rows that are quantised already: int8 [rows, K] and halves [rows, K / 32]."""
+    """Put rows that are quantised already at row `first`: int8 [rows, K] and halves [rows, K / 32]."""
     assert (group_minima is not None) == (bits == 4), bits
     assert integers.is_contiguous() and integers.dtype is torch.int8, (integers.dtype, integers.stride())
     for halves in (group_scales, group_minima):
@@ -125,7 +116,7 @@ def pack_integers(
         num_rows, 0, integers.data_ptr(), group_scales.data_ptr(), _pointer(group_minima), size, first,
         data.data_ptr(), scales.data_ptr(), bits, rows_per_chunk,
     )  # fmt: skip
-    launch(library, library.pack, args, num_rows=num_rows, kind=PER_ROW, rows_per_chunk=rows_per_chunk)
+    run_or_record(library, library.pack, args, num_rows=num_rows, kind=PER_ROW, rows_per_chunk=rows_per_chunk)
 
 
 def embed(library: Library, ids_T: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
@@ -166,7 +157,7 @@ def _embed(
         T, ids_T.data_ptr(), out_TD.data_ptr(), size, num_rows, data.data_ptr(),
         _pointer(scales), kind, rows_per_chunk,
     )  # fmt: skip
-    launch(library, library.embed, args, num_rows=T, kind=PER_ROW, rows_per_chunk=rows_per_chunk)
+    run_or_record(library, library.embed, args, num_rows=T, kind=PER_ROW, rows_per_chunk=rows_per_chunk)
     return out_TD
 
 
@@ -181,7 +172,7 @@ def rms_norm(
         T, x.data_ptr(), x.stride(0), x.stride(1) if x.dim() == 3 else 0, 0, 0, weight_D.data_ptr(),
         y.data_ptr(), 0, N, D, eps, offset, tokens_per_chunk,
     )  # fmt: skip
-    launch(library, library.rms_norm, args, num_rows=T, kind=PER_ROW, rows_per_chunk=tokens_per_chunk)
+    run_or_record(library, library.rms_norm, args, num_rows=T, kind=PER_ROW, rows_per_chunk=tokens_per_chunk)
     return y
 
 
@@ -201,7 +192,7 @@ def add_rms_norm(
         T, x_TD.data_ptr(), x_TD.stride(0), 0, residual_TD.data_ptr(), residual_TD.stride(0),
         weight_D.data_ptr(), y_TD.data_ptr(), sum_TD.data_ptr(), 1, D, eps, offset, tokens_per_chunk,
     )  # fmt: skip
-    launch(library, library.rms_norm, args, num_rows=T, kind=PER_ROW, rows_per_chunk=tokens_per_chunk)
+    run_or_record(library, library.rms_norm, args, num_rows=T, kind=PER_ROW, rows_per_chunk=tokens_per_chunk)
     return y_TD, sum_TD
 
 
@@ -222,7 +213,9 @@ def layer_norm(
         0 if residual_TD is None else residual_TD.stride(0), weight_D.data_ptr(), bias_D.data_ptr(),
         y_TD.data_ptr(), sum_TD.data_ptr(), D, eps, tokens_per_chunk,
     )  # fmt: skip
-    launch(library, library.layer_norm, args, num_rows=T, kind=PER_ROW, rows_per_chunk=tokens_per_chunk)
+    run_or_record(
+        library, library.layer_norm, args, num_rows=T, kind=PER_ROW, rows_per_chunk=tokens_per_chunk
+    )
     return y_TD, sum_TD
 
 
@@ -232,7 +225,7 @@ def scale(library: Library, x_TD: torch.Tensor, factor: float) -> torch.Tensor:
     y_TD = empty((T, D))
     tokens_per_chunk = _rows_per_chunk(D)
     args = _SCALE.pack(T, x_TD.data_ptr(), x_TD.stride(0), y_TD.data_ptr(), D, factor, tokens_per_chunk)
-    launch(library, library.scale, args, num_rows=T, kind=PER_ROW, rows_per_chunk=tokens_per_chunk)
+    run_or_record(library, library.scale, args, num_rows=T, kind=PER_ROW, rows_per_chunk=tokens_per_chunk)
     return y_TD
 
 
@@ -253,7 +246,7 @@ def _activation(library: Library, x: torch.Tensor, size: int, name: str, *, is_g
     args = _GATE.pack(
         T, x.data_ptr(), x.stride(0), y_TF.data_ptr(), size, is_gated, _ACTIVATION_KINDS[name], columns
     )
-    launch(library, library.activation, args, num_rows=T, kind=PER_ROW, chunks=-(-size // columns))
+    run_or_record(library, library.activation, args, num_rows=T, kind=PER_ROW, chunks=-(-size // columns))
     return y_TF
 
 
@@ -274,7 +267,7 @@ def rope(
         sin_PR.data_ptr(), positions_T.data_ptr(), q_out.data_ptr(), k_out.data_ptr(), N, G, H // 2,
         tokens_per_chunk,
     )  # fmt: skip
-    launch(library, library.rope, args, num_rows=T, kind=PER_ROW, rows_per_chunk=tokens_per_chunk)
+    run_or_record(library, library.rope, args, num_rows=T, kind=PER_ROW, rows_per_chunk=tokens_per_chunk)
     return q_out, k_out
 
 
@@ -293,7 +286,9 @@ def write_cache(
         T, k_TGH.data_ptr(), v_TGH.data_ptr(), k_TGH.stride(0), v_TGH.stride(0), keys_PGH.data_ptr(),
         values_PGH.data_ptr(), slots_T.data_ptr(), G * H, tokens_per_chunk,
     )  # fmt: skip
-    launch(library, library.write_cache, args, num_rows=T, kind=PER_ROW, rows_per_chunk=tokens_per_chunk)
+    run_or_record(
+        library, library.write_cache, args, num_rows=T, kind=PER_ROW, rows_per_chunk=tokens_per_chunk
+    )
 
 
 def attend(
@@ -316,7 +311,9 @@ def attend(
         T, q_TNH.data_ptr(), q_TNH.stride(0), out_TNH.data_ptr(), keys_PGH.data_ptr(), values_PGH.data_ptr(),
         table_RB.data_ptr(), table_RB.stride(0), items_I4.data_ptr(), N, G, H, block_size, window or 0, scale,
     )  # fmt: skip
-    launch(library, library.attend, args, num_rows=T, kind=PER_ITEM, chunks=G, num_items=items_I4.shape[0])
+    run_or_record(
+        library, library.attend, args, num_rows=T, kind=PER_ITEM, chunks=G, num_items=items_I4.shape[0]
+    )
     return out_TNH
 
 

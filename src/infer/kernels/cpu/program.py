@@ -139,7 +139,7 @@ def recorder() -> Recorder | None:
     return _recorder if _recorder is not None and threading.get_ident() == _recording_thread else None
 
 
-def launch(
+def run_or_record(
     library: Library,
     run: int,
     args: bytes,

@@ -13,8 +13,8 @@ The specification is one line of PyTorch. But the planes of a cache of many GiB 
 can say, and PyTorch then cuts the copy until they suffice, down to a launch for each plane: 56 launches for a
 model of 28 layers, where the bytes, two or three MiB, take a few microseconds. The kernel is one launch with
 64-bit offsets. The elements of a block are known when it is compiled, so the compiler sees that every piece
-begins at a multiple of 16 bytes and loads that many at a time; which blocks are meant is known to no version
-of it, for a version more would be a compilation in the middle of somebody's request.
+begins at a multiple of 16 bytes and loads that many at a time; which blocks are meant is an
+argument, for a version more would be a compilation in the middle of a request.
 
 Shapes:  L layers, N blocks, P tokens of a block, G kv heads, H head size; 2: keys, values.
 """
@@ -24,7 +24,7 @@ from __future__ import annotations
 import torch
 
 from infer.kernels.runtime.dispatch import jit_for_any, tl, use_triton
-from infer.kernels.runtime.launch import launch
+from infer.kernels.runtime.launch import launch_triton
 
 PIECE_BYTES = 8192  # of one program: four loads of 16 bytes for each of its 128 threads
 
@@ -53,7 +53,7 @@ def copy_block(cache_L2NPGH: torch.Tensor, source: int, destination: int) -> Non
     assert 0 <= source < num_blocks and 0 <= destination < num_blocks, f"no block {source} or {destination}"
     size = shape[0] * shape[1] * shape[2]
     piece = PIECE_BYTES // cache_L2NPGH.element_size()
-    launch(
+    launch_triton(
         _copy_block_kernel, (num_layers * 2, -(-size // piece)), (cache_L2NPGH,), (),
         (source, destination, num_blocks), SIZE=size, PIECE=piece, num_warps=4,
     )  # fmt: skip

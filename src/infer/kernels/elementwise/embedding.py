@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from infer.kernels.cpu import operations
 from infer.kernels.cpu.library import library
-from infer.kernels.runtime.dispatch import use_c
+from infer.kernels.runtime.dispatch import on_cpu, use_c
 
 
 def embed_reference(ids_T: torch.Tensor, table_VD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -26,7 +26,7 @@ def embed_reference(ids_T: torch.Tensor, table_VD: torch.Tensor, dtype: torch.dt
 
 def embed(ids_T: torch.Tensor, table_VD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Look rows up and return them as `dtype`, [T, D]."""
-    c = library() if table_VD.device.type == "cpu" and dtype is torch.float32 else None
+    c = library() if on_cpu(table_VD) and dtype is torch.float32 else None
     is_plain = ids_T.dim() == 1 and ids_T.dtype is torch.int64 and table_VD.is_contiguous()
     if c is not None and is_plain and table_VD.dtype in operations.EMBEDDING_KINDS:
         return operations.embed(c, ids_T, table_VD)

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from infer.errors import ConfigError, closest
 from infer.kernels.cpu import operations
 from infer.kernels.runtime.dispatch import jit, launch_options, tl, use_c, use_triton
-from infer.kernels.runtime.launch import launch
+from infer.kernels.runtime.launch import launch_triton
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -40,10 +40,10 @@ def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
     """Apply one of `ACTIVATIONS` to every element: the ungated form, for GPT-2."""
     if activation in ACTIVATIONS and x.dim() == 2 and (c := use_c(x)):
         return operations.activation(c, x, activation)
-    return _known(activation)(x)
+    return find_activation(activation)(x)
 
 
-def _known(activation: str) -> Callable[[torch.Tensor], torch.Tensor]:
+def find_activation(activation: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """The PyTorch function of that name, or an error that lists the names."""
     if activation not in ACTIVATIONS:
         hint = closest(activation, ACTIVATIONS)
@@ -54,11 +54,12 @@ def _known(activation: str) -> Callable[[torch.Tensor], torch.Tensor]:
 def gated_activation_reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """The specification: what the kernel must equal, and what runs on the CPU."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return _known(activation)(gate) * up
+    return find_activation(activation)(gate) * up
 
 
 @jit
-def _activate(x, ACTIVATION: tl.constexpr):
+def activated(x, ACTIVATION: tl.constexpr):
+    """One of `ACTIVATIONS` of every element, for the epilogue of any kernel."""
     if ACTIVATION == "silu":
         return x * tl.sigmoid(x)
     elif ACTIVATION == "gelu_tanh":
@@ -70,14 +71,9 @@ def _activate(x, ACTIVATION: tl.constexpr):
 
 @jit
 def _gated_activation_kernel(
-    gate_up_ptr,
-    y_ptr,
-    gate_up_row_stride,
-    F,
-    ACTIVATION: tl.constexpr,
-    BLOCK_F: tl.constexpr,
+    gate_up_ptr, y_ptr, gate_up_row_stride, F, ACTIVATION: tl.constexpr, BLOCK_F: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # int64: T * 2F may pass 2^31
     cols = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     in_row = cols < F
@@ -88,8 +84,8 @@ def _gated_activation_kernel(
     gate_ptrs = gate_up_ptr + row * gate_up_row_stride + cols
     gate = tl.load(gate_ptrs, mask=in_row, other=0.0).to(tl.float32)
     up = tl.load(gate_ptrs + F, mask=in_row, other=0.0).to(tl.float32)
-    activated = _activate(gate, ACTIVATION).to(y_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(y_ptr + row * F + cols, (activated * up).to(y_ptr.dtype.element_ty), mask=in_row)
+    act_gate = activated(gate, ACTIVATION).to(y_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(y_ptr + row * F + cols, (act_gate * up).to(y_ptr.dtype.element_ty), mask=in_row)
 
 
 def gated_activation(gate_up: torch.Tensor, *, activation: str) -> torch.Tensor:
@@ -98,12 +94,12 @@ def gated_activation(gate_up: torch.Tensor, *, activation: str) -> torch.Tensor:
         if (c := use_c(gate_up)) and activation in ACTIVATIONS and gate_up.dim() == 2:
             return operations.gated_activation(c, gate_up, activation)
         return gated_activation_reference(gate_up, activation)
-    _known(activation)
+    find_activation(activation)
     assert gate_up.stride(1) == 1, f"columns must be contiguous, got strides {gate_up.stride()}"
     T, intermediate_size = gate_up.shape[0], gate_up.shape[1] // 2
     y_TF = torch.empty((T, intermediate_size), dtype=gate_up.dtype, device=gate_up.device)
     grid = (T, -(-intermediate_size // _BLOCK_F))
-    launch(
+    launch_triton(
         _gated_activation_kernel, grid, (gate_up, y_TF), (gate_up.stride(0), intermediate_size),
         ACTIVATION=activation, BLOCK_F=_BLOCK_F, **launch_options(gate_up.device),
     )  # fmt: skip

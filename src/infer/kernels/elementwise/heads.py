@@ -34,7 +34,7 @@ import torch
 from infer.kernels.elementwise.rms_norm import rms_norm, rms_norm_reference
 from infer.kernels.elementwise.rope import rope, rope_reference
 from infer.kernels.runtime.dispatch import jit, launch_options, next_power_of_two, tl, use_triton
-from infer.kernels.runtime.launch import launch
+from infer.kernels.runtime.launch import launch_triton
 
 _BLOCK_HEADS = 8  # of a program
 _MAX_AHEAD = 256  # tokens: above, the registers that hold what was read early cost more than a launch
@@ -89,19 +89,10 @@ def write_slots_reference(k_TGH: torch.Tensor, v_TGH: torch.Tensor, cache: Cache
 
 @jit
 def _write_slots_kernel(
-    k_ptr,
-    v_ptr,
-    keys_ptr,
-    values_ptr,
-    slots_ptr,
-    k_token_stride,
-    k_head_stride,
-    v_token_stride,
-    v_head_stride,
-    GH,
-    H,
+    k_ptr, v_ptr, keys_ptr, values_ptr, slots_ptr, k_token_stride, k_head_stride, v_token_stride,
+    v_head_stride, GH, H,
     BLOCK: tl.constexpr,  # next power of two >= G * H
-):
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     index = tl.arange(0, BLOCK)
@@ -145,8 +136,8 @@ def scaled(x, inv_rms, gain, dtype: tl.constexpr):
 
 @jit
 def _angles_and_gains(
-    cos_ptr, sin_ptr, positions_ptr, weight_ptr, token, r, R, offset, HAS_NORM: tl.constexpr
-):
+    cos_ptr, sin_ptr, positions_ptr, weight_ptr, token, r, R, offset, HAS_NORM: tl.constexpr,
+):  # fmt: skip
     """What the two halves of a head are turned and scaled with: all that is older than the projection."""
     in_half = r < R
     angle = tl.load(positions_ptr + token).to(tl.int64) * R + r
@@ -161,31 +152,12 @@ def _angles_and_gains(
 
 @jit
 def _norm_rope_write_kernel(
-    qkv_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
-    slots_ptr,
-    q_out_ptr,
-    keys_ptr,
-    values_ptr,
-    k_out_ptr,
-    v_out_ptr,
-    qkv_token_stride,
-    N,
-    G,
-    H,
-    eps,
-    offset,
-    HAS_NORM: tl.constexpr,
-    HAS_CACHE: tl.constexpr,
-    KEEPS: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
+    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, q_out_ptr, keys_ptr,
+    values_ptr, k_out_ptr, v_out_ptr, qkv_token_stride, N, G, H, eps, offset, HAS_NORM: tl.constexpr,
+    HAS_CACHE: tl.constexpr, KEEPS: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     BLOCK_R: tl.constexpr,  # next power of two >= R
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)  # int64: T * X may pass 2^31
     R = H // 2
     r = tl.arange(0, BLOCK_R)
@@ -283,7 +255,7 @@ def norm_rope_write(
         k_TGH = torch.empty((T, G, H), dtype=qkv_TX.dtype, device=qkv_TX.device)
     q_weight_H, k_weight_H = norm_weights or (qkv_TX, qkv_TX)
     num_programs = [-(-count // _BLOCK_HEADS) for count in ((N, G) if cache is None else (N, G, G))]
-    launch(
+    launch_triton(
         _norm_rope_write_kernel,
         (T, sum(num_programs)),
         (

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from infer.kernels.cpu import operations
 from infer.kernels.runtime.dispatch import jit, launch_options, next_power_of_two, tl, use_c, use_triton
-from infer.kernels.runtime.launch import launch
+from infer.kernels.runtime.launch import launch_triton
 
 
 def rms_norm_reference(x: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
@@ -53,20 +53,11 @@ def _normalise(x, weight, D, eps, offset):
 
 @jit
 def _rms_norm_kernel(
-    x_ptr,
-    weight_ptr,
-    y_ptr,
-    x_token_stride,
-    x_head_stride,
-    num_rows,
-    N,
-    D,
-    eps,
-    offset,
+    x_ptr, weight_ptr, y_ptr, x_token_stride, x_head_stride, num_rows, N, D, eps, offset,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,  # next power of two >= D: whole rows in one block
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     # int64: T * N * D passes 2^31 on long prefills
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_D)
@@ -84,22 +75,11 @@ def _rms_norm_kernel(
 
 @jit
 def _add_rms_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    y_ptr,
-    new_residual_ptr,
-    x_row_stride,
-    residual_row_stride,
-    num_rows,
-    D,
-    eps,
-    offset,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, y_ptr, new_residual_ptr, x_row_stride, residual_row_stride, num_rows,
+    D, eps, offset, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
     NUM_PARTS: tl.constexpr,  # of x, each of all rows
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_D)
     in_tile = (rows < num_rows)[:, None] & (cols < D)[None, :]
@@ -134,7 +114,7 @@ def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, *, eps: float, offset: flo
     head_stride = 0 if x.dim() == 2 else x.stride(1)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tile = _Tile(T * N, D)
-    launch(
+    launch_triton(
         _rms_norm_kernel, tile.grid, (x, weight_D, y),
         (x.stride(0), head_stride, T * N, N, D, eps, offset),
         BLOCK_ROWS=tile.num_rows, BLOCK_D=tile.num_cols, num_warps=tile.num_warps,
@@ -162,7 +142,7 @@ def add_rms_norm(
     y_TD = torch.empty((T, D), dtype=residual_TD.dtype, device=x_TD.device)
     new_residual_TD = torch.empty_like(y_TD)
     tile = _Tile(T, D)
-    launch(
+    launch_triton(
         _add_rms_norm_kernel, tile.grid, (x_TD, residual_TD, weight_D, y_TD, new_residual_TD),
         (x_TD.stride(-2), residual_TD.stride(0), T, D, eps, offset),
         BLOCK_ROWS=tile.num_rows, BLOCK_D=tile.num_cols, NUM_PARTS=num_parts, num_warps=tile.num_warps,

@@ -7,7 +7,7 @@ computed, and its block table. A step names its rows; everything else it needs f
                                    ▲                                                             │
                                    └──────────────────── next replay, no copy in ────────────────┘
 
-The host only says who arrives and how it is sampled (`enter_rows`) and when a table grows
+The host only says which rows are new and how they are sampled (`enter_rows`) and when a table grows
 (`apply_table_diffs`), and reads the ids, some steps late if it likes.
 A row of -1 is padding up to the size a graph was captured for: token 0 at position 0, written to no slot
 (-1) and attending to nothing (length 0).
@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from infer.kernels.runtime.dispatch import jit, tl, use_triton
-from infer.kernels.runtime.launch import launch
+from infer.kernels.runtime.launch import launch_triton
 from infer.kernels.sampling.sample_rows import SMALLEST_TEMPERATURE, SampleState
 
 _ENTRY = Struct("=3q3d")  # row, top-k, seed, then temperature, top-p and min-p; eight bytes each
@@ -65,7 +65,7 @@ def gather_step_reference(
     block_size: int,
     out: StepInputs,
 ) -> None:
-    """The specification of `gather_step`."""
+    """The specification of `gather_step`, in PyTorch."""
     is_real_S = rows_S >= 0
     row_S = rows_S.long().clamp(min=0)
     position_S = position_R[row_S]
@@ -78,17 +78,9 @@ def gather_step_reference(
 
 @jit
 def _gather_step_kernel(
-    rows_ptr,
-    last_token_ptr,
-    position_ptr,
-    tables_ptr,
-    tokens_ptr,
-    positions_ptr,
-    slots_ptr,
-    lens_ptr,
-    table_stride,
-    block_size,
-):
+    rows_ptr, last_token_ptr, position_ptr, tables_ptr, tokens_ptr, positions_ptr, slots_ptr, lens_ptr,
+    table_stride, block_size,
+):  # fmt: skip
     index = tl.program_id(0)
     row = tl.load(rows_ptr + index).to(tl.int64)
     is_real = row >= 0
@@ -121,7 +113,7 @@ def gather_step(
         return out
     assert rows_S.is_contiguous() and tables_RB.stride(1) == 1, "rows and tables must be contiguous"
     if num_rows:
-        launch(
+        launch_triton(
             _gather_step_kernel, (num_rows,),
             (rows_S, last_token_R, position_R, tables_RB,
              out.tokens_S, out.positions_S, out.slots_S, out.lens_S),
@@ -173,7 +165,7 @@ def advance_rows(
         assert rows_S.is_contiguous() and ids_S.is_contiguous(), "rows and ids must be contiguous"
         assert positions_S.is_contiguous(), "positions must be contiguous"
         tensors = rows_S, ids_S, positions_S, last_token_R, position_R
-        launch(_advance_rows_kernel, (rows_S.shape[0],), tensors, (), num_warps=1)
+        launch_triton(_advance_rows_kernel, (rows_S.shape[0],), tensors, (), num_warps=1)
 
 
 def apply_table_diffs_reference(tables_RB: torch.Tensor, diffs_K3: torch.Tensor) -> None:
@@ -198,7 +190,7 @@ def apply_table_diffs(tables_RB: torch.Tensor, diffs_K3: torch.Tensor) -> None:
     elif diffs_K3.shape[0]:
         assert diffs_K3.is_contiguous() and tables_RB.stride(1) == 1, "diffs and tables must be contiguous"
         grid, numbers = (diffs_K3.shape[0],), (tables_RB.stride(0),)
-        launch(_apply_table_diffs_kernel, grid, (tables_RB, diffs_K3), numbers, num_warps=1)
+        launch_triton(_apply_table_diffs_kernel, grid, (tables_RB, diffs_K3), numbers, num_warps=1)
 
 
 def sampling_entry(
@@ -227,8 +219,8 @@ def enter_rows_reference(state: SampleState, entries_K6: torch.Tensor) -> None:
 
 @jit
 def _enter_rows_kernel(
-    entries_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, NUM_FIELDS: tl.constexpr
-):
+    entries_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, NUM_FIELDS: tl.constexpr,
+):  # fmt: skip
     entry = entries_ptr + tl.program_id(0) * NUM_FIELDS
     row = tl.load(entry)
     is_real = row >= 0
@@ -248,7 +240,7 @@ def enter_rows(state: SampleState, entries_K6: torch.Tensor) -> None:
         enter_rows_reference(state, entries_K6)
     elif entries_K6.shape[0]:
         assert entries_K6.is_contiguous(), "entries must be contiguous"
-        launch(
+        launch_triton(
             _enter_rows_kernel, (entries_K6.shape[0],),
             (entries_K6, state.temperature_R, state.top_k_R, state.top_p_R, state.min_p_R, state.seed_R),
             (), NUM_FIELDS=NUM_FIELDS, num_warps=1,

@@ -119,7 +119,7 @@ def _load(defines: Defines, device: int, starts_early: bool) -> build.PreparedLa
     with torch.cuda.device(device):
         kernels = build.LoadedKernels(cubin(SOURCE, _ARCH, defines))
         num_threads = 32 * dict(defines)["WARPS"]
-        return kernels.prepare("linear_ahead", num_threads, _TYPES, starts_early=starts_early)
+        return kernels.prepare("linear_ahead", num_threads, _TYPES, pdl=starts_early)
 
 
 def _choose(num_tokens: int, matrix: Matrix) -> AheadConfig | None:

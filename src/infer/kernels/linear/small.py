@@ -53,7 +53,7 @@ from itertools import count
 import torch
 import torch.nn.functional as F
 
-from infer.kernels.elementwise.gated_activation import _known, gated_activation
+from infer.kernels.elementwise.gated_activation import find_activation, gated_activation
 from infer.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
 from infer.kernels.linear import pdl as linear_ahead
 from infer.kernels.linear import wgmma as linear_wgmma
@@ -104,7 +104,7 @@ def linear(x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None =
 
 def gated_linear(x_MK: torch.Tensor, w_2FK: torch.Tensor, activation: str) -> torch.Tensor:
     """The first half of a gated MLP, where `w_2FK` has the rows of the gate and then those of `up`."""
-    _known(activation)
+    find_activation(activation)
     plan = _plan(x_MK, w_2FK, gated=True)
     if plan is None:
         return gated_activation(linear_reference(x_MK, w_2FK, None), activation=activation)
@@ -139,7 +139,7 @@ def norm_gated_linear(
     activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`gated_linear` of the normalised sum of `x_MK` and the residual stream; and the sum."""
-    _known(activation)
+    find_activation(activation)
     plan = _plan_with_norm(x_MK, w_2FK, gated=True)
     if plan is None:
         normed_MK, new_residual_MK = _norm(x_MK, residual_MK, norm_weight_K, eps, offset)
@@ -189,7 +189,7 @@ def added_linear(
 
 def added_gated_linear(added: Added, eps: float, w_2FK: torch.Tensor, activation: str) -> torch.Tensor:
     """`gated_linear` of the norm that `added` began."""
-    _known(activation)
+    find_activation(activation)
     plan = _plan(added.scaled_MN, w_2FK, gated=True)
     assert isinstance(plan, TilePlan), plan
     return launch_added(plan, added, w_2FK, eps=eps, activation=activation)

@@ -51,8 +51,9 @@ Shapes:  M tokens, N outputs (rows of W, of its gate half when gated), K inputs.
 
 from __future__ import annotations
 
-from infer.kernels.elementwise.gated_activation import _activate
+from infer.kernels.elementwise.gated_activation import activated
 from infer.kernels.runtime.dispatch import jit, jit_for_any, tl
+from infer.kernels.runtime.ptx import prefetch_l2
 
 # The batch size changes from step to step: that it is 1, or a multiple of 16, must not compile anew.
 _jit_any_m = jit_for_any("M", "num_splits", "num_parts")
@@ -105,7 +106,7 @@ def _store_outputs(
     if BIAS:
         total = total + tl.load(bias_ptr + rows, mask=rows < N, other=0.0).to(tl.float32)
     if ACTIVATION != "":
-        total = _activate(total, ACTIVATION) * up_total
+        total = activated(total, ACTIVATION) * up_total
     y_ptrs = y_ptr + tokens.to(tl.int64) * N + rows
     tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=(rows < N) & (tokens < M))
 
@@ -205,19 +206,6 @@ def gemv_kernel(
 
 
 @jit
-def _prefetch_rows(w_ptrs):
-    """Ask for the cache lines at these addresses without waiting for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [w_ptrs.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@jit
 def _store_tile(
     total,  # [rows, tokens]
     up_total,
@@ -305,9 +293,9 @@ def skinny_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         lines = tl.minimum(k_start + tl.arange(0, 4) * 64, K - 1)[None, :]
-        _prefetch_rows(w_rows + lines)
+        prefetch_l2(w_rows + lines)
         if GATED:
-            _prefetch_rows(up_rows + lines)
+            prefetch_l2(up_rows + lines)
         tl.extra.cuda.gdc_wait()
 
     # What the end needs is asked for now, and on its way during the product.

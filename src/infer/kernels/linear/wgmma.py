@@ -114,7 +114,7 @@ def _load(defines: Defines, device: int, starts_early: bool) -> build.PreparedLa
         kernels = build.LoadedKernels(cubin(SOURCE, _ARCH, defines))
         return kernels.prepare(
             "linear_wgmma", config.num_threads, _TYPES,
-            starts_early=starts_early, shared_bytes=config.shared_bytes,
+            pdl=starts_early, shared_bytes=config.shared_bytes,
         )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from infer.kernels.elementwise.gated_activation import _known, gated_activation_reference
+from infer.kernels.elementwise.gated_activation import find_activation, gated_activation_reference
 from infer.kernels.moe.grouped_kernels import (
     count_kernel,
     grouped_kernel,
@@ -137,7 +137,7 @@ def experts_mlp(
     """
     if not use_triton(x_TD):
         return experts_mlp_reference(x_TD, experts_TC, weights_TC, gate_up_EFD, down_EDF, activation)
-    _known(activation)
+    find_activation(activation)
     (T, D), num_choices, num_experts = x_TD.shape, experts_TC.shape[1], len(gate_up_EFD)
     size = down_EDF.shape[2]
     assert gate_up_EFD.shape == (num_experts, 2 * size, D) and down_EDF.shape == (num_experts, D, size)

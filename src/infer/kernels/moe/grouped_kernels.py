@@ -20,7 +20,7 @@ Shapes:  R = T * C rows, N outputs (of the gate half when gated), K inputs.
 
 from __future__ import annotations
 
-from infer.kernels.elementwise.gated_activation import _activate
+from infer.kernels.elementwise.gated_activation import activated
 from infer.kernels.runtime.dispatch import jit, jit_for_any, tl
 
 
@@ -164,7 +164,7 @@ def grouped_kernel(
             up_total = tl.dot(up, x, up_total, input_precision="ieee")
 
     if GATED:
-        total = _activate(total, ACTIVATION) * up_total
+        total = activated(total, ACTIVATION) * up_total
     if WEIGHTED:
         total = total * tl.load(weights_ptr + rows, mask=rows < num_rows, other=0.0)[None, :]
     y_ptrs = y_ptr + rows.to(tl.int64)[None, :] * N + outputs[:, None]

@@ -28,6 +28,7 @@ import torch
 
 from infer.errors import ConfigError, DeviceLost
 from infer.kernels.runtime.cubin_cache import cached
+from infer.kernels.runtime.dispatch import gpu_capability
 
 TIMEOUT = 120.0  # seconds for nvcc
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -39,7 +40,7 @@ class BuildError(Exception):
 
 
 def options(arch: str, defines: Mapping[str, int]) -> list[str]:
-    """What both compilers are told: the GPU, and a define for everything that is constant."""
+    """Flags for either compiler: the GPU, and a define for everything that is constant."""
     return [
         f"--gpu-architecture={arch}",
         "--std=c++17",
@@ -48,7 +49,7 @@ def options(arch: str, defines: Mapping[str, int]) -> list[str]:
 
 
 def compile_source(source: Path, arch: str, defines: Mapping[str, int]) -> bytes:
-    """`make_cubin` for what the operator asked for by name: without a compiler, that is an error."""
+    """`make_cubin` for a backend that was asked for by name: ConfigError where no compiler makes it."""
     try:
         return make_cubin(source, arch, defines)
     except BuildError as error:
@@ -59,7 +60,7 @@ def compile_source(source: Path, arch: str, defines: Mapping[str, int]) -> bytes
 
 
 def make_cubin(source: Path, arch: str, defines: Mapping[str, int]) -> bytes:
-    """The cubin of a file, from the first compiler that makes one, or has made it before; or BuildError."""
+    """The cubin of a file, kept or from the first compiler that makes one; BuildError if none does."""
     flags, reasons = options(arch, defines), []
     text = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.cuh")))]
     for version, compiler in ((nvrtc_version, compile_with_nvrtc), (nvcc_version, compile_with_nvcc)):
@@ -75,7 +76,7 @@ def make_cubin(source: Path, arch: str, defines: Mapping[str, int]) -> bytes:
 
 
 def nvrtc_paths() -> Iterator[str]:
-    """Where the library may be: where the system looks, then beside PyTorch, then the toolkit's folders."""
+    """Paths where NVRTC may be: the system's own, then beside PyTorch, then the toolkit's folders."""
     major = (torch.version.cuda or "").split(".")[0]
     yield f"libnvrtc.so.{major}" if major else "libnvrtc.so"
     folders = [*(Path(entry) / "nvidia" for entry in sys.path if entry), Path("/usr/local")]
@@ -85,7 +86,7 @@ def nvrtc_paths() -> Iterator[str]:
 
 
 def load_nvrtc() -> Any:
-    """The library, or BuildError."""
+    """NVRTC, loaded; BuildError where it is not installed."""
     for path in nvrtc_paths():
         try:
             return ctypes.CDLL(path)
@@ -95,14 +96,14 @@ def load_nvrtc() -> Any:
 
 
 def nvrtc_version() -> str:
-    """Of the library that would compile, or BuildError."""
+    """Version of the NVRTC that would compile; BuildError where it is not installed."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     load_nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     return f"NVRTC {major.value}.{minor.value}"
 
 
 def compile_with_nvrtc(source: Path, flags: Sequence[str]) -> bytes:
-    """Through the library: text in memory to cubin in memory; what it includes lies beside it."""
+    """The cubin of a file, made by NVRTC in memory; headers are found beside the file."""
     nvrtc = load_nvrtc()
     # NVRTC of CUDA 13.0 takes a lambda with a parameter of type `auto` for a function of the host
     flags = [*flags, f"--include-path={source.parent}", "--device-as-default-execution-space"]
@@ -139,19 +140,19 @@ def compile_with_nvrtc(source: Path, flags: Sequence[str]) -> bytes:
 
 
 def find_nvcc() -> str:
-    """The command's path, or BuildError."""
+    """Path of nvcc; BuildError where it is not on the PATH."""
     if (nvcc := shutil.which("nvcc")) is None:
         raise BuildError("nvcc is not on the PATH")
     return nvcc
 
 
 def nvcc_version() -> str:
-    """What the command says about itself."""
+    """Version of nvcc, as the command prints it; BuildError where it does not run."""
     return _run(find_nvcc(), "--version")
 
 
 def compile_with_nvcc(source: Path, flags: Sequence[str]) -> bytes:
-    """Through the command, as one would by hand."""
+    """The cubin of a file, made by the nvcc command."""
     nvcc = find_nvcc()
     with tempfile.TemporaryDirectory() as scratch:
         made = Path(scratch) / "kernels.cubin"
@@ -187,7 +188,7 @@ def first_error(log: str) -> str:
 
 @functools.cache
 def driver() -> Any:
-    """The library that PyTorch's own calls end in."""
+    """The CUDA driver's library, which PyTorch's own calls end in."""
     return ctypes.CDLL("libcuda.so.1")
 
 
@@ -198,13 +199,13 @@ def _reason(code: int) -> str:
 
 
 def _check(code: int, what: str) -> None:
-    """A failed driver call may have lost the device; a caller cannot repair either."""
+    """Raise DeviceLost for a driver call that failed: no caller can repair it."""
     if code:
         raise DeviceLost(f"{what}: {_reason(code)}")
 
 
 def index_of(device: torch.device) -> int:
-    """The GPU's number; PyTorch's current one where the device does not say."""
+    """Number of the GPU; PyTorch's current one where the device has none."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
@@ -221,7 +222,7 @@ class LoadedKernels:
         self._functions: dict[str, ctypes.c_void_p] = {}
 
     def function(self, name: str) -> ctypes.c_void_p:
-        """The driver's handle of a function."""
+        """The driver's handle of the function of this name."""
         if name not in self._functions:
             function = ctypes.c_void_p()
             _check(
@@ -232,16 +233,14 @@ class LoadedKernels:
         return self._functions[name]
 
     def prepare(
-        self, name: str, num_threads: int, types: Sequence[Any], *, starts_early: bool, shared_bytes: int = 0
+        self, name: str, num_threads: int, types: Sequence[Any], *, pdl: bool, shared_bytes: int = 0
     ) -> PreparedLaunch:
-        """A launch to be repeated with arguments of these types; with more shared memory than it declares."""
+        """A launch to be repeated with arguments of these types, and this much dynamic shared memory."""
         function = self.function(name)
         if shared_bytes:
             code = driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
             _check(code, f"giving {name} {shared_bytes} bytes of shared memory")
-        return PreparedLaunch(
-            function, num_threads, types, starts_early=starts_early, shared_bytes=shared_bytes
-        )
+        return PreparedLaunch(function, num_threads, types, pdl=pdl, shared_bytes=shared_bytes)
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -267,10 +266,10 @@ class _LaunchConfig(ctypes.Structure):
 class PreparedLaunch:
     """One launch over and over, with other arguments: what stays the same is made once.
 
-    With `starts_early` it is a programmatic dependent launch (dispatch.py): the kernel itself waits.
+    With `pdl` it is a programmatic dependent launch (dispatch.py): the kernel itself waits.
     """
 
-    _STARTS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    _PDL = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
     def __init__(
         self,
@@ -278,20 +277,20 @@ class PreparedLaunch:
         num_threads: int,
         types: Sequence[Any],
         *,
-        starts_early: bool,
+        pdl: bool,
         shared_bytes: int = 0,
     ) -> None:
         self._function = function
         self._lock = threading.Lock()  # several engines of a process, each a thread, share what was prepared
         self._values = [of_type() for of_type in types]
         self._pointers = as_pointers(self._values)
-        self._attribute = _LaunchAttribute(id=self._STARTS_EARLY, value=1)
+        self._attribute = _LaunchAttribute(id=self._PDL, value=1)
         self._config = _LaunchConfig(
             grid=(1, 1, 1),
             block=(num_threads, 1, 1),
             shared_bytes=shared_bytes,
             attributes=ctypes.pointer(self._attribute),
-            num_attributes=1 if starts_early else 0,
+            num_attributes=1 if pdl else 0,
         )
 
     def __call__(self, num_blocks: int, *arguments: Any) -> None:
@@ -315,7 +314,7 @@ def as_pointers(arguments: Sequence[Any]) -> Any:
 @functools.cache
 def load_kernels(source: Path, defines: tuple[tuple[str, int], ...], device: int) -> LoadedKernels:
     """The functions of a file for one GPU and one set of defines, compiled on the first call."""
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = gpu_capability(torch.device("cuda", device))
     cubin = compile_source(source, f"sm_{major}{minor}", dict(defines))
     try:
         with torch.cuda.device(device):

@@ -5,9 +5,11 @@
     float32 on a CPU with a C compiler        -> C kernel (kernels/cpu)
     anything else                             -> reference
 
-This is the only file that asks. Kernel files import `jit`, `tl` and `use_triton` from here, so that
-they can be imported where Triton is missing or useless: on a CPU-only build of PyTorch it is not even
-looked for, because importing it costs about as much as starting the rest of the program.
+This file alone asks which device this is, and gives the answers names (`is_gpu`, `is_hopper`, `has_pdl`);
+tests/unit/test_device_questions.py lists the places that still ask for themselves. Kernel files import `jit`,
+`tl` and `use_triton` from here, so that they can be imported where Triton is missing or useless: on a
+CPU-only build of PyTorch it is not even looked for, because importing it costs about as much as starting the
+rest of the program.
 
 Triton reads TRITON_INTERPRET when a function is decorated, which is when a kernel file is imported.
 It is read here at the same moment, so that both always agree; set it before the first import.
@@ -15,17 +17,17 @@ It is read here at the same moment, so that both always agree; set it before the
 Programmatic dependent launch (PDL) lets a kernel start while the one before it still runs. On Hopper and
 later GPUs the kernels of a decode step are all launched so, and each of them is written in this order:
 
-    read what is older than the kernel before         weights, positions, block tables: latency that is hidden
-    gdc_launch_dependents                             the next kernel may start once all programs came by here
-    gdc_wait                                          the kernel before has ended, its writes can be seen
-    read and write everything else                    activations, the cache, scratch memory, counters
+    prologue: read what is older than the kernel before    weights, positions, block tables: hidden latency
+    gdc_launch_dependents                                  once all programs came by, the next kernel starts
+    gdc_wait                                               the kernel before has ended, its writes are visible
+    main loop and epilogue: read and write the rest        activations, the cache, scratch memory, counters
 
 Three rules keep this free of races. Every such kernel waits, whatever it has to do: then the end of one means
 the end of all before it, though several may have started. Nothing is written before the wait, for an earlier
 kernel may still read it. And between a write and a read that does not wait for it, some kernel must have been
 launched the ordinary way: it started after the end of all before it, and whatever came since started later.
 Kernels that know nothing of PDL may stand anywhere: without a `gdc_launch_dependents` the next one starts at
-the end, and whoever is launched the ordinary way starts when all is done.
+the end, and a kernel that is launched the ordinary way starts when all is done.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "
 
 _INTERPRETED_SMS = 4  # few, so that a program takes several pieces of work
 
-PDL = True  # launch kernels while the one before still runs, where the GPU can: `launch_options`
+PDL = True  # use programmatic dependent launch where the GPU has it: `launch_options`
 
 
 def _import_triton() -> tuple[Any, Any]:
@@ -75,29 +77,58 @@ def use_triton(x: torch.Tensor) -> bool:
     return triton is not None and (x.is_cuda or INTERPRETED)
 
 
+def on_cpu(x: torch.Tensor) -> bool:
+    """Whether PyTorch computes functions of `x` on the CPU, where cache-sized blocks beat large passes."""
+    return x.device.type == "cpu"
+
+
 def use_c(x: torch.Tensor) -> Library | None:
     """The C library, if it should compute a function of `x`: float32 on the CPU, elements in a row."""
-    if x.dtype is not torch.float32 or x.device.type != "cpu" or x.stride(-1) != 1 or x.requires_grad:
+    if x.dtype is not torch.float32 or not on_cpu(x) or x.stride(-1) != 1 or x.requires_grad:
         return None
     return library()
 
 
+def is_gpu(device: torch.device) -> bool:
+    """Whether kernels run on a GPU, NVIDIA's or AMD's: PyTorch calls both `cuda`."""
+    return device.type == "cuda"
+
+
+def is_amd() -> bool:
+    """Whether this build of PyTorch is for AMD's GPUs (HIP)."""
+    return torch.version.hip is not None
+
+
+def gpu_capability(device: torch.device) -> tuple[int, int]:
+    """Version of the GPU's instruction set: NVIDIA's compute capability, or what AMD has in its place."""
+    return torch.cuda.get_device_capability(device)
+
+
+def nvidia_capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of an NVIDIA GPU; (0, 0) for any other device."""
+    return gpu_capability(device) if is_gpu(device) and not is_amd() else (0, 0)
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether this is the generation that tile sizes and limits were measured on: H100, H200."""
+    return nvidia_capability(device)[0] == 9
+
+
 @lru_cache(maxsize=16)
-def _can_launch_ahead(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device)[0] >= 9
+def has_pdl(device: torch.device) -> bool:
+    """Whether the GPU has programmatic dependent launch: Hopper and later."""
+    return nvidia_capability(device)[0] >= 9
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:
-    """What a kernel that waits for its input is launched with: `PDL`, and to start early if it can."""
-    return {"PDL": True, "launch_pdl": True} if PDL and _can_launch_ahead(device) else {"PDL": False}
+    """The options of a kernel that waits for its input: `PDL`, and a dependent launch if the GPU has it."""
+    return {"PDL": True, "launch_pdl": True} if PDL and has_pdl(device) else {"PDL": False}
 
 
 @lru_cache(maxsize=16)
 def num_sms(device: torch.device) -> int:
-    """Multiprocessors of the GPU; few where there is none, which is under the interpreter."""
-    if device.type != "cuda":
+    """SMs (streaming multiprocessors) of the GPU; few where there is none, which is under the interpreter."""
+    if not is_gpu(device):
         return _INTERPRETED_SMS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 

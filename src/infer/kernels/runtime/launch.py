@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from infer.kernels.runtime.dispatch import INTERPRETED, triton
+from infer.kernels.runtime.dispatch import INTERPRETED, is_amd, triton
 
 Launch = tuple[
     Callable[..., None], tuple[Any, ...]
@@ -41,7 +41,7 @@ _address_of, _dtype_of = torch.Tensor.data_ptr, attrgetter("dtype")  # to map: e
 _known: dict[tuple[Any, ...], Launch] = {}
 
 
-def launch(
+def launch_triton(
     kernel: Any,
     grid: tuple[int, ...],
     tensors: tuple[torch.Tensor, ...],
@@ -51,7 +51,7 @@ def launch(
     **constants: Any,
 ) -> None:
     """`kernel[grid](*tensors, *any_integers, *numbers, **constants)`; constants may be options, too."""
-    if INTERPRETED or torch.version.hip is not None:  # there, more of a tensor counts than its alignment
+    if INTERPRETED or is_amd():  # there, more of a tensor counts than its alignment
         kernel[grid](*tensors, *any_integers, *numbers, **constants)
         return
     addresses = [*map(_address_of, tensors)]

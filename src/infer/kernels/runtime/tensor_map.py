@@ -1,4 +1,6 @@
-"""What Hopper's copy engine must know of a matrix: where it lies, its rows, the boxes it is copied in.
+"""TMA descriptors: where a matrix lies, its rows, and the boxes in which TMA copies it to shared memory.
+
+TMA (tensor memory accelerator) is the unit of Hopper and later GPUs that copies tiles without threads.
 
 The driver encodes that in 128 bytes, a *tensor map*, which a kernel takes as an argument. A box here is some
 rows of 64 elements, written to shared memory in the pattern that the matrix unit reads (linear/wgmma.cuh).
@@ -34,7 +36,7 @@ class Boxes(NamedTuple):
 
 
 class TensorMap(ctypes.Structure):
-    """A kernel's argument: given a `value` as ctypes' numbers are, it holds what the copy engine reads."""
+    """A kernel's argument: given a `value` as ctypes' numbers are, it holds what TMA reads."""
 
     _fields_ = (("encoded", ctypes.c_ubyte * _SIZE),)
 
@@ -58,7 +60,7 @@ class TensorMap(ctypes.Structure):
 
 @functools.cache
 def encoder() -> Any:
-    """The driver's function; BuildError where it is older than that."""
+    """The driver's function that encodes tensor maps; BuildError where the driver has none."""
     try:
         return build.driver().cuTensorMapEncodeTiled
     except AttributeError:

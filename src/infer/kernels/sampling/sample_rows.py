@@ -1,7 +1,7 @@
 """Sample every row of a batch on the device: no copy to the host, no sort, nothing of size [S, V] written.
 
 The result is that of sampling/sampler.py for rows without bias, bans, penalties or logprobs, id for id:
-the same noise (kernels/sampling/sample.py), the same temperature, the same filters (sampling/filters.py).
+the same noise (gumbel.py), the same temperature, the same filters (sampling/filters.py).
 
     survey ──► candidates ──► buckets ──► wide
       │            │                        │
@@ -24,17 +24,27 @@ groups with a peak up to some key have at least k tokens up to it. Only the toke
 are gathered (a few hundred), and both the edge and the token are found among them. Where the candidates do
 not suffice, because the row is nearly flat, k is huge or the large logits are crowded into few groups, the
 row is *wide*: its tokens are counted or weighed in buckets of 1/64 of depth, and only the bucket with the
-edge in it is gathered. The sums are of integers, so it does not matter who adds first.
+edge in it is gathered.
 
 A draw needs two logarithms per token if the noise is to be exact, which costs more than reading the logits
 does. So every token gets an upper bound of its score, by one rough logarithm, and each group the largest of
 them; then groups are scored exactly, best bound first, until no bound left exceeds the best score.
 
-Shapes:  S sampled rows, V vocabulary, R rows of state, C candidates.
+The kernels are launched over tiles and rows; a program that has nothing to do for its row leaves at once.
+Thousands that leave at once take time, too: with many rows a program of the last three has several tiles.
+The last program of a row to finish, whichever it is, sees what the others wrote and goes on with the row
+alone: it samples the token, or says what the next kernel has to look for. Sums across programs are of
+integers, and candidates may lie in any order: nothing depends on which program came first.
+
+*Exact* means: as PyTorch computes it on the same device. A token that a row might lose or win by is always
+judged by exact numbers; rough ones only ever say which tokens are worth that effort.
+
+Shapes:  S sampled rows, V vocabulary, R rows of state, C candidates, B buckets.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -43,22 +53,27 @@ from typing import Any, NamedTuple
 
 import torch
 
-from infer.kernels.runtime.dispatch import INTERPRETED, next_power_of_two, triton, use_triton
-from infer.kernels.sampling.sample import argmax_rows, gumbel_noise, noise_keys
-from infer.kernels.sampling.sample_kernels import (
-    NUM_BUCKETS,
-    buckets_kernel,
-    candidates_kernel,
-    survey_kernel,
-    wide_kernel,
-)
+from infer.kernels.runtime.dispatch import (
+    INTERPRETED,
+    is_gpu,
+    jit,
+    jit_for_any,
+    next_power_of_two,
+    tl,
+    triton,
+    use_triton,
+)  # fmt: skip
+from infer.kernels.sampling.gumbel import argmax_rows, gumbel_noise
+from infer.kernels.sampling.gumbel import noise_keys as noise_keys_on_host
 
+libdevice: Any = None if triton is None else importlib.import_module("triton.language.extra.libdevice")
 logger = logging.getLogger(__name__)
 
 NO_TOKEN = -1  # the id of a row whose largest logit is not finite, as in sampling/sampler.py
 GROUP = 512  # tokens of a group, whose peak is known
 TILE = 4096  # tokens of one program
 MAX_CANDIDATES = 2048
+NUM_BUCKETS = 2048
 SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny  # below, float32 would divide by zero
 COMPILING = "compile-sample-rows"  # the thread that does
 _ROWS_PER_TILE = 16  # so many rows, and a program of the kernels after the survey takes one more tile
@@ -141,10 +156,579 @@ def _sample_row(logits_V: torch.Tensor, state: SampleState, row: int, position: 
         reach_V = sorted_V.exp().mul(2.0**44).to(torch.int64).cumsum(0)
         last = int((reach_V.double() < state.top_p_R[row] * reach_V[-1].double()).sum())
         floor = torch.maximum(floor, sorted_V[last])
-    keys_12 = torch.tensor([noise_keys(int(state.seed_R[row]), position)], dtype=torch.int32)
+    keys_12 = torch.tensor([noise_keys_on_host(int(state.seed_R[row]), position)], dtype=torch.int32)
     ids_1V = torch.arange(len(logits_V), device=logits_V.device).unsqueeze(0)
     score_1V = gumbel_noise(keys_12.to(logits_V.device), ids_1V) + scaled_V
     return int(argmax_rows(score_1V.masked_fill(scaled_V < floor, -torch.inf)))
+
+
+# -- constants of the kernels -----------------------------------------------------------------------
+
+
+def _constant(value: float) -> float:
+    """A global that kernels may read."""
+    return value if tl is None else tl.constexpr(value)
+
+
+# Beyond a depth of 31 a token weighs nothing (exp(-31) * 2^44 < 1), and no noise makes up for it either:
+# noise lies between -2.9 and 22.2. So no filter has to look further.
+_DEEPEST_KEY = _constant(0x41F80000)  # the bits of 31.0
+_INFINITE_KEY = _constant(0x7F800000)  # the bits of infinity: the depth of a token that is -inf
+_TINY = _constant(SMALLEST_TEMPERATURE)
+_MASS_OF_LARGEST = _constant(2.0**44)
+_TO_UNIFORM = _constant(2.0**-31 * (1 - 2.0**-24))
+_MARGIN = _constant(1e-3)  # a hundred times the rounding error of a bound
+_SLACK = _constant(1 << 17)  # of a threshold: at most 1.6 % deeper than it had to be
+_BUCKETS = _constant(NUM_BUCKETS)
+_BUCKETS_PER_DEPTH = _constant(64.0)  # a power of two: the multiplication does not round
+
+# Triton's own exp and log need not be PyTorch's on a GPU; its interpreter knows only those, and there they
+# are exact.
+if INTERPRETED:
+
+    @jit
+    def _exp(x):
+        return tl.exp(x)
+
+    @jit
+    def _log(x):
+        return tl.log(x)
+
+    @jit
+    def _log_of_one_minus(x):
+        return tl.log(1.0 - x.to(tl.float64)).to(tl.float32)
+
+    @jit
+    def _rough_log2(x):
+        return tl.log2(x)
+else:
+
+    @jit
+    def _exp(x):
+        return libdevice.exp(x)
+
+    @jit
+    def _log(x):
+        return libdevice.log(x)
+
+    @jit
+    def _log_of_one_minus(x):
+        return libdevice.log1p(-x)
+
+    @jit
+    def _rough_log2(x):
+        return libdevice.fast_log2f(x)  # one instruction; tl.log2 is a dozen
+
+
+# -- rows -------------------------------------------------------------------------------------------
+
+
+@jit
+def _is_last(num_done_ptr, num_programs):
+    """Whether the other programs of the row are done: what they wrote may now be read.
+
+    The counter is left at 0 for the next launch.
+    """
+    tl.debug_barrier()  # every thread has written before one of them counts
+    are_done = tl.atomic_add(num_done_ptr, 1, sem="acq_rel") == num_programs - 1
+    if are_done:
+        tl.store(num_done_ptr, 0)
+    return are_done
+
+
+@jit
+def _limits_top_k(top_k, V):
+    return (top_k > 0) & (top_k < V)
+
+
+@jit
+def _min_p_edge(min_p):
+    """The key of log(min_p); infinity's if the filter is off."""
+    edge = tl.full((), _INFINITE_KEY, tl.int32)
+    if min_p > 0.0:
+        edge = tl.abs(_log(min_p).to(tl.float32)).to(tl.int32, bitcast=True)
+    return edge
+
+
+@jit
+def _load_logits(x_ptr, ids, n):
+    return tl.load(x_ptr + ids, mask=ids < n, other=float("-inf")).to(tl.float32)
+
+
+# -- depths and masses ------------------------------------------------------------------------------
+
+
+@jit
+def _key_of(x, peak, temperature):
+    """The bits of |(x - peak) / temperature|, correctly rounded: smaller is likelier."""
+    return tl.abs(tl.div_rn(x - peak, temperature)).to(tl.int32, bitcast=True)
+
+
+@jit
+def _mass_of(keys):
+    return (_exp(-(keys.to(tl.float32, bitcast=True))) * _MASS_OF_LARGEST).to(tl.int64)
+
+
+@jit
+def _mass_up_to(x_ptr, n, peak, temperature, last, BLOCK: tl.constexpr):
+    """The mass of those of n tokens whose key is at most `last`."""
+    total = tl.zeros((), tl.int64)
+    for start in range(0, n, BLOCK):
+        keys = _key_of(_load_logits(x_ptr, start + tl.arange(0, BLOCK), n), peak, temperature)
+        total += tl.sum(tl.where(keys <= last, _mass_of(keys), 0), axis=0)
+    return total
+
+
+# -- edges ------------------------------------------------------------------------------------------
+
+
+@jit
+def _search_edge(
+    x_ptr, n, peak, temperature, low, high, base, limit,
+    BY_MASS: tl.constexpr, SLACK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The smallest key from `low` to `high` up to which n tokens reach the limit; if none does, the largest.
+
+    A token counts 1 or its mass; `base` is what those before `low` count where they are not among the n.
+    Each round asks eight keys evenly spread over what is left, and leaves the eighth with the edge in it.
+    The key found may be larger by `SLACK`.
+    """
+    smallest, largest = tl.full((), _INFINITE_KEY, tl.int32), tl.zeros((), tl.int32)
+    for start in range(0, n, BLOCK):
+        keys = _key_of(_load_logits(x_ptr, start + tl.arange(0, BLOCK), n), peak, temperature)
+        inside = (keys >= low) & (keys <= high)
+        smallest = tl.minimum(smallest, tl.min(tl.where(inside, keys, _INFINITE_KEY), axis=0))
+        largest = tl.maximum(largest, tl.max(tl.where(inside, keys, 0), axis=0))
+    low = tl.minimum(tl.maximum(low, smallest), high)
+    high = tl.maximum(tl.minimum(high, largest), low)
+    while high - low > SLACK:
+        step = (high - low) // 8 + 1
+        pivots = low + tl.arange(0, 8) * step
+        reach = tl.zeros((8,), tl.int64) + base
+        for start in range(0, n, BLOCK):
+            keys = _key_of(_load_logits(x_ptr, start + tl.arange(0, BLOCK), n), peak, temperature)
+            if BY_MASS:
+                weights = _mass_of(keys)
+                reach += tl.sum(tl.where(keys[:, None] < pivots[None, :], weights[:, None], 0), axis=0)
+            else:
+                reach += tl.sum((keys[:, None] < pivots[None, :]).to(tl.int32), axis=0)
+        num_below = tl.sum((reach.to(tl.float64) < limit).to(tl.int32), axis=0)  # the first one always is
+        low += tl.maximum(num_below - 1, 0) * step
+        high = tl.minimum(high, low + step - 1)
+    return high
+
+
+@jit
+def _edge_of(
+    x_ptr, n, peak, temperature, low, high, base, mass, by_k, top_k, top_p, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The key up to which top-k and top-p keep tokens. `mass` is the row's; top-k brings its own."""
+    edge = high
+    if by_k:
+        edge = _search_edge(
+            x_ptr, n, peak, temperature, low, high, base, top_k.to(tl.float64), False, 0, BLOCK
+        )
+    if top_p < 1.0:
+        if by_k:
+            mass = _mass_up_to(x_ptr, n, peak, temperature, edge, BLOCK)
+        limit = top_p * mass.to(tl.float64)
+        edge = _search_edge(x_ptr, n, peak, temperature, low, edge, base, limit, True, 0, BLOCK)
+    return edge
+
+
+@jit
+def _collect(x, ids, is_candidate, num_candidates_ptr, values_ptr, ids_ptr, MAX_CANDIDATES: tl.constexpr):
+    """Append the candidates among [groups, tokens], in any order; those that do not fit are only counted."""
+    per_group = tl.sum(is_candidate.to(tl.int32), axis=1)
+    count = tl.sum(per_group, axis=0)
+    if count > 0:
+        start = tl.atomic_add(num_candidates_ptr, count, sem="relaxed")
+        start_of_group = start + tl.cumsum(per_group, axis=0) - per_group
+        places = start_of_group[:, None] + tl.cumsum(is_candidate.to(tl.int32), axis=1) - 1
+        fits = is_candidate & (places < MAX_CANDIDATES)
+        tl.store(values_ptr + places, x, mask=fits)
+        tl.store(ids_ptr + places, ids, mask=fits)
+
+
+# -- draws ------------------------------------------------------------------------------------------
+
+
+@jit
+def _noise_keys(seed, position):
+    """The two keys of gumbel.py, in signed arithmetic with its shifts made logical."""
+    state = seed * -0x2ECBDABC217D106B - position * 0x61C8864680B583EB + 0x2545F4914F6CDD1D
+    state ^= (state >> 30) & 0x3FFFFFFFF
+    state *= -0x40A7B892E31B1A47
+    state ^= (state >> 27) & 0x1FFFFFFFFF
+    state *= -0x6B2FB644ECCEEE15
+    state ^= (state >> 31) & 0x1FFFFFFFF
+    return state.to(tl.uint32), ((state >> 32) & 0xFFFFFFFF).to(tl.uint32)
+
+
+@jit
+def _uniform(ids, key0, key1):
+    """The hash of gumbel.py as a number between 0 and 1; the noise is large where it is small."""
+    x = ids.to(tl.uint32) * 0x9E3779B1 + key0
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x += key1
+    x *= 0x846CA68B
+    x ^= x >> 16
+    return ((x & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * _TO_UNIFORM
+
+
+@jit
+def _noise_bound(ids, key0, key1):
+    """No less than the noise, and hardly more where the noise is large.
+
+    The noise is -log(w + w^2/2 + w^3/3 + ...) <= -log(w) - w/2, which takes one logarithm instead of two.
+    """
+    w = _uniform(ids, key0, key1)
+    return -0.69314718 * _rough_log2(w) - 0.5 * w
+
+
+@jit
+def _better_of(x, ids, peak, temperature, edge, key0, key1, best, token, V):
+    """The best exact score so far and its token, after some more tokens; the lowest of equals."""
+    scaled = tl.div_rn(x - peak, temperature)
+    score = scaled - _log(-_log_of_one_minus(_uniform(ids, key0, key1)))
+    is_kept = tl.abs(scaled).to(tl.int32, bitcast=True) <= edge
+    score = tl.where(is_kept, score, float("-inf"))
+    top = tl.max(score, axis=0)
+    first = tl.min(tl.where(score == top, ids, V), axis=0)
+    token = tl.where(top > best, first, tl.where(top == best, tl.minimum(token, first), token))
+    return tl.maximum(best, top), token
+
+
+@jit
+def _draw_from_groups(
+    x_ptr, V, bounds, peak, temperature, edge, key0, key1, GROUP: tl.constexpr, BLOCK_GROUPS: tl.constexpr
+):
+    """The token with the best score of those up to the edge. `bounds`: what no score of a group exceeds.
+
+    Groups are scored exactly, the most promising first, until no other can hold the best: one or two.
+    """
+    groups = tl.arange(0, BLOCK_GROUPS)
+    best, token = tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.int32) + V
+    bound = tl.max(bounds, axis=0)
+    while (bound > float("-inf")) & (bound + _MARGIN >= best):
+        group = tl.min(tl.where(bounds == bound, groups, BLOCK_GROUPS), axis=0)
+        ids = group * GROUP + tl.arange(0, GROUP)
+        x = _load_logits(x_ptr, ids, V)
+        best, token = _better_of(x, ids, peak, temperature, edge, key0, key1, best, token, V)
+        bounds = tl.where(groups == group, float("-inf"), bounds)
+        bound = tl.max(bounds, axis=0)
+    return token
+
+
+@jit
+def _draw_from_candidates(
+    values_ptr, ids_ptr, count, V, peak, temperature, edge, key0, key1, BLOCK: tl.constexpr
+):
+    """The candidate with the best score of those up to the edge."""
+    best, token = tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.int32) + V
+    for start in range(0, count, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        ids = tl.load(ids_ptr + places, mask=places < count, other=V)
+        x = _load_logits(values_ptr, places, count)
+        best, token = _better_of(x, ids, peak, temperature, edge, key0, key1, best, token, V)
+    return token
+
+
+# -- kernels ----------------------------------------------------------------------------------------
+
+
+@jit
+def _has_peak(peak):
+    return (peak > float("-inf")) & (peak < float("inf"))
+
+
+@jit
+def _tile_ids(tile, GROUPS: tl.constexpr, GROUP: tl.constexpr):
+    """The groups of a tile and their tokens: [GROUPS], [GROUPS, GROUP]."""
+    groups = tile * GROUPS + tl.arange(0, GROUPS)
+    return groups, groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+
+
+@jit
+def _own_tiles(tiles_per_program, num_groups, GROUPS: tl.constexpr):
+    """The first tile of this program, and the one after its last."""
+    first = tl.program_id(0) * tiles_per_program
+    return first, tl.minimum(first + tiles_per_program, num_groups // GROUPS)
+
+
+@jit
+def _survey_kernel(
+    logits_ptr, rows_ptr, positions_ptr, seed_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
+    num_done_ptr, peaks_ptr, bounds_ptr, peak_ptr, threshold_ptr, is_wide_ptr, num_candidates_ptr, mass_ptr,
+    ids_ptr, stride, V, num_groups, num_real_groups, usual_rank,
+    NO_TOKEN: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+):  # fmt: skip
+    """The largest logit of each group; greedy rows and rows without a filter are sampled from that.
+
+    A group's peak is infinite if one of its logits is not a number: the row has no token. A row without a
+    filter needs a second number per group, a bound on its scores, here relative to the group's own peak.
+    """
+    s = tl.program_id(1).to(tl.int64)
+    row = tl.load(rows_ptr + s)
+    if row < 0:
+        if tl.program_id(0) == 0:
+            tl.store(ids_ptr + s, tl.zeros((), tl.int64))
+            tl.store(threshold_ptr + s, -1)
+            tl.store(is_wide_ptr + s, 0)
+    else:
+        temperature, top_k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
+        top_p, min_p = tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+        by_k = _limits_top_k(top_k, V)
+        is_greedy = (temperature <= 0.0) | (top_k == 1)
+        is_filtered = by_k | (top_p < 1.0) | (min_p > 0.0)
+        temperature = tl.maximum(temperature, _TINY)
+        key0, key1 = _noise_keys(tl.load(seed_ptr + row), tl.load(positions_ptr + s).to(tl.int64))
+        x_ptr = logits_ptr + s * stride
+
+        groups, ids = _tile_ids(tl.program_id(0), GROUPS, GROUP)
+        x = _load_logits(x_ptr, ids, V)
+        x = tl.where(x != x, float("inf"), x)
+        peaks = tl.max(x, axis=1)
+        tl.store(peaks_ptr + s * num_groups + groups, peaks)
+        if (is_greedy | is_filtered) == 0:
+            below = x - tl.where(_has_peak(peaks), peaks, 0.0)[:, None]
+            bounds = tl.max(below * (1.0 / temperature) + _noise_bound(ids, key0, key1), axis=1)
+            tl.store(bounds_ptr + s * num_groups + groups, bounds)
+
+        if _is_last(num_done_ptr + s, tl.num_programs(0)):
+            all_groups = tl.arange(0, BLOCK_GROUPS)
+            in_row = all_groups < num_groups
+            peaks_ptr += s * num_groups
+            all_peaks = tl.load(peaks_ptr + all_groups, mask=in_row, other=float("-inf"))
+            peak = tl.max(all_peaks, axis=0)
+            token = tl.full((), NO_TOKEN, tl.int32)
+            threshold = tl.full((), -1, tl.int32)
+            if _has_peak(peak):
+                if is_greedy:
+                    group = tl.min(tl.where(all_peaks == peak, all_groups, num_groups), axis=0)
+                    best_ids = group * GROUP + tl.arange(0, GROUP)
+                    token = tl.min(tl.where(_load_logits(x_ptr, best_ids, V) == peak, best_ids, V), axis=0)
+                elif is_filtered:
+                    threshold = tl.minimum(_min_p_edge(min_p), _DEEPEST_KEY)
+                    if by_k | (top_p < 1.0):
+                        rank = tl.where(by_k, tl.minimum(top_k, num_real_groups), usual_rank).to(tl.float64)
+                        low, high = tl.zeros((), tl.int32), tl.full((), _DEEPEST_KEY, tl.int32)
+                        threshold = _search_edge(
+                            peaks_ptr, num_groups, peak, temperature, low, high, low.to(tl.int64), rank,
+                            False, _SLACK, BLOCK_GROUPS,
+                        )  # fmt: skip
+                        is_reached = _key_of(all_peaks, peak, temperature) <= threshold
+                        if tl.sum(is_reached.to(tl.int32), axis=0).to(tl.float64) < rank:
+                            threshold = high  # not that many groups matter: every token that does is taken
+                else:
+                    all_bounds = tl.load(
+                        bounds_ptr + s * num_groups + all_groups, mask=in_row, other=float("-inf")
+                    )
+                    all_bounds += (all_peaks - peak) * (1.0 / temperature)
+                    edge = tl.full((), _INFINITE_KEY, tl.int32)
+                    token = _draw_from_groups(
+                        x_ptr, V, all_bounds, peak, temperature, edge, key0, key1, GROUP, BLOCK_GROUPS
+                    )
+            tl.store(ids_ptr + s, token.to(tl.int64))
+            tl.store(peak_ptr + s, peak)
+            tl.store(threshold_ptr + s, threshold)
+            tl.store(is_wide_ptr + s, 0)
+            tl.store(num_candidates_ptr + s, 0)
+            tl.store(mass_ptr + s, tl.zeros((), tl.int64))
+
+
+@jit_for_any("tiles_per_program")
+def _candidates_kernel(
+    logits_ptr, rows_ptr, positions_ptr, seed_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
+    num_done_ptr, peaks_ptr, peak_ptr, threshold_ptr, is_wide_ptr, num_candidates_ptr, mass_ptr,
+    values_ptr, candidate_ids_ptr, buckets_ptr, low_ptr, high_ptr, base_ptr, ids_ptr, stride, V, num_groups,
+    tiles_per_program,
+    MAX_CANDIDATES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Gather the tokens up to the threshold and weigh the row; if they suffice, sample one of them."""
+    s = tl.program_id(1).to(tl.int64)
+    threshold = tl.load(threshold_ptr + s)
+    if threshold >= 0:
+        row = tl.load(rows_ptr + s)
+        temperature = tl.maximum(tl.load(temperature_ptr + row), _TINY)
+        top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+        by_k = _limits_top_k(top_k, V)
+        weighs_row = (top_p < 1.0) & (by_k == 0)  # the mass of a top-k is that of its candidates
+        peak = tl.load(peak_ptr + s)
+        x_ptr = logits_ptr + s * stride
+        values_ptr += s * MAX_CANDIDATES
+        candidate_ids_ptr += s * MAX_CANDIDATES
+
+        first_tile, end_tile = _own_tiles(tiles_per_program, num_groups, GROUPS)
+        for tile in range(first_tile, end_tile):
+            groups, ids = _tile_ids(tile, GROUPS, GROUP)
+            nearest = tl.min(_key_of(tl.load(peaks_ptr + s * num_groups + groups), peak, temperature), axis=0)
+            if nearest <= tl.where(weighs_row, _DEEPEST_KEY, threshold):
+                x = _load_logits(x_ptr, ids, V)
+                keys = _key_of(x, peak, temperature)
+                if weighs_row:
+                    tl.atomic_add(mass_ptr + s, tl.sum(tl.sum(_mass_of(keys), axis=1), axis=0), sem="relaxed")
+                _collect(
+                    x, ids, keys <= threshold, num_candidates_ptr + s, values_ptr, candidate_ids_ptr,
+                    MAX_CANDIDATES,
+                )  # fmt: skip
+
+        if _is_last(num_done_ptr + s, tl.num_programs(0)):
+            count = tl.load(num_candidates_ptr + s)
+            mass = tl.load(mass_ptr + s)
+            by_p = top_p < 1.0
+            is_enough = count <= MAX_CANDIDATES
+            if is_enough & by_k:
+                is_enough = (count >= top_k) | (threshold >= _DEEPEST_KEY)
+            if is_enough & weighs_row:
+                reach = _mass_up_to(values_ptr, count, peak, temperature, threshold, BLOCK)
+                is_enough = reach.to(tl.float64) >= top_p * mass.to(tl.float64)
+            edge = _min_p_edge(tl.load(min_p_ptr + row))
+            zero = tl.zeros((), tl.int32)
+            if is_enough:
+                if by_k | by_p:
+                    by_filters = _edge_of(
+                        values_ptr, count, peak, temperature, zero, threshold, zero.to(tl.int64), mass,
+                        by_k, top_k, top_p, BLOCK,
+                    )  # fmt: skip
+                    edge = tl.minimum(edge, by_filters)
+                key0, key1 = _noise_keys(tl.load(seed_ptr + row), tl.load(positions_ptr + s).to(tl.int64))
+                token = _draw_from_candidates(
+                    values_ptr, candidate_ids_ptr, count, V, peak, temperature, edge, key0, key1, BLOCK
+                )
+                tl.store(ids_ptr + s, token.to(tl.int64))
+            else:
+                tl.store(is_wide_ptr + s, 1)
+                tl.store(num_candidates_ptr + s, 0)
+                tl.store(low_ptr + s, 0)
+                tl.store(high_ptr + s, threshold)
+                tl.store(base_ptr + s, zero.to(tl.int64))
+                tl.store(buckets_ptr + s * _BUCKETS + tl.arange(0, _BUCKETS), tl.zeros((_BUCKETS,), tl.int64))
+
+
+@jit
+def _key_of_bucket(bucket):
+    """The smallest key of a bucket."""
+    return (bucket.to(tl.float32) * (1.0 / _BUCKETS_PER_DEPTH)).to(tl.int32, bitcast=True)
+
+
+@jit_for_any("tiles_per_program")
+def _buckets_kernel(
+    logits_ptr, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, num_done_ptr, peaks_ptr, peak_ptr,
+    is_wide_ptr, mass_ptr, buckets_ptr, low_ptr, high_ptr, base_ptr, stride, V, num_groups,
+    tiles_per_program,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """For wide rows: what each bucket of similar depths counts or weighs, and the bucket with the edge."""
+    s = tl.program_id(1).to(tl.int64)
+    if tl.load(is_wide_ptr + s) > 0:
+        row = tl.load(rows_ptr + s)
+        top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+        by_k, by_p = _limits_top_k(top_k, V), top_p < 1.0
+        if by_k | by_p:
+            temperature = tl.maximum(tl.load(temperature_ptr + row), _TINY)
+            peak = tl.load(peak_ptr + s)
+            buckets_ptr += s * _BUCKETS
+            first_tile, end_tile = _own_tiles(tiles_per_program, num_groups, GROUPS)
+            for tile in range(first_tile, end_tile):
+                groups, ids = _tile_ids(tile, GROUPS, GROUP)
+                nearest = tl.min(
+                    _key_of(tl.load(peaks_ptr + s * num_groups + groups), peak, temperature), axis=0
+                )
+                if nearest <= _DEEPEST_KEY:
+                    keys = _key_of(_load_logits(logits_ptr + s * stride, ids, V), peak, temperature)
+                    is_near = keys <= _DEEPEST_KEY
+                    depths = tl.where(is_near, keys, 0).to(tl.float32, bitcast=True)
+                    places = (depths * _BUCKETS_PER_DEPTH).to(tl.int32)
+                    ones = tl.full((GROUPS, GROUP), 1, tl.int64)
+                    weights = tl.where(by_k, ones, _mass_of(keys))
+                    tl.atomic_add(buckets_ptr + places, weights, mask=is_near & (weights > 0), sem="relaxed")
+
+            if _is_last(num_done_ptr + s, tl.num_programs(0)):
+                buckets = tl.arange(0, _BUCKETS)
+                weights = tl.load(buckets_ptr + buckets)
+                reach = tl.cumsum(weights, axis=0)
+                limit = top_p * tl.load(mass_ptr + s).to(tl.float64)
+                if by_k:
+                    limit = top_k.to(tl.float64)
+                bucket = tl.sum((reach.to(tl.float64) < limit).to(tl.int32), axis=0)
+                base = tl.sum(tl.where(buckets < bucket, weights, 0), axis=0)
+                low = tl.minimum(_key_of_bucket(bucket), _DEEPEST_KEY)
+                high = tl.minimum(_key_of_bucket(bucket + 1) - 1, _DEEPEST_KEY)
+                if by_k & by_p:  # the mass of a top-k is asked next: all its tokens are needed
+                    low, base = tl.zeros((), tl.int32), tl.zeros((), tl.int64)
+                tl.store(low_ptr + s, low)
+                tl.store(high_ptr + s, high)
+                tl.store(base_ptr + s, base)
+
+
+@jit_for_any("tiles_per_program")
+def _wide_kernel(
+    logits_ptr, rows_ptr, positions_ptr, seed_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
+    num_done_ptr, bounds_ptr, peak_ptr, is_wide_ptr, num_candidates_ptr, mass_ptr, values_ptr,
+    candidate_ids_ptr, low_ptr, high_ptr, base_ptr, ids_ptr, stride, V, num_groups,
+    tiles_per_program,
+    MAX_CANDIDATES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """For wide rows: gather the tokens that may be the edge, bound the scores of each group, and sample."""
+    s = tl.program_id(1).to(tl.int64)
+    if tl.load(is_wide_ptr + s) > 0:
+        row = tl.load(rows_ptr + s)
+        temperature = tl.maximum(tl.load(temperature_ptr + row), _TINY)
+        top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+        by_k = _limits_top_k(top_k, V)
+        has_edge = by_k | (top_p < 1.0)
+        edge = _min_p_edge(tl.load(min_p_ptr + row))
+        low, high = tl.load(low_ptr + s), tl.load(high_ptr + s)
+        peak = tl.load(peak_ptr + s)
+        key0, key1 = _noise_keys(tl.load(seed_ptr + row), tl.load(positions_ptr + s).to(tl.int64))
+        x_ptr = logits_ptr + s * stride
+        values_ptr += s * MAX_CANDIDATES
+        candidate_ids_ptr += s * MAX_CANDIDATES
+
+        first_tile, end_tile = _own_tiles(tiles_per_program, num_groups, GROUPS)
+        for tile in range(first_tile, end_tile):
+            groups, ids = _tile_ids(tile, GROUPS, GROUP)
+            x = _load_logits(x_ptr, ids, V)
+            keys = _key_of(x, peak, temperature)
+            bounds = _noise_bound(ids, key0, key1) - keys.to(tl.float32, bitcast=True)
+            bounds = tl.where(keys <= tl.minimum(high, edge), bounds, float("-inf"))
+            tl.store(bounds_ptr + s * num_groups + groups, tl.max(bounds, axis=1))
+            if has_edge:
+                _collect(
+                    x, ids, (keys >= low) & (keys <= high), num_candidates_ptr + s,
+                    values_ptr, candidate_ids_ptr, MAX_CANDIDATES,
+                )  # fmt: skip
+
+        if _is_last(num_done_ptr + s, tl.num_programs(0)):
+            if has_edge:
+                count = tl.load(num_candidates_ptr + s)
+                base, mass = tl.load(base_ptr + s), tl.load(mass_ptr + s)
+                by_filters = high
+                if count <= MAX_CANDIDATES:
+                    by_filters = _edge_of(
+                        values_ptr, count, peak, temperature, low, high, base, mass,
+                        by_k, top_k, top_p, BLOCK,
+                    )  # fmt: skip
+                else:  # thousands of equal tokens: walk over the whole row
+                    by_filters = _edge_of(
+                        x_ptr, V, peak, temperature, low, high, tl.zeros((), tl.int64), mass,
+                        by_k, top_k, top_p, BLOCK,
+                    )  # fmt: skip
+                edge = tl.minimum(edge, by_filters)
+            all_groups = tl.arange(0, BLOCK_GROUPS)
+            in_row = all_groups < num_groups
+            all_bounds = tl.load(bounds_ptr + s * num_groups + all_groups, mask=in_row, other=float("-inf"))
+            token = _draw_from_groups(
+                x_ptr, V, all_bounds, peak, temperature, edge, key0, key1, GROUP, BLOCK_GROUPS
+            )
+            tl.store(ids_ptr + s, token.to(tl.int64))
+
+
+# -- launching --------------------------------------------------------------------------------------
 
 
 def sample_rows(
@@ -179,7 +763,7 @@ def compile_sample_rows(state: SampleState, scratch: SampleScratch, dtype: torch
     They are the longest of all that a first token needs, and the last of it that is needed.
     """
     device = scratch.ids_S.device
-    if INTERPRETED or device.type != "cuda" or not hasattr(triton, "AsyncCompileMode"):
+    if INTERPRETED or not is_gpu(device) or not hasattr(triton, "AsyncCompileMode"):
         return
     logits_1V = torch.empty((1, scratch.vocab_size), dtype=dtype, device=device)
     rows_1 = torch.full((1,), -1, dtype=torch.int32, device=device)
@@ -191,8 +775,8 @@ def compile_sample_rows(state: SampleState, scratch: SampleScratch, dtype: torch
             with torch.cuda.device(device), pool, triton.AsyncCompileMode(pool, ignore_errors=True):
                 for kernel, grid, arguments, constants in launches:
                     kernel.warmup(*arguments, grid=grid, **constants)
-        except Exception:  # it happens again to whoever needs the kernel
-            logger.debug("the sampler could not be compiled ahead", exc_info=True)
+        except Exception:  # it happens again in the launch that needs the kernel
+            logger.debug("the sampler could not be compiled in the background", exc_info=True)
 
     threading.Thread(target=compile_all, name=COMPILING, daemon=True).start()
 
@@ -247,8 +831,8 @@ def _launches(
     gathered = {**tiles, "MAX_CANDIDATES": MAX_CANDIDATES, "BLOCK": GROUP}
     all_groups = {"BLOCK_GROUPS": next_power_of_two(num_groups)}
     return [
-        _Launch(survey_kernel, (scratch.num_tiles, S), survey, {**tile, **all_groups, "NO_TOKEN": NO_TOKEN}),
-        _Launch(candidates_kernel, over_tiles, gather, gathered),
-        _Launch(buckets_kernel, over_tiles, weigh, tiles),
-        _Launch(wide_kernel, over_tiles, widen, {**gathered, **all_groups}),
+        _Launch(_survey_kernel, (scratch.num_tiles, S), survey, {**tile, **all_groups, "NO_TOKEN": NO_TOKEN}),
+        _Launch(_candidates_kernel, over_tiles, gather, gathered),
+        _Launch(_buckets_kernel, over_tiles, weigh, tiles),
+        _Launch(_wide_kernel, over_tiles, widen, {**gathered, **all_groups}),
     ]

@@ -38,9 +38,9 @@ ALWAYS_INLINE group_scales load_scales(const uint16_t *tile_scales, int64_t g, c
     return (group_scales){load_halves(both), load_halves(both + LANES)};
 }
 
-/* Weights are read once, from one end to the other. The processor notices and reads ahead, but begins anew at every
+/* Weights are read once, from one end to the other. The processor notices and prefetches, but begins anew at every
  * page of 4 KB, so it is told what comes after this one: a quarter of the time of a small batch. */
-ALWAYS_INLINE void read_ahead(const uint8_t *w, const uint16_t *tile_scales, int64_t g, const int bits) {
+ALWAYS_INLINE void prefetch_next(const uint8_t *w, const uint16_t *tile_scales, int64_t g, const int bits) {
     enum { DISTANCE = 4096 };
     const int group_bytes = GROUP * LANES * bits / 8, scale_bytes = bits == 4 ? 64 : 32;
     const char *scales = (const char *)tile_scales + g * scale_bytes;
@@ -144,7 +144,7 @@ ALWAYS_INLINE void multiply_tile(const linear_args *a, const activations *act, i
     int64_t place = place_of(act, m);
     for (int64_t g = 0; g < groups; g++, w += vectors * 64, place += BLOCK_ROWS) {
         const int8_t *q = act->q + place * DIGITS * GROUP;
-        read_ahead(w, w_scales, g, bits);
+        prefetch_next(w, w_scales, g, bits);
         vi sums[LINES];
         const int has_starts = bits == 8 && INT8_OFFSET != 0; /* they are all 0 without an offset */
         for (int i = 0; i < lines; i++)
@@ -280,7 +280,7 @@ static void configure_tiles(void) {
 }
 
 /* A group of int4 weights as bytes. Tiles are loaded from memory, and not before it has been written, so this is
- * done one group ahead. */
+ * done one group early. */
 ALWAYS_INLINE void unpack(const uint8_t *from, uint8_t *to) {
     for (int v = 0; v < 4; v++) {
         __m512i raw = _mm512_loadu_si512(from + v * 64), mask = _mm512_set1_epi8(15);
@@ -305,7 +305,7 @@ ALWAYS_INLINE void multiply_tile_amx(const linear_args *a, const activations *ac
     /* Sums go through memory and take their time: those of a group are added when the next one is under way. */
     for (int64_t g = 0; g <= groups; g++, place += BLOCK_ROWS) {
         const uint8_t *weights = w + g * group_bytes;
-        if (g < groups) read_ahead(weights, w_scales, g, bits);
+        if (g < groups) prefetch_next(weights, w_scales, g, bits);
         if (bits == 4 && g == 0) unpack(weights, nibbles[0]);
         if (bits == 4) weights = nibbles[g & 1];
         if (g < groups) {

@@ -8,11 +8,11 @@
  *              └─────────────────────────┴─────────────────┴─────────────────┘
  *
  * An operation is over when its chunks are done, not when every thread has been seen: a worker that the
- * system has put aside delays nobody unless it holds a chunk. There is no order among threads, so results
- * must not depend on who computes what; they do not, since chunks never share an output.
+ * system has put aside delays nothing unless it holds a chunk. There is no order among threads, so results
+ * must not depend on which thread computes what; they do not, since chunks never share an output.
  *
  * On cores that other programs keep busy, workers are put aside with a chunk in hand again and again, for a
- * whole turn of somebody else's: milliseconds of waiting for microseconds of work. Or they are given the
+ * whole time slice: milliseconds of waiting for microseconds of work. Or they are given the
  * caller's own core, and then the two take turns at the work of one. So help is taken while it is worth
  * it. Workers 0 .. `helpers` - 1 may take chunks, and
  *
@@ -22,7 +22,7 @@
  *
  * Whatever else runs on the machine, waiting thus costs about a thirtieth of the time, or more where a single
  * wait is so long that the pause after it is cut short; and threads that had no room are tried again after
- * two seconds at the latest. The clock decides who computes, never what comes out.
+ * two seconds at the latest. The clock decides which thread computes, never what comes out.
  *
  * Idle means idle: a worker looks for work for a tenth of a millisecond and then sleeps in the kernel, as
  * does a caller that waits longer for a chunk. */

@@ -24,6 +24,8 @@ from collections.abc import Iterator
 
 import torch
 
+from infer.kernels.runtime.dispatch import on_cpu
+
 _MASK_64 = (1 << 64) - 1
 _BLOCK_COLUMNS = 512  # of the blocks in which argmax_rows looks
 _GROUP_LEN = 16  # columns of the groups in which topk_rows looks
@@ -129,6 +131,6 @@ def row_blocks(x_SK: torch.Tensor) -> Iterator[slice]:
     Elsewhere all rows are one slice: a GPU would rather have few large passes.
     """
     num_rows, row_len = x_SK.shape
-    height = max(1, _BLOCK_ELEMENTS // max(1, row_len)) if x_SK.device.type == "cpu" else max(1, num_rows)
+    height = max(1, _BLOCK_ELEMENTS // max(1, row_len)) if on_cpu(x_SK) else max(1, num_rows)
     for start in range(0, num_rows, height):
         yield slice(start, min(start + height, num_rows))
