@@ -1,0 +1,91 @@
+"""Every place in the package that asks which device this is; the list can only get shorter.
+
+`kernels/runtime/dispatch.py` asks on behalf of the kernels and gives the answers names (`is_gpu`,
+`is_hopper`, `has_pdl`, `use_triton`, ...). Other files should take an answer from there, or be told once,
+when the engine is built. Those that still ask for themselves are listed with how often they do. A file that
+asks more often than that, or one that is not listed, fails here; one that asks less gets a smaller number.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "src" / "infer"
+
+QUESTIONS = {"is_cuda", "hip", "get_device_capability", "get_device_properties"}
+
+ALLOWED = {
+    "bench/matrix.py": 1,
+    "bench/micro.py": 1,
+    "bench/roofline.py": 2,
+    "bench/target.py": 4,
+    "cache/kv_store.py": 2,
+    "engine/build.py": 13,
+    "engine/start_line.py": 2,
+    "execution/cpu_step.py": 1,
+    "execution/gpu/readback.py": 1,
+    "execution/gpu/rows.py": 2,
+    "execution/gpu/runner.py": 3,
+    "execution/gpu/step.py": 2,
+    "kernels/linear/prepared.py": 3,
+    "kernels/linear/small.py": 1,
+    "kernels/linear/split.py": 1,
+    "kernels/linear/triton_configs.py": 3,
+    "kernels/moe/grouped.py": 1,
+    "kernels/runtime/dispatch.py": 7,
+    "layers/linear.py": 1,
+    "layers/prepare.py": 1,
+    "layers/rotary.py": 1,
+    "loader/cpu_weights.py": 1,
+    "loader/dtype.py": 2,
+    "loader/load.py": 1,
+}
+
+
+def device_questions(source: str) -> Iterator[int]:
+    """The lines of a file that ask for the type, the maker or the abilities of a device."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Attribute):
+            continue
+        asked = ast.unparse(node.value).lower()
+        is_type = node.attr == "type" and asked.endswith("device")
+        is_available = node.attr == "is_available" and asked.endswith("cuda")
+        if is_type or is_available or node.attr in QUESTIONS:
+            yield node.lineno
+
+
+def count_questions() -> dict[str, int]:
+    files = sorted(PACKAGE.rglob("*.py"))
+    counts = {
+        str(file.relative_to(PACKAGE)): len(list(device_questions(file.read_text(encoding="utf-8"))))
+        for file in files
+    }
+    return {name: count for name, count in counts.items() if count}
+
+
+def test_no_new_place_asks_for_the_device() -> None:
+    counts = count_questions()
+    more = {name: count for name, count in counts.items() if count > ALLOWED.get(name, 0)}
+    assert not more, f"ask kernels/runtime/dispatch.py instead of the device: {more}"
+
+
+def test_the_list_names_only_files_that_ask() -> None:
+    assert not (gone := ALLOWED.keys() - count_questions().keys()), f"no longer ask, take them out: {gone}"
+
+
+@pytest.mark.parametrize(
+    ("code", "count"),
+    [
+        ("x.is_cuda or y.device.type == 'cpu'", 2),
+        ("if self._device.type != 'cuda': pass", 1),
+        ("torch.cuda.get_device_capability(device)[0] >= 9", 1),
+        ("torch.version.hip is None and torch.cuda.is_available()", 2),
+        ("use_triton(x) and error.type == 'cuda' and library.is_available()", 0),
+    ],
+)
+def test_questions_are_found(code: str, count: int) -> None:
+    assert len(list(device_questions(code))) == count
