@@ -20,7 +20,7 @@ import torch
 from benchmarks.kernels.attention_decode import captured, seconds_of_replay
 from infer.kernels.attention.dense import DenseAttention
 from infer.kernels.attention.prefill import (
-    Chunk,
+    PrefillChunk,
     PrefillChunks,
     PrefillConfig,
     attend_fresh,
@@ -62,7 +62,7 @@ def gemm_rate() -> float:
 class Prompts:
     """The inputs of some layers of a step."""
 
-    chunks: list[Chunk]
+    chunks: list[PrefillChunk]
     q: torch.Tensor
     stores: list[tuple[torch.Tensor, torch.Tensor]]
     tables: torch.Tensor
@@ -90,7 +90,7 @@ def make_prompts(shape: Shape) -> Prompts:
     spans, N, G, H = shape
     chunks, first = [], 0
     for row, (start, num) in enumerate(spans):
-        chunks.append(Chunk(first, num, row, start))
+        chunks.append(PrefillChunk(first, num, row, start))
         first += num
     blocks_per_row = max(-(-(start + num) // BLOCK_SIZE) for start, num in spans)
     num_blocks = blocks_per_row * len(spans)

@@ -11,7 +11,7 @@ from infer.kernels.attention.decode import (
     attend_projected_reference,
 )
 from infer.kernels.attention.prefill import (
-    Chunk,
+    PrefillChunk,
     PrefillChunks,
     attend_fresh,
     attend_prefill,
@@ -121,7 +121,7 @@ class TestCompiledPrefill(PrefillContract):
         paged = make_paged(lens, heads, block_size=16, dtype=torch.bfloat16, device="cuda")
         chunks, first = [], 0
         for row, (start, num) in enumerate(spans):
-            chunks.append(Chunk(first, num, row, start))
+            chunks.append(PrefillChunk(first, num, row, start))
             first += num
         batch = as_batch(chunks, heads)
         q = torch.randn(first, heads.num_heads, heads.head_dim, device="cuda").bfloat16()
@@ -130,7 +130,7 @@ class TestCompiledPrefill(PrefillContract):
             q, paged.keys, paged.values, paged.tables, batch, block_size=16, scale=scale, window=window
         )
         for chunk in chunks:
-            last = Chunk(0, 1, chunk.row, chunk.start + chunk.num - 1)  # the reference takes its time
+            last = PrefillChunk(0, 1, chunk.row, chunk.start + chunk.num - 1)  # the reference takes its time
             q_last = q[chunk.first + chunk.num - 1 :][:1].float()
             exact = attend_prefill_reference(
                 q_last, paged.keys.float(), paged.values.float(), paged.tables, as_batch([last], heads),
@@ -141,7 +141,7 @@ class TestCompiledPrefill(PrefillContract):
     def test_pytorchs_flash_attention_agrees_on_fresh_chunks(self) -> None:
         heads, lens = MODELS[0], [100, 1, 600]
         paged = make_paged(lens, heads, block_size=16, dtype=torch.bfloat16, device="cuda")
-        chunks = [Chunk(0, 100, 0, 0), Chunk(100, 1, 1, 0), Chunk(101, 600, 2, 0)]
+        chunks = [PrefillChunk(0, 100, 0, 0), PrefillChunk(100, 1, 1, 0), PrefillChunk(101, 600, 2, 0)]
         slots = torch.cat([
             paged.tables[row, torch.arange(length, device="cuda") // 16].long() * 16
             + torch.arange(length, device="cuda") % 16
@@ -169,7 +169,9 @@ class TestCompiledPrefill(PrefillContract):
         places = [torch.arange(length, device="cuda") for length in lens]
         slots = torch.cat([paged.tables[r, p // 16].long() * 16 + p % 16 for r, p in enumerate(places)])
         slots = torch.cat([slots[:2], slots])  # of two rows that decode
-        batch = as_batch([Chunk(2, 100, 0, 0), Chunk(102, 1, 1, 0), Chunk(103, 600, 2, 0)], heads)
+        batch = as_batch(
+            [PrefillChunk(2, 100, 0, 0), PrefillChunk(102, 1, 1, 0), PrefillChunk(103, 600, 2, 0)], heads
+        )
         q = torch.randn(703, heads.num_heads, heads.head_dim, device="cuda").bfloat16()
         outs = [
             attend_prefill(
@@ -182,7 +184,7 @@ class TestCompiledPrefill(PrefillContract):
         assert not torch.equal(outs[1], outs[0]), "both were computed by the same kernel"
 
 
-def as_batch(chunks: list[Chunk], heads: Heads) -> PrefillChunks:
+def as_batch(chunks: list[PrefillChunk], heads: Heads) -> PrefillChunks:
     per_tile = tokens_per_tile(heads.num_heads, heads.num_kv_heads)
     tiles = torch.from_numpy(build_prefill_chunks(chunks, tokens_per_tile=per_tile))
     return PrefillChunks.from_arrays(tiles.cuda(), chunks)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from infer.kernels.attention.dense import DenseAttention, Shape
-from infer.kernels.attention.prefill import Chunk
+from infer.kernels.attention.prefill import PrefillChunk
 from infer.kernels.attention.reference import attend_naive
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +26,7 @@ def test_long_prompts_equal_the_reference(num_heads: int, num_kv_heads: int, hea
     for nums in ([4096, 4096], [5000], [4100, 50]):
         chunks, first = [], 0
         for row, num in enumerate(nums):
-            chunks.append(Chunk(first, num, row, 0))
+            chunks.append(PrefillChunk(first, num, row, 0))
             first += num
         q, k, v = (
             torch.randn(first, heads, head_dim, device="cuda").bfloat16()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from infer.kernels.attention.prefill import (
-    Chunk,
+    PrefillChunk,
     PrefillChunks,
     attend_prefill,
     attend_prefill_reference,
@@ -55,7 +55,7 @@ class TestCompiledSplits(SplitsContract):
             chunks, first = [], 3
             for row, num in enumerate(nums):
                 if num:
-                    chunks.append(Chunk(first, num, row, starts[row]))
+                    chunks.append(PrefillChunk(first, num, row, starts[row]))
                 first += num
             per_tile = tokens_per_tile(heads.num_heads, heads.num_kv_heads)
             tiles = build_prefill_chunks(chunks, tokens_per_tile=per_tile, max_tiles=max_tiles)
@@ -71,7 +71,9 @@ class TestCompiledSplits(SplitsContract):
             torch.testing.assert_close(outs[0], out, rtol=2e-2, atol=2e-2)
             for chunk in chunks:
                 place = chunk.first + chunk.num - 1
-                last = [Chunk(0, 1, chunk.row, chunk.start + chunk.num - 1)]  # the reference takes its time
+                last = [
+                    PrefillChunk(0, 1, chunk.row, chunk.start + chunk.num - 1)
+                ]  # the reference takes its time
                 batch = PrefillChunks.from_arrays(tiles_W4, last)
                 exact = attend_prefill_reference(
                     q[place : place + 1].float(), paged.keys.float(), paged.values.float(), paged.tables,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from infer.cache.memory import format_bytes, free_host_bytes
-from infer.kernels.cpu.build import BuildError, compiler_version, cpu_flags, find_compiler
+from infer.kernels.cpu.build import CBuildError, compiler_version, cpu_flags, find_compiler
 from infer.kernels.cpu.library import library, why_not
 from infer.loader.dtype import cpu_has_amx
 from infer.loader.find.default_model import models_dir
@@ -105,7 +105,7 @@ def _compiler(compiler: str | None) -> str:
         return "none"
     try:
         return f"{compiler} ({compiler_version(compiler)})"
-    except BuildError as error:
+    except CBuildError as error:
         return str(error)
 
 

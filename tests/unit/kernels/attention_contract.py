@@ -19,7 +19,7 @@ from infer.execution.gpu.step import DeviceStep
 from infer.kernels.attention.decode import attend_decode, attend_decode_reference
 from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.prefill import (
-    Chunk,
+    PrefillChunk,
     PrefillChunks,
     attend_prefill,
     attend_prefill_reference,
@@ -240,7 +240,7 @@ class PrefillContract(OnDevice):
         paged = make_paged(lens, heads, block_size=block_size, dtype=dtype, device=self.device)
         chunks, first = [], 1
         for row, (start, num) in enumerate(spans):
-            chunks.append(Chunk(first=first, num=num, row=row, start=start))
+            chunks.append(PrefillChunk(first=first, num=num, row=row, start=start))
             first += num + 1  # a token that is nobody's
         per_tile = tokens_per_tile(heads.num_heads, heads.num_kv_heads)
         tiles = build_prefill_chunks(chunks, tokens_per_tile=per_tile)
@@ -288,7 +288,8 @@ class PrefillContract(OnDevice):
             def attend(starts: list[int], q: torch.Tensor = q, paged: Paged = paged) -> torch.Tensor:
                 ends = [*starts[1:], num]
                 chunks = [
-                    Chunk(start, end - start, 1, start) for start, end in zip(starts, ends, strict=True)
+                    PrefillChunk(start, end - start, 1, start)
+                    for start, end in zip(starts, ends, strict=True)
                 ]
                 tiles = build_prefill_chunks(chunks, tokens_per_tile=tokens_per_tile(4, 2))
                 batch = PrefillChunks.from_arrays(torch.from_numpy(tiles).to(self.device), chunks)
@@ -309,7 +310,7 @@ class PrefillContract(OnDevice):
             max_rows=5, max_len=64, num_heads=4, num_kv_heads=2, head_dim=16, device=self.device
         )
 
-        def attend(lens: list[int], chunks: list[Chunk]) -> torch.Tensor:
+        def attend(lens: list[int], chunks: list[PrefillChunk]) -> torch.Tensor:
             """The first queries decode rows 0, 1, ...; a length of 0 is padding."""
             tiles = build_prefill_chunks(chunks, tokens_per_tile=tokens_per_tile(4, 2))
             step = DeviceStep(
@@ -322,7 +323,7 @@ class PrefillContract(OnDevice):
             )  # fmt: skip
             return step.attend(0, q, q, q, scale=0.3, window=None)
 
-        decoded = attend([9, 40, 0], [Chunk(first=3, num=2, row=2, start=1)])
-        prompts = attend([], [Chunk(0, 1, 0, 8), Chunk(1, 1, 1, 39), Chunk(3, 2, 2, 1)])
+        decoded = attend([9, 40, 0], [PrefillChunk(first=3, num=2, row=2, start=1)])
+        prompts = attend([], [PrefillChunk(0, 1, 0, 8), PrefillChunk(1, 1, 1, 39), PrefillChunk(3, 2, 2, 1)])
         for place in (0, 1, 3, 4):
             assert torch.equal(decoded[place], prompts[place]), place

@@ -7,7 +7,7 @@ import platform
 
 import pytest
 
-from infer.kernels.cpu.build import BuildError, build_library
+from infer.kernels.cpu.build import CBuildError, build_library
 from infer.kernels.cpu.library import Library
 
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
@@ -19,5 +19,5 @@ BUILDS = tuple(FLAGS)
 def c_library(build: str) -> Library:
     try:
         return Library(build_library(extra_flags=FLAGS[build]))
-    except BuildError as error:
+    except CBuildError as error:
         pytest.skip(str(error))

@@ -14,7 +14,7 @@ import torch
 
 from infer.kernels.attention import prefill as attention_prefill
 from infer.kernels.attention.prefill import (
-    Chunk,
+    PrefillChunk,
     PrefillChunks,
     _plan_splits,
     attend_prefill,
@@ -67,7 +67,7 @@ class SplitsContract(OnDevice):
         )
         chunks, first = [], 1
         for row, (start, num) in enumerate(spans):
-            chunks.append(Chunk(first, num, row, start))
+            chunks.append(PrefillChunk(first, num, row, start))
             first += num + 1
         build = partial(
             build_prefill_chunks, chunks, tokens_per_tile=tokens_per_tile(heads.num_heads, heads.num_kv_heads)

@@ -18,7 +18,7 @@ from infer.execution.gpu.step import DeviceStep
 from infer.kernels.attention import decode as attention_decode
 from infer.kernels.attention.decode import attend_projected, attend_projected_reference
 from infer.kernels.attention.decode_work import DecodeWork
-from infer.kernels.attention.prefill import Chunk, PrefillChunks, build_prefill_chunks, tokens_per_tile
+from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks, tokens_per_tile
 from infer.kernels.elementwise.heads import HeadTransform, norm_rope_write
 from tests.unit.kernels.attention_contract import Heads, OnDevice, Paged, assert_close, make_paged
 from tests.unit.kernels.kernel_contract import FramedTensor, nan_in_fresh_memory
@@ -229,8 +229,8 @@ class ProjectedContract(OnDevice):
             assert_close(store.keys[1][slots[::2]], expected_store.keys[1][slots[::2]])
             assert torch.equal(store.values[1][slots[::2]], expected_store.values[1][slots[::2]])
 
-        tiles = build_prefill_chunks([Chunk(3, 1, 2, 0)], tokens_per_tile=tokens_per_tile(4, 2))
-        chunks = PrefillChunks.from_arrays(torch.from_numpy(tiles).to(device), [Chunk(3, 1, 2, 0)])
+        tiles = build_prefill_chunks([PrefillChunk(3, 1, 2, 0)], tokens_per_tile=tokens_per_tile(4, 2))
+        chunks = PrefillChunks.from_arrays(torch.from_numpy(tiles).to(device), [PrefillChunk(3, 1, 2, 0)])
         for step, store in (make_step("invariant"), make_step(chunks=chunks)):
             assert step.attend_projected(1, qkv, transform, scale=0.3, window=window) is None
             torch.testing.assert_close(store.values[1], paged.values, rtol=0, atol=0, equal_nan=True)

@@ -10,14 +10,14 @@ from torch.nn import functional as F
 
 from infer.kernels.attention import dense as attention_dense
 from infer.kernels.attention.dense import Batch, DenseAttention, Shape, dense_shapes
-from infer.kernels.attention.prefill import Chunk
+from infer.kernels.attention.prefill import PrefillChunk
 from infer.kernels.attention.reference import attend_naive
 
 
-def make_chunks(nums: Sequence[int], first: int = 0, start: int = 0) -> list[Chunk]:
+def make_chunks(nums: Sequence[int], first: int = 0, start: int = 0) -> list[PrefillChunk]:
     chunks = []
     for row, num in enumerate(nums):
-        chunks.append(Chunk(first, num, row, start))
+        chunks.append(PrefillChunk(first, num, row, start))
         first += num
     return chunks
 
@@ -59,16 +59,16 @@ def test_plans_are_made_for_few_shapes_those_of_one_prompt_first(dense: DenseAtt
         (make_chunks([9, 30]), [Batch(0, 9, Shape(1, 12)), Batch(9, 30, Shape(1, 32))], []),
         (make_chunks([8] * 5), [Batch(0, 8, Shape(4, 8)), Batch(32, 8, Shape(1, 8))], []),
         (make_chunks([9, 9]), [Batch(0, 9, Shape(1, 12)), Batch(9, 9, Shape(1, 12))], []),  # not whole
-        (make_chunks([7, 4]), [Batch(0, 7, Shape(1, 8))], [Chunk(7, 4, 1, 0)]),
+        (make_chunks([7, 4]), [Batch(0, 7, Shape(1, 8))], [PrefillChunk(7, 4, 1, 0)]),
         (make_chunks([12], start=16), [], make_chunks([12], start=16)),  # behind a prefix
         (make_chunks([36]), [], make_chunks([36])),  # longer than any plan
-        ([Chunk(0, 16, 0, 0), Chunk(17, 16, 1, 0)],
+        ([PrefillChunk(0, 16, 0, 0), PrefillChunk(17, 16, 1, 0)],
          [Batch(0, 16, Shape(1, 16)), Batch(17, 16, Shape(1, 16))], []),  # not end to end
         ([], [], []),
     ],
 )  # fmt: skip
 def test_chunks_become_batches_that_there_are_plans_for(
-    dense: DenseAttention, chunks: list[Chunk], batches: list[Batch], rest: list[Chunk]
+    dense: DenseAttention, chunks: list[PrefillChunk], batches: list[Batch], rest: list[PrefillChunk]
 ) -> None:
     assert dense.split(chunks) == (batches, rest)
 

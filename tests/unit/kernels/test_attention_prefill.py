@@ -9,7 +9,7 @@ import torch
 
 from infer.errors import ConfigError
 from infer.kernels.attention.prefill import (
-    Chunk,
+    PrefillChunk,
     PrefillChunks,
     attend_prefill,
     build_prefill_chunks,
@@ -35,7 +35,7 @@ def test_tiles_whose_keys_are_shared_keep_the_contract_under_the_interpreter() -
 def test_a_chunk_attends_to_its_row_up_to_each_token(window: int | None) -> None:
     torch.manual_seed(0)
     paged = make_paged([5, 11], Heads(4, 2, 8), block_size=4, dtype=torch.float32, device="cpu")
-    chunks = [Chunk(first=0, num=5, row=0, start=0), Chunk(first=6, num=3, row=1, start=8)]
+    chunks = [PrefillChunk(first=0, num=5, row=0, start=0), PrefillChunk(first=6, num=3, row=1, start=8)]
     tiles = build_prefill_chunks(chunks, tokens_per_tile=tokens_per_tile(4, 2))
     q = torch.randn(10, 4, 8)
     got = attend_prefill(
@@ -51,7 +51,7 @@ def test_a_chunk_attends_to_its_row_up_to_each_token(window: int | None) -> None
 
 
 def test_tiles_cover_each_chunk_longest_first_and_end_in_empty_ones() -> None:
-    chunks = [Chunk(first=0, num=70, row=3, start=0), Chunk(first=70, num=33, row=1, start=100)]
+    chunks = [PrefillChunk(first=0, num=70, row=3, start=0), PrefillChunk(first=70, num=33, row=1, start=100)]
     tiles = build_prefill_chunks(chunks, tokens_per_tile=32, max_tiles=7)
     assert tiles.tolist() == [
         [102, 1, 1, 132],
@@ -75,14 +75,14 @@ def test_seven_heads_per_kv_head_leave_two_rows_of_a_tile_empty() -> None:
 @pytest.mark.parametrize(
     ("chunks", "are_fresh"),
     [
-        ([Chunk(2, 3, 0, 0), Chunk(5, 1, 1, 0)], True),
-        ([Chunk(2, 3, 0, 0), Chunk(6, 1, 1, 0)], False),  # a gap
-        ([Chunk(2, 3, 0, 0), Chunk(5, 1, 1, 16)], False),  # a prefix in the cache
+        ([PrefillChunk(2, 3, 0, 0), PrefillChunk(5, 1, 1, 0)], True),
+        ([PrefillChunk(2, 3, 0, 0), PrefillChunk(6, 1, 1, 0)], False),  # a gap
+        ([PrefillChunk(2, 3, 0, 0), PrefillChunk(5, 1, 1, 16)], False),  # a prefix in the cache
         ([], False),
     ],
 )
 def test_chunks_are_fresh_if_they_lie_end_to_end_and_start_their_rows(
-    chunks: list[Chunk], are_fresh: bool
+    chunks: list[PrefillChunk], are_fresh: bool
 ) -> None:
     tiles = torch.from_numpy(build_prefill_chunks(chunks, tokens_per_tile=64))
     assert PrefillChunks.from_arrays(tiles, chunks).are_fresh is are_fresh

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from infer.kernels.cpu import build, library
-from infer.kernels.cpu.build import SOURCES, BuildError, build_library
+from infer.kernels.cpu.build import SOURCES, CBuildError, build_library
 from infer.kernels.cpu.program import Arena
 
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C compiler")
@@ -48,7 +48,7 @@ def test_another_source_is_another_library(tmp_path: Path, monkeypatch: pytest.M
 
 def test_no_compiler_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(BuildError, match=r"^there is no C compiler \(cc, gcc or clang\)$"):
+    with pytest.raises(CBuildError, match=r"^there is no C compiler \(cc, gcc or clang\)$"):
         build_library(directory=tmp_path)
 
 
@@ -57,7 +57,7 @@ def test_a_compiler_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.M
     fake.write_text("#!/bin/sh\necho 'x.c:1: error: no such thing' >&2\nexit 1\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    with pytest.raises(BuildError, match="cc failed: x.c:1: error: no such thing") as caught:
+    with pytest.raises(CBuildError, match="cc failed: x.c:1: error: no such thing") as caught:
         build_library(directory=tmp_path / "made")
     assert "\n" not in str(caught.value) and list((tmp_path / "made").iterdir()) == []
 
@@ -66,7 +66,7 @@ def test_without_a_library_the_reason_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> Path:
-        raise BuildError("there is no C compiler")
+        raise CBuildError("there is no C compiler")
 
     monkeypatch.setattr(library, "build_library", fail)
     monkeypatch.setattr(library, "_state", None)

@@ -36,8 +36,7 @@ from infer.execution.gpu.step_inputs import MAX_CHUNKS, DeviceInputs, Prompts
 from infer.execution.runner import ModelRunner, StepResult, sequence_seed
 from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.dense import Batch, DenseAttention
-from infer.kernels.attention.prefill import Chunk as PrefillChunk
-from infer.kernels.attention.prefill import PrefillChunks, build_prefill_chunks, tokens_per_tile
+from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks, tokens_per_tile
 from infer.kernels.elementwise.step_state import StepInputs, advance_rows, gather_step
 from infer.kernels.sampling.sample_rows import SampleScratch, compile_sample_rows, sample_rows
 from infer.models.model import Model

@@ -20,8 +20,7 @@ import torch
 
 from infer.cache.kv_pool import KVCachePool
 from infer.execution.gpu.rows import send, send_into
-from infer.kernels.attention.prefill import Chunk as PrefillChunk
-from infer.kernels.attention.prefill import build_prefill_chunks
+from infer.kernels.attention.prefill import PrefillChunk, build_prefill_chunks
 from infer.kernels.elementwise.step_state import StepInputs
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.sequence import Sequence as TokenSequence

@@ -91,17 +91,9 @@ class DecodeWork:
     """
 
     def __init__(
-        self,
-        *,
-        max_rows: int,
-        max_len: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        device: torch.device | str,
-        split_len: int | None = None,
-        backend: str = "triton",
-    ) -> None:
+        self, *, max_rows: int, max_len: int, num_heads: int, num_kv_heads: int, head_dim: int,
+        device: torch.device | str, split_len: int | None = None, backend: str = "triton",
+    ) -> None:  # fmt: skip
         self.max_rows, self.max_len, self.num_kv_heads = max_rows, max_len, num_kv_heads
         self.backend = backend
         self._split_len = split_len

@@ -20,14 +20,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from infer.kernels.attention.prefill import PrefillChunk
 from infer.kernels.runtime.dispatch import is_gpu, is_hopper
-
-if TYPE_CHECKING:
-    from infer.kernels.attention.prefill import Chunk
 
 logger = logging.getLogger(__name__)
 
@@ -66,17 +64,9 @@ class DenseAttention:
     """The plans of one kind of heads on one device."""
 
     def __init__(
-        self,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        scale: float,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_tokens: int,
-        attend: Attend | None = None,
-    ) -> None:
+        self, *, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, dtype: torch.dtype,
+        device: torch.device, max_tokens: int, attend: Attend | None = None,
+    ) -> None:  # fmt: skip
         self._heads, self._scale = (num_heads, num_kv_heads, head_dim), scale
         self._dtype, self._device, self._call = dtype, device, attend or attend_by_cudnn
         self._wanted = list(dense_shapes(head_dim, max_tokens)) if _can_run(dtype, head_dim, device) else []
@@ -105,10 +95,10 @@ class DenseAttention:
         self.ready.add(shape)
         return True
 
-    def split(self, chunks: Sequence[Chunk]) -> tuple[list[Batch], list[Chunk]]:
+    def split(self, chunks: Sequence[PrefillChunk]) -> tuple[list[Batch], list[PrefillChunk]]:
         """What can be computed here, and the chunks that are left."""
         batches: list[Batch] = []
-        rest: list[Chunk] = []
+        rest: list[PrefillChunk] = []
         index = 0
         while index < len(chunks):
             batch = self._batch_at(chunks, index) if self.ready else None
@@ -120,7 +110,7 @@ class DenseAttention:
                 index += batch.shape.num
         return batches, rest
 
-    def _batch_at(self, chunks: Sequence[Chunk], index: int) -> Batch | None:
+    def _batch_at(self, chunks: Sequence[PrefillChunk], index: int) -> Batch | None:
         """The largest batch that begins with this chunk."""
         first, num_tokens, _, start = chunks[index]
         if start != 0:
@@ -138,14 +128,9 @@ class DenseAttention:
         return None
 
     def attend(
-        self,
-        q_TNH: torch.Tensor,
-        k_TGH: torch.Tensor,
-        v_TGH: torch.Tensor,
-        batches: Sequence[Batch],
-        *,
+        self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor, batches: Sequence[Batch], *,
         out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """Attend with the tokens of these batches; returns `out`, or a stand-in that has all tokens.
 
         Without `out`, no other token is there.

@@ -20,14 +20,9 @@ import torch.nn.functional as F
 
 
 def attend_paged_reference(
-    q_SNH: torch.Tensor,
-    keys_PGH: torch.Tensor,
-    values_PGH: torch.Tensor,
-    slots_SL: torch.Tensor,
-    is_seen_SL: torch.Tensor,
-    *,
-    scale: float,
-) -> torch.Tensor:
+    q_SNH: torch.Tensor, keys_PGH: torch.Tensor, values_PGH: torch.Tensor, slots_SL: torch.Tensor,
+    is_seen_SL: torch.Tensor, *, scale: float,
+) -> torch.Tensor:  # fmt: skip
     """The specification: one sequence and one head at a time, float32 softmax over the seen slots only."""
     out_SNH = torch.empty_like(q_SNH)
     heads_per_group = q_SNH.shape[1] // keys_PGH.shape[1]
@@ -42,14 +37,9 @@ def attend_paged_reference(
 
 
 def attend_paged(
-    q_SNH: torch.Tensor,
-    keys_PGH: torch.Tensor,
-    values_PGH: torch.Tensor,
-    slots_SL: torch.Tensor,
-    is_seen_SL: torch.Tensor | None,
-    *,
-    scale: float,
-) -> torch.Tensor:
+    q_SNH: torch.Tensor, keys_PGH: torch.Tensor, values_PGH: torch.Tensor, slots_SL: torch.Tensor,
+    is_seen_SL: torch.Tensor | None, *, scale: float,
+) -> torch.Tensor:  # fmt: skip
     """Attend all rows together; `is_seen_SL` None means that no row is padded. Returns [S, N, H]."""
     num_rows, num_heads, head_dim = q_SNH.shape
     num_kv_heads = keys_PGH.shape[1]

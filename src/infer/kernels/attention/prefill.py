@@ -4,8 +4,8 @@ A *chunk* is a run of consecutive tokens of one row, anywhere in the step's T to
 in the cache already, beside those of the positions before it, so a fresh prompt (start 0), the next chunk of
 a long one and a prompt whose beginning was found in the prefix cache are the same thing:
 
-    Chunk(first=5, num=3, row=2, start=40)      tokens 5, 6, 7 of the step are positions 40, 41, 42 of row 2
-                                                and see 0..40, 0..41, 0..42
+    PrefillChunk(first=5, num=3, row=2, start=40)     tokens 5, 6, 7 of the step are positions 40, 41, 42 of
+                                                      row 2 and see 0..40, 0..41, 0..42
 
 Compute-bound: two matrix products of 128 rows. A row of that product is one token *and* one query head: the
 tile holds 128 / M tokens with the M query heads that share a kv head, rather than 128 tokens of one head.
@@ -86,7 +86,7 @@ _MERGE_ROWS, _MERGE_AT_ONCE = 8, 4  # rows that a program merges at once, and pa
 _SM_REGISTERS = 65536
 
 
-class Chunk(NamedTuple):
+class PrefillChunk(NamedTuple):
     """Consecutive tokens of one row."""
 
     first: int  # index of its first token in this step
@@ -128,11 +128,11 @@ class PrefillChunks:
     """The chunks of one step: as tiles on the device, and as the integers the host knows."""
 
     tiles_W4: torch.Tensor  # int32; first token, tokens, row, position of the first token; no tokens: empty
-    chunks: tuple[Chunk, ...]  # for the reference and for PyTorch's kernels; a graph replay does without
+    chunks: tuple[PrefillChunk, ...]  # for the reference and PyTorch's kernels; a graph replay does without
     are_tokens: bool = False  # every tile is one token: one warp group has enough rows
 
     @classmethod
-    def from_arrays(cls, tiles_W4: torch.Tensor, chunks: Sequence[Chunk] = ()) -> PrefillChunks:
+    def from_arrays(cls, tiles_W4: torch.Tensor, chunks: Sequence[PrefillChunk] = ()) -> PrefillChunks:
         """Around a device copy of what `build_prefill_chunks` made."""
         assert tiles_W4.dtype == torch.int32 and tiles_W4.is_contiguous(), "tiles must be contiguous int32"
         return cls(tiles_W4, tuple(chunks))
@@ -159,7 +159,7 @@ def tokens_per_tile(num_heads: int, num_kv_heads: int, block_m: int = BLOCK_M) -
 
 
 def build_prefill_chunks(
-    chunks: Sequence[Chunk], *, tokens_per_tile: int, max_tiles: int | None = None
+    chunks: Sequence[PrefillChunk], *, tokens_per_tile: int, max_tiles: int | None = None
 ) -> npt.NDArray[np.int32]:
     """The tiles of the chunks [W, 4], those with most keys first, padded with empty ones to `max_tiles`."""
     parts = []
@@ -176,17 +176,10 @@ def build_prefill_chunks(
 
 
 def attend_prefill_reference(
-    q_TNH: torch.Tensor,
-    keys_PGH: torch.Tensor,
-    values_PGH: torch.Tensor,
-    tables_RB: torch.Tensor,
-    chunks: PrefillChunks,
-    *,
-    block_size: int,
-    scale: float,
-    window: int | None,
+    q_TNH: torch.Tensor, keys_PGH: torch.Tensor, values_PGH: torch.Tensor, tables_RB: torch.Tensor,
+    chunks: PrefillChunks, *, block_size: int, scale: float, window: int | None,
     out: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """The specification: gather the slots of one chunk after the other and attend to them."""
     out = torch.zeros_like(q_TNH) if out is None else out
     for first, num, row, start in chunks.chunks:
@@ -440,21 +433,11 @@ def _merge_kernel(
 
 
 def attend_prefill(
-    q_TNH: torch.Tensor,
-    keys_PGH: torch.Tensor,
-    values_PGH: torch.Tensor,
-    tables_RB: torch.Tensor,
-    chunks: PrefillChunks,
-    *,
-    block_size: int,
-    scale: float,
-    window: int | None,
-    fresh_slots_T: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    config: PrefillConfig | None = None,
-    invariant: bool = False,
-    num_splits: int | None = None,
-) -> torch.Tensor:
+    q_TNH: torch.Tensor, keys_PGH: torch.Tensor, values_PGH: torch.Tensor, tables_RB: torch.Tensor,
+    chunks: PrefillChunks, *, block_size: int, scale: float, window: int | None,
+    fresh_slots_T: torch.Tensor | None = None, out: torch.Tensor | None = None,
+    config: PrefillConfig | None = None, invariant: bool = False, num_splits: int | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Attend with the tokens of the chunks; the other tokens of `out` are left as they are.
 
     `num_splits` is how many splits there is room for, per tile of the list: 1 for none, None for as many as
@@ -570,15 +553,9 @@ def check_flash(device: torch.device, head_dim: int) -> None:
 
 
 def attend_fresh(
-    q_TNH: torch.Tensor,
-    k_TGH: torch.Tensor,
-    v_TGH: torch.Tensor,
-    chunks: PrefillChunks,
-    *,
-    scale: float,
-    window: int | None,
-    out: torch.Tensor,
-) -> torch.Tensor:
+    q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor, chunks: PrefillChunks, *, scale: float,
+    window: int | None, out: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
     """Fresh chunks that lie end to end, through PyTorch's FlashAttention."""
     assert chunks.are_fresh, "every chunk must start its sequence"
     first = chunks.chunks[0].first

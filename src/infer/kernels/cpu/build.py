@@ -26,7 +26,7 @@ _FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-pthread", "-Wno-psabi", "-f
 _COMPILERS = ("cc", "gcc", "clang")
 
 
-class BuildError(Exception):
+class CBuildError(Exception):
     """There is no library, and why; the reason is one line."""
 
 
@@ -34,7 +34,7 @@ def build_library(*, extra_flags: tuple[str, ...] = (), directory: Path | None =
     """The path of the compiled library, compiling it if this machine has not done so yet."""
     compiler = find_compiler()
     if compiler is None:
-        raise BuildError("there is no C compiler (cc, gcc or clang)")
+        raise CBuildError("there is no C compiler (cc, gcc or clang)")
     flags = (*_FLAGS, _tuning_flag(), *extra_flags)
     directory = directory or cache_directory()
     path = directory / f"{_key(compiler, flags)}.so"
@@ -53,7 +53,7 @@ def compiler_version(compiler: str) -> str:
     try:
         answer = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=TIMEOUT)
     except (OSError, subprocess.SubprocessError) as error:
-        raise BuildError(f"{compiler} does not run: {error}") from None
+        raise CBuildError(f"{compiler} does not run: {error}") from None
     return answer.stdout.split("\n", 1)[0]
 
 
@@ -63,7 +63,7 @@ def cache_directory() -> Path:
     try:
         root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     except RuntimeError:
-        raise BuildError("there is no home directory to keep it in; set XDG_CACHE_HOME") from None
+        raise CBuildError("there is no home directory to keep it in; set XDG_CACHE_HOME") from None
     return root / "infer" / "kernels"
 
 
@@ -106,9 +106,9 @@ def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
                 first = next(
                     (line for line in answer.stderr.splitlines() if "error" in line), "it said nothing"
                 )
-                raise BuildError(f"{compiler} failed: {first.strip()}")
+                raise CBuildError(f"{compiler} failed: {first.strip()}")
             os.replace(made, path)
     except OSError as error:
-        raise BuildError(f"{path.parent} cannot be written: {error.strerror}") from None
+        raise CBuildError(f"{path.parent} cannot be written: {error.strerror}") from None
     except subprocess.TimeoutExpired:
-        raise BuildError(f"{compiler} did not finish within {TIMEOUT:.0f} s") from None
+        raise CBuildError(f"{compiler} did not finish within {TIMEOUT:.0f} s") from None

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import torch
 
-from infer.kernels.cpu.build import BuildError, build_library
+from infer.kernels.cpu.build import CBuildError, build_library
 
 log = logging.getLogger(__name__)
 
 _lock = threading.Lock()
-_state: Library | BuildError | None = None
+_state: Library | CBuildError | None = None
 
 
 class Library:
@@ -31,7 +31,7 @@ class Library:
         try:
             c = ctypes.CDLL(str(path))
         except OSError as error:
-            raise BuildError(f"the compiled library does not load: {error}") from None
+            raise CBuildError(f"the compiled library does not load: {error}") from None
         self.path = path
         self.run_one = c.infer_run_one
         self.run_one.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p)
@@ -81,7 +81,7 @@ def library() -> Library | None:
 
 def why_not() -> str:
     """Why `library()` is None, in one line."""
-    return str(_state) if isinstance(_state, BuildError) else "it has not been tried"
+    return str(_state) if isinstance(_state, CBuildError) else "it has not been tried"
 
 
 def _load() -> Library | None:
@@ -91,7 +91,7 @@ def _load() -> Library | None:
             try:
                 _state = Library(build_library())
                 log.debug("C kernels: %s, %d threads", _state.variant, _state.num_threads)
-            except BuildError as error:
+            except CBuildError as error:
                 _state = error
                 log.warning("no C kernels, so the CPU is slower than it could be: %s", error)
         return _state if isinstance(_state, Library) else None

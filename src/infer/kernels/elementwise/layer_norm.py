@@ -30,13 +30,9 @@ def add_layer_norm_reference(
 
 
 def add_layer_norm(
-    x_TD: torch.Tensor,
-    residual_TD: torch.Tensor | None,
-    weight_D: torch.Tensor,
-    bias_D: torch.Tensor,
-    *,
+    x_TD: torch.Tensor, residual_TD: torch.Tensor | None, weight_D: torch.Tensor, bias_D: torch.Tensor, *,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the normalised sum and the sum; with no residual, `x_TD` is the sum."""
     has_rows = x_TD.dim() == 2 and (residual_TD is None or residual_TD.stride(1) == 1)
     if has_rows and (c := use_c(x_TD)):

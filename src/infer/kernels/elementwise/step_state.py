@@ -57,14 +57,9 @@ class StepInputs(NamedTuple):
 
 
 def gather_step_reference(
-    rows_S: torch.Tensor,
-    last_token_R: torch.Tensor,
-    position_R: torch.Tensor,
-    tables_RB: torch.Tensor,
-    *,
-    block_size: int,
-    out: StepInputs,
-) -> None:
+    rows_S: torch.Tensor, last_token_R: torch.Tensor, position_R: torch.Tensor, tables_RB: torch.Tensor, *,
+    block_size: int, out: StepInputs,
+) -> None:  # fmt: skip
     """The specification of `gather_step`, in PyTorch."""
     is_real_S = rows_S >= 0
     row_S = rows_S.long().clamp(min=0)
@@ -95,14 +90,9 @@ def _gather_step_kernel(
 
 
 def gather_step(
-    rows_S: torch.Tensor,
-    last_token_R: torch.Tensor,
-    position_R: torch.Tensor,
-    tables_RB: torch.Tensor,
-    *,
-    block_size: int,
-    out: StepInputs | None = None,
-) -> StepInputs:
+    rows_S: torch.Tensor, last_token_R: torch.Tensor, position_R: torch.Tensor, tables_RB: torch.Tensor, *,
+    block_size: int, out: StepInputs | None = None,
+) -> StepInputs:  # fmt: skip
     """The inputs of a step over `rows_S`; written to `out` if given, which must have S rows."""
     num_rows = rows_S.shape[0]
     if out is None:

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from infer.kernels.cpu.build import BuildError, cache_directory
+from infer.kernels.cpu.build import CBuildError, cache_directory
 
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 
@@ -26,7 +26,7 @@ def cached(key: Sequence[bytes], make: Callable[[], bytes]) -> bytes:
     digest = hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in key))
     try:
         path = cache_directory() / f"{digest.hexdigest()[:24]}.cubin"
-    except BuildError:  # no home: nowhere to keep it
+    except CBuildError:  # no home: nowhere to keep it
         return make()
     found = _read(path)
     if found is None:

@@ -272,14 +272,9 @@ class PreparedLaunch:
     _PDL = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
     def __init__(
-        self,
-        function: ctypes.c_void_p,
-        num_threads: int,
-        types: Sequence[Any],
-        *,
-        pdl: bool,
+        self, function: ctypes.c_void_p, num_threads: int, types: Sequence[Any], *, pdl: bool,
         shared_bytes: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._function = function
         self._lock = threading.Lock()  # several engines of a process, each a thread, share what was prepared
         self._values = [of_type() for of_type in types]

@@ -42,14 +42,9 @@ _known: dict[tuple[Any, ...], Launch] = {}
 
 
 def launch_triton(
-    kernel: Any,
-    grid: tuple[int, ...],
-    tensors: tuple[torch.Tensor, ...],
-    numbers: tuple[int | float, ...],
-    any_integers: tuple[int, ...] = (),
-    /,
-    **constants: Any,
-) -> None:
+    kernel: Any, grid: tuple[int, ...], tensors: tuple[torch.Tensor, ...], numbers: tuple[int | float, ...],
+    any_integers: tuple[int, ...] = (), /, **constants: Any,
+) -> None:  # fmt: skip
     """`kernel[grid](*tensors, *any_integers, *numbers, **constants)`; constants may be options, too."""
     if INTERPRETED or is_amd():  # there, more of a tensor counts than its alignment
         kernel[grid](*tensors, *any_integers, *numbers, **constants)
@@ -72,13 +67,9 @@ def launch_triton(
 
 
 def _remember(
-    question: tuple[Any, ...],
-    kernel: Any,
-    compiled: Any,
-    grid: tuple[int, ...],
-    numbers: tuple[int | float, ...],
-    constants: dict[str, Any],
-) -> None:
+    question: tuple[Any, ...], kernel: Any, compiled: Any, grid: tuple[int, ...],
+    numbers: tuple[int | float, ...], constants: dict[str, Any],
+) -> None:  # fmt: skip
     if len(_known) >= _MAX_KNOWN:
         _known.clear()
     names = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
