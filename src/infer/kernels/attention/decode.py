@@ -174,37 +174,10 @@ def _newest_block(table_ptr, length, BLOCK_SIZE: tl.constexpr):
 
 
 @jit
-def _partner_of(cols, R):
-    """Where the other half of each element's pair stands in its head."""
-    return tl.where(cols < R, cols + R, cols - R)
-
-
-@jit
-def _angles_of(cos_ptr, sin_ptr, position, cols, R, in_head):
-    """The cosine and the sine that belong to each element of a head at this position."""
-    angle = position.to(tl.int64) * R + tl.where(cols < R, cols, cols - R)
-    cos = tl.load(cos_ptr + angle, mask=in_head, other=0.0)
-    sin = tl.load(sin_ptr + angle, mask=in_head, other=0.0)
-    return cos, sin
-
-
-@jit
-def _inverse_rms(x, H, eps):
-    """One number per head; elements outside the head are 0."""
-    return tl.rsqrt(tl.sum(x * x, axis=1) / H + eps)[:, None]
-
-
-@jit
-def _turned(x, partner, cos, sin, cols, R):
-    """Each element of a head after the rotation of its pair."""
-    return tl.where((cols < R)[None, :], x * cos - partner * sin, x * cos + partner * sin)
-
-
-@jit
 def _load_pairs(head_ptrs, in_heads, h, R: tl.constexpr):
     """The elements of some heads and, in the same places, their partners in the rotation."""
     x = tl.load(head_ptrs + h[None, :], mask=in_heads, other=0.0)
-    partner = tl.load(head_ptrs + _partner_of(h, R)[None, :], mask=in_heads, other=0.0)
+    partner = tl.load(head_ptrs + tl.where(h < R, h + R, h - R)[None, :], mask=in_heads, other=0.0)
     return x, partner
 
 
@@ -217,13 +190,17 @@ def _load_transform(
 
     In the shape of M heads, though all are alike: each thread loads what it needs, and nothing is exchanged.
     """
+    R: tl.constexpr = H // 2
     in_heads = (m < M)[:, None] & (h < tl.where(length > 0, H, 0))[None, :]
     same = (m * 0)[:, None]
-    cos, sin = _angles_of(cos_ptr, sin_ptr, tl.maximum(length - 1, 0), same + h[None, :], H // 2, in_heads)
+    cols = same + h[None, :]
+    angle = tl.maximum(length - 1, 0).to(tl.int64) * R + tl.where(cols < R, cols, cols - R)
+    cos = tl.load(cos_ptr + angle, mask=in_heads, other=0.0)
+    sin = tl.load(sin_ptr + angle, mask=in_heads, other=0.0)
     q_gain, q_partner_gain, k_gain, k_partner_gain = cos, cos, cos, cos
     if HAS_NORM:
-        q_gain, q_partner_gain = _load_pairs(q_weight_ptr + same, in_heads, h, H // 2)
-        k_gain, k_partner_gain = _load_pairs(k_weight_ptr + same, in_heads, h, H // 2)
+        q_gain, q_partner_gain = _load_pairs(q_weight_ptr + same, in_heads, h, R)
+        k_gain, k_partner_gain = _load_pairs(k_weight_ptr + same, in_heads, h, R)
     return cos, sin, q_gain, q_partner_gain, k_gain, k_partner_gain
 
 
@@ -231,13 +208,14 @@ def _load_transform(
 def _transform(
     x_raw, partner_raw, gain, partner_gain, cos, sin, h, eps, offset, H: tl.constexpr, HAS_NORM: tl.constexpr
 ):
-    """Norm and rotate heads as `heads.py` does it."""
+    """Norm and rotate heads as heads.py does it."""
     x, partner = x_raw.to(tl.float32), partner_raw.to(tl.float32)
     if HAS_NORM:
-        inv_rms = _inverse_rms(x, H, eps)
+        inv_rms = tl.rsqrt(tl.sum(x * x, axis=1) / H + eps)[:, None]
         x = scaled(x, inv_rms, gain.to(tl.float32) + offset, x_raw.dtype)
         partner = scaled(partner, inv_rms, partner_gain.to(tl.float32) + offset, x_raw.dtype)
-    return _turned(x, partner, cos, sin, h, H // 2).to(x_raw.dtype)
+    turned = tl.where((h < H // 2)[None, :], x * cos - partner * sin, x * cos + partner * sin)
+    return turned.to(x_raw.dtype)
 
 
 @jit

@@ -91,7 +91,7 @@ class SampleState:
 
     @classmethod
     def empty(cls, num_rows: int, device: torch.device | str) -> SampleState:
-        """Greedy rows."""
+        """State of so many rows, all of them greedy."""
         return cls(
             torch.zeros(num_rows, dtype=torch.float32, device=device),
             torch.zeros(num_rows, dtype=torch.int32, device=device),
@@ -99,6 +99,11 @@ class SampleState:
             torch.zeros(num_rows, dtype=torch.float64, device=device),
             torch.zeros(num_rows, dtype=torch.int64, device=device),
         )
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The columns, in the order of the kernels' arguments."""
+        return self.temperature_R, self.top_k_R, self.top_p_R, self.min_p_R, self.seed_R
 
 
 class SampleScratch:
@@ -108,24 +113,29 @@ class SampleScratch:
         self.vocab_size, self.max_rows = vocab_size, max_rows
         self.num_tiles = -(-vocab_size // TILE)
         self.num_groups = self.num_tiles * (TILE // GROUP)
+        self.block_groups = next_power_of_two(self.num_groups)
 
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros((max_rows, *shape), dtype=dtype, device=device)
 
-        self.num_done_S = empty()  # programs of the running kernel that are done; 0 between kernels
-        self.peaks_SG = empty(self.num_groups, dtype=torch.float32)  # infinite where a logit is not a number
-        self.bounds_SG = empty(self.num_groups, dtype=torch.float32)  # no score of the group is larger
-        self.peak_S = empty(dtype=torch.float32)
-        self.threshold_S = empty()  # key up to which candidates are gathered; -1: none needed
-        self.num_candidates_S = empty()
-        self.values_SC = empty(MAX_CANDIDATES, dtype=torch.float32)  # logits
-        self.candidate_ids_SC = empty(MAX_CANDIDATES)
-        self.mass_S = empty(dtype=torch.int64)  # of all tokens
-        self.is_wide_S = empty()
-        self.buckets_SB = empty(NUM_BUCKETS, dtype=torch.int64)
-        self.low_S, self.high_S = empty(), empty()  # the edge of a wide row is one of these keys
-        self.base_S = empty(dtype=torch.int64)  # what the tokens before count or weigh
         self.ids_S = empty(dtype=torch.int64)
+        self.tensors = (  # in the order of the kernels' arguments
+            empty(),  # num_done: programs of the running kernel that are done; 0 between kernels
+            empty(self.num_groups, dtype=torch.float32),  # peaks of the groups; infinite: not a number in it
+            empty(self.num_groups, dtype=torch.float32),  # bounds: no score of the group is larger
+            empty(dtype=torch.float32),  # peak of the row
+            empty(),  # threshold: key up to which candidates are gathered; -1: none needed
+            empty(),  # num_candidates
+            empty(MAX_CANDIDATES, dtype=torch.float32),  # values: logits of the candidates
+            empty(MAX_CANDIDATES),  # ids of the candidates
+            empty(dtype=torch.int64),  # mass of all tokens
+            empty(),  # is_wide
+            empty(NUM_BUCKETS, dtype=torch.int64),  # buckets
+            empty(),  # low and
+            empty(),  # high: the edge of a wide row is one of these keys
+            empty(dtype=torch.int64),  # base: what the tokens before count or weigh
+            self.ids_S,
+        )
 
 
 def sample_rows_reference(
@@ -180,6 +190,10 @@ _TO_UNIFORM = _constant(2.0**-31 * (1 - 2.0**-24))
 _MARGIN = _constant(1e-3)  # a hundred times the rounding error of a bound
 _SLACK = _constant(1 << 17)  # of a threshold: at most 1.6 % deeper than it had to be
 _BUCKETS = _constant(NUM_BUCKETS)
+_MAX_CANDIDATES = _constant(MAX_CANDIDATES)
+_GROUP = _constant(GROUP)
+_GROUPS = _constant(TILE // GROUP)  # of a tile
+_NO_TOKEN = _constant(NO_TOKEN)
 _BUCKETS_PER_DEPTH = _constant(64.0)  # a power of two: the multiplication does not round
 
 # Triton's own exp and log need not be PyTorch's on a GPU; its interpreter knows only those, and there they
@@ -270,11 +284,11 @@ def _mass_of(keys):
 
 
 @jit
-def _mass_up_to(x_ptr, n, peak, temperature, last, BLOCK: tl.constexpr):
+def _mass_up_to(x_ptr, n, peak, temperature, last):
     """The mass of those of n tokens whose key is at most `last`."""
     total = tl.zeros((), tl.int64)
-    for start in range(0, n, BLOCK):
-        keys = _key_of(_load_logits(x_ptr, start + tl.arange(0, BLOCK), n), peak, temperature)
+    for start in range(0, n, _GROUP):
+        keys = _key_of(_load_logits(x_ptr, start + tl.arange(0, _GROUP), n), peak, temperature)
         total += tl.sum(tl.where(keys <= last, _mass_of(keys), 0), axis=0)
     return total
 
@@ -319,25 +333,23 @@ def _search_edge(
 
 
 @jit
-def _edge_of(
-    x_ptr, n, peak, temperature, low, high, base, mass, by_k, top_k, top_p, BLOCK: tl.constexpr
-):  # fmt: skip
+def _edge_of(x_ptr, n, peak, temperature, low, high, base, mass, by_k, top_k, top_p):
     """The key up to which top-k and top-p keep tokens. `mass` is the row's; top-k brings its own."""
     edge = high
     if by_k:
         edge = _search_edge(
-            x_ptr, n, peak, temperature, low, high, base, top_k.to(tl.float64), False, 0, BLOCK
+            x_ptr, n, peak, temperature, low, high, base, top_k.to(tl.float64), False, 0, _GROUP
         )
     if top_p < 1.0:
         if by_k:
-            mass = _mass_up_to(x_ptr, n, peak, temperature, edge, BLOCK)
+            mass = _mass_up_to(x_ptr, n, peak, temperature, edge)
         limit = top_p * mass.to(tl.float64)
-        edge = _search_edge(x_ptr, n, peak, temperature, low, edge, base, limit, True, 0, BLOCK)
+        edge = _search_edge(x_ptr, n, peak, temperature, low, edge, base, limit, True, 0, _GROUP)
     return edge
 
 
 @jit
-def _collect(x, ids, is_candidate, num_candidates_ptr, values_ptr, ids_ptr, MAX_CANDIDATES: tl.constexpr):
+def _collect(x, ids, is_candidate, num_candidates_ptr, values_ptr, ids_ptr):
     """Append the candidates among [groups, tokens], in any order; those that do not fit are only counted."""
     per_group = tl.sum(is_candidate.to(tl.int32), axis=1)
     count = tl.sum(per_group, axis=0)
@@ -345,7 +357,7 @@ def _collect(x, ids, is_candidate, num_candidates_ptr, values_ptr, ids_ptr, MAX_
         start = tl.atomic_add(num_candidates_ptr, count, sem="relaxed")
         start_of_group = start + tl.cumsum(per_group, axis=0) - per_group
         places = start_of_group[:, None] + tl.cumsum(is_candidate.to(tl.int32), axis=1) - 1
-        fits = is_candidate & (places < MAX_CANDIDATES)
+        fits = is_candidate & (places < _MAX_CANDIDATES)
         tl.store(values_ptr + places, x, mask=fits)
         tl.store(ids_ptr + places, ids, mask=fits)
 
@@ -402,9 +414,7 @@ def _better_of(x, ids, peak, temperature, edge, key0, key1, best, token, V):
 
 
 @jit
-def _draw_from_groups(
-    x_ptr, V, bounds, peak, temperature, edge, key0, key1, GROUP: tl.constexpr, BLOCK_GROUPS: tl.constexpr
-):
+def _draw_from_groups(x_ptr, V, bounds, peak, temperature, edge, key0, key1, BLOCK_GROUPS: tl.constexpr):
     """The token with the best score of those up to the edge. `bounds`: what no score of a group exceeds.
 
     Groups are scored exactly, the most promising first, until no other can hold the best: one or two.
@@ -414,7 +424,7 @@ def _draw_from_groups(
     bound = tl.max(bounds, axis=0)
     while (bound > float("-inf")) & (bound + _MARGIN >= best):
         group = tl.min(tl.where(bounds == bound, groups, BLOCK_GROUPS), axis=0)
-        ids = group * GROUP + tl.arange(0, GROUP)
+        ids = group * _GROUP + tl.arange(0, _GROUP)
         x = _load_logits(x_ptr, ids, V)
         best, token = _better_of(x, ids, peak, temperature, edge, key0, key1, best, token, V)
         bounds = tl.where(groups == group, float("-inf"), bounds)
@@ -423,13 +433,11 @@ def _draw_from_groups(
 
 
 @jit
-def _draw_from_candidates(
-    values_ptr, ids_ptr, count, V, peak, temperature, edge, key0, key1, BLOCK: tl.constexpr
-):
+def _draw_from_candidates(values_ptr, ids_ptr, count, V, peak, temperature, edge, key0, key1):
     """The candidate with the best score of those up to the edge."""
     best, token = tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.int32) + V
-    for start in range(0, count, BLOCK):
-        places = start + tl.arange(0, BLOCK)
+    for start in range(0, count, _GROUP):
+        places = start + tl.arange(0, _GROUP)
         ids = tl.load(ids_ptr + places, mask=places < count, other=V)
         x = _load_logits(values_ptr, places, count)
         best, token = _better_of(x, ids, peak, temperature, edge, key0, key1, best, token, V)
@@ -445,25 +453,25 @@ def _has_peak(peak):
 
 
 @jit
-def _tile_ids(tile, GROUPS: tl.constexpr, GROUP: tl.constexpr):
-    """The groups of a tile and their tokens: [GROUPS], [GROUPS, GROUP]."""
-    groups = tile * GROUPS + tl.arange(0, GROUPS)
-    return groups, groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+def _tile_ids(tile):
+    """The groups of a tile, and the tokens of each."""
+    groups = tile * _GROUPS + tl.arange(0, _GROUPS)
+    return groups, groups[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
 
 
 @jit
-def _own_tiles(tiles_per_program, num_groups, GROUPS: tl.constexpr):
+def _own_tiles(tiles_per_program, num_groups):
     """The first tile of this program, and the one after its last."""
     first = tl.program_id(0) * tiles_per_program
-    return first, tl.minimum(first + tiles_per_program, num_groups // GROUPS)
+    return first, tl.minimum(first + tiles_per_program, num_groups // _GROUPS)
 
 
-@jit
+@jit_for_any("tiles_per_program")
 def _survey_kernel(
-    logits_ptr, rows_ptr, positions_ptr, seed_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
-    num_done_ptr, peaks_ptr, bounds_ptr, peak_ptr, threshold_ptr, is_wide_ptr, num_candidates_ptr, mass_ptr,
-    ids_ptr, stride, V, num_groups, num_real_groups, usual_rank,
-    NO_TOKEN: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+    logits_ptr, rows_ptr, positions_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
+    num_done_ptr, peaks_ptr, bounds_ptr, peak_ptr, threshold_ptr, num_candidates_ptr, values_ptr,
+    candidate_ids_ptr, mass_ptr, is_wide_ptr, buckets_ptr, low_ptr, high_ptr, base_ptr, ids_ptr,
+    stride, V, num_groups, num_real_groups, usual_rank, tiles_per_program, BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """The largest logit of each group; greedy rows and rows without a filter are sampled from that.
 
@@ -487,7 +495,7 @@ def _survey_kernel(
         key0, key1 = _noise_keys(tl.load(seed_ptr + row), tl.load(positions_ptr + s).to(tl.int64))
         x_ptr = logits_ptr + s * stride
 
-        groups, ids = _tile_ids(tl.program_id(0), GROUPS, GROUP)
+        groups, ids = _tile_ids(tl.program_id(0))
         x = _load_logits(x_ptr, ids, V)
         x = tl.where(x != x, float("inf"), x)
         peaks = tl.max(x, axis=1)
@@ -503,12 +511,12 @@ def _survey_kernel(
             peaks_ptr += s * num_groups
             all_peaks = tl.load(peaks_ptr + all_groups, mask=in_row, other=float("-inf"))
             peak = tl.max(all_peaks, axis=0)
-            token = tl.full((), NO_TOKEN, tl.int32)
+            token = tl.full((), _NO_TOKEN, tl.int32)
             threshold = tl.full((), -1, tl.int32)
             if _has_peak(peak):
                 if is_greedy:
                     group = tl.min(tl.where(all_peaks == peak, all_groups, num_groups), axis=0)
-                    best_ids = group * GROUP + tl.arange(0, GROUP)
+                    best_ids = group * _GROUP + tl.arange(0, _GROUP)
                     token = tl.min(tl.where(_load_logits(x_ptr, best_ids, V) == peak, best_ids, V), axis=0)
                 elif is_filtered:
                     threshold = tl.minimum(_min_p_edge(min_p), _DEEPEST_KEY)
@@ -529,7 +537,7 @@ def _survey_kernel(
                     all_bounds += (all_peaks - peak) * (1.0 / temperature)
                     edge = tl.full((), _INFINITE_KEY, tl.int32)
                     token = _draw_from_groups(
-                        x_ptr, V, all_bounds, peak, temperature, edge, key0, key1, GROUP, BLOCK_GROUPS
+                        x_ptr, V, all_bounds, peak, temperature, edge, key0, key1, BLOCK_GROUPS
                     )
             tl.store(ids_ptr + s, token.to(tl.int64))
             tl.store(peak_ptr + s, peak)
@@ -541,11 +549,10 @@ def _survey_kernel(
 
 @jit_for_any("tiles_per_program")
 def _candidates_kernel(
-    logits_ptr, rows_ptr, positions_ptr, seed_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
-    num_done_ptr, peaks_ptr, peak_ptr, threshold_ptr, is_wide_ptr, num_candidates_ptr, mass_ptr,
-    values_ptr, candidate_ids_ptr, buckets_ptr, low_ptr, high_ptr, base_ptr, ids_ptr, stride, V, num_groups,
-    tiles_per_program,
-    MAX_CANDIDATES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, rows_ptr, positions_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
+    num_done_ptr, peaks_ptr, bounds_ptr, peak_ptr, threshold_ptr, num_candidates_ptr, values_ptr,
+    candidate_ids_ptr, mass_ptr, is_wide_ptr, buckets_ptr, low_ptr, high_ptr, base_ptr, ids_ptr,
+    stride, V, num_groups, num_real_groups, usual_rank, tiles_per_program, BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Gather the tokens up to the threshold and weigh the row; if they suffice, sample one of them."""
     s = tl.program_id(1).to(tl.int64)
@@ -558,32 +565,29 @@ def _candidates_kernel(
         weighs_row = (top_p < 1.0) & (by_k == 0)  # the mass of a top-k is that of its candidates
         peak = tl.load(peak_ptr + s)
         x_ptr = logits_ptr + s * stride
-        values_ptr += s * MAX_CANDIDATES
-        candidate_ids_ptr += s * MAX_CANDIDATES
+        values_ptr += s * _MAX_CANDIDATES
+        candidate_ids_ptr += s * _MAX_CANDIDATES
 
-        first_tile, end_tile = _own_tiles(tiles_per_program, num_groups, GROUPS)
+        first_tile, end_tile = _own_tiles(tiles_per_program, num_groups)
         for tile in range(first_tile, end_tile):
-            groups, ids = _tile_ids(tile, GROUPS, GROUP)
+            groups, ids = _tile_ids(tile)
             nearest = tl.min(_key_of(tl.load(peaks_ptr + s * num_groups + groups), peak, temperature), axis=0)
             if nearest <= tl.where(weighs_row, _DEEPEST_KEY, threshold):
                 x = _load_logits(x_ptr, ids, V)
                 keys = _key_of(x, peak, temperature)
                 if weighs_row:
                     tl.atomic_add(mass_ptr + s, tl.sum(tl.sum(_mass_of(keys), axis=1), axis=0), sem="relaxed")
-                _collect(
-                    x, ids, keys <= threshold, num_candidates_ptr + s, values_ptr, candidate_ids_ptr,
-                    MAX_CANDIDATES,
-                )  # fmt: skip
+                _collect(x, ids, keys <= threshold, num_candidates_ptr + s, values_ptr, candidate_ids_ptr)
 
         if _is_last(num_done_ptr + s, tl.num_programs(0)):
             count = tl.load(num_candidates_ptr + s)
             mass = tl.load(mass_ptr + s)
             by_p = top_p < 1.0
-            is_enough = count <= MAX_CANDIDATES
+            is_enough = count <= _MAX_CANDIDATES
             if is_enough & by_k:
                 is_enough = (count >= top_k) | (threshold >= _DEEPEST_KEY)
             if is_enough & weighs_row:
-                reach = _mass_up_to(values_ptr, count, peak, temperature, threshold, BLOCK)
+                reach = _mass_up_to(values_ptr, count, peak, temperature, threshold)
                 is_enough = reach.to(tl.float64) >= top_p * mass.to(tl.float64)
             edge = _min_p_edge(tl.load(min_p_ptr + row))
             zero = tl.zeros((), tl.int32)
@@ -591,12 +595,12 @@ def _candidates_kernel(
                 if by_k | by_p:
                     by_filters = _edge_of(
                         values_ptr, count, peak, temperature, zero, threshold, zero.to(tl.int64), mass,
-                        by_k, top_k, top_p, BLOCK,
+                        by_k, top_k, top_p,
                     )  # fmt: skip
                     edge = tl.minimum(edge, by_filters)
                 key0, key1 = _noise_keys(tl.load(seed_ptr + row), tl.load(positions_ptr + s).to(tl.int64))
                 token = _draw_from_candidates(
-                    values_ptr, candidate_ids_ptr, count, V, peak, temperature, edge, key0, key1, BLOCK
+                    values_ptr, candidate_ids_ptr, count, V, peak, temperature, edge, key0, key1
                 )
                 tl.store(ids_ptr + s, token.to(tl.int64))
             else:
@@ -616,10 +620,10 @@ def _key_of_bucket(bucket):
 
 @jit_for_any("tiles_per_program")
 def _buckets_kernel(
-    logits_ptr, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, num_done_ptr, peaks_ptr, peak_ptr,
-    is_wide_ptr, mass_ptr, buckets_ptr, low_ptr, high_ptr, base_ptr, stride, V, num_groups,
-    tiles_per_program,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    logits_ptr, rows_ptr, positions_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
+    num_done_ptr, peaks_ptr, bounds_ptr, peak_ptr, threshold_ptr, num_candidates_ptr, values_ptr,
+    candidate_ids_ptr, mass_ptr, is_wide_ptr, buckets_ptr, low_ptr, high_ptr, base_ptr, ids_ptr,
+    stride, V, num_groups, num_real_groups, usual_rank, tiles_per_program, BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """For wide rows: what each bucket of similar depths counts or weighs, and the bucket with the edge."""
     s = tl.program_id(1).to(tl.int64)
@@ -631,9 +635,9 @@ def _buckets_kernel(
             temperature = tl.maximum(tl.load(temperature_ptr + row), _TINY)
             peak = tl.load(peak_ptr + s)
             buckets_ptr += s * _BUCKETS
-            first_tile, end_tile = _own_tiles(tiles_per_program, num_groups, GROUPS)
+            first_tile, end_tile = _own_tiles(tiles_per_program, num_groups)
             for tile in range(first_tile, end_tile):
-                groups, ids = _tile_ids(tile, GROUPS, GROUP)
+                groups, ids = _tile_ids(tile)
                 nearest = tl.min(
                     _key_of(tl.load(peaks_ptr + s * num_groups + groups), peak, temperature), axis=0
                 )
@@ -642,7 +646,7 @@ def _buckets_kernel(
                     is_near = keys <= _DEEPEST_KEY
                     depths = tl.where(is_near, keys, 0).to(tl.float32, bitcast=True)
                     places = (depths * _BUCKETS_PER_DEPTH).to(tl.int32)
-                    ones = tl.full((GROUPS, GROUP), 1, tl.int64)
+                    ones = tl.full((_GROUPS, _GROUP), 1, tl.int64)
                     weights = tl.where(by_k, ones, _mass_of(keys))
                     tl.atomic_add(buckets_ptr + places, weights, mask=is_near & (weights > 0), sem="relaxed")
 
@@ -666,12 +670,10 @@ def _buckets_kernel(
 
 @jit_for_any("tiles_per_program")
 def _wide_kernel(
-    logits_ptr, rows_ptr, positions_ptr, seed_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
-    num_done_ptr, bounds_ptr, peak_ptr, is_wide_ptr, num_candidates_ptr, mass_ptr, values_ptr,
-    candidate_ids_ptr, low_ptr, high_ptr, base_ptr, ids_ptr, stride, V, num_groups,
-    tiles_per_program,
-    MAX_CANDIDATES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, rows_ptr, positions_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
+    num_done_ptr, peaks_ptr, bounds_ptr, peak_ptr, threshold_ptr, num_candidates_ptr, values_ptr,
+    candidate_ids_ptr, mass_ptr, is_wide_ptr, buckets_ptr, low_ptr, high_ptr, base_ptr, ids_ptr,
+    stride, V, num_groups, num_real_groups, usual_rank, tiles_per_program, BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """For wide rows: gather the tokens that may be the edge, bound the scores of each group, and sample."""
     s = tl.program_id(1).to(tl.int64)
@@ -686,45 +688,41 @@ def _wide_kernel(
         peak = tl.load(peak_ptr + s)
         key0, key1 = _noise_keys(tl.load(seed_ptr + row), tl.load(positions_ptr + s).to(tl.int64))
         x_ptr = logits_ptr + s * stride
-        values_ptr += s * MAX_CANDIDATES
-        candidate_ids_ptr += s * MAX_CANDIDATES
+        values_ptr += s * _MAX_CANDIDATES
+        candidate_ids_ptr += s * _MAX_CANDIDATES
 
-        first_tile, end_tile = _own_tiles(tiles_per_program, num_groups, GROUPS)
+        first_tile, end_tile = _own_tiles(tiles_per_program, num_groups)
         for tile in range(first_tile, end_tile):
-            groups, ids = _tile_ids(tile, GROUPS, GROUP)
+            groups, ids = _tile_ids(tile)
             x = _load_logits(x_ptr, ids, V)
             keys = _key_of(x, peak, temperature)
             bounds = _noise_bound(ids, key0, key1) - keys.to(tl.float32, bitcast=True)
             bounds = tl.where(keys <= tl.minimum(high, edge), bounds, float("-inf"))
             tl.store(bounds_ptr + s * num_groups + groups, tl.max(bounds, axis=1))
             if has_edge:
-                _collect(
-                    x, ids, (keys >= low) & (keys <= high), num_candidates_ptr + s,
-                    values_ptr, candidate_ids_ptr, MAX_CANDIDATES,
-                )  # fmt: skip
+                is_near = (keys >= low) & (keys <= high)
+                _collect(x, ids, is_near, num_candidates_ptr + s, values_ptr, candidate_ids_ptr)
 
         if _is_last(num_done_ptr + s, tl.num_programs(0)):
             if has_edge:
                 count = tl.load(num_candidates_ptr + s)
                 base, mass = tl.load(base_ptr + s), tl.load(mass_ptr + s)
                 by_filters = high
-                if count <= MAX_CANDIDATES:
+                if count <= _MAX_CANDIDATES:
                     by_filters = _edge_of(
                         values_ptr, count, peak, temperature, low, high, base, mass,
-                        by_k, top_k, top_p, BLOCK,
+                        by_k, top_k, top_p,
                     )  # fmt: skip
                 else:  # thousands of equal tokens: walk over the whole row
                     by_filters = _edge_of(
                         x_ptr, V, peak, temperature, low, high, tl.zeros((), tl.int64), mass,
-                        by_k, top_k, top_p, BLOCK,
+                        by_k, top_k, top_p,
                     )  # fmt: skip
                 edge = tl.minimum(edge, by_filters)
             all_groups = tl.arange(0, BLOCK_GROUPS)
             in_row = all_groups < num_groups
             all_bounds = tl.load(bounds_ptr + s * num_groups + all_groups, mask=in_row, other=float("-inf"))
-            token = _draw_from_groups(
-                x_ptr, V, all_bounds, peak, temperature, edge, key0, key1, GROUP, BLOCK_GROUPS
-            )
+            token = _draw_from_groups(x_ptr, V, all_bounds, peak, temperature, edge, key0, key1, BLOCK_GROUPS)
             tl.store(ids_ptr + s, token.to(tl.int64))
 
 
@@ -752,8 +750,9 @@ def sample_rows(
     assert rows_S.is_contiguous() and positions_S.is_contiguous(), "rows and positions must be contiguous"
     if S == 0:
         return ids_S
-    for kernel, grid, arguments, constants in _launches(logits_SV, state, rows_S, positions_S, scratch):
-        kernel[grid](*arguments, **constants)
+    arguments = _arguments(logits_SV, state, rows_S, positions_S, scratch)
+    for kernel, grid, num_warps in _launches(S, scratch):
+        kernel[grid](*arguments, BLOCK_GROUPS=scratch.block_groups, num_warps=num_warps)
     return ids_S
 
 
@@ -767,14 +766,17 @@ def compile_sample_rows(state: SampleState, scratch: SampleScratch, dtype: torch
         return
     logits_1V = torch.empty((1, scratch.vocab_size), dtype=dtype, device=device)
     rows_1 = torch.full((1,), -1, dtype=torch.int32, device=device)
-    launches = _launches(logits_1V, state, rows_1, rows_1.long(), scratch)
+    arguments = _arguments(logits_1V, state, rows_1, rows_1.long(), scratch)
+    launches = _launches(1, scratch)
 
     def compile_all() -> None:
         pool = ThreadPoolExecutor(len(launches))
         try:
             with torch.cuda.device(device), pool, triton.AsyncCompileMode(pool, ignore_errors=True):
-                for kernel, grid, arguments, constants in launches:
-                    kernel.warmup(*arguments, grid=grid, **constants)
+                for kernel, grid, num_warps in launches:
+                    kernel.warmup(
+                        *arguments, BLOCK_GROUPS=scratch.block_groups, grid=grid, num_warps=num_warps
+                    )
         except Exception:  # it happens again in the launch that needs the kernel
             logger.debug("the sampler could not be compiled in the background", exc_info=True)
 
@@ -784,55 +786,33 @@ def compile_sample_rows(state: SampleState, scratch: SampleScratch, dtype: torch
 class _Launch(NamedTuple):
     kernel: Any
     grid: tuple[int, ...]
-    arguments: tuple[Any, ...]
-    constants: dict[str, int]
+    num_warps: int
 
 
-def _launches(
-    logits_SV: torch.Tensor,
-    state: SampleState,
-    rows_S: torch.Tensor,
-    positions_S: torch.Tensor,
+def _launches(num_rows: int, scratch: SampleScratch) -> tuple[_Launch, ...]:
+    """The kernels of `sample_rows`, in order."""
+    over_tiles = -(-scratch.num_tiles // _tiles_per_program(num_rows)), num_rows
+    return (
+        _Launch(_survey_kernel, (scratch.num_tiles, num_rows), 4),
+        _Launch(_candidates_kernel, over_tiles, 8),
+        _Launch(_buckets_kernel, over_tiles, 8),
+        _Launch(_wide_kernel, over_tiles, 8),
+    )
+
+
+def _tiles_per_program(num_rows: int) -> int:
+    return min(max(num_rows // _ROWS_PER_TILE, 1), 8)
+
+
+def _arguments(
+    logits_SV: torch.Tensor, state: SampleState, rows_S: torch.Tensor, positions_S: torch.Tensor,
     scratch: SampleScratch,
-) -> list[_Launch]:
-    """What `sample_rows` launches, in order."""
+) -> tuple[Any, ...]:  # fmt: skip
+    """What every kernel is given, though none needs all of it."""
     S, V = logits_SV.shape
-    ids_S = scratch.ids_S[:S]
-    stride = logits_SV.stride(0)
-    tiles_per_program = min(max(S // _ROWS_PER_TILE, 1), 8)
-    over_tiles = (-(-scratch.num_tiles // tiles_per_program), S)
-    draws = (positions_S, state.seed_R)
-    how = (state.temperature_R, state.top_k_R, state.top_p_R)
-    done, peaks, bounds, peak = scratch.num_done_S, scratch.peaks_SG, scratch.bounds_SG, scratch.peak_S
-    threshold, is_wide, mass = scratch.threshold_S, scratch.is_wide_S, scratch.mass_S
-    candidates = (scratch.values_SC, scratch.candidate_ids_SC)
-    edges = (scratch.low_S, scratch.high_S, scratch.base_S)
-    num_groups, num_real_groups = scratch.num_groups, -(-V // GROUP)
+    num_real_groups = -(-V // GROUP)
     usual_rank = max(1, num_real_groups * 7 // 8)  # about two candidates per group of a shuffled vocabulary
-    survey = (
-        logits_SV, rows_S, *draws, *how, state.min_p_R, done, peaks, bounds, peak, threshold, is_wide,
-        scratch.num_candidates_S, mass, ids_S, stride, V, num_groups, num_real_groups, usual_rank,
+    return (
+        logits_SV, rows_S, positions_S, *state.tensors, *scratch.tensors, logits_SV.stride(0), V,
+        scratch.num_groups, num_real_groups, usual_rank, _tiles_per_program(S),
     )  # fmt: skip
-    gather = (
-        logits_SV, rows_S, *draws, *how, state.min_p_R, done, peaks, peak, threshold, is_wide,
-        scratch.num_candidates_S, mass, *candidates, scratch.buckets_SB, *edges, ids_S, stride, V, num_groups,
-        tiles_per_program,
-    )  # fmt: skip
-    weigh = (
-        logits_SV, rows_S, *how, done, peaks, peak, is_wide, mass, scratch.buckets_SB, *edges,
-        stride, V, num_groups, tiles_per_program,
-    )  # fmt: skip
-    widen = (
-        logits_SV, rows_S, *draws, *how, state.min_p_R, done, bounds, peak, is_wide, scratch.num_candidates_S,
-        mass, *candidates, *edges, ids_S, stride, V, num_groups, tiles_per_program,
-    )  # fmt: skip
-    tile = {"GROUPS": TILE // GROUP, "GROUP": GROUP}
-    tiles = {**tile, "num_warps": 8}
-    gathered = {**tiles, "MAX_CANDIDATES": MAX_CANDIDATES, "BLOCK": GROUP}
-    all_groups = {"BLOCK_GROUPS": next_power_of_two(num_groups)}
-    return [
-        _Launch(_survey_kernel, (scratch.num_tiles, S), survey, {**tile, **all_groups, "NO_TOKEN": NO_TOKEN}),
-        _Launch(_candidates_kernel, over_tiles, gather, gathered),
-        _Launch(_buckets_kernel, over_tiles, weigh, tiles),
-        _Launch(_wide_kernel, over_tiles, widen, {**gathered, **all_groups}),
-    ]
