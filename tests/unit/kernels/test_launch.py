@@ -1,4 +1,4 @@
-"""A launch that Triton has answered once is not asked again; any other is."""
+"""A kernel that was launched before is launched again without Triton's analysis; any other goes through it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_equal_numbers_of_other_types_are_other_numbers(kernel: Kernel, first: f
 
 
 def test_a_constant_is_no_float(kernel: Kernel) -> None:
-    with pytest.raises(AssertionError, match="BLOCK is 64.0: 64 would be the same question"):
+    with pytest.raises(AssertionError, match="BLOCK is 64.0: 64 would be the same key"):
         launch_triton(kernel, (3,), (aligned(8), aligned(8)), (8, 0.5), BLOCK=64.0, PDL=False)
 
 

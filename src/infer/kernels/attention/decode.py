@@ -70,7 +70,7 @@ from infer.kernels.runtime.ptx import prefetch_l2
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """How the kernel is compiled and launched."""
+    """Tile sizes and resources that the decode kernel is compiled and launched with."""
 
     block_n: int  # positions per tile
     num_warps: int

@@ -46,7 +46,7 @@ class CudaKernel(NamedTuple):
 
     @property
     def source(self) -> Path:
-        """The file that is compiled."""
+        """Path of the .cu file."""
         return Path(__file__).with_name(f"{self.name}.cu")
 
 

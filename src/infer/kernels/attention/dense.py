@@ -37,7 +37,7 @@ _NUMS = (4, 2, 1)  # prompts of a batch
 
 
 class Shape(NamedTuple):
-    """Of a batch."""
+    """The shape of a batch: prompts, and tokens of each."""
 
     num: int
     length: int
@@ -61,7 +61,7 @@ def dense_shapes(head_dim: int, max_tokens: int) -> Iterator[Shape]:
 
 
 class DenseAttention:
-    """The plans of one kind of heads on one device."""
+    """Attention of long fresh prompts by cuDNN: the plans for one kind of heads on one device."""
 
     def __init__(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, dtype: torch.dtype,
@@ -96,7 +96,7 @@ class DenseAttention:
         return True
 
     def split(self, chunks: Sequence[PrefillChunk]) -> tuple[list[Batch], list[PrefillChunk]]:
-        """What can be computed here, and the chunks that are left."""
+        """The batches that cuDNN computes, and the chunks that are left for the prefill kernel."""
         batches: list[Batch] = []
         rest: list[PrefillChunk] = []
         index = 0
@@ -150,14 +150,14 @@ class DenseAttention:
         return out
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape) -> torch.Tensor:
-        """[num * length, heads, H] -> the same of the queries."""
+        """Attention of a whole batch: [num * length, heads, H], like the queries."""
         batched = [x.view(*shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)]
         result = self._call(batched[0], batched[1], batched[2], self._scale).transpose(1, 2)
         return result.reshape(q.shape)
 
 
 def attend_by_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention [B, heads, S, H]; called by its name, for the other way sets flags of the process."""
+    """Causal attention [B, heads, S, H] by cuDNN; sdpa_kernel() would set flags of the whole process."""
     result: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, False, 0.0, True, False, scale=scale
     )[0]
@@ -165,13 +165,13 @@ def attend_by_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: fl
 
 
 def _can_run(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
-    """Whether it was measured to be faster here."""
+    """Whether cuDNN was measured to be faster for these heads on this GPU."""
     if dtype.itemsize != 2 or head_dim not in _MIN_LENS:
         return False
     return not is_gpu(device) or is_hopper(device)
 
 
 def _padded(x: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """Followed by copies of the last token, as far as the shape goes."""
+    """`x` followed by copies of its last token, up to the size of the shape."""
     num_missing = shape.num * shape.length - x.shape[0]
     return x if not num_missing else torch.cat((x, x[-1:].expand(num_missing, -1, -1)))

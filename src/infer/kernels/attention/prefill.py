@@ -87,7 +87,7 @@ _SM_REGISTERS = 65536
 
 
 class PrefillChunk(NamedTuple):
-    """Consecutive tokens of one row."""
+    """A run of consecutive tokens of one row that are computed in this step."""
 
     first: int  # index of its first token in this step
     num: int
@@ -97,7 +97,7 @@ class PrefillChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """How the kernel is compiled."""
+    """Tile sizes and resources that the prefill kernel is compiled for."""
 
     block_n: int  # keys per tile
     num_warps: int
@@ -133,7 +133,7 @@ class PrefillChunks:
 
     @classmethod
     def from_arrays(cls, tiles_W4: torch.Tensor, chunks: Sequence[PrefillChunk] = ()) -> PrefillChunks:
-        """Around a device copy of what `build_prefill_chunks` made."""
+        """Chunks from a device copy of the tiles that `build_prefill_chunks` made."""
         assert tiles_W4.dtype == torch.int32 and tiles_W4.is_contiguous(), "tiles must be contiguous int32"
         return cls(tiles_W4, tuple(chunks))
 
@@ -196,7 +196,7 @@ def attend_prefill_reference(
 def _plan_splits(
     tiles_ptr, num_tiles, window, max_items, SPLIT_LEN, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Into how many splits each tile is cut; an empty tile has none. Lengths are counted in tiles of keys."""
+    """How many splits each tile is cut into; an empty tile has none. Lengths are counted in tiles of keys."""
     w = tl.arange(0, BLOCK_W)
     num = tl.load(tiles_ptr + w * 4 + 1, mask=w < num_tiles, other=0)
     start = tl.load(tiles_ptr + w * 4 + 3, mask=w < num_tiles, other=0)
@@ -504,7 +504,7 @@ def attend_prefill(
 
 
 def prefill_config(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> PrefillConfig:
-    """What was measured to be best for heads of this kind."""
+    """The configuration that was measured to be best for heads of this kind."""
     if dtype == torch.float32:
         return _FLOAT32_CONFIG
     configs = _GROUPED_CONFIGS if num_heads // num_kv_heads >= 4 else _CONFIGS
@@ -556,7 +556,7 @@ def attend_fresh(
     q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor, chunks: PrefillChunks, *, scale: float,
     window: int | None, out: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Fresh chunks that lie end to end, through PyTorch's FlashAttention."""
+    """Attention of fresh chunks that lie end to end, by PyTorch's FlashAttention (varlen)."""
     assert chunks.are_fresh, "every chunk must start its sequence"
     first = chunks.chunks[0].first
     lens = [chunk.num for chunk in chunks.chunks]

@@ -56,7 +56,7 @@ def attend_naive(
 def attend_sdpa(
     q_QNH: torch.Tensor, k_KGH: torch.Tensor, v_KGH: torch.Tensor, *, scale: float, window: int | None
 ) -> torch.Tensor:
-    """The same through `scaled_dot_product_attention`, without a mask wherever none is needed."""
+    """Attention of the last Q of K positions through PyTorch's SDPA, masked only where it must be."""
     num_queries, num_heads, head_dim = q_QNH.shape
     if window is not None and num_queries - 1 + window < k_KGH.shape[0]:  # some positions are out of sight
         k_KGH, v_KGH = k_KGH[1 - num_queries - window :], v_KGH[1 - num_queries - window :]

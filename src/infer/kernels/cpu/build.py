@@ -27,7 +27,7 @@ _COMPILERS = ("cc", "gcc", "clang")
 
 
 class CBuildError(Exception):
-    """There is no library, and why; the reason is one line."""
+    """The C library could not be built; the reason is one line."""
 
 
 def build_library(*, extra_flags: tuple[str, ...] = (), directory: Path | None = None) -> Path:
@@ -49,7 +49,7 @@ def find_compiler() -> str | None:
 
 
 def compiler_version(compiler: str) -> str:
-    """The first line the compiler says about itself."""
+    """First line of the compiler's `--version`."""
     try:
         answer = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=TIMEOUT)
     except (OSError, subprocess.SubprocessError) as error:
@@ -68,7 +68,7 @@ def cache_directory() -> Path:
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """What the processor says it can do, as the system prints it; empty where there is no such file."""
+    """Features of the processor as the system lists them; empty where it does not."""
     try:
         with open(cpuinfo) as lines:
             wanted = ("flags", "Features", "model name", "CPU part")

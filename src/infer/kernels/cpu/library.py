@@ -25,7 +25,7 @@ _state: Library | CBuildError | None = None
 
 
 class Library:
-    """The C functions: two that run things, and the addresses of what they can run."""
+    """The compiled C library: two functions that run operations, and the addresses of the operations."""
 
     def __init__(self, path: Path) -> None:
         try:

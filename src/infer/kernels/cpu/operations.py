@@ -164,7 +164,7 @@ def _embed(
 def rms_norm(
     library: Library, x: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float
 ) -> torch.Tensor:
-    """Normalise the last dimension of [T, D] or [T, N, D]."""
+    """RMS norm of the last dimension of [T, D] or [T, N, D]."""
     T, N, D = (x.shape[0], 1, x.shape[1]) if x.dim() == 2 else x.shape
     y = empty(tuple(x.shape))
     tokens_per_chunk = _rows_per_chunk(N * D)
@@ -184,7 +184,7 @@ def add_rms_norm(
     eps: float,
     offset: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalise x + residual; the normalised sum and the sum."""
+    """RMS norm of x + residual: the normalised sum and the sum."""
     T, D = x_TD.shape
     y_TD, sum_TD = empty((T, D)), empty((T, D))
     tokens_per_chunk = _rows_per_chunk(D)
@@ -204,7 +204,7 @@ def layer_norm(
     bias_D: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalise x + residual, mean and variance; the normalised sum and the sum."""
+    """LayerNorm of x + residual: the normalised sum and the sum."""
     T, D = x_TD.shape
     y_TD, sum_TD = empty((T, D)), x_TD if residual_TD is None else empty((T, D))
     tokens_per_chunk = _rows_per_chunk(D)
@@ -258,7 +258,7 @@ def rope(
     sin_PR: torch.Tensor,
     positions_T: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn queries and keys to their positions."""
+    """Rotate queries and keys to their positions."""
     (T, N, H), G = q_TNH.shape, k_TGH.shape[1]
     q_out, k_out = empty((T, N, H)), empty((T, G, H))
     tokens_per_chunk = _rows_per_chunk((N + G) * H)

@@ -89,7 +89,7 @@ class Program:
 
 
 class Recorder:
-    """What happens while a model is being recorded."""
+    """Notes the operations of a model instead of running them."""
 
     def __init__(self, library: Library) -> None:
         self.library = library

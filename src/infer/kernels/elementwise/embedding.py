@@ -20,7 +20,7 @@ from infer.kernels.runtime.dispatch import on_cpu, use_c
 
 
 def embed_reference(ids_T: torch.Tensor, table_VD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The specification, and what runs on a GPU."""
+    """The specification of `embed`, and its path on a GPU."""
     return F.embedding(ids_T, table_VD).to(dtype)
 
 
@@ -34,7 +34,7 @@ def embed(ids_T: torch.Tensor, table_VD: torch.Tensor, dtype: torch.dtype) -> to
 
 
 def scaled_reference(x_TD: torch.Tensor, factor: float) -> torch.Tensor:
-    """The specification, and what runs on a GPU."""
+    """The specification of `scaled`, and its path on a GPU."""
     return x_TD * factor
 
 

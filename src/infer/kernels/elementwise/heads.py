@@ -67,7 +67,7 @@ class HeadTransform(NamedTuple):
 def norm_rope_write_reference(
     qkv_TX: torch.Tensor, transform: HeadTransform, positions_T: torch.Tensor, cache: CacheSlots | None = None
 ) -> Heads:
-    """The specification: what the kernel must equal."""
+    """The specification of `norm_rope_write`, in PyTorch."""
     q, k, v_TGH = split_heads(qkv_TX, transform.num_heads, transform.num_kv_heads)
     if transform.norm_weights is not None:
         q_weight_H, k_weight_H = transform.norm_weights
@@ -80,7 +80,7 @@ def norm_rope_write_reference(
 
 
 def write_slots_reference(k_TGH: torch.Tensor, v_TGH: torch.Tensor, cache: CacheSlots) -> None:
-    """The same for a cache that is filled on its own."""
+    """The specification of `write_slots`, in PyTorch."""
     is_real_T = cache.slots_T >= 0
     slots = cache.slots_T[is_real_T].long()
     cache.keys_PGH[slots] = k_TGH[is_real_T]
@@ -105,7 +105,7 @@ def _write_slots_kernel(
 
 
 def write_slots(k_TGH: torch.Tensor, v_TGH: torch.Tensor, cache: CacheSlots) -> None:
-    """Put keys and values where the slots say."""
+    """Write keys and values to their slots of the cache."""
     if not use_triton(k_TGH):
         write_slots_reference(k_TGH, v_TGH, cache)
         return

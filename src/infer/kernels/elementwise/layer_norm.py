@@ -24,7 +24,7 @@ def add_layer_norm_reference(
     bias_D: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The specification, and what runs on a GPU."""
+    """The specification of `add_layer_norm`, and its path on a GPU."""
     sum_TD = x_TD if residual_TD is None else x_TD + residual_TD
     return F.layer_norm(sum_TD, weight_D.shape, weight_D, bias_D, eps), sum_TD
 

@@ -4,7 +4,7 @@
     add_rms_norm   r = x + residual;  y = rms_norm(r);  both are returned
 
 Statistics are taken in float32 whatever the input type, and the result is rounded once, at the end.
-`offset` is 1 for Gemma, which stores its weights centred on zero, and 0 for everyone else.
+`offset` is 1 for Gemma, which stores its weights centred on zero, and 0 for every other family.
 The sum r is rounded to the input type *before* it is normalised: fused or not, the numbers agree.
 x may come in parts, [P, T, D] in float32, whose sum it is (linear/split.py); that sum is not rounded.
 

@@ -22,7 +22,7 @@ _CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
 def cached(key: Sequence[bytes], make: Callable[[], bytes]) -> bytes:
-    """What `make` returned when it was last called for this key, on disk; otherwise what it returns now."""
+    """The bytes kept on disk for this key; where there are none, those of `make`, which are then kept."""
     digest = hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in key))
     try:
         path = cache_directory() / f"{digest.hexdigest()[:24]}.cubin"

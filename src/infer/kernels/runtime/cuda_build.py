@@ -36,7 +36,7 @@ _NOT_FOR_THIS_DRIVER = (200, 209, 222, 223)  # invalid image, no binary for this
 
 
 class BuildError(Exception):
-    """One of the compilers made nothing, and why; the reason is one line."""
+    """A compiler or the driver made no kernel; the reason is one line."""
 
 
 def options(arch: str, defines: Mapping[str, int]) -> list[str]:
@@ -289,7 +289,7 @@ class PreparedLaunch:
         )
 
     def __call__(self, num_blocks: int, *arguments: Any) -> None:
-        """Start that many blocks, on PyTorch's current stream; the driver copies the arguments."""
+        """Launch that many blocks on PyTorch's current stream; the driver copies the arguments."""
         stream = torch.cuda.current_stream().cuda_stream
         with self._lock:
             for value, argument in zip(self._values, arguments, strict=True):
@@ -301,7 +301,7 @@ class PreparedLaunch:
 
 
 def as_pointers(arguments: Sequence[Any]) -> Any:
-    """How a launch is told its arguments: the addresses of ctypes values, which the caller keeps alive."""
+    """Addresses of ctypes values, as a launch wants its arguments; the caller keeps the values alive."""
     addresses = [ctypes.addressof(argument) for argument in arguments]
     return (ctypes.c_void_p * len(arguments))(*addresses)
 

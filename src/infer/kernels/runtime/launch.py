@@ -1,22 +1,21 @@
-"""Launch a kernel again without asking Triton again which one it is.
+"""Launch a Triton kernel that was launched before, without Triton's analysis of its arguments.
 
-`kernel[grid](...)` looks at every argument to find the variant that was compiled for such ones: what type it
-has, whether it is 1 or a multiple of 16. That takes the CPU longer than the launch itself, and the layers of
-a model all ask the same question. Here the answer is kept:
+`kernel[grid](...)` looks at every argument to find the variant that was compiled for it: its type, whether
+it is 1 or a multiple of 16. That takes the CPU longer than the launch itself, and the layers of a model all
+launch with the same kinds of arguments. Here the compiled variant is kept:
 
-    kernel, grid, numbers, constants, types   ->   the compiled kernel, ready for addresses
+    key: kernel, device, grid, numbers, constants, types   ->   a compiled kernel that only needs addresses
 
-Numbers are part of the question as they are, so whatever Triton makes of them was made of the same ones; with
-their types, for 1, 1.0 and True are equal but compiled differently. Constants are integers, bools and names:
-of these True does what 1 does, and floats are refused. Of tensors Triton looks at the alignment too: an
-answer is for tensors whose addresses are all multiples of 16, as those of fresh memory are; any other launch
-goes the long way.
+The key holds every number by value and by type (1, 1.0 and True are equal but compiled differently), so a
+number that Triton would specialise for always finds its own variant. Constants are integers, bools and
+strings; a float is refused, because 2.0 would find the variant of 2. Triton also specialises for a tensor's
+alignment: a variant is kept for, and used by, launches whose addresses are all multiples of 16, as those of
+fresh memory are. Any other launch goes through Triton.
 
-Other integers, of 31 bits, differ from launch to launch and nothing is made of them, because the kernel says
-so (`jit_for_any`): they are no part of the question.
+Integers that the kernel declares as unspecialised (`jit_for_any`) differ from launch to launch, are compiled
+once for all values, and are not part of the key.
 
-A kernel is launched so only if its parameters come in this order: tensors, integers that may be any, numbers,
-constants.
+The parameters of such a kernel stand in this order: tensors, unspecialised integers, numbers, constants.
 """
 
 from __future__ import annotations
@@ -29,14 +28,13 @@ import torch
 
 from infer.kernels.runtime.dispatch import INTERPRETED, is_amd, triton
 
-Launch = tuple[
-    Callable[..., None], tuple[Any, ...]
-]  # of a compiled kernel: call it with addresses, then these
+# A compiled kernel, and what it is called with after the addresses.
+Launch = tuple[Callable[..., None], tuple[Any, ...]]
 
 _ALIGNMENT = 16  # bytes
-_MAX_KNOWN = 4096  # prompts have all lengths, and every length is a launch of its own
+_MAX_KNOWN = 4096  # variants: prompts have all lengths, and every length is a grid of its own
 
-_address_of, _dtype_of = torch.Tensor.data_ptr, attrgetter("dtype")  # to map: every launch asks them
+_address_of, _dtype_of = torch.Tensor.data_ptr, attrgetter("dtype")  # for map(): on the path of every launch
 
 _known: dict[tuple[Any, ...], Launch] = {}
 
@@ -46,7 +44,7 @@ def launch_triton(
     any_integers: tuple[int, ...] = (), /, **constants: Any,
 ) -> None:  # fmt: skip
     """`kernel[grid](*tensors, *any_integers, *numbers, **constants)`; constants may be options, too."""
-    if INTERPRETED or is_amd():  # there, more of a tensor counts than its alignment
+    if INTERPRETED or is_amd():  # there, Triton specialises for more of a tensor than its alignment
         kernel[grid](*tensors, *any_integers, *numbers, **constants)
         return
     addresses = [*map(_address_of, tensors)]
@@ -55,19 +53,19 @@ def launch_triton(
         bits |= address
     device = tensors[0].get_device()
     types = (*map(_dtype_of, tensors), *map(type, numbers))
-    question = (id(kernel), device, grid, numbers, types, *constants, *constants.values())
-    answer = _known.get(question)
-    if answer is None or bits % _ALIGNMENT:
+    key = (id(kernel), device, grid, numbers, types, *constants, *constants.values())
+    known = _known.get(key)
+    if known is None or bits % _ALIGNMENT:
         compiled = kernel[grid](*tensors, *any_integers, *numbers, **constants)
         if not bits % _ALIGNMENT:
-            _remember(question, kernel, compiled, grid, numbers, constants)
+            _remember(key, kernel, compiled, grid, numbers, constants)
         return
-    run, others = answer
+    run, others = known
     run(*addresses, *any_integers, *others, stream=triton.runtime.driver.active.get_current_stream(device))
 
 
 def _remember(
-    question: tuple[Any, ...], kernel: Any, compiled: Any, grid: tuple[int, ...],
+    key: tuple[Any, ...], kernel: Any, compiled: Any, grid: tuple[int, ...],
     numbers: tuple[int | float, ...], constants: dict[str, Any],
 ) -> None:  # fmt: skip
     if len(_known) >= _MAX_KNOWN:
@@ -76,6 +74,6 @@ def _remember(
     last = kernel.arg_names[len(kernel.arg_names) - len(names) :]
     assert last == names, f"{kernel.arg_names}: constants must come last"
     for name, value in constants.items():
-        assert not isinstance(value, float), f"{name} is {value}: {value:g} would be the same question"
+        assert not isinstance(value, float), f"{name} is {value}: {value:g} would be the same key"
     whole_grid = (*grid, 1, 1)[:3]
-    _known[question] = compiled[whole_grid], (*numbers, *(constants[name] for name in names))
+    _known[key] = compiled[whole_grid], (*numbers, *(constants[name] for name in names))

@@ -1,4 +1,4 @@
-"""Small work of PyTorch's on a CPU: one thread is better than all of them.
+"""How many threads PyTorch uses on a CPU: for small operations, one is better than all.
 
 PyTorch shares an operation among OpenMP's threads and waits until every one of them has been seen. A thread
 that has done its share then looks for the next one in a loop, for about ten milliseconds, before it sleeps.
@@ -32,5 +32,5 @@ def one_thread() -> Iterator[None]:
 
 
 def threads_for(num_rows: int) -> AbstractContextManager[None]:
-    """One thread for few rows of logits, all of them for many."""
+    """A context with one PyTorch thread for few rows of logits, and all threads for many."""
     return one_thread() if num_rows <= FEW_ROWS else nullcontext()

@@ -141,7 +141,7 @@ class SampleScratch:
 def sample_rows_reference(
     logits_SV: torch.Tensor, state: SampleState, rows_S: torch.Tensor, positions_S: torch.Tensor
 ) -> torch.Tensor:
-    """The specification, one row at a time."""
+    """The specification of `sample_rows`, one row at a time."""
     ids = [
         _sample_row(logits_V.float(), state, row, position) if row >= 0 else 0
         for logits_V, row, position in zip(logits_SV, rows_S.tolist(), positions_S.tolist(), strict=True)
@@ -808,7 +808,7 @@ def _arguments(
     logits_SV: torch.Tensor, state: SampleState, rows_S: torch.Tensor, positions_S: torch.Tensor,
     scratch: SampleScratch,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """What every kernel is given, though none needs all of it."""
+    """The arguments of every kernel, though none needs all of them."""
     S, V = logits_SV.shape
     num_real_groups = -(-V // GROUP)
     usual_rank = max(1, num_real_groups * 7 // 8)  # about two candidates per group of a shuffled vocabulary
