@@ -1,4 +1,4 @@
-"""A kernel that was launched before is launched again without Triton's analysis; any other goes through it."""
+"""A kernel that was launched before is launched again without Triton's analysis of arguments."""
 
 from __future__ import annotations
 
