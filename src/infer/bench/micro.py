@@ -24,7 +24,7 @@ import torch
 from infer.bench.repeats import beyond_floor, measure_row, run_rows
 from infer.bench.report import Report, Row, make_report, make_row
 from infer.bench.roofline import best_seconds, measure_ceilings
-from infer.bench.simulated import run_virtual
+from infer.bench.simulated import run_knobs
 from infer.bench.target import Subject
 from infer.bench.workloads import Arrival, Session, Turn, Workload
 from infer.cache.memory import kv_bytes_per_token, step_bytes
@@ -165,7 +165,7 @@ def capacity_rows(*, seed: int, num_requests: int = 300) -> list[Row]:
     rows = []
     base = 0.0
     for layout in ("contiguous", "paged"):
-        result = run_virtual(
+        result = run_knobs(
             workload,
             kv_cache_backend=layout,
             num_blocks=CAPACITY_SEQUENCES * CAPACITY_LEN // BLOCK_SIZE,

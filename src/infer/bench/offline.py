@@ -27,7 +27,7 @@ from infer.bench.roofline import (
     prefill_flops,
     workload_floor,
 )
-from infer.bench.run_offline import DriveResult, drive
+from infer.bench.run_offline import OfflineResult, run_offline
 from infer.bench.target import Subject
 from infer.bench.workloads import DEFAULT_VOCAB, FIRST_ID, Arrival, Session, Turn, Workload, make_workload
 from infer.engine.engine import Engine
@@ -40,10 +40,10 @@ WARM_UP = 2
 Tell = Callable[[str], None]
 
 
-def run_once(engine: Engine, workload: Workload, repeat: int, vocab_size: int) -> DriveResult:
+def run_once(engine: Engine, workload: Workload, repeat: int, vocab_size: int) -> OfflineResult:
     """One repeat: other tokens than any before, and an empty prefix cache. A request that failed ends it."""
     engine.reset_prefix_cache()
-    result = drive(engine, vary(workload, repeat, vocab_size), temperature=TEMPERATURE)
+    result = run_offline(engine, vary(workload, repeat, vocab_size), temperature=TEMPERATURE)
     for trace in result.traces:
         if trace.error is not None:
             raise ConfigError(f"a request of {workload.name} failed: {trace.error}")
@@ -54,7 +54,7 @@ def warm_up(engine: Engine, subject: Subject) -> None:
     """A few short requests: first allocations, compiled kernels, captured graphs."""
     workload = batch(4, 32, 8, subject.vocab_size, seed=99)
     for _ in range(WARM_UP):
-        drive(engine, fit(workload, context_len=engine.context_len), temperature=TEMPERATURE)
+        run_offline(engine, fit(workload, context_len=engine.context_len), temperature=TEMPERATURE)
 
 
 def batch(count: int, prompt_len: int, output_len: int, vocab_size: int, *, seed: int) -> Workload:
@@ -101,7 +101,7 @@ def bench_offline(subject: Subject, names: Sequence[str], *, seed: int, repeats:
     return _report("offline", found, subject, ceilings, seed, repeats)
 
 
-def _floors(subject: Subject, ceilings: Ceilings, result: DriveResult) -> dict[str, float]:
+def _floors(subject: Subject, ceilings: Ceilings, result: OfflineResult) -> dict[str, float]:
     lengths = [(trace.num_prompt, trace.num_output) for trace in result.traces]
     floor = workload_floor(subject.shape(), ceilings, lengths)
     return {"floor_s": floor, "floor_share": floor / result.seconds, **ceilings.figures()}

@@ -1,44 +1,72 @@
 """Run a workload on an engine without a server: requests go in at their times, every token's time comes out.
 
-The loop is the one every caller of an engine has: add what is due, step, hand out. Two clocks fit in: the
+The loop is the one every user of an engine has: add what is due, step, hand out. Two clocks fit in: the
 real one, and the virtual one of a simulation, which the runner moves by what a step would have cost.
 
-    offline      drive(engine, workload)                                     this machine's speed
-    simulated    drive(engine, workload, clock=..., wait=...)                the scheduler's decisions alone
+    offline      run_offline(engine, workload)                    this machine's speed
+    simulated    run_offline(engine, workload, clock=runner)      the scheduler's decisions alone
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from infer.bench.metrics import RequestTrace, Slo, percentile, summarise
-from infer.bench.workloads import FIRST_ID, WORDS, Session, Turn, Workload
+from infer.bench.workloads import FIRST_ID, WORDS, Turn, Workload
 from infer.engine.engine import Engine
 from infer.errors import InferError
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request, StepOutput
 
-SAMPLE_EVERY = 16  # steps: to ask an engine of 256 sequences how full it is takes a quarter of a millisecond
-STARVED_S = 30.0  # without a token, and nobody waits any longer
+SAMPLE_EVERY = 16  # steps between two looks at how full the engine is: a look takes measured time
+STARVED_S = 30.0  # without a token: longer than anyone waits
+COUNTERS = ("num_steps", "num_preemptions", "num_step_tokens", "num_queried_tokens", "num_hit_tokens")
 _WORD_IDS = {word: FIRST_ID + number for number, word in enumerate(WORDS)}
 
 
+class Clock(Protocol):
+    """The time of a run, from its start."""
+
+    def seconds(self) -> float:
+        """Return the seconds since the start."""
+
+    def wait_until(self, when: float) -> None:
+        """Return at this moment, or at once if it is past."""
+
+
+class WallClock:
+    """The machine's own time."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Return the seconds since this clock was made."""
+        return time.perf_counter() - self._started
+
+    def wait_until(self, when: float) -> None:
+        """Sleep until this moment."""
+        time.sleep(max(0.0, when - self.seconds()))
+
+
 @dataclass(slots=True, kw_only=True)
-class DriveResult:
+class OfflineResult:
     """What came of one run."""
 
-    traces: list[RequestTrace]
-    seconds: float
+    traces: list[RequestTrace] = field(default_factory=list)
+    seconds: float = 0.0  # to the end of the last request
+    num_blocks: int = 0  # of the cache
     step_s: list[float] = field(default_factory=list)  # how long each step took
     running: list[int] = field(default_factory=list)  # sequences, after each step that was looked at
     kv_use: list[float] = field(default_factory=list)  # share of blocks that sequences hold, likewise
     counters: dict[str, float] = field(default_factory=dict)  # how the engine's counters changed
 
     def figures(self, slo: Slo | None = None) -> dict[str, float]:
-        """Everything there is to say about the run."""
+        """Return every figure of the run by its name in MEASURES."""
         found = summarise(self.traces, seconds=self.seconds, slo=slo or Slo())
         waits = [max([trace.ttft, *trace.gaps()]) for trace in self.traces if trace.is_ok]
         found |= {
@@ -60,11 +88,8 @@ class DriveResult:
         return found
 
 
-COUNTERS = ("num_steps", "num_preemptions", "num_step_tokens", "num_queried_tokens", "num_hit_tokens")
-
-
 def to_ids(workload: Workload) -> Workload:
-    """A chat as token ids, a word each: an engine has no words."""
+    """Return a chat as token ids, a word each: an engine has no words."""
     if not workload.is_chat:
         return workload
 
@@ -73,99 +98,86 @@ def to_ids(workload: Workload) -> Workload:
 
     sessions = []
     for session in workload.sessions:
-        first, *rest = session.turns
-        turns = [Turn(ids=ids(session.system) + ids(first.text), max_tokens=first.max_tokens)]
-        turns += [Turn(ids=ids(turn.text), max_tokens=turn.max_tokens) for turn in rest]
-        sessions.append(Session(turns=tuple(turns), start_s=session.start_s))
-    return Workload(
-        name=workload.name, about=workload.about, arrival=workload.arrival, sessions=tuple(sessions)
-    )
+        turns = [Turn(ids=ids(turn.text), max_tokens=turn.max_tokens) for turn in session.turns]
+        turns[0] = replace(turns[0], ids=(*ids(session.system), *turns[0].ids))
+        sessions.append(replace(session, system="", turns=tuple(turns)))
+    return replace(workload, is_chat=False, sessions=tuple(sessions))
 
 
-class _Drive:
+class _Run:
+    """One workload on its way through an engine."""
+
     def __init__(
-        self,
-        engine: Engine,
-        workload: Workload,
-        clock: Callable[[], float],
-        wait: Callable[[float], None],
-        params: Mapping[str, float],
-        sample_every: int,
+        self, engine: Engine, workload: Workload, clock: Clock, sample_every: int, params: Mapping[str, Any]
     ) -> None:
         self._engine = engine
-        self._workload = to_ids(workload)
+        self._sessions = to_ids(workload).sessions
+        self._now = clock.seconds
         self._clock = clock
-        self._wait = wait
-        self._params = params
         self._sample_every = sample_every
+        self._params = params
         self._is_open = workload.arrival.kind == "open"
-        self._most = workload.arrival.concurrency or len(workload.sessions)
-        order = sorted(range(len(self._workload.sessions)), key=lambda n: self._workload.sessions[n].start_s)
-        self._pending = deque(order if self._is_open else range(len(self._workload.sessions)))
+        self._most = workload.arrival.concurrency or len(self._sessions)
+        order = range(len(self._sessions))
+        by_start = sorted(order, key=lambda number: self._sessions[number].start_s)
+        self._pending = deque(by_start if self._is_open else order)
         self._active: dict[str, tuple[RequestTrace, list[int]]] = {}
         self._num_sessions = 0  # on their way
-        self._started = clock()
-        self.result = DriveResult(traces=[], seconds=0.0)
+        self.result = OfflineResult()
 
-    def run(self) -> DriveResult:
-        before = self._engine.stats()
+    def run(self) -> OfflineResult:
+        result, before = self.result, self._engine.stats()
+        scheduler, pool = self._engine.scheduler, self._engine.scheduler.pool
         while self._pending or self._active:
             self._admit()
             if not self._active:
                 if self._pending and self._is_open:
-                    due = self._workload.sessions[self._pending[0]].start_s
-                    self._wait(max(0.0, due - self._now()))
+                    self._clock.wait_until(self._sessions[self._pending[0]].start_s)
                 continue
             began = self._now()
             outputs = self._engine.step()
             now = self._now()
-            self.result.step_s.append(now - began)
+            result.step_s.append(now - began)
             for output in outputs:
                 self._take(output, now)
-            if len(self.result.step_s) % self._sample_every == 1 % self._sample_every:
-                stats = self._engine.stats()
-                self.result.running.append(stats.num_running)
-                self.result.kv_use.append(stats.num_used_blocks / max(stats.num_blocks, 1))
+            if len(result.step_s) % self._sample_every == 1 % self._sample_every:
+                result.running.append(len(scheduler.running))
+                result.kv_use.append(1 - pool.num_free_blocks / max(pool.num_blocks, 1))
         after = self._engine.stats()
-        self.result.counters = {name: getattr(after, name) - getattr(before, name) for name in COUNTERS}
-        self.result.seconds = max((trace.ended for trace in self.result.traces), default=0.0)
-        return self.result
-
-    def _now(self) -> float:
-        return self._clock() - self._started
+        result.counters = {name: getattr(after, name) - getattr(before, name) for name in COUNTERS}
+        result.num_blocks = pool.num_blocks
+        result.seconds = max((trace.ended for trace in result.traces), default=0.0)
+        return result
 
     def _admit(self) -> None:
         while self._pending and self._num_sessions < self._most:
-            if self._is_open and self._workload.sessions[self._pending[0]].start_s > self._now():
+            if self._is_open and self._sessions[self._pending[0]].start_s > self._now():
                 return
             self._num_sessions += 1
             self._ask(self._pending.popleft(), 0, [])
 
     def _ask(self, number: int, turn: int, history: list[int]) -> None:
-        session = self._workload.sessions[number]
+        session = self._sessions[number]
         asked = session.turns[turn]
         prompt = [*history, *asked.ids]
         # an open loop counts from when the request was due: a step that was under way is part of the wait
         due = session.start_s if self._is_open and turn == 0 else self._now()
         trace = RequestTrace(session=number, turn=turn, asked=due, num_prompt=len(prompt), is_counted=True)
         self.result.traces.append(trace)
-        params = SamplingParams(max_tokens=asked.max_tokens, ignore_eos=True, **self._params)  # type: ignore[arg-type]
-        name = f"{number}.{turn}"
+        request = Request(
+            request_id=f"{number}.{turn}",
+            prompt=tuple(prompt),
+            params=SamplingParams(max_tokens=asked.max_tokens, ignore_eos=True, **self._params),
+            priority=session.priority,
+            deadline=session.deadline,
+        )
         try:
-            self._engine.add(
-                Request(
-                    request_id=name,
-                    prompt=tuple(prompt),
-                    params=params,
-                    priority=session.priority,
-                    deadline=session.deadline,
-                )
-            )
+            self._engine.add(request)
         except InferError as error:
             trace.error, trace.ended = str(error), self._now()
             self._num_sessions -= 1
             return
-        self._active[name] = (trace, prompt)
+        self._active[request.request_id] = (trace, prompt)
 
     def _take(self, output: StepOutput, now: float) -> None:
         trace, tokens = self._active[output.request_id]
@@ -180,21 +192,19 @@ class _Drive:
         trace.ended = now
         trace.error = output.error
         del self._active[output.request_id]
-        session = self._workload.sessions[trace.session]
-        if trace.error is None and trace.turn + 1 < len(session.turns):
+        if trace.error is None and trace.turn + 1 < len(self._sessions[trace.session].turns):
             self._ask(trace.session, trace.turn + 1, tokens)
         else:
             self._num_sessions -= 1
 
 
-def drive(
+def run_offline(
     engine: Engine,
     workload: Workload,
     *,
-    clock: Callable[[], float] = time.perf_counter,
-    wait: Callable[[float], None] = time.sleep,
+    clock: Clock | None = None,
     sample_every: int = SAMPLE_EVERY,
     **params: float,
-) -> DriveResult:
+) -> OfflineResult:
     """Run a workload to its end; `params` are sampling parameters of every request."""
-    return _Drive(engine, workload, clock, wait, params, sample_every).run()
+    return _Run(engine, workload, clock or WallClock(), sample_every, params).run()

@@ -1,121 +1,251 @@
-"""The real scheduler and the real cache books under a workload, with no model and on a virtual clock.
+"""The real engine on a virtual clock: what would this load do under that policy and that cache?
 
-What comes out are decisions: how many steps, how full they were, who was preempted, what the cache found.
-They follow from the workload and the knobs alone and are equal on every machine, which makes them fit for
-a gate that no load on a build machine can trip (`counts`), and for comparing policies (`sweep`).
+    workload ──► Engine (real) ──► Scheduler (real) ──► pool (real)
+                     │
+                     └──► SimulatedRunner: makes up the tokens, and moves the clock by what the step costs
+
+Only the model is missing, so thousands of steps run in a second, and a policy that starves a request,
+thrashes the cache or wastes its budget does so here as it would on the machine. Requests come in when
+the clock has reached their arrival; the clock jumps when there is nothing to do. Nothing depends on
+the real time: the same workload gives the same figures on every machine. That makes them fit for comparing
+policies and cache sizes (`infer simulate`, `infer bench policies`), and for a gate that no load on a build
+machine can trip (`counts`).
+
+    ├─ queue wait ─┤─ prompt ─┤
+    arrival        first chunk  first token    ...    a gap    ...   last token
+    ├────────── TTFT ──────────┤               ├─ ITL ─┤
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any
 
-from infer.bench.metrics import RequestTrace
+import msgspec
+
 from infer.bench.report import Row, make_row
-from infer.bench.run_offline import DriveResult, drive
-from infer.bench.workloads import Arrival, Session, Turn, Workload, make_workload
+from infer.bench.run_offline import OfflineResult, run_offline
+from infer.bench.traces import draw_trace, to_workload
+from infer.bench.workloads import Workload, make_workload
 from infer.cache.memory import size_cache
 from infer.config.defaults import SIMULATED_STEPS
 from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig, knob_table
 from infer.engine.build import make_pool
 from infer.engine.engine import Engine
+from infer.execution.runner import StepResult, SyncRunner
+from infer.scheduling.plan import StepPlan
+from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.scheduler import Scheduler
-from infer.tools.simulate import SimulatedRunner
+from infer.scheduling.sequence import Sequence as TokenSequence
 from infer.tools.step_cost import StepCost
-from infer.tools.trace import VOCAB_SIZE, RequestMaker
-from infer.tools.trace import make_workload as make_trace
+
+VOCAB_SIZE = 1 << 32  # token ids are made up, so there may be as many as there can be
+
+
+class SimulatedRunner(SyncRunner):
+    """A `Runner` that makes tokens up, and the clock of the run."""
+
+    def __init__(self, cost: StepCost) -> None:
+        self.cost = cost
+        self.now = 0.0
+        self.first_chunk: dict[str, float] = {}  # request -> when its first step began
+
+    def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
+        """Advance the clock; the ids are new ones, so outputs never match a prompt of the load."""
+        for seq in sequences:
+            if seq.num_tokens == seq.num_prompt:
+                self.first_chunk.setdefault(seq.group.request.request_id, self.now)
+        self.now += self.cost.seconds(plan)
+        ids = [tuple(VOCAB_SIZE - 1 - index for index in range(chunk.num_samples)) for chunk in plan.chunks]
+        return StepResult(ids, [(None,) * len(row) for row in ids], {})
+
+    def forget(self, seq_id: int) -> None:
+        """Keep nothing per sequence."""
+
+    def seconds(self) -> float:
+        """Return the virtual time."""
+        return self.now
+
+    def wait_until(self, when: float) -> None:
+        """Jump to a moment that is not past."""
+        self.now = max(self.now, when)
+
+
+def run_simulated(workload: Workload, config: EngineConfig, cost: StepCost) -> OfflineResult:
+    """Run a workload through the engine's decisions to its end; the config must give `num_blocks`."""
+    assert config.cache.num_blocks is not None, "a simulation has no memory to size its cache from"
+    max_seq_len = config.load.max_seq_len or workload.longest
+    scheduler_config = resolve_scheduler(config, max_seq_len, SIMULATED_STEPS)
+    size = size_cache(
+        config.cache, scheduler_config, max_seq_len=max_seq_len, bytes_per_token=1, free_bytes=0
+    )
+    prices = PreemptionCost(swap_seconds=cost.per_block / size.block_size, recompute_seconds=cost.per_token)
+    scheduler = Scheduler(
+        make_pool(config, size), scheduler_config, cost=prices, keeps_cache=config.cache.keeps_cache
+    )
+    runner = SimulatedRunner(cost)
+    engine = Engine(scheduler, runner, context_len=max_seq_len, vocab_size=VOCAB_SIZE)
+    result = run_offline(engine, workload, clock=runner, sample_every=1)
+    for trace in result.traces:
+        first = runner.first_chunk.get(f"{trace.session}.{trace.turn}")
+        trace.queue_s = None if first is None else first - trace.asked
+    return result
+
+
+# -- infer simulate: policies and cache sizes side by side -----------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationResult:
+    """What came of one load under one configuration; seconds are virtual unless they say otherwise."""
+
+    policy: str
+    num_blocks: int
+    num_finished: int
+    num_refused: int  # could never be served, or the queue was full
+    num_late: int  # finished after their deadline
+    num_steps: int
+    seconds: float
+    output_tokens_per_second: float
+    ttft_p50: float
+    ttft_p99: float
+    itl_p50: float
+    itl_p99: float
+    longest_gap: float  # between two tokens of one sequence: preempted, or left out
+    longest_queue_wait: float  # from arrival to the first chunk
+    num_preemptions: int
+    cache_hit_rate: float  # of the prompt tokens admitted
+    kv_use_mean: float  # share of blocks that sequences hold, over time
+    kv_use_peak: float
+    steps_per_real_second: float
+
+
+def simulate(workload: Workload, config: EngineConfig, cost: StepCost) -> SimulationResult:
+    """Run a workload to its end; the config must give `num_blocks`."""
+    started = perf_counter()
+    result = run_simulated(workload, config, cost)
+    real_seconds = perf_counter() - started
+    done = [trace for trace in result.traces if trace.is_ok]
+    ends = [(trace.ended, workload.sessions[trace.session].deadline) for trace in done]
+    ttft = sorted(trace.ttft for trace in done)
+    gaps = sorted(gap for trace in done for gap in trace.gaps())
+    count, seconds = result.counters, result.seconds
+    held = sum(use * spent for use, spent in zip(result.kv_use, result.step_s, strict=True))
+    return SimulationResult(
+        policy=config.scheduler.scheduler_policy,
+        num_blocks=result.num_blocks,
+        num_finished=len(done),
+        num_refused=len(result.traces) - len(done),
+        num_late=sum(deadline is not None and ended > deadline for ended, deadline in ends),
+        num_steps=len(result.step_s),
+        seconds=seconds,
+        output_tokens_per_second=sum(trace.num_output for trace in done) / seconds if seconds else 0.0,
+        ttft_p50=nearest_rank(ttft, 50),
+        ttft_p99=nearest_rank(ttft, 99),
+        itl_p50=nearest_rank(gaps, 50),
+        itl_p99=nearest_rank(gaps, 99),
+        longest_gap=max(gaps, default=0.0),
+        longest_queue_wait=max((trace.queue_s or 0.0 for trace in result.traces), default=0.0),
+        num_preemptions=int(count["num_preemptions"]),
+        cache_hit_rate=count["num_hit_tokens"] / max(count["num_queried_tokens"], 1),
+        kv_use_mean=held / seconds if seconds else 0.0,
+        kv_use_peak=max(result.kv_use, default=0.0),
+        steps_per_real_second=len(result.step_s) / real_seconds if real_seconds else 0.0,
+    )
+
+
+def compare(
+    workload: Workload,
+    config: EngineConfig,
+    cost: StepCost,
+    *,
+    policies: Sequence[str],
+    num_blocks: Sequence[int],
+) -> list[SimulationResult]:
+    """Return one result for every policy and every size of the cache."""
+    return [
+        simulate(
+            workload,
+            replace(
+                config,
+                cache=replace(config.cache, num_blocks=count, kv_cache_memory=None),
+                scheduler=replace(config.scheduler, scheduler_policy=policy),
+            ),
+            cost,
+        )
+        for count in num_blocks
+        for policy in policies
+    ]
+
+
+def nearest_rank(ordered: Sequence[float], percent: int) -> float:
+    """Return the smallest value that at least `percent` of all do not exceed; 0 of nothing."""
+    return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else 0.0
+
+
+# -- infer bench policies, and the gate --------------------------------------------------------------------
+
+# A machine that stays as slow as it is, whatever the default cost is fitted to, so that counts and
+# reports of different commits can be compared: the default model in float32 on two cores.
+SLOW_MACHINE = StepCost(base=0.036, per_token=0.0016, per_kv_token=0.000022, per_block=0.00013)
 
 SWEEP_LOADS = ("mixed", "shared_prefix")
-SWEEP_PACE = 2.0  # times the arrivals of the simulator's load: enough for a queue, so that order matters
+SWEEP_PACE = 2.0  # times the arrivals of the load: enough for a queue, so that order matters
 SWEEP_KNOBS: Mapping[str, Any] = {
     "num_blocks": 256,
     "max_batch_size": 16,
     "max_num_batched_tokens": 192,
     "prefill_chunk_size": 128,
 }
+SWEEP_FIGURES = (
+    "output_tokens_per_s",
+    "ttft_p50_s",
+    "ttft_p99_s",
+    "itl_p50_s",
+    "itl_p99_s",
+    "longest_wait_s",
+    "num_starved",
+    "num_preemptions",
+    "cache_hit_share",
+    "kv_use",
+)
 PATIENCE_S = 10.0  # of a request of priority 0
-# A machine that stays as slow as it is, whatever the simulator's own default is fitted to, so that counts and
-# reports of different commits can be compared: the default model in float32 on two cores.
-SLOW_MACHINE = StepCost(base=0.036, per_token=0.0016, per_kv_token=0.000022, per_block=0.00013)
 
 
-def run_virtual(workload: Workload, cost: StepCost = SLOW_MACHINE, **knobs: Any) -> DriveResult:
-    """A workload through the engine's decisions; `knobs` must give num_blocks."""
-    config = EngineConfig.from_knobs(**knobs)
-    max_seq_len = config.load.max_seq_len or workload.longest
-    scheduler_config = resolve_scheduler(config, max_seq_len, SIMULATED_STEPS)
-    size = size_cache(
-        config.cache, scheduler_config, max_seq_len=max_seq_len, bytes_per_token=1, free_bytes=0
-    )
-    runner = SimulatedRunner(cost)
-    scheduler = Scheduler(make_pool(config, size), scheduler_config, keeps_cache=config.cache.keeps_cache)
-    engine = Engine(scheduler, runner, context_len=max_seq_len, vocab_size=VOCAB_SIZE)
-
-    def wait(seconds: float) -> None:
-        runner.now += seconds + 1e-9  # past the arrival, whatever the rounding
-
-    result = drive(engine, workload, clock=lambda: runner.now, wait=wait, sample_every=1)
-    for trace in result.traces:
-        trace.queue_s = _queue_s(trace, runner)
-    return result
+def run_knobs(workload: Workload, **knobs: Any) -> OfflineResult:
+    """Run a workload on the slow machine; `knobs` must give num_blocks."""
+    return run_simulated(workload, EngineConfig.from_knobs(**knobs), SLOW_MACHINE)
 
 
-def _queue_s(trace: RequestTrace, runner: SimulatedRunner) -> float | None:
-    first = runner.first_chunk.get(f"{trace.session}.{trace.turn}")
-    return None if first is None else max(0.0, first - trace.asked)
-
-
-def trace_workload(name: str, *, num_requests: int, seed: int, pace: float = 1.0) -> Workload:
-    """A load of the simulator as a workload: its lengths, prefixes and urgency, arrivals `pace` as fast."""
-    maker = RequestMaker()
-    sessions = tuple(
-        Session(
-            turns=(Turn(ids=maker.make(item).prompt, max_tokens=item.output_len),),
-            start_s=item.arrival / pace,
-            priority=item.priority,
-            deadline=item.arrival / pace + PATIENCE_S * (1 + item.priority),
-        )
-        for item in make_trace(name, num_requests=num_requests, seed=seed)
-    )
-    return Workload(name=name, about="", arrival=Arrival(kind="open", rate=1.0), sessions=sessions)
+def sweep_workload(name: str, *, num_requests: int, seed: int) -> Workload:
+    """Return a built-in load at the pace of the sweep, every request with a deadline by its priority."""
+    requests = []
+    for item in draw_trace(name, num_requests=num_requests, seed=seed):
+        arrival = item.arrival / SWEEP_PACE
+        deadline = arrival + PATIENCE_S * (1 + item.priority)
+        requests.append(msgspec.structs.replace(item, arrival=arrival, deadline=deadline))
+    return to_workload(name, requests)
 
 
 def sweep(*, num_requests: int = 200, seed: int = 0) -> list[Row]:
-    """Every policy under a mixed load and one with shared prefixes: latency, throughput, who starved.
+    """Return a row of latency, throughput and starvation for every policy under each load of the sweep.
 
     The machine is too slow for the load for a while and its steps are short, or the order would not matter.
     """
     rows = []
     for load in SWEEP_LOADS:
-        workload = trace_workload(load, num_requests=num_requests, seed=seed, pace=SWEEP_PACE)
+        workload = sweep_workload(load, num_requests=num_requests, seed=seed)
         for policy in knob_table()["scheduler_policy"].choices:
-            result = run_virtual(workload, scheduler_policy=policy, **SWEEP_KNOBS)
-            figures = result.figures()
-            kept = (
-                "output_tokens_per_s",
-                "ttft_p50_s",
-                "ttft_p99_s",
-                "itl_p50_s",
-                "itl_p99_s",
-                "longest_wait_s",
-                "num_starved",
-                "num_preemptions",
-                "cache_hit_share",
-                "kv_use",
-            )
-            rows.append(
-                make_row(
-                    f"{load} {policy}",
-                    f"{num_requests} requests, simulated",
-                    [{name: figures[name] for name in kept if name in figures}],
-                    settings={"scheduler_policy": policy, "pace": SWEEP_PACE, **SWEEP_KNOBS},
-                )
-            )
+            figures = run_knobs(workload, scheduler_policy=policy, **SWEEP_KNOBS).figures()
+            kept = {name: figures[name] for name in SWEEP_FIGURES if name in figures}
+            settings = {"scheduler_policy": policy, "pace": SWEEP_PACE, **SWEEP_KNOBS}
+            about = f"{num_requests} requests, simulated"
+            rows.append(make_row(f"{load} {policy}", about, [kept], settings=settings))
     return rows
 
-
-# -- the gate -----------------------------------------------------------------------------------------
 
 GATE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "static": (
@@ -137,17 +267,15 @@ GATE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 
 def counts(names: Sequence[str] = tuple(GATE)) -> dict[str, dict[str, float]]:
-    """Steps, preemptions, cache hits and tokens per step of each row of GATE; no times."""
+    """Return steps, preemptions, cache hits and tokens per step of each row of GATE; no times."""
     found = {}
     for name in names:
         workload, knobs = GATE[name]
-        result = run_virtual(make_workload(workload, seed=42), **knobs)
-        errors = sum(not trace.is_ok for trace in result.traces)
-        steps = result.counters["num_steps"]
+        result = run_knobs(make_workload(workload, seed=42), **knobs)
         found[name] = {
             **result.counters,
-            "num_errors": errors,
-            "tokens_per_step": round(result.counters["num_step_tokens"] / steps, 3),
+            "num_errors": sum(not trace.is_ok for trace in result.traces),
+            "tokens_per_step": round(result.counters["num_step_tokens"] / result.counters["num_steps"], 3),
             "peak_running": max(result.running),
         }
     return found

@@ -19,7 +19,7 @@ A prompt is token ids, exact in length on every model; or, in chats, words, sinc
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -58,7 +58,7 @@ class Turn:
     """What one turn adds to its session's prompt: token ids, or words of a chat."""
 
     max_tokens: int
-    ids: tuple[int, ...] = ()
+    ids: Sequence[int] = ()
     text: str = ""
 
     @property

@@ -1,6 +1,6 @@
 """`infer simulate`: compare policies and cache sizes under a load, without a model.
 
-The real scheduler and the real cache books run on a virtual clock (tools/simulate.py), so what this
+The real scheduler and the real cache books run on a virtual clock (bench/simulated.py), so what this
 prints follows from the trace, the knobs and the cost alone, and not from this machine.
 """
 
@@ -18,9 +18,9 @@ from infer.config.settings import EngineConfig, knob_table
 from infer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from infer.tools.simulate import SimulationResult
+    from infer.bench.simulated import SimulationResult
+    from infer.bench.workloads import Workload
     from infer.tools.step_cost import StepCost
-    from infer.tools.trace import TraceRequest
 
 EXAMPLES = """\
 a trace has one request per line; only the first three keys are needed:
@@ -110,26 +110,26 @@ def run(args: argparse.Namespace) -> int:
     """Read the load, simulate every combination, print the comparison."""
     if (args.trace is None) == (args.workload is None):
         raise ConfigError("give a load: --trace FILE or --workload NAME, one of the two")
-    from infer.tools.simulate import compare
+    from infer.bench.simulated import compare
     from infer.tools.step_cost import StepCost, read_cost
 
-    trace = read_load(args)
+    load = read_load(args)
     cost = StepCost() if args.cost is None else read_cost(args.cost)
     knobs = flags.knobs_from(args)
     policies = read_policies(args.policy or knobs.get("scheduler_policy") or "all")
     num_blocks = read_counts(args.num_blocks or str(knobs.pop("num_blocks", None) or DEFAULT_BLOCKS))
     knobs.pop("kv_cache_memory", None)  # of a config file: the cache is sized in blocks here
-    results = compare(trace, EngineConfig.from_knobs(**knobs), cost, policies=policies, num_blocks=num_blocks)
+    results = compare(load, EngineConfig.from_knobs(**knobs), cost, policies=policies, num_blocks=num_blocks)
     if args.json:
-        write_out(json.dumps(to_json(args, trace, cost, results), indent=2) + "\n")
+        write_out(json.dumps(to_json(load, cost, results), indent=2) + "\n")
     else:
-        print_table(args, trace, results)
+        print_table(load, results)
     return 0
 
 
-def read_load(args: argparse.Namespace) -> list[TraceRequest]:
-    """The requests of the trace, or of the built-in workload."""
-    from infer.tools.trace import make_workload, read_trace
+def read_load(args: argparse.Namespace) -> Workload:
+    """Return the requests of the trace, or of the built-in load."""
+    from infer.bench.traces import draw_trace, read_trace, to_workload
 
     if args.trace is not None:
         for name in ("num_requests", "seed"):
@@ -137,11 +137,12 @@ def read_load(args: argparse.Namespace) -> list[TraceRequest]:
                 raise ConfigError(
                     f"--{name.replace('_', '-')} is for --workload; a trace has its own requests"
                 )
-        return read_trace(args.trace)
+        return to_workload(args.trace.name, read_trace(args.trace))
     num_requests = 300 if args.num_requests is None else args.num_requests
     if num_requests < 1:
         raise ConfigError(f"--num-requests must be 1 or more, got {num_requests}")
-    return make_workload(args.workload, num_requests=num_requests, seed=args.seed or 0)
+    requests = draw_trace(args.workload, num_requests=num_requests, seed=args.seed or 0)
+    return to_workload(args.workload, requests)
 
 
 def read_policies(text: str) -> list[str]:
@@ -165,32 +166,29 @@ def read_counts(text: str) -> list[int]:
     return counts
 
 
-def to_json(
-    args: argparse.Namespace, trace: list[TraceRequest], cost: StepCost, results: list[SimulationResult]
-) -> dict[str, Any]:
-    """The object `--json` prints."""
+def to_json(load: Workload, cost: StepCost, results: list[SimulationResult]) -> dict[str, Any]:
+    """Return the object that `--json` prints."""
     return {
-        "load": args.workload or args.trace.name,
-        "num_requests": len(trace),
+        "load": load.name,
+        "num_requests": load.num_requests,
         "cost": dataclasses.asdict(cost),
         "results": [dataclasses.asdict(result) for result in results],
     }
 
 
-def print_table(args: argparse.Namespace, trace: list[TraceRequest], results: list[SimulationResult]) -> None:
-    """One row per policy and cache size."""
+def print_table(load: Workload, results: list[SimulationResult]) -> None:
+    """Print one row per policy and cache size."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    has_deadlines = any(item.deadline is not None for item in trace)
-    num_out = sum(item.output_len for item in trace)
+    has_deadlines = any(session.deadline is not None for session in load.sessions)
     table = Table(
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
         show_edge=False,
-        title=f"{args.workload or args.trace.name}: {len(trace)} requests, {num_out} output tokens\n",
+        title=f"{load.name}: {load.num_requests} requests, {load.num_output_tokens} output tokens\n",
         title_justify="left",
         caption="times in seconds of the simulated machine; the last column is this machine's",
         caption_justify="left",

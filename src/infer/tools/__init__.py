@@ -1,7 +1,8 @@
 """Programs around the engine: nothing that serves a request imports them.
 
 record.py, record_reader.py, replay.py   a run written down, and repeated bit for bit
-simulate.py, step_cost.py, trace.py      the real scheduler under any load on a virtual clock
+typed_json.py                            files into structs, with errors that say what is wrong where
+step_cost.py                             how long a step takes, as a formula that a record is fitted to
 memory_plan.py                           what fits, from config and headers alone
 doctor.py                                what this machine brings to running a model
 activation_diff.py                       the first tensor in which two models differ

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.counts import EXPECTED, differences
 from infer.bench.micro import capacity_rows
-from infer.bench.simulated import GATE, counts, run_virtual, sweep, trace_workload
+from infer.bench.simulated import GATE, counts, run_knobs, sweep, sweep_workload
 from infer.bench.workloads import make_workload
 
 
@@ -44,9 +44,9 @@ def test_paged_holds_several_times_the_sequences() -> None:
     assert paged.figures["speed_up"].median > 3
 
 
-def test_a_virtual_run_is_the_same_every_time() -> None:
+def test_a_simulated_run_is_the_same_every_time() -> None:
     workload = make_workload("continuous_batching")
-    first, second = (run_virtual(workload, num_blocks=64) for _ in range(2))
+    first, second = (run_knobs(workload, num_blocks=64) for _ in range(2))
     assert first.figures() == second.figures()
     assert [trace.chunks for trace in first.traces] == [trace.chunks for trace in second.traces]
 
@@ -60,5 +60,5 @@ def test_the_sweep_shows_what_policies_do() -> None:
 
 
 def test_a_trace_keeps_its_shared_prefixes() -> None:
-    workload = trace_workload("shared_prefix", num_requests=40, seed=0, pace=2.0)
+    workload = sweep_workload("shared_prefix", num_requests=40, seed=0)
     assert len({session.turns[0].ids[:300] for session in workload.sessions}) == 4

@@ -33,7 +33,7 @@ from infer.bench.roofline import (
     shape_of,
     workload_floor,
 )
-from infer.bench.run_offline import drive, to_ids
+from infer.bench.run_offline import run_offline, to_ids
 from infer.bench.target import TINY, Subject, open_subject
 from infer.bench.workloads import SERVING, Arrival, Session, Turn, Workload, make_workload
 from infer.errors import ConfigError, EngineError
@@ -59,7 +59,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 
 def test_a_run_has_every_token_and_its_time(subject: Subject) -> None:
     workload = batch(3, 10, 5, subject.vocab_size, seed=0)
-    result = drive(subject.engine(), workload)
+    result = run_offline(subject.engine(), workload)
     assert [(trace.num_prompt, trace.num_output, len(trace.chunks)) for trace in result.traces] == [
         (10, 5, 5)
     ] * 3
@@ -70,7 +70,7 @@ def test_a_run_has_every_token_and_its_time(subject: Subject) -> None:
 
 def test_the_engine_is_seldom_asked_how_full_it_is(subject: Subject) -> None:
     """Asking costs time, which would be part of what is measured."""
-    result = drive(subject.engine(), batch(1, 4, 40, subject.vocab_size, seed=0))
+    result = run_offline(subject.engine(), batch(1, 4, 40, subject.vocab_size, seed=0))
     assert len(result.step_s) == 40
     assert len(result.running) == len(result.kv_use) == 3  # after steps 1, 17 and 33
 
@@ -83,7 +83,7 @@ def test_a_session_goes_on_from_its_answer(subject: Subject) -> None:
         arrival=Arrival(kind="closed", concurrency=1),
         sessions=(Session(turns=turns),) * 2,
     )
-    result = drive(subject.engine(), workload)
+    result = run_offline(subject.engine(), workload)
     assert [(t.session, t.turn, t.num_prompt) for t in result.traces] == [
         (0, 0, 3),
         (0, 1, 8),
@@ -95,7 +95,7 @@ def test_a_session_goes_on_from_its_answer(subject: Subject) -> None:
 def test_a_request_that_does_not_fit_is_an_error_of_its_own(subject: Subject) -> None:
     sessions = (*batch(1, 300, 5, 64, seed=0).sessions, *batch(1, 10, 5, 64, seed=0).sessions)
     workload = Workload(name="w", about="", arrival=Arrival(kind="open"), sessions=sessions)
-    bad, good = drive(subject.engine(), workload).traces
+    bad, good = run_offline(subject.engine(), workload).traces
     assert bad.error is not None and good.is_ok
 
 

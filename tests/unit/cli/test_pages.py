@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from infer.bench.traces import read_trace
 from infer.cli.main import build_parser
-from infer.tools.trace import read_trace
 
 FEATURES = Path(__file__).parents[3] / "docs" / "features"
 

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import astuple
+from msgspec.structs import astuple, replace
 
+from infer.bench.simulated import SimulationResult, compare, nearest_rank, simulate
+from infer.bench.traces import LOADS, TraceRequest, draw_trace, read_trace, to_workload
 from infer.config.settings import EngineConfig
 from infer.engine.run_manifest import RunFacts
 from infer.errors import ConfigError
@@ -15,16 +17,15 @@ from infer.scheduling.plan import COPY, Chunk, StepPlan, Transfer
 from infer.scheduling.request import Request
 from infer.tools.record import Recorder
 from infer.tools.record_reader import Record
-from infer.tools.simulate import SimulationResult, compare, percentile, simulate
 from infer.tools.step_cost import StepCost, fit_cost, read_cost
-from infer.tools.trace import WORKLOADS, RequestMaker, TraceRequest, make_workload, read_trace
 from tests.unit.tools.recorded_runs import make_facts
 
 ONE_SECOND = StepCost(base=1.0, per_token=0.0, per_kv_token=0.0, per_block=0.0)
 
 
 def run(trace: list[TraceRequest], cost: StepCost = ONE_SECOND, **knobs: Any) -> SimulationResult:
-    return simulate(trace, EngineConfig.from_knobs(**{"num_blocks": 64, "block_size": 4} | knobs), cost)
+    config = EngineConfig.from_knobs(**{"num_blocks": 64, "block_size": 4} | knobs)
+    return simulate(to_workload("trace", trace), config, cost)
 
 
 def ask(arrival: float, prompt_len: int, output_len: int, **more: Any) -> TraceRequest:
@@ -101,7 +102,7 @@ def test_prompts_first_give_an_earlier_first_token_and_a_longer_gap() -> None:
 
 @pytest.mark.parametrize("backend", ["paged", "contiguous", "naive"])
 def test_every_layout_serves_the_same_load(backend: str) -> None:
-    trace = make_workload("bursty", num_requests=25, seed=1)
+    trace = draw_trace("bursty", num_requests=25, seed=1)
     result = run(trace, kv_cache_backend=backend, num_blocks=4000, block_size=16)
     assert result.num_finished == 25
 
@@ -109,12 +110,14 @@ def test_every_layout_serves_the_same_load(backend: str) -> None:
 # -- the same figures again ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list(WORKLOADS))
+@pytest.mark.parametrize("name", list(LOADS))
 def test_a_seed_decides_everything_but_the_real_time(name: str) -> None:
     def figures(seed: int) -> list[dict[str, Any]]:
-        trace = make_workload(name, num_requests=40, seed=seed)
+        trace = draw_trace(name, num_requests=40, seed=seed)
         config = EngineConfig.from_knobs(max_batch_size=16)
-        found = compare(trace, config, StepCost(), policies=["fcfs", "priority"], num_blocks=[260])
+        found = compare(
+            to_workload(name, trace), config, StepCost(), policies=["fcfs", "priority"], num_blocks=[260]
+        )
         return [asdict(result) | {"steps_per_real_second": 0} for result in found]
 
     assert figures(0) == figures(0)
@@ -123,25 +126,22 @@ def test_a_seed_decides_everything_but_the_real_time(name: str) -> None:
 
 
 def test_workloads_come_in_order_and_fit_their_own_prefixes() -> None:
-    for name in WORKLOADS:
-        trace = make_workload(name, num_requests=200, seed=3)
+    for name in LOADS:
+        trace = draw_trace(name, num_requests=200, seed=3)
         assert [item.arrival for item in trace] == sorted(item.arrival for item in trace)
         assert all(item.prefix_len <= item.prompt_len for item in trace)
     with pytest.raises(ConfigError, match="workload must be one of mixed, shared_prefix"):
-        make_workload("weather", num_requests=1, seed=0)
+        draw_trace("weather", num_requests=1, seed=0)
 
 
 def test_prompts_agree_exactly_where_their_prefixes_do() -> None:
-    maker = RequestMaker()
-    a, b, c, d = (
-        maker.make(item).prompt
-        for item in [
-            ask(0, 10, 1, prefix_id="x", prefix_len=6),
-            ask(0, 9, 1, prefix_id="x", prefix_len=4),
-            ask(0, 10, 1, prefix_id="y", prefix_len=6),
-            ask(0, 10, 1),
-        ]
-    )
+    requests = [
+        ask(0, 10, 1, prefix_id="x", prefix_len=6),
+        ask(0, 9, 1, prefix_id="x", prefix_len=4),
+        ask(0, 10, 1, prefix_id="y", prefix_len=6),
+        ask(0, 10, 1),
+    ]
+    a, b, c, d = (session.turns[0].ids for session in to_workload("t", requests).sessions)
     assert (len(a), len(b)) == (10, 9)
     assert a[:4] == b[:4]
     assert not set(a[6:]) & set(b)
@@ -150,10 +150,14 @@ def test_prompts_agree_exactly_where_their_prefixes_do() -> None:
 
 
 def test_percentiles_are_values_that_occurred() -> None:
-    assert percentile([], 50) == 0.0
+    assert nearest_rank([], 50) == 0.0
     values = [float(i) for i in range(1, 101)]
-    assert (percentile(values, 50), percentile(values, 99), percentile(values, 100)) == (50.0, 99.0, 100.0)
-    assert percentile([7.0], 99) == 7.0
+    assert (nearest_rank(values, 50), nearest_rank(values, 99), nearest_rank(values, 100)) == (
+        50.0,
+        99.0,
+        100.0,
+    )
+    assert nearest_rank([7.0], 99) == 7.0
 
 
 # -- files --------------------------------------------------------------------------------------------
@@ -166,20 +170,31 @@ def test_a_trace_is_read_in_the_order_of_arrival(tmp_path: Path) -> None:
         '{"arrival": 0.5, "prompt_len": 9, "output_len": 2, "prefix_id": 7, "prefix_len": 4, "deadline": 3}\n'
     )
     first, second = read_trace(path)
-    assert first == ask(0.5, 9, 2, prefix_id="7", prefix_len=4, deadline=3.0)
+    assert first == ask(0.5, 9, 2, prefix_id=7, prefix_len=4, deadline=3.0)
     assert second == ask(2.0, 5, 1)
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("nonsense", "line 1: not JSON"),
-        ("[]", "line 1: not a JSON object"),
-        ('{"arrival": 0, "prompt_len": 5}', "'output_len' must be an integer in [1, 16777215], got None"),
-        ('{"arrival": -1, "prompt_len": 5, "output_len": 1}', "'arrival' must be seconds, 0 or more, got -1"),
-        ('{"arrival": Infinity, "prompt_len": 5, "output_len": 1}', "'arrival' must be seconds"),
-        ('{"arrival": 0, "prompt_len": 0, "output_len": 1}', "'prompt_len' must be an integer in [1, "),
-        ('{"arrival": 0, "prompt_len": 5.5, "output_len": 1}', "'prompt_len' must be an integer in [1, "),
+        ("nonsense", "line 1 is not JSON"),
+        ("[]", "line 1: expected `object`, got `array`"),
+        ('{"arrival": 0, "prompt_len": 5}', "line 1: 'output_len' is missing"),
+        ('{"arrival": -1, "prompt_len": 5, "output_len": 1}', "'arrival' is -1, expected `float` >= 0"),
+        ('{"arrival": Infinity, "prompt_len": 5, "output_len": 1}', "line 1 is not JSON"),
+        (
+            '{"arrival": 1e999, "prompt_len": 5, "output_len": 1}',
+            "'arrival' is Infinity, expected a number in",
+        ),
+        ('{"arrival": 0, "prompt_len": 0, "output_len": 1}', "'prompt_len' is 0, expected `int` >= 1"),
+        (
+            '{"arrival": 0, "prompt_len": 5.5, "output_len": 1}',
+            "'prompt_len' is 5.5, expected `int`, got `float`",
+        ),
+        (
+            '{"arrival": 0, "prompt_len": 5, "output_len": 16777216}',
+            "'output_len' is 16777216, expected `int` <= 16777215",
+        ),
         ('{"arival": 0}', "unknown key 'arival'; did you mean 'arrival'?"),
         ('{"arrival": 0, "prompt_len": 5, "output_len": 1, "prefix_len": 3}', "go together"),
         (
