@@ -139,12 +139,12 @@ class Replay:
             self.engine.step()
 
     def _compare(self, event: Ran, seen: _Seen) -> str | None:
-        plan = seen.plan
-        if plan is None:
+        recorded = event.plan
+        if seen.plan is None:
             now = seen.error or "nothing ran"
-            return f"in the record it computed {len(event.plan.chunks)} chunks, now: {now}"
+            return f"in the record it computed {len(recorded.chunks)} chunks, now: {now}"
         for name in ("chunks", "preempted", "transfers"):
-            before, after = getattr(event.plan, name), getattr(plan, name)
+            before, after = getattr(recorded, name), getattr(seen.plan, name)
             if before != after:
                 return _first_difference(name, before, after)
         if event.ids != seen.ids:

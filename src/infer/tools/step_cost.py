@@ -91,9 +91,8 @@ def fit_cost(record: Record) -> StepCost:
     rows, seconds = [], []
     for before, event in pairwise(record.events()):
         if isinstance(event, Ran) and event.seconds > before.seconds:
-            chunks = event.plan.chunks
-            num_kv_tokens = sum(chunk.stop for chunk in chunks)
-            rows.append([1, event.plan.num_tokens, num_kv_tokens, len(event.plan.transfers)])
+            plan = event.plan
+            rows.append([1, plan.num_tokens, sum(chunk.stop for chunk in plan.chunks), len(plan.transfers)])
             seconds.append(event.seconds - before.seconds)
     if len(rows) < MIN_STEPS:
         raise ConfigError(f"{record.path} has {len(rows)} timed steps; fitting a cost needs {MIN_STEPS}")

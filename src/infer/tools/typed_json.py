@@ -18,8 +18,7 @@ from infer.errors import ConfigError, closest
 
 T = TypeVar("T")
 
-_UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(.*)")
-_MISSING = re.compile(r"Object missing required field `(.*?)`(.*)")
+_FIELD = re.compile(r"Object (contains unknown|missing required) field `(.*?)`(?: - at `\$\.(.*)`)?$")
 _AT = re.compile(r"^(.*?) - at `(.*)`$", re.DOTALL)
 
 
@@ -40,12 +39,13 @@ def shown(value: object) -> str:
 
 
 def _explain(data: bytes, kind: Any, message: str) -> str:
-    if unknown := _UNKNOWN.match(message):
-        is_top = isinstance(kind, type) and not unknown[2]
-        known = [field.encode_name for field in msgspec.structs.fields(kind)] if is_top else []
-        return f"unknown key {unknown[1]!r}{closest(unknown[1], known, listed='known')}{unknown[2]}"
-    if missing := _MISSING.match(message):
-        return f"{missing[1]!r} is missing{missing[2]}"
+    if field := _FIELD.match(message):
+        name = f"{field[3]}.{field[2]}" if field[3] else field[2]
+        if field[1].startswith("missing"):
+            return f"{name!r} is missing"
+        is_struct = isinstance(kind, type) and not field[3]
+        known = [each.encode_name for each in msgspec.structs.fields(kind)] if is_struct else []
+        return f"unknown key {name!r}{closest(name, known, listed='known')}"
     if (found := _AT.match(message)) is None:
         return message[:1].lower() + message[1:]
     rule, path = found[1], found[2].removeprefix("$.")

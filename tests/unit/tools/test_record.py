@@ -137,17 +137,21 @@ def test_a_failed_step_is_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixt
     [
         (1, {"version": 2}, "line 1: the record is of version 2, and this release reads version 1"),
         (1, {"kind": "step"}, "line 1: a record begins with a header line"),
-        (1, {"cache": 3}, "line 1: 'cache' is 3, not an object"),
-        (1, {"steps_ahead": 10**6}, "line 1: 'steps_ahead' is 1000000, not one of 0 to 64"),
-        (2, {"kind": "joke"}, "line 2: the kind 'joke' is not one of add, abort, reset, step, failure"),
-        (2, {"step": True}, "line 2: 'step' is true, not an integer"),
+        (1, {"cache": 3}, "line 1: 'cache' is 3, expected `object`, got `int`"),
+        (1, {"steps_ahead": 10**6}, "line 1: 'steps_ahead' is 1000000, expected `int` <= 64"),
+        (2, {"kind": "joke"}, "line 2: 'kind' is \"joke\", expected one of add, abort, reset, step, failure"),
+        (2, {"step": True}, "line 2: 'step' is true, expected `int`, got `bool`"),
         (2, {"step": -1}, "goes from step 0 to -1"),
-        (2, {"request": {}}, "line 2: 'params' is missing"),
-        (2, {"request": {"params": {"top_p": 7}}}, "line 2: its sampling parameters are not possible: top_p"),
-        (2, {"request": {"params": {"warmth": 7}}}, "line 2: unknown sampling parameters warmth"),
-        (3, {"chunks": [[1, 2]]}, "line 3: 'chunks' holds [1, 2], not 4 integers"),
+        (2, {"request": {}}, "line 2: 'request.request_id' is missing"),
+        (2, {"params": {"top_p": 7}}, "line 2: its sampling parameters are not possible: top_p"),
+        (2, {"params": {"warmth": 7}}, "line 2: unknown sampling parameters warmth"),
+        (3, {"chunks": [[1, 2]]}, "line 3: 'chunks[0]' is [1, 2], expected `array` of length 4"),
         (3, {"ids": []}, "line 3: it has 1 chunks but the ids of 0"),
-        (3, {"transfers": [["eval", 1, 2]]}, "line 3: 'transfers' holds"),
+        (
+            3,
+            {"transfers": [["eval", 1, 2]]},
+            "line 3: 'transfers[0][0]' is \"eval\", expected `str` matching regex",
+        ),
         (3, {"step": 10**15}, "goes from step 0 to 1000000000000000"),
     ],
 )
@@ -159,7 +163,8 @@ def test_a_damaged_line_is_named(tmp_path: Path, number: int, change: dict[str, 
         engine.add(Request(request_id="a", prompt=(1, 2), params=SamplingParams(max_tokens=2)))
         engine.step()
     lines = lines_of(path)
-    lines[number - 1] |= change
+    part = lines[number - 1]["request"] if "params" in change else lines[number - 1]
+    part |= change
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(ConfigError) as caught:
         Record(path)
@@ -172,10 +177,11 @@ def test_a_damaged_line_is_named(tmp_path: Path, number: int, change: dict[str, 
         ("", "is empty; a record begins with a header line"),
         ("{}\n", "line 1: a record begins with a header line"),
         ('{"kind": "header"', "line 1 is cut short"),
-        ("[1]\n", "line 1 is not a JSON object"),
+        ("[1]\n", "line 1: expected `object`, got `array`"),
         ("cos\nsystem\n", "line 1 is not JSON"),
-        ("[" * 100_000 + "\n", "line 1 is not JSON"),
-        ("1" * 10_000 + "\n", "line 1 is not"),
+        ("[" * 100_000 + "\n", "line 1: expected `object`, got `array`"),
+        ('{"a": ' + "[" * 100_000 + "\n", "line 1 is not JSON"),
+        ("1" * 10_000 + "\n", "line 1: number out of range"),
     ],
 )
 def test_what_is_not_a_record_is_refused(tmp_path: Path, text: str, message: str) -> None:
