@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from infer.bench.load import Target
+from infer.bench.load import Endpoint
 from infer.bench.processes import fast_loop, run_load
 from infer.bench.workloads import Arrival, Session, Turn, Workload
 
@@ -77,7 +77,7 @@ def main() -> int:
         sessions = (Session(turns=(Turn(ids=(1,), max_tokens=args.tokens),)),) * args.requests
         arrival = Arrival(kind="closed", concurrency=args.streams)
         workload = Workload(name="client", about="", arrival=arrival, sessions=sessions)
-        result = run_load(Target(url=f"unix://{path}"), workload, processes=1)
+        result = run_load(Endpoint(url=f"unix://{path}"), workload, processes=1)
         server.terminate()
     errors = {trace.error for trace in result.traces if trace.error}
     assert not errors, errors

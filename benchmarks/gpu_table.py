@@ -1,13 +1,13 @@
-"""The whole table of one GPU, in one command: every shape, every workload, each beside its floor and a peer.
+"""The whole table of one GPU in one command: every shape and workload beside its roofline and a peer.
 
     python -m benchmarks.gpu_table CFG_DIR [CFG_DIR ...] --out-dir benchmarks/reports [--peer FILE ...]
 
 A CFG_DIR holds a `config.json`; weights are random, of that shape (loader/random_weights.py). The measured
-ceilings come first: bytes per second of a copy, FLOP per second of a matrix product. A *floor* is what the
+ceilings come first: bytes per second of a copy, FLOP per second of a matrix product. A *roofline* is what the
 workload takes if every weight and every cached key is read once per step at that speed.
 
 For each shape one JSON file in the shape the peers' results have: {"engine", "model", "nano256": {"s",
-"out_tok_s", "in_tok_s"}, ...}, and beside them what the peers do not say: shares of the floor, the
+"out_tok_s", "in_tok_s"}, ...}, and beside them what the peers do not say: shares of the roofline, the
 microseconds of CPU a step takes, the milliseconds to the first token of a cached and of a cold prompt, the
 gaps between tokens while long prompts arrive. And what makes a figure worth quoting: the date, the commit,
 the versions, the machine, and the version of each peer, from its file or from `--peer-version vllm=1.2.3`.
@@ -32,8 +32,8 @@ import torch
 from benchmarks.machine import today
 from infer.bench.metrics import percentile
 from infer.bench.report import commit, machine, versions
-from infer.bench.roofline import Ceilings, measure_ceilings, workload_floor
-from infer.bench.target import Subject
+from infer.bench.roofline import Ceilings, measure_ceilings, workload_roofline
+from infer.bench.target import Target
 from infer.bench.workloads import make_workload
 from infer.config.settings import EngineConfig
 from infer.engine.engine import Engine
@@ -68,7 +68,7 @@ def requests_of(name: str, tag: str) -> list[Request]:
 
 
 def time_workload(
-    engine: Engine, subject: Subject, ceilings: Ceilings, name: str, repeats: int
+    engine: Engine, target: Target, ceilings: Ceilings, name: str, repeats: int
 ) -> dict[str, Any]:
     """Median of some runs after one that is not counted; nothing is found in the prefix cache."""
     seconds = []
@@ -80,13 +80,13 @@ def time_workload(
     requests = requests_of(name, "count")
     lengths = [(len(request.prompt), request.params.max_tokens or 0) for request in requests]
     num_in, num_out = sum(length for length, _ in lengths), sum(length for _, length in lengths)
-    floor = workload_floor(subject.shape(), ceilings, lengths)
+    roofline = workload_roofline(target.shape(), ceilings, lengths)
     return {
         "s": round(middle, 4),
         "out_tok_s": round(num_out / middle, 1),
         "in_tok_s": round(num_in / middle, 1),
-        "floor_s": round(floor, 4),
-        "floor_share": round(floor / middle, 3),
+        "roofline_s": round(roofline, 4),
+        "roofline_share": round(roofline / middle, 3),
         "all_s": [round(value, 4) for value in seconds[1:]],
     }
 
@@ -213,8 +213,8 @@ def measure(directory: Path, args: argparse.Namespace) -> None:
     """Everything about one shape."""
     start = time.perf_counter()
     loaded = load_random(directory, dtype="bfloat16", device="cuda", max_seq_len=args.max_seq_len)
-    subject = Subject(loaded=loaded, config=EngineConfig.from_knobs(**args.knobs))
-    engine = subject.engine()
+    target = Target(loaded=loaded, config=EngineConfig.from_knobs(**args.knobs))
+    engine = target.engine()
     first_token(engine, tuple(range(1, 129)), "first")
     startup = time.perf_counter() - start
     start = time.perf_counter()
@@ -241,7 +241,7 @@ def measure(directory: Path, args: argparse.Namespace) -> None:
     gc.collect()
     gc.freeze()
     for name in args.workloads:
-        found[name] = time_workload(engine, subject, ceilings, name, args.repeats)
+        found[name] = time_workload(engine, target, ceilings, name, args.repeats)
         row = found[name]
         peers = "  ".join(
             f"{peer['engine']} {peer[name]['out_tok_s']:.0f}/{peer[name]['in_tok_s']:.0f}"
@@ -250,7 +250,7 @@ def measure(directory: Path, args: argparse.Namespace) -> None:
         )
         print(
             f"{directory.name:14} {name:15} {row['out_tok_s']:9.0f} out/s {row['in_tok_s']:10.0f} in/s "
-            f"{row['floor_share']:6.1%} of the floor   {peers}",
+            f"{row['roofline_share']:6.1%} of the roofline   {peers}",
             flush=True,
         )
         write(found, args)

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from infer.bench.offline import batch, warm_up
 from infer.bench.roofline import synchronize
-from infer.bench.target import Subject, open_subject
+from infer.bench.target import Target, open_target
 from infer.engine.engine import Engine
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
@@ -30,12 +30,14 @@ from infer.scheduling.request import Request
 NUM_ROWS = 40  # of a table
 
 
-def fill(engine: Engine, subject: Subject, args: argparse.Namespace) -> None:
+def fill(engine: Engine, target: Target, args: argparse.Namespace) -> None:
     """Put a batch into the engine that outlives the profile."""
-    workload = batch(args.batch, args.prompt_len, 1, subject.vocab_size, seed=0)
+    workload = batch(args.batch, args.prompt_len, 1, target.vocab_size, seed=0)
     params = SamplingParams(max_tokens=args.steps + 8, ignore_eos=True, temperature=0.6)
     for number, session in enumerate(workload.sessions):
-        engine.add(Request(request_id=f"profiled-{number}", prompt=session.turns[0].ids, params=params))
+        engine.add(
+            Request(request_id=f"profiled-{number}", prompt=tuple(session.turns[0].ids), params=params)
+        )
 
 
 def run_prompts(engine: Engine, count: int) -> None:
@@ -45,16 +47,16 @@ def run_prompts(engine: Engine, count: int) -> None:
         seen |= {output.request_id for output in engine.step()}
 
 
-def take_profile(engine: Engine, subject: Subject, steps: int) -> Any:
+def take_profile(engine: Engine, target: Target, steps: int) -> Any:
     """Profile so many steps."""
     activities = [ProfilerActivity.CPU]
-    if subject.device.type == "cuda":
+    if target.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     with profile(activities=activities, record_shapes=True) as taken:
         for _ in range(steps):
             with torch.profiler.record_function("step"):
                 engine.step()
-        synchronize(subject.device)
+        synchronize(target.device)
     return taken
 
 
@@ -86,16 +88,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("profile"), help="directory (default: profile)")
     args = parser.parse_args(argv)
     knobs = {"model": args.model, "device": args.device, "dtype": args.dtype, "max_batch_size": args.batch}
-    subject = open_subject(knobs, model_config=args.model_config, is_tiny=args.tiny)
-    engine = subject.engine()
-    warm_up(engine, subject)
-    fill(engine, subject, args)
+    target = open_target(knobs, model_config=args.model_config, is_tiny=args.tiny)
+    engine = target.engine()
+    warm_up(engine, target)
+    fill(engine, target, args)
     if not args.prefill:
         run_prompts(engine, args.batch)
-    taken = take_profile(engine, subject, args.steps)
-    for path in write(taken, args.out, on_gpu=subject.device.type == "cuda"):
+    taken = take_profile(engine, target, args.steps)
+    for path in write(taken, args.out, on_gpu=target.device.type == "cuda"):
         print(path)
-    print((args.out / ("kernels.txt" if subject.device.type == "cuda" else "cpu.txt")).read_text("utf-8"))
+    print((args.out / ("kernels.txt" if target.device.type == "cuda" else "cpu.txt")).read_text("utf-8"))
     return 0
 
 

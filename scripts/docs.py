@@ -5,7 +5,7 @@
     python scripts/docs.py --check    write nothing; fail if any is not what would be written
 
 The first two are whole outputs of this script, so there is nothing in them to edit by hand. In
-docs/benchmarks.md only what stands between `<!-- report FILE: COMMAND -->` or `<!-- toggles -->` and
+docs/benchmarks.md only what stands between `<!-- report FILE: COMMAND -->` or `<!-- ablations -->` and
 `<!-- end -->` is.
 """
 
@@ -15,10 +15,11 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from infer.bench.ablations import TOGGLES
+from infer.bench.ablations import ABLATIONS
 from infer.bench.metrics import MEASURES
 from infer.bench.render import explanations, markdown_table, provenance
 from infer.bench.report import read_report
@@ -112,43 +113,56 @@ def benchmarks_page(page: str) -> str:
     return REPORT.sub(table, page)
 
 
-TOGGLE_TABLE = re.compile(r"(<!-- toggles -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def toggle_table(page: str) -> str:
-    """The page with a row for each toggle of the matrix: its switch, and both of its sentences."""
-    lines = ["| toggle | switches on | shows best on | could hurt |", "|---|---|---|---|"]
-    for toggle in TOGGLES:
-        knobs = ", ".join(f"`{name}={value}`" for name, value in toggle.knobs.items())
-        if toggle.above:
-            knobs += f". {toggle.above}"
-        looks = [f"`{look.workload}`, {MEASURES[look.figure].title}" for look in (toggle.best, toggle.risk)]
-        cells = [f"`+{toggle.name}`", knobs, f"{looks[0]}: {toggle.why}", f"{looks[1]}: {toggle.price}"]
+def ablation_table(page: str) -> str:
+    """The page with a row for each ablation of the matrix: its switch, and both of its sentences."""
+    lines = ["| ablation | switches on | shows best on | could hurt |", "|---|---|---|---|"]
+    for ablation in ABLATIONS:
+        knobs = ", ".join(f"`{name}={value}`" for name, value in ablation.knobs.items())
+        if ablation.above:
+            knobs += f". {ablation.above}"
+        looks = [
+            f"`{look.workload}`, {MEASURES[look.figure].title}" for look in (ablation.best, ablation.risk)
+        ]
+        cells = [f"`+{ablation.name}`", knobs, f"{looks[0]}: {ablation.why}", f"{looks[1]}: {ablation.price}"]
         lines.append(f"| {' | '.join(cells)} |")
-    return TOGGLE_TABLE.sub(lambda match: match[1] + "\n".join(lines) + "\n" + match[2], page)
+    return fill(page, "ablations", lines)
 
 
 NOT_RECORDED = "not recorded"
-GPU_TABLE = re.compile(r"(<!-- gpu reports -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def fill(text: str, marker: str, lines: Sequence[str]) -> str:
+    """Return the text with these lines between `<!-- marker -->` and `<!-- end -->`."""
+    pattern = re.compile(rf"(<!-- {marker} -->\n).*?(<!-- end -->)", re.DOTALL)
+    return pattern.sub(lambda match: match[1] + "".join(f"{line}\n" for line in lines) + match[2], text)
 
 
 def gpu_page(text: str) -> str:
-    """The page with its table made anew from benchmarks/reports/gpu-*.json."""
-    lines = ["| shape | workload | tokens per second | of the floor | peers |", "|---|---|---|---|---|"]
+    """Return the page with its tables made anew from benchmarks/reports/gpu-*.json."""
+    speeds = ["| shape | workload | tokens per second | of the roofline | peers |", "|---|---|---|---|---|"]
+    steps = ["| shape | 1 row | 64 rows | 256 rows |", "|---|---:|---:|---:|"]
+    loads = ["| shape | gaps | cached |", "|---|---:|---:|"]
     origins = [""]
     for path in sorted((DOCS.parent / "benchmarks" / "reports").glob("gpu-*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
         origins.append(gpu_origin(found))
         for name, row in found.items():
-            if not isinstance(row, dict) or "floor_share" not in row:
+            share = row.get("roofline_share", row.get("floor_share")) if isinstance(row, dict) else None
+            if share is None:
                 continue
             figure = "in_tok_s" if name.startswith("prefill") else "out_tok_s"
             peers = ", ".join(
                 f"{peer['engine']} {peer[name][figure]:,.0f}" for peer in found["peers"] if name in peer
             )
             speed = f"{row[figure]:,.0f}" + (" in" if figure == "in_tok_s" else "")
-            lines.append(f"| {found['model']} | `{name}` | {speed} | {row['floor_share']:.0%} | {peers} |")
-    return GPU_TABLE.sub(lambda match: match[1] + "\n".join(lines + origins) + "\n" + match[2], text)
+            speeds.append(f"| {found['model']} | `{name}` | {speed} | {share:.0%} | {peers} |")
+        if "cpu_us_per_step" in found:
+            cells = (f"{microseconds:.0f} us" for microseconds in found["cpu_us_per_step"].values())
+            steps.append(f"| {found['model']} | {' | '.join(cells)} |")
+            gaps, cached = found["mixed_load"]["ratio"], found["prefix_8k"]["gain"]
+            loads.append(f"| {found['model']} | {gaps:.2f} x | {cached:.1f} x |")
+    text = fill(fill(text, "gpu cpu", steps), "gpu load", loads)
+    return fill(text, "gpu reports", speeds + origins)
 
 
 def gpu_origin(found: dict[str, Any]) -> str:
@@ -165,8 +179,6 @@ def gpu_origin(found: dict[str, Any]) -> str:
     return f"- {found['model']}: {'; '.join(said)}"
 
 
-CPU_TABLE = re.compile(r"(<!-- cpu report -->\n).*?(<!-- end -->)", re.DOTALL)
-CPU_LINE = re.compile(r"(<!-- cpu speed -->\n).*?(<!-- end -->)", re.DOTALL)
 CPU_DEFAULT = "ours int4"  # what `auto` is for the default model
 CPU_FIGURES = ("decode 1", "decode 8", "prefill")
 
@@ -190,8 +202,7 @@ def cpu_page(text: str) -> str:
         f"{machine['cpu']}, of which {found['threads']} used: **{one:,.0f} tokens per second** for one "
         f"sequence, {many:,.0f} for eight, {prompt:,.0f} tokens of a prompt per second."
     )
-    text = CPU_LINE.sub(lambda match: match[1] + line + "\n" + match[2], text)
-    return CPU_TABLE.sub(lambda match: match[1] + "\n".join(lines) + "\n" + match[2], text)
+    return fill(fill(text, "cpu speed", [line]), "cpu report", lines)
 
 
 def main() -> int:
@@ -201,7 +212,7 @@ def main() -> int:
     args = parser.parse_args()
     pages = {DOCS / "knobs.md": knobs_page(), DOCS / "cli.md": cli_page()}
     benchmarks = DOCS / "benchmarks.md"
-    pages[benchmarks] = toggle_table(benchmarks_page(benchmarks.read_text(encoding="utf-8")))
+    pages[benchmarks] = ablation_table(benchmarks_page(benchmarks.read_text(encoding="utf-8")))
     gpu = DOCS / "features" / "gpu.md"
     pages[gpu] = gpu_page(gpu.read_text(encoding="utf-8"))
     cpu = DOCS / "features" / "cpu.md"

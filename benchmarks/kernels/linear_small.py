@@ -6,7 +6,7 @@ python -m benchmarks.kernels.linear_small --sweep [--all] [--apply] [--budget SE
 Two questions are asked for each number of tokens. One matrix alone: how much of the bandwidth of a read does
 it reach? The weight is one of many copies that overflow the L2 cache, and the calls are replayed from a
 CUDA graph. All matrices of a model as a chain, in the order of a decoding step, with the norms and gates
-between them, without attention: how much of the step's floor is left to gain?
+between them, without attention: how much of the step's roofline is left to gain?
 
 The competitor is what the engine would do without them: `add_rms_norm`, F.linear, `gated_activation`.
 `--sweep` tries other tiles (see linear_sweep.py).

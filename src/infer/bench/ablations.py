@@ -23,7 +23,7 @@ class Look(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Toggle:
+class Ablation:
     """One idea, its switch, and where it shows."""
 
     name: str
@@ -48,8 +48,8 @@ BASE: Mapping[str, Any] = {
     "use_overlap": False,
 }
 
-TOGGLES = (
-    Toggle(
+ABLATIONS = (
+    Ablation(
         name="continuous",
         knobs={"batching_mode": "continuous"},
         best=Look("continuous_batching", "ttft_p50_s"),
@@ -59,7 +59,7 @@ TOGGLES = (
         price="with one request at a time there is no batch to join",
         is_idle_at_risk=True,
     ),
-    Toggle(
+    Ablation(
         name="paged",
         knobs={"kv_cache_backend": "paged"},
         best=Look("paged_attention", "output_tokens_per_s"),
@@ -68,7 +68,7 @@ TOGGLES = (
         unless="more sequences at once are no faster here: the machine is busy with those it has",
         price="one sequence has memory enough either way, and its blocks must be found through a table",
     ),
-    Toggle(
+    Ablation(
         name="chunked",
         # Pieces alone do not shorten a step: under the default budget several prompts' pieces share one.
         knobs={"use_chunked_prefill": True, "prefill_chunk_size": 256, "max_num_batched_tokens": 256},
@@ -78,7 +78,7 @@ TOGGLES = (
         unless="a whole prompt is computed so fast that it holds nobody up",
         price="nobody decodes meanwhile, and every piece pays for a step of its own",
     ),
-    Toggle(
+    Ablation(
         name="prefix",
         knobs={"use_prefix_caching": True},
         best=Look("prefix_caching", "ttft_p50_s"),
@@ -87,7 +87,7 @@ TOGGLES = (
         unless="the shared start is computed so fast that finding it saves nothing",
         price="nothing is shared, so looking it up and keeping it is all there is",
     ),
-    Toggle(
+    Ablation(
         name="graphs",
         knobs={"use_cuda_graphs": True},
         best=Look("b1_256_256", "output_tokens_per_s"),
@@ -97,7 +97,7 @@ TOGGLES = (
         price="a large batch keeps the GPU busy while Python launches, and padding costs a little",
         needs=GPU,
     ),
-    Toggle(
+    Ablation(
         name="overlap",
         knobs={"use_overlap": True},
         best=Look("b32_256_256", "output_tokens_per_s"),
@@ -107,7 +107,7 @@ TOGGLES = (
         price="there is little to plan for one sequence",
         needs=GPU,
     ),
-    Toggle(
+    Ablation(
         name="quant",
         knobs={"cpu_weights": "int8"},
         without={"cpu_weights": "fp32"},
@@ -119,7 +119,7 @@ TOGGLES = (
         price="a prompt is limited by its multiplications and not by reading weights",
         needs=CPU_MODEL,
     ),
-    Toggle(
+    Ablation(
         name="program",
         knobs={"record_cpu_step": True},
         without={"record_cpu_step": False},

@@ -35,7 +35,7 @@ class NotReady(ConfigError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class Endpoint:
     """Where the server is, and what is sent to it with every request."""
 
     url: str  # http://host:port, https://host:port or unix:///path/of/socket
@@ -97,8 +97,8 @@ class LoadResult:
 class Client:
     """Connections to one server, reused where the server allows it."""
 
-    def __init__(self, target: Target, clock: Clock = time.perf_counter) -> None:
-        self.target = target
+    def __init__(self, endpoint: Endpoint, clock: Clock = time.perf_counter) -> None:
+        self.endpoint = endpoint
         self.clock = clock
         self._idle: list[Connection] = []
 
@@ -106,12 +106,12 @@ class Client:
         """One request; what goes wrong is in the trace. Returns the text where it is kept."""
         reader = EventReader(trace, keeps_text=keeps_text)
         try:
-            async with asyncio.timeout(self.target.timeout_s):
+            async with asyncio.timeout(self.endpoint.timeout_s):
                 await self._exchange(message, reader)
         except BrokenAnswer as error:
             trace.error = str(error)
         except TimeoutError:
-            trace.error = f"no end after {self.target.timeout_s:g} s"
+            trace.error = f"no end after {self.endpoint.timeout_s:g} s"
         except OSError as error:
             trace.error = f"cannot connect: {error.strerror or error}"
         trace.ended = self.clock()
@@ -138,7 +138,7 @@ class Client:
 
     async def connect(self) -> Connection:
         """A new connection."""
-        loop, parts = asyncio.get_running_loop(), urlsplit(self.target.url)
+        loop, parts = asyncio.get_running_loop(), urlsplit(self.endpoint.url)
         async with asyncio.timeout(CONNECT_S):
             if parts.scheme == "unix":
                 path = unquote(parts.netloc + parts.path)
@@ -228,12 +228,12 @@ class _Run:
         return {"messages": [*messages, {"role": "user", "content": turn.text}]}, turn
 
     def _message(self, prompt: tuple[dict[str, Any], Turn]) -> bytes:
-        target = self._client.target
-        return target.message("POST", self._path, target.body(prompt[0], prompt[1].max_tokens))
+        endpoint = self._client.endpoint
+        return endpoint.message("POST", self._path, endpoint.body(prompt[0], prompt[1].max_tokens))
 
 
 async def run_workload(
-    target: Target,
+    endpoint: Endpoint,
     workload: Workload,
     *,
     clock: Clock = time.perf_counter,
@@ -241,7 +241,7 @@ async def run_workload(
     starts_at: float | None = None,
 ) -> LoadResult:
     """Run a workload in this event loop; `starts_at` lets several processes begin together."""
-    client = Client(target, clock)
+    client = Client(endpoint, clock)
     run = _Run(client, workload, on_done)
     if starts_at is not None:
         await asyncio.sleep(max(0.0, starts_at - clock()))
@@ -260,21 +260,21 @@ async def run_workload(
     )
 
 
-async def fetch(target: Target, path: str) -> bytes:
+async def fetch(endpoint: Endpoint, path: str) -> bytes:
     """The body of a GET; raises ConfigError if there is none."""
-    client = Client(target)
+    client = Client(endpoint)
     connection: Connection | None = None
     try:
         async with asyncio.timeout(PAGE_S):
             connection = await client.connect()
-            return await connection.get(target.message("GET", path))
+            return await connection.get(endpoint.message("GET", path))
     except BrokenAnswer as error:
         kind = NotReady if (error.status or 0) >= 500 else ConfigError
-        page = target.url.rstrip("/").removesuffix("/v1") + path
-        raise kind(f"cannot read {page}: {error}{_advice(target, error.status)}") from None
+        page = endpoint.url.rstrip("/").removesuffix("/v1") + path
+        raise kind(f"cannot read {page}: {error}{_advice(endpoint, error.status)}") from None
     except (OSError, TimeoutError) as error:
         raise NotReady(
-            f"no server answers at {target.url}: {_reason(error)}; is the server running?"
+            f"no server answers at {endpoint.url}: {_reason(error)}; is the server running?"
         ) from None
     finally:
         if connection is not None:
@@ -282,10 +282,10 @@ async def fetch(target: Target, path: str) -> bytes:
                 connection.close()
 
 
-def _advice(target: Target, status: int | None) -> str:
+def _advice(endpoint: Endpoint, status: int | None) -> str:
     """What to do about a refusal."""
     if status in (401, 403):
-        return "; is this key right?" if target.api_key else "; give the server's key with --api-key"
+        return "; is this key right?" if endpoint.api_key else "; give the server's key with --api-key"
     return "; is this an OpenAI-compatible server?" if status in (None, 404, 405) else ""
 
 

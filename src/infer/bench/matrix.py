@@ -2,11 +2,11 @@
 
     static -> +continuous -> +paged -> +chunked -> +prefix -> +graphs -> +overlap -> +quant -> +program
 
-Each toggle is run on the workload that shows it best and on one that it could hurt, before and after, with
+Each ablation is run on the workload that shows it best and on one that it could hurt, before and after, with
 everything that was switched on before it. The memory is the same for all: as many tokens of KV cache as
 `SEQUENCES` of the longest length take. A sentence says what happened, also when nothing did.
 
-    speed-up = after / before of the toggle's own figure, turned so that more than one is better; of several
+    speed-up = after / before of the ablation's own figure, turned so that more than one is better; of several
                repeats the median of their ratios, for the two runs of a repeat have the same tokens
 """
 
@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from infer.bench.ablations import BASE, CPU_MODEL, GPU, TOGGLES, Look, Toggle
+from infer.bench.ablations import ABLATIONS, BASE, CPU_MODEL, GPU, Ablation, Look
 from infer.bench.compare import SINGLE_BAND, spread
 from infer.bench.metrics import MEASURES, show
 from infer.bench.offline import WARM_UP, run_once, warm_up
 from infer.bench.repeats import run_rows
 from infer.bench.report import Report, Row, make_report, make_row, skip_row
 from infer.bench.resize import fit
-from infer.bench.target import Subject
+from infer.bench.target import Target
 from infer.bench.workloads import make_workload
 from infer.cache.memory import kv_bytes_per_token
 from infer.errors import ConfigError, closest
@@ -42,49 +42,49 @@ Tell = Callable[[str], None]
 class _Bench:
     """Runs a configuration on a workload, once, however many rows ask for it."""
 
-    def __init__(self, subject: Subject, *, seed: int, repeats: int, tell: Tell) -> None:
-        self._subject = subject
+    def __init__(self, target: Target, *, seed: int, repeats: int, tell: Tell) -> None:
+        self._target = target
         self._seed, self._repeats, self._tell = seed, repeats, tell
         self._found: dict[tuple[str, str], list[dict[str, float]]] = {}
-        self._forms: dict[str, Subject] = {}
-        config = subject.loaded.config
+        self._forms: dict[str, Target] = {}
+        config = target.loaded.config
         per_token = kv_bytes_per_token(
-            config.num_layers, config.num_kv_heads, config.head_dim, subject.loaded.dtype.itemsize
+            config.num_layers, config.num_kv_heads, config.head_dim, target.loaded.dtype.itemsize
         )
-        self.memory = f"{SEQUENCES * subject.loaded.max_seq_len * per_token}B"
+        self.memory = f"{SEQUENCES * target.loaded.max_seq_len * per_token}B"
 
     def run(self, stage: str, knobs: Mapping[str, Any], name: str) -> list[dict[str, float]]:
         """The figures of every repeat."""
         key = (stage, name)
         if key not in self._found:
-            subject = self._in_form(knobs)
+            target = self._in_form(knobs)
             size = {"kv_cache_memory": self.memory, "num_blocks": None, "max_batch_size": MAX_BATCH}
-            engine = subject.engine(**(dict(knobs) | size))
-            warm_up(engine, subject)
+            engine = target.engine(**(dict(knobs) | size))
+            warm_up(engine, target)
             workload = fit(
-                make_workload(name, seed=self._seed, vocab_size=min(subject.vocab_size, 10_000)),
+                make_workload(name, seed=self._seed, vocab_size=min(target.vocab_size, 10_000)),
                 context_len=engine.context_len,
-                vocab_size=subject.vocab_size,
+                vocab_size=target.vocab_size,
             )
             self._found[key] = [
-                run_once(engine, workload, repeat, subject.vocab_size).figures()
+                run_once(engine, workload, repeat, target.vocab_size).figures()
                 for repeat in range(self._repeats)
             ]
             speed = self._found[key][-1].get("output_tokens_per_s", 0.0)
             self._tell(f"{stage} on {name}: {speed:.1f} tok/s")
         return self._found[key]
 
-    def _in_form(self, knobs: Mapping[str, Any]) -> Subject:
-        form = knobs.get("cpu_weights", self._subject.weights)
+    def _in_form(self, knobs: Mapping[str, Any]) -> Target:
+        form = knobs.get("cpu_weights", self._target.weights)
         if form not in self._forms:
-            self._forms[form] = self._subject.in_form(form)
+            self._forms[form] = self._target.in_form(form)
         return self._forms[form]
 
-    def row(self, toggle: Toggle, look: Look, before: _Stage, after: _Stage) -> Row:
-        """One toggle on one workload."""
+    def row(self, ablation: Ablation, look: Look, before: _Stage, after: _Stage) -> Row:
+        """One ablation on one workload."""
         old = self.run(before.name, before.knobs, look.workload)
         new = self.run(after.name, after.knobs, look.workload)
-        return _row(toggle, look, old, new)
+        return _row(ablation, look, old, new)
 
 
 class _Stage(NamedTuple):
@@ -94,35 +94,33 @@ class _Stage(NamedTuple):
     knobs: Mapping[str, Any]
 
 
-def bench_matrix(
-    subject: Subject, *, seed: int, repeats: int, tell: Tell, only: Sequence[str] = ()
-) -> Report:
-    """Every toggle that this machine has, in order; `only` names those to run."""
-    names = [toggle.name for toggle in TOGGLES]
+def bench_matrix(target: Target, *, seed: int, repeats: int, tell: Tell, only: Sequence[str] = ()) -> Report:
+    """Every ablation that this machine has, in order; `only` names those to run."""
+    names = [ablation.name for ablation in ABLATIONS]
     for name in only:
         if name not in names:
-            raise ConfigError(f"unknown toggle {name!r}{closest(name, names, listed='known')}")
-    bench = _Bench(subject, seed=seed, repeats=repeats, tell=tell)
+            raise ConfigError(f"unknown ablation {name!r}{closest(name, names, listed='known')}")
+    bench = _Bench(target, seed=seed, repeats=repeats, tell=tell)
     stage = _Stage("static", BASE)
     jobs: dict[str, Callable[[], Row]] = {}
-    for toggle in TOGGLES:
-        reason = toggle.needs if toggle.needs not in ("", *_has(subject)) else ""
+    for ablation in ABLATIONS:
+        reason = ablation.needs if ablation.needs not in ("", *_has(target)) else ""
         before = stage
-        if toggle.without:
-            before = _Stage(f"{stage.name} without {toggle.name}", {**stage.knobs, **toggle.without})
-        after = _Stage(f"+{toggle.name}", {**stage.knobs, **toggle.knobs})
-        for look in (toggle.best, toggle.risk) if not only or toggle.name in only else ():
-            job: Callable[[], Row] = partial(bench.row, toggle, look, before, after)
+        if ablation.without:
+            before = _Stage(f"{stage.name} without {ablation.name}", {**stage.knobs, **ablation.without})
+        after = _Stage(f"+{ablation.name}", {**stage.knobs, **ablation.knobs})
+        for look in (ablation.best, ablation.risk) if not only or ablation.name in only else ():
+            job: Callable[[], Row] = partial(bench.row, ablation, look, before, after)
             if reason:
-                job = partial(_skipped, toggle, look, reason)
-            jobs[_name(toggle, look)] = job
+                job = partial(_skipped, ablation, look, reason)
+            jobs[_name(ablation, look)] = job
         stage = stage if reason else after
     rows, is_partial = run_rows(jobs)
     return make_report(
         "matrix",
         rows,
-        model=subject.facts(),
-        config=subject.knobs()
+        model=target.facts(),
+        config=target.knobs()
         | {"kv_cache_memory": bench.memory, "max_batch_size": MAX_BATCH}
         | {"base": dict(BASE)},
         seed=seed,
@@ -133,59 +131,61 @@ def bench_matrix(
     )
 
 
-def _has(subject: Subject) -> list[str]:
-    """Which needs of toggles are met here."""
-    if subject.device.type == "cuda":
+def _has(target: Target) -> list[str]:
+    """Which needs of ablations are met here."""
+    if target.device.type == "cuda":
         return [GPU]
-    return [] if subject.is_random else [CPU_MODEL]
+    return [] if target.is_random else [CPU_MODEL]
 
 
-def _name(toggle: Toggle, look: Look) -> str:
-    return f"+{toggle.name} {look.workload}"
+def _name(ablation: Ablation, look: Look) -> str:
+    return f"+{ablation.name} {look.workload}"
 
 
-def _settings(toggle: Toggle, look: Look) -> dict[str, Any]:
-    shows = "best" if look is toggle.best else "risk"
-    return {"knobs": dict(toggle.knobs), "figure": look.figure, "shows": shows}
+def _settings(ablation: Ablation, look: Look) -> dict[str, Any]:
+    shows = "best" if look is ablation.best else "risk"
+    return {"knobs": dict(ablation.knobs), "figure": look.figure, "shows": shows}
 
 
-def _skipped(toggle: Toggle, look: Look, reason: str) -> Row:
-    note = f"not measured, {reason}: {toggle.why if look is toggle.best else toggle.price}."
-    return skip_row(_name(toggle, look), "", reason, _settings(toggle, look), note=note)
+def _skipped(ablation: Ablation, look: Look, reason: str) -> Row:
+    note = f"not measured, {reason}: {ablation.why if look is ablation.best else ablation.price}."
+    return skip_row(_name(ablation, look), "", reason, _settings(ablation, look), note=note)
 
 
-def _row(toggle: Toggle, look: Look, before: list[dict[str, float]], after: list[dict[str, float]]) -> Row:
+def _row(
+    ablation: Ablation, look: Look, before: list[dict[str, float]], after: list[dict[str, float]]
+) -> Row:
     figure, measure = look.figure, MEASURES[look.figure]
     runs = []
     for old, new in zip(before, after, strict=True):
         ratio = new[figure] / old[figure] if measure.better == "higher" else old[figure] / new[figure]
         runs.append(new | {"speed_up": ratio})
     old_value, new_value = (statistics.median(run[figure] for run in side) for side in (before, after))
-    made = make_row(_name(toggle, look), "", runs, settings=_settings(toggle, look))
+    made = make_row(_name(ablation, look), "", runs, settings=_settings(ablation, look))
     gain = made.figures["speed_up"]
     band = max(NOISE, spread(gain), SINGLE_BAND if len(runs) == 1 else 0.0)
-    sentence = _sentence(toggle, gain.median, band, is_best=look is toggle.best)
+    sentence = _sentence(ablation, gain.median, band, is_best=look is ablation.best)
     note = f"{measure.title} {show(figure, old_value)} -> {show(figure, new_value)}: {sentence}"
-    if toggle.above:
-        note += f" {toggle.above}"
+    if ablation.above:
+        note += f" {ablation.above}"
     return msgspec.structs.replace(made, note=note)
 
 
-def _sentence(toggle: Toggle, gain: float, band: float, *, is_best: bool) -> str:
+def _sentence(ablation: Ablation, gain: float, band: float, *, is_best: bool) -> str:
     """What the ratio means, in words that hold whichever way it went."""
     is_none = 1 / (1 + band) <= gain <= 1 + band
-    if toggle.is_idle_at_risk and not is_best and not is_none:
+    if ablation.is_idle_at_risk and not is_best and not is_none:
         verdict = f"{gain:.2f} times better" if gain > 1 else f"{1 / gain:.2f} times worse"
         noise = "which is the machine's noise and not the switch's doing, for it changes nothing here"
-        return f"{verdict}, {noise}: {toggle.price}."
+        return f"{verdict}, {noise}: {ablation.price}."
     if gain > 1 + band:
-        return f"{gain:.2f} times better{f', because {toggle.why}' if is_best else ' here too'}."
+        return f"{gain:.2f} times better{f', because {ablation.why}' if is_best else ' here too'}."
     if gain < 1 / (1 + band):
-        reason = f": {toggle.unless}" if is_best else f", and it has nothing to give here: {toggle.price}"
+        reason = f": {ablation.unless}" if is_best else f", and it has nothing to give here: {ablation.price}"
         return f"{1 / gain:.2f} times worse{reason}."
     if is_best:
-        return f"no difference beyond {band:.0%}: {toggle.unless}."
-    return f"no difference beyond {band:.0%}, as it should be: {toggle.price}."
+        return f"no difference beyond {band:.0%}: {ablation.unless}."
+    return f"no difference beyond {band:.0%}, as it should be: {ablation.price}."
 
 
 def speed_ups(report: Report) -> list[tuple[str, float]]:

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from infer.bench.repeats import beyond_floor, measure_row, run_rows
+from infer.bench.repeats import beyond_roofline, measure_row, run_rows
 from infer.bench.report import Report, Row, make_report, make_row
 from infer.bench.roofline import best_seconds, measure_ceilings
 from infer.bench.simulated import run_knobs
-from infer.bench.target import Subject
+from infer.bench.target import Target
 from infer.bench.workloads import Arrival, Session, Turn, Workload
 from infer.cache.memory import kv_bytes_per_token, step_bytes
 from infer.engine.build import resolve_for
@@ -42,7 +42,7 @@ Tell = Callable[[str], None]
 
 @torch.inference_mode()
 def bench_attention(
-    subject: Subject,
+    target: Target,
     *,
     batches: Sequence[int],
     contexts: Sequence[int],
@@ -51,12 +51,12 @@ def bench_attention(
     tell: Tell,
 ) -> Report:
     """Decode attention of one layer, blocks in random order as a running server has them."""
-    loaded, config = subject.loaded, subject.loaded.config
+    loaded, config = target.loaded, target.loaded.config
     ceilings = measure_ceilings(loaded.device, loaded.dtype)
 
     def row(name: str, batch: int, context: int) -> Row:
-        work, num_bytes = _attention(subject, batch, context, seed)
-        floor = num_bytes / ceilings.copy_bytes_per_s
+        work, num_bytes = _attention(target, batch, context, seed)
+        roofline = num_bytes / ceilings.copy_bytes_per_s
 
         def run(repeat: int) -> dict[str, float]:
             seconds = best_seconds(work, loaded.device)
@@ -64,8 +64,8 @@ def bench_attention(
             return {
                 "call_p50_s": seconds,
                 "gb_per_s": num_bytes / seconds / 1e9,
-                "floor_s": floor,
-                "floor_share": floor / seconds,
+                "roofline_s": roofline,
+                "roofline_share": roofline / seconds,
                 **ceilings.figures(),
             }
 
@@ -79,19 +79,19 @@ def bench_attention(
     return make_report(
         "attention",
         rows,
-        model=subject.facts(),
+        model=target.facts(),
         config={name: getattr(config, name) for name in sizes} | {"block_size": BLOCK_SIZE},
         seed=seed,
         repeats=repeats,
         warmup=1,
-        notes=[f"copy {ceilings.copy_bytes_per_s / 1e9:.1f} GB/s in this run", *beyond_floor(rows)],
+        notes=[f"copy {ceilings.copy_bytes_per_s / 1e9:.1f} GB/s in this run", *beyond_roofline(rows)],
         is_partial=is_partial,
     )
 
 
-def _attention(subject: Subject, batch: int, context: int, seed: int) -> tuple[Callable[[], Any], int]:
+def _attention(target: Target, batch: int, context: int, seed: int) -> tuple[Callable[[], Any], int]:
     """A call to time, and the bytes of keys and values it must read."""
-    loaded, config = subject.loaded, subject.loaded.config
+    loaded, config = target.loaded, target.loaded.config
     per_sequence = -(-context // BLOCK_SIZE)
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(batch * per_sequence, generator=generator).view(batch, per_sequence)
@@ -109,17 +109,17 @@ def _attention(subject: Subject, batch: int, context: int, seed: int) -> tuple[C
     return work, batch * context * per_token
 
 
-def bench_memory(subject: Subject, *, seed: int, tell: Tell) -> Report:
+def bench_memory(target: Target, *, seed: int, tell: Tell) -> Report:
     """The split of this model's memory, and what the layout of the cache is worth."""
-    loaded, config = subject.loaded, subject.loaded.config
-    engine = subject.engine()
+    loaded, config = target.loaded, target.loaded.config
+    engine = target.engine()
     stats = engine.stats()
-    scheduler = resolve_for(subject.config, loaded).scheduler
+    scheduler = resolve_for(target.config, loaded).scheduler
     per_token = kv_bytes_per_token(
         config.num_layers, config.num_kv_heads, config.head_dim, loaded.dtype.itemsize
     )
     split = {
-        "weights_bytes": float(subject.weight_bytes),
+        "weights_bytes": float(target.weight_bytes),
         "kv_bytes": float(stats.num_blocks * stats.block_size * per_token),
         "activation_bytes": float(
             step_bytes(
@@ -146,7 +146,7 @@ def bench_memory(subject: Subject, *, seed: int, tell: Tell) -> Report:
     for row in rows[1:]:
         tell(f"{row.name}: {row.figures['mean_running'].median:.1f} sequences at once")
     return make_report(
-        "memory", rows, model=subject.facts(), config=subject.knobs(), seed=seed, repeats=1, warmup=0
+        "memory", rows, model=target.facts(), config=target.knobs(), seed=seed, repeats=1, warmup=0
     )
 
 

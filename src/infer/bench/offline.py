@@ -1,9 +1,9 @@
 """The engine without HTTP: throughput, latency, prompts alone, decoding alone.
 
-    offline    whole workloads, everything there at once          tokens per second, beside the floor
+    offline    whole workloads, everything there at once          tokens per second, beside the roofline
     latency    one request at a time                              TTFT, TPOT, E2E
     prefill    one prompt, one token out                          tokens per second, share of the matmul rate
-    decode     a batch that only decodes, at a given context      step time, beside the floor
+    decode     a batch that only decodes, at a given context      step time, beside the roofline
 
 Every repeat has fresh tokens and an empty prefix cache, outputs are of fixed length (end-of-text is ignored),
 and the machine's ceilings are measured in the same process.
@@ -16,19 +16,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from infer.bench.metrics import percentile
-from infer.bench.repeats import beyond_floor, measure_row, run_rows
+from infer.bench.repeats import beyond_roofline, measure_row, run_rows
 from infer.bench.report import Report, Row, make_report, skip_row
 from infer.bench.resize import fit, vary
 from infer.bench.roofline import (
     Ceilings,
-    decode_floor,
+    decode_roofline,
     measure_ceilings,
-    prefill_floor,
     prefill_flops,
-    workload_floor,
+    prefill_roofline,
+    workload_roofline,
 )
 from infer.bench.run_offline import OfflineResult, run_offline
-from infer.bench.target import Subject
+from infer.bench.target import Target
 from infer.bench.workloads import DEFAULT_VOCAB, FIRST_ID, Arrival, Session, Turn, Workload, make_workload
 from infer.engine.engine import Engine
 from infer.errors import ConfigError
@@ -50,9 +50,9 @@ def run_once(engine: Engine, workload: Workload, repeat: int, vocab_size: int) -
     return result
 
 
-def warm_up(engine: Engine, subject: Subject) -> None:
+def warm_up(engine: Engine, target: Target) -> None:
     """A few short requests: first allocations, compiled kernels, captured graphs."""
-    workload = batch(4, 32, 8, subject.vocab_size, seed=99)
+    workload = batch(4, 32, 8, target.vocab_size, seed=99)
     for _ in range(WARM_UP):
         run_offline(engine, fit(workload, context_len=engine.context_len), temperature=TEMPERATURE)
 
@@ -75,49 +75,49 @@ def batch(count: int, prompt_len: int, output_len: int, vocab_size: int, *, seed
     return Workload(name=name, about="", arrival=Arrival(kind="open"), sessions=sessions)
 
 
-def bench_offline(subject: Subject, names: Sequence[str], *, seed: int, repeats: int, tell: Tell) -> Report:
-    """Whole workloads, with the floor of each."""
-    vocab_size = min(subject.vocab_size, DEFAULT_VOCAB)
+def bench_offline(target: Target, names: Sequence[str], *, seed: int, repeats: int, tell: Tell) -> Report:
+    """Whole workloads, with the roofline of each."""
+    vocab_size = min(target.vocab_size, DEFAULT_VOCAB)
     made = [make_workload(name, seed=seed, vocab_size=vocab_size) for name in names]
-    ceilings = measure_ceilings(subject.device, subject.loaded.dtype)
-    engine = subject.engine()
-    warm_up(engine, subject)
+    ceilings = measure_ceilings(target.device, target.loaded.dtype)
+    engine = target.engine()
+    warm_up(engine, target)
 
     def row(workload: Workload) -> Row:
         def run(repeat: int) -> dict[str, float]:
-            result = run_once(engine, workload, repeat, subject.vocab_size)
-            figures = result.figures() | _floors(subject, ceilings, result)
+            result = run_once(engine, workload, repeat, target.vocab_size)
+            figures = result.figures() | _rooflines(target, ceilings, result)
             tell(
                 f"{workload.name} {repeat + 1}/{repeats}: {figures['output_tokens_per_s']:.1f} tok/s, "
-                f"{figures['floor_share']:.0%} of the floor"
+                f"{figures['roofline_share']:.0%} of the roofline"
             )
             return figures
 
         settings = {"arrival": workload.arrival.describe()}
         return measure_row(workload.name, workload.about, repeats, run, settings=settings)
 
-    fitted = [fit(whole, context_len=engine.context_len, vocab_size=subject.vocab_size) for whole in made]
+    fitted = [fit(whole, context_len=engine.context_len, vocab_size=target.vocab_size) for whole in made]
     found = run_rows({workload.name: partial(row, workload) for workload in fitted})
-    return _report("offline", found, subject, ceilings, seed, repeats)
+    return _report("offline", found, target, ceilings, seed, repeats)
 
 
-def _floors(subject: Subject, ceilings: Ceilings, result: OfflineResult) -> dict[str, float]:
+def _rooflines(target: Target, ceilings: Ceilings, result: OfflineResult) -> dict[str, float]:
     lengths = [(trace.num_prompt, trace.num_output) for trace in result.traces]
-    floor = workload_floor(subject.shape(), ceilings, lengths)
-    return {"floor_s": floor, "floor_share": floor / result.seconds, **ceilings.figures()}
+    roofline = workload_roofline(target.shape(), ceilings, lengths)
+    return {"roofline_s": roofline, "roofline_share": roofline / result.seconds, **ceilings.figures()}
 
 
-def bench_latency(subject: Subject, *, seed: int, repeats: int, tell: Tell) -> Report:
+def bench_latency(target: Target, *, seed: int, repeats: int, tell: Tell) -> Report:
     """One request at a time, at three sizes."""
-    engine = subject.engine()
-    warm_up(engine, subject)
+    engine = target.engine()
+    warm_up(engine, target)
 
     def row(prompt_len: int, output_len: int) -> Row:
         name = f"{prompt_len}/{output_len}"
         about = f"3 requests one after the other, {prompt_len} tokens in, {output_len} out"
         if prompt_len + output_len > engine.context_len:
             return skip_row(name, about, f"the context is {engine.context_len}")
-        requests = batch(3, prompt_len, output_len, subject.vocab_size, seed=seed)
+        requests = batch(3, prompt_len, output_len, target.vocab_size, seed=seed)
         one_by_one = Workload(
             name=name,
             about=about,
@@ -126,7 +126,7 @@ def bench_latency(subject: Subject, *, seed: int, repeats: int, tell: Tell) -> R
         )
 
         def run(repeat: int) -> dict[str, float]:
-            figures = run_once(engine, one_by_one, repeat, subject.vocab_size).figures()
+            figures = run_once(engine, one_by_one, repeat, target.vocab_size).figures()
             tell(f"latency {name}: TTFT {1000 * figures['ttft_p50_s']:.1f} ms")
             return figures
 
@@ -134,30 +134,30 @@ def bench_latency(subject: Subject, *, seed: int, repeats: int, tell: Tell) -> R
 
     sizes = ((32, 32), (128, 128), (1024, 64))
     found = run_rows({f"{prompt}/{output}": partial(row, prompt, output) for prompt, output in sizes})
-    return _report("latency", found, subject, None, seed, repeats)
+    return _report("latency", found, target, None, seed, repeats)
 
 
-def bench_prefill(subject: Subject, *, lengths: Sequence[int], seed: int, repeats: int, tell: Tell) -> Report:
+def bench_prefill(target: Target, *, lengths: Sequence[int], seed: int, repeats: int, tell: Tell) -> Report:
     """One prompt at a time, one token out."""
-    ceilings = measure_ceilings(subject.device, subject.loaded.dtype)
-    engine, shape = subject.engine(), subject.shape()
-    warm_up(engine, subject)
+    ceilings = measure_ceilings(target.device, target.loaded.dtype)
+    engine, shape = target.engine(), target.shape()
+    warm_up(engine, target)
 
     def row(length: int) -> Row:
         about = f"one prompt of {length} tokens, one token out"
         if length + 1 > engine.context_len:
             return skip_row(str(length), about, f"the context is {engine.context_len}")
-        workload = batch(1, length, 1, subject.vocab_size, seed=seed)
-        floor = prefill_floor(shape, ceilings, length)
+        workload = batch(1, length, 1, target.vocab_size, seed=seed)
+        roofline = prefill_roofline(shape, ceilings, length)
 
         def run(repeat: int) -> dict[str, float]:
-            seconds = run_once(engine, workload, repeat, subject.vocab_size).traces[0].ttft
+            seconds = run_once(engine, workload, repeat, target.vocab_size).traces[0].ttft
             tell(f"prefill {length}: {length / seconds:.0f} tok/s")
             return {
                 "input_tokens_per_s": length / seconds,
                 "ttft_p50_s": seconds,
-                "floor_s": floor,
-                "floor_share": floor / seconds,
+                "roofline_s": roofline,
+                "roofline_share": roofline / seconds,
                 "mfu": prefill_flops(shape, length) / seconds / ceilings.matmul_flops_per_s,
                 **ceilings.figures(),
             }
@@ -165,11 +165,11 @@ def bench_prefill(subject: Subject, *, lengths: Sequence[int], seed: int, repeat
         return measure_row(str(length), about, repeats, run)
 
     found = run_rows({str(length): partial(row, length) for length in lengths})
-    return _report("prefill", found, subject, ceilings, seed, repeats)
+    return _report("prefill", found, target, ceilings, seed, repeats)
 
 
 def bench_decode(
-    subject: Subject,
+    target: Target,
     *,
     batches: Sequence[int],
     context: int,
@@ -178,19 +178,19 @@ def bench_decode(
     repeats: int,
     tell: Tell,
 ) -> Report:
-    """A batch that is past its prompts: the median step, and the floor of such a step."""
-    ceilings = measure_ceilings(subject.device, subject.loaded.dtype)
+    """A batch that is past its prompts: the median step, and the roofline of such a step."""
+    ceilings = measure_ceilings(target.device, target.loaded.dtype)
 
     def row(size: int) -> Row:
-        engine = subject.engine(max_batch_size=size)
-        warm_up(engine, subject)
+        engine = target.engine(max_batch_size=size)
+        warm_up(engine, target)
         prompt_len = max(1, min(context, engine.context_len - num_steps))
-        workload = batch(size, prompt_len, num_steps, subject.vocab_size, seed=seed)
+        workload = batch(size, prompt_len, num_steps, target.vocab_size, seed=seed)
         middle = prompt_len + num_steps / 2
-        floor = decode_floor(subject.shape(), ceilings, batch=size, context=middle)
+        roofline = decode_roofline(target.shape(), ceilings, batch=size, context=middle)
 
         def run(repeat: int) -> dict[str, float]:
-            result = run_once(engine, workload, repeat, subject.vocab_size)
+            result = run_once(engine, workload, repeat, target.vocab_size)
             gaps = [gap for trace in result.traces for gap in trace.gaps()]
             step = percentile(gaps, 50) if gaps else result.seconds
             tell(f"decode batch {size}: {size / step:.1f} tok/s")
@@ -198,21 +198,21 @@ def bench_decode(
                 "output_tokens_per_s": size / step,
                 "step_p50_s": step,
                 "itl_p99_s": percentile(gaps, 99) if gaps else step,
-                "floor_s": floor,
-                "floor_share": floor / step,
+                "roofline_s": roofline,
+                "roofline_share": roofline / step,
                 **ceilings.figures(),
             }
 
         return measure_row(f"batch {size}", f"{size} sequences of about {middle:.0f} tokens", repeats, run)
 
     found = run_rows({f"batch {size}": partial(row, size) for size in batches})
-    return _report("decode", found, subject, ceilings, seed, repeats)
+    return _report("decode", found, target, ceilings, seed, repeats)
 
 
 def _report(
     kind: str,
     found: tuple[Sequence[Row], bool],
-    subject: Subject,
+    target: Target,
     ceilings: Ceilings | None,
     seed: int,
     repeats: int,
@@ -224,17 +224,17 @@ def _report(
             f"ceilings measured in this run: copy {ceilings.copy_bytes_per_s / 1e9:.1f} GB/s, "
             f"matmul {ceilings.matmul_flops_per_s / 1e12:.3g} TFLOP/s"
         )
-        if subject.loaded.weights in PACKED:
+        if target.loaded.weights in PACKED:
             notes.append(
-                f"the weights are {subject.loaded.weights} and multiplied as integers, the matmul rate is of "
-                f"{subject.loaded.dtype}: a prompt may be faster than its floor"
+                f"the weights are {target.loaded.weights} and multiplied as integers, the matmul rate is of "
+                f"{target.loaded.dtype}: a prompt may be faster than its roofline"
             )
-        notes += beyond_floor(rows)
+        notes += beyond_roofline(rows)
     return make_report(
         kind,
         rows,
-        model=subject.facts(),
-        config=subject.knobs(),
+        model=target.facts(),
+        config=target.knobs(),
         seed=seed,
         repeats=repeats,
         warmup=WARM_UP,

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection as Pipe
 from multiprocessing.connection import wait
 from typing import Any
 
-from infer.bench.load import LoadResult, Target, run_workload
+from infer.bench.load import Endpoint, LoadResult, run_workload
 from infer.bench.metrics import RequestTrace
 from infer.bench.workloads import Workload
 from infer.errors import EngineError
@@ -49,7 +49,7 @@ def split(workload: Workload, count: int) -> list[Workload]:
 
 
 def run_load(
-    target: Target,
+    endpoint: Endpoint,
     workload: Workload,
     *,
     processes: int | None = None,
@@ -59,14 +59,14 @@ def run_load(
     concurrency = workload.arrival.concurrency or len(workload.sessions)
     count = min(processes or num_processes(workload), len(workload.sessions), concurrency)
     if count == 1:
-        return _run_here(target, workload, on_done)
+        return _run_here(endpoint, workload, on_done)
     context = multiprocessing.get_context("spawn")
     pipes: list[Pipe] = []
     workers = []
     try:
         for part in split(workload, count):
             mine, theirs = context.Pipe()
-            worker = context.Process(target=_work, args=(theirs, target, part), daemon=True)
+            worker = context.Process(target=_work, args=(theirs, endpoint, part), daemon=True)
             worker.start()
             theirs.close()
             pipes.append(mine)
@@ -112,22 +112,22 @@ def _receive(pipe: Pipe) -> Any:
         raise EngineError("a client process of the benchmark died") from None
 
 
-def _run_here(target: Target, workload: Workload, on_done: Callable[[int], None]) -> LoadResult:
+def _run_here(endpoint: Endpoint, workload: Workload, on_done: Callable[[int], None]) -> LoadResult:
     def count_one(trace: RequestTrace) -> None:
         on_done(1)
 
     with asyncio.Runner(loop_factory=fast_loop) as runner:
-        return runner.run(run_workload(target, workload, on_done=count_one))
+        return runner.run(run_workload(endpoint, workload, on_done=count_one))
 
 
-def _work(pipe: Pipe, target: Target, workload: Workload) -> None:
+def _work(pipe: Pipe, endpoint: Endpoint, workload: Workload) -> None:
     """A worker's whole life."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, who ends its workers
     pipe.send("ready")
     starts_at = pipe.recv()
     with asyncio.Runner(loop_factory=fast_loop) as runner:
         result = runner.run(
-            run_workload(target, workload, on_done=lambda trace: pipe.send(1), starts_at=starts_at)
+            run_workload(endpoint, workload, on_done=lambda trace: pipe.send(1), starts_at=starts_at)
         )
     pipe.send(result)
 

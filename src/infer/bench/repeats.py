@@ -16,7 +16,7 @@ from infer.bench.report import Row, make_row, skip_row
 from infer.errors import InferError
 
 INTERRUPTED = "interrupted"
-SHARE = "floor_share"
+SHARE = "roofline_share"
 
 
 class Interrupted(KeyboardInterrupt):
@@ -68,13 +68,13 @@ def measure_row(
     return make_row(name, about, runs, settings=settings)
 
 
-def beyond_floor(rows: Sequence[Row]) -> list[str]:
-    """A note, if a row is above 100 % of its floor: how that can be, and how to read it."""
+def beyond_roofline(rows: Sequence[Row]) -> list[str]:
+    """A note, if a row is above 100 % of its roofline: how that can be, and how to read it."""
     names = [row.name for row in rows if SHARE in row.figures and row.figures[SHARE].median > 1]
     if not names:
         return []
     return [
-        f"above 100 % of the floor ({'; '.join(names)}) does not mean faster than possible: a floor is "
+        f"above 100 % of the roofline ({'; '.join(names)}) does not mean faster than possible: a roofline is "
         "computed from the copy and matmul rates of this run. What stays in the processor's caches is read "
         "faster than a copy from memory, integers are multiplied faster than the floats of the matmul, and a "
         "rate that other programs disturbed, or measured before a burst of the clock, is too low. Read it as "

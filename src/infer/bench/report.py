@@ -35,6 +35,7 @@ from infer.errors import ConfigError
 SCHEMA = "infer-bench"
 VERSION = 1
 SECRETS = ("--api-key",)
+OLD_FIGURES = {"floor_s": "roofline_s", "floor_share": "roofline_share"}  # names in reports of before
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,6 +56,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     figures: dict[str, Figure]
     note: str = ""  # a sentence that explains the figures
     skipped: str = ""  # why there are none
+
+    def __post_init__(self) -> None:
+        for old, name in OLD_FIGURES.items():
+            if old in self.figures:
+                self.figures[name] = self.figures.pop(old)
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,7 +1,7 @@
-"""How fast it could be at best on this machine: the floor that a measured time is divided by.
+"""How fast it could be at best on this machine: the roofline that a measured time is divided by.
 
-A step reads every weight once and multiplies it with every token; whichever takes longer is its floor.
-Layers, head and keys come one after the other, so their floors add up:
+A step reads every weight once and multiplies it with every token; whichever takes longer is its roofline.
+Layers, head and keys come one after the other, so their rooflines add up:
 
     decode(batch, context) = max(W_layers / BW, 2 P_layers * batch / F)      weights of the layers
                            + max(W_head / BW, 2 P_head * batch / F)          weights of the head
@@ -49,7 +49,7 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a floor needs to know about a model; sizes in elements unless they say bytes."""
+    """What a roofline needs to know about a model; sizes in elements unless they say bytes."""
 
     layer_params: int  # in matrices; norms and biases are too small to count
     last_params: int  # of these, the last layer's but for keys and values: what only a row that samples needs
@@ -65,7 +65,7 @@ def shape_of(config: ModelConfig, *, weight_bytes: float, kv_bytes: float) -> Sh
     """The shape of a model from its config alone."""
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return Shape(
-        # of experts those that one token is sent to: a floor, for several tokens may well need more of them
+        # of experts those that one token is sent to: the least, for several tokens may need more of them
         layer_params=config.all_layer_weights,
         last_params=config.layer_weights(config.num_layers - 1) - 2 * kv * config.hidden_size,
         head_params=config.vocab_size * config.hidden_size,
@@ -77,7 +77,7 @@ def shape_of(config: ModelConfig, *, weight_bytes: float, kv_bytes: float) -> Sh
     )
 
 
-def weights_floor(shape: Shape, ceilings: Ceilings, batch: int) -> float:
+def weights_roofline(shape: Shape, ceilings: Ceilings, batch: int) -> float:
     """Seconds of one step of `batch` sequences that each add one token, without attention."""
     bandwidth, flops = ceilings.copy_bytes_per_s, ceilings.matmul_flops_per_s
     return sum(
@@ -86,10 +86,10 @@ def weights_floor(shape: Shape, ceilings: Ceilings, batch: int) -> float:
     )
 
 
-def decode_floor(shape: Shape, ceilings: Ceilings, *, batch: int, context: float) -> float:
+def decode_roofline(shape: Shape, ceilings: Ceilings, *, batch: int, context: float) -> float:
     """Seconds of one decode step with `context` tokens behind each sequence."""
     kv = batch * context * shape.kv_elements * shape.kv_bytes
-    return weights_floor(shape, ceilings, batch) + kv / ceilings.copy_bytes_per_s
+    return weights_roofline(shape, ceilings, batch) + kv / ceilings.copy_bytes_per_s
 
 
 def prefill_flops(shape: Shape, length: int) -> float:
@@ -99,12 +99,14 @@ def prefill_flops(shape: Shape, length: int) -> float:
     return rows + 4 * shape.attention_size * num_pairs
 
 
-def prefill_floor(shape: Shape, ceilings: Ceilings, length: int) -> float:
+def prefill_roofline(shape: Shape, ceilings: Ceilings, length: int) -> float:
     """Seconds to the first token of one prompt on an idle machine."""
-    return max(prefill_flops(shape, length) / ceilings.matmul_flops_per_s, weights_floor(shape, ceilings, 1))
+    return max(
+        prefill_flops(shape, length) / ceilings.matmul_flops_per_s, weights_roofline(shape, ceilings, 1)
+    )
 
 
-def workload_floor(shape: Shape, ceilings: Ceilings, lengths: Sequence[tuple[int, int]]) -> float:
+def workload_roofline(shape: Shape, ceilings: Ceilings, lengths: Sequence[tuple[int, int]]) -> float:
     """Seconds for (prompt, output) lengths that are all there at once, every step as full as can be.
 
     The prompts cost their operations; then the first token of everybody is there, and each further step
@@ -114,7 +116,7 @@ def workload_floor(shape: Shape, ceilings: Ceilings, lengths: Sequence[tuple[int
     ends = sorted(output for _, output in lengths)
     for step in range(2, ends[-1] + 1):
         batch = len(ends) - bisect_left(ends, step)
-        seconds += weights_floor(shape, ceilings, batch)
+        seconds += weights_roofline(shape, ceilings, batch)
     num_read = sum(sum(range(prompt + 1, prompt + output)) for prompt, output in lengths)
     return seconds + num_read * shape.kv_elements * shape.kv_bytes / ceilings.copy_bytes_per_s
 

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from infer.bench import scrape
-from infer.bench.load import LoadResult, NotReady, Target, fetch
+from infer.bench.load import Endpoint, LoadResult, NotReady, fetch
 from infer.bench.metrics import Slo, cached_share, summarise
 from infer.bench.processes import run_load
 from infer.bench.repeats import measure_row, run_rows
@@ -68,53 +68,55 @@ class Served:
     form: dict[str, str] = field(default_factory=dict)  # of its numbers: dtype and weights, if it tells
 
 
-def ask_server(target: Target, *, wait_s: float = 0.0) -> Served:
+def ask_server(endpoint: Endpoint, *, wait_s: float = 0.0) -> Served:
     """The model to ask for, and what the server tells of itself; it may take `wait_s` to start."""
-    page = _wait_for(target, "/v1/models", wait_s)
+    page = _wait_for(endpoint, "/v1/models", wait_s)
     try:
         cards = json.loads(page)["data"]
         names = [str(card["id"]) for card in cards]
         lengths = [card.get("max_model_len") for card in cards]
     except (ValueError, LookupError, TypeError, AttributeError):
         raise ConfigError(
-            f"{target.url}/v1/models holds no list of models; is this an OpenAI-compatible server?"
+            f"{endpoint.url}/v1/models holds no list of models; is this an OpenAI-compatible server?"
         ) from None
     if not names:
-        raise ConfigError(f"{target.url} serves no model")
-    if target.model and target.model not in names:
-        raise ConfigError(f"{target.url} serves {', '.join(names)}, not {target.model!r}")
-    chosen = names.index(target.model) if target.model else 0
+        raise ConfigError(f"{endpoint.url} serves no model")
+    if endpoint.model and endpoint.model not in names:
+        raise ConfigError(f"{endpoint.url} serves {', '.join(names)}, not {endpoint.model!r}")
+    chosen = names.index(endpoint.model) if endpoint.model else 0
     return Served(
         model=names[chosen],
         context_len=int(lengths[chosen]) if lengths[chosen] else None,
-        version=_version(target),
-        config=dict(scrape.read_config(_page(target, "/metrics"))),
+        version=_version(endpoint),
+        config=dict(scrape.read_config(_page(endpoint, "/metrics"))),
         form={name: str(cards[chosen][name]) for name in FORM if cards[chosen].get(name)},
     )
 
 
-def _wait_for(target: Target, path: str, wait_s: float) -> bytes:
+def _wait_for(endpoint: Endpoint, path: str, wait_s: float) -> bytes:
     gives_up = time.monotonic() + wait_s
     while True:
         try:
-            return asyncio.run(fetch(target, path))
+            return asyncio.run(fetch(endpoint, path))
         except NotReady:
             if time.monotonic() >= gives_up:
                 raise
             time.sleep(POLL_S)
 
 
-def bench_server(target: Target, plan: Plan, *, tell: Callable[[str], None] = lambda line: None) -> Report:
+def bench_server(
+    endpoint: Endpoint, plan: Plan, *, tell: Callable[[str], None] = lambda line: None
+) -> Report:
     """Run every workload and report; `tell` gets a line for each repeat as it ends."""
-    served = ask_server(target, wait_s=plan.wait_s)
-    target = replace(target, model=served.model)
-    notes: list[str] = [] if target.is_here else [ELSEWHERE]
-    plan = _with_ids(target, plan, notes)
+    served = ask_server(endpoint, wait_s=plan.wait_s)
+    endpoint = replace(endpoint, model=served.model)
+    notes: list[str] = [] if endpoint.is_here else [ELSEWHERE]
+    plan = _with_ids(endpoint, plan, notes)
     for note in notes:
         tell(note)
     workloads = [_prepare(name, plan, served) for name in plan.workloads]
-    _warm_up(target, plan)
-    jobs = {workload.name: partial(_bench, target, workload, plan, tell, notes) for workload in workloads}
+    _warm_up(endpoint, plan)
+    jobs = {workload.name: partial(_bench, endpoint, workload, plan, tell, notes) for workload in workloads}
     rows, is_partial = run_rows(jobs)
     return make_report(
         "serve",
@@ -122,8 +124,8 @@ def bench_server(target: Target, plan: Plan, *, tell: Callable[[str], None] = la
         model={"name": served.model, "context_len": served.context_len, **served.form},
         config={
             **served.config,
-            "transport": target.url.partition("://")[0],
-            "sent": dict(target.extra),
+            "transport": endpoint.url.partition("://")[0],
+            "sent": dict(endpoint.extra),
             "prompts": "words" if plan.as_text else f"token ids below {plan.vocab_size}",
             "slo": {name: getattr(plan.slo, name) for name in ("ttft", "tpot", "e2e")},
         },
@@ -136,7 +138,7 @@ def bench_server(target: Target, plan: Plan, *, tell: Callable[[str], None] = la
     )
 
 
-def _with_ids(target: Target, plan: Plan, notes: list[str]) -> Plan:
+def _with_ids(endpoint: Endpoint, plan: Plan, notes: list[str]) -> Plan:
     """The plan with ids that this server takes, which its model's vocabulary decides; or with words.
 
     One request per guess, the largest first: nearly every server is content with the first.
@@ -148,7 +150,7 @@ def _with_ids(target: Target, plan: Plan, notes: list[str]) -> Plan:
     size, refusal = DEFAULT_VOCAB, ""
     while size > LEAST_VOCAB:
         turn = Turn(ids=(size - 1,) * 8, max_tokens=1)
-        error = _try(target, turn)
+        error = _try(endpoint, turn)
         if error is None:
             if refusal:
                 notes.append(f"the server refused larger token ids, so all are below {size}: {refusal}")
@@ -158,17 +160,17 @@ def _with_ids(target: Target, plan: Plan, notes: list[str]) -> Plan:
                 f"the server answers no request: {error}; --text sends words in place of token ids"
             )
         refusal, size = error, size // 2
-    if (error := _try(target, Turn(text="the time", max_tokens=1))) is not None:
+    if (error := _try(endpoint, Turn(text="the time", max_tokens=1))) is not None:
         raise ConfigError(_no_answer(error))
     notes.append(f"the server takes no token ids, so prompts are words and about as long: {refusal}")
     return replace(plan, as_text=True, vocab_size=DEFAULT_VOCAB)
 
 
-def _try(target: Target, turn: Turn) -> str | None:
+def _try(endpoint: Endpoint, turn: Turn) -> str | None:
     """What is wrong with this request, if anything."""
     arrival = Arrival(kind="closed", concurrency=1)
     workload = Workload(name="try", about="", arrival=arrival, sessions=(Session(turns=(turn,)),))
-    return run_load(target, workload, processes=1).traces[0].error
+    return run_load(endpoint, workload, processes=1).traces[0].error
 
 
 def _prepare(name: str, plan: Plan, served: Served) -> Workload:
@@ -194,14 +196,14 @@ def _as_text(workload: Workload) -> Workload:
     return replace(workload, sessions=sessions)
 
 
-def _warm_up(target: Target, plan: Plan) -> None:
+def _warm_up(endpoint: Endpoint, plan: Plan) -> None:
     """A few requests that nobody counts: connections, caches of compiled kernels, first allocations."""
     turn = Turn(text=" ".join(WORDS[:32]), max_tokens=16)
     sessions = (Session(turns=(turn,)),) * plan.warmup
     arrival = Arrival(kind="closed", concurrency=max(1, plan.warmup // 2))
     if sessions:
         result = run_load(
-            target, Workload(name="warm-up", about="", arrival=arrival, sessions=sessions), processes=1
+            endpoint, Workload(name="warm-up", about="", arrival=arrival, sessions=sessions), processes=1
         )
         errors = [trace.error for trace in result.traces if trace.error]
         if len(errors) == len(sessions):
@@ -214,21 +216,21 @@ def _no_answer(error: str | None) -> str:
 
 
 def _bench(
-    target: Target, workload: Workload, plan: Plan, tell: Callable[[str], None], notes: list[str]
+    endpoint: Endpoint, workload: Workload, plan: Plan, tell: Callable[[str], None], notes: list[str]
 ) -> Row:
     """All repeats of one workload; what a reader must know goes into the notes."""
 
     def run(repeat: int) -> dict[str, float]:
-        before = scrape.read_counters(_page(target, "/metrics"))
+        before = scrape.read_counters(_page(endpoint, "/metrics"))
         label = f"{workload.name} {repeat + 1}/{plan.repeats}"
         with progress(label, total=workload.num_requests) as advance:
             varied = vary(workload, repeat, plan.vocab_size or DEFAULT_VOCAB)
-            result = run_load(target, varied, processes=plan.processes, on_done=advance)
+            result = run_load(endpoint, varied, processes=plan.processes, on_done=advance)
         figures = summarise(result.traces, seconds=result.seconds, slo=plan.slo)
         figures["client_cpu_share"] = result.cpu_share
         if (share := cached_share(result.traces)) is not None:
             figures["cached_share"] = share
-        figures |= scrape.figures(before, scrape.read_counters(_page(target, "/metrics")))
+        figures |= scrape.figures(before, scrape.read_counters(_page(endpoint, "/metrics")))
         notes.extend(_notes(workload.name, result))
         tell(
             f"{label}: {figures.get('output_tokens_per_s', 0):.1f} tok/s, "
@@ -263,17 +265,17 @@ def _notes(name: str, result: LoadResult) -> list[str]:
     return notes
 
 
-def _version(target: Target) -> str:
+def _version(endpoint: Endpoint) -> str:
     """What the server says of its version, if it has a page for that."""
     try:
-        return str(json.loads(_page(target, "/version"))["version"])
+        return str(json.loads(_page(endpoint, "/version"))["version"])
     except (ValueError, LookupError, TypeError):
         return ""
 
 
-def _page(target: Target, path: str) -> str:
+def _page(endpoint: Endpoint, path: str) -> str:
     """A page that a server may have; empty where it has none."""
     try:
-        return asyncio.run(fetch(target, path)).decode(errors="replace")
+        return asyncio.run(fetch(endpoint, path)).decode(errors="replace")
     except ConfigError:
         return ""

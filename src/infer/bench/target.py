@@ -42,20 +42,20 @@ TINY = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class Target:
     """A loaded model and the knobs it was asked for with."""
 
     loaded: LoadedModel
     config: EngineConfig
     is_random: bool = False  # weights out of thin air, which have no other form
 
-    def in_form(self, cpu_weights: str) -> Subject:
+    def in_form(self, cpu_weights: str) -> Target:
         """The same model with its weights in another form, loaded anew; the same one if they are in it."""
         if self.weights == cpu_weights:
             return self
         assert not self.is_random
         config = EngineConfig.from_knobs(**(self.config.knobs() | {"cpu_weights": cpu_weights}))
-        return Subject(loaded=open_model(config.load, show_progress=True)[1], config=config)
+        return Target(loaded=open_model(config.load, show_progress=True)[1], config=config)
 
     def engine(self, **knobs: Any) -> Engine:
         """A fresh engine with these knobs over the others."""
@@ -82,7 +82,7 @@ class Subject:
         return plain + sum(matrix.num_bytes for matrix in packed_matrices(self.loaded.model))
 
     def shape(self) -> Shape:
-        """For floors; where matrices differ in their bits, each weight has the mean."""
+        """For rooflines; where matrices differ in their bits, each weight has the mean."""
         num_bytes = weight_bytes = float(self.loaded.dtype.itemsize)
         if packed := packed_matrices(self.loaded.model):
             num_weights = sum(matrix.num_rows * matrix.size for matrix in packed)
@@ -124,9 +124,7 @@ class Subject:
         return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self.loaded.dtype, "fp32")
 
 
-def open_subject(
-    knobs: dict[str, Any], *, model_config: Path | None = None, is_tiny: bool = False
-) -> Subject:
+def open_target(knobs: dict[str, Any], *, model_config: Path | None = None, is_tiny: bool = False) -> Target:
     """Load the model of the knobs, or make one of random weights."""
     config = EngineConfig.from_knobs(**knobs)
     is_random = model_config is not None or is_tiny
@@ -146,12 +144,12 @@ def open_subject(
     }
     if model_config is not None:
         directory = model_config.parent if model_config.name == "config.json" else model_config
-        return Subject(loaded=load_random(directory, **options), config=config, is_random=True)
+        return Target(loaded=load_random(directory, **options), config=config, is_random=True)
     if is_tiny:
         with tempfile.TemporaryDirectory() as made:
             directory = Path(made) / "tiny"
             directory.mkdir()
             (directory / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
-            return Subject(loaded=load_random(directory, **options), config=config, is_random=True)
+            return Target(loaded=load_random(directory, **options), config=config, is_random=True)
     _, loaded = open_model(config.load, show_progress=True)
-    return Subject(loaded=loaded, config=config)
+    return Target(loaded=loaded, config=config)

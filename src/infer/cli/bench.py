@@ -126,7 +126,7 @@ def _add_serve(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from infer.bench.load import Target
+    from infer.bench.load import Endpoint
     from infer.bench.metrics import read_slo
     from infer.bench.serve import Plan, bench_server
     from infer.bench.workloads import read_names
@@ -134,7 +134,9 @@ def _serve(args: argparse.Namespace) -> int:
     extra = {"temperature": args.temperature, "seed": args.seed}
     if args.ignore_eos:
         extra["ignore_eos"] = True
-    target = Target(url=args.url, model=args.model, api_key=args.api_key, timeout_s=args.timeout, extra=extra)
+    endpoint = Endpoint(
+        url=args.url, model=args.model, api_key=args.api_key, timeout_s=args.timeout, extra=extra
+    )
     plan = Plan(
         workloads=read_names(args.workload, group="serving"),
         seed=args.seed,
@@ -147,7 +149,7 @@ def _serve(args: argparse.Namespace) -> int:
         wait_s=args.wait,
         note=args.note,
     )
-    return finish(args, bench_server(target, plan, tell=notice))
+    return finish(args, bench_server(endpoint, plan, tell=notice))
 
 
 # -- no model -----------------------------------------------------------------------------------------

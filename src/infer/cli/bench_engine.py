@@ -16,12 +16,12 @@ from infer.errors import ConfigError
 
 if TYPE_CHECKING:
     from infer.bench.report import Report
-    from infer.bench.target import Subject
+    from infer.bench.target import Target
 
 
 def add_engine_benches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register all of them."""
-    _add_engine(benches, "offline", "throughput of whole workloads, beside the machine's floor", _offline)
+    _add_engine(benches, "offline", "throughput of whole workloads, beside the machine's roofline", _offline)
     _add_engine(benches, "latency", "one request at a time: first token, each token, the whole", _latency)
     _add_engine(benches, "prefill", "prompts alone: tokens per second and share of the matmul rate", _prefill)
     _add_engine(benches, "decode", "decoding alone: step time at several batch sizes", _decode)
@@ -34,7 +34,7 @@ def _add_engine(
     benches: argparse._SubParsersAction[argparse.ArgumentParser],
     name: str,
     help_text: str,
-    run: Callable[[argparse.Namespace, Subject], Report],
+    run: Callable[[argparse.Namespace, Target], Report],
 ) -> None:
     def measure(args: argparse.Namespace) -> int:
         return finish(args, run(args, _open(args)))
@@ -72,14 +72,14 @@ def _add_engine(
             help="(default: 128,512,2048)",
         )
     if name == "matrix":
-        group.add_argument("--only", metavar="NAMES", help="toggles to run, with commas")
+        group.add_argument("--only", metavar="NAMES", help="ablations to run, with commas")
         group.add_argument("--png", metavar="FILE", type=Path, help="also draw a chart (needs matplotlib)")
     add_output(group, repeats={"memory": None, "matrix": 1}.get(name, 3))
     flags.add_knob_flags(parser, without={"seed"})
     flags.add_common_flags(parser)
 
 
-def _open(args: argparse.Namespace) -> Subject:
+def _open(args: argparse.Namespace) -> Target:
     knobs = flags.knobs_from(args)
     if getattr(args, "png", None) is not None:
         from infer.bench.render import can_draw
@@ -89,38 +89,38 @@ def _open(args: argparse.Namespace) -> Subject:
     if args.model_config is not None and knobs.get("model") is not None:
         raise ConfigError("--model and --model-config both name a model; give one of them")
     with importing():
-        from infer.bench.target import open_subject
+        from infer.bench.target import open_target
 
     is_tiny = args.tiny and args.model_config is None and knobs.get("model") is None
-    return open_subject(knobs, model_config=args.model_config, is_tiny=is_tiny)
+    return open_target(knobs, model_config=args.model_config, is_tiny=is_tiny)
 
 
-def _offline(args: argparse.Namespace, subject: Subject) -> Report:
+def _offline(args: argparse.Namespace, target: Target) -> Report:
     from infer.bench.offline import bench_offline
     from infer.bench.workloads import read_names
 
     names = read_names(args.workload, group="offline")
-    return bench_offline(subject, names, seed=args.seed, repeats=args.repeats, tell=notice)
+    return bench_offline(target, names, seed=args.seed, repeats=args.repeats, tell=notice)
 
 
-def _latency(args: argparse.Namespace, subject: Subject) -> Report:
+def _latency(args: argparse.Namespace, target: Target) -> Report:
     from infer.bench.offline import bench_latency
 
-    return bench_latency(subject, seed=args.seed, repeats=args.repeats, tell=notice)
+    return bench_latency(target, seed=args.seed, repeats=args.repeats, tell=notice)
 
 
-def _prefill(args: argparse.Namespace, subject: Subject) -> Report:
+def _prefill(args: argparse.Namespace, target: Target) -> Report:
     from infer.bench.offline import bench_prefill
 
     lengths = args.lengths
-    return bench_prefill(subject, lengths=lengths, seed=args.seed, repeats=args.repeats, tell=notice)
+    return bench_prefill(target, lengths=lengths, seed=args.seed, repeats=args.repeats, tell=notice)
 
 
-def _decode(args: argparse.Namespace, subject: Subject) -> Report:
+def _decode(args: argparse.Namespace, target: Target) -> Report:
     from infer.bench.offline import bench_decode
 
     return bench_decode(
-        subject,
+        target,
         batches=args.batches,
         context=args.context,
         num_steps=args.steps,
@@ -130,11 +130,11 @@ def _decode(args: argparse.Namespace, subject: Subject) -> Report:
     )
 
 
-def _attention(args: argparse.Namespace, subject: Subject) -> Report:
+def _attention(args: argparse.Namespace, target: Target) -> Report:
     from infer.bench.micro import bench_attention
 
     return bench_attention(
-        subject,
+        target,
         batches=args.batches,
         contexts=args.lengths,
         seed=args.seed,
@@ -143,18 +143,18 @@ def _attention(args: argparse.Namespace, subject: Subject) -> Report:
     )
 
 
-def _memory(args: argparse.Namespace, subject: Subject) -> Report:
+def _memory(args: argparse.Namespace, target: Target) -> Report:
     from infer.bench.micro import bench_memory
 
-    return bench_memory(subject, seed=args.seed, tell=notice)
+    return bench_memory(target, seed=args.seed, tell=notice)
 
 
-def _matrix(args: argparse.Namespace, subject: Subject) -> Report:
+def _matrix(args: argparse.Namespace, target: Target) -> Report:
     from infer.bench.matrix import bench_matrix, speed_ups
     from infer.bench.render import ratio_bars, write_png
 
     only = args.only.split(",") if args.only else ()
-    report = bench_matrix(subject, seed=args.seed, repeats=args.repeats, tell=notice, only=only)
+    report = bench_matrix(target, seed=args.seed, repeats=args.repeats, tell=notice, only=only)
     if chart := speed_ups(report):
         write_out(ratio_bars(chart) + "\n")
         if args.png is not None:

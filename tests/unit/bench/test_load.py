@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from infer.bench.load import LoadResult, Target, run_workload
+from infer.bench.load import Endpoint, LoadResult, run_workload
 from infer.bench.metrics import Slo, summarise
 from infer.bench.workloads import Arrival, Session, Turn, Workload, make_workload
 from tests.unit.bench.fake_server import (
@@ -36,10 +36,10 @@ def requests(count: int, arrival: Arrival, *, tokens: int = 5, every: float = 0.
 ONE_BY_ONE = Arrival(kind="closed", concurrency=1)
 
 
-def run(script: Script, workload: Workload, **target: Any) -> tuple[LoadResult, FakeServer]:
+def run(script: Script, workload: Workload, **endpoint: Any) -> tuple[LoadResult, FakeServer]:
     async def work(server: FakeServer) -> tuple[LoadResult, FakeServer]:
         clock = asyncio.get_running_loop().time
-        return await run_workload(Target(url=server.url, **target), workload, clock=clock), server
+        return await run_workload(Endpoint(url=server.url, **endpoint), workload, clock=clock), server
 
     return with_server(script, work)
 
@@ -232,7 +232,7 @@ def test_a_broken_answer_is_counted_and_survived(script: Script, message: str) -
 def test_nobody_there_is_an_error_of_each_request() -> None:
     async def work(server: FakeServer) -> LoadResult:
         clock = asyncio.get_running_loop().time
-        return await run_workload(Target(url=server.url + "x"), requests(3, ONE_BY_ONE), clock=clock)
+        return await run_workload(Endpoint(url=server.url + "x"), requests(3, ONE_BY_ONE), clock=clock)
 
     result = with_server(refuse, work)
     assert [(trace.error or "")[:15] for trace in result.traces] == ["cannot connect:"] * 3
@@ -312,7 +312,7 @@ def test_an_independent_client_agrees() -> None:
 
     async def work(server: FakeServer) -> None:
         clock = asyncio.get_running_loop().time
-        ours = await run_workload(Target(url=server.url), requests(5, ONE_BY_ONE, tokens=30), clock=clock)
+        ours = await run_workload(Endpoint(url=server.url), requests(5, ONE_BY_ONE, tokens=30), clock=clock)
         theirs = [await by_hand(server.url.removeprefix("unix://"), body) for body in list(server.bodies)]
         for trace, (ttft, gaps, tokens) in zip(ours.traces, theirs, strict=True):
             assert trace.num_output == tokens

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from infer.bench.ablations import TOGGLES
+from infer.bench.ablations import ABLATIONS
 from infer.bench.matrix import _row as row_of
 from infer.bench.matrix import _sentence as sentence_of
 from infer.bench.matrix import bench_matrix
 from infer.errors import ConfigError
 
 
-def test_an_unknown_toggle_is_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown toggle 'pagd'; did you mean 'paged'"):
+def test_an_unknown_ablation_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown ablation 'pagd'; did you mean 'paged'"):
         bench_matrix(None, seed=1, repeats=1, tell=print, only=("pagd",))  # type: ignore[arg-type]
 
 
@@ -28,7 +28,7 @@ def test_an_unknown_toggle_is_refused() -> None:
     ],
 )
 def test_a_sentence_holds_whichever_way_it_went(gain: float, is_best: bool, said: str) -> None:
-    prefix = next(toggle for toggle in TOGGLES if toggle.name == "prefix")
+    prefix = next(ablation for ablation in ABLATIONS if ablation.name == "prefix")
     sentence = sentence_of(prefix, gain, 0.1, is_best=is_best)
     assert sentence.startswith(said) and sentence.endswith(".")
 
@@ -36,20 +36,20 @@ def test_a_sentence_holds_whichever_way_it_went(gain: float, is_best: bool, said
 @pytest.mark.parametrize("gain", [0.7, 1.3])
 def test_what_a_switch_that_changes_nothing_seems_to_do_is_called_noise(gain: float) -> None:
     """A reason why there should be no difference does not explain one."""
-    idle = [toggle for toggle in TOGGLES if toggle.is_idle_at_risk]
-    assert [toggle.name for toggle in idle] == ["continuous", "program"]
-    for toggle in idle:
-        said = sentence_of(toggle, gain, 0.1, is_best=False)
+    idle = [ablation for ablation in ABLATIONS if ablation.is_idle_at_risk]
+    assert [ablation.name for ablation in idle] == ["continuous", "program"]
+    for ablation in idle:
+        said = sentence_of(ablation, gain, 0.1, is_best=False)
         verdict = "1.43 times worse" if gain < 1 else "1.30 times better"
         expected = "which is the machine's noise and not the switch's doing, for it changes nothing here"
-        assert said == f"{verdict}, {expected}: {toggle.price}."
-        assert "noise" not in sentence_of(toggle, gain, 0.1, is_best=True)
-        assert "no difference beyond 50%, as it should be" in sentence_of(toggle, gain, 0.5, is_best=False)
+        assert said == f"{verdict}, {expected}: {ablation.price}."
+        assert "noise" not in sentence_of(ablation, gain, 0.1, is_best=True)
+        assert "no difference beyond 50%, as it should be" in sentence_of(ablation, gain, 0.5, is_best=False)
 
 
 def test_a_row_whose_before_is_not_the_row_above_says_so() -> None:
-    for toggle in TOGGLES:
-        runs = [{toggle.best.figure: 10.0}]
-        note = row_of(toggle, toggle.best, runs, runs).note
-        assert note.endswith(f" {toggle.above}") is bool(toggle.without), toggle.name
-    assert "every row above has it on" in TOGGLES[-1].above.lower()
+    for ablation in ABLATIONS:
+        runs = [{ablation.best.figure: 10.0}]
+        note = row_of(ablation, ablation.best, runs, runs).note
+        assert note.endswith(f" {ablation.above}") is bool(ablation.without), ablation.name
+    assert "every row above has it on" in ABLATIONS[-1].above.lower()

@@ -15,26 +15,26 @@ import torch
 
 from infer.bench import micro
 from infer.bench import offline as offline_benches
-from infer.bench.ablations import TOGGLES
+from infer.bench.ablations import ABLATIONS
 from infer.bench.matrix import _row as row_of
 from infer.bench.matrix import bench_matrix, speed_ups
 from infer.bench.micro import bench_attention, bench_memory
 from infer.bench.offline import batch, bench_decode, bench_latency, bench_offline, bench_prefill, run_once
 from infer.bench.render import columns, provenance
-from infer.bench.repeats import beyond_floor, run_rows
+from infer.bench.repeats import beyond_roofline, run_rows
 from infer.bench.report import Row, make_row, skip_row, write_report
 from infer.bench.roofline import (
     Ceilings,
     Shape,
-    decode_floor,
+    decode_roofline,
     measure_ceilings,
-    prefill_floor,
     prefill_flops,
+    prefill_roofline,
     shape_of,
-    workload_floor,
+    workload_roofline,
 )
 from infer.bench.run_offline import run_offline, to_ids
-from infer.bench.target import TINY, Subject, open_subject
+from infer.bench.target import TINY, Target, open_target
 from infer.bench.workloads import SERVING, Arrival, Session, Turn, Workload, make_workload
 from infer.errors import ConfigError, EngineError
 from infer.kernels.cpu.library import library
@@ -48,18 +48,18 @@ def quiet(line: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     directory = tmp_path_factory.mktemp("shape")
     small = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     small |= {"head_dim": 8, "num_hidden_layers": 1, "vocab_size": 64, "max_position_embeddings": 256}
     (directory / "config.json").write_text(json.dumps(TINY | small))
     knobs = {"device": "cpu", "num_threads": 1, "num_blocks": 64}
-    return open_subject(knobs, model_config=directory)
+    return open_target(knobs, model_config=directory)
 
 
-def test_a_run_has_every_token_and_its_time(subject: Subject) -> None:
-    workload = batch(3, 10, 5, subject.vocab_size, seed=0)
-    result = run_offline(subject.engine(), workload)
+def test_a_run_has_every_token_and_its_time(target: Target) -> None:
+    workload = batch(3, 10, 5, target.vocab_size, seed=0)
+    result = run_offline(target.engine(), workload)
     assert [(trace.num_prompt, trace.num_output, len(trace.chunks)) for trace in result.traces] == [
         (10, 5, 5)
     ] * 3
@@ -68,14 +68,14 @@ def test_a_run_has_every_token_and_its_time(subject: Subject) -> None:
     assert result.seconds >= max(trace.chunks[-1] for trace in result.traces)
 
 
-def test_the_engine_is_seldom_asked_how_full_it_is(subject: Subject) -> None:
+def test_the_engine_is_seldom_asked_how_full_it_is(target: Target) -> None:
     """Asking costs time, which would be part of what is measured."""
-    result = run_offline(subject.engine(), batch(1, 4, 40, subject.vocab_size, seed=0))
+    result = run_offline(target.engine(), batch(1, 4, 40, target.vocab_size, seed=0))
     assert len(result.step_s) == 40
     assert len(result.running) == len(result.kv_use) == 3  # after steps 1, 17 and 33
 
 
-def test_a_session_goes_on_from_its_answer(subject: Subject) -> None:
+def test_a_session_goes_on_from_its_answer(target: Target) -> None:
     turns = (Turn(ids=(11, 12, 13), max_tokens=4), Turn(ids=(14,), max_tokens=2))
     workload = Workload(
         name="s",
@@ -83,7 +83,7 @@ def test_a_session_goes_on_from_its_answer(subject: Subject) -> None:
         arrival=Arrival(kind="closed", concurrency=1),
         sessions=(Session(turns=turns),) * 2,
     )
-    result = run_offline(subject.engine(), workload)
+    result = run_offline(target.engine(), workload)
     assert [(t.session, t.turn, t.num_prompt) for t in result.traces] == [
         (0, 0, 3),
         (0, 1, 8),
@@ -92,16 +92,16 @@ def test_a_session_goes_on_from_its_answer(subject: Subject) -> None:
     ]
 
 
-def test_a_request_that_does_not_fit_is_an_error_of_its_own(subject: Subject) -> None:
+def test_a_request_that_does_not_fit_is_an_error_of_its_own(target: Target) -> None:
     sessions = (*batch(1, 300, 5, 64, seed=0).sessions, *batch(1, 10, 5, 64, seed=0).sessions)
     workload = Workload(name="w", about="", arrival=Arrival(kind="open"), sessions=sessions)
-    bad, good = run_offline(subject.engine(), workload).traces
+    bad, good = run_offline(target.engine(), workload).traces
     assert bad.error is not None and good.is_ok
 
 
-def test_repeats_find_nothing_in_the_cache(subject: Subject) -> None:
-    engine, workload = subject.engine(), batch(2, 40, 2, 64, seed=0)
-    results = [run_once(engine, workload, repeat, subject.vocab_size) for repeat in range(3)]
+def test_repeats_find_nothing_in_the_cache(target: Target) -> None:
+    engine, workload = target.engine(), batch(2, 40, 2, 64, seed=0)
+    results = [run_once(engine, workload, repeat, target.vocab_size) for repeat in range(3)]
     assert [result.counters["num_hit_tokens"] for result in results] == [0, 0, 0]
 
 
@@ -111,20 +111,18 @@ def test_chats_become_ids() -> None:
         assert all(turn.ids for session in workload.sessions for turn in session.turns)
 
 
-def test_every_offline_bench_reports(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_offline_bench_reports(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ceilings = Ceilings(copy_bytes_per_s=1e9, matmul_flops_per_s=1e9)
     for module in (micro, offline_benches):  # what a machine can do takes seconds to find out
         monkeypatch.setattr(module, "measure_ceilings", lambda device, dtype: ceilings)
     monkeypatch.setattr(micro, "capacity_rows", functools.partial(micro.capacity_rows, num_requests=30))
     reports = [
-        bench_offline(subject, ["b1_256_256"], seed=1, repeats=2, tell=quiet),
-        bench_latency(subject, seed=1, repeats=1, tell=quiet),
-        bench_prefill(subject, lengths=[64, 4096], seed=1, repeats=2, tell=quiet),
-        bench_decode(subject, batches=[1, 2], context=16, num_steps=4, seed=1, repeats=2, tell=quiet),
-        bench_attention(subject, batches=[2], contexts=[40], seed=1, repeats=2, tell=quiet),
-        bench_memory(subject, seed=1, tell=quiet),
+        bench_offline(target, ["b1_256_256"], seed=1, repeats=2, tell=quiet),
+        bench_latency(target, seed=1, repeats=1, tell=quiet),
+        bench_prefill(target, lengths=[64, 4096], seed=1, repeats=2, tell=quiet),
+        bench_decode(target, batches=[1, 2], context=16, num_steps=4, seed=1, repeats=2, tell=quiet),
+        bench_attention(target, batches=[2], contexts=[40], seed=1, repeats=2, tell=quiet),
+        bench_memory(target, seed=1, tell=quiet),
     ]
     for report in reports:
         write_report(report, tmp_path / f"{report.kind}.json")  # checks it
@@ -132,12 +130,12 @@ def test_every_offline_bench_reports(
         assert report.model["weights"] == "fp32" and "weights fp32" in provenance(report)
         assert report.config.get("cpu_weights", "fp32") == "fp32"  # and never "auto"
     offline, _, prefill, decode, attention, memory = reports
-    floor = offline.rows[0].figures
-    assert floor["floor_share"].values[0] == pytest.approx(
-        floor["floor_s"].values[0] / floor["seconds"].values[0]
+    roofline = offline.rows[0].figures
+    assert roofline["roofline_share"].values[0] == pytest.approx(
+        roofline["roofline_s"].values[0] / roofline["seconds"].values[0]
     )
     for report in (offline, prefill, decode, attention):
-        shares = [row.figures["floor_share"].median for row in report.rows if row.figures]
+        shares = [row.figures["roofline_share"].median for row in report.rows if row.figures]
         assert any("above 100 %" in note for note in report.notes) is (max(shares) > 1)
     assert prefill.rows[1].skipped == "the context is 256"
     step = decode.rows[1].figures
@@ -145,11 +143,11 @@ def test_every_offline_bench_reports(
         assert report.rows[0].figures["copy_gb_per_s"].median > 0
         assert "copy_gb_per_s" not in columns(report)[0] and "copy" in report.notes[0]
     assert step["output_tokens_per_s"].values[0] == pytest.approx(2 / step["step_p50_s"].values[0])
-    assert memory.rows[0].figures["weights_bytes"].median == subject.weight_bytes
+    assert memory.rows[0].figures["weights_bytes"].median == target.weight_bytes
 
 
-def test_the_matrix_explains_every_row(subject: Subject) -> None:
-    report = bench_matrix(subject, seed=1, repeats=1, tell=quiet, only=["paged", "graphs", "quant"])
+def test_the_matrix_explains_every_row(target: Target) -> None:
+    report = bench_matrix(target, seed=1, repeats=1, tell=quiet, only=["paged", "graphs", "quant"])
     rows = {row.name: row for row in report.rows}
     assert len(rows) == 6
     assert rows["+graphs b1_256_256"].skipped == "needs a GPU"
@@ -164,58 +162,60 @@ def test_the_matrix_explains_every_row(subject: Subject) -> None:
     assert paged["mean_running"].median > 6  # a contiguous cache holds six
 
 
-def test_a_speed_up_of_several_repeats_is_the_median_of_their_ratios(subject: Subject) -> None:
+def test_a_speed_up_of_several_repeats_is_the_median_of_their_ratios(target: Target) -> None:
     """Which is not what a reader gets who divides the two medians of the sentence, so the report says it."""
-    toggle = next(toggle for toggle in TOGGLES if toggle.name == "paged")
+    ablation = next(ablation for ablation in ABLATIONS if ablation.name == "paged")
     before, after = (
         [{"output_tokens_per_s": speed} for speed in side]
         for side in ((10.0, 20.0, 60.0), (30.0, 40.0, 66.0))
     )
-    row = row_of(toggle, toggle.best, before, after)
+    row = row_of(ablation, ablation.best, before, after)
     assert row.figures["speed_up"].median == 2.0  # of 3, 2 and 1.1
     assert row.note.startswith("output 20 tok/s -> 40 tok/s: ")
     before[2]["output_tokens_per_s"] = 15.0
-    row = row_of(toggle, toggle.best, before, after)
+    row = row_of(ablation, ablation.best, before, after)
     assert (row.figures["speed_up"].median, row.note[:29]) == (3.0, "output 15 tok/s -> 40 tok/s: ")
-    several = bench_matrix(subject, seed=1, repeats=2, tell=quiet, only=["graphs"])
+    several = bench_matrix(target, seed=1, repeats=2, tell=quiet, only=["graphs"])
     assert several.notes == [
         "speed-ups are medians of the repeats' ratios, and not the ratio of the two medians beside them"
     ]
 
 
-def test_a_share_above_the_floor_is_explained_and_others_are_not() -> None:
+def test_a_share_above_the_roofline_is_explained_and_others_are_not() -> None:
     def row(name: str, *shares: float) -> Row:
-        return make_row(name, "", [{"floor_share": share} for share in shares])
+        return make_row(name, "", [{"roofline_share": share} for share in shares])
 
     below = [
         row("batch 1", 0.4, 1.2, 0.9),
-        make_row("no floor", "", [{"seconds": 2.0}]),
+        make_row("no roofline", "", [{"seconds": 2.0}]),
         skip_row("c", "", "so"),
     ]
-    assert beyond_floor(below) == []
-    (note,) = beyond_floor([*below, row("batch 8", 1.1), row("batch 64", 1.3)])
-    assert note.startswith("above 100 % of the floor (batch 8; batch 64) does not mean faster than possible")
+    assert beyond_roofline(below) == []
+    (note,) = beyond_roofline([*below, row("batch 8", 1.1), row("batch 64", 1.3)])
+    assert note.startswith(
+        "above 100 % of the roofline (batch 8; batch 64) does not mean faster than possible"
+    )
 
 
-def test_floors_by_hand() -> None:
+def test_rooflines_by_hand() -> None:
     shape = Shape(
         layer_params=1000, last_params=300, head_params=100, attention_size=5, num_layers=2, kv_elements=4
     )
     slow_memory = Ceilings(copy_bytes_per_s=100.0, matmul_flops_per_s=1e9)
-    assert decode_floor(shape, slow_memory, batch=1, context=50) == pytest.approx(22 + 50 * 4 * 2 / 100)
+    assert decode_roofline(shape, slow_memory, batch=1, context=50) == pytest.approx(22 + 50 * 4 * 2 / 100)
     slow_matmul = Ceilings(copy_bytes_per_s=1e12, matmul_flops_per_s=100.0)
-    assert decode_floor(shape, slow_matmul, batch=3, context=0) == pytest.approx(2 * 1100 * 3 / 100)
+    assert decode_roofline(shape, slow_matmul, batch=3, context=0) == pytest.approx(2 * 1100 * 3 / 100)
     rows, pairs = 4 * 700 + 300 + 100, (1 + 2 + 3 + 4) + 4  # of the last layer and the head one row, the last
-    assert prefill_floor(shape, slow_matmul, 4) == pytest.approx((2 * rows + 4 * 5 * pairs) / 100)
+    assert prefill_roofline(shape, slow_matmul, 4) == pytest.approx((2 * rows + 4 * 5 * pairs) / 100)
     alone = 2 * 1100 + 4 * 5 * 2  # one token passes through everything
-    assert prefill_floor(shape, slow_matmul, 1) == pytest.approx(alone / 100)
-    assert prefill_floor(shape, slow_memory, 4) == pytest.approx(22)  # reading the weights once
-    both = workload_floor(shape, slow_memory, [(4, 3), (4, 1)])
+    assert prefill_roofline(shape, slow_matmul, 1) == pytest.approx(alone / 100)
+    assert prefill_roofline(shape, slow_memory, 4) == pytest.approx(22)  # reading the weights once
+    both = workload_roofline(shape, slow_memory, [(4, 3), (4, 1)])
     decode = 2 * 22 + (5 + 6) * 4 * 2 / 100  # two more steps for the first, none for the second
     assert both == pytest.approx(decode, rel=1e-3)
 
 
-def test_the_floor_of_a_published_shape() -> None:
+def test_the_roofline_of_a_published_shape() -> None:
     """Qwen3-0.6B: 440 M parameters in layers, 156 M in the head, 112 KiB of cache per token in bfloat16."""
     raw: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu"}
     raw |= {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "head_dim": 128}
@@ -225,7 +225,7 @@ def test_the_floor_of_a_published_shape() -> None:
     assert shape.kv_elements * 2 == 112 * 1024
     assert (shape.layer_params + shape.head_params) * 2 == pytest.approx(1.192e9, rel=1e-3)
     h200 = Ceilings(copy_bytes_per_s=4.3e12, matmul_flops_per_s=790e12)
-    assert 1 / decode_floor(shape, h200, batch=1, context=128) == pytest.approx(3564, rel=1e-3)
+    assert 1 / decode_roofline(shape, h200, batch=1, context=128) == pytest.approx(3564, rel=1e-3)
     wide, narrow, mlp = 1024 * 2048, 1024 * 1024, 3 * 1024 * 3072  # queries or output, keys or values, MLP
     of_all = 27 * (2 * wide + 2 * narrow + mlp) + 2 * narrow  # of the last layer only its keys and values
     of_last = 2 * wide + mlp + 1024 * 151936
@@ -233,9 +233,9 @@ def test_the_floor_of_a_published_shape() -> None:
     assert prefill_flops(shape, 512) == 2 * (512 * of_all + of_last) + 4 * 16 * 128 * pairs
 
 
-def test_the_floor_of_a_prompt_is_what_a_model_must_multiply(subject: Subject) -> None:
+def test_the_roofline_of_a_prompt_is_what_a_model_must_multiply(target: Target) -> None:
     """Counted in the model itself: its matrices, with the last layer cut to what its last token needs."""
-    config, model, length = subject.loaded.config, subject.loaded.model, 10
+    config, model, length = target.loaded.config, target.loaded.model, 10
     size = {
         name: matrix.weight.numel() for name, matrix in model.named_modules() if isinstance(matrix, Linear)
     }
@@ -243,51 +243,49 @@ def test_the_floor_of_a_prompt_is_what_a_model_must_multiply(subject: Subject) -
     assert config.num_layers == 1  # which is the last: all but keys and values once
     once = sum(size.values()) - keys_and_values
     attention = 4 * config.num_heads * config.head_dim * length
-    flops = prefill_flops(subject.shape(), length)
+    flops = prefill_flops(target.shape(), length)
     assert flops == 2 * (keys_and_values * length + once) + attention
 
 
 @pytest.mark.skipif(library() is None, reason="needs a C compiler")
 def test_packed_weights_are_counted_by_their_size() -> None:
     """Every matrix by its own bits; the head has 8 in any case, so int4 comes to more on average."""
-    subject = open_subject({"device": "cpu"}, is_tiny=True)  # whose matrices fill tiles and groups
-    shape = subject.shape()
+    target = open_target({"device": "cpu"}, is_tiny=True)  # whose matrices fill tiles and groups
+    shape = target.shape()
     num_weights = shape.layer_params + shape.head_params
     assert (shape.weight_bytes, shape.kv_bytes) == (4, 4)
     for form, kept in {
         "int8": num_weights * 8.5 / 8,
         "int4": shape.layer_params * 5 / 8 + shape.head_params * 8.5 / 8,
     }.items():
-        model = copy.deepcopy(subject.loaded.model)
+        model = copy.deepcopy(target.loaded.model)
         pack_layers(model, form, None, {})
         packed = dataclasses.replace(
-            subject, loaded=dataclasses.replace(subject.loaded, model=model, weights=form)
+            target, loaded=dataclasses.replace(target.loaded, model=model, weights=form)
         )
         assert packed.shape().weight_bytes == pytest.approx(kept / num_weights)
         assert packed.shape().kv_bytes == 4
-        assert subject.weight_bytes - packed.weight_bytes == num_weights * 4 - kept
+        assert target.weight_bytes - packed.weight_bytes == num_weights * 4 - kept
 
 
-def test_a_packed_weight_is_not_counted_twice(subject: Subject) -> None:
+def test_a_packed_weight_is_not_counted_twice(target: Target) -> None:
     """Its parameter is a shell on the meta device: a shape, and no bytes."""
-    model = copy.deepcopy(subject.loaded.model)
-    before = dataclasses.replace(
-        subject, loaded=dataclasses.replace(subject.loaded, model=model)
-    ).weight_bytes
+    model = copy.deepcopy(target.loaded.model)
+    before = dataclasses.replace(target, loaded=dataclasses.replace(target.loaded, model=model)).weight_bytes
     qkv = model.get_submodule("layers.0.attention.qkv")
     assert isinstance(qkv, Linear)
     num_bytes = qkv.weight.numel() * qkv.weight.element_size()
     qkv.weight = torch.nn.Parameter(torch.empty(qkv.weight.shape, device="meta"), requires_grad=False)
-    shell = dataclasses.replace(subject, loaded=dataclasses.replace(subject.loaded, model=model))
+    shell = dataclasses.replace(target, loaded=dataclasses.replace(target.loaded, model=model))
     assert shell.weight_bytes == before - num_bytes
 
 
-def test_ceilings_are_measured(subject: Subject) -> None:
-    found = measure_ceilings(subject.device, subject.loaded.dtype, scale=0.05)
+def test_ceilings_are_measured(target: Target) -> None:
+    found = measure_ceilings(target.device, target.loaded.dtype, scale=0.05)
     assert found.copy_bytes_per_s > 1e6 and found.matmul_flops_per_s > 1e6
 
 
-def test_ctrl_c_keeps_what_was_measured(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_keeps_what_was_measured(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     ceilings = Ceilings(copy_bytes_per_s=1e9, matmul_flops_per_s=1e9)
     monkeypatch.setattr(offline_benches, "measure_ceilings", lambda device, dtype: ceilings)
     lines: list[str] = []
@@ -297,7 +295,7 @@ def test_ctrl_c_keeps_what_was_measured(subject: Subject, monkeypatch: pytest.Mo
         if len(lines) == 4:
             raise KeyboardInterrupt
 
-    report = bench_prefill(subject, lengths=[8, 16, 32], seed=1, repeats=2, tell=tell)
+    report = bench_prefill(target, lengths=[8, 16, 32], seed=1, repeats=2, tell=tell)
     assert report.is_partial
     first, second, third = report.rows
     assert len(first.figures["ttft_p50_s"].values) == 2
@@ -318,26 +316,26 @@ def test_a_row_that_fails_does_not_take_the_others_with_it() -> None:
 
 
 def test_weights_in_another_form_are_compared_with_plain_ones(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch
+    target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the tiny model came from a file: the same one is loaded in both forms."""
-    assert subject.in_form("fp32") is subject  # which it has already
+    assert target.in_form("fp32") is target  # which it has already
     forms: list[str] = []
 
-    def in_form(self: Subject, cpu_weights: str) -> Subject:
+    def in_form(self: Target, cpu_weights: str) -> Target:
         forms.append(cpu_weights)
         return self
 
-    monkeypatch.setattr(Subject, "in_form", in_form)
-    real = dataclasses.replace(subject, is_random=False)
+    monkeypatch.setattr(Target, "in_form", in_form)
+    real = dataclasses.replace(target, is_random=False)
     rows = bench_matrix(real, seed=1, repeats=1, tell=quiet, only=["quant"]).rows
     assert forms == ["fp32", "int8"]
     measured = [row.name for row in rows if row.figures]
     assert measured == ["+quant b1_256_256", "+quant prefill_8x4096"]
 
 
-def test_a_report_holds_what_auto_meant(subject: Subject) -> None:
-    knobs = subject.knobs()
+def test_a_report_holds_what_auto_meant(target: Target) -> None:
+    knobs = target.knobs()
     assert (knobs["dtype"], knobs["device"], knobs["max_seq_len"]) == ("float32", "cpu", 256)
     assert knobs["max_batch_size"] and knobs["max_num_batched_tokens"] and knobs["prefill_chunk_size"]
     assert knobs["num_blocks"] == 64 and "model" not in knobs
@@ -345,12 +343,12 @@ def test_a_report_holds_what_auto_meant(subject: Subject) -> None:
 
 def test_random_weights_have_no_other_form(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cpu_weights is int8, but random weights are kept as"):
-        open_subject({"device": "cpu", "cpu_weights": "int8"}, is_tiny=True)
+        open_target({"device": "cpu", "cpu_weights": "int8"}, is_tiny=True)
 
 
-def test_a_request_that_fails_is_no_figure(subject: Subject) -> None:
+def test_a_request_that_fails_is_no_figure(target: Target) -> None:
     with pytest.raises(ConfigError, match="a request of 1 x 300/5 failed: "):
-        run_once(subject.engine(), batch(1, 300, 5, 64, seed=0), 0, subject.vocab_size)
+        run_once(target.engine(), batch(1, 300, 5, 64, seed=0), 0, target.vocab_size)
 
 
 def test_a_process_that_fails_has_no_first_byte() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.gpu_table import provenance, read_peers
 from benchmarks.machine import facts
-from infer.bench.ablations import TOGGLES
+from infer.bench.ablations import ABLATIONS
 from infer.bench.report import make_report, make_row, read_report, write_report
 from scripts import docs
 
@@ -57,12 +57,12 @@ def test_every_table_says_of_which_commit_and_day_it_is() -> None:
         assert re.search(r"; commit [0-9a-f]{7,}(-dirty)?; .*; 20\d\d-\d\d-\d\d\. `", text), name
 
 
-def test_every_toggle_has_its_sentences_on_the_page() -> None:
-    page = docs.toggle_table("<!-- toggles -->\nSTALE\n<!-- end -->")
+def test_every_ablation_has_its_sentences_on_the_page() -> None:
+    page = docs.ablation_table("<!-- ablations -->\nSTALE\n<!-- end -->")
     assert "STALE" not in page
-    for toggle in TOGGLES:
-        assert f"| `+{toggle.name}` |" in page and toggle.why in page and toggle.price in page
-        assert toggle.above in page
+    for ablation in ABLATIONS:
+        assert f"| `+{ablation.name}` |" in page and ablation.why in page and ablation.price in page
+        assert ablation.above in page
 
 
 def test_a_report_becomes_a_table_with_its_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from infer.bench import scrape
-from infer.bench.load import Target
+from infer.bench.load import Endpoint
 from infer.bench.metrics import Slo
 from infer.bench.processes import num_processes, run_load, split
 from infer.bench.render import terminal
@@ -107,8 +107,8 @@ def server(tmp_path: Path) -> Iterator[ThreadServer]:
 def test_a_server_is_benchmarked_into_a_report(server: ThreadServer) -> None:
     plan = Plan(workloads=["baseline", "agent_session"], repeats=2, warmup=2, slo=Slo(ttft=60.0))
     lines: list[str] = []
-    target = Target(url=server.url, extra={"temperature": 0.6, "ignore_eos": True})
-    report = bench_server(target, plan, tell=lines.append)
+    endpoint = Endpoint(url=server.url, extra={"temperature": 0.6, "ignore_eos": True})
+    report = bench_server(endpoint, plan, tell=lines.append)
     baseline = report.rows[0]
     assert (report.kind, report.repeats, report.model["name"]) == ("serve", 2, "m")
     assert report.config["kv_cache_backend"] == "paged"
@@ -132,17 +132,17 @@ def test_a_server_is_benchmarked_into_a_report(server: ThreadServer) -> None:
 
 def test_a_server_that_tells_the_form_of_its_weights_has_it_in_the_report(server: ThreadServer) -> None:
     card = {"id": "m", "max_model_len": 4096}
-    assert ask_server(Target(url=server.url)).form == {}
+    assert ask_server(Endpoint(url=server.url)).form == {}
     for told in ({"dtype": "float32", "weights": "int8"}, {"dtype": "bfloat16", "weights": None}):
         server.pages[b"/v1/models"] = (200, json.dumps({"data": [card | told]}))
         form = {name: value for name, value in told.items() if value}
-        assert ask_server(Target(url=server.url)).form == form
-        report = bench_server(Target(url=server.url), Plan(workloads=["w1_single"], warmup=0))
+        assert ask_server(Endpoint(url=server.url)).form == form
+        report = bench_server(Endpoint(url=server.url), Plan(workloads=["w1_single"], warmup=0))
         assert report.model == {"name": "m", "context_len": 4096} | form
 
 
 def test_text_can_stand_for_ids(server: ThreadServer) -> None:
-    bench_server(Target(url=server.url), Plan(workloads=["w1_single"], as_text=True, warmup=0))
+    bench_server(Endpoint(url=server.url), Plan(workloads=["w1_single"], as_text=True, warmup=0))
     assert len(server.bodies[0]["prompt"].split()) == 256
 
 
@@ -164,7 +164,7 @@ def picky(most: int) -> Script:
 def test_a_server_is_asked_which_token_ids_it_takes(tmp_path: Path, most: int, said: str) -> None:
     server = ThreadServer(tmp_path, picky(most))
     try:
-        report = bench_server(Target(url=server.url), Plan(workloads=["w1_single"], warmup=0))
+        report = bench_server(Endpoint(url=server.url), Plan(workloads=["w1_single"], warmup=0))
     finally:
         server.close()
     assert report.rows[0].figures["num_errors"].median == 0
@@ -184,7 +184,7 @@ def test_every_workload_runs_against_a_server_that_tells_nothing(
     server = ThreadServer(tmp_path, steady(0.0, 0.0, per_frame=16))
     server.has_metrics, server.pages = False, {b"/v1/models": (200, '{"data": [{"id": "other"}]}')}
     try:
-        report = bench_server(Target(url=server.url), Plan(workloads=read_names("all", group="serving")))
+        report = bench_server(Endpoint(url=server.url), Plan(workloads=read_names("all", group="serving")))
     finally:
         server.close()
     assert len(report.rows) == 10
@@ -210,7 +210,7 @@ def test_a_server_that_will_not_do_is_explained(
 ) -> None:
     server.pages[b"/v1/models"] = page
     with pytest.raises(ConfigError, match=message):
-        bench_server(Target(url=server.url, api_key=key), Plan(workloads=["baseline"]))
+        bench_server(Endpoint(url=server.url, api_key=key), Plan(workloads=["baseline"]))
 
 
 def test_a_server_that_is_starting_is_waited_for(
@@ -226,13 +226,13 @@ def test_a_server_that_is_starting_is_waited_for(
 
     monkeypatch.setattr("infer.bench.serve.time.sleep", sleep)
     with pytest.raises(ConfigError, match="HTTP 503: starting"):
-        ask_server(Target(url=server.url))
+        ask_server(Endpoint(url=server.url))
     assert not slept
-    assert ask_server(Target(url=server.url), wait_s=60).model == "m"
+    assert ask_server(Endpoint(url=server.url), wait_s=60).model == "m"
     assert len(slept) == 3
     server.pages[b"/v1/models"] = (401, "{}")
     with pytest.raises(ConfigError, match="--api-key"):  # which waiting does not change
-        ask_server(Target(url=server.url), wait_s=60)
+        ask_server(Endpoint(url=server.url), wait_s=60)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_a_server_that_is_starting_is_waited_for(
     ],
 )
 def test_a_server_elsewhere_is_not_this_machine(url: str, is_here: bool) -> None:
-    assert Target(url=url).is_here is is_here
+    assert Endpoint(url=url).is_here is is_here
 
 
 def test_ctrl_c_leaves_a_partial_report(tmp_path: Path) -> None:
@@ -286,18 +286,18 @@ def test_ctrl_c_leaves_a_partial_report(tmp_path: Path) -> None:
 
 def test_a_wrong_model_is_said_at_once(server: ThreadServer) -> None:
     with pytest.raises(ConfigError, match="serves m, not 'other'"):
-        bench_server(Target(url=server.url, model="other"), Plan(workloads=["baseline"]))
+        bench_server(Endpoint(url=server.url, model="other"), Plan(workloads=["baseline"]))
     with pytest.raises(ConfigError, match="is the server running"):
-        bench_server(Target(url=server.url + "x"), Plan(workloads=["baseline"]))
+        bench_server(Endpoint(url=server.url + "x"), Plan(workloads=["baseline"]))
     with pytest.raises(ConfigError, match="must start with http://"):
-        Target(url="localhost:8000")
+        Endpoint(url="localhost:8000")
 
 
 def test_two_processes_share_the_work(server: ThreadServer) -> None:
     sessions = tuple(Session(turns=(Turn(ids=(number,), max_tokens=3),)) for number in range(7))
     workload = Workload(name="w", about="", arrival=Arrival(kind="closed", concurrency=4), sessions=sessions)
     done: list[int] = []
-    result = run_load(Target(url=server.url, model="m"), workload, processes=2, on_done=done.append)
+    result = run_load(Endpoint(url=server.url, model="m"), workload, processes=2, on_done=done.append)
     assert sum(done) == 7
     assert sorted(trace.session for trace in result.traces) == list(range(7))
     assert [trace.error for trace in result.traces] == [None] * 7
@@ -342,7 +342,7 @@ def test_an_independent_client_sees_the_same(server: ThreadServer) -> None:
         return frames, events[-1]["usage"]["completion_tokens"]
 
     workload = make_workload("baseline")
-    result = run_load(Target(url=server.url, model="m"), workload)
+    result = run_load(Endpoint(url=server.url, model="m"), workload)
     ours = [(len(trace.chunks), trace.num_output) for trace in result.traces]
     theirs = [by_hand(body) for body in list(server.bodies)]
     assert ours == theirs

@@ -67,7 +67,7 @@ def test_the_matrix_is_drawn(infer: Infer, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "matplotlib", MagicMock(pyplot=pyplot))
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", pyplot)
     monkeypatch.setattr("infer.bench.render.can_draw", lambda: True)
-    monkeypatch.setattr("infer.bench.target.open_subject", lambda *args, **options: None)
+    monkeypatch.setattr("infer.bench.target.open_target", lambda *args, **options: None)
     monkeypatch.setattr("infer.bench.matrix.bench_matrix", lambda *args, **options: report)
     path = tmp_path / "x.png"
     outcome = infer("bench", "matrix", "--png", str(path))
