@@ -1,12 +1,12 @@
 """Write the parts of the docs that the code knows better: the knobs, the help texts, the benchmarks' tables.
 
-    python scripts/docs.py            write docs/knobs.md, docs/cli.md and the tables of docs/benchmarks.md
-                                      and docs/features/gpu.md
+    python scripts/docs.py            write docs/knobs.md, docs/cli.md, the tables of docs/benchmarks.md,
+                                      docs/features/cpu.md and gpu.md, and the size of the core in README.md
     python scripts/docs.py --check    write nothing; fail if any is not what would be written
 
-The first two are whole outputs of this script, so there is nothing in them to edit by hand. In
-docs/benchmarks.md only what stands between `<!-- report FILE: COMMAND -->` or `<!-- ablations -->` and
-`<!-- end -->` is.
+The first two are whole outputs of this script, so there is nothing in them to edit by hand. In other pages
+it is what stands between a marker, such as `<!-- report FILE: COMMAND -->`, and `<!-- end -->`; in README.md
+what stands between `<!-- size -->` and `<!-- /size -->` (scripts/size.py counts it).
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ from infer.config.knobs import KnobRow
 from infer.config.settings import ServerConfig, engine_sections, knob_table
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+sys.path.insert(0, str(DOCS.parent))  # run as a script, it finds its own folder alone
+
+from scripts import size  # noqa: E402
 
 KNOBS_INTRO = """\
 # Knobs
@@ -205,6 +208,14 @@ def cpu_page(text: str) -> str:
     return fill(fill(text, "cpu speed", [line]), "cpu report", lines)
 
 
+SIZE = re.compile(r"<!-- size -->.*?<!-- /size -->", re.DOTALL)
+
+
+def readme(text: str) -> str:
+    """Return the README with the sentence about the size of the core as scripts/size.py counts it."""
+    return SIZE.sub(f"<!-- size -->{size.claim(size.measure())}<!-- /size -->", text)
+
+
 def main() -> int:
     """Write the pages, or compare them."""
     parser = argparse.ArgumentParser(description="Write the generated pages of docs/.")
@@ -217,6 +228,8 @@ def main() -> int:
     pages[gpu] = gpu_page(gpu.read_text(encoding="utf-8"))
     cpu = DOCS / "features" / "cpu.md"
     pages[cpu] = cpu_page(cpu.read_text(encoding="utf-8"))
+    front = DOCS.parent / "README.md"
+    pages[front] = readme(front.read_text(encoding="utf-8"))
     if not args.check:
         for path, text in pages.items():
             path.write_text(text, encoding="utf-8")
