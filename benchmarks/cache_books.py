@@ -1,6 +1,6 @@
 """What the books of the KV cache cost, in microseconds per operation.
 
-    python benchmarks/cache_books.py [--block-size 16] [--repeats 5]
+    python -m benchmarks.cache_books [--block-size 16] [--repeats 5]
 
 No model and no tensors: these are the integer operations that the scheduler waits for on every step.
 Each figure is CPU time, the best of `--repeats` runs: everything that disturbs a run makes it slower.

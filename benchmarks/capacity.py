@@ -19,13 +19,11 @@ Nothing is shared between requests, so that prefix caching adds nothing. Targets
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-from benchmarks.machine import facts
+from benchmarks.machine import facts, parse, write
 from infer.cache.kv_pool import KVCachePool
 from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
 from infer.config.defaults import SIMULATED_STEPS
@@ -120,8 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="sequences per memory: paged against contiguous")
     parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="write the report to this JSON file")
-    args = parser.parse_args()
+    args = parse(parser)
     lengths = make_lengths(args.requests, args.seed)
     rows = [run(layout, lengths) for layout in ("contiguous", "paged, block size 16", "paged, block size 32")]
     print(", ".join(facts().values()))
@@ -140,19 +137,17 @@ def main() -> None:
     }
     for name, is_met in met.items():
         print(f"{'met ' if is_met else 'MISSED'} {name}")
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        report = {
-            "benchmark": "capacity",
-            "machine": facts(),
-            "requests": args.requests,
-            "seed": args.seed,
-            "num_slots": NUM_SLOTS,
-            "max_seq_len": MAX_SEQ_LEN,
-            "rows": [asdict(row) for row in rows],
-            "targets_met": met,
-        }
-        args.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    report = {
+        "benchmark": "capacity",
+        "machine": facts(),
+        "requests": args.requests,
+        "seed": args.seed,
+        "num_slots": NUM_SLOTS,
+        "max_seq_len": MAX_SEQ_LEN,
+        "rows": [asdict(row) for row in rows],
+        "targets_met": met,
+    }
+    write(report, args.out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What batching buys: the same mixed requests one at a time, in static batches, and continuously.
 
-python benchmarks/continuous_batching.py [--model DIR] [--requests 16] [--out FILE]
+    python -m benchmarks.continuous_batching [--model DIR] [--requests 16] [--out FILE]
 
 All requests are there from the start, prompts of 16 to 256 tokens, outputs of 16 to 128. Each mode runs
 the same engine with one toggle changed, the modes are interleaved, and the figure of a mode is the
@@ -11,14 +11,12 @@ must be equal (float32): a mode that is fast and wrong is not reported.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import random
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import facts, parse, write
 from infer import LLM, SamplingParams
 
 MODES: dict[str, dict[str, Any]] = {
@@ -64,8 +62,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
-    args = parser.parse_args()
+    args = parse(parser)
     llms = {
         name: LLM(args.model, dtype="float32", use_prefix_caching=False, max_seq_len=512, **knobs)
         for name, knobs in MODES.items()
@@ -97,13 +94,8 @@ def main() -> None:
             }
         )
         print("  ".join(f"{key} {value}" for key, value in rows[-1].items()))
-    if args.out:
-        facts = {
-            "machine": platform.processor() or platform.machine(),
-            "requests": args.requests,
-            "seed": args.seed,
-        }
-        args.out.write_text(json.dumps(facts | {"rounds": args.rounds, "rows": rows}, indent=1) + "\n")
+    settings = {"requests": args.requests, "seed": args.seed, "rounds": args.rounds}
+    write({"machine": facts(), **settings, "rows": rows}, args.out)
 
 
 if __name__ == "__main__":

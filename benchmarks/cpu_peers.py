@@ -1,8 +1,8 @@
 """A model on this CPU, the default one if none is named: our engine beside its peers, in the same run.
 
-    python benchmarks/cpu_peers.py --threads 1 --out benchmarks/reports/cpu.json
-    python benchmarks/cpu_peers.py --peer-python path/to/python      an environment with llama-cpp-python
-    python benchmarks/cpu_peers.py --model FILE.gguf --engines "ours int8" "llama.cpp Q8_0"
+    python -m benchmarks.cpu_peers --threads 1 --out benchmarks/reports/cpu.json
+    python -m benchmarks.cpu_peers --peer-python path/to/python      an environment with llama-cpp-python
+    python -m benchmarks.cpu_peers --model FILE.gguf --engines "ours int8" "llama.cpp Q8_0"
 
 Every engine is a process of its own, and the engines take turns: one round of all of them, then the
 next, so that whatever else the machine does meets them all. The figure is the median of the rounds.
@@ -218,11 +218,15 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a GGUF file; default: the default model")
     parser.add_argument("--engines", nargs="+", choices=OURS + PEERS, default=OURS + PEERS)
     parser.add_argument("--peer-python", default=sys.executable)
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--quantize", help=argparse.SUPPRESS)
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    if "--measure" in sys.argv or "--quantize" in sys.argv:  # in the peers' environment, without our packages
+        args = parser.parse_args()
+    else:
+        from benchmarks.machine import facts, parse, write
+
+        args = parse(parser)
     if args.measure:
         print(json.dumps(measure(args.measure, args.file, args.threads)))
         return
@@ -230,7 +234,6 @@ def main() -> None:
         quantize_for_llama(args.file, Path(args.quantize.partition(":")[2]), args.quantize.partition(":")[0])
         return
 
-    from benchmarks.machine import facts  # not above: the peers' environment need not have our packages
     from infer.loader.find.default_model import default_model_file
 
     source = args.model or default_model_file()
@@ -262,10 +265,8 @@ def main() -> None:
         "load": [round(load, 1) for load in os.getloadavg()],
         "engines": {engine: median_of(rounds) for engine, rounds in results.items()},
     }
-    text = json.dumps(report, indent=2)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    print(json.dumps(report, indent=2))
+    write(report, args.out)
 
 
 if __name__ == "__main__":

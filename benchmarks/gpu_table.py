@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import today
+from benchmarks.machine import add_allow_dirty, refuse_dirty, today
 from infer.bench.metrics import percentile
 from infer.bench.report import commit, machine, versions
 from infer.bench.roofline import Ceilings, measure_ceilings, workload_roofline
@@ -283,7 +283,10 @@ def main() -> int:
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
     parser.add_argument("--quick", action="store_true", help="the workloads alone")
     parser.add_argument("--knobs", type=json.loads, default={}, help='JSON, such as {"use_overlap": false}')
+    add_allow_dirty(parser)
     args = parser.parse_args()
+    if args.out_dir is not None:
+        refuse_dirty(parser, args)
     if not torch.cuda.is_available():
         print("this benchmark needs a CUDA GPU", file=sys.stderr)
         return 2

@@ -11,14 +11,13 @@ smaller than that of the perplexity itself.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.machine import facts
+from benchmarks.machine import facts, parse, write
 from infer import LLM, SamplingParams
 
 
@@ -69,8 +68,7 @@ def main() -> None:
     parser.add_argument("--weights", nargs="+", default=["fp32", "int8", "int4"], help="forms of the weights")
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--window-len", type=int, default=512)
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
-    args = parser.parse_args()
+    args = parse(parser)
     if args.windows < 1 or args.window_len < 2:
         parser.error(
             f"--windows must be at least 1 and --window-len 2, got {args.windows} and {args.window_len}"
@@ -96,7 +94,7 @@ def main() -> None:
     if args.out:
         num = len(found[args.weights[0]].logprobs)
         report = {"machine": facts(), "text": args.text.name, "num_predictions": num, "weights": table}
-        args.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write(report, args.out)
 
 
 if __name__ == "__main__":

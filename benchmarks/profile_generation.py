@@ -1,6 +1,6 @@
 """Where the time of a step goes: a trace to look at, and tables of what took longest.
 
-    python benchmarks/profile_generation.py [--out DIR] [--batch 8] [--prompt-len 128] [--steps 16]
+    python -m benchmarks.profile_generation [--out DIR] [--batch 8] [--prompt-len 128] [--steps 16]
                                             [--model DIR | --model-config DIR | --tiny]
 
     DIR/trace.json     open it in chrome://tracing or ui.perfetto.dev

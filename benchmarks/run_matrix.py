@@ -1,6 +1,6 @@
 """Every idea switched on after the other, and what each is worth here: a door to `infer bench matrix`.
 
-    python benchmarks/run_matrix.py [--out FILE] [--png FILE] [options of infer bench matrix]
+    python -m benchmarks.run_matrix [--out FILE] [--png FILE] [options of infer bench matrix]
 
 Without --model or --model-config a tiny model of random weights is used, which takes a few minutes on two
 cores. The policies are compared after it, on a simulated machine.

@@ -1,6 +1,6 @@
 """What sampling costs, in milliseconds per call of `sample`.
 
-    python benchmarks/sampling.py [--threads 1] [--repeats 20] [--json FILE]
+    python -m benchmarks.sampling [--threads 1] [--repeats 20] [--out FILE]
 
 Logits fall off like those of a trained model, with the 1.6th power of the rank: top-p 0.95 keeps about
 a hundred tokens. `flat top-p` is the worst case: at a temperature of 20, top-p 0.95 keeps most of the
@@ -12,14 +12,13 @@ Of `--repeats` calls, or one second of calls if that is fewer, `wall` is the med
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import time
-from pathlib import Path
 
 import torch
 
+from benchmarks.machine import facts, parse, write
 from infer.sampling.params import SamplingParams
 from infer.sampling.sampler import SampleRow, sample
 
@@ -75,8 +74,7 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=1, help="PyTorch threads (default 1)")
     parser.add_argument("--repeats", type=int, default=20, help="calls per figure (default 20)")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    args = parser.parse_args()
+    args = parse(parser)
     torch.set_num_threads(args.threads)
 
     print(f"torch {torch.__version__}, {args.threads} thread(s), {platform.machine()}; ms per call")
@@ -90,9 +88,8 @@ def main() -> None:
                 shape = {"rows": num_rows, "vocab": vocab_size, "case": name}
                 figures.append({**shape, "wall_ms": wall_ms, "cpu_ms": cpu_ms})
                 print(f"{num_rows:>5} {vocab_size:>7}  {name:<12} {wall_ms:>9.3f} {cpu_ms:>9.3f}")
-    if args.json is not None:
-        header = {"torch": torch.__version__, "threads": args.threads, "machine": platform.machine()}
-        args.json.write_text(json.dumps({**header, "figures": figures}, indent=1) + "\n")
+    header = {"torch": torch.__version__, "threads": args.threads, "machine": facts()}
+    write({**header, "figures": figures}, args.out)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.machine import facts
+from benchmarks.machine import facts, parse, write
 from infer.client.process_client import ProcessClient
 from infer.config.defaults import SERVER_MAX_QUEUE
 from infer.config.settings import EngineConfig, ServerConfig
@@ -171,9 +171,8 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--steps-per-second", type=int, default=40)
-    parser.add_argument("--out", type=Path, help="also write the report to this JSON file")
     parser.add_argument("--serve", metavar="MODEL", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parse(parser)
     if args.serve:
         import uvloop
 
@@ -195,8 +194,7 @@ def main() -> int:
         "targets": TARGETS,
     }
     print(json.dumps(report, indent=2))
-    if args.out:
-        args.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write(report, args.out)
     is_fast = figures["first_token_ms_p50"] <= TARGETS["first_token_ms_p50"]
     is_even = figures["between_ms_p99"] <= TARGETS["between_ms_p99"]
     return 0 if is_fast and is_even and figures["tokens_per_core_s"] >= TARGETS["tokens_per_core_s"] else 1

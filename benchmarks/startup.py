@@ -1,6 +1,6 @@
 """How long a user waits before anything happens, beside what we promise: a door to `infer bench startup`.
 
-    python benchmarks/startup.py [--model DIR] [--repeats 5] [--out FILE]
+    python -m benchmarks.startup [--model DIR] [--repeats 5] [--out FILE]
 
 Each figure is of fresh processes with warm file caches: the cost we can change, not the disk's. The targets
 are for the best of the repeats on a quiet machine of two cores; a miss is said and is no error.

@@ -231,13 +231,13 @@ def sweep(layers: Layers, ceiling: float, deadline: float) -> None:
         print(f"    {seconds * 1e6:8.2f} us  {share:6.1%}  {dict(zip(best, key, strict=True))}")
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Parse the flags, measure, print."""
     parser = argparse.ArgumentParser(description="time attention of decoding rows")
     parser.add_argument("--sweep", action="store_true", help="try the compile and launch options")
     parser.add_argument("--shape", action="append", help="S,len,N,G,H; may be repeated")
     parser.add_argument("--seconds", type=float, default=80.0, help="time for the sweep of all shapes")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("this benchmark needs a GPU", file=sys.stderr)
         return 2

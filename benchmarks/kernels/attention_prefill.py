@@ -187,12 +187,12 @@ def sweep(prompts: Prompts, ceiling: float, deadline: float) -> None:
         report(str(config), seconds, prompts, ceiling)
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Parse the flags, measure, print."""
     parser = argparse.ArgumentParser(description="time attention of chunks of prompts")
     parser.add_argument("--sweep", action="store_true", help="try the compile options")
     parser.add_argument("--seconds", type=float, default=80.0, help="time for the sweep of all shapes")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("this benchmark needs a GPU", file=sys.stderr)
         return 2

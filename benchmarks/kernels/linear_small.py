@@ -15,17 +15,16 @@ The competitor is what the engine would do without them: `add_rms_norm`, F.linea
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels.report import environment
 from benchmarks.kernels.timing import time_calls
+from benchmarks.machine import parse, write
 from infer.kernels.elementwise.gated_activation import gated_activation
 from infer.kernels.elementwise.rms_norm import add_rms_norm
 from infer.kernels.linear.residual import Added, Stream
@@ -294,8 +293,7 @@ def main(argv: list[str] | None = None) -> int:
         "--all", action="store_true", help="with --sweep: also what stands alone, the head and dot products"
     )
     parser.add_argument("--budget", type=float, default=220.0, help="seconds that --sweep may take")
-    parser.add_argument("--out", type=Path, help="write the report to this JSON file")
-    arguments = parser.parse_args(argv)
+    arguments = parse(parser, argv)
     models = [model for model in MODELS if not arguments.models or model.name in arguments.models]
 
     with torch.inference_mode():
@@ -313,9 +311,7 @@ def main(argv: list[str] | None = None) -> int:
             for matrix in () if arguments.chain else (*model.layer, model.head):
                 rows += time_matrix(model, matrix, arguments.tokens, ceiling)
             rows += time_chain(model, arguments.tokens, ceiling)
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps({"environment": facts, "results": rows}, indent=1) + "\n")
+    write({"environment": facts, "results": rows}, arguments.out)
     wrong = [row for row in rows if isinstance(row["error"], float) and not row["error"] < 2e-2]
     print(f"{len(rows) - len(wrong)} of {len(rows)} agree with the library")
     return 1 if wrong else 0

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import platform
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
 from benchmarks.kernels.timing import Case, Result, copy_bandwidth, measure
+from benchmarks.machine import parse, today, write
+from infer.bench.report import commit
 from infer.kernels.runtime.dispatch import triton
 
 MakeCases = Callable[[torch.device], Iterable[Case]]
@@ -22,10 +21,9 @@ MakeCases = Callable[[torch.device], Iterable[Case]]
 def run_benchmark(description: str, benchmarks: Iterable[MakeCases], argv: list[str] | None = None) -> int:
     """Parse the flags, measure every case, print the table, write the report; the exit code."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--out", type=Path, help="write the report to this JSON file")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: the GPU if there is one")
     parser.add_argument("--commit", help="what to report where git is not there to ask")
-    arguments = parser.parse_args(argv)
+    arguments = parse(parser, argv)
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
     bandwidth = copy_bandwidth(device) if device.type == "cuda" else None
@@ -43,8 +41,7 @@ def run_benchmark(description: str, benchmarks: Iterable[MakeCases], argv: list[
     print(table(results))
     if arguments.out:
         report = {"environment": facts, "results": [result.as_dict() for result in results]}
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+        write(report, arguments.out)
     num_failed = sum(not result.passed for result in results)
     print(f"{len(results) - num_failed} of {len(results)} agree with the reference")
     return 1 if num_failed else 0
@@ -60,7 +57,7 @@ def environment(device: torch.device) -> dict[str, object]:
         "triton": None if triton is None else triton.__version__,
         "python": platform.python_version(),
         "commit": commit(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": today(),
     }
 
 
@@ -72,16 +69,6 @@ def cpu_name() -> str:
         return platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{names[0]} x{len(names)}" if names else platform.machine()
-
-
-def commit() -> str:
-    """The commit of this checkout, with a mark if files differ from it; `unknown` outside of one."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    except OSError:
-        return "unknown"
-    return done.stdout.strip() or "unknown"
 
 
 def table(results: Iterable[Result]) -> str:

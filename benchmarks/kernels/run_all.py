@@ -1,29 +1,44 @@
-"""Check and time every kernel; one table, one report.
+"""Check and time every kernel: one table and one report, then the benchmarks with tables of their own.
 
-python benchmarks/kernels/run_all.py [--out FILE] [--device cpu|cuda]
+    python -m benchmarks.kernels.run_all [--out FILE] [--device cpu|cuda]
 
-It needs nothing but PyTorch and, for the kernels, Triton; the package need not be installed.
+It needs nothing but PyTorch and, for the kernels, Triton. What only a GPU has is left out on a CPU.
 """
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from importlib import import_module
+
+import torch
+
+from benchmarks.kernels.report import run_benchmark
+
+# file: what makes its cases, for the common table
+CASES = {
+    "rms_norm": "rms_norm_cases",
+    "rope": "rope_cases",
+    "heads": "heads_cases",
+    "gated_activation": "gated_activation_cases",
+    "linear_ahead": "linear_ahead_cases",
+    "moe": "experts_cases",
+    "sample_rows": "sample_rows_cases",
+}
+PROGRAMS = ("attention_decode", "attention_prefill", "linear_small")  # with tables of their own; GPU only
+PARTS = ("linear_pairs", "linear_sweep", "report", "timing", "run_all")  # of the others; nothing to time
 
 
-def main() -> int:
-    """Make the checkout importable, then run every benchmark beside this file."""
-    root = Path(__file__).resolve().parents[2]
-    sys.path[:1] = [str(root), str(root / "src")]  # instead of this file's own folder
-
-    from benchmarks.kernels.gated_activation import gated_activation_cases
-    from benchmarks.kernels.linear_ahead import linear_ahead_cases
-    from benchmarks.kernels.report import run_benchmark
-    from benchmarks.kernels.rms_norm import rms_norm_cases
-    from benchmarks.kernels.rope import rope_cases
-
-    benchmarks = [rms_norm_cases, rope_cases, gated_activation_cases, linear_ahead_cases]
-    return run_benchmark("time every kernel", benchmarks)
+def main(argv: list[str] | None = None) -> int:
+    """Run every benchmark beside this file; the exit code is the worst of theirs."""
+    benchmarks = [
+        getattr(import_module(f"benchmarks.kernels.{file}"), cases) for file, cases in CASES.items()
+    ]
+    code = run_benchmark("time every kernel", benchmarks, argv)
+    if torch.cuda.is_available() and "cpu" not in (argv if argv is not None else sys.argv):
+        for file in PROGRAMS:
+            print(f"\n{file}", flush=True)
+            code = max(code, import_module(f"benchmarks.kernels.{file}").main([]))
+    return code
 
 
 if __name__ == "__main__":

@@ -259,14 +259,25 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit this code is of, with `-dirty` if files were changed; unknown outside a repository."""
-    root = Path(__file__).resolve().parents[3]
+    """Return the commit this code is of, with `-dirty` if code was changed; `unknown` outside a repository.
+
+    Reports and pages do not count: the first of several reports does not make the others dirty.
+    """
+
+    def git(*command: str) -> str:
+        root = str(Path(__file__).resolve().parents[3])
+        done = subprocess.run(
+            ["git", "-C", root, *command], capture_output=True, text=True, check=True, timeout=10
+        )
+        return done.stdout.strip()
+
     try:
-        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+        name = git("describe", "--always", "--abbrev=12", "--exclude=*")
+        no_code = (":!benchmarks/reports", ":!docs", ":!*.md")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *no_code)
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return done.stdout.strip()
+    return f"{name}-dirty" if changed else name
 
 
 def _cpu_name() -> str:
