@@ -234,6 +234,7 @@ def main() -> None:
         quantize_for_llama(args.file, Path(args.quantize.partition(":")[2]), args.quantize.partition(":")[0])
         return
 
+    from infer.bench.report import revision_of
     from infer.loader.find.default_model import default_model_file
 
     source = args.model or default_model_file()
@@ -259,6 +260,7 @@ def main() -> None:
     report = {
         "machine": facts(),
         "model": source.name,
+        "revision": revision_of(source),
         "threads": args.threads,
         "rounds": args.rounds,
         "versions": versions,

@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 from benchmarks.machine import facts, parse, write
 from infer import LLM, SamplingParams
+from infer.bench.report import revision_of
+from infer.loader.find.source import resolve_model
 
 
 class Guesses(NamedTuple):
@@ -93,7 +95,9 @@ def main() -> None:
         )
     if args.out:
         num = len(found[args.weights[0]].logprobs)
-        report = {"machine": facts(), "text": args.text.name, "num_predictions": num, "weights": table}
+        revision = revision_of(resolve_model(args.model, show_progress=False).path)
+        report: dict[str, object] = {"machine": facts(), "revision": revision, "text": args.text.name}
+        report |= {"num_predictions": num, "weights": table}
         write(report, args.out)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from infer.bench.repeats import beyond_roofline, measure_row, run_rows
-from infer.bench.report import Report, Row, make_report, make_row
+from infer.bench.report import Report, Row, make_report, make_row, revision_of
 from infer.bench.roofline import best_seconds, measure_ceilings
 from infer.bench.simulated import run_knobs
 from infer.bench.target import Target
@@ -32,6 +32,8 @@ from infer.engine.build import resolve_for
 from infer.engine.cache_fit import layer_sizes
 from infer.errors import EngineError
 from infer.kernels.attention.paged import attend_paged
+from infer.loader.find.default_model import FILE_SHA256
+from infer.loader.find.source import resolve_model
 
 BLOCK_SIZE = 16
 CAPACITY_SEQUENCES = 16  # of the longest length: the memory of the capacity rows
@@ -215,13 +217,23 @@ def bench_startup(*, model: str | None, repeats: int, tell: Tell) -> Report:
     return make_report(
         "startup",
         rows,
-        model={"name": Path(model).name if model else "the default model"},
+        model=_started_model(model, rows),
         config={},
         seed=0,
         repeats=repeats,
         warmup=1,
         is_partial=is_partial,
     )
+
+
+def _started_model(model: str | None, rows: Sequence[Row]) -> dict[str, str]:
+    """Return name and revision; a model that did not start may not be on this disk."""
+    if model is None:
+        return {"name": "the default model", "revision": f"sha256:{FILE_SHA256}"}
+    known = {"name": Path(model).name}
+    if rows[-1].figures:
+        known["revision"] = revision_of(resolve_model(model, show_progress=False).path)
+    return known
 
 
 def first_byte_s(command: list[str]) -> float:

@@ -158,6 +158,8 @@ def provenance(report: Report) -> str:
     facts = [str(report.model[name]) for name in ("name", "dtype", "device") if report.model.get(name)]
     if weights := report.model.get("weights"):
         facts.insert(1, f"weights {weights}")
+    if revision := report.model.get("revision"):
+        facts.insert(1, f"revision {revision.removeprefix('sha256:')[:12]}")
     model = ", ".join(facts)
     return (
         f"{model or 'no model'} on {where}; {versions}; commit {report.commit or 'unknown'}; "

@@ -16,6 +16,7 @@ as reports too, so that they can be compared with ours.
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import os
 import platform
@@ -74,7 +75,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     machine: dict[str, str | int]
     versions: dict[str, str]
     commit: str
-    model: dict[str, Any]  # name, dtype, device and sizes, as far as they are known
+    model: dict[str, Any]  # name, revision, dtype, device and sizes, as far as they are known
     config: dict[str, Any]  # every knob; of a server, what it says of itself
     seed: int
     repeats: int
@@ -278,6 +279,27 @@ def commit() -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return f"{name}-dirty" if changed else name
+
+
+def revision_of(model: Path) -> str:
+    """Return which model this is: the hub's commit of a snapshot, or a hash of the files.
+
+    The hash of one file is its `sha256sum`; of a directory that of the list of its config and weights.
+    """
+    folders = model.parts
+    if "snapshots" in folders[:-1]:
+        name = folders[folders.index("snapshots") + 1]
+        if len(name) == 40 and set(name) <= set("0123456789abcdef"):
+            return name
+    digests = {}
+    for file in (
+        [model] if model.is_file() else sorted([*model.glob("config.json"), *model.glob("*.safetensors")])
+    ):
+        with open(file, "rb") as handle:
+            digests[file.name] = hashlib.file_digest(handle, "sha256").hexdigest()
+    listed = "".join(f"{digest}  {name}\n" for name, digest in digests.items())
+    whole = digests[model.name] if model.is_file() else hashlib.sha256(listed.encode()).hexdigest()
+    return f"sha256:{whole}"
 
 
 def _cpu_name() -> str:

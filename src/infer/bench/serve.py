@@ -37,7 +37,7 @@ BUSY_CLIENT = 0.8  # of a core: from here on the client may be what is measured
 LATE_S = 0.05
 POLL_S = 0.2
 ELSEWHERE = "the machine and the commit are the client's; the server is at another address"
-FORM = ("dtype", "weights")  # what our server says of a model's numbers in /v1/models
+FORM = ("revision", "dtype", "weights")  # what a server may say of a model in /v1/models
 LEAST_VOCAB = 100  # a server that refuses ids below it takes none at all
 
 
@@ -65,7 +65,7 @@ class Served:
     context_len: int | None
     version: str  # empty: not told
     config: dict[str, Any]
-    form: dict[str, str] = field(default_factory=dict)  # of its numbers: dtype and weights, if it tells
+    form: dict[str, str] = field(default_factory=dict)  # FORM, as far as it tells
 
 
 def ask_server(endpoint: Endpoint, *, wait_s: float = 0.0) -> Served:

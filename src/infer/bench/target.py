@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from infer.bench.report import revision_of
 from infer.bench.roofline import Shape, shape_of
 from infer.config.settings import EngineConfig
 from infer.engine.build import build_engine, resolve_for
@@ -18,6 +19,7 @@ from infer.engine.run_manifest import shareable_knobs
 from infer.errors import ConfigError
 from infer.frontend.prompts import open_model
 from infer.loader.cpu_weights import packed_matrices
+from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel
 from infer.loader.random_weights import load_random
 
@@ -47,7 +49,8 @@ class Target:
 
     loaded: LoadedModel
     config: EngineConfig
-    is_random: bool = False  # weights out of thin air, which have no other form
+    is_random: bool = False  # weights out of thin air, which have no other form and no revision
+    revision: str = ""  # the hub's commit, or a hash of the files
 
     def in_form(self, cpu_weights: str) -> Target:
         """The same model with its weights in another form, loaded anew; the same one if they are in it."""
@@ -55,7 +58,7 @@ class Target:
             return self
         assert not self.is_random
         config = EngineConfig.from_knobs(**(self.config.knobs() | {"cpu_weights": cpu_weights}))
-        return Target(loaded=open_model(config.load, show_progress=True)[1], config=config)
+        return replace(self, loaded=open_model(config.load, show_progress=True)[1], config=config)
 
     def engine(self, **knobs: Any) -> Engine:
         """A fresh engine with these knobs over the others."""
@@ -94,6 +97,7 @@ class Target:
         config = self.loaded.config
         return {
             "name": self.loaded.name,
+            **({"revision": self.revision} if self.revision else {}),
             "dtype": str(self.loaded.dtype).removeprefix("torch."),
             "device": self.loaded.device.type,
             "weights": self.weights,
@@ -152,4 +156,5 @@ def open_target(knobs: dict[str, Any], *, model_config: Path | None = None, is_t
             (directory / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
             return Target(loaded=load_random(directory, **options), config=config, is_random=True)
     _, loaded = open_model(config.load, show_progress=True)
-    return Target(loaded=loaded, config=config)
+    source = resolve_model(config.load.model, revision=config.load.revision, show_progress=False)
+    return Target(loaded=loaded, config=config, revision=revision_of(source.path))

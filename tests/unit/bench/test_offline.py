@@ -22,7 +22,7 @@ from infer.bench.micro import bench_attention, bench_memory
 from infer.bench.offline import batch, bench_decode, bench_latency, bench_offline, bench_prefill, run_once
 from infer.bench.render import columns, provenance
 from infer.bench.repeats import beyond_roofline, run_rows
-from infer.bench.report import Row, make_row, skip_row, write_report
+from infer.bench.report import Row, make_row, revision_of, skip_row, write_report
 from infer.bench.roofline import (
     Ceilings,
     Shape,
@@ -41,6 +41,7 @@ from infer.kernels.cpu.library import library
 from infer.layers.linear import Linear
 from infer.loader.cpu_weights import pack_layers
 from infer.models.registry import find_family
+from scripts.make_checkpoint import make_checkpoint
 
 
 def quiet(line: str) -> None:
@@ -339,6 +340,17 @@ def test_a_report_holds_what_auto_meant(target: Target) -> None:
     assert (knobs["dtype"], knobs["device"], knobs["max_seq_len"]) == ("float32", "cpu", 256)
     assert knobs["max_batch_size"] and knobs["max_num_batched_tokens"] and knobs["prefill_chunk_size"]
     assert knobs["num_blocks"] == 64 and "model" not in knobs
+
+
+def test_a_report_names_the_revision_of_a_checkpoint_and_random_weights_have_none(
+    target: Target, tmp_path: Path
+) -> None:
+    make_checkpoint("llama", tmp_path)
+    real = open_target({"model": str(tmp_path), "device": "cpu"})
+    assert real.facts()["revision"] == revision_of(tmp_path)
+    assert "revision" not in target.facts()
+    report = bench_latency(real, seed=1, repeats=1, tell=quiet)
+    assert f"revision {real.revision[7:19]}" in provenance(report)
 
 
 def test_random_weights_have_no_other_form(tmp_path: Path) -> None:

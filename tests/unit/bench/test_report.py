@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from infer.bench.report import (
     make_report,
     make_row,
     read_report,
+    revision_of,
     skip_row,
     write_report,
 )
@@ -74,6 +76,32 @@ def test_every_committed_report_is_valid() -> None:
     for path in sorted((ROOT / "benchmarks" / "reports").glob("*.json")):
         if '"schema"' in path.read_text(encoding="utf-8"):  # older benchmarks write a form of their own
             read_report(path)
+
+
+def test_a_report_of_before_has_its_figures_under_their_new_names(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    write_report(report(0.5, figure="roofline_share"), path)
+    path.write_text(path.read_text().replace("roofline_share", "floor_share"))
+    assert list(read_report(path).rows[0].figures) == ["roofline_share"]
+
+
+def test_the_revision_of_a_model_is_its_commit_or_the_hash_of_its_files(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"weights")
+    assert revision_of(file) == f"sha256:{hashlib.sha256(b'weights').hexdigest()}"
+    commit = "0123456789" * 4
+    snapshot = tmp_path / "models--org--name" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    assert revision_of(snapshot) == commit == revision_of(snapshot / "m.gguf")
+    local = tmp_path / "snapshots" / "mine"
+    local.mkdir(parents=True)
+    (local / "config.json").write_text("{}")
+    (local / "a.safetensors").write_bytes(b"1")
+    first = revision_of(local)
+    (local / "README.md").write_text("words")
+    assert revision_of(local) == first and first.startswith("sha256:")
+    (local / "a.safetensors").write_bytes(b"2")
+    assert revision_of(local) != first
 
 
 def test_a_change_within_the_spread_of_the_repeats_is_no_change() -> None:
