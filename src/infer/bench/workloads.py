@@ -1,4 +1,4 @@
-"""Workloads as data: who asks what, and when. The same seed gives the same workload on every machine.
+"""Workloads as data: what is asked, and when. The same seed gives the same workload on every machine.
 
     Workload
     ├── arrival     closed: so many clients, each asks again when it has its answer
@@ -19,7 +19,7 @@ A prompt is token ids, exact in length on every model; or, in chats, words, sinc
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -47,7 +47,7 @@ class Arrival:
     rate: float = 0.0  # open: sessions per second, as a Poisson process; 0: all at once
 
     def describe(self) -> str:
-        """In words."""
+        """Return the arrival process in words."""
         if self.kind == "closed":
             return f"closed loop, {self.concurrency or 'all'} at once"
         return f"open loop, {self.rate:g} per second (Poisson)" if self.rate else "open loop, all at once"
@@ -63,7 +63,7 @@ class Turn:
 
     @property
     def prompt_len(self) -> int:
-        """Tokens; of text, about as many as there are words."""
+        """The number of tokens; of text, of words, which is about as many."""
         return len(self.ids) or len(self.text.split())
 
 
@@ -80,7 +80,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Everything a client has to do, and nothing about who answers."""
+    """Everything that clients ask, and nothing about what answers."""
 
     name: str
     about: str
@@ -90,29 +90,29 @@ class Workload:
 
     @property
     def num_requests(self) -> int:
-        """Turns of all sessions."""
+        """The number of turns of all sessions."""
         return sum(len(session.turns) for session in self.sessions)
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens asked for."""
+        """The number of tokens asked for."""
         return sum(turn.max_tokens for session in self.sessions for turn in session.turns)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens that the first turns bring; later ones repeat what came before."""
+        """The number of tokens that first turns bring; later ones repeat what came before."""
         return sum(session.turns[0].prompt_len for session in self.sessions)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest session at its end; of a chat, about so many."""
+        """The number of tokens of the longest session at its end; of a chat, about so many."""
         return max(
             len(session.system.split()) + sum(turn.prompt_len + turn.max_tokens for turn in session.turns)
             for session in self.sessions
         )
 
 
-class _Maker:
+class _Draw:
     """Draws prompts and arrivals from one seed."""
 
     def __init__(self, name: str, seed: int, vocab_size: int) -> None:
@@ -121,95 +121,88 @@ class _Maker:
         self._now = 0.0
 
     def ids(self, count: int) -> tuple[int, ...]:
-        rng = self.rng
-        return tuple(rng.randrange(FIRST_ID, self._vocab_size) for _ in range(count))
+        return tuple(self.rng.randrange(FIRST_ID, self._vocab_size) for _ in range(count))
 
     def words(self, count: int) -> str:
         return " ".join(self.rng.choice(WORDS) for _ in range(count))
 
     def request(self, prompt: tuple[int, ...], max_tokens: int, rate: float = 0.0) -> Session:
-        """A session of one turn; with a rate it starts some time after the one before."""
+        """Return a session of one turn; with a rate it starts some time after the one before."""
         if rate:
             self._now += self.rng.expovariate(rate)
         return Session(turns=(Turn(ids=prompt, max_tokens=max_tokens),), start_s=self._now)
 
+    def chat(self, system: str, num_turns: int, low: int, high: int, max_tokens: int) -> Session:
+        """Return a chat whose turns have `low` to `high` words each."""
+        turns = tuple(
+            Turn(text=self.words(self.rng.randint(low, high)), max_tokens=max_tokens)
+            for _ in range(num_turns)
+        )
+        return Session(system=system, turns=turns)
 
-CLOSED_ONE = Arrival(kind="closed", concurrency=1)
+
+def _closed(concurrency: int) -> Arrival:
+    return Arrival(kind="closed", concurrency=concurrency)
+
+
+def _poisson(rate: float) -> Arrival:
+    return Arrival(kind="open", rate=rate)
+
+
 AT_ONCE = Arrival(kind="open")
+Load = tuple[str, Arrival, Iterable[Session]]  # what it is, in words; when sessions start; what they ask
 
 
-def _baseline(make: _Maker, variant: str) -> Workload:
-    sessions = tuple(make.request(make.ids(128), 48) for _ in range(10))
-    return Workload(name="", about="10 requests, one after the other", arrival=CLOSED_ONE, sessions=sessions)
+def _baseline(draw: _Draw, variant: str) -> Load:
+    sessions = (draw.request(draw.ids(128), 48) for _ in range(10))
+    return "10 requests, one after the other", _closed(1), sessions
 
 
-def _continuous_batching(make: _Maker, variant: str) -> Workload:
-    rng = make.rng
-    sessions = tuple(
-        make.request(make.ids(rng.randint(32, 192)), rng.choice((16, 24, 64, 96)), rate=4.0)
-        for _ in range(32)
-    )
-    about = "32 requests of mixed lengths at 4 per second: who is done leaves, who comes joins"
-    return Workload(name="", about=about, arrival=Arrival(kind="open", rate=4.0), sessions=sessions)
+def _continuous_batching(draw: _Draw, variant: str) -> Load:
+    about = "32 requests of mixed lengths at 4 per second: what is done leaves, what comes joins"
+    lengths, rng = (16, 24, 64, 96), draw.rng
+    sessions = (draw.request(draw.ids(rng.randint(32, 192)), rng.choice(lengths), 4.0) for _ in range(32))
+    return about, _poisson(4.0), sessions
 
 
-def _paged_attention(make: _Maker, variant: str) -> Workload:
-    rng = make.rng
-    sessions = tuple(make.request(make.ids(rng.randint(16, 384)), rng.randint(16, 64)) for _ in range(48))
-    return Workload(
-        name="", about="48 requests at once: memory is the limit", arrival=AT_ONCE, sessions=sessions
-    )
+def _paged_attention(draw: _Draw, variant: str) -> Load:
+    rng = draw.rng
+    sessions = (draw.request(draw.ids(rng.randint(16, 384)), rng.randint(16, 64)) for _ in range(48))
+    return "48 requests at once: memory is the limit", AT_ONCE, sessions
 
 
-def _chunked_prefill(make: _Maker, variant: str) -> Workload:
-    rng = make.rng
-    sessions = []
-    for number in range(48):
-        is_long = number % 4 != 3  # exactly three quarters, spread evenly
-        length = rng.randint(512, 1024) if is_long else rng.randint(16, 64)
-        sessions.append(make.request(make.ids(length), 16 if is_long else 64, rate=6.0))
+def _chunked_prefill(draw: _Draw, variant: str) -> Load:
     about = "48 requests at 6 per second, 75 % with long prompts: do short answers stall behind them?"
-    return Workload(name="", about=about, arrival=Arrival(kind="open", rate=6.0), sessions=tuple(sessions))
+
+    def request(is_long: bool) -> Session:
+        length = draw.rng.randint(512, 1024) if is_long else draw.rng.randint(16, 64)
+        return draw.request(draw.ids(length), 16 if is_long else 64, 6.0)
+
+    return about, _poisson(6.0), (request(number % 4 != 3) for number in range(48))
 
 
-def _prefix_caching(make: _Maker, variant: str) -> Workload:
-    shared = make.ids(1024)
-    sessions = tuple(
-        make.request(shared + make.ids(make.rng.randint(8, 48)), 24, rate=8.0) for _ in range(48)
-    )
+def _prefix_caching(draw: _Draw, variant: str) -> Load:
     about = "48 requests at 8 per second that share their first 1024 tokens"
-    return Workload(name="", about=about, arrival=Arrival(kind="open", rate=8.0), sessions=sessions)
+    shared, rng = draw.ids(1024), draw.rng
+    sessions = (draw.request(shared + draw.ids(rng.randint(8, 48)), 24, 8.0) for _ in range(48))
+    return about, _poisson(8.0), sessions
 
 
-def _w1_single(make: _Maker, variant: str) -> Workload:
-    sessions = (make.request(make.ids(256), 256),)
-    return Workload(name="", about="one request, 256 in, 256 out", arrival=CLOSED_ONE, sessions=sessions)
+def _w1_single(draw: _Draw, variant: str) -> Load:
+    return "one request, 256 in, 256 out", _closed(1), (draw.request(draw.ids(256), 256),)
 
 
-def _w2_mixed(make: _Maker, variant: str) -> Workload:
-    count, rng = int(variant), make.rng
-    sessions = tuple(
-        make.request(make.ids(rng.randint(32, 1024)), rng.randint(64, 256)) for _ in range(count)
-    )
+def _w2_mixed(draw: _Draw, variant: str) -> Load:
+    count, rng = int(variant), draw.rng
     about = f"{count} at once, prompts of 32 to 1024 tokens, outputs of 64 to 256"
-    arrival = Arrival(kind="closed", concurrency=count)
-    return Workload(name="", about=about, arrival=arrival, sessions=sessions)
+    sessions = (draw.request(draw.ids(rng.randint(32, 1024)), rng.randint(64, 256)) for _ in range(count))
+    return about, _closed(count), sessions
 
 
-def _w3_shared_prefix(make: _Maker, variant: str) -> Workload:
-    count = int(variant)
-    system = make.words(512)
-    sessions = tuple(
-        Session(system=system, turns=(Turn(text=make.words(make.rng.randint(16, 64)), max_tokens=64),))
-        for _ in range(count)
-    )
-    return Workload(
-        name="",
-        about=f"{count} chats at once with one system prompt",
-        arrival=Arrival(kind="closed", concurrency=count),
-        sessions=sessions,
-        is_chat=True,
-    )
+def _w3_shared_prefix(draw: _Draw, variant: str) -> Load:
+    count, system = int(variant), draw.words(512)
+    sessions = (draw.chat(system, 1, 16, 64, 64) for _ in range(count))
+    return f"{count} chats at once with one system prompt", _closed(count), sessions
 
 
 # preset: (sessions, turns, words of the system prompt, words of a turn, output tokens)
@@ -217,54 +210,34 @@ AGENTS = {"short": (2, 4, 256, 64, 32), "mid": (8, 8, 1024, 192, 96), "long": (1
 CHATS = {"short": (8, 2, 64, 24, 40), "mid": (32, 4, 256, 64, 128), "long": (64, 8, 512, 128, 256)}
 
 
-def _grow(
-    make: _Maker, preset: tuple[int, int, int, int, int], *, shares_system: bool
-) -> tuple[Session, ...]:
-    """Sessions whose prompts grow with every turn."""
-    count, num_turns, system_len, turn_len, max_tokens = preset
-    shared = make.words(system_len)
+def _agent_session(draw: _Draw, variant: str) -> Load:
+    count, num_turns, system_len, turn_len, max_tokens = AGENTS[variant]
+    about = f"{count} agents of {num_turns} turns: the whole history again with every turn"
+    draw.words(system_len)  # drawn and not used: the workload stays what it was
     sessions = []
     for _ in range(count):
-        turns = tuple(
-            Turn(text=make.words(make.rng.randint(turn_len // 2, turn_len)), max_tokens=max_tokens)
-            for _ in range(num_turns)
-        )
-        sessions.append(Session(system=shared if shares_system else make.words(system_len), turns=turns))
-    return tuple(sessions)
+        session = draw.chat("", num_turns, turn_len // 2, turn_len, max_tokens)
+        sessions.append(replace(session, system=draw.words(system_len)))
+    return about, Arrival(kind="closed"), sessions
 
 
-def _agent_session(make: _Maker, variant: str) -> Workload:
-    preset = AGENTS[variant]
-    return Workload(
-        name="",
-        about=f"{preset[0]} agents of {preset[1]} turns: the whole history again with every turn",
-        arrival=Arrival(kind="closed"),
-        sessions=_grow(make, preset, shares_system=False),
-        is_chat=True,
-    )
-
-
-def _chat_serving(make: _Maker, variant: str) -> Workload:
-    preset = CHATS[variant]
-    rate = 2.0
-    sessions, now = [], 0.0
-    for session in _grow(make, preset, shares_system=True):
-        now += make.rng.expovariate(rate)
+def _chat_serving(draw: _Draw, variant: str) -> Load:
+    count, num_turns, system_len, turn_len, max_tokens = CHATS[variant]
+    rate, now, sessions = 2.0, 0.0, []
+    about = f"{count} chats of {num_turns} turns, {rate:g} new ones per second, one system prompt"
+    system = draw.words(system_len)
+    chats = [draw.chat(system, num_turns, turn_len // 2, turn_len, max_tokens) for _ in range(count)]
+    for session in chats:
+        now += draw.rng.expovariate(rate)
         sessions.append(replace(session, start_s=now))
-    return Workload(
-        name="",
-        about=f"{preset[0]} chats of {preset[1]} turns, {rate:g} new ones per second, one system prompt",
-        arrival=Arrival(kind="open", rate=rate),
-        sessions=tuple(sessions),
-        is_chat=True,
-    )
+    return about, _poisson(rate), sessions
 
 
 PRESETS = ("short", "mid", "long")
 COUNTS = ("16", "64")
 
-# name: (maker, variants; the first is meant where none is named)
-SERVING: dict[str, tuple[Callable[[_Maker, str], Workload], tuple[str, ...]]] = {
+# name: (what draws it, variants; the first is meant where none is named)
+SERVING: dict[str, tuple[Callable[[_Draw, str], Load], tuple[str, ...]]] = {
     "baseline": (_baseline, ()),
     "continuous_batching": (_continuous_batching, ()),
     "paged_attention": (_paged_attention, ()),
@@ -276,67 +249,59 @@ SERVING: dict[str, tuple[Callable[[_Maker, str], Workload], tuple[str, ...]]] = 
     "agent_session": (_agent_session, PRESETS),
     "chat_serving": (_chat_serving, PRESETS),
 }
+CHAT = ("w3_shared_prefix", "agent_session", "chat_serving")  # words over the chat endpoint
 
-
-# -- offline throughput, the lists that other engines are timed on as well ----------------------------
-
-
-def _nano(vocab: int = DEFAULT_VOCAB) -> list[tuple[list[int], int]]:
-    """256 requests, 100 to 1024 tokens in and out; the order of the draws is part of the workload."""
-    rng = random.Random(0)
-    made = []
-    for _ in range(256):
-        prompt = [rng.randint(0, vocab) for _ in range(rng.randint(100, 1024))]
-        made.append((prompt, rng.randint(100, 1024)))
-    return made
-
-
-def _fixed(
-    count: int, prompt_len: int, output_len: int, vocab: int = DEFAULT_VOCAB
-) -> list[tuple[list[int], int]]:
-    rng = random.Random(1)
-    return [([rng.randint(0, vocab) for _ in range(prompt_len)], output_len) for _ in range(count)]
-
-
-OFFLINE: dict[str, tuple[str, Callable[[], list[tuple[list[int], int]]]]] = {
-    "nano256": ("256 requests, 100 to 1024 tokens in and out", _nano),
-    "b1_256_256": ("1 request, 256 in, 256 out", lambda: _fixed(1, 256, 256)),
-    "b8_256_256": ("8 requests, 256 in, 256 out", lambda: _fixed(8, 256, 256)),
-    "b32_256_256": ("32 requests, 256 in, 256 out", lambda: _fixed(32, 256, 256)),
-    "b128_256_256": ("128 requests, 256 in, 256 out", lambda: _fixed(128, 256, 256)),
-    "prefill_8x4096": ("8 prompts of 4096, one token out", lambda: _fixed(8, 4096, 1)),
+# Offline throughput, the lists that other engines are timed on as well. The order of the draws is part of
+# the workload: (requests, tokens in, tokens out, seed), and a range is drawn from for every request.
+OFFLINE: dict[str, tuple[str, int, tuple[int, int], tuple[int, int], int]] = {
+    "nano256": ("256 requests, 100 to 1024 tokens in and out", 256, (100, 1024), (100, 1024), 0),
+    "b1_256_256": ("1 request, 256 in, 256 out", 1, (256, 256), (256, 256), 1),
+    "b8_256_256": ("8 requests, 256 in, 256 out", 8, (256, 256), (256, 256), 1),
+    "b32_256_256": ("32 requests, 256 in, 256 out", 32, (256, 256), (256, 256), 1),
+    "b128_256_256": ("128 requests, 256 in, 256 out", 128, (256, 256), (256, 256), 1),
+    "prefill_8x4096": ("8 prompts of 4096, one token out", 8, (4096, 4096), (1, 1), 1),
 }
 
 
-def make_workload(name: str, *, seed: int = 42, vocab_size: int = DEFAULT_VOCAB) -> Workload:
-    """The workload called `name` or `name:variant`, such as `w2_mixed:64` or `chat_serving:mid`.
+def _list(name: str) -> Load:
+    about, count, inputs, outputs, seed = OFFLINE[name]
+    rng = random.Random(seed)
 
-    Those of OFFLINE are the same whatever the seed and the vocabulary, as everybody's figures are of them.
+    def between(low: int, high: int) -> int:
+        return low if low == high else rng.randint(low, high)
+
+    def request() -> Session:
+        ids = tuple(rng.randint(0, DEFAULT_VOCAB) for _ in range(between(*inputs)))
+        return Session(turns=(Turn(ids=ids, max_tokens=between(*outputs)),))
+
+    return about, AT_ONCE, (request() for _ in range(count))
+
+
+def make_workload(name: str, *, seed: int = 42, vocab_size: int = DEFAULT_VOCAB) -> Workload:
+    """Return the workload called `name` or `name:variant`, such as `w2_mixed:64` or `chat_serving:mid`.
+
+    Those of OFFLINE are the same whatever the seed and the vocabulary, as all engines' figures are of them.
     """
     base, colon, variant = name.partition(":")
     if base in OFFLINE and not colon:
-        about, requests = OFFLINE[base]
-        sessions = tuple(
-            Session(turns=(Turn(ids=tuple(prompt), max_tokens=length),)) for prompt, length in requests()
-        )
-        return Workload(name=base, about=about, arrival=AT_ONCE, sessions=sessions)
-    if base not in SERVING:
+        about, arrival, sessions = _list(base)
+    elif base not in SERVING:
         known = [*SERVING, *OFFLINE]
         raise ConfigError(f"unknown workload {base!r}{closest(base, known, listed='known')}")
-    if vocab_size <= FIRST_ID:
+    elif vocab_size <= FIRST_ID:
         raise ConfigError(f"a vocabulary must have more than {FIRST_ID} tokens, got {vocab_size}")
-    make, variants = SERVING[base]
-    if colon and variant not in variants:
-        allowed = ", ".join(f"{base}:{known}" for known in variants) or base
-        raise ConfigError(f"workload {base} has no variant {variant!r}; give {allowed}")
-    variant = variant or (variants[0] if variants else "")
-    return replace(make(_Maker(base, seed, vocab_size), variant), name=name)
+    else:
+        load, variants = SERVING[base]
+        if colon and variant not in variants:
+            allowed = ", ".join(f"{base}:{known}" for known in variants) or base
+            raise ConfigError(f"workload {base} has no variant {variant!r}; give {allowed}")
+        first = variants[0] if variants else ""
+        about, arrival, sessions = load(_Draw(base, seed, vocab_size), variant or first)
+    return Workload(name=name, about=about, arrival=arrival, sessions=tuple(sessions), is_chat=base in CHAT)
 
 
 def read_names(text: str, *, group: str) -> list[str]:
-    """Names with commas between, or all: `all` is every workload of the group, `peer` those of OFFLINE."""
-    if text == "all":
-        return list(SERVING if group == "serving" else OFFLINE)
-    if text == "peer":
-        return list(OFFLINE)
+    """Return names given with commas; `all` is every workload of the group, `peer` those of OFFLINE."""
+    if text in ("all", "peer"):
+        return list(SERVING if text == "all" and group == "serving" else OFFLINE)
     return list(dict.fromkeys(name.strip() for name in text.split(",")))
