@@ -15,8 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from infer.bench.load import Endpoint
 from infer.bench.processes import fast_loop, run_load
+from infer.bench.sse_client import Endpoint
 from infer.bench.workloads import Arrival, Session, Turn, Workload
 
 TARGET = 20_000

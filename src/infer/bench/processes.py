@@ -21,8 +21,9 @@ from multiprocessing.connection import Connection as Pipe
 from multiprocessing.connection import wait
 from typing import Any
 
-from infer.bench.load import Endpoint, LoadResult, run_workload
+from infer.bench.load import LoadResult, run_workload
 from infer.bench.metrics import RequestTrace
+from infer.bench.sse_client import Endpoint
 from infer.bench.workloads import Workload
 from infer.errors import EngineError
 

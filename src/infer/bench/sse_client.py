@@ -1,6 +1,6 @@
-r"""One connection to a server, and what its answers say: when each piece came, how many tokens there were.
+r"""The HTTP client of the benchmarks: when each piece of an answer came, and how many tokens there were.
 
-    bytes ──► HTTP parser (C) ──► EventReader ──► RequestTrace
+    Endpoint ──► Client ──► Connection: bytes ──► HTTP parser (C) ──► EventReader ──► RequestTrace
 
 A client in Python is the bottleneck of a benchmark long before a server is, so the common event, a piece of
 text in the middle of an answer, is recognised by a few substrings and never parsed:
@@ -17,18 +17,30 @@ Nothing that a server does ends a run: a refusal, a hang-up or garbage becomes t
 from __future__ import annotations
 
 import asyncio
+import os
+import ssl
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
+from urllib.parse import unquote, urlsplit
 
 import httptools
 import orjson
 
 from infer.bench.metrics import RequestTrace
+from infer.errors import ConfigError
 
 Clock = Callable[[], float]
 
 MAX_BODY = 1 << 26  # bytes of an answer that is no stream of events
 MAX_EVENT = 1 << 24
+CONNECT_S = 10.0
+PAGE_S = 30.0  # for a page of a server that is busy
+
+
+class NotReady(ConfigError):
+    """No server is there, or it says that it cannot serve yet: a little later it may."""
 
 
 class BrokenAnswer(Exception):
@@ -37,6 +49,45 @@ class BrokenAnswer(Exception):
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where the server is, and what is sent to it with every request."""
+
+    url: str  # http://host:port, https://host:port or unix:///path/of/socket
+    model: str = ""
+    api_key: str | None = None
+    timeout_s: float = 600.0
+    extra: Mapping[str, Any] = field(default_factory=dict)  # fields of every body: temperature, ignore_eos
+    has_usage: bool = True  # whether to ask for usage at the end of streams
+
+    def __post_init__(self) -> None:
+        if urlsplit(self.url).scheme not in ("http", "https", "unix"):
+            raise ConfigError(f"--url must start with http://, https:// or unix://, got {self.url!r}")
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the server is on this machine, as far as its address tells."""
+        parts = urlsplit(self.url)
+        host = parts.hostname or ""
+        return parts.scheme == "unix" or host in ("localhost", "::1") or host.startswith("127.")
+
+    def message(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        """Return an HTTP request as bytes."""
+        parts = urlsplit(self.url)
+        base = "" if parts.scheme == "unix" else parts.path.rstrip("/").removesuffix("/v1")
+        payload = b"" if body is None else orjson.dumps(body)
+        lines = [f"{method} {base}{path} HTTP/1.1", f"host: {parts.netloc or 'localhost'}"]
+        lines += ["content-type: application/json", f"content-length: {len(payload)}"]
+        if self.api_key is not None:
+            lines.append(f"authorization: Bearer {self.api_key}")
+        return "\r\n".join(lines).encode() + b"\r\n\r\n" + payload
+
+    def body(self, prompt: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
+        """Return the body of a streamed request."""
+        made = {"model": self.model, **prompt, "max_tokens": max_tokens, "stream": True, **self.extra}
+        return made | ({"stream_options": {"include_usage": True}} if self.has_usage else {})
 
 
 class EventReader:
@@ -90,39 +141,35 @@ class EventReader:
             event = orjson.loads(payload)
             if event.get("error"):
                 raise BrokenAnswer(f"error event: {error_message(event)}")
-            choices = event.get("choices") or []
-            usage = event.get("usage")
-            if usage is not None:
-                _count(self.trace, usage)
-            for choice in choices:
+            if (usage := event.get("usage")) is not None:
+                self._count(usage)
+            for choice in event.get("choices") or []:
                 self._take_choice(choice, now)
         except (ValueError, AttributeError, TypeError, KeyError) as error:
             raise BrokenAnswer(f"malformed event: {type(error).__name__} in {payload[:60]!r}") from None
 
     def _take_choice(self, choice: Mapping[str, Any], now: float) -> None:
-        delta = choice.get("delta")
+        delta, goes_on = choice.get("delta"), choice.get("finish_reason") is None
         if delta is None:
             text = choice["text"]
-            is_piece = bool(text) or choice.get("finish_reason") is None
+            is_piece = bool(text) or goes_on
         else:
             text = delta.get("content") or ""
-            spoken = (
-                text or delta.get("reasoning_content") or delta.get("reasoning") or delta.get("tool_calls")
-            )
-            # who speaks is said before the first token, and why it ended may come after the last
-            is_piece = bool(spoken) or ("role" not in delta and choice.get("finish_reason") is None)
+            others = ("reasoning_content", "reasoning", "tool_calls")
+            # the role comes before the first token, and the finish reason may come after the last
+            is_piece = bool(text) or any(map(delta.get, others)) or ("role" not in delta and goes_on)
         if is_piece:
             self.trace.chunks.append(now)
         if text and self._keeps_text:
             self.pieces.append(str(text))
 
-    def whole(self, body: bytes, now: float) -> None:
-        """An answer that came in one piece, from a server that does not stream."""
+    def take_whole(self, body: bytes, now: float) -> None:
+        """Take an answer that came in one piece, from a server that does not stream."""
         try:
             answer = orjson.loads(body)
             choice = answer["choices"][0]
             text = choice["text"] if "text" in choice else choice["message"]["content"] or ""
-            _count(self.trace, answer["usage"])
+            self._count(answer["usage"])
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise BrokenAnswer(f"malformed answer: {type(error).__name__} in {body[:60]!r}") from None
         self.trace.chunks.append(now)
@@ -130,7 +177,7 @@ class EventReader:
         self.is_done = True
 
     def finish(self) -> None:
-        """The body has ended; was it an answer?"""
+        """Check, at the end of the body, that it was an answer."""
         trace = self.trace
         if not self.is_done and not trace.is_counted:
             raise BrokenAnswer(f"the stream ended early, after {len(trace.chunks)} chunks")
@@ -139,17 +186,17 @@ class EventReader:
         if not trace.is_counted:
             trace.num_output = len(trace.chunks)
 
-
-def _count(trace: RequestTrace, usage: Mapping[str, Any]) -> None:
-    trace.num_prompt = int(usage["prompt_tokens"])
-    trace.num_output = int(usage.get("completion_tokens") or 0)
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    trace.num_cached = None if cached is None else int(cached)
-    trace.is_counted = True
+    def _count(self, usage: Mapping[str, Any]) -> None:
+        trace = self.trace
+        trace.num_prompt = int(usage["prompt_tokens"])
+        trace.num_output = int(usage.get("completion_tokens") or 0)
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        trace.num_cached = None if cached is None else int(cached)
+        trace.is_counted = True
 
 
 def error_message(body: Any) -> str:
-    """The message of an OpenAI error body, however it is nested."""
+    """Return the message of an OpenAI error body, however it is nested."""
     error = body.get("error") if isinstance(body, dict) else None
     if isinstance(error, dict):
         error = error.get("message")
@@ -162,11 +209,10 @@ class Connection(asyncio.Protocol):
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._transport: asyncio.Transport | None = None
-        self._reader: EventReader | None = None
+        self._reader: EventReader | None = None  # None while a plain body is read
         self._ended: asyncio.Future[None] | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._is_stream = True
-        self._is_plain = False  # the body itself is wanted
         self._body = b""
         self._now = 0.0
         self.can_reuse = False
@@ -177,8 +223,8 @@ class Connection(asyncio.Protocol):
         """Whether another request may be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
-    async def ask(self, message: bytes, reader: EventReader) -> None:
-        """Send a request and read its answer to the end; raises BrokenAnswer."""
+    async def ask(self, message: bytes, reader: EventReader | None = None) -> bytes:
+        """Send a request and read its answer to the end, a plain body where there is no reader to take it."""
         assert self._transport is not None
         self._reader, self._body, self._is_stream, self.can_reuse = reader, b"", True, False
         self.has_answered = False
@@ -191,15 +237,6 @@ class Connection(asyncio.Protocol):
             self._reader = self._ended = None
             if not self.can_reuse:
                 self.close()
-
-    async def get(self, message: bytes) -> bytes:
-        """Send a request whose answer is a plain body."""
-        reader = EventReader(RequestTrace(session=0, turn=0, asked=0.0))
-        self._is_plain = True
-        try:
-            await self.ask(message, reader)
-        finally:
-            self._is_plain = False
         return self._body
 
     def close(self) -> None:
@@ -207,22 +244,22 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    # -- the transport's side ---------------------------------------------------------------------
+    # -- called by the transport --------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The connection stands."""
+        """Keep the transport to write to."""
         self._transport = cast("asyncio.Transport", transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The other side is gone."""
+        """End the request under way, if there is one."""
         self._transport = None
-        if self._reader is not None:
-            self._fail(BrokenAnswer(f"hung up after {len(self._reader.trace.chunks)} chunks"))
+        count = len(self._reader.trace.chunks) if self._reader is not None else 0
+        self._fail(BrokenAnswer(f"hung up after {count} chunks"))
 
     def data_received(self, data: bytes) -> None:
-        """Everything that came at once gets one reading of the clock."""
-        if self._reader is None or self._parser is None:
-            self.close()  # nobody asked
+        """Parse what came; everything that came at once gets one reading of the clock."""
+        if self._ended is None or self._parser is None:
+            self.close()  # an answer without a question
             return
         self._now = self._clock()
         self.has_answered = True
@@ -230,23 +267,22 @@ class Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
             cause = error.__context__
-            self._fail(
-                cause if isinstance(cause, BrokenAnswer) else BrokenAnswer(f"malformed answer: {cause}")
-            )
+            is_known = isinstance(cause, BrokenAnswer)
+            self._fail(cause if is_known else BrokenAnswer(f"malformed answer: {cause}"))
         except httptools.HttpParserError as error:
             self._fail(BrokenAnswer(f"malformed HTTP: {error}"))
 
-    # -- the parser's side ------------------------------------------------------------------------
+    # -- called by the parser -----------------------------------------------------------------------
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Is this a stream of events?"""
+        """Find out whether this is a stream of events."""
         if name.lower() == b"content-type":
             self._is_stream = b"event-stream" in value
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the answer."""
-        assert self._reader is not None and self._parser is not None
-        if self._is_stream and not self._is_plain and self._parser.get_status_code() == 200:
+        """Take a piece of the answer."""
+        assert self._parser is not None
+        if self._is_stream and self._reader is not None and self._parser.get_status_code() == 200:
             self._reader.feed(body, self._now)
         else:
             self._body += body
@@ -254,8 +290,8 @@ class Connection(asyncio.Protocol):
                 raise BrokenAnswer("the answer is too large")
 
     def on_message_complete(self) -> None:
-        """The whole answer is there."""
-        assert self._reader is not None and self._parser is not None and self._ended is not None
+        """End the request: the whole answer is there."""
+        assert self._parser is not None and self._ended is not None
         status = self._parser.get_status_code()
         if status != 200:
             try:
@@ -263,14 +299,107 @@ class Connection(asyncio.Protocol):
             except ValueError:
                 message = self._body[:100].decode(errors="replace")
             raise BrokenAnswer(f"HTTP {status}: {message}", status)
-        if not self._is_plain:
+        if self._reader is not None:
             if not self._is_stream:
-                self._reader.whole(self._body, self._now)
+                self._reader.take_whole(self._body, self._now)
             self._reader.finish()
         self.can_reuse = self._parser.should_keep_alive()
         if not self._ended.done():
             self._ended.set_result(None)
 
-    def _fail(self, error: BrokenAnswer) -> None:
-        if self._ended is not None and not self._ended.done():
+    def _fail(self, error: BaseException | None) -> None:
+        if self._ended is not None and not self._ended.done() and error is not None:
             self._ended.set_exception(error)
+
+
+class Client:
+    """Connections to one server, reused where the server allows it."""
+
+    def __init__(self, endpoint: Endpoint, clock: Clock = time.perf_counter) -> None:
+        self.endpoint = endpoint
+        self.clock = clock
+        self._idle: list[Connection] = []
+
+    async def ask(self, message: bytes, trace: RequestTrace, *, keeps_text: bool = False) -> str:
+        """Send one request and return the text where it is kept; what goes wrong is in the trace."""
+        reader = EventReader(trace, keeps_text=keeps_text)
+        try:
+            async with asyncio.timeout(self.endpoint.timeout_s):
+                await self._exchange(message, reader)
+        except BrokenAnswer as error:
+            trace.error = str(error)
+        except TimeoutError:
+            trace.error = f"no end after {self.endpoint.timeout_s:g} s"
+        except OSError as error:
+            trace.error = f"cannot connect: {error.strerror or error}"
+        trace.ended = self.clock()
+        return "".join(reader.pieces)
+
+    async def _exchange(self, message: bytes, reader: EventReader) -> None:
+        while True:
+            while self._idle and not self._idle[-1].is_open:
+                self._idle.pop()
+            is_reused = bool(self._idle)
+            connection = self._idle.pop() if is_reused else await self.connect()
+            try:
+                await connection.ask(message, reader)
+                return
+            except BrokenAnswer:
+                if not is_reused or connection.has_answered:
+                    raise  # else the server had just closed an idle connection, and has not seen the request
+            finally:
+                if connection.can_reuse:
+                    self._idle.append(connection)
+
+    async def connect(self) -> Connection:
+        """Return a new connection."""
+        loop, parts = asyncio.get_running_loop(), urlsplit(self.endpoint.url)
+        async with asyncio.timeout(CONNECT_S):
+            if parts.scheme == "unix":
+                path = unquote(parts.netloc + parts.path)
+                return (await loop.create_unix_connection(lambda: Connection(self.clock), path))[1]
+            is_tls = parts.scheme == "https"
+            host, port = parts.hostname or "localhost", parts.port or (443 if is_tls else 80)
+            secure = ssl.create_default_context() if is_tls else None
+            return (await loop.create_connection(lambda: Connection(self.clock), host, port, ssl=secure))[1]
+
+    def close(self) -> None:
+        """Hang up everywhere."""
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+
+
+async def fetch(endpoint: Endpoint, path: str) -> bytes:
+    """Return the body of a GET; raises ConfigError if there is none."""
+    connection: Connection | None = None
+    try:
+        async with asyncio.timeout(PAGE_S):
+            connection = await Client(endpoint).connect()
+            return await connection.ask(endpoint.message("GET", path))
+    except BrokenAnswer as error:
+        kind = NotReady if (error.status or 0) >= 500 else ConfigError
+        page = endpoint.url.rstrip("/").removesuffix("/v1") + path
+        raise kind(f"cannot read {page}: {error}{_advice(endpoint, error.status)}") from None
+    except OSError as error:  # a timeout is one
+        raise NotReady(
+            f"no server answers at {endpoint.url}: {_reason(error)}; is the server running?"
+        ) from None
+    finally:
+        if connection is not None:
+            connection.close()
+
+
+def _advice(endpoint: Endpoint, status: int | None) -> str:
+    """Return what to do about a refusal."""
+    if status in (401, 403):
+        return "; is this key right?" if endpoint.api_key else "; give the server's key with --api-key"
+    return "; is this an OpenAI-compatible server?" if status in (None, 404, 405) else ""
+
+
+def _reason(error: OSError) -> str:
+    """Return the cause in a few words; asyncio repeats the address in its own."""
+    if isinstance(error, TimeoutError):
+        return f"no answer within {CONNECT_S:g} s"
+    known = error.errno is not None and error.errno > 0
+    return os.strerror(error.errno).lower() if known and error.errno else str(error).lower()

@@ -1,20 +1,32 @@
 """`infer bench`: what a server, an engine or a single idea is worth on this machine.
 
 Each subcommand measures, prints a table, and with `--out FILE` writes a report: FILE as JSON for
-`infer bench compare` and for the docs, and beside it the same as Markdown.
+`infer bench compare` and for the docs, and beside it the same as Markdown. A file that cannot be written is
+refused before the work. Exit code 1: requests or rows failed, or a comparison found something worse.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from infer.cli import flags
 from infer.cli.answer import notice, write_out
-from infer.cli.bench_engine import add_engine_benches
-from infer.cli.bench_report import WORKLOADS, add_output, finish, new_bench
-from infer.cli.readers import above_zero, natural, positive, zero_or_more
+from infer.cli.interrupts import importing
+from infer.cli.readers import above_zero, natural, numbers, positive, zero_or_more
+from infer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from infer.bench.report import Report
+    from infer.bench.target import Target
+
+Benches: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+INTERRUPTED = 130  # the exit code after Ctrl-C; what was measured by then is printed and written
 
 EXAMPLES = """\
 examples:
@@ -27,8 +39,56 @@ examples:
 'infer bench COMMAND --help' shows all options of a command.
 """
 
+WORKLOADS = """\
+workloads: baseline, continuous_batching, paged_attention, chunked_prefill, prefix_caching, w1_single,
+w2_mixed (:16, :64), w3_shared_prefix (:16, :64), agent_session and chat_serving (:short, :mid, :long);
+and the lists other engines are timed on: nano256, b1_256_256, b8_256_256, b32_256_256, b128_256_256,
+prefill_8x4096. 'all' is the first ten for a server and the last six offline; 'peer' the last six.
+"""
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+# flag: (metavar, type, default, help)
+Flags = dict[str, tuple[str, Callable[[str], Any], Any, str]]
+BATCHES: Flags = {"--batches": ("NUMBERS", numbers, "1,8,32", "")}
+LENGTHS: Flags = {"--lengths": ("NUMBERS", numbers, "128,512,2048", "")}
+OFFLINE: Flags = {"--workload": ("NAMES", str, "all", "names with commas")}
+DECODE: Flags = {"--context": ("N", positive, 512, ""), "--steps": ("N", positive, 64, "")}
+MATRIX: Flags = {
+    "--only": ("NAMES", str, None, "ablations to run, with commas"),
+    "--png": ("FILE", Path, None, "also draw a chart (needs matplotlib)"),
+}
+SERVE_WHAT: Flags = {
+    "--workload": ("NAMES", str, "all", "names with commas"),
+    "--model": ("NAME", str, "", "default: the first one it serves"),
+    "--api-key": ("KEY", str, None, "bearer token; reports do not hold it"),
+    "--note": ("TEXT", str, "", "for the report: how the server was started, and on what"),
+}
+SERVE_HOW: Flags = {
+    "--wait": ("S", zero_or_more, 0.0, "seconds for the server to start"),
+    "--slo": ("LIMITS", str, "ttft=1,tpot=0.1", "what counts as good, in seconds"),
+    "--warmup": ("N", natural, 4, "requests before the first that counts"),
+    "--temperature": ("X", zero_or_more, 0.6, "of every request"),
+    "--vocab-size": ("N", positive, None, "token ids stay below; default: 10000 if it takes those"),
+    "--timeout": ("S", above_zero, 600.0, "seconds for one request"),
+    "--processes": ("N", positive, None, "client processes; default: one per 128 streams"),
+}
+
+# benchmarks of an engine here, without a server: (help, repeats, its own flags)
+ENGINE: dict[str, tuple[str, int | None, Flags]] = {
+    "offline": ("throughput of whole workloads, beside the machine's roofline", 3, OFFLINE),
+    "latency": ("one request at a time: first token, each token, the whole", 3, {}),
+    "prefill": ("prompts alone: tokens per second and share of the matmul rate", 3, LENGTHS),
+    "decode": ("decoding alone: step time at several batch sizes", 3, BATCHES | DECODE),
+    "attention": ("decode attention alone, over scattered blocks", 3, BATCHES | LENGTHS),
+    "memory": ("weights, cache, activations; paged against contiguous", None, {}),
+    "matrix": ("switch one idea on after the other and see what each is worth", 1, MATRIX),
+}
+COMPARE = (
+    "two reports side by side, with a verdict per figure; exit code 1 if anything got worse, 2 if "
+    "they have nothing in common"
+)
+
+
+def add_parser(commands: Benches) -> None:
     """Register the subcommand and its own subcommands."""
     parser = commands.add_parser(
         "bench",
@@ -41,10 +101,21 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=lambda args: _no_command(parser), log_level="warning", debug=False)
     benches = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_serve(benches)
-    add_engine_benches(benches)
-    _add_startup(benches)
-    _add_policies(benches)
-    _add_compare(benches)
+    for name in ENGINE:
+        _add_engine(benches, name)
+    startup = _new(benches, "startup", "fresh processes: imports, help, first token", _startup)
+    model: Flags = {"--model": ("MODEL", str, None, "default: the default model")}
+    _add_flags(startup.add_argument_group("what to run"), model, repeats=3, has_seed=False)
+    policies = _new(benches, "policies", "every scheduling policy under two simulated loads", _policies)
+    count: Flags = {"--num-requests": ("N", positive, 200, "")}
+    _add_flags(policies.add_argument_group("what to run"), count, repeats=None)
+    compare = _new(benches, "compare", COMPARE, _compare, usage="BEFORE AFTER [options]")
+    compare.add_argument("before", metavar="BEFORE", type=Path, help="a report, or another engine's results")
+    compare.add_argument("after", metavar="AFTER", type=Path)
+    compare.add_argument("--all", action="store_true", help="show what did not change as well")
+    _add_values(compare, {"--noise": ("SHARE", zero_or_more, 0.02, "least band of noise")})
+    for made in (startup, policies, compare):
+        flags.add_common_flags(made)
 
 
 def _no_command(parser: argparse.ArgumentParser) -> int:
@@ -52,57 +123,62 @@ def _no_command(parser: argparse.ArgumentParser) -> int:
     return 2
 
 
+def _new(
+    benches: Benches,
+    name: str,
+    help_text: str,
+    run: Callable[[argparse.Namespace], int],
+    *,
+    epilog: str = "",
+    usage: str = "[options]",
+) -> argparse.ArgumentParser:
+    parser = benches.add_parser(
+        name,
+        help=help_text,
+        description=help_text[0].upper() + help_text[1:] + ".",
+        usage=f"infer bench {name} {usage}",
+        epilog=epilog,
+        formatter_class=flags.HelpFormatter,
+        allow_abbrev=False,
+    )
+
+    def checked(args: argparse.Namespace) -> int:
+        if getattr(args, "out", None) is not None:
+            _check_out(_report_path(args.out))
+        return run(args)
+
+    parser.set_defaults(run=checked)
+    return parser
+
+
+def _add_values(group: argparse._ActionsContainer, rows: Flags) -> None:
+    for name, (metavar, kind, default, text) in rows.items():
+        shown = f"(default: {f'{default:g}' if isinstance(default, float) else default})"
+        text = text if default in (None, "") else f"{text} {shown}".strip()
+        group.add_argument(name, metavar=metavar, type=kind, default=default, help=text)
+
+
+def _add_flags(
+    group: argparse._ArgumentGroup, rows: Flags, *, repeats: int | None, has_seed: bool = True
+) -> None:
+    """Add a benchmark's own flags, then those of a seed and of repeats, where it has such, and `--out`."""
+    seed: Flags = {"--seed": ("N", int, 42, "seed of the prompts")} if has_seed else {}
+    runs: Flags = {"--repeats": ("N", positive, repeats, "runs of each")} if repeats is not None else {}
+    out: Flags = {"--out": ("FILE", Path, None, "write the report: FILE.json and FILE.md")}
+    _add_values(group, rows | seed | runs | out)
+
+
 # -- a server -----------------------------------------------------------------------------------------
 
 
-def _add_serve(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = new_bench(
-        benches,
-        "serve",
-        "workloads against any OpenAI-compatible server",
-        _serve,
-        epilog=WORKLOADS,
-        usage="--url URL [options]",
-    )
+def _add_serve(benches: Benches) -> None:
+    about = "workloads against any OpenAI-compatible server"
+    parser = _new(benches, "serve", about, _serve, epilog=WORKLOADS, usage="--url URL [options]")
     group = parser.add_argument_group("what to run")
     group.add_argument("--url", required=True, help="http://host:port, https://... or unix:///path/of/socket")
-    group.add_argument("--workload", metavar="NAMES", default="all", help="names with commas (default: all)")
-    group.add_argument("--model", metavar="NAME", default="", help="default: the first one it serves")
-    group.add_argument("--api-key", metavar="KEY", help="bearer token; reports do not hold it")
-    group.add_argument(
-        "--note", metavar="TEXT", default="", help="for the report: how the server was started, and on what"
-    )
-    add_output(group, repeats=1)
+    _add_flags(group, SERVE_WHAT, repeats=1)
     group = parser.add_argument_group("how to ask")
-    group.add_argument(
-        "--wait",
-        metavar="S",
-        type=zero_or_more,
-        default=0.0,
-        help="seconds for the server to start (default: 0)",
-    )
-    group.add_argument(
-        "--slo",
-        metavar="LIMITS",
-        default="ttft=1,tpot=0.1",
-        help="what counts as good, in seconds (default: ttft=1,tpot=0.1)",
-    )
-    group.add_argument(
-        "--warmup",
-        metavar="N",
-        type=natural,
-        default=4,
-        help="requests before the first that counts (default: 4)",
-    )
-    group.add_argument(
-        "--temperature", metavar="X", type=zero_or_more, default=0.6, help="of every request (default: 0.6)"
-    )
-    group.add_argument(
-        "--vocab-size",
-        metavar="N",
-        type=positive,
-        help="token ids stay below; default: 10000 if it takes those",
-    )
+    _add_values(group, SERVE_HOW)
     group.add_argument(
         "--text", action="store_true", help="send words; the default for servers that take no token ids"
     )
@@ -112,23 +188,13 @@ def _add_serve(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         default=True,
         help="ask for outputs of full length; off for servers that refuse the field",
     )
-    group.add_argument(
-        "--timeout",
-        metavar="S",
-        type=above_zero,
-        default=600.0,
-        help="seconds for one request (default: 600)",
-    )
-    group.add_argument(
-        "--processes", metavar="N", type=positive, help="client processes; default: one per 128 streams"
-    )
     flags.add_common_flags(parser)
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from infer.bench.load import Endpoint
     from infer.bench.metrics import read_slo
     from infer.bench.serve import Plan, bench_server
+    from infer.bench.sse_client import Endpoint
     from infer.bench.workloads import read_names
 
     extra = {"temperature": args.temperature, "seed": args.seed}
@@ -149,32 +215,96 @@ def _serve(args: argparse.Namespace) -> int:
         wait_s=args.wait,
         note=args.note,
     )
-    return finish(args, bench_server(endpoint, plan, tell=notice))
+    return _finish(args, bench_server(endpoint, plan, tell=notice))
 
 
-# -- no model -----------------------------------------------------------------------------------------
+# -- an engine ----------------------------------------------------------------------------------------
 
 
-def _add_startup(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = new_bench(benches, "startup", "fresh processes: imports, help, first token", _startup)
+def _add_engine(benches: Benches, name: str) -> None:
+    help_text, repeats, rows = ENGINE[name]
+    epilog = WORKLOADS if name == "offline" else ""
+    parser = _new(benches, name, help_text, partial(_bench_engine, name), epilog=epilog)
     group = parser.add_argument_group("what to run")
-    group.add_argument("--model", metavar="MODEL", help="default: the default model")
-    add_output(group, has_seed=False)
+    group.add_argument(
+        "--model-config",
+        metavar="DIR",
+        type=Path,
+        help="random weights of the shape in DIR/config.json instead of a model",
+    )
+    is_default = name == "matrix"
+    group.add_argument(
+        "--tiny",
+        action=argparse.BooleanOptionalAction,
+        default=is_default,
+        help="random weights of a tiny model"
+        + ("; the default here, --no-tiny: the default model" if is_default else ""),
+    )
+    _add_flags(group, rows, repeats=repeats)
+    flags.add_knob_flags(parser, without={"seed"})
     flags.add_common_flags(parser)
+
+
+def _bench_engine(name: str, args: argparse.Namespace) -> int:
+    target = _open(args)
+    from infer.bench import matrix, micro, offline
+    from infer.bench.workloads import read_names
+
+    common: dict[str, Any] = {"seed": args.seed, "tell": notice}
+    if name != "memory":
+        common["repeats"] = args.repeats
+    if name == "offline":
+        report = offline.bench_offline(target, read_names(args.workload, group="offline"), **common)
+    elif name == "latency":
+        report = offline.bench_latency(target, **common)
+    elif name == "prefill":
+        report = offline.bench_prefill(target, lengths=args.lengths, **common)
+    elif name == "decode":
+        common |= {"context": args.context, "num_steps": args.steps}
+        report = offline.bench_decode(target, batches=args.batches, **common)
+    elif name == "attention":
+        report = micro.bench_attention(target, batches=args.batches, contexts=args.lengths, **common)
+    elif name == "memory":
+        report = micro.bench_memory(target, **common)
+    else:
+        report = matrix.bench_matrix(target, only=args.only.split(",") if args.only else (), **common)
+        _draw(args, matrix.speed_ups(report))
+    return _finish(args, report)
+
+
+def _open(args: argparse.Namespace) -> Target:
+    knobs = flags.knobs_from(args)
+    if getattr(args, "png", None) is not None:
+        from infer.bench.render import can_draw
+
+        if not can_draw():  # better now than after the minutes that the figures take
+            raise ConfigError("--png needs matplotlib: pip install 'infer[bench]', or leave --png out")
+    if args.model_config is not None and knobs.get("model") is not None:
+        raise ConfigError("--model and --model-config both name a model; give one of them")
+    with importing():
+        from infer.bench.target import open_target
+
+    is_tiny = args.tiny and args.model_config is None and knobs.get("model") is None
+    return open_target(knobs, model_config=args.model_config, is_tiny=is_tiny)
+
+
+def _draw(args: argparse.Namespace, chart: list[tuple[str, float]]) -> None:
+    from infer.bench.render import ratio_bars, write_png
+
+    if chart:
+        write_out(ratio_bars(chart) + "\n")
+        if args.png is not None:
+            write_png("what each idea is worth", chart, args.png)
+            notice(f"drew {args.png}")
+
+
+# -- no model, and reports ------------------------------------------------------------------------------
 
 
 def _startup(args: argparse.Namespace) -> int:
     from infer.bench.micro import bench_startup
 
-    return finish(args, bench_startup(model=args.model, repeats=args.repeats, tell=notice))
-
-
-def _add_policies(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = new_bench(benches, "policies", "every scheduling policy under two simulated loads", _policies)
-    group = parser.add_argument_group("what to run")
-    group.add_argument("--num-requests", metavar="N", type=positive, default=200, help="(default: 200)")
-    add_output(group, repeats=None)
-    flags.add_common_flags(parser)
+    return _finish(args, bench_startup(model=args.model, repeats=args.repeats, tell=notice))
 
 
 def _policies(args: argparse.Namespace) -> int:
@@ -186,29 +316,7 @@ def _policies(args: argparse.Namespace) -> int:
     report = make_report(
         "policies", rows, model={}, config={}, seed=args.seed, repeats=1, warmup=0, notes=[note]
     )
-    return finish(args, report)
-
-
-def _add_compare(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = new_bench(
-        benches,
-        "compare",
-        "two reports side by side, with a verdict per figure; exit code 1 if anything got worse, 2 if "
-        "they have nothing in common",
-        _compare,
-        usage="BEFORE AFTER [options]",
-    )
-    parser.add_argument("before", metavar="BEFORE", type=Path, help="a report, or another engine's results")
-    parser.add_argument("after", metavar="AFTER", type=Path)
-    parser.add_argument("--all", action="store_true", help="show what did not change as well")
-    parser.add_argument(
-        "--noise",
-        metavar="SHARE",
-        type=zero_or_more,
-        default=0.02,
-        help="least band of noise (default: 0.02)",
-    )
-    flags.add_common_flags(parser)
+    return _finish(args, report)
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -219,3 +327,34 @@ def _compare(args: argparse.Namespace) -> int:
     found = compare(read_report(args.before), read_report(args.after), least_band=args.noise)
     write_out(comparison_table(found, shows_all=args.all))
     return 1 if found.worse else 0
+
+
+def _finish(args: argparse.Namespace, report: Report) -> int:
+    """Print the tables, write the report where it was asked for, and return the exit code."""
+    from infer.bench.render import terminal, to_markdown
+    from infer.bench.report import write_report
+
+    write_out(terminal(report))
+    if args.out is not None:
+        path = _report_path(args.out)
+        write_report(report, path)
+        path.with_suffix(".md").write_text(to_markdown(report), encoding="utf-8")
+        notice(f"wrote {path} and {path.with_suffix('.md').name}")
+    has_errors = any(row.figures["num_errors"].high for row in report.rows if "num_errors" in row.figures)
+    has_errors |= any(row.skipped.startswith("failed") for row in report.rows)
+    return INTERRUPTED if report.is_partial else 1 if has_errors else 0
+
+
+def _check_out(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab"):
+            pass
+        if not path.stat().st_size:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"cannot write the report {path}: {error.strerror}") from None
+
+
+def _report_path(out: Path) -> Path:
+    return out if out.suffix == ".json" else out.with_name(out.name + ".json")

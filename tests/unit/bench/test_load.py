@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from infer.bench.load import Endpoint, LoadResult, run_workload
+from infer.bench.load import LoadResult, run_workload
 from infer.bench.metrics import Slo, summarise
+from infer.bench.sse_client import Endpoint
 from infer.bench.workloads import Arrival, Session, Turn, Workload, make_workload
 from tests.unit.bench.fake_server import (
     HEAD,

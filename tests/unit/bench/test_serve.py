@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from infer.bench import scrape
-from infer.bench.load import Endpoint
 from infer.bench.metrics import Slo
 from infer.bench.processes import num_processes, run_load, split
 from infer.bench.render import terminal
 from infer.bench.report import read_report, write_report
 from infer.bench.serve import Plan, ask_server, bench_server
+from infer.bench.sse_client import Endpoint
 from infer.bench.workloads import Arrival, Session, Turn, Workload, make_workload, read_names
 from infer.errors import ConfigError
 from tests.unit.bench.fake_server import FakeServer, Script, Wire, steady
