@@ -1,15 +1,10 @@
-r"""The HTTP client of the benchmarks: when each piece of an answer came, and how many tokens there were.
+"""The HTTP client of the benchmarks: when each piece of an answer came, and how many tokens there were.
 
     Endpoint ──► Client ──► Connection: bytes ──► HTTP parser (C) ──► EventReader ──► RequestTrace
 
-A client in Python is the bottleneck of a benchmark long before a server is, so the common event, a piece of
-text in the middle of an answer, is recognised by a few substrings and never parsed:
-
-    data: {...,"choices":[{"index":0,"text":" sky","finish_reason":null}]}\n\n   one clock reading, one append
-
-The substrings cannot be part of the text itself: inside a JSON string every quote has a backslash before it.
-The first event, the last, errors and usage are parsed. Tokens are counted by the server's `usage`; frames
-are counted only where a server has none, and the trace says so.
+A client in Python is the bottleneck of a benchmark long before a server is, so HTTP and JSON are parsed in C,
+and what came in one read has one reading of the clock (`benchmarks/client_speed.py` measures it). Tokens
+are counted by the server's `usage`; frames are counted only where a server has none, and the trace says so.
 
 Nothing that a server does ends a run: a refusal, a hang-up or garbage becomes the `error` of its trace.
 """
@@ -120,18 +115,7 @@ class EventReader:
             if not lines:
                 return
             payload = b"\n".join(lines)
-        trace = self.trace
-        if (
-            trace.chunks
-            and not self._keeps_text
-            and (b'"finish_reason":null' in payload or b'"finish_reason": null' in payload)
-            and payload.endswith(b"}")
-            and b'"usage":{' not in payload
-            and b'"usage": {' not in payload
-            and b'"error"' not in payload
-        ):
-            trace.chunks.append(now)
-        elif payload == b"[DONE]":
+        if payload == b"[DONE]":
             self.is_done = True
         else:
             self._parse(payload, now)

@@ -38,24 +38,25 @@ examples:
 OWN_FLAGS = {"num_blocks", "kv_cache_memory", "attention_backend", "scheduler_policy", "seed"}
 DEFAULT_BLOCKS = "256,1024"
 
-COLUMNS = [
-    "policy",
-    "blocks",
-    "tokens/s",
-    "TTFT\np50",
-    "TTFT\np99",
-    "ITL\np50",
-    "ITL\np99",
-    "longest\ngap",
-    "longest\nwait",
-    "preempt",
-    "hits",
-    "KV use\nmean",
-    "KV use\npeak",
-    "refused",
-    "late",
-    "steps/s",
-]
+# of a result: (title, format)
+COLUMNS = {
+    "policy": ("policy", ""),
+    "num_blocks": ("blocks", "d"),
+    "output_tokens_per_second": ("tokens/s", ".1f"),
+    "ttft_p50": ("TTFT\np50", ".3f"),
+    "ttft_p99": ("TTFT\np99", ".3f"),
+    "itl_p50": ("ITL\np50", ".3f"),
+    "itl_p99": ("ITL\np99", ".3f"),
+    "longest_gap": ("longest\ngap", ".2f"),
+    "longest_queue_wait": ("longest\nwait", ".2f"),
+    "num_preemptions": ("preempt", "d"),
+    "cache_hit_rate": ("hits", ".0%"),
+    "kv_use_mean": ("KV use\nmean", ".0%"),
+    "kv_use_peak": ("KV use\npeak", ".0%"),
+    "num_refused": ("refused", "d"),
+    "num_late": ("late", "d"),
+    "steps_per_real_second": ("steps/s", ".0f"),
+}
 WIDTH = 140  # at most: a row that does not fit the terminal is better than figures cut short
 
 
@@ -146,7 +147,7 @@ def read_load(args: argparse.Namespace) -> Workload:
 
 
 def read_policies(text: str) -> list[str]:
-    """The policies of a list with commas."""
+    """Return the policies of a list with commas."""
     known = knob_table()["scheduler_policy"].choices
     policies = list(known) if text == "all" else text.split(",")
     for policy in policies:
@@ -156,7 +157,7 @@ def read_policies(text: str) -> list[str]:
 
 
 def read_counts(text: str) -> list[int]:
-    """The cache sizes of a list with commas."""
+    """Return the cache sizes of a list with commas."""
     try:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
@@ -193,31 +194,12 @@ def print_table(load: Workload, results: list[SimulationResult]) -> None:
         caption="times in seconds of the simulated machine; the last column is this machine's",
         caption_justify="left",
     )
-    columns = COLUMNS if has_deadlines else [name for name in COLUMNS if name != "late"]
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="left" if number == 0 else "right", no_wrap=True)
+    columns = {name: how for name, how in COLUMNS.items() if has_deadlines or name != "num_late"}
+    for name, (title, _) in columns.items():
+        table.add_column(title, justify="left" if name == "policy" else "right", no_wrap=True)
     for result in results:
-        table.add_row(*_cells(result, has_deadlines))
+        table.add_row(*(f"{getattr(result, name):{spec}}" for name, (_, spec) in columns.items()))
     console = Console(width=WIDTH, color_system=None)
     with console.capture() as captured:
         console.print(table)
     write_out("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
-
-
-def _cells(result: SimulationResult, has_deadlines: bool) -> list[str]:
-    times = (result.ttft_p50, result.ttft_p99, result.itl_p50, result.itl_p99)
-    return [
-        result.policy,
-        str(result.num_blocks),
-        f"{result.output_tokens_per_second:.1f}",
-        *(f"{seconds:.3f}" for seconds in times),
-        f"{result.longest_gap:.2f}",
-        f"{result.longest_queue_wait:.2f}",
-        str(result.num_preemptions),
-        f"{result.cache_hit_rate:.0%}",
-        f"{result.kv_use_mean:.0%}",
-        f"{result.kv_use_peak:.0%}",
-        str(result.num_refused),
-        *([str(result.num_late)] if has_deadlines else []),
-        f"{result.steps_per_real_second:.0f}",
-    ]
