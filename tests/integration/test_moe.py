@@ -14,7 +14,7 @@ from infer.engine import machine
 from infer.engine.build import build_engine
 from infer.engine.cache_fit import layer_sizes
 from infer.execution.gpu.runner import DeviceRunner
-from infer.frontend.prompts import TextFront
+from infer.frontend.prompts import PromptEncoder
 from infer.kernels.cpu.library import library
 from infer.layers.linear import Linear
 from infer.layers.moe import ExpertLinear, MixtureOfExperts
@@ -141,5 +141,5 @@ def test_the_plan_knows_what_packed_experts_take(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("family", "mark"), [("mixtral", "[INST]"), ("qwen3_moe", "<|im_start|>")])
 def test_a_chat_has_the_template_of_its_dense_sibling(family: str, mark: str, tmp_path: Path) -> None:
     make_checkpoint(family, tmp_path, sizes=SIZES)
-    front = TextFront(LoadConfig(), read_headers(resolve_model(str(tmp_path), show_progress=False)))
-    assert front.tokenizer.token_id(mark) in front.encode_chat([{"role": "user", "content": "hello"}])
+    encoder = PromptEncoder(LoadConfig(), read_headers(resolve_model(str(tmp_path), show_progress=False)))
+    assert encoder.tokenizer.token_id(mark) in encoder.encode_chat([{"role": "user", "content": "hello"}])

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
 from schemathesis.checks import not_a_server_error  # noqa: E402
 
 from infer.config.settings import LoadConfig  # noqa: E402
-from infer.frontend.prompts import TextFront, find_headers  # noqa: E402
+from infer.frontend.prompts import PromptEncoder, find_headers  # noqa: E402
 from infer.sampling.params import SamplingParams  # noqa: E402
 from scripts.make_checkpoint import make_checkpoint  # noqa: E402
 from tests.support.app import Site  # noqa: E402
@@ -50,8 +50,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     directory: Path = tmp_path_factory.mktemp("schema") / "llama"
     make_checkpoint("llama", directory)
     config = LoadConfig(model=str(directory))
-    front = TextFront(config, find_headers(config, show_progress=False))
-    yield Site(ShortClient(), front=front, access_log=False)
+    encoder = PromptEncoder(config, find_headers(config, show_progress=False))
+    yield Site(ShortClient(), encoder=encoder, access_log=False)
 
 
 OPERATIONS = [

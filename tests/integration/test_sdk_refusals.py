@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from infer.config.settings import EngineConfig
 from infer.errors import QueueFull
-from infer.frontend.prompts import TextFront, open_model
+from infer.frontend.prompts import PromptEncoder, open_model
 from infer.scheduling.request import Request, StepOutput
 from infer.server.app import build_app
 from scripts.make_checkpoint import make_checkpoint
@@ -28,7 +28,7 @@ class Answer(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def front(tmp_path_factory: pytest.TempPathFactory) -> TextFront:
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> PromptEncoder:
     directory: Path = tmp_path_factory.mktemp("refusals") / "llama"
     make_checkpoint("llama", directory)
     return open_model(
@@ -57,8 +57,8 @@ def engine() -> ScriptedClient:
 
 
 @pytest.fixture
-def url(front: TextFront, engine: ScriptedClient) -> Iterator[str]:
-    with serve(build_app(make_state(front, engine, access_log=False))) as found:
+def url(encoder: PromptEncoder, engine: ScriptedClient) -> Iterator[str]:
+    with serve(build_app(make_state(encoder, engine, access_log=False))) as found:
         yield f"{found}/v1"
 
 

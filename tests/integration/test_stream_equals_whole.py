@@ -23,7 +23,7 @@ from infer.client.client import InProcessClient
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.engine.build import build_engine
 from infer.engine.stats import EngineStats
-from infer.frontend.prompts import TextFront, open_model
+from infer.frontend.prompts import PromptEncoder, open_model
 from infer.scheduling.request import Request, StepOutput
 from infer.server.app import build_app
 from infer.server.state import ServedModel, ServerState
@@ -36,14 +36,14 @@ WORDS = ("the", "river", "é", "🙂", "line\n", " ", "count", "日本", "<s>", 
 
 
 @pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TextFront, InProcessClient]]:
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PromptEncoder, InProcessClient]]:
     directory: Path = tmp_path_factory.mktemp("streams") / "llama"
     make_checkpoint("llama", directory)
     knobs: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "num_blocks": 2048, "block_size": 4}
     config = EngineConfig.from_knobs(model=str(directory), max_batch_size=4 * AT_ONCE, **knobs)
-    front, loaded = open_model(config.load, show_progress=False)
+    encoder, loaded = open_model(config.load, show_progress=False)
     engine = InProcessClient(build_engine(config, loaded))
-    yield front, engine
+    yield encoder, engine
     asyncio.run(engine.close())
 
 
@@ -152,12 +152,12 @@ def spread(body: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_stream_is_the_whole_answer_in_pieces(parts: tuple[TextFront, InProcessClient]) -> None:
-    front, engine = parts
+def test_a_stream_is_the_whole_answer_in_pieces(parts: tuple[PromptEncoder, InProcessClient]) -> None:
+    encoder, engine = parts
     rng = random.Random(20240501)
     asked = [draw(rng) for _ in range(NUM_REQUESTS)]
     client = Remembering(engine)
-    model = ServedModel(name="tiny", front=front, clients=[client], created=0)
+    model = ServedModel(name="tiny", encoder=encoder, clients=[client], created=0)
     config = ServerConfig(access_log=False)
     app = build_app(ServerState(config=config, models={"tiny": model}, default_model="tiny"))
     seen: set[str] = set()

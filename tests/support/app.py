@@ -8,7 +8,7 @@ from typing import Any, cast
 import httpx
 
 from infer.config.settings import ServerConfig
-from infer.frontend.prompts import TextFront
+from infer.frontend.prompts import PromptEncoder
 from infer.server.app import build_app
 from infer.server.state import ServedModel, ServerState
 from tests.support.fake_client import FakeClient
@@ -17,10 +17,13 @@ from tests.support.fake_client import FakeClient
 class Site:
     """An application with one model called "fake" and an engine per given client."""
 
-    def __init__(self, *clients: FakeClient, front: TextFront | None = None, **knobs: Any) -> None:
+    def __init__(self, *clients: FakeClient, encoder: PromptEncoder | None = None, **knobs: Any) -> None:
         self.clients = list(clients) or [FakeClient()]
         model = ServedModel(
-            name="fake", front=cast(TextFront, front), clients=list(self.clients), created=1_700_000_000
+            name="fake",
+            encoder=cast(PromptEncoder, encoder),
+            clients=list(self.clients),
+            created=1_700_000_000,
         )
         config = ServerConfig(**knobs)
         self.state = ServerState(config=config, models={"fake": model}, default_model="fake")

@@ -52,9 +52,9 @@ class CallWatch:
 
     def _on_event(self, frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        if self.is_on and event == "call" and code.co_filename.startswith(PREFIX):
-            if code.co_name != "<module>":
-                self.files.setdefault(code.co_filename.removeprefix(PREFIX))
+        is_body = event == "call" and code.co_name != "<module>"
+        if self.is_on and is_body and code.co_filename.startswith(PREFIX):
+            self.files.setdefault(code.co_filename.removeprefix(PREFIX))
 
 
 def files_of_one_chat_request(checkpoint: str) -> list[str]:

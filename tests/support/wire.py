@@ -17,16 +17,16 @@ from fastapi import FastAPI
 from infer.client.client import EngineClient
 from infer.config.settings import ServerConfig
 from infer.engine.stats import EngineStats
-from infer.frontend.prompts import TextFront
+from infer.frontend.prompts import PromptEncoder
 from infer.scheduling.request import Request, StepOutput
 from infer.server.protocol.errors import install_error_handlers
 from infer.server.routes import chat, completions, embeddings, models, tokens
 from infer.server.state import ServedModel, ServerState
 
 
-def make_state(front: TextFront, *clients: EngineClient, **knobs: Any) -> ServerState:
+def make_state(encoder: PromptEncoder, *clients: EngineClient, **knobs: Any) -> ServerState:
     """A server's state with one model, called "tiny"."""
-    model = ServedModel(name="tiny", front=front, clients=list(clients), created=1_700_000_000)
+    model = ServedModel(name="tiny", encoder=encoder, clients=list(clients), created=1_700_000_000)
     return ServerState(config=ServerConfig(**knobs), models={"tiny": model}, default_model="tiny")
 
 

@@ -138,8 +138,8 @@ def run(args: argparse.Namespace) -> int:
             f"{llm.name} has no chat template, so it cannot hold a conversation; "
             "use 'infer generate --raw', or give a template with --chat-template FILE"
         )
-    if not isinstance(llm, RemoteModel) and llm.front.template_warning is not None:
-        notice(f"infer: warning: {llm.front.template_warning}")
+    if not isinstance(llm, RemoteModel) and llm.encoder.template_warning is not None:
+        notice(f"infer: warning: {llm.encoder.template_warning}")
     params = flags.fit_to_model(params, args, llm.context_len, llm.sampling_defaults)
     conversation = Conversation(llm, params, args.system, flags.template_options(args))
     is_typed = sys.stdin.isatty()

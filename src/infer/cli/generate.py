@@ -160,7 +160,7 @@ def answer_all(
         raise
     load_s = perf_counter() - started
     params = flags.fit_to_model(params, args, llm.context_len, llm.sampling_defaults)
-    if not (args.raw or isinstance(llm, RemoteModel) or llm.front.ships_chat_template):
+    if not (args.raw or isinstance(llm, RemoteModel) or llm.encoder.ships_chat_template):
         logger.info("%s came without a chat template: prompts are continued as plain text", llm.name)
     answers: list[Answer] = []
     partial: list[Answer] = []  # the one that Ctrl-C ended
@@ -330,7 +330,7 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
 
 def encode_prompt(llm: LLM, prompt: str, args: argparse.Namespace) -> list[int]:
     """The prompt's tokens: as a user's message where the model came with a template, else as plain text."""
-    if args.raw or not llm.front.ships_chat_template:
+    if args.raw or not llm.encoder.ships_chat_template:
         if args.system is not None:
             raise ConfigError(
                 f"--system needs a chat template, and {llm.name} came without one; give it one with "

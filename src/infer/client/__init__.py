@@ -1,7 +1,7 @@
 """An engine behind a queue: in a thread of this process, or in a process of its own.
 
 client.py          `EngineClient`, and the engine in a thread
-subscribers.py     who waits for which request's outputs
+subscribers.py     request ids to readers, and how much may wait for one
 messages.py        what crosses between processes
 process.py         the engine's process
 process_client.py  the side that asks it

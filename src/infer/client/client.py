@@ -1,16 +1,16 @@
-"""Many callers, one engine: requests go in from an event loop, outputs come back to it.
+"""One engine for many readers: requests go in from an event loop, outputs come back to it.
 
 The engine's loop runs in a thread of its own and sleeps when there is nothing to do. Everything crosses
 in batches: commands through an inbox that is emptied before each step, outputs with one wake-up of the
-event loop per step, whoever they are for.
+event loop per step, for all requests.
 
     event loop                                engine thread
     generate() ──► inbox: add ──────────────► Engine.add
                ◄── queue per request ◄─────── Engine.step    (one message per step)
     close      ──► inbox: abort ────────────► Engine.abort, before the next step
 
-A caller that stops iterating aborts its request, wherever it is: waiting, running or finished. If the
-loop dies, every waiter gets `EngineStopped`, and so does everybody who comes later.
+Closing the iterator of a request aborts it, wherever it is: waiting, running or finished. If the loop dies,
+every open request and every later call gets `EngineStopped`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from infer.client.subscribers import Callers, Leave, OutputQueue, read_outputs
+from infer.client.subscribers import OnEnd, OutputQueue, Subscribers, read_outputs
 from infer.engine.engine import Engine
 from infer.engine.stats import EngineStats
 from infer.errors import EngineError, EngineLost, EngineStopped
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class EngineClient(Protocol):
-    """What a server or an `AsyncLLM` needs of an engine, wherever it runs."""
+    """What a server or an `AsyncLLM` needs of an engine, in a thread or in a process."""
 
     def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
         """Submit a request and iterate over its outputs; stop iterating to abort it."""
@@ -47,7 +47,7 @@ class EngineClient(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """The engine's last snapshot of itself; costs nothing."""
+        """Return the engine's last snapshot of itself, without asking it."""
         ...
 
     def check_health(self) -> None:
@@ -55,9 +55,9 @@ class EngineClient(Protocol):
         ...
 
     async def embed(self, prompt: tuple[int, ...], pooling: str, request_id: str = "") -> list[float]:
-        """The hidden state of a prompt: of its last token ("last") or the mean of all ("mean").
+        """Return the hidden state of a prompt: of its last token ("last") or the mean of all ("mean").
 
-        `request_id` is what the log calls it.
+        `request_id` names it in the log.
         """
         ...
 
@@ -66,7 +66,7 @@ class EngineClient(Protocol):
         ...
 
     async def close(self) -> None:
-        """Stop the engine; whoever still waits gets `EngineStopped`."""
+        """Stop the engine; open requests get `EngineStopped`."""
         ...
 
 
@@ -75,7 +75,7 @@ class InProcessClient:
 
     def __init__(self, engine: Engine, *, stuck_timeout: float = 120.0) -> None:
         self._engine = engine
-        self._callers: Callers[OutputQueue] = Callers(engine)
+        self._subscribers: Subscribers[OutputQueue] = Subscribers(engine)
         self._stuck_timeout = stuck_timeout
         self._stats = engine.stats()
         self._progress_at = time.monotonic()
@@ -98,19 +98,19 @@ class InProcessClient:
         self._post(lambda: self._abort(request_id, index))
 
     def stats(self) -> EngineStats:
-        """The snapshot taken after the last step."""
+        """Return the snapshot taken after the last step."""
         return self._stats
 
     def check_health(self) -> None:
         """Raise `EngineStopped` if the thread is dead, or `EngineError` if it makes no progress."""
         if self._stopped is not None:
             raise self._stopped
-        busy_s = time.monotonic() - self._progress_at if self._callers.has_work else 0.0
+        busy_s = time.monotonic() - self._progress_at if self._subscribers.has_work else 0.0
         if 0 < self._stuck_timeout < busy_s:
             raise EngineError(f"the engine has made no progress for {busy_s:.0f} s")
 
     async def embed(self, prompt: tuple[int, ...], pooling: str, request_id: str = "") -> list[float]:
-        """Wait in line, then run a prompt for its hidden state, between two steps."""
+        """Return the hidden state of a prompt, which is computed in its turn between two steps."""
         self._loop = asyncio.get_running_loop()
         ticket = next(self._tickets)
         done: asyncio.Future[list[float]] = self._loop.create_future()
@@ -122,14 +122,14 @@ class InProcessClient:
             del self._embeds[ticket]
             if done.cancelled():
                 with contextlib.suppress(EngineStopped):
-                    self._post(lambda: self._callers.withdraw(ticket))
+                    self._post(lambda: self._subscribers.withdraw(ticket))
 
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
         return await self._call(self._engine.reset_prefix_cache)
 
     async def close(self) -> None:
-        """Stop the thread after the step in flight; whoever still waits gets `EngineStopped`."""
+        """Stop the thread after the step in flight; open requests get `EngineStopped`."""
         with self._wake:
             self._is_closing = True
             self._wake.notify()
@@ -138,7 +138,7 @@ class InProcessClient:
     # -- the event loop's side --------------------------------------------------------------------
 
     async def _call(self, work: Callable[[], T]) -> T:
-        """Let the engine thread do something between two steps, and wait for the result."""
+        """Run `work` in the engine thread between two steps and return its result."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
 
@@ -162,17 +162,17 @@ class InProcessClient:
             self._inbox.append(command)
             self._wake.notify()
 
-    def _submit(self, request: Request, queue: OutputQueue) -> Leave:
+    def _submit(self, request: Request, queue: OutputQueue) -> OnEnd:
         self._loop = asyncio.get_running_loop()
         self._post(lambda: self._add(request, queue))
 
-        def leave(has_ended: bool) -> None:
+        def end(has_ended: bool) -> None:
             with self._wake:
                 if not has_ended and self._stopped is None:
                     self._inbox.append(lambda: self._forget(request.request_id, queue))
                     self._wake.notify()
 
-        return leave
+        return end
 
     # -- the engine thread's side -----------------------------------------------------------------
 
@@ -182,25 +182,25 @@ class InProcessClient:
             while self._take_commands():
                 self._progress_at = time.monotonic()
                 self._work()
-                self._stats = self._callers.stats()
+                self._stats = self._subscribers.stats()
         except BaseException as error:
-            logger.exception("the engine loop died")
+            logger.exception("engine loop died")
             stopped = EngineLost(f"the engine loop died: {type(error).__name__}")
         with self._wake:
             self._stopped = stopped
             commands, self._inbox = self._inbox, []
-        for command in commands:  # so that those just submitted are told as well
+        for command in commands:  # requests just submitted get the error as well
             command()
-        self._send([(queue, stopped) for queue in self._callers.everyone()])
-        for ticket in self._callers.waiting_embeds():
+        self._send([(queue, stopped) for queue in self._subscribers.all()])
+        for ticket in self._subscribers.waiting_embeds():
             self._answer_embed(ticket, stopped)
 
     def _take_commands(self) -> bool:
-        """Carry out what was posted; sleep until something is, if there is no work. False: time to end."""
-        while not (self._inbox or self._callers.has_work or self._is_closing) and self._engine.prepare():
+        """Run the posted commands; without work, sleep until one comes. Returns False at the end."""
+        while not (self._inbox or self._subscribers.has_work or self._is_closing) and self._engine.prepare():
             pass  # idle time makes later steps quicker
         with self._wake:
-            while not (self._inbox or self._callers.has_work or self._is_closing):
+            while not (self._inbox or self._subscribers.has_work or self._is_closing):
                 self._wake.wait()
             if self._is_closing:
                 return False
@@ -210,15 +210,15 @@ class InProcessClient:
         return True
 
     def _work(self) -> None:
-        """One step for all requests, then one embedding."""
+        """Run one step for all requests, then make one embedding."""
         if self._engine.has_work:
-            self._send(self._callers.step())
-        embedded = self._callers.embed_next()
+            self._send(self._subscribers.step())
+        embedded = self._subscribers.embed_next()
         if embedded is not None:
             self._answer_embed(*embedded)
 
     def _embed(self, ticket: int, prompt: tuple[int, ...], pooling: str, request_id: str) -> None:
-        error = self._stopped or self._callers.embed(ticket, prompt, pooling, request_id)
+        error = self._stopped or self._subscribers.embed(ticket, prompt, pooling, request_id)
         if error is not None:
             self._answer_embed(ticket, error)
 
@@ -228,7 +228,7 @@ class InProcessClient:
 
     def _settle_embed(self, ticket: int, result: list[float] | BaseException) -> None:
         done = self._embeds.get(ticket)
-        if done is None:  # the caller was cancelled meanwhile
+        if done is None:  # cancelled meanwhile
             return
         if isinstance(result, BaseException):
             _settle(done, None, result)
@@ -236,17 +236,17 @@ class InProcessClient:
             _settle(done, result, None)
 
     def _add(self, request: Request, queue: OutputQueue) -> None:
-        error = self._stopped or self._callers.add(request, queue)
+        error = self._stopped or self._subscribers.add(request, queue)
         if error is not None:
             self._send([(queue, error)])
 
     def _abort(self, request_id: str, index: int | None) -> None:
         if self._stopped is None:
-            self._send(self._callers.abort(request_id, index))
+            self._send(self._subscribers.abort(request_id, index))
 
     def _forget(self, request_id: str, queue: OutputQueue) -> None:
         if self._stopped is None:
-            self._callers.leave(request_id, queue)
+            self._subscribers.unsubscribe(request_id, queue)
 
     def _send(self, messages: Sequence[tuple[OutputQueue, StepOutput | BaseException]]) -> None:
         if messages and self._loop is not None and not self._loop.is_closed():
@@ -259,7 +259,7 @@ def _put_all(messages: Sequence[tuple[OutputQueue, StepOutput | BaseException]])
 
 
 def _settle(done: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
-    if done.done():  # the caller was cancelled meanwhile
+    if done.done():  # cancelled meanwhile
         return
     if error is not None:
         done.set_exception(error)

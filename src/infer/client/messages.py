@@ -1,15 +1,15 @@
 """What crosses between a server and an engine in its own process, as msgpack.
 
     server                                         engine
-    Add, Leave, Abort, ResetPrefixCache        ──►
+    Add, Unsubscribe, Abort, ResetPrefixCache  ──►
     Embed, Withdraw                            ──►
-                                               ◄── Report     one per step, for everybody
+                                               ◄── StepReport  one per step, for all requests
                                (once, at first) ◄── Ready  or  Failure
     Stop                                       ──►
 
 Every call of the client has a *ticket*, a number it never uses twice; answers and outputs carry it back.
 A turn of the engine's loop takes all commands that are there, makes at most one step and at most one
-embedding, and sends a `Report` after each: the outputs of all requests, the answers to calls, and the
+embedding, and sends a `StepReport` after each: the outputs of all requests, the answers to calls, and the
 engine's own counts.
 
 Nothing is pickled: both ends know the types below, and bytes that do not fit them are an error.
@@ -30,7 +30,7 @@ from infer.scheduling.request import Request, StepOutput
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """The first line on the engine's standard input, as JSON: all it needs to know to start."""
+    """The settings of an engine process: the first line of its standard input, as JSON."""
 
     endpoint: str  # the unix socket to connect to
     knobs: dict[str, Any]  # of the EngineConfig
@@ -44,8 +44,8 @@ class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):
     request: Request
 
 
-class Leave(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Nobody reads the outputs of this ticket any more."""
+class Unsubscribe(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """End a request whose outputs are no longer read."""
 
     ticket: int
     request_id: str
@@ -68,7 +68,7 @@ class Embed(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Nobody waits for this embedding any more."""
+    """Drop an embedding that is no longer wanted."""
 
     ticket: int
 
@@ -83,13 +83,13 @@ class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """End the process."""
 
 
-Command: TypeAlias = Add | Leave | Abort | Embed | Withdraw | ResetPrefixCache | Stop
+Command: TypeAlias = Add | Unsubscribe | Abort | Embed | Withdraw | ResetPrefixCache | Stop
 
 # -- from the engine ------------------------------------------------------------------------------
 
 
 class Failure(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """An exception on its way to whoever caused it; alone: why the engine ended, or never started."""
+    """An exception as data; as a message of its own, the reason why the engine ended or never started."""
 
     kind: str  # the name of a class in errors.py
     message: str
@@ -103,15 +103,15 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """The end of a call; or the refusal of a request, which gets no outputs then."""
+    """The result of a call, or the error of a request that was not accepted."""
 
     ticket: int
     result: int | list[float] | None
     failure: Failure | None
 
 
-class Report(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What one turn of the engine's loop has to say."""
+class StepReport(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The outputs, answers and counts of one turn of the engine's loop."""
 
     num_commands: int  # taken since the start: the server knows which of its commands have arrived
     stats: EngineStats
@@ -120,7 +120,7 @@ class Report(msgspec.Struct, frozen=True, tag=True, array_like=True):
     answers: list[Answer] = []
 
 
-Message: TypeAlias = Ready | Report | Failure
+Message: TypeAlias = Ready | StepReport | Failure
 
 _encoder = msgspec.msgpack.Encoder()
 _command_decoder = msgspec.msgpack.Decoder(Command)
@@ -138,13 +138,13 @@ def encode(message: Command | Message) -> bytes:
 
 
 def decode_command(data: bytes) -> Command:
-    """What the server sent."""
+    """The command in bytes that the server sent."""
     command: Command = _command_decoder.decode(data)
     return command
 
 
-def refusal(data: bytes, error: InferError | msgspec.DecodeError) -> Answer | None:
-    """The answer to a command that could not be decoded, if somebody waits for one."""
+def refuse_command(data: bytes, error: InferError | msgspec.DecodeError) -> Answer | None:
+    """The answer to a command that could not be decoded; None if the command gets no answer."""
     raw = msgspec.msgpack.decode(data)
     if raw[0] not in (Add.__name__, Embed.__name__):
         return None
@@ -154,7 +154,7 @@ def refusal(data: bytes, error: InferError | msgspec.DecodeError) -> Answer | No
 
 
 def decode_message(data: bytes) -> Message:
-    """What the engine sent."""
+    """The message in bytes that the engine sent."""
     message: Message = _message_decoder.decode(data)
     return message
 

@@ -4,7 +4,7 @@ HTTP, JSON and detokenizing must not share an interpreter with the loop that fee
 scheduler and the model live here and speak through one unix socket (see messages.py).
 
     start    one line of JSON on standard input (`Launch`), load the model, send `Ready`
-    turn     take every command that is there; make one step, send a `Report`; one embedding, another
+    turn     take every command that is there; make one step, send a `StepReport`; one embedding, another
     idle     do what makes later steps quicker (CUDA graphs), piece by piece; then sleep in the socket until
              a command comes: no timer, no polling, no CPU
     end      `Stop`, or standard input closes because the server is gone
@@ -35,18 +35,18 @@ from infer.client.messages import (
     Command,
     Embed,
     Launch,
-    Leave,
     Ready,
-    Report,
     ResetPrefixCache,
+    StepReport,
     Stop,
+    Unsubscribe,
     Withdraw,
     decode_command,
     encode,
-    refusal,
+    refuse_command,
     to_failure,
 )
-from infer.client.subscribers import Callers
+from infer.client.subscribers import Subscribers
 from infer.config.settings import EngineConfig
 from infer.engine.engine import Engine
 from infer.engine.gc_freeze import freeze
@@ -57,7 +57,7 @@ from infer.scheduling.request import StepOutput
 logger = logging.getLogger(__name__)
 
 STDIN = 0
-LINGER_MS = 2000  # for the last words to reach the server
+LINGER_MS = 2000  # for the last message to reach the server
 EXIT_FAILED = 1
 EXIT_ORPHANED = 3
 
@@ -67,7 +67,7 @@ class EngineServer:
 
     def __init__(self, engine: Engine, link: zmq.Socket[bytes]) -> None:
         self._engine = engine
-        self._callers: Callers[int] = Callers(engine)
+        self._subscribers: Subscribers[int] = Subscribers(engine)
         self._link = link
         self._num_commands = 0
         self._made: list[tuple[int, StepOutput]] = []
@@ -80,9 +80,10 @@ class EngineServer:
                 self._num_commands += 1
                 try:
                     command = decode_command(frame)
-                except (InferError, msgspec.DecodeError) as error:  # a mistake of one must not stop all
-                    logger.warning("a command was refused: %s", error)
-                    self._answers += [answer for answer in (refusal(frame, error),) if answer is not None]
+                except (InferError, msgspec.DecodeError) as error:  # one mistake must not stop every request
+                    logger.warning("command refused reason=%r", str(error))
+                    answer = refuse_command(frame, error)
+                    self._answers += [] if answer is None else [answer]
                     continue
                 if isinstance(command, Stop):
                     return
@@ -90,11 +91,11 @@ class EngineServer:
             self._work()
 
     def _work(self) -> None:
-        """One step for all requests, then one embedding; nobody's tokens wait for somebody's embedding."""
+        """Run one step and report it, then make one embedding: tokens do not wait for an embedding."""
         if self._engine.has_work:
-            self._made += self._callers.step()
+            self._made += self._subscribers.step()
         self._report()
-        embedded = self._callers.embed_next()
+        embedded = self._subscribers.embed_next()
         if embedded is not None:
             ticket, result = embedded
             if isinstance(result, Exception):
@@ -104,9 +105,9 @@ class EngineServer:
             self._report()
 
     def _receive(self) -> list[bytes]:
-        """Every command that is there; without work to do, use the time, then wait for the first."""
+        """Return every command that has arrived; an idle engine prepares later steps, then waits for one."""
         frames: list[bytes] = []
-        if not self._callers.has_work:
+        if not self._subscribers.has_work:
             while not self._link.poll(0) and self._engine.prepare():
                 pass
             frames.append(self._link.recv())
@@ -118,33 +119,35 @@ class EngineServer:
 
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, Add):
-            refused = self._callers.add(command.request, command.ticket)
+            refused = self._subscribers.add(command.request, command.ticket)
             if refused is not None:
                 self._answer_error(command.ticket, refused)
-        elif isinstance(command, Leave):
-            self._callers.leave(command.request_id, command.ticket)
+        elif isinstance(command, Unsubscribe):
+            self._subscribers.unsubscribe(command.request_id, command.ticket)
         elif isinstance(command, Abort):
-            self._made += self._callers.abort(command.request_id, command.index)
+            self._made += self._subscribers.abort(command.request_id, command.index)
         elif isinstance(command, Embed):
-            refused = self._callers.embed(command.ticket, command.prompt, command.pooling, command.request_id)
+            refused = self._subscribers.embed(
+                command.ticket, command.prompt, command.pooling, command.request_id
+            )
             if refused is not None:
                 self._answer_error(command.ticket, refused)
         elif isinstance(command, Withdraw):
-            self._callers.withdraw(command.ticket)
+            self._subscribers.withdraw(command.ticket)
         elif isinstance(command, ResetPrefixCache):
             try:
                 self._answers.append(Answer(command.ticket, self._engine.reset_prefix_cache(), None))
-            except Exception as error:  # it belongs to this caller alone
-                logger.exception("the prefix cache could not be reset")
+            except Exception as error:  # it belongs to this call alone
+                logger.exception("prefix cache not reset")
                 self._answer_error(command.ticket, error)
 
     def _answer_error(self, ticket: int, error: Exception) -> None:
         self._answers.append(Answer(ticket, None, to_failure(error)))
 
     def _report(self) -> None:
-        report = Report(
+        report = StepReport(
             num_commands=self._num_commands,
-            stats=self._callers.stats(),
+            stats=self._subscribers.stats(),
             tickets=[ticket for ticket, _ in self._made],
             outputs=[output for _, output in self._made],
             answers=self._answers,
@@ -154,7 +157,7 @@ class EngineServer:
 
 
 def load_engine(config: EngineConfig) -> Engine:
-    """Find the model, load it and build its engine; no tokenizer: text stays with the server."""
+    """Find the model, load it and build its engine, without a tokenizer: text stays with the server."""
     import torch
 
     from infer.engine.build import build_engine
@@ -178,7 +181,7 @@ def load_engine(config: EngineConfig) -> Engine:
 
 
 def main(make_engine: Callable[[EngineConfig], Engine] = load_engine) -> int:
-    """Be the engine process from its first line to its last; returns the exit code."""
+    """Run the engine process from its first line of input to its end; returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     launch = msgspec.json.decode(_read_line(), type=Launch)
@@ -195,7 +198,7 @@ def main(make_engine: Callable[[EngineConfig], Engine] = load_engine) -> int:
             EngineServer(engine, link).run()
         except BaseException as error:
             if not isinstance(error, InferError):
-                logger.exception("the engine process died")
+                logger.exception("engine process died")
             link.send(encode(to_failure(error)))
             return EXIT_FAILED
     return 0

@@ -4,8 +4,8 @@
                   │          └──► down for good                 after too many restarts, with the reason
                   └─────────────► down for good                 with restart=False
 
-While the engine is down every call raises `EngineStopped`, and whoever was waiting got the same within
-moments of the death: what a request had produced is lost, and only its sender knows whether to repeat it.
+While the engine is down every call raises `EngineStopped`, and open requests get the same within moments of
+the death: what a request had produced is lost, and only its sender knows whether to repeat it.
 
 Whether the engine is *stuck* needs no heartbeat. Each of its reports says how many of our commands it has
 taken and what it still has to do; if either says that it owes us something, a report must come within
@@ -23,20 +23,19 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
-from infer.client import subscribers as callers
 from infer.client.messages import (
     Abort,
     Add,
     Command,
     Embed,
-    Leave,
     Message,
-    Report,
     ResetPrefixCache,
+    StepReport,
+    Unsubscribe,
     Withdraw,
     to_error,
 )
-from infer.client.subscribers import OutputQueue, read_outputs
+from infer.client.subscribers import OnEnd, OutputQueue, read_outputs
 from infer.client.supervisor import ENGINE_MODULE, STOP_TIMEOUT, EngineProcess, RestartPolicy
 from infer.config.settings import EngineConfig
 from infer.engine.stats import EngineStats, add_counters
@@ -141,7 +140,7 @@ class ProcessClient:
         return result
 
     async def close(self) -> None:
-        """Stop the process and wait for its end; whoever still waits gets `EngineStopped`."""
+        """Stop the process and wait for its end; open requests get `EngineStopped`."""
         self._supervisor.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._supervisor
@@ -151,18 +150,18 @@ class ProcessClient:
 
     # -- calls ------------------------------------------------------------------------------------
 
-    def _submit(self, request: Request, queue: OutputQueue) -> callers.Leave:
+    def _submit(self, request: Request, queue: OutputQueue) -> OnEnd:
         ticket = next(self._tickets)
         self._send(Add(ticket, request))
         self._readers[ticket] = queue
 
-        def leave(has_ended: bool) -> None:
+        def end(has_ended: bool) -> None:
             # Not there any more: the engine that served it is gone.
             if self._readers.pop(ticket, None) is not None and not has_ended:
                 with contextlib.suppress(EngineStopped):
-                    self._send(Leave(ticket, request.request_id))
+                    self._send(Unsubscribe(ticket, request.request_id))
 
-        return leave
+        return end
 
     async def _call(
         self, command: Callable[[int], Command], *, on_cancel: Callable[[int], Command] | None = None
@@ -189,13 +188,13 @@ class ProcessClient:
     # -- reports ----------------------------------------------------------------------------------
 
     def _take(self, message: Message) -> None:
-        assert isinstance(message, Report), message
+        assert isinstance(message, StepReport), message
         self._stats = message.stats
         self._num_taken = message.num_commands
         self._progress_at = time.monotonic()
         readers = self._readers
         for ticket, output in zip(message.tickets, message.outputs, strict=True):
-            if ticket in readers:  # else it has left, and the engine will know soon
+            if ticket in readers:  # else its reader has left, and the engine will know soon
                 readers[ticket].put_nowait(output)
         for answer in message.answers:
             error = to_error(answer.failure) if answer.failure is not None else None
@@ -203,7 +202,7 @@ class ProcessClient:
                 assert error is not None, "a request is answered by outputs"
                 readers[answer.ticket].put_nowait(error)
             elif (done := self._calls.get(answer.ticket)) is None or done.done():
-                continue  # its caller was cancelled meanwhile
+                continue  # cancelled meanwhile
             elif error is not None:
                 done.set_exception(error)
             else:
@@ -221,7 +220,7 @@ class ProcessClient:
         process.listen(self._take)
 
     def _lose(self, reason: str) -> None:
-        """Tell everybody who waits that the engine is gone."""
+        """End every open request and call with `EngineStopped`."""
         if self._down is None:
             total = self.stats()
             self._past = total
@@ -236,10 +235,10 @@ class ProcessClient:
         self._calls.clear()
 
     async def _supervise(self) -> None:
-        """Watch the process; when it is gone, tell everybody and start another, while that may help."""
+        """Watch the process; when it is gone, end open requests and start another while the policy allows."""
         while True:
             reason = await self._watch()
-            logger.error("%s", reason)
+            logger.error("engine down reason=%r", reason)
             self._lose(reason + ("" if self._start_again is None else "; it is being started again"))
             await self._process.close()
             if not await self._restart(reason):
@@ -268,15 +267,15 @@ class ProcessClient:
             try:
                 process, stats = await self._start_again()
             except Exception as error:  # whatever it was, the next try may succeed
-                logger.error("the engine could not be started again: %s", error)
+                logger.error("engine restart failed reason=%r", str(error))
                 reason = f"the engine could not be started again ({type(error).__name__})"
                 continue
             self._past = replace(self._past, num_restarts=self._past.num_restarts + 1)
             self._adopt(process, stats)
-            logger.warning("the engine was started again, as process %d", process.pid)
+            logger.warning("engine restarted pid=%d", process.pid)
             return True
         self._down = f"the engine stays down after {self._policy.max_restarts} restarts; the last: {reason}"
-        logger.error("%s", self._down)
+        logger.error("engine lost reason=%r", self._down)
         return False
 
     # -- progress ---------------------------------------------------------------------------------
@@ -293,5 +292,5 @@ class ProcessClient:
     def _is_stuck(self) -> bool:
         if not 0 < self._stuck_timeout < self._silent_s():
             return False
-        self._process.receive()  # was it we who did not listen?
+        self._process.receive()  # its reports may be here, unread
         return self._silent_s() > self._stuck_timeout

@@ -1,17 +1,17 @@
-"""Who waits for which request: what an engine in a thread and an engine in a process have in common.
+"""Request ids to subscribers: what an engine in a thread and an engine in a process have in common.
 
-An engine knows request ids; outputs must go to callers. A *caller* is whatever address outputs are sent
-to: a queue where the engine is a thread of the same process, a number where it is another process.
+An engine knows request ids; its outputs must reach readers. A *subscriber* is the address that outputs are
+sent to: a queue where the engine is a thread of the same process, a number where it is another process.
 
-    reader's side   read_outputs()   open a request, yield its outputs, leave it
-                    OutputQueue      what is made and not read yet, of bounded size
-    engine's side   Callers          request id -> caller; every answer comes back with its address
+    reader's side   read_outputs()   submits a request, yields its outputs, unsubscribes
+                    OutputQueue      outputs that are made and not read yet, of bounded size
+    engine's side   Subscribers      request id -> subscriber; every output leaves with its address
 
-A caller may leave and another may come under the same request id before the first one's last outputs
-have arrived, so outputs are addressed by caller, never by request id alone.
+A reader may unsubscribe and another may come under the same request id before the first one's last outputs
+have arrived, so outputs are addressed by subscriber, never by request id alone.
 
-Embeddings wait in the same line as requests: they count against `max_queue`, whoever leaves before its
-turn is dropped, and a turn of the engine's loop makes one of them, beside a step for everybody else.
+Embeddings wait in the same line as requests: they count against `max_queue`, one that is withdrawn before
+its turn is dropped, and a turn of the engine's loop makes one of them beside a step for all requests.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from infer.scheduling.request import Request, StepOutput
 
 logger = logging.getLogger(__name__)
 
-Caller = TypeVar("Caller")
+Subscriber = TypeVar("Subscriber")
 
-Leave: TypeAlias = Callable[[bool], None]  # called at the end, with whether the request has ended
+OnEnd: TypeAlias = Callable[[bool], None]  # ends a subscription, given whether the request has ended
 
 MAX_UNREAD = 65_536  # tokens and logprobs that may wait for one reader: some megabytes
 
@@ -41,11 +41,11 @@ class OutputQueue:
     """The outputs of one request on their way to its reader. Belongs to the reader's event loop.
 
     A reader that stops reading does not stop the engine, so what it leaves unread is bounded: at the limit
-    the request ends, the backlog is let go, and the reader finds an error in its place.
+    the request ends, the backlog is dropped, and the reader finds an error in its place.
     """
 
     def __init__(self) -> None:
-        self.leave: Leave | None = None  # ends the request
+        self.on_end: OnEnd | None = None
         self._messages: deque[tuple[int, StepOutput | BaseException]] = deque()
         self._arrived = asyncio.Event()
         self._num_unread = 0
@@ -65,8 +65,8 @@ class OutputQueue:
                 f"{self._num_unread} tokens and logprobs of the answer were not read, at most {MAX_UNREAD} "
                 "may wait; read faster, or ask for fewer tokens or logprobs"
             )
-            if self.leave is not None:
-                self.leave(False)
+            if self.on_end is not None:
+                self.on_end(False)
         else:
             size = _size_of(message)
             self._num_unread += size
@@ -74,7 +74,7 @@ class OutputQueue:
         self._arrived.set()
 
     async def get(self) -> StepOutput | BaseException:
-        """The oldest output not read yet; waits for one."""
+        """Wait for the oldest output that has not been read, and return it."""
         while not self._messages:
             self._arrived.clear()
             await self._arrived.wait()
@@ -84,7 +84,7 @@ class OutputQueue:
 
 
 def _size_of(output: StepOutput) -> int:
-    """How much an output holds: its tokens, and every logprob that came with them."""
+    """The number of tokens of an output and of logprobs that came with them."""
     size = 1 + len(output.token_ids)
     for row in (*output.logprobs, *(output.prompt_logprobs or ())):
         size += 1 if row is None else 1 + len(row.top)
@@ -92,13 +92,13 @@ def _size_of(output: StepOutput) -> int:
 
 
 async def read_outputs(
-    request: Request, submit: Callable[[OutputQueue], Leave]
+    request: Request, submit: Callable[[OutputQueue], OnEnd]
 ) -> AsyncGenerator[StepOutput, None]:
     """Submit a request at the first iteration and yield its outputs until each of its sequences has ended."""
     params = request.params
     num_left = params.n if params.use_beam_search else params.num_sequences
     queue = OutputQueue()
-    leave = queue.leave = submit(queue)
+    on_end = queue.on_end = submit(queue)
     has_ended = False
     try:
         while num_left:
@@ -110,15 +110,15 @@ async def read_outputs(
             has_ended = num_left == 0
             yield message
     finally:
-        leave(has_ended)
+        on_end(has_ended)
 
 
-class Callers(Generic[Caller]):
-    """An engine and the addresses of those it works for. Not thread-safe: the engine's thread owns it."""
+class Subscribers(Generic[Subscriber]):
+    """An engine and the addresses of its outputs. Not thread-safe: the engine's thread owns it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._callers: dict[str, Caller] = {}
+        self._by_id: dict[str, Subscriber] = {}
         self._embeds: dict[int, tuple[tuple[int, ...], str, str]] = {}  # by ticket, oldest first
 
     @property
@@ -127,31 +127,60 @@ class Callers(Generic[Caller]):
         return self._engine.has_work or bool(self._embeds)
 
     def stats(self) -> EngineStats:
-        """The engine's counts, with the embeddings among those who wait."""
+        """The engine's counts; waiting embeddings count as waiting sequences."""
         stats = self._engine.stats()
         return replace(stats, num_waiting=stats.num_waiting + len(self._embeds)) if self._embeds else stats
 
     def waiting_embeds(self) -> list[int]:
-        """The tickets of all embeddings whose turn has not come."""
+        """The tickets of all embeddings that have not been made."""
         return list(self._embeds)
 
-    def everyone(self) -> list[Caller]:
-        """All who wait for a request that is being served."""
-        return list(self._callers.values())
+    def all(self) -> list[Subscriber]:
+        """The subscriber of every request that is being served."""
+        return list(self._by_id.values())
 
-    def add(self, request: Request, caller: Caller) -> Exception | None:
-        """Accept a request for this caller, or return the error that is for this caller alone."""
+    def add(self, request: Request, subscriber: Subscriber) -> Exception | None:
+        """Accept a request, or return the error that belongs to its subscriber alone."""
         try:
             self._check_room()
             self._engine.add(request)
         except Exception as error:
-            _log_unless_ours(request.request_id, error)
+            _log_if_unexpected(request.request_id, error)
             return error
-        self._callers[request.request_id] = caller
+        self._by_id[request.request_id] = subscriber
         return None
 
+    def unsubscribe(self, request_id: str, subscriber: Subscriber) -> None:
+        """End the request of a reader that has left, unless the id belongs to another subscriber by now."""
+        if self._by_id.get(request_id) == subscriber:
+            del self._by_id[request_id]
+            self._engine.abort(request_id)
+
+    def abort(self, request_id: str, index: int | None) -> list[tuple[Subscriber, StepOutput]]:
+        """End a request, or one sequence of it; returns the last output of each sequence it ended."""
+        subscriber = self._by_id.get(request_id)
+        if subscriber is None:
+            return []
+        try:
+            ended = self._engine.abort(request_id, index)
+        except EngineError as error:  # no such sequence yet: one mistake must not stop every request
+            logger.warning("abort refused request=%s reason=%r", request_id, str(error))
+            return []
+        if not self._engine.is_serving(request_id):
+            del self._by_id[request_id]
+        return [(subscriber, output) for output in ended]
+
+    def step(self) -> list[tuple[Subscriber, StepOutput]]:
+        """Run one step of the engine and return its outputs with their addresses."""
+        outputs, by_id = self._engine.step(), self._by_id
+        addressed = [(by_id[made.request_id], made) for made in outputs if made.request_id in by_id]
+        for output in [made for made in outputs if made.finish_reason is not None]:
+            if not self._engine.is_serving(output.request_id):
+                by_id.pop(output.request_id, None)
+        return addressed
+
     def embed(self, ticket: int, prompt: tuple[int, ...], pooling: str, request_id: str) -> Exception | None:
-        """Let an embedding wait for its turn, or return the error that there is no room for it."""
+        """Put an embedding in line, or return the error that there is no room for it."""
         try:
             self._check_room()
         except QueueFull as error:
@@ -160,7 +189,7 @@ class Callers(Generic[Caller]):
         return None
 
     def withdraw(self, ticket: int) -> None:
-        """Forget an embedding nobody waits for any more, if its turn has not come."""
+        """Drop an embedding that has not been made."""
         self._embeds.pop(ticket, None)
 
     def embed_next(self) -> tuple[int, list[float] | Exception] | None:
@@ -170,8 +199,8 @@ class Callers(Generic[Caller]):
         ticket, (prompt, pooling, request_id) = next(iter(self._embeds.items()))
         try:
             return ticket, self._engine.embed(prompt, pooling)
-        except Exception as error:  # it belongs to this caller alone
-            _log_unless_ours(request_id, error)
+        except Exception as error:  # it belongs to this subscriber alone
+            _log_if_unexpected(request_id, error)
             return ticket, error
         finally:
             del self._embeds[ticket]
@@ -182,37 +211,8 @@ class Callers(Generic[Caller]):
         if limit is not None and num_waiting >= limit:
             raise QueueFull(f"{num_waiting} sequences are waiting and max_queue is {limit}")
 
-    def abort(self, request_id: str, index: int | None) -> list[tuple[Caller, StepOutput]]:
-        """End a request, or one sequence of it; its caller gets the last output of each it ended."""
-        caller = self._callers.get(request_id)
-        if caller is None:
-            return []
-        try:
-            ended = self._engine.abort(request_id, index)
-        except EngineError as error:  # no such sequence yet: a mistake of one must not stop all
-            logger.warning("abort refused: %s", error)
-            return []
-        if not self._engine.is_serving(request_id):
-            del self._callers[request_id]
-        return [(caller, output) for output in ended]
 
-    def leave(self, request_id: str, caller: Caller) -> None:
-        """End the request of a caller who reads no more, unless the id is another caller's by now."""
-        if self._callers.get(request_id) == caller:
-            del self._callers[request_id]
-            self._engine.abort(request_id)
-
-    def step(self) -> list[tuple[Caller, StepOutput]]:
-        """One step of the engine: what it made, with the addresses."""
-        outputs, callers = self._engine.step(), self._callers
-        known = [(callers[made.request_id], made) for made in outputs if made.request_id in callers]
-        for output in [made for made in outputs if made.finish_reason is not None]:
-            if not self._engine.is_serving(output.request_id):
-                callers.pop(output.request_id, None)
-        return known
-
-
-def _log_unless_ours(request_id: str, error: Exception) -> None:
-    """A bug leaves its traceback in the log, with the id it can be found by."""
+def _log_if_unexpected(request_id: str, error: Exception) -> None:
+    """Log the traceback of a bug with the id of its request; errors of errors.py are expected."""
     if not isinstance(error, InferError):
-        logger.error("request %s failed", request_id, exc_info=error)
+        logger.error("request failed request=%s", request_id, exc_info=error)

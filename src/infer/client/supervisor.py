@@ -1,4 +1,4 @@
-"""One engine process from birth to burial, and how often a dead one may be replaced.
+"""One engine process from start to exit, and how often a dead one may be replaced.
 
     EngineProcess.start ──► spawn ──► loading ──► Ready ──► running ──► exit
                              │          │                      │
@@ -143,7 +143,7 @@ class EngineProcess:
 
     @property
     def exit_reason(self) -> str:
-        """How it ended, for those who waited for it; no paths, no traceback."""
+        """How the process ended, for the clients of its requests: no paths, no traceback."""
         assert self._exit_code is not None, "it is still running"
         if self._last_words is not None and self._last_words.kind == EngineError.__name__:
             return f"the engine process died: {self._last_words.message}"
@@ -161,7 +161,7 @@ class EngineProcess:
         """Queue a command; it never blocks."""
         try:
             self._link.send(encode(command), zmq.NOBLOCK)
-        except zmq.Again:  # nobody at the other end: its exit is about to be known
+        except zmq.Again:  # no peer at the other end: its exit is about to be known
             raise EngineStopped("the engine process has ended") from None
         # The descriptor signals edges, and sending may have used one up that was meant for receive().
         if int(self._link.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
@@ -198,9 +198,9 @@ class EngineProcess:
                         await self.exited.wait()
         finally:
             self.kill()
-            await asyncio.shield(asyncio.ensure_future(self._bury()))
+            await asyncio.shield(asyncio.ensure_future(self._clean_up()))
 
-    async def _bury(self) -> None:
+    async def _clean_up(self) -> None:
         await self.exited.wait()
         await asyncio.to_thread(self._log_thread.join)
         assert self._process.stdin is not None
@@ -225,15 +225,17 @@ class EngineProcess:
                 self._last_lines.append(line)
                 try:
                     self._on_log(line)
-                except Exception:  # whoever logs may fail; the pipe must be read on, or the child would block
-                    logger.exception("a line of the engine process could not be logged")
+                except (
+                    Exception
+                ):  # a failing `on_log` must not stop the reading: a full pipe would block the child
+                    logger.exception("engine log line not passed on")
 
     def _wait_for_exit(self) -> None:
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)  # what it started; until reaped, its number is nobody else's
+            os.killpg(self.pid, signal.SIGKILL)  # what it started; until reaped, its number is not reused
         code = self._process.wait()
-        with contextlib.suppress(RuntimeError):  # the loop was closed under us: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: nothing waits for the exit
             self._loop.call_soon_threadsafe(self._set_exited, code)
 
     def _set_exited(self, code: int) -> None:

@@ -68,7 +68,7 @@ class AsyncLLM(TextModel):
 
     async def encode(self, text: str) -> list[int]:
         """The ids of a plain prompt; in a thread, as a long text takes its time."""
-        return await asyncio.to_thread(self.front.encode, text)
+        return await asyncio.to_thread(self.encoder.encode, text)
 
     async def encode_chat(
         self,
@@ -80,7 +80,7 @@ class AsyncLLM(TextModel):
         """The ids of a conversation, ready for the assistant's answer; rendered and tokenized in a thread."""
         check_single(messages)
         return await asyncio.to_thread(
-            self.front.encode_chat, messages, tools=tools, template_options=template_options
+            self.encoder.encode_chat, messages, tools=tools, template_options=template_options
         )
 
     def abort(self, request_id: str) -> None:
@@ -150,7 +150,7 @@ class AsyncLLM(TextModel):
         check_single(prompt)
         given = read_prompt(prompt)
         job = await asyncio.to_thread(
-            open_embeddings, self.front, [given], pooling=pooling, normalize=normalize
+            open_embeddings, self.encoder, [given], pooling=pooling, normalize=normalize
         )
         return job.finish(await self.client.embed(job.prompts[0], job.pooling))
 
@@ -194,9 +194,9 @@ class AsyncLLM(TextModel):
         is_chat: bool,
     ) -> tuple[Request, OutputBuilder]:
         check_single(prompt)
-        request = await asyncio.to_thread(self.front.make_request, prompt, params, request_id, **options)
+        request = await asyncio.to_thread(self.encoder.make_request, prompt, params, request_id, **options)
         text = prompt if isinstance(prompt, str) else None
-        return request, OutputBuilder(request, self.front.tokenizer, text, is_chat=is_chat)
+        return request, OutputBuilder(request, self.encoder.tokenizer, text, is_chat=is_chat)
 
     async def _deltas(self, request: Request, builder: OutputBuilder) -> AsyncGenerator[TextDelta, None]:
         """The pieces of a request as they come; sequences that met a stop string are aborted."""

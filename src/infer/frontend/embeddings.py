@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infer.errors import ContextOverflow, RequestError, spell_context, spell_limit
-from infer.frontend.prompts import TextFront
+from infer.frontend.prompts import PromptEncoder
 
 
 class InputOverflow(ContextOverflow):
@@ -44,7 +44,7 @@ class EmbeddingJob:
 
 
 def open_embeddings(
-    front: TextFront,
+    encoder: PromptEncoder,
     inputs: Sequence[str | list[int]],
     *,
     pooling: str | None = None,
@@ -52,16 +52,16 @@ def open_embeddings(
     add_special: bool = True,
 ) -> EmbeddingJob:
     """Encode and check all inputs before any is computed; what is not given is as the model's authors say."""
-    prompts = front.encode_all(inputs, "input", add_special=add_special)
+    prompts = encoder.encode_all(inputs, "input", add_special=add_special)
     for i, ids in enumerate(prompts):
         if not ids:
             raise RequestError(f"input {i} has no tokens; give at least one", param="input")
-        if len(ids) > front.context_len:
-            raise InputOverflow(i, len(ids), front.context_len, front.model_len)
+        if len(ids) > encoder.context_len:
+            raise InputOverflow(i, len(ids), encoder.context_len, encoder.model_len)
     return EmbeddingJob(
         prompts=tuple(tuple(ids) for ids in prompts),
-        pooling=front.pooling.mode if pooling is None else pooling,
-        normalize=front.pooling.normalize if normalize is None else normalize,
+        pooling=encoder.pooling.mode if pooling is None else pooling,
+        normalize=encoder.pooling.normalize if normalize is None else normalize,
     )
 
 

@@ -65,7 +65,7 @@ class TextModel:
                 raise ConfigError(f"{name} belongs to the params: SamplingParams({name}=...)")
         self.config = EngineConfig.from_knobs(model=model, **knobs)
         check = partial(check_settings, self.config)
-        self.front, loaded = open_model(self.config.load, show_progress=show_progress, check=check)
+        self.encoder, loaded = open_model(self.config.load, show_progress=show_progress, check=check)
         engine = build_engine(self.config, loaded, observer=observer)
         self.model_config = loaded.config
         self.context_len = engine.context_len  # the longest prompt + output in tokens
@@ -74,22 +74,22 @@ class TextModel:
     @property
     def name(self) -> str:
         """What people call the model."""
-        return self.front.name
+        return self.encoder.name
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        return self.front.tokenizer
+        return self.encoder.tokenizer
 
     @property
     def sampling_defaults(self) -> Mapping[str, float]:
         """How the model's authors advise to sample from it; empty if they do not say."""
-        return self.front.sampling_defaults
+        return self.encoder.sampling_defaults
 
     @property
     def has_chat_template(self) -> bool:
         """Whether `chat` works with this model."""
-        return self.front.has_chat_template
+        return self.encoder.has_chat_template
 
 
 class LLM(TextModel):
@@ -133,7 +133,7 @@ class LLM(TextModel):
 
     def encode(self, text: str) -> list[int]:
         """The ids of a plain prompt."""
-        return self.front.encode(text)
+        return self.encoder.encode(text)
 
     def encode_chat(
         self,
@@ -143,7 +143,7 @@ class LLM(TextModel):
         template_options: Mapping[str, object] | None = None,
     ) -> list[int]:
         """The ids of a conversation, ready for the assistant's answer."""
-        return self.front.encode_chat(messages, tools=tools, template_options=template_options)
+        return self.encoder.encode_chat(messages, tools=tools, template_options=template_options)
 
     def generate(
         self,
@@ -238,7 +238,7 @@ class LLM(TextModel):
         given.
         """
         given = [read_prompt(prompt) for prompt in as_batch(prompts)]
-        job = open_embeddings(self.front, given, pooling=pooling, normalize=normalize)
+        job = open_embeddings(self.encoder, given, pooling=pooling, normalize=normalize)
         vectors = []
         with progress("embedding", total=len(given), is_shown=show_progress) as advance:
             for prompt in job.prompts:
@@ -281,7 +281,7 @@ class LLM(TextModel):
         is_chat: bool,
         keeps_deltas: bool = True,
     ) -> _Stream:
-        request = self.front.make_request(prompt, params, **options)
+        request = self.encoder.make_request(prompt, params, **options)
         text = prompt if isinstance(prompt, str) else None
         builder = OutputBuilder(request, self.tokenizer, text, is_chat=is_chat)
         stream = _Stream(request, builder, keeps_deltas=keeps_deltas)

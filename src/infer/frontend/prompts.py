@@ -37,7 +37,7 @@ class RequestOptions(TypedDict, total=False):
     cache_salt: str  # only requests with the same salt share cached prefixes
 
 
-class TextFront:
+class PromptEncoder:
     """Turns text and messages into requests for one model. Safe to share between threads."""
 
     def __init__(self, config: LoadConfig, headers: ModelHeaders) -> None:
@@ -251,7 +251,7 @@ def open_model(
     *,
     show_progress: bool,
     check: Callable[[LoadChoice], None] = lambda choice: None,
-) -> tuple[TextFront, LoadedModel]:
+) -> tuple[PromptEncoder, LoadedModel]:
     """Find, load and understand a model: everything that comes before an engine.
 
     `check` may refuse, before a weight is read, what an engine could not be built with.
@@ -259,7 +259,7 @@ def open_model(
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     headers = find_headers(config, show_progress=show_progress)
-    front = TextFront(config, headers)
+    encoder = PromptEncoder(config, headers)
     loaded = load_model(
         headers.source,
         dtype=config.dtype,
@@ -270,7 +270,7 @@ def open_model(
         headers=headers,
         check=check,
     )
-    return front, loaded
+    return encoder, loaded
 
 
 def find_headers(config: LoadConfig, *, show_progress: bool) -> ModelHeaders:

@@ -22,7 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 from infer import __version__
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.server.fleet.fleet import Fleet
-from infer.server.fleet.metered_client import ObservedClient
+from infer.server.fleet.metered_client import MeteredClient
 from infer.server.metrics import ServerMetrics
 from infer.server.middleware.access_log import AccessLog
 from infer.server.middleware.auth import Auth
@@ -71,9 +71,7 @@ def build_app(
     fleet = fleet or Fleet(state, ServerMetrics(config.metrics_prefix))
     for model in state.models.values():
         model.clients = [
-            client
-            if isinstance(client, ObservedClient)
-            else ObservedClient(client, model.name, fleet.metrics)
+            client if isinstance(client, MeteredClient) else MeteredClient(client, model.name, fleet.metrics)
             for client in model.clients
         ]
     # The interactive docs of the framework load scripts from elsewhere: the schema alone is served.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from infer.client.client import EngineClient
 from infer.config.settings import ServerConfig
 from infer.errors import UnknownModel, closest
-from infer.frontend.prompts import TextFront
+from infer.frontend.prompts import PromptEncoder
 from infer.scheduling.request import Request
 from infer.server.fleet.router import Router
 from infer.server.middleware.request_record import current_record
@@ -29,7 +29,7 @@ class ServedModel:
     """One model under the name clients use, with the engines that run it."""
 
     name: str
-    front: TextFront
+    encoder: PromptEncoder
     clients: list[EngineClient]
     created: int  # seconds since 1970, for /v1/models
     router: Router = field(default_factory=Router)

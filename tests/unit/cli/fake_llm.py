@@ -37,7 +37,7 @@ class FakeLLM:
         max_open: int = 1000,
         **knobs: Any,
     ) -> None:
-        self.front = self  # its own text side
+        self.encoder = self  # its own text side
         self.ships_chat_template = has_chat_template and ships_chat_template
         warns = has_chat_template and not ships_chat_template
         self.template_warning = "fake came without a chat template" if warns else None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from infer.cache.paged_pool import PagedKVCachePool
-from infer.client import subscribers as callers
+from infer.client import subscribers
 from infer.client.client import InProcessClient
 from infer.config.defaults import SIMULATED_STEPS
 from infer.config.resolve import resolve_scheduler
@@ -336,7 +336,7 @@ def test_closing_tells_embeddings_that_wait() -> None:
 
 
 def test_an_answer_nobody_reads_ends_and_frees_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(callers, "MAX_UNREAD", 20)
+    monkeypatch.setattr(subscribers, "MAX_UNREAD", 20)
 
     async def main() -> None:
         client, engine = make_client()
@@ -360,11 +360,11 @@ def test_logprobs_count_as_unread_and_one_output_may_be_of_any_size() -> None:
     async def main() -> None:
         row = RowLogprobs(1, -1.0, 1, tuple((i, -1.0) for i in range(20)))
         large = StepOutput(request_id="r", index=0, token_ids=(1,), prompt_logprobs=(row,) * 4000)
-        queue = callers.OutputQueue()
+        queue = subscribers.OutputQueue()
         queue.put_nowait(large)
         assert await queue.get() is large
         small = StepOutput(request_id="r", index=0, token_ids=(1,), logprobs=(row,))
-        for _ in range(callers.MAX_UNREAD // 20):
+        for _ in range(subscribers.MAX_UNREAD // 20):
             queue.put_nowait(small)
         assert isinstance(await queue.get(), RequestError)
 

@@ -19,12 +19,12 @@ from infer.client.messages import (
     Embed,
     Failure,
     Launch,
-    Leave,
     Message,
     Ready,
-    Report,
     ResetPrefixCache,
+    StepReport,
     Stop,
+    Unsubscribe,
     Withdraw,
     decode_command,
     decode_message,
@@ -110,7 +110,7 @@ ANSWERS = st.builds(
 )
 COMMANDS = st.one_of(
     st.builds(Add, ticket=COUNTS, request=REQUESTS),
-    st.builds(Leave, ticket=COUNTS, request_id=TEXT),
+    st.builds(Unsubscribe, ticket=COUNTS, request_id=TEXT),
     st.builds(Abort, request_id=TEXT, index=some(st.integers(0, 127))),
     st.builds(Embed, ticket=COUNTS, prompt=tuples_of(IDS), pooling=TEXT, request_id=TEXT),
     st.builds(Withdraw, ticket=COUNTS),
@@ -121,7 +121,7 @@ MESSAGES = st.one_of(
     st.builds(Ready, stats=STATS),
     FAILURES,
     st.builds(
-        Report,
+        StepReport,
         num_commands=COUNTS,
         stats=STATS,
         tickets=st.lists(COUNTS, max_size=4),
@@ -150,8 +150,8 @@ def test_every_message_arrives_as_it_was_sent(message: Message) -> None:
 def test_what_cannot_be_a_logprob_still_arrives() -> None:
     rows = tuple(RowLogprobs(1, value, 1, ((2, value),)) for value in (math.nan, math.inf, -math.inf))
     output = StepOutput(request_id="r", index=0, token_ids=(1,), logprobs=rows)
-    arrived = decode_message(encode(Report(1, EngineStats(), [1], [output])))
-    assert isinstance(arrived, Report)
+    arrived = decode_message(encode(StepReport(1, EngineStats(), [1], [output])))
+    assert isinstance(arrived, StepReport)
     assert repr(arrived.outputs[0]) == repr(output)
 
 

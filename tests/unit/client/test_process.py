@@ -14,7 +14,7 @@ from infer.client.messages import (
     Add,
     Command,
     Embed,
-    Report,
+    StepReport,
     Stop,
     Withdraw,
     decode_message,
@@ -39,7 +39,7 @@ class ScriptedLink:
 
     def __init__(self, *turns: Sequence[Command]) -> None:
         self._turns = deque(deque(turn) for turn in turns)
-        self.reports: list[Report] = []
+        self.reports: list[StepReport] = []
 
     def poll(self, timeout: int) -> int:
         return zmq.POLLIN  # there is always a command, or the end
@@ -55,11 +55,11 @@ class ScriptedLink:
 
     def send(self, data: bytes) -> None:
         message = decode_message(data)
-        assert isinstance(message, Report)
+        assert isinstance(message, StepReport)
         self.reports.append(message)
 
 
-def serve(*turns: Sequence[Command], max_queue: int | None = None) -> tuple[list[Report], list[int]]:
+def serve(*turns: Sequence[Command], max_queue: int | None = None) -> tuple[list[StepReport], list[int]]:
     """Run the loop over these commands until it would sleep; the reports, and who was embedded."""
     embedded: list[int] = []
 

@@ -11,7 +11,7 @@ import pytest
 
 from infer.config.settings import LoadConfig
 from infer.errors import ContextOverflow, RequestError
-from infer.frontend.prompts import TextFront, find_headers
+from infer.frontend.prompts import PromptEncoder, find_headers
 from infer.sampling.params import SamplingParams
 from scripts.make_checkpoint import make_checkpoint
 
@@ -24,15 +24,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def front_of(folder: Path, **knobs: Any) -> TextFront:
+def encoder_of(folder: Path, **knobs: Any) -> PromptEncoder:
     config = LoadConfig(model=str(folder), **knobs)
-    return TextFront(config, find_headers(config, show_progress=False))
+    return PromptEncoder(config, find_headers(config, show_progress=False))
 
 
 def test_a_model_that_came_without_a_template_may_not_know_its_familys(folder: Path) -> None:
-    front = front_of(folder)
-    assert front.has_chat_template and not front.ships_chat_template
-    warning = front.template_warning
+    encoder = encoder_of(folder)
+    assert encoder.has_chat_template and not encoder.ships_chat_template
+    warning = encoder.template_warning
     assert warning is not None
     assert "tiny-gemma3 came without a chat template, as base models do" in warning
     assert "'gemma3' template of its family" in warning
@@ -41,44 +41,46 @@ def test_a_model_that_came_without_a_template_may_not_know_its_familys(folder: P
 
 def test_who_names_a_template_is_not_warned(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}")
-    named = front_of(folder, chat_template=str(tmp_path / "mine.jinja"))
-    family = front_of(folder, chat_template="family")
-    for front in (named, family):
-        assert front.ships_chat_template and front.template_warning is None
+    named = encoder_of(folder, chat_template=str(tmp_path / "mine.jinja"))
+    family = encoder_of(folder, chat_template="family")
+    for encoder in (named, family):
+        assert encoder.ships_chat_template and encoder.template_warning is None
     message = [{"role": "user", "content": "hi"}]
-    assert family.encode_chat(message) == front_of(folder).encode_chat(message) != named.encode_chat(message)
+    assert (
+        family.encode_chat(message) == encoder_of(folder).encode_chat(message) != named.encode_chat(message)
+    )
 
 
 def test_a_model_that_came_with_a_template_is_a_chat_model(folder: Path) -> None:
     template = folder / "chat_template.jinja"
     template.write_text("{{ messages[0].content }}")
     try:
-        front = front_of(folder)
+        encoder = encoder_of(folder)
     finally:
         template.unlink()
-    assert front.ships_chat_template and front.template_warning is None
+    assert encoder.ships_chat_template and encoder.template_warning is None
 
 
 def test_a_model_without_any_template_needs_no_warning(tmp_path: Path) -> None:
     make_checkpoint("gpt2", tmp_path / "gpt2")
-    front = front_of(tmp_path / "gpt2")
-    assert not front.has_chat_template and not front.ships_chat_template
-    assert front.template_warning is None
+    encoder = encoder_of(tmp_path / "gpt2")
+    assert not encoder.has_chat_template and not encoder.ships_chat_template
+    assert encoder.template_warning is None
 
 
 def test_a_text_that_can_never_fit_is_told_which_limit_it_breaks(folder: Path) -> None:
     text, message = "word " * 10**6, [{"role": "user", "content": "word " * 10**6}]
-    for front, limit in (
+    for encoder, limit in (
         (
-            front_of(folder),
+            encoder_of(folder),
             "but this model's maximum context length is 256 tokens; shorten the prompt to at most 255 tokens",
         ),
         (
-            front_of(folder, max_seq_len=64),
+            encoder_of(folder, max_seq_len=64),
             "length is 64 tokens; shorten the prompt to at most 63 tokens (this is the setting max_seq_len",
         ),
     ):
-        for encode in (partial(front.encode, text), partial(front.encode_chat, message)):
+        for encode in (partial(encoder.encode, text), partial(encoder.encode_chat, message)):
             with pytest.raises(ContextOverflow) as caught:
                 encode()
             assert limit in str(caught.value)
@@ -98,13 +100,13 @@ def test_an_option_that_no_request_has_is_refused_with_the_one_that_was_meant(
     folder: Path, options: Any, message: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
-        front_of(folder).make_request([1, 2], None, **options)
+        encoder_of(folder).make_request([1, 2], None, **options)
     assert str(caught.value) == message
     assert caught.value.param in options
 
 
 def test_a_request_has_its_options(folder: Path) -> None:
-    request = front_of(folder).make_request([1, 2], None, priority=-1, deadline=2.5, cache_salt="tenant")
+    request = encoder_of(folder).make_request([1, 2], None, priority=-1, deadline=2.5, cache_salt="tenant")
     assert (request.priority, request.deadline, request.cache_salt) == (-1, 2.5, "tenant")
 
 
@@ -113,9 +115,9 @@ def test_who_gives_no_params_samples_as_the_authors_of_the_model_recommend(tmp_p
     advice = json.loads((tmp_path / "tiny" / "generation_config.json").read_text())
     advice |= {"do_sample": True, "temperature": 0.25, "top_p": 0.9}
     (tmp_path / "tiny" / "generation_config.json").write_text(json.dumps(advice))
-    front = front_of(tmp_path / "tiny")
-    taken = front.make_request([5, 6, 7], None).params
+    encoder = encoder_of(tmp_path / "tiny")
+    taken = encoder.make_request([5, 6, 7], None).params
     assert (taken.temperature, taken.top_p) == (0.25, 0.9)
-    long = front.make_request([5] * (front.context_len - 2), None).params
+    long = encoder.make_request([5] * (encoder.context_len - 2), None).params
     assert (long.temperature, long.max_tokens) == (0.25, None)
-    assert front.make_request([5], SamplingParams()).params.temperature == 1.0  # given is given
+    assert encoder.make_request([5], SamplingParams()).params.temperature == 1.0  # given is given

@@ -34,4 +34,4 @@ def client(checkpoint: str) -> Iterator[InProcessClient]:
 
 @pytest.fixture
 def wire(oracle: LLM, client: InProcessClient) -> Wire:
-    return Wire(make_state(oracle.front, client, max_prompts=8, max_n=4))
+    return Wire(make_state(oracle.encoder, client, max_prompts=8, max_n=4))

@@ -205,7 +205,7 @@ def test_unloading_waits_for_those_who_were_accepted_and_takes_nobody_new(
 ) -> None:
     async def live() -> None:
         engine = Gated()
-        site = Site(engine, front=oracle.front, admin_key="root")
+        site = Site(engine, encoder=oracle.encoder, admin_key="root")
         model = site.state.models["fake"]
         ask = {"model": "fake", "prompt": "a", "max_tokens": 3, "stream": is_stream}
         transport = httpx.ASGITransport(site.app)
@@ -229,7 +229,7 @@ def test_unloading_waits_for_those_who_were_accepted_and_takes_nobody_new(
 def test_unloading_does_not_wait_for_ever(oracle: LLM) -> None:
     async def live() -> None:
         engine = Gated()
-        site = Site(engine, front=oracle.front, admin_key="root", drain_timeout=0.05)
+        site = Site(engine, encoder=oracle.encoder, admin_key="root", drain_timeout=0.05)
         transport = httpx.ASGITransport(site.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://site", headers=ADMIN) as client:
             asked = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"}))
@@ -260,7 +260,7 @@ def test_closing_the_fleet_closes_a_model_that_is_being_unloaded() -> None:
 
 
 def test_every_end_of_a_request_lets_its_model_go(oracle: LLM) -> None:
-    site = Site(front=oracle.front)
+    site = Site(encoder=oracle.encoder)
     model = site.state.models["fake"]
     for body, status in (
         ({"prompt": "a", "max_tokens": 2}, 200),
@@ -275,7 +275,7 @@ def test_every_end_of_a_request_lets_its_model_go(oracle: LLM) -> None:
 def test_without_the_default_the_model_served_longest_is_the_default() -> None:
     site = Site(admin_key="root")
     for name in ("b", "c"):
-        site.state.models[name] = ServedModel(name, site.state.models["fake"].front, [], 0)
+        site.state.models[name] = ServedModel(name, site.state.models["fake"].encoder, [], 0)
     assert post(site, "/admin/models/unload", {"name": "fake"}).json()["default_model"] == "b"
     assert site.state.get_model(None).name == "b"
     assert post(site, "/admin/models/unload", {"name": "c"}).json()["default_model"] == "b"

@@ -139,7 +139,7 @@ def test_the_counts_are_read_in_silence_unless_they_cannot_be_read(caplog: pytes
 def test_the_line_of_a_request_names_the_model_that_served_it(
     oracle: LLM, caplog: pytest.LogCaptureFixture
 ) -> None:
-    site = Site(front=oracle.front)
+    site = Site(encoder=oracle.encoder)
     site.state.aliases["other"] = "fake"
     with caplog.at_level(logging.INFO, logger="infer.server.middleware.access_log"):
         for fields in ({}, {"model": "fake"}, {"model": "other"}):

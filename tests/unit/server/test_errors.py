@@ -44,7 +44,7 @@ def failing(oracle: LLM, error: Exception) -> Wire:
         raise error
         yield
 
-    return Wire(make_state(oracle.front, ScriptedClient(script)))
+    return Wire(make_state(oracle.encoder, ScriptedClient(script)))
 
 
 @pytest.mark.parametrize(

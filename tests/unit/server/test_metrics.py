@@ -21,7 +21,7 @@ from infer.frontend.llm import LLM
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request, StepOutput
 from infer.server.app import build_app
-from infer.server.fleet.metered_client import ObservedClient
+from infer.server.fleet.metered_client import MeteredClient
 from infer.server.metrics import FIRST_TOKEN_S, REQUEST_S, TOKEN_S, ServerMetrics
 from infer.server.middleware.request_record import RECORD, RequestRecord
 from infer.server.protocol.generation import merge
@@ -60,7 +60,7 @@ def test_buckets_rise() -> None:
 
 def test_a_request_leaves_its_counts_and_times() -> None:
     metrics = ServerMetrics("infer")
-    client = ObservedClient(FakeClient(delay_s=0.002), "m", metrics)
+    client = MeteredClient(FakeClient(delay_s=0.002), "m", metrics)
 
     async def read() -> int:
         return len([output async for output in client.generate(request(max_tokens=5, n=2))])
@@ -80,7 +80,7 @@ def test_a_request_leaves_its_counts_and_times() -> None:
     assert found['infer_request_success_total{engine="0",finished_reason="length",model_name="m"}'] == 1
 
 
-def read_two(client: ObservedClient, end: str) -> None:
+def read_two(client: MeteredClient, end: str) -> None:
     """Read two tokens of each choice, then stop in one of several ways."""
 
     async def read() -> None:
@@ -115,7 +115,7 @@ def read_two(client: ObservedClient, end: str) -> None:
 )
 def test_a_reader_that_stops_early_has_seen_enough_only_if_it_says_so(end: str, reason: str) -> None:
     fake = FakeClient()
-    client = ObservedClient(fake, "m", ServerMetrics("infer"))
+    client = MeteredClient(fake, "m", ServerMetrics("infer"))
     read_two(client, end)
     assert client.meter.finished == {reason: 1}
     assert fake.num_open == 0, "leaving the outer iterator closes the inner one"
@@ -127,7 +127,7 @@ def test_an_abort_of_the_engine_is_a_stop_only_for_the_reader_who_asked(says_so:
         for output in outputs_of(request, [5, 6], "abort"):
             yield output
 
-    client = ObservedClient(ScriptedClient(script), "m", ServerMetrics("infer"))
+    client = MeteredClient(ScriptedClient(script), "m", ServerMetrics("infer"))
 
     async def read() -> None:
         async for _ in client.generate(request()):
@@ -143,7 +143,7 @@ def test_of_two_choices_one_that_is_cut_off_makes_the_request_an_abort() -> None
         yield outputs_of(request, [5])[0]  # choice 0 has ended with "length"
         await asyncio.sleep(3600)
 
-    client = ObservedClient(ScriptedClient(script), "m", ServerMetrics("infer"))
+    client = MeteredClient(ScriptedClient(script), "m", ServerMetrics("infer"))
 
     async def read() -> None:
         async with asyncio.timeout(0.01), aclosing(client.generate(request(n=2))) as outputs:
@@ -165,7 +165,7 @@ def test_when_one_prompt_of_a_body_fails_the_others_are_aborts() -> None:
         await asyncio.sleep(3600)
 
     metrics = ServerMetrics("infer")
-    clients = [ObservedClient(ScriptedClient(script), "m", metrics) for script in (fails, hangs)]
+    clients = [MeteredClient(ScriptedClient(script), "m", metrics) for script in (fails, hangs)]
 
     async def read() -> None:
         async with aclosing(merge([client.generate(request()) for client in clients])) as outputs:
@@ -182,7 +182,7 @@ def test_a_request_that_runs_out_of_time_over_http_is_an_abort(oracle: LLM) -> N
         yield outputs_of(request, [5, 6])[0]
         await asyncio.sleep(3600)
 
-    state = make_state(oracle.front, ScriptedClient(hangs))
+    state = make_state(oracle.encoder, ScriptedClient(hangs))
     app = build_app(state)
 
     async def ask() -> httpx.Response:
@@ -199,7 +199,7 @@ def test_a_failure_is_counted_and_passed_on() -> None:
     fake = FakeClient()
     fake.failure = EngineStopped("dead")
     metrics = ServerMetrics("infer")
-    client = ObservedClient(fake, "m", metrics)
+    client = MeteredClient(fake, "m", metrics)
 
     async def read() -> None:
         async for _ in client.generate(request()):
@@ -216,7 +216,7 @@ def test_a_prompt_that_does_not_fit_is_no_success_but_an_error_by_its_code(
     oracle: LLM, client: InProcessClient, prefix: str
 ) -> None:
     site = Site(metrics_prefix=prefix[:-1])
-    app = site.app = build_app(make_state(oracle.front, client, metrics_prefix=prefix[:-1]))
+    app = site.app = build_app(make_state(oracle.encoder, client, metrics_prefix=prefix[:-1]))
     body = {"prompt": [5] * 1000, "max_tokens": 1}
     assert site.request("POST", "/v1/completions", json=body).status_code == 422
     (meter,) = app.state.metrics.meters
@@ -229,7 +229,7 @@ def test_a_prompt_that_does_not_fit_is_no_success_but_an_error_by_its_code(
 def test_a_full_queue_is_no_success_either() -> None:
     fake = FakeClient()
     fake.failure = QueueFull("too many are waiting")
-    client = ObservedClient(fake, "m", ServerMetrics("infer"))
+    client = MeteredClient(fake, "m", ServerMetrics("infer"))
 
     async def read() -> None:
         async for _ in client.generate(request()):
@@ -246,7 +246,7 @@ def test_a_stream_that_breaks_off_is_an_error_though_its_status_is_200(oracle: L
         raise EngineStopped("dead")
 
     site = Site()
-    site.app = build_app(make_state(oracle.front, ScriptedClient(fails)))
+    site.app = build_app(make_state(oracle.encoder, ScriptedClient(fails)))
     body = {"prompt": "a", "stream": True}
     assert site.request("POST", "/v1/completions", json=body).status_code == 200
     assert site.metrics()['infer_http_errors_total{code="503"}'] == 1
@@ -330,7 +330,7 @@ def test_the_parts_of_a_request_s_time_add_up() -> None:
             await asyncio.sleep(0.002)
 
     metrics = ServerMetrics("infer")
-    client = ObservedClient(ScriptedClient(script), "m", metrics)
+    client = MeteredClient(ScriptedClient(script), "m", metrics)
 
     async def read() -> None:
         async for _ in client.generate(request(max_tokens=3)):
@@ -360,7 +360,7 @@ def test_the_longest_choice_and_all_choices_are_told_apart() -> None:
         yield msgspec.structs.replace(outputs_of(request, [5])[0], index=1)
 
     metrics = ServerMetrics("infer")
-    client = ObservedClient(ScriptedClient(script), "m", metrics)
+    client = MeteredClient(ScriptedClient(script), "m", metrics)
 
     async def read() -> None:
         async for _ in client.generate(request(n=2)):
@@ -379,7 +379,7 @@ def test_steps_and_cache_are_the_engine_s_own(oracle: LLM, client: InProcessClie
             break
         time.sleep(0.01)
     before = client.stats()
-    wire_app = build_app(make_state(oracle.front, client))
+    wire_app = build_app(make_state(oracle.encoder, client))
 
     async def ask() -> None:
         transport = httpx.ASGITransport(wire_app)

@@ -52,7 +52,7 @@ def logged(wire: Wire) -> Wire:
 
 def scripted(oracle: LLM, script: Script) -> tuple[Wire, ScriptedClient]:
     client = ScriptedClient(script)
-    return logged(Wire(make_state(oracle.front, client))), client
+    return logged(Wire(make_state(oracle.encoder, client))), client
 
 
 @pytest.mark.parametrize(("path", "body"), [(PATH, BODY), (CHAT, TALK)])
@@ -89,7 +89,7 @@ def test_a_failed_step_names_its_requests(
 
     runner = client._engine._runner
     monkeypatch.setattr(runner, "launch" if hasattr(runner, "launch") else "run", fail)
-    response = post(logged(Wire(make_state(oracle.front, client))), CHAT, TALK)
+    response = post(logged(Wire(make_state(oracle.encoder, client))), CHAT, TALK)
     assert response.status_code == 500
     lines = [record.getMessage() for record in caplog.records if "failed for" in record.getMessage()]
     assert len(lines) == 1
@@ -103,6 +103,6 @@ def test_a_failed_embedding_names_its_request(
         raise MemoryError
 
     monkeypatch.setattr(client._engine, "_embedder", fail)
-    response = post(logged(Wire(make_state(oracle.front, client))), "/v1/embeddings", {"input": "x"})
+    response = post(logged(Wire(make_state(oracle.encoder, client))), "/v1/embeddings", {"input": "x"})
     assert response.status_code == 500
-    assert any(f"request {ID}/embd-" in record.getMessage() for record in caplog.records)
+    assert any(f"request={ID}/embd-" in record.getMessage() for record in caplog.records)

@@ -193,7 +193,7 @@ def test_embeddings_use_the_engine_the_router_picks(oracle: LLM) -> None:
         for output in outputs_of(request, [300]):
             yield output
 
-    wire = Wire(make_state(oracle.front, ScriptedClient(script)))
+    wire = Wire(make_state(oracle.encoder, ScriptedClient(script)))
     assert wire.ok("/v1/embeddings", {"input": [7, 8, 9]})["data"][0]["embedding"] == unit([3.0, 0.5])
 
 
@@ -209,7 +209,7 @@ def test_a_vector_has_the_length_1_unless_the_model_or_the_client_says_otherwise
     asked: bool | None,
     is_unit: bool,
 ) -> None:
-    monkeypatch.setattr(oracle.front, "pooling", Pooling(mode="mean", normalize=model))
+    monkeypatch.setattr(oracle.encoder, "pooling", Pooling(mode="mean", normalize=model))
     (found,) = wire.ok("/v1/embeddings", {"input": [7, 8, 9], "normalize": asked})["data"]
     raw = oracle.engine.embed((7, 8, 9), "mean")  # the model's own mode
     assert found["embedding"] == pytest.approx(unit(raw) if is_unit else raw, abs=1e-5)
@@ -235,7 +235,7 @@ def test_a_text_that_can_never_fit_is_refused_without_tokenizing_it(
     def encode(*_: object) -> list[int]:
         raise AssertionError("nobody should tokenize this")
 
-    monkeypatch.setattr(wire.state.get_model(None).front.tokenizer, "_encode_raw", encode)
+    monkeypatch.setattr(wire.state.get_model(None).encoder.tokenizer, "_encode_raw", encode)
     error = wire.refused(path, body, 422, "context_length_exceeded")
     assert "prompt has at least" in error["message"]
     assert "shorten the prompt" in error["message"]

@@ -26,7 +26,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 def scripted(oracle: LLM, script: Any, **knobs: Any) -> tuple[Wire, ScriptedClient]:
     client = ScriptedClient(script)
-    return Wire(make_state(oracle.front, client, **knobs)), client
+    return Wire(make_state(oracle.encoder, client, **knobs)), client
 
 
 async def fails_after_two(request: Request) -> AsyncGenerator[StepOutput, None]:

@@ -56,7 +56,7 @@ def test_only_large_logprobs_are_spelled_in_a_thread(
             finish_reason="stop",
         )
 
-    wire = Wire(make_state(oracle.front, ScriptedClient(script)))
+    wire = Wire(make_state(oracle.encoder, ScriptedClient(script)))
     wire.ok(path, BODIES[path] | SHOWN[path])
     assert (threading.get_ident() in threads) == (num_tokens == 3)
     assert len(threads) == 1
@@ -86,7 +86,7 @@ def test_the_backlog_of_a_client_who_left_is_not_walked_to_its_end(
             num_read += 1
             yield output
 
-    wire = Wire(make_state(oracle.front, ScriptedClient(script)))
+    wire = Wire(make_state(oracle.encoder, ScriptedClient(script)))
     body = json.dumps(BODIES[path.removesuffix("/stream")] | {"stream": stream}).encode()
     serve_until_gone(wire, path, body, is_gone_at_once=not stream)
     assert 0 < num_read <= 100

@@ -21,7 +21,7 @@ from tests.support.wire import make_state
 
 @pytest.fixture
 def state(oracle: LLM) -> ServerState:
-    return make_state(oracle.front, max_prompts=3, max_n=4, request_timeout=60.0)
+    return make_state(oracle.encoder, max_prompts=3, max_n=4, request_timeout=60.0)
 
 
 def complete(state: ServerState, **fields: Any) -> Job:
@@ -188,7 +188,7 @@ def test_max_tokens_has_two_spellings_that_must_agree(state: ServerState, ask: C
 def test_more_prompts_than_may_ever_wait_are_refused_for_good(
     oracle: LLM, num_clients: int, max_queue: int, fits: bool
 ) -> None:
-    state = make_state(oracle.front, *[FakeClient() for _ in range(num_clients)])
+    state = make_state(oracle.encoder, *[FakeClient() for _ in range(num_clients)])
     state.models["tiny"].max_queue = max_queue
     if fits:
         assert len(complete(state, prompt=["a", "b", "c"]).requests) == 3
@@ -204,11 +204,11 @@ def test_an_unknown_model_is_refused(state: ServerState) -> None:
 
 
 def test_a_model_without_a_template_does_not_chat(state: ServerState, oracle: LLM) -> None:
-    class BaseFront:
+    class BaseEncoder:
         has_chat_template = False
         sampling_defaults: dict[str, float] = {}
 
-    state.models["tiny"].front = BaseFront()  # type: ignore[assignment]
+    state.models["tiny"].encoder = BaseEncoder()  # type: ignore[assignment]
     with pytest.raises(RequestError, match="no chat template; use /v1/completions") as caught:
         chat(state)
     assert not isinstance(caught.value, TemplateError)

@@ -24,12 +24,12 @@ from infer.client.client import EngineClient, InProcessClient
 from infer.config.defaults import SERVER_MAX_QUEUE
 from infer.config.settings import EngineConfig
 from infer.errors import EngineError, EngineLost, NameTaken, RequestError, UnknownModel
-from infer.server.fleet.metered_client import ObservedClient
+from infer.server.fleet.metered_client import MeteredClient
 from infer.server.metrics import ServerMetrics
 from infer.server.state import ServedModel, ServerState
 
 if TYPE_CHECKING:
-    from infer.frontend.prompts import TextFront
+    from infer.frontend.prompts import PromptEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -139,11 +139,11 @@ class Fleet:
 
     async def _load(self, name: str, config: EngineConfig) -> ServedModel:
         started = time.perf_counter()
-        front, engines = await (
+        encoder, engines = await (
             self._start_threads(config) if self.state.config.in_process else self._start_processes(config)
         )
         if not name:
-            name = front.name
+            name = encoder.name
             try:
                 self._check_name(name)
             except NameTaken:
@@ -151,51 +151,51 @@ class Fleet:
                 raise
         clients: list[EngineClient] = []
         for engine in engines:
-            client = ObservedClient(engine, name, self.metrics)
+            client = MeteredClient(engine, name, self.metrics)
             client.meter.cache = config.cache
             clients.append(client)
         seconds = time.perf_counter() - started
         logger.info("model %s: %d engine(s) after %.2f s", name, len(clients), seconds)
-        if front.template_warning is not None:
-            logger.warning("%s", front.template_warning)
+        if encoder.template_warning is not None:
+            logger.warning("%s", encoder.template_warning)
         return ServedModel(
             name=name,
-            front=front,
+            encoder=encoder,
             clients=clients,
             created=int(time.time()),
             max_queue=config.scheduler.max_queue,
         )
 
-    async def _start_threads(self, config: EngineConfig) -> tuple[TextFront, list[EngineClient]]:
-        def build() -> tuple[TextFront, list[EngineClient]]:
+    async def _start_threads(self, config: EngineConfig) -> tuple[PromptEncoder, list[EngineClient]]:
+        def build() -> tuple[PromptEncoder, list[EngineClient]]:
             from infer.engine.build import build_engine
             from infer.frontend.prompts import open_model
             from infer.tools.memory_plan import check_settings
 
             check = partial(check_settings, config)
-            front, loaded = open_model(config.load, show_progress=True, check=check)
+            encoder, loaded = open_model(config.load, show_progress=True, check=check)
             timeout = self.state.config.stuck_timeout
             engines = [build_engine(config, loaded) for _ in range(self.state.config.replicas)]
-            return front, [InProcessClient(engine, stuck_timeout=timeout) for engine in engines]
+            return encoder, [InProcessClient(engine, stuck_timeout=timeout) for engine in engines]
 
         return await asyncio.to_thread(build)
 
-    async def _start_processes(self, config: EngineConfig) -> tuple[TextFront, list[EngineClient]]:
+    async def _start_processes(self, config: EngineConfig) -> tuple[PromptEncoder, list[EngineClient]]:
         from infer.client.process_client import ProcessClient
 
-        def open_headers() -> Callable[[], TextFront]:
-            from infer.frontend.prompts import TextFront, find_headers
+        def open_headers() -> Callable[[], PromptEncoder]:
+            from infer.frontend.prompts import PromptEncoder, find_headers
 
             headers = find_headers(config.load, show_progress=True)
-            return lambda: TextFront(config.load, headers)
+            return lambda: PromptEncoder(config.load, headers)
 
-        open_front = await asyncio.to_thread(open_headers)  # first: it fetches what every engine will read
+        open_encoder = await asyncio.to_thread(open_headers)  # first: it fetches what every engine will read
         server = self.state.config
         starts = [
             ProcessClient.start(config, stuck_timeout=server.stuck_timeout, restart=server.restart_engine)
             for _ in range(server.replicas)
         ]
-        opening = asyncio.create_task(asyncio.to_thread(open_front))  # beside the engines, not before them
+        opening = asyncio.create_task(asyncio.to_thread(open_encoder))  # beside the engines, not before them
         results = await asyncio.gather(opening, *starts, return_exceptions=True)
         engines: list[EngineClient] = [result for result in results if isinstance(result, ProcessClient)]
         failures = [result for result in results if isinstance(result, BaseException)]

@@ -29,7 +29,7 @@ from infer.server.metrics import EngineMeter, ServerMetrics
 from infer.server.middleware.request_record import RequestRecord, current_record
 
 
-class ObservedClient:
+class MeteredClient:
     """An `EngineClient` whose requests are metered."""
 
     def __init__(self, client: EngineClient, model: str, metrics: ServerMetrics) -> None:

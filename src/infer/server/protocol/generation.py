@@ -39,7 +39,7 @@ class Generation:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        tokenizer = job.model.front.tokenizer
+        tokenizer = job.model.encoder.tokenizer
         self._clients = [job.model.pick(request) for request in job.requests]
         self._builders = [
             OutputBuilder(request, tokenizer, text, is_chat=job.is_chat)

@@ -19,7 +19,7 @@ from typing import Any
 from infer.config.settings import ServerConfig
 from infer.errors import RequestError
 from infer.frontend.outputs import check_streams
-from infer.frontend.prompts import TextFront
+from infer.frontend.prompts import PromptEncoder
 from infer.sampling.params import SamplingParams, check_num_sequences
 from infer.scheduling.request import Request
 from infer.server.middleware.request_record import engine_id
@@ -81,14 +81,14 @@ async def open_completion(body: CompletionRequest, state: ServerState) -> Job:
         max_tokens = 1  # the engine computes a prompt by sampling what follows; the sample is not returned
     params = make_params(
         body,
-        model.front,
+        model.encoder,
         state.config,
         max_tokens=max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
     ids = await encode_prompts(
-        model.front, prompts, "prompt", add_special=body.add_special_tokens is not False
+        model.encoder, prompts, "prompt", add_special=body.add_special_tokens is not False
     )
     texts = tuple(prompt if isinstance(prompt, str) else None for prompt in prompts)
     return make_job("cmpl", body, model, state.config, ids, texts, params)
@@ -107,13 +107,13 @@ async def open_chat(body: ChatRequest, state: ServerState) -> Job:
         )
     params = make_params(
         body,
-        model.front,
+        model.encoder,
         state.config,
         max_tokens=body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     ids = await asyncio.to_thread(
-        encode_conversation, model.front, body.messages, body.tools, body.chat_template_kwargs
+        encode_conversation, model.encoder, body.messages, body.tools, body.chat_template_kwargs
     )
     return make_job("chatcmpl", body, model, state.config, [ids], (None,), params)
 
@@ -156,7 +156,7 @@ def make_job(
 
 def make_params(
     body: SamplingBody,
-    front: TextFront,
+    encoder: PromptEncoder,
     config: ServerConfig,
     *,
     max_tokens: int | None,
@@ -164,7 +164,7 @@ def make_params(
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """What the client gave, over the model's defaults; beam search ranks by the model alone."""
-    fields: dict[str, Any] = {"temperature": 0.0} if body.use_beam_search else dict(front.sampling_defaults)
+    fields: dict[str, Any] = {"temperature": 0.0} if body.use_beam_search else dict(encoder.sampling_defaults)
     fields |= {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
     for name in ("n", "best_of"):
         check_num_sequences(name, fields.get(name, 1), config.max_n)
@@ -214,27 +214,27 @@ def check_queue(model: ServedModel, num_prompts: int) -> None:
 
 
 async def encode_prompts(
-    front: TextFront, prompts: Sequence[str | list[int]], param: str, *, add_special: bool = True
+    encoder: PromptEncoder, prompts: Sequence[str | list[int]], param: str, *, add_special: bool = True
 ) -> list[list[int]]:
     """The ids of every prompt; in a thread if there is a text to tokenize."""
     if any(isinstance(prompt, str) for prompt in prompts):
-        return await asyncio.to_thread(front.encode_all, prompts, param, add_special=add_special)
-    return front.encode_all(prompts, param)
+        return await asyncio.to_thread(encoder.encode_all, prompts, param, add_special=add_special)
+    return encoder.encode_all(prompts, param)
 
 
 def encode_conversation(
-    front: TextFront,
+    encoder: PromptEncoder,
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
     template_options: dict[str, Any] | None,
 ) -> list[int]:
     """The ids of a conversation, ready for the assistant's answer."""
-    if not front.has_chat_template:
+    if not encoder.has_chat_template:
         raise RequestError(
             "this model has no chat template; use /v1/completions, or serve it with --chat-template",
             param="messages",
         )
-    return front.encode_chat(messages, tools=tools, template_options=template_options)
+    return encoder.encode_chat(messages, tools=tools, template_options=template_options)
 
 
 def _read_bias(given: dict[str, float]) -> dict[int, float]:

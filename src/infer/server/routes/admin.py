@@ -74,7 +74,7 @@ async def load_model(body: LoadBody, http: Request) -> dict[str, Any]:
         model = await _fleet(http).load(body.name, config)
     except (ConfigError, CheckpointError) as error:
         raise RequestError(str(error), param="model") from None
-    return {"name": model.name, "num_engines": len(model.clients), "max_model_len": model.front.context_len}
+    return {"name": model.name, "num_engines": len(model.clients), "max_model_len": model.encoder.context_len}
 
 
 @router.post("/models/unload")

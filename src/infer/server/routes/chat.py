@@ -62,7 +62,7 @@ def chat_body(generation: Generation, answers: Sequence[RequestOutput]) -> dict[
 
 
 def _choice(generation: Generation, output: CompletionOutput) -> dict[str, Any]:
-    tokenizer = generation.job.model.front.tokenizer
+    tokenizer = generation.job.model.encoder.tokenizer
     return {
         "index": output.index,
         "message": {"role": "assistant", "content": output.text, "refusal": None},
@@ -75,7 +75,7 @@ def _choice(generation: Generation, output: CompletionOutput) -> dict[str, Any]:
 async def chat_frames(generation: Generation, body: ChatRequest) -> Frames:
     """OpenAI's chat stream: who speaks, one frame per token, usage where it was asked for, then [DONE]."""
     job, options = generation.job, body.stream_options
-    tokenizer = job.model.front.tokenizer
+    tokenizer = job.model.encoder.tokenizer
     writer = ChunkWriter(
         job_id=job.job_id,
         kind="chat.completion.chunk",

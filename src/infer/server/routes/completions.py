@@ -94,7 +94,7 @@ class CompletionView:
         self.job = job
         self.echoes = bool(body.echo)
         self.shows_output = body.max_tokens != 0
-        self._tokenizer = job.model.front.tokenizer
+        self._tokenizer = job.model.encoder.tokenizer
         self._logprobs: list[CompletionLogprobs] | None = None
         if body.logprobs is not None:
             self._logprobs = [

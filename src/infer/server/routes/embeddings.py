@@ -44,7 +44,7 @@ async def create_embeddings(body: EmbeddingRequest, http: HttpRequest) -> Respon
     inputs = split_prompts(body.input, state.config.max_prompts, "input")
     job = await asyncio.to_thread(
         open_embeddings,
-        model.front,
+        model.encoder,
         inputs,
         pooling=body.pooling,
         normalize=body.normalize,

@@ -49,7 +49,7 @@ def model_card(state: ServerState, name: str) -> dict[str, Any]:
         "owned_by": "infer",
         "root": model.name,
         "parent": None if name == model.name else model.name,
-        "max_model_len": model.front.context_len,
+        "max_model_len": model.encoder.context_len,
         "dtype": stats.dtype or None,
         "weights": stats.weights or None,
         "permission": [],

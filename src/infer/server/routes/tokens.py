@@ -24,21 +24,21 @@ router = make_router()
 @router.post("/tokenize", response_model=None)
 async def tokenize(body: TokenizeRequest, http: Request) -> Response:
     """The ids of a text or of a conversation."""
-    front = server_state(http).get_model(body.model).front
+    encoder = server_state(http).get_model(body.model).encoder
     if (body.prompt is None) == (body.messages is None):
         raise MalformedRequest("give either prompt or messages", param="prompt")
     if body.prompt is not None:
         add_special = body.add_special_tokens is not False
-        (ids,) = await encode_prompts(front, [body.prompt], "prompt", add_special=add_special)
+        (ids,) = await encode_prompts(encoder, [body.prompt], "prompt", add_special=add_special)
     else:
         ids = await asyncio.to_thread(
-            encode_conversation, front, body.messages or [], body.tools, body.chat_template_kwargs
+            encode_conversation, encoder, body.messages or [], body.tools, body.chat_template_kwargs
         )
     strings = None
     if body.return_token_strs:
-        strings = await off_loop_if_large(len(ids), spell_all, front.tokenizer, ids)
+        strings = await off_loop_if_large(len(ids), spell_all, encoder.tokenizer, ids)
     return json_response(
-        {"count": len(ids), "max_model_len": front.context_len, "tokens": ids, "token_strs": strings}, body
+        {"count": len(ids), "max_model_len": encoder.context_len, "tokens": ids, "token_strs": strings}, body
     )
 
 
@@ -50,7 +50,7 @@ def spell_all(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 @router.post("/detokenize", response_model=None)
 async def detokenize(body: DetokenizeRequest, http: Request) -> Response:
     """The text of some ids, special tokens spelled out."""
-    tokenizer = server_state(http).get_model(body.model).front.tokenizer
+    tokenizer = server_state(http).get_model(body.model).encoder.tokenizer
     text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special=False)
     return json_response({"prompt": text}, body)
 
@@ -58,14 +58,14 @@ async def detokenize(body: DetokenizeRequest, http: Request) -> Response:
 @router.get("/tokenizer_info", response_model=None)
 async def tokenizer_info(http: Request) -> Response:
     """What evaluation programs ask before they tokenize on their own."""
-    front = server_state(http).get_model(None).front
-    tokenizer = front.tokenizer
+    encoder = server_state(http).get_model(None).encoder
+    tokenizer = encoder.tokenizer
     return json_response(
         {
             "vocab_size": tokenizer.vocab_size,
-            "model_max_length": front.context_len,
+            "model_max_length": encoder.context_len,
             "bos_token": None if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id),
             "eos_token": tokenizer.token_text(tokenizer.eos_ids[0]) if tokenizer.eos_ids else None,
-            "has_chat_template": front.has_chat_template,
+            "has_chat_template": encoder.has_chat_template,
         }
     )
