@@ -70,7 +70,7 @@ def test_the_log_has_a_timeline_and_the_requests_but_no_prompt_and_no_key(server
     wait_until(lambda: "output_tokens=2 " in server.log.read_text())  # the line follows the answer
     log = server.log.read_text()
     assert 'path="/v1/completions" status=200' in log
-    assert "listening on" in log and "model tiny: 1 engine(s) after" in log
+    assert "listening on" in log and "model loaded model=tiny engines=1" in log
     assert log.count(" engine built model=") == 1 and "ready" not in log
     assert "unmistakable" not in log and "Bearer" not in log
 
@@ -173,7 +173,7 @@ def test_a_second_signal_exits_at_once(checkpoint: str, tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGINT)
         wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
         assert server.stop(signal.SIGINT, timeout_s=5) == 130
-        assert re.search(r"ended \d+ request\(s\) at the second signal\n", server.log.read_text())
+        assert re.search(r"second signal ended_requests=\d+\n", server.log.read_text())
         wait_until(lambda: not any(is_alive(pid) for pid in engines))
         for each in asked:
             assert each.exception() is not None or each.result().status_code in (200, 503)

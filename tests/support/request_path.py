@@ -48,7 +48,7 @@ class CallWatch:
             yield
         finally:
             sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]  # None ends it, says the documentation
+            threading.setprofile(None)
 
     def _on_event(self, frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code

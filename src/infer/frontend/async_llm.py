@@ -1,4 +1,4 @@
-"""Generation for many callers at once: the same engine behind an event loop.
+"""Generation for many tasks at once: the same engine behind an event loop.
 
     async with AsyncLLM() as llm:
         async for piece in llm.stream("Once upon a time"):
@@ -61,7 +61,7 @@ class AsyncLLM(TextModel):
 
     @property
     def client(self) -> EngineClient:
-        """The way to what computes; gone once this is closed."""
+        """The client of the engine, until `close`."""
         if self._client is None:
             raise EngineStopped("this AsyncLLM was closed; make another one")
         return self._client
@@ -84,7 +84,7 @@ class AsyncLLM(TextModel):
         )
 
     def abort(self, request_id: str) -> None:
-        """End a request; whoever iterates over it gets its last piece, with finish_reason "abort"."""
+        """End a request; its iterator yields a last piece, with finish_reason "abort"."""
         self.client.abort(request_id)
 
     async def generate(

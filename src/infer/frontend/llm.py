@@ -7,8 +7,7 @@
 All prompts of a call are in the engine together; it batches them as it sees fit, and each answer is
 what it would have been alone. Not thread-safe: for many callers at once use `AsyncLLM`.
 
-A model is large, so whoever needs its memory for something else says when it is no longer wanted:
-`llm.close()`, or `with LLM(...) as llm:`.
+A model is large; `llm.close()`, or `with LLM(...) as llm:`, gives its memory back.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class TextModel:
 
     @property
     def name(self) -> str:
-        """What people call the model."""
+        """The model's name."""
         return self.encoder.name
 
     @property
@@ -83,7 +82,7 @@ class TextModel:
 
     @property
     def sampling_defaults(self) -> Mapping[str, float]:
-        """How the model's authors advise to sample from it; empty if they do not say."""
+        """The sampling parameters that the model's authors recommend; empty if there are none."""
         return self.encoder.sampling_defaults
 
     @property
@@ -106,7 +105,7 @@ class LLM(TextModel):
         engine = self._open_engine(model, knobs, observer, show_progress=show_progress)
         self._engine: Engine | None = engine  # None: closed
         self._streams: dict[str, _Stream] = {}
-        self._dropped: deque[_Stream] = deque()  # nobody reads them any more; to be closed between steps
+        self._dropped: deque[_Stream] = deque()  # their readers are gone; to be closed between steps
 
     def __enter__(self) -> LLM:
         return self
@@ -126,7 +125,7 @@ class LLM(TextModel):
 
     @property
     def engine(self) -> Engine:
-        """What computes; gone once this is closed."""
+        """The engine, until `close`."""
         if self._engine is None:
             raise EngineStopped("this LLM was closed; make another one")
         return self._engine
@@ -285,7 +284,7 @@ class LLM(TextModel):
         text = prompt if isinstance(prompt, str) else None
         builder = OutputBuilder(request, self.tokenizer, text, is_chat=is_chat)
         stream = _Stream(request, builder, keeps_deltas=keeps_deltas)
-        self.engine.add(request)  # last: whoever is in the engine has somebody to read it
+        self.engine.add(request)  # last: a request in the engine always has a reader
         self._streams[request.request_id] = stream
         return stream
 
@@ -314,7 +313,7 @@ class LLM(TextModel):
 
 
 class _Stream:
-    """One request on its way: its builder, and the pieces nobody has read yet, if somebody will."""
+    """One open request: its builder, and its unread pieces if it is streamed."""
 
     __slots__ = ("builder", "deltas", "error", "first_s", "keeps_deltas", "last_s", "opened_at", "request")
 
@@ -346,7 +345,7 @@ class _Stream:
 
 
 class TextStream(Iterator[TextDelta]):
-    """The pieces of one answer. To close it ends the request, to let go of it does with the next step."""
+    """The pieces of one answer. Closing it ends the request; dropping it ends it at the next step."""
 
     def __init__(self, llm: LLM, stream: _Stream) -> None:
         self._llm = llm
@@ -387,7 +386,7 @@ class TextStream(Iterator[TextDelta]):
 
 
 def _batch_error(streams: Sequence[_Stream], reason: str) -> BatchFailed:
-    """What went wrong with which prompts, and the answers that are complete."""
+    """The error for a batch of which some prompts failed, with the answers that are complete."""
     outputs = [stream.result() if stream.is_answered else None for stream in streams]
     failed = [i for i, output in enumerate(outputs) if output is None]
     first = streams[failed[0]].error or reason

@@ -1,4 +1,4 @@
-"""From the engine's token ids to what a caller reads: pieces of text, then the whole answer.
+"""Turn the engine's token ids into text: pieces while they come, then the whole answer.
 
     StepOutput ──► OutputBuilder ──► TextDelta ...            (streaming)
                         └──────────► RequestOutput            (at the end)
@@ -23,7 +23,7 @@ from infer.tokenizer.tokenizer import Tokenizer
 
 
 def check_streams(params: SamplingParams, advice: str) -> None:
-    """Refuse to show in pieces what is chosen at the end; `advice` is what the caller may do instead."""
+    """Refuse to stream an answer that is chosen at the end; the message ends with `advice`."""
     if params.use_beam_search or params.num_sequences != params.n:
         raise RequestError(
             f"best_of and beam search choose at the end, so they cannot stream; {advice}",
@@ -33,7 +33,7 @@ def check_streams(params: SamplingParams, advice: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextDelta:
-    """What one step added to one output of a request."""
+    """The text and tokens that one step added to one output of a request."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -59,7 +59,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """Everything a prompt got."""
+    """All answers to one prompt."""
 
     request_id: str
     prompt: str | None  # as given; None where the caller gave token ids
@@ -122,12 +122,12 @@ def _finite(logprob: float) -> float | None:
     return logprob if math.isfinite(logprob) else None
 
 
-class _Line:
-    """The text of one sequence in the making."""
+class _SequenceText:
+    """The text of one sequence so far."""
 
     def __init__(self, tokenizer: Tokenizer, request: Request, prompt_ids: tuple[int, ...]) -> None:
         self._request = request
-        # A stop string counts only once min_tokens are there; until then nobody looks for one.
+        # A stop string counts only once min_tokens are there; the search begins then.
         stop = request.params.stop if request.params.min_tokens == 0 else ()
         self._detokenizer = Detokenizer(tokenizer, stop=stop, prompt_ids=prompt_ids)
         self._pieces: list[str] = []
@@ -174,7 +174,7 @@ class _Line:
 
 
 class OutputBuilder:
-    """Collects the outputs of one request; whoever reads them owns it."""
+    """The outputs of one request so far, as text. Belongs to the request's reader."""
 
     def __init__(
         self, request: Request, tokenizer: Tokenizer, prompt: str | None, *, is_chat: bool = False
@@ -183,7 +183,7 @@ class OutputBuilder:
         self.request = request
         self._prompt = prompt
         continued = () if is_chat else request.prompt
-        self._lines = [_Line(tokenizer, request, continued) for _ in range(self._num_lines)]
+        self._lines = [_SequenceText(tokenizer, request, continued) for _ in range(self._num_lines)]
         self._num_cached = 0
         self._prompt_logprobs: list[RowLogprobs | None] | None = None
 

@@ -1,6 +1,6 @@
 """The application: routes inside, and around them, from the outside in,
 
-    AccessLog     an id, a log line and counts for everybody, also for those who are sent away
+    AccessLog     an id, a log line and counts for every request, also for those that are refused
     HostCheck     only if the host asks for it: 403 for pages that pretend to be this machine
     CORS          only if an origin is configured; outside of Auth, because a browser asks first, keyless
     Auth          closed unless listed open
@@ -36,7 +36,7 @@ Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 
 def create_app(config: EngineConfig | None = None, server: ServerConfig | None = None) -> FastAPI:
-    """An application that starts its engine when its host starts it, and stops it at the end.
+    """An application that starts its engine in the lifespan of its host and stops it at the end.
 
     For hosts such as `uvicorn --factory`; `infer serve` does more: it answers while the model loads,
     drains, and guards its connections.
@@ -61,11 +61,11 @@ def build_app(
     fleet: Fleet | None = None,
     *,
     lifespan: Lifespan | None = None,
-    checks_host: bool = False,
+    check_host: bool = False,
 ) -> FastAPI:
-    """The application around a state whose engines somebody else starts and stops.
+    """The application around a state; its engines are started and stopped by the caller.
 
-    `checks_host` is for whoever listens himself, and so knows whom the address lets in (host_check.py).
+    `check_host` adds the check of the Host header that a server on loopback needs (host_check.py).
     """
     config = state.config
     fleet = fleet or Fleet(state, ServerMetrics(config.metrics_prefix))
@@ -104,7 +104,7 @@ def build_app(
             allow_headers=["*"],  # OpenAI's client describes itself in a dozen x-stainless-... headers
             expose_headers=["x-request-id", "x-infer-ignored", "retry-after"],
         )
-    if checks_host:
+    if check_host:
         app.add_middleware(HostCheck, allowed_host=config.allowed_host)
     app.add_middleware(AccessLog, metrics=fleet.metrics, is_logged=config.access_log)
     return app

@@ -1,34 +1,37 @@
 """HTTP connections that cannot be held open for nothing.
 
-uvicorn trusts whoever has connected to send a request one day. Here the head of a request (its first
-line and its headers) must arrive whole within HEAD_TIMEOUT_S and within MAX_HEAD_BYTES:
+uvicorn waits for ever for the first request of a connection. Here the head of a request (its first line and
+its headers) must arrive whole within HEAD_TIMEOUT_S and within MAX_HEAD_BYTES:
 
     connected ──► [ head: timed, counted ] ──► body (limits.py) ──► answer ──► idle (keep-alive timeout)
                         ▲                                                        │
                         └────────────── first byte of the next request ◄─────────┘
 
-The counting goes on behind the head: what frames a body in chunks (sizes, extensions, trailers) is not
-seen by whoever counts the body, so it may be MAX_HEAD_BYTES and a few bytes for each byte of the body.
+The counting goes on behind the head: what frames a body in chunks (sizes, extensions, trailers) is not part
+of the body that limits.py counts, so it may be MAX_HEAD_BYTES and a few bytes for each byte of the body.
 
 A request that is answered before its body has come (a wrong key, say) ends its connection. Closing it on
 the spot would make the operating system answer the rest of the body with a reset, and a reset can destroy
 the answer before the client has read it. So the connection *lingers*: our side is closed, what still
 comes is thrown away, for LINGER_S and MAX_LINGER_BYTES at most.
+
+`GuardedConnection` is a protocol class of the kind that uvicorn takes as its `http` setting.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from http import HTTPStatus
 from typing import Any
 
 import orjson
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from infer.server.protocol.errors import ApiError
 
 logger = logging.getLogger(__name__)
-uvicorn_logger = logging.getLogger(f"{__name__}.uvicorn")  # what uvicorn says of a connection, in our format
+uvicorn_logger = logging.getLogger(f"{__name__}.uvicorn")  # uvicorn's lines in our format
 uvicorn_logger.addFilter(lambda said: "Invalid HTTP request" not in said.getMessage())  # `_refuse` says why
 
 HEAD_TIMEOUT_S = 15.0
@@ -40,7 +43,7 @@ MAX_LINGER_BYTES = 1024 * 1024
 
 
 class GuardedConnection(HttpToolsProtocol):
-    """One connection; counts and times what its requests bring beside their bodies."""
+    """One connection, which counts and times everything but the bodies of its requests."""
 
     head_timeout_s = HEAD_TIMEOUT_S
 
@@ -57,12 +60,12 @@ class GuardedConnection(HttpToolsProtocol):
         self._num_other_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Somebody is there: the first head must come."""
+        """Start the time of the first head."""
         super().connection_made(transport)
         self._expect_head()
 
     def on_message_begin(self) -> None:
-        """A head has begun."""
+        """Start the time of a head, unless it runs already."""
         super().on_message_begin()
         self._is_open = True
         self._num_begun += 1
@@ -71,29 +74,29 @@ class GuardedConnection(HttpToolsProtocol):
             self._expect_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header is kept; a trailer, which comes behind a body, is not: nobody reads it."""
+        """Keep a header; a trailer, which comes behind a body, is dropped unread."""
         if not self._is_body_open:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """A head is whole."""
+        """Stop the time: a head is whole."""
         self._stop_timer()
         super().on_headers_complete()
         self._is_body_open = True
         self.cycle.transport = _AnswerTransport(self)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
-        """A part of a body came."""
+        """Count a part of a body."""
         self._num_body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """A request is whole."""
+        """Note that a request is whole."""
         self._is_open = self._is_body_open = False
         super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came: those that belong to no body are counted."""
+        """Count the bytes that belong to no body, and refuse too many of them."""
         if self._is_lingering:
             self._num_other_bytes += len(data)
             if self._num_other_bytes > MAX_LINGER_BYTES:
@@ -116,14 +119,14 @@ class GuardedConnection(HttpToolsProtocol):
             self._expect_head()  # empty lines between requests ended the keep-alive timeout
 
     def send_400_response(self, msg: str) -> None:
-        """What came is not HTTP."""
+        """Refuse bytes that are not HTTP."""
         if self._begins_as_tls:  # its sender cannot read the answer, but the operator can read the log
             self._refuse(400, "this port speaks HTTP, not HTTPS; write http:// in the address")
         else:
             self._refuse(400, "this is not a valid HTTP request")
 
     def on_response_complete(self) -> None:
-        """An answer is out; if its request is not whole yet, the rest of it is not wanted."""
+        """Close the connection behind an answer whose request is not whole: the rest is not wanted."""
         if self._is_lingering:
             return
         super().on_response_complete()
@@ -131,12 +134,12 @@ class GuardedConnection(HttpToolsProtocol):
             self.close_behind_answer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nobody is there."""
+        """Stop the time: the connection is gone."""
         self._stop_timer()
         super().connection_lost(exc)
 
     def close_behind_answer(self) -> None:
-        """Close in a way that lets a client who is still sending read what it was answered."""
+        """Close in a way that lets a client that is still sending read its answer."""
         if self._is_lingering or self.transport.is_closing():
             return
         if not self._is_open:  # all that was sent has been read
@@ -145,7 +148,6 @@ class GuardedConnection(HttpToolsProtocol):
         self._is_lingering = True
         self._num_other_bytes = 0
         self._stop_timer()
-        self._unset_keepalive_if_required()
         if not self._is_answered():  # by the application, which need not go on
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -165,14 +167,13 @@ class GuardedConnection(HttpToolsProtocol):
         ):
             self.transport.close()  # another answer comes first: ours would end up in its place
             return
-        logger.info(
-            "a connection was refused: status=%d error=%r", status, message
-        )  # no request, no line of it
+        logger.info("connection refused status=%d error=%r", status, message)  # the access log has no line
         body = orjson.dumps(ApiError(status=status, message=message).body)
-        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(
-            body
+        head = (
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
-        self.transport.write(STATUS_LINE[status] + head + body)
+        self.transport.write(head.encode() + body)
         self.close_behind_answer()
 
     def _expect_head(self) -> None:
@@ -190,7 +191,7 @@ class GuardedConnection(HttpToolsProtocol):
 
 
 class _AnswerTransport:
-    """What an answer is written to: the connection's transport, but closed with care."""
+    """The transport of one answer: the connection's, closed by `close_behind_answer`."""
 
     def __init__(self, connection: GuardedConnection) -> None:
         self._connection = connection

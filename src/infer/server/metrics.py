@@ -1,4 +1,4 @@
-"""What dashboards read: counts and times, in Prometheus' text format.
+"""Counts and times for dashboards, in Prometheus' text format.
 
 Everything here is touched by one event loop only, so observing a token is an addition to a plain list:
 no lock, no label lookup. prometheus-client is asked at a scrape, to write what `collect` yields.
@@ -45,7 +45,7 @@ CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 class EngineMeter:
-    """What the requests of one engine took."""
+    """The counts and times of the requests of one engine."""
 
     def __init__(self, model: str, engine: str, client: EngineClient) -> None:
         self.labels = (model, engine)
@@ -80,7 +80,7 @@ class EngineMeter:
 
     @property
     def cache_labels(self) -> dict[str, str]:
-        """What `cache_config_info` says, in vLLM's words."""
+        """The labels of `cache_config_info`, in vLLM's words."""
         stats = self.client.stats()
         labels = {"block_size": str(stats.block_size), "num_gpu_blocks": str(stats.num_blocks)}
         if self.cache is not None:
@@ -141,7 +141,7 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
 class ServerMetrics(Collector):
-    """Every meter of a server, and how they are written down."""
+    """Every meter of a server, collected for Prometheus."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = f"{prefix}:" if prefix == "vllm" else f"{prefix}_"
@@ -155,7 +155,7 @@ class ServerMetrics(Collector):
         self._num_gone = 0
 
     def add(self, model: str, client: EngineClient) -> EngineMeter:
-        """A meter for one more engine of a model."""
+        """Add a meter for one more engine of a model."""
         taken = {meter.labels[1] for meter in self.meters if meter.labels[0] == model}
         number = next(number for number in map(str, range(len(taken) + 1)) if number not in taken)
         meter = EngineMeter(model, number, client)
@@ -169,7 +169,7 @@ class ServerMetrics(Collector):
     def count_http(
         self, method: str, route: str, status: int, *, is_gone: bool, error_code: str | None = None
     ) -> None:
-        """Count an HTTP request that has ended, with the code of the error that it was told, if any."""
+        """Count an HTTP request that has ended, with the code of the error it got, if any."""
         self._http[method, route, str(status)] += 1
         if error_code is not None:
             self._errors[error_code] += 1
@@ -180,7 +180,7 @@ class ServerMetrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Everything, as prometheus-client wants it."""
+        """Yield every metric, as prometheus-client wants it."""
         for name, help_text, reading in GAUGES:
             gauge = GaugeMetricFamily(self._prefix + name, help_text, labels=LABELS)
             for meter in self.meters:

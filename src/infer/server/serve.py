@@ -3,12 +3,12 @@
     bind ──► answer 503 "starting" ──► models load ──► ready ──► signal ──► drain ──► close ──► exit 0
 
 The port is taken before models are loaded, so that a second server on it fails at once and not after a
-minute, and whoever watches sees "starting" instead of a refused connection. Only a model that cannot be
-found, and knobs that the device cannot have, are refused earlier still: who will never be ready should not
+minute, and a health check sees "starting" instead of a refused connection. Only a model that cannot be found,
+and knobs that the device cannot have, are refused earlier still: a server that will never be ready should not
 listen. After SIGTERM or Ctrl-C new requests get 503, running ones have `drain_timeout` seconds to end and are
 then cut off with an error; a second signal exits at once. If a model cannot be loaded the server ends with
-that error, and if every engine is down for good it ends with `EngineLost`: whoever watches the process starts
-it again.
+that error, and if every engine is down for good it ends with `EngineLost`, so that a service manager can
+start it again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ KEEP_ALIVE_S = 30  # longer than a client's pause between two requests of a conv
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: it is told when to stop."""
+    """uvicorn without its signal handlers: `run` tells it when to stop."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -62,7 +62,7 @@ class _Server(uvicorn.Server):
 def serve(
     models: Mapping[str, EngineConfig], config: ServerConfig, *, announce: Callable[[str], None]
 ) -> None:
-    """Serve these models until a signal comes; `announce` is told the URL once requests are welcome."""
+    """Serve these models until a signal comes; `announce` gets the URL once requests are accepted."""
     for engine in models.values():
         check_model(engine.load.model, revision=engine.load.revision)
         _check_device(engine)
@@ -79,7 +79,7 @@ def _check_device(config: EngineConfig) -> None:
 async def run(
     models: Mapping[str, EngineConfig], config: ServerConfig, *, announce: Callable[[str], None]
 ) -> None:
-    """The same, for an event loop that runs already."""
+    """Serve models as `serve` does, in an event loop that runs already."""
     state = ServerState(config=config, is_starting=True)
     fleet = Fleet(state, ServerMetrics(config.metrics_prefix))
     server = _Server(_uvicorn_config(state, fleet))  # first: if it fails, nothing is to be cleaned up
@@ -108,7 +108,7 @@ async def run(
         for task in (starting, losing):
             task.cancel()
         await asyncio.gather(starting, losing, return_exceptions=True)
-        await fleet.close()  # whoever still waits is told now
+        await fleet.close()  # requests inside get `EngineStopped`
         server.should_exit = True
         await serving
         stopping.cancel()
@@ -118,15 +118,15 @@ async def run(
 
 
 async def drain(state: ServerState, timeout_s: float) -> None:
-    """Take no new requests and wait until those inside have left, but not for ever."""
+    """Take no new requests and wait until those inside have left, at most `timeout_s` seconds."""
     state.is_draining = True
     hint = "; a second signal (Ctrl-C) ends them at once" if state.num_active else ""
-    logger.info("draining: %d request(s) inside, at most %g s%s", state.num_active, timeout_s, hint)
+    logger.info("draining requests=%d timeout_s=%g%s", state.num_active, timeout_s, hint)
     give_up_at = time.monotonic() + timeout_s
     while state.num_active and time.monotonic() < give_up_at:
         await asyncio.sleep(0.02)
     if state.num_active:
-        logger.warning("%d request(s) did not end in time and are cut off", state.num_active)
+        logger.warning("drain timed out cut_off_requests=%d", state.num_active)
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -145,11 +145,9 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 def warn_if_open(config: ServerConfig) -> None:
-    """Say so if anybody on the network may use this server."""
+    """Log a warning if the whole network may use this server."""
     if config.uds is None and not config.api_key and not is_loopback(config.host):
-        logger.warning(
-            "anybody who can reach %s may use this server; --api-key asks them for a key", config.host
-        )
+        logger.warning("server open to the network without a key host=%s (see --api-key)", config.host)
 
 
 def _bind_tcp(host: str, port: int) -> socket.socket:
@@ -167,7 +165,7 @@ def _bind_tcp(host: str, port: int) -> socket.socket:
 
 
 def _bind_unix(path: str) -> socket.socket:
-    """A socket that only this user may connect to; a file that a dead server left behind is replaced."""
+    """A socket that only this user may connect to; the file of a dead server is replaced."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -189,7 +187,7 @@ def _is_answered(path: str) -> bool:
 
 
 def url_of(config: ServerConfig, listener: socket.socket) -> str:
-    """What to type into a client."""
+    """The URL for clients."""
     if config.uds is not None:
         return f"unix:{config.uds}"
     host, port = listener.getsockname()[:2]
@@ -200,7 +198,7 @@ def url_of(config: ServerConfig, listener: socket.socket) -> str:
 def _uvicorn_config(state: ServerState, fleet: Fleet) -> uvicorn.Config:
     config = state.config
     made = uvicorn.Config(
-        build_app(state, fleet, checks_host=needs_host_check(config)),
+        build_app(state, fleet, check_host=needs_host_check(config)),
         http=GuardedConnection,
         ws="none",
         lifespan="off",
@@ -228,8 +226,8 @@ def _stop_on_signals(state: ServerState) -> asyncio.Future[None]:
 
     def on_signal() -> None:
         if stopping.done():
-            logger.warning("ended %d request(s) at the second signal", state.num_active)
-            os._exit(130)  # engine processes notice that we are gone and follow
+            logger.warning("second signal ended_requests=%d", state.num_active)
+            os._exit(130)  # engine processes notice it and follow
         stopping.set_result(None)
 
     for number in SIGNALS:

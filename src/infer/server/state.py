@@ -1,11 +1,17 @@
-"""What every route needs: the models that are served, and the limits they are served under.
+"""What the server knows: the models it serves, and the HTTP request that code is working for.
 
-A *served model* is a text side (tokenizer, template) and one or more engines behind it. Routes ask for
-a model by the name a client used, turn the body into requests with its text side, and send each request
-to the engine the router picks.
+A *served model* is a prompt encoder (tokenizer, chat template) and one or more engines. A route asks for a
+model by the name in the body, turns the body into requests with its encoder, and sends each request to the
+engine that the router picks.
 
-Whoever asked for a model *holds* it until the end of the HTTP request, from the first look at the body to
-the last byte of the answer: a model is taken away only when nobody holds it any more.
+A *request record* is made for every HTTP request and found through a context variable. Its id is the one the
+client sees (`x-request-id`), and every log line about the request carries it, those of the engine too:
+the ids that requests have there begin with it.
+
+    x-request-id: req-7f      ──►   req-7f/cmpl-03ab-0,  req-7f/cmpl-03ab-1      one per prompt of the body
+
+A request *holds* the models it asked for from the first look at its body to the last byte of its answer, and
+a model is taken away only when no request holds it.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from infer.client.client import EngineClient
 from infer.config.settings import ServerConfig
@@ -21,7 +28,9 @@ from infer.errors import UnknownModel, closest
 from infer.frontend.prompts import PromptEncoder
 from infer.scheduling.request import Request
 from infer.server.fleet.router import Router
-from infer.server.middleware.request_record import current_record
+
+if TYPE_CHECKING:
+    from infer.server.protocol.errors import ApiError
 
 
 @dataclass(slots=True, eq=False)
@@ -41,20 +50,51 @@ class ServedModel:
         return self.router.pick(request, self.clients)
 
 
-_HELD: ContextVar[list[ServedModel] | None] = ContextVar("infer_held_models", default=None)
+@dataclass(slots=True, eq=False)
+class RequestRecord:
+    """The facts about one HTTP request while it is served; no prompt, no answer and no key is among them."""
+
+    request_id: str
+    arrived_at: float  # perf_counter seconds
+    status: int = 0  # 0: no answer was begun
+    models: list[ServedModel] = field(default_factory=list)  # held until the end; the last one serves it
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    is_complete: bool = False  # the whole answer was handed to the connection
+    is_gone: bool = False  # the client left before that
+    error: ApiError | None = None  # sent in place of an answer, or at the end of half of one
+
+
+_RECORD: ContextVar[RequestRecord | None] = ContextVar("infer_request_record", default=None)
 
 
 @contextmanager
-def holding_models() -> Iterator[None]:
-    """Around one HTTP request: what `ServerState.get_model` gives out in here is held until the end."""
-    held: list[ServedModel] = []
-    token = _HELD.set(held)
+def recording(record: RequestRecord) -> Iterator[None]:
+    """Make `record` the current one; at the end, release the models that its request holds."""
+    token = _RECORD.set(record)
     try:
         yield
     finally:
-        _HELD.reset(token)
-        for model in held:
+        _RECORD.reset(token)
+        for model in record.models:
             model.num_held -= 1
+
+
+def current_record() -> RequestRecord | None:
+    """The record of the HTTP request that this code works for; None outside of one."""
+    return _RECORD.get()
+
+
+def current_id() -> str:
+    """The id of the current HTTP request, for a log line."""
+    record = _RECORD.get()
+    return record.request_id if record is not None else "unknown"
+
+
+def engine_id(own_id: str) -> str:
+    """An id for the engine that begins with the id the client sees."""
+    record = _RECORD.get()
+    return own_id if record is None else f"{record.request_id}/{own_id}"
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +110,7 @@ class ServerState:
     num_active: int = 0  # requests inside, streams not read to their end included
 
     def get_model(self, name: str | None) -> ServedModel:
-        """The model a client named; without a name, the default one."""
+        """The model of a name, held by the current request; without a name, the default model."""
         wanted = name if name is not None else self.default_model
         found = self.models.get(self.aliases.get(wanted, wanted)) if wanted is not None else None
         if found is None:
@@ -79,9 +119,7 @@ class ServerState:
                 raise UnknownModel("no model is served at the moment; try again later", param="model")
             hint = closest(name or "", known, listed="served")
             raise UnknownModel(f"model {name!r} is not served here{hint}", param="model")
-        if (held := _HELD.get()) is not None:
-            held.append(found)
+        if (record := _RECORD.get()) is not None:
+            record.models.append(found)
             found.num_held += 1
-        if (record := current_record()) is not None:
-            record.model = found.name
         return found

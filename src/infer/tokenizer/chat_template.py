@@ -5,9 +5,9 @@
                  "<|im_end|>" in what users wrote               guards removed, so it
                  gets a guard behind each character             is encoded as plain text
 
-Special tokens tell a model who speaks. Only the template may write them: a user who types <|im_end|> must
-not end the turn. So a guard character is put into every special-token spelling found in messages and tools
-before the template sees them, and taken out after the special tokens of the *template* have been found.
+Special tokens tell a model whose turn it is. Only the template may write them: <|im_end|> in a user's message
+must not end the turn. So a guard character is put into every special-token spelling found in messages and
+tools before the template sees them, and taken out after the special tokens of the *template* have been found.
 
 Templates are data, not code: one Jinja file per family in models/templates, chosen by `find_template` from
 the model type and from the special tokens the vocabulary has. They run in a sandbox
@@ -66,7 +66,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
-        """Return the text, for people to read. To run it use `encode_chat`, which knows who wrote what."""
+        """Return the text for display; `encode_chat` keeps users' text and markup apart, this does not."""
         return self._render(messages, tools, add_generation_prompt, kwargs).replace(GUARD, "")
 
     def encode_chat(

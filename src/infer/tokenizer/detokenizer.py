@@ -29,7 +29,7 @@ _LONGEST_CHARACTER = 4  # bytes of UTF-8
 
 
 class Detokenizer:
-    """The text of one sequence. Not thread-safe: whoever streams the sequence owns it."""
+    """The text of one sequence. Not thread-safe: it belongs to the reader of the sequence."""
 
     def __init__(
         self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), prompt_ids: Sequence[int] = ()

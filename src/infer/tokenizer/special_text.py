@@ -1,6 +1,6 @@
-"""Where does the text of a special token occur?
+"""Find the text of special tokens in a text.
 
-Special tokens are how a template tells a model who is speaking, so only a template may write them.
+Special tokens are how a template tells a model whose turn it is, so only a template may write them.
 `SpecialText` finds their spelling in a text, leftmost first and the longest there, as the `tokenizers`
 library does. The search must be linear: a client may send a megabyte of "<", and a vocabulary may hold
 a thousand special tokens. So the alternatives share their beginnings, as in a trie:

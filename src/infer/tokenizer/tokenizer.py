@@ -6,7 +6,7 @@ library an *anchor* in their place, so it still sees the whole text at once and 
 
     <|im_start|>user⏎Hi     ──►   ⚓user⏎Hi   ──►   [⚓, 4093, 198, 23066]   ──►   [1, 4093, 198, 23066]
 
-The anchor is spelled with a random number made at start-up, so nobody can write it. A second one, the
+The anchor is spelled with a random number made at start-up, so no text can hold it. A second one, the
 *cut*, stands for nothing and keeps merges from spelling a special token out of text.
 
 *Decoding* is ours: each id stands for some bytes, and text is the UTF-8 of the bytes laid end to end,
@@ -18,7 +18,7 @@ with U+FFFD for what is not UTF-8. That one sentence is what makes streaming exa
 
 Nothing changes after construction, so any number of threads may share one `Tokenizer`. The library keeps
 Python's lock while it encodes one text, and lets go of it for a batch: long texts are batches of one, so
-that a thread that encodes megabytes stops nobody else.
+that a thread that encodes megabytes stops no other.
 """
 
 from __future__ import annotations

@@ -300,11 +300,11 @@ def test_the_fleet_is_lost_when_no_engine_can_come_back(
         fleet: Fleet = site.app.state.fleet
         waiting = asyncio.create_task(fleet.wait_lost())
         await asyncio.sleep(0)
-        fleet._look_for_a_survivor()
+        fleet._check_all_lost()
         assert not waiting.done()
         for client, failure in zip(site.clients, failures, strict=True):
             client.failure = failure
-        fleet._look_for_a_survivor()
+        fleet._check_all_lost()
         await asyncio.sleep(0)
         assert waiting.done() == is_lost
         if is_lost:

@@ -232,7 +232,7 @@ def test_a_request_for_another_host_is_refused_with_an_id_a_line_and_a_count(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     site = Site()
-    site.app = build_app(site.state, checks_host=True)
+    site.app = build_app(site.state, check_host=True)
     with caplog.at_level(logging.INFO, logger="infer.server.middleware.access_log"):
         refused = site.request("GET", "/version", headers={"host": "evil.example", "x-request-id": "r9"})
     assert refused.status_code == 403 and refused.headers["x-request-id"] == "r9"

@@ -242,4 +242,4 @@ def test_what_is_no_http_is_told_to_whoever_reads_the_log(
 
     with caplog.at_level(logging.INFO, logger="infer.server.connection"):
         talk(script)
-    assert caplog.messages == [f"a connection was refused: status=400 error={message!r}"]
+    assert caplog.messages == [f"connection refused status=400 error={message!r}"]

@@ -23,8 +23,8 @@ from infer.scheduling.request import Request, StepOutput
 from infer.server.app import build_app
 from infer.server.fleet.metered_client import MeteredClient
 from infer.server.metrics import FIRST_TOKEN_S, REQUEST_S, TOKEN_S, ServerMetrics
-from infer.server.middleware.request_record import RECORD, RequestRecord
-from infer.server.protocol.generation import merge
+from infer.server.protocol.stream import merge
+from infer.server.state import RequestRecord, recording
 from tests.support.app import Site
 from tests.support.fake_client import FakeClient
 from tests.support.wire import ScriptedClient, make_state, outputs_of
@@ -84,8 +84,6 @@ def read_two(client: MeteredClient, end: str) -> None:
     """Read two tokens of each choice, then stop in one of several ways."""
 
     async def read() -> None:
-        record = RequestRecord(request_id="x", arrived_at=0.0)
-        RECORD.set(record)
         async with aclosing(client.generate(request(max_tokens=50))) as outputs:
             async for _ in outputs:
                 if client.meter.num_output_tokens == 2:
@@ -101,7 +99,9 @@ def read_two(client: MeteredClient, end: str) -> None:
                 record.is_gone = True
         assert record.num_output_tokens == 2
 
-    asyncio.run(read())
+    record = RequestRecord(request_id="x", arrived_at=0.0)
+    with recording(record):
+        asyncio.run(read())
 
 
 @pytest.mark.parametrize(

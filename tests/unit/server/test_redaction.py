@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from infer.errors import TemplateError
-from infer.server.middleware.redaction import spell_reason
+from infer.server.middleware.redaction import redacted_reason
 from infer.server.protocol.errors import ROUTES, ApiError, to_api_error
 from infer.server.protocol.schemas import ChatRequest, CompletionRequest
 from infer.tokenizer.chat_messages import clean_messages
@@ -49,13 +49,13 @@ NAMES = [
 
 
 def spell(message: str, param: str | None = None) -> str:
-    return spell_reason(ApiError(status=422, message=message, param=param))
+    return redacted_reason(ApiError(status=422, message=message, param=param))
 
 
 def spell_messages(*messages: Any) -> str:
     with pytest.raises(TemplateError) as refused:
         clean_messages(messages)
-    return spell_reason(to_api_error(refused.value))
+    return redacted_reason(to_api_error(refused.value))
 
 
 def logged(caplog: pytest.LogCaptureFixture, **request: Any) -> str:

@@ -14,7 +14,7 @@ from infer.sampling.params import RowLogprobs
 from infer.scheduling.request import Request, StepOutput
 from infer.server.protocol import logprobs
 from infer.server.routes import tokens
-from infer.server.threads import LARGE
+from infer.server.routes.json_route import LARGE
 from tests.support.wire import ScriptedClient, Wire, make_state, outputs_of
 from tests.unit.server.test_stream import BODIES, CHAT, PATH, serve_until_gone
 

@@ -2,10 +2,10 @@
 
     load     headers and tokenizer in this process, weights in each engine's own process
     watch    every second: has an engine died, come back, or stopped making progress?
-    unload   first the name goes, then those who hold the model finish, then the engines stop
+    unload   first the name goes, then requests that hold the model finish, then the engines stop
 
-An engine that died is started again by its own client. When none of all engines is left that somebody
-would start again, `wait_lost` says so, and whoever runs the server ends it: a service manager can do more.
+An engine that died is started again by its own client. When all engines are down for good, `wait_lost`
+returns, and the server ends: a service manager can do more.
 
 With `in_process` the engines are threads of this process and replicas share one copy of the weights.
 """
@@ -45,7 +45,7 @@ class Fleet:
         self.metrics = metrics
         self._watcher: asyncio.Task[None] | None = None
         self._is_loading: set[str] = set()
-        self._leaving: list[ServedModel] = []  # without a name, but still serving those who hold them
+        self._leaving: list[ServedModel] = []  # without a name, until the requests that hold them end
         self._lost: asyncio.Future[str] | None = None
 
     async def start(self, models: Mapping[str, EngineConfig]) -> None:
@@ -72,7 +72,7 @@ class Fleet:
         return model
 
     async def unload(self, name: str) -> None:
-        """Serve a model no longer; whoever holds it has `drain_timeout` seconds to finish.
+        """Serve a model no longer; requests that hold it have `drain_timeout` seconds to finish.
 
         If it was the default, the model that has been served the longest is the default from now on.
         """
@@ -82,18 +82,18 @@ class Fleet:
         self.state.aliases = {a: m for a, m in self.state.aliases.items() if m != name}
         if self.state.default_model == name:
             self.state.default_model = next(iter(self.state.models), None)
-            logger.warning("the default model is now %s", self.state.default_model or "none")
+            logger.warning("default model changed model=%s", self.state.default_model or "none")
         self._leaving.append(model)
         try:
             give_up_at = time.monotonic() + self.state.config.drain_timeout
             while model.num_held and time.monotonic() < give_up_at:
                 await asyncio.sleep(UNLOAD_POLL_S)
             if model.num_held:
-                logger.warning("%d request(s) of model %s are cut off", model.num_held, name)
+                logger.warning("unload timed out model=%s cut_off_requests=%d", name, model.num_held)
         finally:  # also if the operator hangs up meanwhile
             await self._close(model)
             self._leaving.remove(model)
-        logger.info("model %s is no longer served", name)
+        logger.info("model unloaded model=%s", name)
 
     def set_alias(self, alias: str, name: str) -> None:
         """Let a second name mean a model; an alias may be pointed elsewhere at any time."""
@@ -117,7 +117,7 @@ class Fleet:
         return num_forgotten
 
     async def close(self) -> None:
-        """Stop every engine; whoever still waits for one gets `EngineStopped`."""
+        """Stop every engine; open requests get `EngineStopped`."""
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
@@ -155,7 +155,7 @@ class Fleet:
             client.meter.cache = config.cache
             clients.append(client)
         seconds = time.perf_counter() - started
-        logger.info("model %s: %d engine(s) after %.2f s", name, len(clients), seconds)
+        logger.info("model loaded model=%s engines=%d seconds=%.2f", name, len(clients), seconds)
         if encoder.template_warning is not None:
             logger.warning("%s", encoder.template_warning)
         return ServedModel(
@@ -212,21 +212,21 @@ class Fleet:
     # -- watching ---------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Log when an engine goes down and when it is back, and notice when all are gone."""
+        """Log when an engine goes down and when it is back, and notice when all are lost."""
         while True:
             for meter in self.metrics.meters:
                 model, engine = meter.labels
                 reason = failure_of(meter.client)
                 if reason is not None and not meter.is_down:
-                    logger.error("engine %s of %s is down: %s", engine, model, reason)
+                    logger.error("engine down model=%s engine=%s reason=%r", model, engine, reason)
                 elif reason is None and meter.is_down:
-                    logger.warning("engine %s of %s is back", engine, model)
+                    logger.warning("engine back model=%s engine=%s", model, engine)
                 meter.is_down = reason is not None
-            self._look_for_a_survivor()
+            self._check_all_lost()
             await asyncio.sleep(WATCH_INTERVAL_S)
 
-    def _look_for_a_survivor(self) -> None:
-        """Tell whoever waits in `wait_lost` if there is none."""
+    def _check_all_lost(self) -> None:
+        """End `wait_lost` if every engine is down for good."""
         reasons = [loss_of(meter.client) for meter in self.metrics.meters]
         if self._lost is None or self._lost.done() or not reasons or self._is_loading:
             return
@@ -235,14 +235,14 @@ class Fleet:
 
 
 def with_server_defaults(config: EngineConfig) -> EngineConfig:
-    """A server's queue is bounded even if nobody said how long it may be."""
+    """The config with a bounded queue: SERVER_MAX_QUEUE where no limit was given."""
     if config.scheduler.max_queue is not None:
         return config
     return replace(config, scheduler=replace(config.scheduler, max_queue=SERVER_MAX_QUEUE))
 
 
 def failure_of(client: EngineClient) -> str | None:
-    """Why an engine cannot serve at the moment; None: it can."""
+    """The reason why an engine cannot serve at the moment; None if it can."""
     try:
         client.check_health()
     except EngineError as error:
@@ -251,7 +251,7 @@ def failure_of(client: EngineClient) -> str | None:
 
 
 def loss_of(client: EngineClient) -> str | None:
-    """Why an engine will never serve again; None: it may."""
+    """The reason why an engine will never serve again; None if it may."""
     try:
         client.check_health()
     except EngineLost as error:

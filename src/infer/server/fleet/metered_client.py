@@ -1,8 +1,8 @@
-"""An engine client that keeps the times of what passes through it.
+"""An engine client that measures the requests that pass through it.
 
-Routes iterate over a request's outputs through this client, so that every request is measured, whatever
-route it came by, and no route has to think of it. Times run from the arrival of the HTTP request, where
-there is one: what a client waits for includes the reading of its body and the tokenizing.
+Every route reads a request's outputs through this client, so that every request is measured alike. Times run
+from the arrival of the HTTP request, where there is one: what a client waits for includes the reading of its
+body and the tokenizing.
 
     reason    how a request ended
     stop      an end-of-text token, a stop token, or a stop string the reader found (it then calls `abort`)
@@ -10,8 +10,8 @@ there is one: what a client waits for includes the reading of its body and the t
     abort     given up before that: the client left, its time was up, another prompt of its body failed
     error     the engine failed or died
 
-What the engine would not take (a prompt that does not fit, a full queue) has not begun, so it has not ended
-either: it is among the HTTP errors alone.
+A request that the engine refuses (a prompt that does not fit, a full queue) has not begun, so it is counted
+among the HTTP errors alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from infer.engine.stats import EngineStats
 from infer.errors import QueueFull, RequestError
 from infer.scheduling.request import Request, StepOutput
 from infer.server.metrics import EngineMeter, ServerMetrics
-from infer.server.middleware.request_record import RequestRecord, current_record
+from infer.server.state import RequestRecord, current_record
 
 
 class MeteredClient:
@@ -34,13 +34,13 @@ class MeteredClient:
 
     def __init__(self, client: EngineClient, model: str, metrics: ServerMetrics) -> None:
         self._client = client
-        self._open: dict[str, _Times] = {}  # by request id
+        self._open: dict[str, _RequestTimes] = {}  # by request id
         self.meter = metrics.add(model, self)
 
     async def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
-        """Pass a request on and its outputs back; the end is counted however it comes."""
+        """Yield the outputs of a request and measure them; its end is counted, however it comes."""
         record = current_record() or RequestRecord(request_id="", arrived_at=perf_counter())
-        times = self._open[request.request_id] = _Times(request, record, self.meter)
+        times = self._open[request.request_id] = _RequestTimes(request, record, self.meter)
         try:
             async with aclosing(self._client.generate(request)) as outputs:
                 async for output in outputs:
@@ -58,13 +58,13 @@ class MeteredClient:
             times.finish()
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one sequence of it, before the next step: its reader has seen enough."""
+        """End a request, or one sequence of it, before the next step; it counts as stopped."""
         if (times := self._open.get(request_id)) is not None:
             times.stop(index)
         self._client.abort(request_id, index)
 
     def stats(self) -> EngineStats:
-        """The engine's last snapshot of itself."""
+        """Return the engine's last snapshot of itself."""
         return self._client.stats()
 
     def check_health(self) -> None:
@@ -72,7 +72,7 @@ class MeteredClient:
         self._client.check_health()
 
     async def embed(self, prompt: tuple[int, ...], pooling: str, request_id: str = "") -> list[float]:
-        """The hidden state of a prompt."""
+        """Return the hidden state of a prompt."""
         embedding = await self._client.embed(prompt, pooling, request_id)
         self.meter.num_prompt_tokens += len(prompt)
         record = current_record()
@@ -85,11 +85,11 @@ class MeteredClient:
         return await self._client.reset_prefix_cache()
 
     async def close(self) -> None:
-        """Stop the engine; whoever still waits gets `EngineStopped`."""
+        """Stop the engine; open requests get `EngineStopped`."""
         await self._client.close()
 
 
-class _Times:
+class _RequestTimes:
     """The times of one request, written to the meter token by token and at the end."""
 
     def __init__(self, request: Request, record: RequestRecord, meter: EngineMeter) -> None:
@@ -103,7 +103,7 @@ class _Times:
         self._queue_s = 0.0
         self._num_tokens: Counter[int] = Counter()  # by sequence
         self._open = set(range(params.n if params.use_beam_search else params.num_sequences))
-        self._stopped: set[int] = set()  # sequences whose reader has seen enough
+        self._stopped: set[int] = set()  # sequences that met a stop string
         self._reason: str | None = None
         self.has_failed = False
         self.is_refused = False
@@ -126,7 +126,7 @@ class _Times:
             self._reason = "stop" if is_stop else output.finish_reason
 
     def stop(self, index: int | None) -> None:
-        """The reader needs no more of a sequence, or of all."""
+        """Count a sequence, or all, as stopped and not as aborted."""
         self._stopped |= self._open if index is None else {index}
 
     def _begin(self, now: float, output: StepOutput) -> None:
@@ -137,7 +137,7 @@ class _Times:
         self._meter.num_cached_tokens += output.num_cached
         self._meter.queue_s.observe(output.queue_s)
 
-    def _how_it_ended(self) -> str:
+    def _reason_of_end(self) -> str:
         if self.has_failed:
             return "error"
         if not self._open:
@@ -148,7 +148,7 @@ class _Times:
         meter, record, params = self._meter, self._record, self._request.params
         num_tokens = self._num_tokens.total()
         if not self.is_refused:
-            meter.finished[self._how_it_ended()] += 1
+            meter.finished[self._reason_of_end()] += 1
         record.num_prompt_tokens += len(self._request.prompt)
         record.num_output_tokens += num_tokens
         if self._first_at is None:

@@ -1,7 +1,7 @@
-"""Which replica serves a request: one that has its prompt's start in its cache, unless that one is busy.
+"""The choice of a replica: one that has the start of the prompt in its cache, unless that one is busy.
 
 Every replica keeps its own prefix cache, so two prompts that start alike should meet on the same one.
-The router remembers, for the first blocks of recent prompts, who served them:
+The router remembers, for the first blocks of recent prompts, which replica served them:
 
     prompt    [system prompt, 2 blocks][question]
     memory    hash(block 1) -> replica 0,  hash(blocks 1-2) -> replica 0,  ...        longest match wins
@@ -10,7 +10,7 @@ A match is a hint, not an order: if its replica has MAX_IMBALANCE requests more 
 the least busy one gets the request, and is remembered from then on. Replicas that are down are left out.
 
 How busy a replica is comes from its last snapshot, plus what was sent to it since: a burst that arrives
-between two steps is spread, not piled onto whoever looked idle.
+between two steps is spread, not piled onto the replica that looked idle.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SNAPSHOT_LAG_S = 1.0  # after this long, whatever was sent is in the snapshot, o
 
 @dataclass(slots=True)
 class _Sent:
-    """What was sent to a replica since its last step."""
+    """The requests sent to a replica since its last step."""
 
     step: int = -1
     count: int = 0
@@ -50,7 +50,7 @@ class Router:
         self._turn = 0
 
     def pick(self, request: Request, clients: Sequence[EngineClient]) -> EngineClient:
-        """The replica for this request; remembers the choice."""
+        """Choose the replica for this request, and remember the choice."""
         if len(clients) == 1:
             return clients[0]
         up = [client for client in clients if _is_up(client)] or list(clients)
@@ -66,7 +66,7 @@ class Router:
         return chosen
 
     def forget(self, client: EngineClient) -> None:
-        """Remember nothing of a replica that is gone, or whose cache was emptied."""
+        """Forget a replica that is gone, or whose cache was emptied."""
         self._sent.pop(id(client), None)
         self._served_by = OrderedDict((k, c) for k, c in self._served_by.items() if c is not client)
 

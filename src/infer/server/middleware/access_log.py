@@ -5,14 +5,13 @@
 
 The id is the client's `x-request-id` if it is short and plain, else a fresh one; either is sent back.
 Polls of `/health` and `/metrics` come every few seconds for as long as the server lives: while all is well
-they are there at the level debug alone. A `/health` that is not well is logged when its status is another
-than the last one's.
+they are logged at level debug. A `/health` that is not well is logged when its status changes.
 
-What a request costs is gathered in its `RequestRecord` (record.py): no prompt, no answer and no key is ever
-in it. Of a refusal it holds the error, of which the line says what is ours (redaction.py).
+What a request costs is gathered in its `RequestRecord` (state.py). Of a refusal it holds the error, and the
+line quotes the part of it that is ours (redaction.py).
 
-This is the outermost layer of the server's own: an exception nobody expected ends here, as a 500
-without a traceback for the client and with one for the operator.
+This is the outermost layer of the server's own: an unexpected exception ends here, as a 500 without a
+traceback for the client and with one for the operator.
 """
 
 from __future__ import annotations
@@ -23,15 +22,13 @@ import secrets
 from time import perf_counter
 
 import orjson
-from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.server.metrics import ServerMetrics
-from infer.server.middleware.asgi_errors import refuse
-from infer.server.middleware.auth import HEALTH_PATH
-from infer.server.middleware.redaction import spell_reason
-from infer.server.middleware.request_record import RECORD, RequestRecord
+from infer.server.middleware.auth import HEALTH_PATH, route_path
+from infer.server.middleware.redaction import redacted_reason
 from infer.server.protocol.errors import ApiError
+from infer.server.state import RequestRecord, recording
 
 logger = logging.getLogger(__name__)
 
@@ -50,17 +47,16 @@ class AccessLog:
         self._health_status = 0  # of the last poll
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, and say so."""
+        """Serve one request, log it and count it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         record = RequestRecord(request_id=_request_id(scope), arrived_at=perf_counter())
-        token = RECORD.set(record)
         self._metrics.num_active += 1
         try:
-            await self._serve(scope, receive, send, record)
+            with recording(record):
+                await self._serve(scope, receive, send, record)
         finally:
-            RECORD.reset(token)
             self._metrics.num_active -= 1
             self._finish(scope, record)
 
@@ -88,13 +84,13 @@ class AccessLog:
         try:
             await self._app(scope, receiving, sending)
         except Exception:
-            if record.is_gone:  # an answer nobody waits for any more
+            if record.is_gone:  # the client has left
                 return
-            logger.exception("request %s failed", record.request_id)
+            logger.exception("request failed request=%s", record.request_id)
             if record.status:
                 raise  # half an answer is out: all that is left is to close the connection
             message = "the server failed to answer this request; its log says why"
-            await refuse(sending, ApiError(status=500, message=message))
+            await ApiError(status=500, message=message).send(sending)
 
     def _finish(self, scope: Scope, record: RequestRecord) -> None:
         method = scope["method"]
@@ -115,14 +111,14 @@ class AccessLog:
                 1000 * (perf_counter() - record.arrived_at),
                 record.num_prompt_tokens,
                 record.num_output_tokens,
-                "" if record.model is None else f" model={orjson.dumps(record.model).decode()}",
+                "".join(f" model={orjson.dumps(model.name).decode()}" for model in record.models[-1:]),
                 " client=gone" if record.is_gone else "",
                 record.request_id,
-                "" if record.error is None else spell_reason(record.error),
+                "" if record.error is None else redacted_reason(record.error),
             )
 
     def _level(self, scope: Scope, status: int) -> int:
-        path = get_route_path(scope)
+        path = route_path(scope)
         is_quiet = path in (HEALTH_PATH, METRICS_PATH) and status == 200
         if path == HEALTH_PATH:
             is_quiet = is_quiet or status == self._health_status

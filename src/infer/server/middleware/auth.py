@@ -1,4 +1,4 @@
-"""Who may come in: closed unless listed open.
+"""Which requests need which key: every path is closed unless listed open.
 
     /health, and the page at / and /ui     open: they tell nothing and do nothing
     /admin/...                             the admin key; without one configured there are no such routes
@@ -15,17 +15,22 @@ import hashlib
 import hmac
 from collections.abc import Iterable
 
-from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from infer.config.settings import ServerConfig
-from infer.server.middleware.asgi_errors import refuse_unread
 from infer.server.protocol.errors import ApiError
 
 HEALTH_PATH = "/health"
 PAGE_PATHS = ("/", "/ui")
 PAGE_PREFIX = "/ui/"
 ADMIN_PREFIX = "/admin"
+
+
+def route_path(scope: Scope) -> str:
+    """The path of a request below its root path, as the router matches it."""
+    path, root_path = str(scope["path"]), str(scope.get("root_path", ""))
+    below = path.removeprefix(root_path)
+    return below if path == root_path or below.startswith("/") else path
 
 
 def is_open(path: str, *, has_page: bool) -> bool:
@@ -39,7 +44,7 @@ def is_admin(path: str) -> bool:
 
 
 class KeyRing:
-    """Keys that open a door, kept as hashes."""
+    """A set of keys, kept as hashes."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
@@ -48,7 +53,7 @@ class KeyRing:
         return bool(self._digests)
 
     def opens(self, key: bytes) -> bool:
-        """Whether this is one of the keys; takes as long for every answer."""
+        """Whether this is one of the keys, in time that does not depend on the answer."""
         given = hashlib.sha256(key).digest()
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         return any(matches)
@@ -64,18 +69,18 @@ class Auth:
         self._admins = KeyRing(() if config.admin_key is None else (config.admin_key,))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let one request through or send it away."""
+        """Pass one request on, or refuse it."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})  # there is nothing to talk to that way
+            await send({"type": "websocket.close", "code": 1008})  # the server has no websockets
             return
-        path: str = get_route_path(scope)
+        path = route_path(scope)
         if is_admin(path):
             if not self._admins:
                 message = "admin routes are off; start the server with an admin key to use them"
-                await refuse_unread(scope, send, ApiError(status=404, message=message))
+                await ApiError(status=404, message=message).send_unread(scope, send)
                 return
             ring = self._admins
         elif is_open(path, has_page=self._has_page) or not self._clients:
@@ -88,7 +93,7 @@ class Auth:
             return
         message = "no valid key was given; send it as 'authorization: Bearer KEY'"
         error = ApiError(status=401, message=message, headers={"www-authenticate": "Bearer"})
-        await refuse_unread(scope, send, error)
+        await error.send_unread(scope, send)
 
 
 def _bearer(scope: Scope) -> bytes:

@@ -1,9 +1,9 @@
-"""For whom does a server on this machine alone answer? Not for a web page that pretends to be it.
+"""Protection of a loopback server against DNS rebinding: it answers only for names of this machine.
 
 A page from anywhere can point its own domain at 127.0.0.1 once it is loaded (DNS rebinding) and then
 talk to a local server as if it were its own. The browser still names the page's domain in the Host
-header. So a server that listens on loopback, and asks nobody for a key, answers only for names that
-mean this machine, and for those its operator adds.
+header. So a server that listens on loopback, and asks for no key, answers only for names that mean this
+machine, and for those its operator adds.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import ipaddress
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from infer.config.settings import ServerConfig
-from infer.server.middleware.asgi_errors import refuse_unread
 from infer.server.protocol.errors import ApiError
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a host name or address means this machine, whoever reads it."""
+    """Whether a host name or address means the machine that resolves it."""
     bare = name.strip("[]").rstrip(".").lower()
     if bare == "localhost" or bare.endswith(".localhost"):
         return True
@@ -29,7 +28,7 @@ def is_loopback(name: str) -> bool:
 
 
 def needs_host_check(config: ServerConfig) -> bool:
-    """Whether anybody who can reach this server is trusted because he must be on this machine."""
+    """Whether a server trusts its clients because only this machine can reach it."""
     return config.uds is None and not config.api_key and is_loopback(config.host)
 
 
@@ -41,7 +40,7 @@ class HostCheck:
         self._allowed = frozenset(name.lower() for name in allowed_host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let one request through or send it away."""
+        """Pass one request on, or refuse it."""
         if scope["type"] == "http":
             host = _host_of(scope)
             if host is not None and not is_loopback(host) and host.lower() not in self._allowed:
@@ -49,7 +48,7 @@ class HostCheck:
                     f"this server answers for this machine only, not for host {host[:100]!r}; "
                     "start it with --allowed-host NAME, with --api-key, or on another --host"
                 )
-                await refuse_unread(scope, send, ApiError(status=403, message=message))
+                await ApiError(status=403, message=message).send_unread(scope, send)
                 return
         await self._app(scope, receive, send)
 

@@ -1,29 +1,28 @@
-"""How much one request may bring, and when any may come at all.
+"""Limits on the body of a request, and on when requests are taken at all.
 
 `BodyLimit` reads the whole body before a route sees it and counts as it reads, so that an upload in
 chunks without a content-length is held to the same limit, and a client that trickles bytes is cut off.
-It does so for every method: a GET may bring a body too, and nobody else would stop reading it.
+It does so for every method: a GET may bring a body too, and no other layer would stop reading it.
 
 `Gate` answers 503 with a Retry-After while models are loading and once the server is draining; what
-watches the server (health, metrics, version, the page) and the operator's routes pass. It also counts
-who is inside, which is how a drain knows when the last one has left.
+watches the server (health, metrics, version, the page) and the operator's routes pass. It also counts the
+requests inside, which is how a drain knows when the last one has left.
 """
 
 from __future__ import annotations
 
 import asyncio
 
-from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.config.knobs import parse_bytes
-from infer.server.middleware.asgi_errors import refuse
-from infer.server.middleware.auth import is_admin, is_open
+from infer.server.middleware.auth import is_admin, is_open, route_path
 from infer.server.protocol.errors import RETRY_LATER_S, ApiError
-from infer.server.state import ServerState, holding_models
+from infer.server.state import ServerState
 
 BODY_TIMEOUT_S = 30.0
 WATCHING = ("/health", "/metrics", "/version")
+CLOSE = {"connection": "close"}
 
 
 class BodyTooLarge(Exception):
@@ -51,13 +50,13 @@ class BodyLimit:
                 body = await self._read(receive)
         except BodyTooLarge:
             message = f"the request body is larger than {self._max_text}; send less at a time"
-            await refuse(send, ApiError(status=413, message=message, headers={"connection": "close"}))
+            await ApiError(status=413, message=message, headers=CLOSE).send(send)
             return
         except TimeoutError:
             message = f"the request body did not arrive within {self._timeout_s:g} s"
-            await refuse(send, ApiError(status=408, message=message, headers={"connection": "close"}))
+            await ApiError(status=408, message=message, headers=CLOSE).send(send)
             return
-        if body is not None:  # None: the client left half way
+        if body is not None:  # None: the client left before its end
             await self._app(scope, _replay(body, receive), send)
 
     async def _read(self, receive: Receive) -> bytes | None:
@@ -101,20 +100,19 @@ class Gate:
         self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let one request in, or send it away for now."""
-        if scope["type"] != "http" or self._is_always_open(get_route_path(scope)):
+        """Pass one request on, or refuse it for now."""
+        if scope["type"] != "http" or self._is_always_open(route_path(scope)):
             await self._app(scope, receive, send)
             return
         if self._state.is_starting or self._state.is_draining:
             what = "shutting down" if self._state.is_draining else "starting"
             message = f"the server is {what}; try again in a few seconds"
             headers = {"retry-after": str(RETRY_LATER_S)}
-            await refuse(send, ApiError(status=503, message=message, headers=headers))
+            await ApiError(status=503, message=message, headers=headers).send(send)
             return
         self._state.num_active += 1
         try:
-            with holding_models():
-                await self._app(scope, receive, send)
+            await self._app(scope, receive, send)
         finally:
             self._state.num_active -= 1
 

@@ -1,4 +1,4 @@
-"""Why a request was refused, as its line in the access log says it.
+"""The reason of a refusal as the access log may show it: without what the client wrote.
 
     the client reads    unknown field 'temprature'; did you mean 'temperature'?
     the log says        the same
@@ -16,7 +16,7 @@ and kept for long. What a message may quote, and what is logged of it:
     a number                                                             the number, "..." from 12 digits on
 
 A name is one word of at most 64 ASCII characters that looks like no number of a card or telephone and like no
-key: these have a known beginning, or a part of 20 letters and digits that nobody would make up.
+key: these have a known beginning, or 20 letters and digits in a row.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _KEY_IN_NAME = re.compile(
 )
 
 
-def spell_reason(error: ApiError) -> str:
+def redacted_reason(error: ApiError) -> str:
     """The end of a log line: code and param, where there are such, and what of the message is ours."""
     is_named = error.param is not None and _is_name(error.param)
     said = _hide_quoted(error.message)

@@ -1,4 +1,4 @@
-"""What goes wrong, in the form OpenAI's clients understand.
+"""Errors in the form that OpenAI's clients understand.
 
     exception                              status   the client's next move
     MalformedRequest, wrong JSON type       400     mend the program
@@ -10,10 +10,10 @@
     RequestTimeout                          504     ask for less, or for more time; not the same again
     EngineError, anything else              500     tell the operator
 
-Every body is `{"error": {"message", "type", "param", "code"}}`, also for unknown routes. What we say about
-a request is ours, or the client's own words. What an engine or a template says may quote somebody else's
-exception, with addresses and paths of this machine in it, so these are scrubbed: all paths but the names of
-our routes. Of an exception that nobody foresaw the client learns nothing but that it happened.
+Every body is `{"error": {"message", "type", "param", "code"}}`, also for unknown routes. A message about a
+request is written here, or quotes the client's own words. A message of an engine or a template may quote
+another library's exception, with addresses and paths of this machine in it, so these are scrubbed: all paths
+but the names of our routes. Of an unexpected exception the client learns nothing but that it happened.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import logging
 import re
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -30,6 +30,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import Scope, Send
 
 from infer.errors import (
     ContextOverflow,
@@ -45,13 +46,13 @@ from infer.errors import (
     UnknownModel,
     closest,
 )
-from infer.server.middleware.request_record import current_id, current_record
+from infer.server.state import current_id, current_record
 
 logger = logging.getLogger(__name__)
 
 RETRY_SOON_S = 1  # a full queue moves within a second or so
 RETRY_LATER_S = 5  # a model is loading, an engine restarts, or this server is about to leave
-CLIENT_GONE = 499  # what proxies log for it; nobody is there to read it
+CLIENT_GONE = 499  # what proxies log for it; it is never read
 MAX_MESSAGE_LEN = 1000
 MAX_VALUE_LEN = 60
 MODEL_NOT_FOUND = "model_not_found"
@@ -118,7 +119,7 @@ class ApiError:
 
     @property
     def body(self) -> dict[str, Any]:
-        """What the client is told."""
+        """The JSON body."""
         kind = ERROR_TYPES.get(
             self.status, "InternalServerError" if self.status >= 500 else "BadRequestError"
         )
@@ -126,7 +127,7 @@ class ApiError:
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": code}}
 
     def encode(self) -> bytes:
-        """The JSON body as it is sent now; the log line of the request will say why."""
+        """The JSON body as bytes; the error goes into the log line of the current request."""
         if (record := current_record()) is not None:
             record.error = self
         return orjson.dumps(self.body)
@@ -135,14 +136,34 @@ class ApiError:
         """The error as a whole answer."""
         return Response(self.encode(), self.status, headers=dict(self.headers), media_type="application/json")
 
+    async def send(self, send: Send) -> None:
+        """Answer from bare ASGI: middleware stands outside of the framework's exception handlers."""
+        body = self.encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        headers += [(name.lower().encode(), value.encode()) for name, value in self.headers.items()]
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def send_unread(self, scope: Scope, send: Send) -> None:
+        """Answer a request whose body has not been read; if it has a body, its connection ends here.
+
+        Keeping the connection would mean to read, and throw away, all that a refused sender likes to send.
+        """
+        has_body = any(
+            name == b"transfer-encoding" or (name == b"content-length" and value.strip() != b"0")
+            for name, value in scope["headers"]
+        )
+        closing = {**self.headers, "connection": "close"}
+        await (replace(self, headers=closing) if has_body else self).send(send)
+
 
 def shorten(message: str) -> str:
-    """A message of bearable length."""
+    """A message of at most MAX_MESSAGE_LEN characters."""
     return message if len(message) <= MAX_MESSAGE_LEN else message[: MAX_MESSAGE_LEN - 3] + "..."
 
 
 def scrub(message: str) -> str:
-    """A message without memory addresses and file paths, and of bearable length."""
+    """A message without memory addresses and file paths, of at most MAX_MESSAGE_LEN characters."""
 
     def hide(found: re.Match[str]) -> str:
         return found[0] if found[0].rstrip(".") in ROUTES else "[path]"
@@ -151,7 +172,7 @@ def scrub(message: str) -> str:
 
 
 def show_value(value: object) -> str:
-    """What a client has sent in one field, as Python spells it, in at most 60 characters.
+    """The value of one field as Python spells it, in at most 60 characters.
 
     The work is bounded too: a body may hold a list of a million numbers in the wrong place.
     """
@@ -163,9 +184,9 @@ def show_value(value: object) -> str:
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """The status and message for an exception; what is our fault is logged with the request's id.
+    """The status and message for an exception; failures of the server are logged with the request's id.
 
-    One that nobody foresaw is kept from the client.
+    The text of an unexpected exception is kept from the client.
     """
     if isinstance(error, RequestError):
         status = 400 if isinstance(error, MalformedRequest) else 409 if isinstance(error, NameTaken) else 422
@@ -180,14 +201,14 @@ def to_api_error(error: BaseException) -> ApiError:
         headers = {"x-should-retry": "false"}  # OpenAI's clients would send the same again, and wait again
         return ApiError(status=504, message=scrub(str(error)), headers=headers)
     if isinstance(error, EngineError):
-        logger.error("request %s failed: %s", current_id(), error)
+        logger.error("request failed request=%s reason=%r", current_id(), str(error))
         return ApiError(status=500, message=scrub(str(error)))
-    logger.error("request %s failed", current_id(), exc_info=error)
+    logger.error("request failed request=%s", current_id(), exc_info=error)
     return ApiError(status=500, message="the server failed to answer this request; its log says why")
 
 
 def validation_error(errors: list[dict[str, Any]], headers: Mapping[str, str]) -> RequestError:
-    """The first complaint about a body: the wrong shape is malformed, the wrong value is invalid."""
+    """The error of the first wrong field: a wrong shape is malformed, a wrong value is invalid."""
     first = errors[0]
     kind, where = str(first["type"]), _spell_location(first["loc"])
     if kind == "json_invalid" or where is None:
@@ -202,7 +223,7 @@ def validation_error(errors: list[dict[str, Any]], headers: Mapping[str, str]) -
 
 
 def whole_body_fault(kind: str, first: Mapping[str, Any], headers: Mapping[str, str]) -> str:
-    """What is wrong with a body of which no field could be read: how it was sent, or what it is."""
+    """The message for a body of which no field could be read: how it was sent, or what it is."""
     example = "send a JSON object, such as {...}"
     encoding, media_type = headers.get("content-encoding"), headers.get("content-type")
     if encoding not in (None, "", "identity"):
@@ -213,7 +234,7 @@ def whole_body_fault(kind: str, first: Mapping[str, Any], headers: Mapping[str, 
             return "the body is not UTF-8 text, as JSON must be; encode it as UTF-8"
         return f"the body is not valid JSON: {said} (character {first['loc'][-1] + 1})"
     value = first["input"]
-    if isinstance(value, bytes):  # nobody has tried to read it
+    if isinstance(value, bytes):  # not read as JSON
         came = f"as content-type {media_type[:80]}" if media_type else "without a content-type"
         advice = "send it as application/json (curl -H 'content-type: application/json')"
         return f"the body came {came}; {advice}"
@@ -235,7 +256,7 @@ def _spell_location(location: tuple[str | int, ...]) -> str | None:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Make every failure of an application answer in OpenAI's form."""
+    """Answer every failure of an application in OpenAI's form."""
 
     async def on_infer_error(_: Request, error: Exception) -> Response:
         return to_api_error(error).response()

@@ -12,7 +12,7 @@ The same holds for the keys of a chat message, so that an answer of this server,
 sent back as a part of the conversation just as a client's library wrote it down.
 
 Types are strict (`"1"` is no number, `true` is no integer) and a null is a field that was not given. Only
-shapes are checked here; whether a value is in its range is known where it is used (`SamplingParams`).
+shapes are checked here; ranges are checked where values are used (`SamplingParams`).
 """
 
 from __future__ import annotations

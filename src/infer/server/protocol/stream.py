@@ -1,65 +1,283 @@
-r"""Server-sent events: one frame per token, cheap to build, and an end that every client recognises.
+r"""A job's answer on its way to the client: outputs of engines, pieces of one token, server-sent events.
+
+    Job ──► Request 0 ──► engine ──┐
+        └─► Request 1 ──► engine ──┴──► Generation.read() ──► Piece ──► FrameWriter ──► EventStream
 
     data: {"id":...,"object":...,"created":...,"model":...,"choices":[{"index":0,"text":" sky",...}]}\n\n
           └──────── the same in every frame: bytes made once ────────┘
 
-A stream begins when its first token is there, so a refused or failed request is still an HTTP error with a
-status. After that a failure is a frame: `data: {"error": ...}`, then the end.
+A piece holds one token, however many a step made at once. A stream begins when its first token is there, so
+a request that is refused or fails before is an HTTP error with a status. After that a failure is a frame:
+`data: {"error": ...}`, then the end.
 
-The generator of frames is closed when the client leaves, and closing it aborts the engine's requests. A
-client that stops reading stops this generator, not the engine: what it has not read waits as token ids, so
-many and no more, until the connection's time is up. To send to a client that is gone takes no time at all,
-so a backlog is walked with pauses, in which the loop learns that nobody is there.
+A generation is closed when its client leaves or its time is up, and closing it aborts the engine's requests.
+A client that stops reading stops the stream, not the engine: unread outputs wait as token ids, up to a limit,
+until the time of the connection is up. Sending to a client that is gone takes no time at all, so a backlog
+is sent with pauses, in which the event loop learns of the disconnect.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import suppress
-from typing import Any
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import aclosing, suppress
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+import msgspec
 import orjson
-from fastapi import Request
-from starlette.requests import ClientDisconnect
-from starlette.responses import StreamingResponse
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from infer.server.middleware.request_record import current_id
+from infer.errors import EngineError, EngineStopped, RequestError, RequestTimeout
+from infer.frontend.outputs import OutputBuilder, RequestOutput, TextDelta
+from infer.frontend.prompts import blame
+from infer.scheduling.request import StepOutput
 from infer.server.protocol.errors import to_api_error
-from infer.server.routes.json_route import unless_disconnected
-from infer.server.threads import Breather
+from infer.server.protocol.schemas import SamplingBody
+from infer.server.protocol.translate import Job
+from infer.server.state import current_id
 
 logger = logging.getLogger(__name__)
 
-DONE = b"data: [DONE]\n\n"
-LAST_READ_S = 30.0  # beyond a job's own time limit, for a client to read what is left
+T = TypeVar("T")
 
-Frames = AsyncGenerator[bytes, None]
+MERGE_AHEAD = 64  # outputs of several prompts that are read ahead of the writer
+RUN_LEN = 16  # frames sent, or outputs read, without a pause
+LAST_READ_S = 30.0  # beyond a job's own time limit, for a client to read what is left
+DONE = b"data: [DONE]\n\n"
+
+
+class Piece(NamedTuple):
+    """One token of one output."""
+
+    prompt: int  # which prompt of the job
+    output: StepOutput
+    delta: TextDelta
+
+
+class Generation:
+    """The answers to one job, read from its engines; closing it aborts the requests that have not ended."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.num_output = 0
+        self._clients = [job.model.pick(request) for request in job.requests]
+        self._builders = [
+            OutputBuilder(request, job.model.encoder.tokenizer, text, is_chat=job.is_chat)
+            for request, text in zip(job.requests, job.prompts, strict=True)
+        ]
+        pairs = zip(self._clients, job.requests, strict=True)
+        streams = [client.generate(request) for client, request in pairs]
+        self._merged = merge(streams) if len(streams) > 1 else None
+        self._first = streams[0]
+        loop_time = asyncio.get_running_loop().time()
+        self._deadline = None if job.time_limit_s is None else loop_time + job.time_limit_s
+        self._num_prompt = sum(len(request.prompt) for request in job.requests)
+        self._num_cached = [0] * len(job.requests)
+        self._num_open = len(job.requests)
+        self._failure: EngineError | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an output of a prompt is still to come."""
+        return self._num_open > 0
+
+    async def read(self) -> list[Piece]:
+        """Wait for the next output of an engine; returns its tokens, one piece each."""
+        if self._failure is not None:
+            raise self._failure
+        where, output = await self._next_output()
+        builder, request_id = self._builders[where], self.job.requests[where].request_id
+        self._num_cached[where] = max(self._num_cached[where], output.num_cached)
+        pieces: list[Piece] = []
+        for part in one_token_each(output):
+            delta, can_stop = builder.take(part)
+            if can_stop:
+                self._clients[where].abort(request_id, part.index)
+            if delta is None:
+                continue
+            self._failure = _failure_of(delta)
+            if self._failure is not None:
+                break
+            self.num_output += len(delta.token_ids)
+            self._num_open -= delta.finish_reason is not None and builder.is_finished
+            pieces.append(Piece(where, part, delta))
+        if self._failure is not None and not pieces:
+            raise self._failure
+        return pieces
+
+    async def collect(self) -> list[RequestOutput]:
+        """Wait for the whole answers and return them, prompt by prompt."""
+        pause = PeriodicPause()
+        try:
+            while self.is_open:
+                await self.read()
+                await pause.count()
+        finally:
+            await self.aclose()
+        answers = [builder.build() for builder in self._builders]
+        self.num_output = sum(len(output.token_ids) for answer in answers for output in answer.outputs)
+        return answers
+
+    async def aclose(self) -> None:
+        """Abort every request that has not ended."""
+        await (self._first if self._merged is None else self._merged).aclose()
+
+    def usage(self, num_output: int | None = None) -> dict[str, Any]:
+        """The number of tokens so far, in OpenAI's words."""
+        num_output = self.num_output if num_output is None else num_output
+        return {
+            "prompt_tokens": self._num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": self._num_prompt + num_output,
+            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached)},
+        }
+
+    async def _next_output(self) -> tuple[int, StepOutput]:
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                return (0, await anext(self._first)) if self._merged is None else await anext(self._merged)
+        except TimeoutError:
+            raise RequestTimeout(
+                f"the answer was not complete after {self.job.time_limit_s:g} s; "
+                "ask for fewer tokens or allow a longer timeout"
+            ) from None
+        except RequestError as error:
+            raise blame(error, "messages" if self.job.is_chat else "prompt") from None
+        except StopAsyncIteration:
+            raise EngineError("the engine ended a request without its last token") from None
+
+
+async def merge(
+    streams: Sequence[AsyncGenerator[StepOutput, None]],
+) -> AsyncGenerator[tuple[int, StepOutput], None]:
+    """Several streams as one, each output with the number of its stream; the first error ends all."""
+    queue: asyncio.Queue[tuple[int, StepOutput | Exception | None]] = asyncio.Queue(MERGE_AHEAD)
+
+    async def pump(where: int, stream: AsyncGenerator[StepOutput, None]) -> None:
+        async with aclosing(stream):
+            try:
+                async for output in stream:
+                    await queue.put((where, output))
+            except Exception as error:  # raised again where the merged stream is read
+                await queue.put((where, error))
+            else:
+                await queue.put((where, None))
+
+    tasks = [asyncio.create_task(pump(where, stream)) for where, stream in enumerate(streams)]
+    num_open = len(tasks)
+    try:
+        while num_open:
+            where, message = await queue.get()
+            if message is None:
+                num_open -= 1
+            elif isinstance(message, Exception):
+                raise message
+            else:
+                yield where, message
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def one_token_each(output: StepOutput) -> Iterator[StepOutput]:
+    """An output as outputs of one token each: a step may make several, and clients count a frame as one."""
+    last = len(output.token_ids) - 1
+    if last < 1:
+        yield output
+        return
+    for i, token_id in enumerate(output.token_ids):
+        yield msgspec.structs.replace(
+            output,
+            token_ids=(token_id,),
+            logprobs=output.logprobs[i : i + 1],
+            finish_reason=output.finish_reason if i == last else None,
+            stop_reason=output.stop_reason if i == last else None,
+            prompt_logprobs=output.prompt_logprobs if i == 0 else None,
+        )
+
+
+def _failure_of(delta: TextDelta) -> EngineError | None:
+    if delta.finish_reason == "error":
+        return EngineError(delta.error or "the engine could not finish this request")
+    if delta.finish_reason == "abort":
+        return EngineStopped("the request was aborted before its end")
+    return None
+
+
+class FrameWriter(Protocol):
+    """The form of a stream: how pieces, the end and a failure look to the client."""
+
+    def frames(self, piece: Piece) -> list[bytes]:
+        """The frames of one piece."""
+        ...
+
+    def is_slow(self, piece: Piece) -> bool:
+        """Whether the frames of a piece take so long that a thread should write them."""
+        ...
+
+    def end(self) -> list[bytes]:
+        """The frames behind the last piece."""
+        ...
+
+    def error(self, error: BaseException) -> bytes:
+        """The last frame of a stream that fails."""
+        ...
 
 
 class ChunkWriter:
-    """Writes the frames of one stream in OpenAI's form."""
+    """OpenAI's form: `data:` frames that are chunks of a completion, usage on request, then [DONE].
+
+    `opening` and `closing` stand around the text of a piece inside its choice.
+    """
 
     def __init__(
         self,
+        generation: Generation,
+        body: SamplingBody,
         *,
-        job_id: str,
         kind: str,
-        created: int,
-        model: str,
         num_choices: int,
         opening: bytes,
         closing: bytes,
     ) -> None:
-        """`opening` and `closing` are what stands around a piece of text inside a choice."""
-        constant = orjson.dumps({"id": job_id, "object": kind, "created": created, "model": model})
-        self._before = b"data: " + constant[:-1] + b',"choices":['
+        job, options = generation.job, body.stream_options
+        constant = {"id": job.job_id, "object": kind, "created": job.created, "model": job.model_name}
+        self._before = b"data: " + orjson.dumps(constant)[:-1] + b',"choices":['
         self._heads = [self._before + b'{"index":%d,' % index for index in range(num_choices)]
         self._closing = closing
         self._openings = [head + opening for head in self._heads]
         self._plain = closing + b',"logprobs":null,"finish_reason":null}]}\n\n'
+        self._generation = generation
+        self._ends_with_usage = options is not None and bool(options.include_usage)
+        self.has_usage = options is not None and bool(options.continuous_usage_stats)
+
+    def usage(self, num_output: int | None = None) -> Mapping[str, Any]:
+        """The usage so far, for a frame."""
+        return self._generation.usage(num_output)
+
+    def is_slow(self, piece: Piece) -> bool:
+        """No piece is."""
+        return False
+
+    def end(self) -> list[bytes]:
+        """The frame of usage where it was asked for, and [DONE]."""
+        if not self._ends_with_usage:
+            return [DONE]
+        return [self._before + b"]" + _usage_field(self.usage()) + b"}\n\n", DONE]
+
+    def error(self, error: BaseException) -> bytes:
+        """The error as a frame, and [DONE]."""
+        return b"data: " + to_api_error(error).encode() + b"\n\n" + DONE
+
+    def role(self, index: int) -> bytes:
+        """The first frame of a chat choice: the role of its author."""
+        delta = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
+        usage = self.usage(0) if self.has_usage else None
+        return self._heads[index] + delta + _usage_field(usage) + b"}\n\n"
 
     def token(self, index: int, text: str) -> bytes:
         """The common frame: a token in the middle of a choice, and nothing but its text."""
@@ -73,7 +291,6 @@ class ChunkWriter:
         logprobs: Mapping[str, Any] | None = None,
         finish_reason: str | None = None,
         stop_reason: str | int | None = None,
-        usage: Mapping[str, Any] | None = None,
     ) -> bytes:
         """Any other frame that holds text."""
         end = b""
@@ -90,99 +307,120 @@ class ChunkWriter:
                 orjson.dumps(finish_reason),
                 end,
                 b"}]",
-                _usage_field(usage),
+                _usage_field(self._generation.usage() if self.has_usage else None),
                 b"}\n\n",
             )
         )
-
-    def role(self, index: int, usage: Mapping[str, Any] | None = None) -> bytes:
-        """The first frame of a chat choice: who speaks."""
-        delta = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
-        return self._heads[index] + delta + _usage_field(usage) + b"}\n\n"
-
-    def usage(self, usage: Mapping[str, Any]) -> bytes:
-        """The frame before the end, for clients that asked for it."""
-        return self._before + b"]" + _usage_field(usage) + b"}\n\n"
 
 
 def _usage_field(usage: Mapping[str, Any] | None) -> bytes:
     return b"" if usage is None else b',"usage":' + orjson.dumps(usage)
 
 
-def data_error(error: BaseException) -> bytes:
-    """How a stream of data frames fails."""
-    return b"data: " + to_api_error(error).encode() + b"\n\n" + DONE
-
-
-def named_event(name: str, data: Mapping[str, Any]) -> bytes:
+def named_event(name: str, data: bytes) -> bytes:
     """A frame with an event name."""
-    return _named(name, orjson.dumps(data))
-
-
-def _named(name: str, data: bytes) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
 
 
-def named_error(error: BaseException) -> bytes:
-    """How a stream of named events fails."""
-    return _named("error", to_api_error(error).encode())
-
-
-class EventStream(StreamingResponse):
-    """A response of frames that ends the work behind them when its client leaves or does not read."""
+class EventStream(Response):
+    """A response of frames that closes its generation when the client leaves or does not read."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, frames: Frames, *, headers: Mapping[str, str], time_limit_s: float | None) -> None:
-        super().__init__(frames, headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
-        self._frames = frames
-        self._time_limit_s = None if time_limit_s is None else time_limit_s + LAST_READ_S
+    def __init__(self, generation: Generation, writer: FrameWriter, *, headers: Mapping[str, str]) -> None:
+        self.status_code, self.background = 200, None
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        limit_s = generation.job.time_limit_s
+        self._time_limit_s = None if limit_s is None else limit_s + LAST_READ_S
+        self._generation = generation
+        self._writer = writer
+        self._first: list[bytes] = []
+        self._has_ended = False
+
+    @classmethod
+    async def start(
+        cls, http: Request, generation: Generation, writer: FrameWriter, *, headers: Mapping[str, str]
+    ) -> EventStream:
+        """Wait for the first frames, so that an error before them is an HTTP error; returns the response."""
+        stream = cls(generation, writer, headers=headers)
+        try:
+            stream._first = await unless_disconnected(http.receive, stream._read_frames())
+        except BaseException:
+            await generation.aclose()
+            raise
+        return stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send everything to whoever is there to receive it."""
-        with suppress(ClientDisconnect, OSError):  # OSError: a send found nobody
+        """Send every frame, for as long as the client is connected."""
+        with suppress(ClientDisconnect, OSError):  # OSError: a send found the connection closed
             await unless_disconnected(receive, self._send_frames(send))
 
     async def _send_frames(self, send: Send) -> None:
+        pause, frames = PeriodicPause(), self._first
         try:
             async with asyncio.timeout(self._time_limit_s):
-                await self.stream_response(send)
+                start = {"type": "http.response.start", "status": self.status_code}
+                await send({**start, "headers": self.raw_headers})
+                while frames:
+                    for frame in frames:
+                        await send({"type": "http.response.body", "body": frame, "more_body": True})
+                        await pause.count()
+                    try:
+                        frames = await self._read_frames()
+                    except Exception as error:  # the status is sent: a failure can only be a frame
+                        frames, self._has_ended = [self._writer.error(error)], True
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:
-            logger.warning("request %s: its stream was not read in time; it is closed", current_id())
+            logger.warning("stream closed, not read in time request=%s", current_id())
         finally:
-            await self._frames.aclose()
+            await self._generation.aclose()
+
+    async def _read_frames(self) -> list[bytes]:
+        """Wait for the next frames; returns none once the stream has ended."""
+        generation, writer = self._generation, self._writer
+        while not self._has_ended and generation.is_open:
+            frames: list[bytes] = []
+            for piece in await generation.read():
+                if writer.is_slow(piece):
+                    frames += await asyncio.to_thread(writer.frames, piece)
+                else:
+                    frames += writer.frames(piece)
+            if frames:
+                return frames
+        if self._has_ended:
+            return []
+        self._has_ended = True
+        return writer.end()
 
 
-async def start_stream(
-    http: Request,
-    frames: Frames,
-    *,
-    on_error: Callable[[BaseException], bytes],
-    headers: Mapping[str, str],
-    time_limit_s: float | None,
-) -> EventStream:
-    """Wait for the first frame, so that an error before it is an HTTP error; then stream."""
+class PeriodicPause:
+    """Lets the event loop run after every RUN_LEN pieces of work that did not have to wait."""
 
-    async def get_first() -> bytes:
-        return await anext(frames)
+    def __init__(self) -> None:
+        self._num_done = 0
 
+    async def count(self) -> None:
+        """Count one piece of work, and pause if it is time to."""
+        self._num_done += 1
+        if self._num_done % RUN_LEN == 0:
+            await asyncio.sleep(0)
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`, but cancel it, and so abort its requests, if the client disconnects."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_until_disconnected(receive))
     try:
-        first = await unless_disconnected(http.receive, get_first())
-    except BaseException:
-        await frames.aclose()
-        raise
-    return EventStream(_guard(first, frames, on_error), headers=headers, time_limit_s=time_limit_s)
-
-
-async def _guard(first: bytes, frames: Frames, on_error: Callable[[BaseException], bytes]) -> Frames:
-    """All frames, and the error's where they break off."""
-    breather = Breather()
-    try:
-        yield first
-        async for frame in frames:
-            yield frame
-            await breather.pause()
-    except Exception as error:  # the status is sent: whatever happened can only be said in the stream
-        yield on_error(error)
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
     finally:
-        await frames.aclose()
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _until_disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,4 +1,4 @@
-"""From a body to requests for the engine.
+"""Turn the body of an HTTP request into requests for the engine.
 
     body ──► SamplingParams ──┐
          └─► prompts ──► ids ─┴──► one Request per prompt ──► Job
@@ -22,9 +22,8 @@ from infer.frontend.outputs import check_streams
 from infer.frontend.prompts import PromptEncoder
 from infer.sampling.params import SamplingParams, check_num_sequences
 from infer.scheduling.request import Request
-from infer.server.middleware.request_record import engine_id
 from infer.server.protocol.schemas import ChatRequest, CompletionRequest, Prompts, SamplingBody
-from infer.server.state import ServedModel, ServerState
+from infer.server.state import ServedModel, ServerState, engine_id
 
 DEFAULT_COMPLETION_TOKENS = 16  # as everywhere; a chat answer may fill the context
 
@@ -50,7 +49,7 @@ SAME_NAME = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One body on its way: a request for each of its prompts."""
+    """One body, understood: a request for each of its prompts."""
 
     job_id: str
     created: int  # seconds since 1970
@@ -63,12 +62,12 @@ class Job:
 
     @property
     def params(self) -> SamplingParams:
-        """How every prompt is continued."""
+        """The sampling parameters of every prompt."""
         return self.requests[0].params
 
 
 async def open_completion(body: CompletionRequest, state: ServerState) -> Job:
-    """Understand a completion body; raises a `RequestError` that names the field to blame."""
+    """The job of a completion body; raises a `RequestError` that names the wrong field."""
     model = state.get_model(body.model)
     prompts = split_prompts(body.prompt, state.config.max_prompts, "prompt")
     check_queue(model, len(prompts))
@@ -95,7 +94,7 @@ async def open_completion(body: CompletionRequest, state: ServerState) -> Job:
 
 
 async def open_chat(body: ChatRequest, state: ServerState) -> Job:
-    """Understand a chat body."""
+    """The job of a chat body; raises a `RequestError` that names the wrong field."""
     model = state.get_model(body.model)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -127,7 +126,7 @@ def make_job(
     texts: tuple[str | None, ...],
     params: SamplingParams,
 ) -> Job:
-    """Number the requests of a body; its id is made here, so that two bodies never share one."""
+    """The job of a body: a fresh id, and a numbered request for each prompt."""
     check_supported(body, params)
     job_id = f"{prefix}-{uuid.uuid4().hex}"
     limits = [limit for limit in (body.timeout, config.request_timeout) if limit]
@@ -163,7 +162,7 @@ def make_params(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """What the client gave, over the model's defaults; beam search ranks by the model alone."""
+    """The client's fields over the model's defaults; beam search takes no defaults."""
     fields: dict[str, Any] = {"temperature": 0.0} if body.use_beam_search else dict(encoder.sampling_defaults)
     fields |= {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
     for name in ("n", "best_of"):
@@ -187,7 +186,7 @@ def check_supported(body: SamplingBody, params: SamplingParams) -> None:
 
 
 def split_prompts(given: Prompts, max_prompts: int, param: str) -> list[str | list[int]]:
-    """One prompt or many? A text and a list of token ids are one."""
+    """The prompts of a body as a list; a text and a list of token ids are one prompt."""
     if isinstance(given, str):
         return [given]
     if not given:
@@ -202,7 +201,7 @@ def split_prompts(given: Prompts, max_prompts: int, param: str) -> list[str | li
 
 
 def check_queue(model: ServedModel, num_prompts: int) -> None:
-    """Refuse for good what no empty queue could hold: to try again later would change nothing."""
+    """Refuse a body with more prompts than an empty queue could hold: no retry could succeed."""
     if model.max_queue is None or num_prompts <= model.max_queue * len(model.clients):
         return
     room = model.max_queue * len(model.clients)
@@ -216,7 +215,7 @@ def check_queue(model: ServedModel, num_prompts: int) -> None:
 async def encode_prompts(
     encoder: PromptEncoder, prompts: Sequence[str | list[int]], param: str, *, add_special: bool = True
 ) -> list[list[int]]:
-    """The ids of every prompt; in a thread if there is a text to tokenize."""
+    """The ids of every prompt, tokenized in a thread."""
     if any(isinstance(prompt, str) for prompt in prompts):
         return await asyncio.to_thread(encoder.encode_all, prompts, param, add_special=add_special)
     return encoder.encode_all(prompts, param)

@@ -1,4 +1,4 @@
-"""What only the operator may do while the server runs; `auth.py` asks for the admin key.
+"""The operator's routes, behind the admin key (auth.py).
 
 POST /admin/models/load      {"name": "b", "model": "path or hub id", "knobs": {...}}
 POST /admin/models/unload    {"name": "b"}
@@ -48,7 +48,7 @@ class AliasBody(_Body):
 
 
 class ResetBody(_Body):
-    """Whose prefix caches to empty; without a model, everybody's."""
+    """The model whose prefix caches to empty; without one, all of them."""
 
     model: str | None = None
 

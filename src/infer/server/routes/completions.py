@@ -9,37 +9,34 @@ A body may hold several prompts and ask for n outputs of each; the choices of pr
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import orjson
 from fastapi import Request, Response
 
 from infer.errors import RequestError
 from infer.frontend.outputs import CompletionOutput, RequestOutput
 from infer.sampling.params import RowLogprobs
-from infer.server.protocol.generation import Generation, Piece
+from infer.server.protocol.errors import to_api_error
 from infer.server.protocol.logprobs import CompletionLogprobs, count_logprobs, join
 from infer.server.protocol.schemas import CompletionRequest
 from infer.server.protocol.stream import (
-    DONE,
     ChunkWriter,
-    Frames,
-    data_error,
-    named_error,
+    EventStream,
+    Generation,
+    Piece,
     named_event,
-    start_stream,
+    unless_disconnected,
 )
 from infer.server.protocol.translate import Job, open_completion
 from infer.server.routes.json_route import (
     ignored_headers,
+    in_thread_if_large,
     json_response,
     make_router,
     server_state,
-    unless_disconnected,
 )
-from infer.server.threads import off_loop_if_large
 from infer.tokenizer.detokenizer import Detokenizer
 
 router = make_router()
@@ -48,20 +45,14 @@ router = make_router()
 @router.post("/v1/completions", response_model=None)
 async def create_completion(body: CompletionRequest, http: Request) -> Response:
     """Continue one prompt or several."""
-    job = await open_completion(body, server_state(http))
-    generation = Generation(job)
-    view = CompletionView(job, body)
-    if not body.stream:
-        answers = await unless_disconnected(http.receive, generation.collect())
-        content = await off_loop_if_large(count_logprobs(answers), view.whole, answers, generation)
-        return json_response(content, body)
-    return await start_stream(
-        http,
-        completion_frames(generation, view, body),
-        on_error=data_error,
-        headers=ignored_headers(body),
-        time_limit_s=job.time_limit_s,
-    )
+    generation = Generation(await open_completion(body, server_state(http)))
+    view = CompletionView(generation.job, body)
+    if body.stream:
+        writer = CompletionWriter(generation, view, body)
+        return await EventStream.start(http, generation, writer, headers=ignored_headers(body))
+    answers = await unless_disconnected(http.receive, generation.collect())
+    content = await in_thread_if_large(count_logprobs(answers), view.whole, answers, generation)
+    return json_response(content, body)
 
 
 @router.post("/v1/completions/stream", response_model=None)
@@ -77,14 +68,9 @@ async def stream_completion(body: CompletionRequest, http: Request) -> Response:
             param="stream_options.continuous_usage_stats",
         )
     body.stream = True
-    job = await open_completion(body, server_state(http))
-    return await start_stream(
-        http,
-        event_frames(Generation(job), CompletionView(job, body)),
-        on_error=named_error,
-        headers=ignored_headers(body),
-        time_limit_s=job.time_limit_s,
-    )
+    generation = Generation(await open_completion(body, server_state(http)))
+    writer = EventWriter(generation, CompletionView(generation.job, body))
+    return await EventStream.start(http, generation, writer, headers=ignored_headers(body))
 
 
 class CompletionView:
@@ -167,87 +153,98 @@ class CompletionView:
         }
 
 
-async def completion_frames(generation: Generation, view: CompletionView, body: CompletionRequest) -> Frames:
-    """OpenAI's stream: one data frame per token, usage where it was asked for, then [DONE]."""
-    job, options = view.job, body.stream_options
-    writer = ChunkWriter(
-        job_id=job.job_id,
-        kind="text_completion",
-        created=job.created,
-        model=job.model_name,
-        num_choices=view.num_choices,
-        opening=b'"text":',
-        closing=b"",
-    )
-    counts_always = options is not None and bool(options.continuous_usage_stats)
-    is_plain = body.logprobs is None and not counts_always
-    begun: set[int] = set()
-    async with aclosing(generation.pieces()) as pieces:
-        async for piece in pieces:
-            delta = piece.delta
-            choice = view.choice(piece.prompt, delta.index)
-            usage = generation.usage() if counts_always else None
-            if view.echoes and choice not in begun:
-                begun.add(choice)
-                yield await asyncio.to_thread(_echo_frame, writer, view, piece, choice, usage)
-            if not view.shows_output:
-                continue
-            if is_plain and delta.finish_reason is None:
-                yield writer.token(choice, delta.text)
-                continue
-            yield writer.chunk(
-                choice,
-                delta.text,
-                logprobs=view.logprobs(choice, delta.token_ids, delta.logprobs),
-                finish_reason=delta.finish_reason,
-                stop_reason=delta.stop_reason,
-                usage=usage,
+class CompletionWriter(ChunkWriter):
+    """OpenAI's stream: one data frame per token, behind an echoed prompt on request, then [DONE]."""
+
+    def __init__(self, generation: Generation, view: CompletionView, body: CompletionRequest) -> None:
+        super().__init__(
+            generation,
+            body,
+            kind="text_completion",
+            num_choices=view.num_choices,
+            opening=b'"text":',
+            closing=b"",
+        )
+        self._view = view
+        self._is_plain = body.logprobs is None and not self.has_usage
+        self._not_echoed = set(range(view.num_choices)) if view.echoes else set()
+
+    def usage(self, num_output: int | None = None) -> Mapping[str, Any]:
+        """The usage so far; a sample that is not shown is not counted at the end."""
+        return super().usage(num_output if self._view.shows_output else 0)
+
+    def is_slow(self, piece: Piece) -> bool:
+        """The first piece of a choice whose prompt is echoed: the prompt may be long."""
+        return self._view.choice(piece.prompt, piece.delta.index) in self._not_echoed
+
+    def frames(self, piece: Piece) -> list[bytes]:
+        """The frame of one token, behind the echoed prompt if it is the first of its choice."""
+        view, delta = self._view, piece.delta
+        choice = view.choice(piece.prompt, delta.index)
+        frames = []
+        if choice in self._not_echoed:
+            self._not_echoed.remove(choice)
+            logprobs = view.prompt_logprobs(choice, piece.prompt, piece.output.prompt_logprobs)
+            reason = None if view.shows_output else "length"
+            text = view.prompt_text(piece.prompt)
+            frames.append(self.chunk(choice, text, logprobs=logprobs, finish_reason=reason))
+        if not view.shows_output:
+            return frames
+        if self._is_plain and delta.finish_reason is None:
+            frames.append(self.token(choice, delta.text))
+        else:
+            frames.append(
+                self.chunk(
+                    choice,
+                    delta.text,
+                    logprobs=view.logprobs(choice, delta.token_ids, delta.logprobs),
+                    finish_reason=delta.finish_reason,
+                    stop_reason=delta.stop_reason,
+                )
             )
-    if options is not None and options.include_usage:
-        yield writer.usage(generation.usage() if view.shows_output else generation.usage(0))
-    yield DONE
+        return frames
 
 
-def _echo_frame(
-    writer: ChunkWriter, view: CompletionView, piece: Piece, choice: int, usage: dict[str, Any] | None
-) -> bytes:
-    """The prompt, in front of the first token of a choice."""
-    return writer.chunk(
-        choice,
-        view.prompt_text(piece.prompt),
-        logprobs=view.prompt_logprobs(choice, piece.prompt, piece.output.prompt_logprobs),
-        finish_reason=None if view.shows_output else "length",
-        usage=usage,
-    )
+class EventWriter:
+    """Named events: one for each token, then one for the end of all choices."""
 
+    def __init__(self, generation: Generation, view: CompletionView) -> None:
+        self._generation = generation
+        self._view = view
+        self._ends: dict[int, dict[str, Any]] = {}
 
-async def event_frames(generation: Generation, view: CompletionView) -> Frames:
-    """Named events: a token each, then the end of all."""
-    ends: dict[int, dict[str, Any]] = {}
-    async with aclosing(generation.pieces()) as pieces:
-        async for piece in pieces:
-            delta = piece.delta
-            choice = view.choice(piece.prompt, delta.index)
-            for token_id in delta.token_ids:
-                event: dict[str, Any] = {"text": delta.text, "id": token_id, "index": choice}
-                logprobs = view.logprobs(choice, delta.token_ids, delta.logprobs)
-                if logprobs is not None and logprobs["token_logprobs"]:
-                    event["logprob"] = logprobs["token_logprobs"][0]
-                    event["top_logprobs"] = logprobs["top_logprobs"][0] if logprobs["top_logprobs"] else {}
-                yield named_event("token", event)
-            if delta.finish_reason is not None:
-                ends[choice] = {
-                    "index": choice,
-                    "finish_reason": delta.finish_reason,
-                    "stop_reason": delta.stop_reason,
-                }
-    yield named_event(
-        "done",
-        {
-            "id": view.job.job_id,
-            "model": view.job.model_name,
+    def is_slow(self, piece: Piece) -> bool:
+        """No piece is."""
+        return False
+
+    def frames(self, piece: Piece) -> list[bytes]:
+        """A `token` event, if the piece holds a token."""
+        delta, frames = piece.delta, []
+        choice = self._view.choice(piece.prompt, delta.index)
+        for token_id in delta.token_ids:
+            event: dict[str, Any] = {"text": delta.text, "id": token_id, "index": choice}
+            logprobs = self._view.logprobs(choice, delta.token_ids, delta.logprobs)
+            if logprobs is not None and logprobs["token_logprobs"]:
+                event["logprob"] = logprobs["token_logprobs"][0]
+                event["top_logprobs"] = logprobs["top_logprobs"][0] if logprobs["top_logprobs"] else {}
+            frames.append(named_event("token", orjson.dumps(event)))
+        if delta.finish_reason is not None:
+            reasons = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+            self._ends[choice] = {"index": choice, **reasons}
+        return frames
+
+    def end(self) -> list[bytes]:
+        """The `done` event."""
+        ends = self._ends
+        content = {
+            "id": self._view.job.job_id,
+            "model": self._view.job.model_name,
             "finish_reason": ends[0]["finish_reason"],
             "choices": [ends[choice] for choice in sorted(ends)],
-            "usage": generation.usage(),
-        },
-    )
+            "usage": self._generation.usage(),
+        }
+        return [named_event("done", orjson.dumps(content))]
+
+    def error(self, error: BaseException) -> bytes:
+        """The `error` event."""
+        return named_event("error", to_api_error(error).encode())

@@ -1,8 +1,8 @@
 """`POST /v1/embeddings`: a text as a vector, the model's final hidden state.
 
-What is made of a text, and what is refused, embeddings.py of the package says, for the library as for this
-route. Here are the HTTP of it, and the encodings: OpenAI's client asks for base64, the bytes of
-little-endian 32-bit floats.
+frontend/prompts.py decides what is made of a text and what is refused, for the library as for this route.
+Here are the HTTP side and the encodings: OpenAI's client asks for base64, the bytes of little-endian 32-bit
+floats.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fastapi import Response
 from infer.errors import RequestError, RequestTimeout
 from infer.frontend.embeddings import EmbeddingJob, open_embeddings
 from infer.scheduling.request import Request
-from infer.server.middleware.request_record import engine_id
 from infer.server.protocol.schemas import EmbeddingRequest
+from infer.server.protocol.stream import unless_disconnected
 from infer.server.protocol.translate import split_prompts
-from infer.server.routes.json_route import json_response, make_router, server_state, unless_disconnected
-from infer.server.state import ServedModel
+from infer.server.routes.json_route import json_response, make_router, server_state
+from infer.server.state import ServedModel, engine_id
 
 router = make_router()
 
@@ -74,7 +74,7 @@ async def create_embeddings(body: EmbeddingRequest, http: HttpRequest) -> Respon
 
 
 async def _embed(model: ServedModel, job: EmbeddingJob) -> list[list[float]]:
-    """One after the other: each occupies the whole engine, and generation must go on between them."""
+    """The hidden states, one after the other: each occupies the whole engine, and steps must run between."""
     states = []
     for prompt in job.prompts:
         request = Request(request_id=engine_id(f"embd-{uuid.uuid4().hex}"), prompt=prompt)

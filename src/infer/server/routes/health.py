@@ -1,8 +1,8 @@
-"""What watches the server asks: is it well, which version is it, what has it done?
+"""`/health`, `/version` and `/metrics`: the routes of whatever watches the server.
 
 `/health` is 200 only if every engine is alive and makes progress. It is 503 while the first models are
 loading (so traffic waits), while the server drains (so traffic goes elsewhere), and when an engine is
-dead or stuck (so somebody restarts it); the message says which.
+dead or stuck (so that it is restarted); the message says which.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ router = APIRouter(tags=["watching"])
 
 
 def why_unwell(state: ServerState) -> str | None:
-    """Why this server should get no traffic; None: it should."""
+    """The reason why this server should get no traffic; None if it should."""
     if state.is_starting:
         return "starting: a model is being loaded"
     if state.is_draining:

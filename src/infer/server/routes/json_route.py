@@ -1,26 +1,27 @@
-"""What all OpenAI routes have in common: strict JSON in, JSON out, and nobody works for a client who left.
+"""The common part of all JSON routes: strict JSON in, JSON out, and large work in a thread.
 
-FastAPI's own JSON reader takes NaN, Infinity and lone surrogates; the one here does not. Its route class
-is the only thing a route module must choose: `APIRouter(route_class=JsonRoute)`.
+FastAPI's own JSON reader takes NaN, Infinity and lone surrogates; the one here does not. A route module gets
+it from `make_router`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import orjson
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
-from starlette.requests import ClientDisconnect
-from starlette.types import Receive
 
 from infer.server.protocol.schemas import Body
 from infer.server.state import ServerState
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+LARGE = 2_000  # tokens or logprobs to spell: some milliseconds
 
 IGNORED_HEADER = "x-infer-ignored"
 
@@ -58,28 +59,28 @@ class JsonRoute(APIRoute):
         async def handle_json(request: Request) -> Response:
             strict = JsonRequest(request.scope, request.receive)
             if request.method == "POST":
-                await strict.body()  # a client that leaves while sending is gone, not wrong
+                await strict.body()  # raises ClientDisconnect if the client leaves while sending
             return await handle(strict)
 
         return handle_json
 
 
 def make_router() -> APIRouter:
-    """A router for JSON routes whose errors are documented."""
+    """A router for JSON routes, with their errors in the OpenAPI schema."""
     statuses = (400, 401, 413, 422, 500, 503, 504)
     errors: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for status in statuses}
     return APIRouter(route_class=JsonRoute, responses=errors)
 
 
 def server_state(http: Request) -> ServerState:
-    """What `create_app` put there for the routes."""
+    """The state that `build_app` gave to the routes."""
     state = http.app.state.server
     assert isinstance(state, ServerState)
     return state
 
 
 def json_response(content: Mapping[str, Any], body: Body | None = None) -> Response:
-    """An answer; the fields of `body` that had no effect are named in a header."""
+    """A JSON answer; a header names the fields of `body` that had no effect."""
     headers = ignored_headers(body) if body is not None else {}
     return Response(orjson.dumps(content), headers=headers, media_type="application/json")
 
@@ -89,21 +90,12 @@ def ignored_headers(body: Body) -> dict[str, str]:
     return {IGNORED_HEADER: ", ".join(body.ignored_fields)} if body.ignored_fields else {}
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, but cancel it, and so abort the engine request, if the client hangs up first."""
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_until_disconnected(receive))
-    try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnect
-    finally:
-        task.cancel()
-        watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
+async def in_thread_if_large(size: int, work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+    """Return the result of some work of a known size, which a thread does if it is large.
 
-
-async def _until_disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    An event loop that is busy for a tenth of a second stops every stream of the server for that long. For
+    small work the way to a thread and back costs more than the work.
+    """
+    if size < LARGE:
+        return work(*args, **options)
+    return await asyncio.to_thread(work, *args, **options)

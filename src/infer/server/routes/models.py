@@ -1,6 +1,6 @@
 """`GET /v1/models`: what is served here, with the fields that clients of vLLM read as well.
 
-`HEAD` has the same status and headers and no body, for whoever only wants to know whether a model is there.
+`HEAD` has the same status and headers and no body: enough to learn whether a model is there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ async def get_model(name: str, http: Request) -> Response:
 
 
 def model_card(state: ServerState, name: str) -> dict[str, Any]:
-    """What clients may know of a model; never where its files are."""
+    """The facts about a model that clients may know; the place of its files is not among them."""
     model: ServedModel = state.get_model(name)
     stats = model.clients[0].stats()  # all engines of a model are alike
     return {

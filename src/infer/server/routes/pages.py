@@ -1,4 +1,4 @@
-"""The page for people: a few static files, read once, sent with a policy that forbids everything else.
+"""The playground: a few static files, read once, sent with a policy that forbids everything else.
 
 Scripts, styles and connections may come from this server only, nothing may be inlined, and no other
 page may put this one into a frame. Even text that a model made up to be markup would find no way to run.

@@ -14,8 +14,7 @@ from infer.errors import MalformedRequest
 from infer.server.protocol.logprobs import spell
 from infer.server.protocol.schemas import DetokenizeRequest, TokenizeRequest
 from infer.server.protocol.translate import encode_conversation, encode_prompts
-from infer.server.routes.json_route import json_response, make_router, server_state
-from infer.server.threads import off_loop_if_large
+from infer.server.routes.json_route import in_thread_if_large, json_response, make_router, server_state
 from infer.tokenizer.tokenizer import Tokenizer
 
 router = make_router()
@@ -36,7 +35,7 @@ async def tokenize(body: TokenizeRequest, http: Request) -> Response:
         )
     strings = None
     if body.return_token_strs:
-        strings = await off_loop_if_large(len(ids), spell_all, encoder.tokenizer, ids)
+        strings = await in_thread_if_large(len(ids), spell_all, encoder.tokenizer, ids)
     return json_response(
         {"count": len(ids), "max_model_len": encoder.context_len, "tokens": ids, "token_strs": strings}, body
     )
