@@ -31,9 +31,8 @@ class Answer(BaseModel):
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> PromptEncoder:
     directory: Path = tmp_path_factory.mktemp("refusals") / "llama"
     make_checkpoint("llama", directory)
-    return open_model(
-        EngineConfig.from_knobs(model=str(directory), dtype="float32").load, show_progress=False
-    )[0]
+    config = EngineConfig.from_knobs(model=str(directory), dtype="float32")
+    return open_model(config, show_progress=False)[0]
 
 
 class Full:

@@ -74,7 +74,7 @@ def oracle(checkpoint: str) -> LLM:
 @pytest.fixture(scope="module")
 def module_live(checkpoint: str) -> Iterator[Live]:
     config = EngineConfig.from_knobs(model=checkpoint, max_batch_size=2, max_queue=MAX_WAITING, **KNOBS)
-    encoder, loaded = open_model(config.load, show_progress=False)
+    encoder, loaded = open_model(config, show_progress=False)
     engine = InProcessClient(build_engine(config, loaded))
     model = ServedModel(name="tiny", encoder=encoder, clients=[engine], created=0)
     server_config = ServerConfig(max_body_size="64KiB", access_log=False)

@@ -41,7 +41,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PromptEnco
     make_checkpoint("llama", directory)
     knobs: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "num_blocks": 2048, "block_size": 4}
     config = EngineConfig.from_knobs(model=str(directory), max_batch_size=4 * AT_ONCE, **knobs)
-    encoder, loaded = open_model(config.load, show_progress=False)
+    encoder, loaded = open_model(config, show_progress=False)
     engine = InProcessClient(build_engine(config, loaded))
     yield encoder, engine
     asyncio.run(engine.close())

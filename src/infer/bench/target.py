@@ -58,7 +58,7 @@ class Target:
             return self
         assert not self.is_random
         config = EngineConfig.from_knobs(**(self.config.knobs() | {"cpu_weights": cpu_weights}))
-        return replace(self, loaded=open_model(config.load, show_progress=True)[1], config=config)
+        return replace(self, loaded=open_model(config, show_progress=True)[1], config=config)
 
     def engine(self, **knobs: Any) -> Engine:
         """A fresh engine with these knobs over the others."""
@@ -155,6 +155,6 @@ def open_target(knobs: dict[str, Any], *, model_config: Path | None = None, is_t
             directory.mkdir()
             (directory / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
             return Target(loaded=load_random(directory, **options), config=config, is_random=True)
-    _, loaded = open_model(config.load, show_progress=True)
+    _, loaded = open_model(config, show_progress=True)
     source = resolve_model(config.load.model, revision=config.load.revision, show_progress=False)
     return Target(loaded=loaded, config=config, revision=revision_of(source.path))

@@ -1,6 +1,7 @@
 """An engine behind a queue: in a thread of this process, or in a process of its own.
 
 client.py          `EngineClient`, and the engine in a thread
+load.py            the weights of an engine
 subscribers.py     request ids to readers, and how much may wait for one
 messages.py        what crosses between processes
 process.py         the engine's process

@@ -22,7 +22,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -158,26 +157,10 @@ class EngineServer:
 
 def load_engine(config: EngineConfig) -> Engine:
     """Find the model, load it and build its engine, without a tokenizer: text stays with the server."""
-    import torch
-
+    from infer.client.load import load_weights  # here: a test's engine has no model, and needs no torch
     from infer.engine.build import build_engine
-    from infer.loader.find.source import resolve_model
-    from infer.loader.load import load_model
-    from infer.tools.memory_plan import check_settings
 
-    load = config.load
-    if load.num_threads is not None:
-        torch.set_num_threads(load.num_threads)
-    source = resolve_model(load.model, revision=load.revision, show_progress=False)
-    loaded = load_model(
-        source,
-        dtype=load.dtype,
-        device=load.device,
-        cpu_weights=load.cpu_weights,
-        max_seq_len=load.max_seq_len,
-        check=partial(check_settings, config),
-    )
-    return build_engine(config, loaded)
+    return build_engine(config, load_weights(config))
 
 
 def main(make_engine: Callable[[EngineConfig], Engine] = load_engine) -> int:

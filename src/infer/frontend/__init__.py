@@ -1,8 +1,7 @@
 """Text in, text out, around an engine that speaks token ids.
 
-prompts.py      prompts and messages to requests
+prompts.py      prompts and messages to requests, texts to vectors
 outputs.py      token ids to text that is safe to show
-embeddings.py   texts to vectors
 llm.py          `LLM`: an engine in the caller's thread
 async_llm.py    `AsyncLLM`: an engine behind an event loop
 """

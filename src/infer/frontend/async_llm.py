@@ -14,34 +14,39 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from os import PathLike
 from types import TracebackType
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 from infer.client.client import EngineClient, InProcessClient
+from infer.engine.engine import Engine
 from infer.engine.gc_freeze import collect
-from infer.engine.observer import EngineObserver
 from infer.errors import EngineError, EngineStopped
-from infer.frontend.embeddings import open_embeddings
 from infer.frontend.llm import TextModel
 from infer.frontend.outputs import OutputBuilder, RequestOutput, TextDelta, check_streams
-from infer.frontend.prompts import Conversation, Prompt, RequestOptions, check_single, read_prompt
+from infer.frontend.prompts import (
+    Conversation,
+    Prompt,
+    RequestOptions,
+    check_single,
+    open_embeddings,
+    read_prompt,
+)
 from infer.sampling.params import SamplingParams
-from infer.scheduling.request import Request
+from infer.scheduling.request import Request, StepOutput
+
+
+class _Chat(NamedTuple):
+    """A conversation that is to be a prompt."""
+
+    messages: Conversation
+    tools: Sequence[Mapping[str, Any]] | None
+    template_options: Mapping[str, Any] | None
 
 
 class AsyncLLM(TextModel):
     """A model for one event loop; keywords are the knobs of docs/knobs.md."""
 
-    def __init__(
-        self,
-        model: str | PathLike[str] | None = None,
-        *,
-        show_progress: bool = False,
-        observer: EngineObserver | None = None,
-        **knobs: Any,
-    ) -> None:
-        engine = self._open_engine(model, knobs, observer, show_progress=show_progress)
+    def _start(self, engine: Engine) -> None:
         self._client: EngineClient | None = InProcessClient(engine)  # None: closed
 
     async def __aenter__(self) -> AsyncLLM:
@@ -99,7 +104,7 @@ class AsyncLLM(TextModel):
 
         Options are those of `RequestOptions`: priority, deadline and cache_salt.
         """
-        return await self._generate(prompt, params, request_id, options, is_chat=False)
+        return await self._generate(prompt, params, request_id, options)
 
     def stream(
         self,
@@ -110,7 +115,7 @@ class AsyncLLM(TextModel):
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[TextDelta, None]:
         """Continue a prompt piece by piece; leaving the loop ends the request."""
-        return self._stream(prompt, params, request_id, options, is_chat=False)
+        return self._stream(prompt, params, request_id, options)
 
     async def chat(
         self,
@@ -123,10 +128,9 @@ class AsyncLLM(TextModel):
         **options: Unpack[RequestOptions],
     ) -> RequestOutput:
         """Answer a conversation, or a text as its only message, and return the whole answer."""
-        prompt = await self.encode_chat(messages, tools=tools, template_options=template_options)
-        return await self._generate(prompt, params, request_id, options, is_chat=True)
+        return await self._generate(_Chat(messages, tools, template_options), params, request_id, options)
 
-    async def stream_chat(
+    def stream_chat(
         self,
         messages: Conversation,
         params: SamplingParams | None = None,
@@ -137,11 +141,7 @@ class AsyncLLM(TextModel):
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[TextDelta, None]:
         """Answer a conversation piece by piece."""
-        prompt = await self.encode_chat(messages, tools=tools, template_options=template_options)
-        stream = self._stream(prompt, params, request_id, options, is_chat=True)
-        async with contextlib.aclosing(stream) as deltas:
-            async for delta in deltas:
-                yield delta
+        return self._stream(_Chat(messages, tools, template_options), params, request_id, options)
 
     async def embed(
         self, prompt: Prompt, *, pooling: str | None = None, normalize: bool | None = None
@@ -156,58 +156,57 @@ class AsyncLLM(TextModel):
 
     async def _generate(
         self,
-        prompt: Prompt,
+        prompt: Prompt | _Chat,
         params: SamplingParams | None,
         request_id: str | None,
         options: RequestOptions,
-        *,
-        is_chat: bool,
     ) -> RequestOutput:
-        request, builder = await self._open(prompt, params, request_id, options, is_chat=is_chat)
-        async with contextlib.aclosing(self._deltas(request, builder)) as deltas:
-            async for _ in deltas:
-                pass
+        request, builder = await self._open(prompt, params, request_id, options)
+        async with contextlib.aclosing(self.client.generate(request)) as outputs:
+            async for output in outputs:
+                self._take(builder, output)
+                if builder.is_finished:
+                    break
         return builder.build()
 
     async def _stream(
         self,
-        prompt: Prompt,
+        prompt: Prompt | _Chat,
         params: SamplingParams | None,
         request_id: str | None,
         options: RequestOptions,
-        *,
-        is_chat: bool,
     ) -> AsyncGenerator[TextDelta, None]:
-        request, builder = await self._open(prompt, params, request_id, options, is_chat=is_chat)
+        request, builder = await self._open(prompt, params, request_id, options)
         check_streams(request.params, "use generate")
-        async with contextlib.aclosing(self._deltas(request, builder)) as deltas:
-            async for delta in deltas:
-                yield delta
-
-    async def _open(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        request_id: str | None,
-        options: RequestOptions,
-        *,
-        is_chat: bool,
-    ) -> tuple[Request, OutputBuilder]:
-        check_single(prompt)
-        request = await asyncio.to_thread(self.encoder.make_request, prompt, params, request_id, **options)
-        text = prompt if isinstance(prompt, str) else None
-        return request, OutputBuilder(request, self.encoder.tokenizer, text, is_chat=is_chat)
-
-    async def _deltas(self, request: Request, builder: OutputBuilder) -> AsyncGenerator[TextDelta, None]:
-        """The pieces of a request as they come; sequences that met a stop string are aborted."""
         async with contextlib.aclosing(self.client.generate(request)) as outputs:
             async for output in outputs:
-                delta, can_stop = builder.take(output)
-                if can_stop:
-                    self.client.abort(request.request_id, output.index)
+                delta = self._take(builder, output)
                 if delta is not None:
-                    if delta.error is not None:
-                        raise EngineError(delta.error)
                     yield delta
                 if builder.is_finished:
                     return
+
+    async def _open(
+        self,
+        prompt: Prompt | _Chat,
+        params: SamplingParams | None,
+        request_id: str | None,
+        options: RequestOptions,
+    ) -> tuple[Request, OutputBuilder]:
+        text = prompt if isinstance(prompt, str) else None
+        is_chat = isinstance(prompt, _Chat)
+        if isinstance(prompt, _Chat):
+            messages, tools, template_options = prompt
+            prompt = await self.encode_chat(messages, tools=tools, template_options=template_options)
+        check_single(prompt)
+        request = await asyncio.to_thread(self.encoder.make_request, prompt, params, request_id, **options)
+        return request, OutputBuilder(request, self.encoder.tokenizer, text, is_chat=is_chat)
+
+    def _take(self, builder: OutputBuilder, output: StepOutput) -> TextDelta | None:
+        """Add an output to its answer; a sequence that met a stop string is aborted."""
+        delta, can_stop = builder.take(output)
+        if can_stop:
+            self.client.abort(builder.request.request_id, output.index)
+        if delta is not None and delta.error is not None:
+            raise EngineError(delta.error)
+        return delta

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from os import PathLike
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Unpack
@@ -25,7 +24,6 @@ from infer.engine.engine import Engine
 from infer.engine.gc_freeze import collect
 from infer.engine.observer import EngineObserver
 from infer.errors import BatchFailed, ConfigError, EngineError, EngineStopped, RequestError
-from infer.frontend.embeddings import open_embeddings
 from infer.frontend.outputs import CompletionOutput, OutputBuilder, RequestOutput, TextDelta, check_streams
 from infer.frontend.prompts import (
     Conversation,
@@ -34,12 +32,12 @@ from infer.frontend.prompts import (
     RequestOptions,
     as_batch,
     as_conversations,
+    open_embeddings,
     open_model,
     read_prompt,
 )
 from infer.log import progress
 from infer.sampling.params import SamplingParams
-from infer.tools.memory_plan import check_settings
 
 if TYPE_CHECKING:
     from infer.scheduling.request import Request
@@ -49,26 +47,29 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "TextDelta"]
 
 
 class TextModel:
-    """What `LLM` and `AsyncLLM` have in common: a model with its text side, and an engine made for it."""
+    """The common part of `LLM` and `AsyncLLM`: a model with its text side; keywords are knobs."""
 
-    def _open_engine(
+    def __init__(
         self,
-        model: str | PathLike[str] | None,
-        knobs: Mapping[str, Any],
-        observer: EngineObserver | None,
+        model: str | PathLike[str] | None = None,
         *,
-        show_progress: bool,
-    ) -> Engine:
+        show_progress: bool = False,
+        observer: EngineObserver | None = None,
+        **knobs: Any,
+    ) -> None:
         for name in knobs:
             if name in SamplingParams.__dataclass_fields__ and name not in knob_table():
                 raise ConfigError(f"{name} belongs to the params: SamplingParams({name}=...)")
         self.config = EngineConfig.from_knobs(model=model, **knobs)
-        check = partial(check_settings, self.config)
-        self.encoder, loaded = open_model(self.config.load, show_progress=show_progress, check=check)
+        self.encoder, loaded = open_model(self.config, show_progress=show_progress)
         engine = build_engine(self.config, loaded, observer=observer)
         self.model_config = loaded.config
         self.context_len = engine.context_len  # the longest prompt + output in tokens
-        return engine
+        self._start(engine)
+
+    def _start(self, engine: Engine) -> None:
+        """Take over the engine."""
+        raise NotImplementedError
 
     @property
     def name(self) -> str:
@@ -94,15 +95,7 @@ class TextModel:
 class LLM(TextModel):
     """A model that answers prompts; keywords are the knobs of docs/knobs.md."""
 
-    def __init__(
-        self,
-        model: str | PathLike[str] | None = None,
-        *,
-        show_progress: bool = False,
-        observer: EngineObserver | None = None,
-        **knobs: Any,
-    ) -> None:
-        engine = self._open_engine(model, knobs, observer, show_progress=show_progress)
+    def _start(self, engine: Engine) -> None:
         self._engine: Engine | None = engine  # None: closed
         self._streams: dict[str, _Stream] = {}
         self._dropped: deque[_Stream] = deque()  # their readers are gone; to be closed between steps

@@ -1,24 +1,33 @@
-"""The text side of a model: its tokenizer, its chat template, and requests made from what people write.
+"""The text side of a model: its tokenizer, its chat template, and the requests made with them.
 
-The engine knows token ids only. Everything before it (text to ids, messages to a prompt) is here, shared
-by the offline `LLM`, the `AsyncLLM` and whoever serves either over a wire.
+    text, ids or messages ──► PromptEncoder ──► Request                     for generation
+    texts or ids ──► open_embeddings ──► EmbeddingJob ──► unit vectors      for embeddings
+
+The engine knows token ids only. Everything before it (text to ids, messages to a prompt) is here, shared by
+`LLM`, `AsyncLLM` and the server.
+
+An embedding is the final hidden state of an input, pooled: that of the last token (the default, what decoder
+models are trained for) or the mean over all. Vectors have the length 1, as OpenAI's have, so that a dot
+product is a cosine; `normalize=False` gives the state as it is. A model whose files say how it is to be
+pooled is pooled so (loader/pooling.py), unless the caller says otherwise.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import numbers
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict, Unpack, cast
 
-import torch
-
-from infer.config.settings import LoadConfig
-from infer.errors import ConfigError, ContextOverflow, RequestError, closest
+from infer.client.load import load_weights
+from infer.config.settings import EngineConfig, LoadConfig
+from infer.errors import ConfigError, ContextOverflow, RequestError, closest, spell_context, spell_limit
 from infer.loader.find.source import resolve_model
-from infer.loader.load import LoadChoice, LoadedModel, ModelHeaders, check_length, load_model, read_headers
+from infer.loader.load import LoadedModel, ModelHeaders, check_length, read_headers
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
 from infer.tokenizer.chat_template import ChatTemplate, find_template
@@ -30,7 +39,7 @@ Conversation: TypeAlias = str | Sequence[Message]  # a text is one message of a 
 
 
 class RequestOptions(TypedDict, total=False):
-    """What a request may say beside its prompt and its params; `Request` has the defaults."""
+    """The options of a request beside its prompt and its params; `Request` has the defaults."""
 
     priority: int  # smaller is more urgent; read by the `priority` policy
     deadline: float | None  # seconds of `time.monotonic` by which it should end; read by `deadline`
@@ -61,7 +70,7 @@ class PromptEncoder:
 
     @property
     def template_warning(self) -> str | None:
-        """What to tell whoever lets people chat with a model that may not know how; None: nothing."""
+        """The warning for a chat with a model that may not know the format; None if there is none."""
         if self.ships_chat_template or not isinstance(self._template, ChatTemplate):
             return None
         return (
@@ -149,7 +158,7 @@ class PromptEncoder:
 
 
 def blame(error: RequestError, param: str) -> RequestError:
-    """An error for whoever calls the prompt otherwise: `messages` of a chat, `input` of an embedding."""
+    """The error with another name for the prompt: `messages` of a chat, `input` of an embedding."""
     if error.param == "prompt":
         error.param = param
     return error
@@ -161,7 +170,7 @@ def is_token_id(value: object) -> bool:
 
 
 def read_prompt(prompt: object) -> str | list[int]:
-    """A text as it is, token ids of any make as a list of plain integers."""
+    """The prompt as a text, or as a list of plain integers."""
     return prompt if isinstance(prompt, str) else read_token_ids(prompt)
 
 
@@ -181,7 +190,7 @@ def read_token_ids(prompt: object) -> list[int]:
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many? A string, a list of integers and an array with one dimension are one."""
+    """The prompts as a list; a string, a list of integers and an array with one dimension are one prompt."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, bytes | bytearray):
@@ -208,7 +217,7 @@ def check_single(given: object) -> None:
 
 
 def as_conversations(messages: Conversation | Sequence[Sequence[Message]]) -> list[Conversation]:
-    """One conversation or several? A text and a list of messages are one."""
+    """The conversations as a list; a text and a list of messages are one conversation."""
     message = '{"role": "user", "content": "..."}'
     allowed = (
         f"chat answers a text, one conversation, which is a list of messages such as {message}, "
@@ -230,7 +239,7 @@ def as_conversations(messages: Conversation | Sequence[Sequence[Message]]) -> li
 
 
 def _check_options(options: RequestOptions) -> None:
-    """Refuse unknown options and those of the wrong type here, where there is somebody to tell."""
+    """Refuse unknown options and those of the wrong type."""
     for name in options:
         if name in SamplingParams.__dataclass_fields__:
             raise RequestError(f"{name} belongs to the params: SamplingParams({name}=...)", param=name)
@@ -246,31 +255,64 @@ def _check_options(options: RequestOptions) -> None:
         raise RequestError(f"cache_salt must be text, got {options['cache_salt']!r}", param="cache_salt")
 
 
-def open_model(
-    config: LoadConfig,
-    *,
-    show_progress: bool,
-    check: Callable[[LoadChoice], None] = lambda choice: None,
-) -> tuple[PromptEncoder, LoadedModel]:
-    """Find, load and understand a model: everything that comes before an engine.
+class InputOverflow(ContextOverflow):
+    """An input is longer than the context; nothing is generated, so there is no max_tokens to lower."""
 
-    `check` may refuse, before a weight is read, what an engine could not be built with.
-    """
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    headers = find_headers(config, show_progress=show_progress)
-    encoder = PromptEncoder(config, headers)
-    loaded = load_model(
-        headers.source,
-        dtype=config.dtype,
-        device=config.device,
-        cpu_weights=config.cpu_weights,
-        max_seq_len=config.max_seq_len,
-        show_progress=show_progress,
-        headers=headers,
-        check=check,
+    def __init__(self, index: int, num_tokens: int, context_len: int, model_len: int) -> None:
+        RequestError.__init__(
+            self,
+            f"input {index} has {num_tokens} tokens, but {spell_context(context_len)}; shorten it"
+            + spell_limit(context_len, model_len),
+            param="input",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingJob:
+    """The inputs of embeddings as token ids, and how each is pooled and scaled."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    pooling: str
+    normalize: bool
+
+    def finish(self, hidden: list[float]) -> list[float]:
+        """The vector of one input, from its hidden state."""
+        return to_unit(hidden) if self.normalize else hidden
+
+
+def open_embeddings(
+    encoder: PromptEncoder,
+    inputs: Sequence[str | list[int]],
+    *,
+    pooling: str | None = None,
+    normalize: bool | None = None,
+    add_special: bool = True,
+) -> EmbeddingJob:
+    """Encode and check all inputs; by default they are pooled and scaled as the model's authors say."""
+    prompts = encoder.encode_all(inputs, "input", add_special=add_special)
+    for i, ids in enumerate(prompts):
+        if not ids:
+            raise RequestError(f"input {i} has no tokens; give at least one", param="input")
+        if len(ids) > encoder.context_len:
+            raise InputOverflow(i, len(ids), encoder.context_len, encoder.model_len)
+    return EmbeddingJob(
+        prompts=tuple(tuple(ids) for ids in prompts),
+        pooling=encoder.pooling.mode if pooling is None else pooling,
+        normalize=encoder.pooling.normalize if normalize is None else normalize,
     )
-    return encoder, loaded
+
+
+def to_unit(vector: list[float]) -> list[float]:
+    """The vector scaled to the length 1; zeros stay zeros."""
+    length = math.hypot(*vector) or 1.0
+    return [value / length for value in vector]
+
+
+def open_model(config: EngineConfig, *, show_progress: bool) -> tuple[PromptEncoder, LoadedModel]:
+    """Find and load a model: its text side, and the weights for an engine."""
+    headers = find_headers(config.load, show_progress=show_progress)
+    encoder = PromptEncoder(config.load, headers)
+    return encoder, load_weights(config, headers, show_progress=show_progress)
 
 
 def find_headers(config: LoadConfig, *, show_progress: bool) -> ModelHeaders:
@@ -291,7 +333,7 @@ def _load_tokenizer(config: LoadConfig, headers: ModelHeaders) -> Tokenizer:
 
 
 def _find_template(config: LoadConfig, family: str, tokenizer: Tokenizer) -> ChatTemplate | ConfigError:
-    """The template, or the reason there is none, to be raised when somebody wants to chat."""
+    """The template, or the error to raise for a chat without one."""
     try:
         return find_template(family, tokenizer, config.chat_template)
     except ConfigError as error:

@@ -11,9 +11,9 @@ skip everything after the penalties and take the largest logit.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import wraps
 from typing import TypeVar
 
 from infer.config.settings import MAX_SEQUENCES
@@ -30,35 +30,33 @@ MAX_SEED = MAX_INT
 MAX_LOGPROBS = 20
 
 
-def _names_checked(cls: type[T]) -> type[T]:
-    """Let the constructor of a dataclass refuse an unknown name as it refuses a wrong value."""
-    construct = cls.__init__
+class _CheckedNames(type):
+    """The type of a class whose call refuses an unknown name as it refuses a wrong value."""
 
-    @wraps(construct)  # whoever looks at the signature still sees every parameter
-    def __init__(self: T, *unnamed: object, **given: object) -> None:
-        try:
-            construct(self, *unnamed, **given)
-        except TypeError:
-            known = cls.__dataclass_fields__  # type: ignore[attr-defined]  # of every dataclass
-            if unnamed:
-                raise RequestError(
-                    f"parameters are given by name, such as {cls.__name__}(temperature=0.5), "
-                    f"got {_shown(unnamed[0])} without one"
-                ) from None
-            for name in given:
-                if name not in known:
-                    hint = closest(name, known, listed="known")
-                    raise RequestError(f"unknown sampling parameter {name!r}{hint}", param=name) from None
-            raise
+    def __call__(cls: type[T], *unnamed: object, **given: object) -> T:
+        if unnamed:
+            raise RequestError(
+                f"parameters are given by name, such as {cls.__name__}(temperature=0.5), "
+                f"got {_shown(unnamed[0])} without one"
+            )
+        known = vars(cls)["__dataclass_fields__"]
+        for name in given:
+            if name not in known:
+                hint = closest(name, known, listed="known")
+                raise RequestError(f"unknown sampling parameter {name!r}{hint}", param=name)
+        made: T = type.__call__(cls, **given)
+        return made
 
-    cls.__init__ = __init__  # type: ignore[method-assign, assignment]
-    return cls
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The signature of the constructor, for editors and `help`."""
+        sign = inspect.signature(vars(cls)["__init__"])
+        return sign.replace(parameters=list(sign.parameters.values())[1:])
 
 
-@_names_checked
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """What a client may ask of sampling; checked on construction, then never changed."""
+class SamplingParams(metaclass=_CheckedNames):
+    """The sampling parameters of one request; checked on construction, then never changed."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -106,7 +104,7 @@ class SamplingParams:
         self._check_collections()
 
     def _own_collections(self) -> None:
-        """Replace what the caller may still change by copies of our own."""
+        """Replace collections that the caller may still change by copies."""
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", _own_tuple("stop", stop, "a string or a list of strings"))
         ids = _own_tuple("stop_token_ids", self.stop_token_ids, "a list of token ids")
@@ -217,7 +215,7 @@ def _check_range(name: str, value: float, low: float, high: float, *, low_open: 
 
 
 def check_num_sequences(name: str, value: int, limit: int = MAX_SEQUENCES) -> None:
-    """Refuse an `n` or a `best_of` that nobody is given here."""
+    """Refuse an `n` or a `best_of` outside of 1 to `limit`."""
     _check_int(name, value, 1, limit)
 
 
@@ -240,7 +238,7 @@ def _own_tuple(name: str, value: Collection[T], wanted: str) -> tuple[T, ...]:
 
 
 def _shown(value: object) -> str:
-    """The value as an error message can bear it."""
+    """The value in at most 80 characters, for an error message."""
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print integers of thousands of digits

@@ -26,7 +26,7 @@ def oracle(checkpoint: str) -> LLM:
 @pytest.fixture(scope="session")
 def client(checkpoint: str) -> Iterator[InProcessClient]:
     config = EngineConfig.from_knobs(model=checkpoint, **KNOBS)
-    _, loaded = open_model(config.load, show_progress=False)
+    _, loaded = open_model(config, show_progress=False)
     made = InProcessClient(build_engine(config, loaded))
     yield made
     asyncio.run(made.close())

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from infer.errors import RequestError
-from infer.frontend.embeddings import to_unit
 from infer.frontend.llm import LLM
+from infer.frontend.prompts import to_unit
 from infer.loader.pooling import Pooling
 from infer.scheduling.request import Request, StepOutput
 from tests.support.wire import ScriptedClient, Wire, make_state, outputs_of

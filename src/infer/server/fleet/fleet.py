@@ -17,7 +17,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from infer.client.client import EngineClient, InProcessClient
@@ -170,10 +169,8 @@ class Fleet:
         def build() -> tuple[PromptEncoder, list[EngineClient]]:
             from infer.engine.build import build_engine
             from infer.frontend.prompts import open_model
-            from infer.tools.memory_plan import check_settings
 
-            check = partial(check_settings, config)
-            encoder, loaded = open_model(config.load, show_progress=True, check=check)
+            encoder, loaded = open_model(config, show_progress=True)
             timeout = self.state.config.stuck_timeout
             engines = [build_engine(config, loaded) for _ in range(self.state.config.replicas)]
             return encoder, [InProcessClient(engine, stuck_timeout=timeout) for engine in engines]

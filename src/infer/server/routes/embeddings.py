@@ -17,7 +17,7 @@ from fastapi import Request as HttpRequest
 from fastapi import Response
 
 from infer.errors import RequestError, RequestTimeout
-from infer.frontend.embeddings import EmbeddingJob, open_embeddings
+from infer.frontend.prompts import EmbeddingJob, open_embeddings
 from infer.scheduling.request import Request
 from infer.server.protocol.schemas import EmbeddingRequest
 from infer.server.protocol.stream import unless_disconnected
