@@ -42,7 +42,7 @@ def run(
 ) -> tuple[float, list[float], list[list[int]]]:
     """Seconds for all of them, seconds until each was done, and their tokens."""
     start = time.perf_counter()
-    made = [llm.front.make_request(prompt, params) for prompt, params in requests]
+    made = [llm.encoder.make_request(prompt, params) for prompt, params in requests]
     tokens: dict[str, list[int]] = {request.request_id: [] for request in made}
     done_s: list[float] = []
     for request in made:

@@ -70,6 +70,15 @@ class EngineClient(Protocol):
         ...
 
 
+def failure_of(client: EngineClient) -> EngineError | None:
+    """The error that `check_health` raises; None if the engine can serve."""
+    try:
+        client.check_health()
+    except EngineError as error:
+        return error
+    return None
+
+
 class InProcessClient:
     """An engine in a thread of this process, for one event loop."""
 

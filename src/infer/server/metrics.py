@@ -21,10 +21,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
-from infer.client.client import EngineClient
+from infer.client.client import EngineClient, failure_of
 from infer.config.settings import CacheConfig
 from infer.engine.stats import STEP_TOKENS, Histogram
-from infer.errors import EngineError
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -90,14 +89,6 @@ class EngineMeter:
         return labels
 
 
-def _is_up(client: EngineClient) -> float:
-    try:
-        client.check_health()
-    except EngineError:
-        return 0.0
-    return 1.0
-
-
 def _cache_use(client: EngineClient) -> float:
     stats = client.stats()
     return stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
@@ -109,7 +100,7 @@ GAUGES: tuple[tuple[str, str, Reading], ...] = (
     ("num_requests_running", "sequences being computed", lambda m: m.client.stats().num_running),
     ("num_requests_waiting", "sequences waiting for room", lambda m: m.client.stats().num_waiting),
     ("kv_cache_usage_perc", "share of KV-cache blocks in use, 0 to 1", lambda m: _cache_use(m.client)),
-    ("engine_up", "1 if the engine is alive and makes progress", lambda m: _is_up(m.client)),
+    ("engine_up", "1 if the engine is alive and makes progress", lambda m: failure_of(m.client) is None),
 )
 COUNTERS: tuple[tuple[str, str, Reading], ...] = (
     ("prefix_cache_queries", "prompt tokens looked up", lambda m: m.client.stats().num_queried_tokens),

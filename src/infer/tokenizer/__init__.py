@@ -10,7 +10,6 @@
     vocabulary.py       what those two agree on
     special_text.py     where the text of special tokens occurs in a text
     detokenizer.py      ids that arrive one by one -> text, whole characters only, up to a stop string
-    chat_messages.py    what a client may put into a conversation
     chat_families.py    which template belongs to which model
     chat_template.py    a conversation -> the text and ids its model was trained on
     sandbox.py          what a template may use of time and memory

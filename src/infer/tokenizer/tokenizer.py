@@ -26,17 +26,18 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken
 
-from infer.errors import CheckpointError, ContextOverflow, RequestError
+from infer.errors import CheckpointError, ContextOverflow, InferError, RequestError
 from infer.tokenizer.directory_vocab import read_directory_vocabulary
 from infer.tokenizer.gguf_vocab import read_gguf_vocabulary
 from infer.tokenizer.special_text import SpecialText
-from infer.tokenizer.vocabulary import Vocabulary, library_errors
+from infer.tokenizer.vocabulary import Vocabulary
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -214,6 +215,17 @@ class Tokenizer:
             return str(token).encode() if is_text else bytes(BYTE_OF_CHAR[char] for char in token)
         byte = _BYTE_TOKEN.fullmatch(token)
         return bytes([int(byte[1], 16)]) if byte else str(token).replace("▁", " ").encode()
+
+
+@contextmanager
+def library_errors(kind: type[InferError]) -> Iterator[None]:
+    """Turn what the `tokenizers` library alone raises, a bare Exception or a panic, into an error of ours."""
+    try:
+        yield
+    except BaseException as error:  # a panic is no Exception, and its class cannot be imported
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"the tokenizers library cannot work with this vocabulary: {error}") from None
 
 
 def _printable_bytes() -> dict[str, int]:

@@ -14,8 +14,6 @@ was trained on. `SPLIT_RULES` holds the rules by the names that GGUF files call 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +21,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers.normalizers import NFC
 
-from infer.errors import CheckpointError, InferError
+from infer.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,17 +84,6 @@ def byte_level_core(
     )
     core.decoder = decoders.ByteLevel()
     return core
-
-
-@contextmanager
-def library_errors(kind: type[InferError]) -> Iterator[None]:
-    """Turn what the `tokenizers` library alone raises, a bare Exception or a panic, into an error of ours."""
-    try:
-        yield
-    except BaseException as error:  # a panic is no Exception, and its class cannot be imported
-        if type(error) is not Exception and type(error).__name__ != "PanicException":
-            raise
-        raise kind(f"the tokenizers library cannot work with this vocabulary: {error}") from None
 
 
 def build_bpe(**parts: Any) -> models.BPE:

@@ -11,7 +11,7 @@ from infer.errors import TemplateError
 from infer.server.middleware.redaction import redacted_reason
 from infer.server.protocol.errors import ROUTES, ApiError, to_api_error
 from infer.server.protocol.schemas import ChatRequest, CompletionRequest
-from infer.tokenizer.chat_messages import clean_messages
+from infer.tokenizer.chat_template import clean_messages
 from tests.support.app import Site
 
 CARD = "4111-1111-1111-1111"

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from infer.errors import TemplateError
-from infer.tokenizer import chat_messages
-from infer.tokenizer.chat_messages import clean_messages, clean_tools, map_strings
+from infer.tokenizer import chat_template
+from infer.tokenizer.chat_template import clean_messages, clean_tools, map_strings
 
 
 def test_text_parts_are_joined() -> None:
@@ -78,11 +78,11 @@ def test_no_tools_is_none() -> None:
 
 def test_sizes_are_bounded() -> None:
     with pytest.raises(TemplateError, match="at most"):
-        clean_messages([{"role": "user", "content": ""}] * (chat_messages.MAX_MESSAGES + 1))
+        clean_messages([{"role": "user", "content": ""}] * (chat_template.MAX_MESSAGES + 1))
     with pytest.raises(TemplateError, match="at most"):
-        clean_tools([{"function": {"name": "f"}}] * (chat_messages.MAX_TOOLS + 1))
+        clean_tools([{"function": {"name": "f"}}] * (chat_template.MAX_TOOLS + 1))
     deep: Any = "x"
-    for _ in range(chat_messages.MAX_DEPTH + 1):
+    for _ in range(chat_template.MAX_DEPTH + 1):
         deep = [deep]
     with pytest.raises(TemplateError, match="levels deep"):
         map_strings(deep, str)

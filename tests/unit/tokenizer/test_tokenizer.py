@@ -15,8 +15,8 @@ from tokenizers import pre_tokenizers
 
 from infer.errors import CheckpointError, ContextOverflow, InferError, RequestError
 from infer.tokenizer.gguf_vocab import read_gguf_vocabulary
-from infer.tokenizer.tokenizer import LONG_TEXT, Tokenizer
-from infer.tokenizer.vocabulary import SPLIT_RULES, SplitRule, library_errors
+from infer.tokenizer.tokenizer import LONG_TEXT, Tokenizer, library_errors
+from infer.tokenizer.vocabulary import SPLIT_RULES, SplitRule
 from tests.unit.tokenizer.vocabularies import (
     gpt2_metadata,
     gpt2_tokenizer,

@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from infer.client.client import EngineClient, InProcessClient
+from infer.client.client import EngineClient, InProcessClient, failure_of
 from infer.config.defaults import SERVER_MAX_QUEUE
 from infer.config.settings import EngineConfig
-from infer.errors import EngineError, EngineLost, NameTaken, RequestError, UnknownModel
+from infer.errors import EngineLost, NameTaken, RequestError, UnknownModel
 from infer.server.fleet.metered_client import MeteredClient
 from infer.server.metrics import ServerMetrics
 from infer.server.state import ServedModel, ServerState
@@ -213,22 +213,22 @@ class Fleet:
         while True:
             for meter in self.metrics.meters:
                 model, engine = meter.labels
-                reason = failure_of(meter.client)
-                if reason is not None and not meter.is_down:
-                    logger.error("engine down model=%s engine=%s reason=%r", model, engine, reason)
-                elif reason is None and meter.is_down:
+                failure = failure_of(meter.client)
+                if failure is not None and not meter.is_down:
+                    logger.error("engine down model=%s engine=%s reason=%r", model, engine, str(failure))
+                elif failure is None and meter.is_down:
                     logger.warning("engine back model=%s engine=%s", model, engine)
-                meter.is_down = reason is not None
+                meter.is_down = failure is not None
             self._check_all_lost()
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     def _check_all_lost(self) -> None:
         """End `wait_lost` if every engine is down for good."""
-        reasons = [loss_of(meter.client) for meter in self.metrics.meters]
-        if self._lost is None or self._lost.done() or not reasons or self._is_loading:
+        failures = [failure_of(meter.client) for meter in self.metrics.meters]
+        if self._lost is None or self._lost.done() or not failures or self._is_loading:
             return
-        if all(reason is not None for reason in reasons):
-            self._lost.set_result(f"no engine is left: {reasons[-1]}")
+        if all(isinstance(failure, EngineLost) for failure in failures):
+            self._lost.set_result(f"no engine is left: {failures[-1]}")
 
 
 def with_server_defaults(config: EngineConfig) -> EngineConfig:
@@ -236,23 +236,3 @@ def with_server_defaults(config: EngineConfig) -> EngineConfig:
     if config.scheduler.max_queue is not None:
         return config
     return replace(config, scheduler=replace(config.scheduler, max_queue=SERVER_MAX_QUEUE))
-
-
-def failure_of(client: EngineClient) -> str | None:
-    """The reason why an engine cannot serve at the moment; None if it can."""
-    try:
-        client.check_health()
-    except EngineError as error:
-        return str(error)
-    return None
-
-
-def loss_of(client: EngineClient) -> str | None:
-    """The reason why an engine will never serve again; None if it may."""
-    try:
-        client.check_health()
-    except EngineLost as error:
-        return str(error)
-    except EngineError:
-        return None
-    return None

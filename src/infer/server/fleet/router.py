@@ -20,8 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
-from infer.client.client import EngineClient
-from infer.errors import EngineError
+from infer.client.client import EngineClient, failure_of
 from infer.scheduling.request import Request
 
 PREFIX_BLOCK = 16  # tokens hashed at a time
@@ -53,7 +52,7 @@ class Router:
         """Choose the replica for this request, and remember the choice."""
         if len(clients) == 1:
             return clients[0]
-        up = [client for client in clients if _is_up(client)] or list(clients)
+        up = [client for client in clients if failure_of(client) is None] or list(clients)
         loads = [self._load(client) for client in up]
         least = min(loads)
         keys = _prefix_keys(request)
@@ -104,11 +103,3 @@ def _prefix_keys(request: Request) -> list[int]:
         key = hash((key, request.prompt[start : start + PREFIX_BLOCK]))
         keys.append(key)
     return keys
-
-
-def _is_up(client: EngineClient) -> bool:
-    try:
-        client.check_health()
-    except EngineError:
-        return False
-    return True

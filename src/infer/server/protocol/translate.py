@@ -27,24 +27,11 @@ from infer.server.state import ServedModel, ServerState, engine_id
 
 DEFAULT_COMPLETION_TOKENS = 16  # as everywhere; a chat answer may fill the context
 
-# fields that mean the same in a body and in SamplingParams
-SAME_NAME = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "n",
-    "best_of",
-    "use_beam_search",
-)
+SAME_NAME = [  # fields that mean the same in a body and in SamplingParams
+    name
+    for name in SamplingBody.model_fields
+    if name in SamplingParams.__dataclass_fields__ and name not in ("max_tokens", "logit_bias")
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from infer import __version__
-from infer.server.fleet.fleet import failure_of
+from infer.client.client import failure_of
 from infer.server.metrics import CONTENT_TYPE, ServerMetrics
 from infer.server.protocol.errors import RETRY_LATER_S, ApiError
 from infer.server.state import ServerState
