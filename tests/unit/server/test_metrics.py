@@ -443,6 +443,6 @@ def test_http_requests_are_counted_by_route_and_status_not_by_path() -> None:
 def test_the_metrics_say_whether_prefixes_are_cached_and_not_whether_it_was_asked(
     backend: str, is_on: str
 ) -> None:
-    client = ObservedClient(FakeClient(), "m", ServerMetrics("infer"))
+    client = MeteredClient(FakeClient(), "m", ServerMetrics("infer"))
     client.meter.cache = CacheConfig(use_prefix_caching=True, kv_cache_backend=backend)
     assert client.meter.cache_labels["enable_prefix_caching"] == is_on

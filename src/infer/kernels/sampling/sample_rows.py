@@ -175,7 +175,7 @@ def _sample_row(logits_V: torch.Tensor, state: SampleState, row: int, position: 
 # -- constants of the kernels -----------------------------------------------------------------------
 
 
-def _constant(value: float) -> float:
+def _constant(value: float) -> Any:
     """A global that kernels may read."""
     return value if tl is None else tl.constexpr(value)
 
