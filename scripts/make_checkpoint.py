@@ -31,8 +31,8 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from infer.errors import ConfigError, InferError
-from infer.layers.moe import ExpertLinear
-from infer.layers.norm import AddNorm, RMSNorm
+from infer.layers.linear import ExpertLinear
+from infer.layers.norm import RMSNorm
 from infer.models.model import Model
 from infer.models.registry import find_family
 from infer.models.weight_map import Target, WeightMap, names_an_expert
@@ -270,7 +270,7 @@ def _random_tensor(
     if leaf == "bias":
         return 0.1 * noise
     if len(shape) == 1:  # a norm: around 1, or around 0 where the norm itself adds the 1
-        centre = 1.0 - module.offset if isinstance(module, RMSNorm | AddNorm) else 1.0
+        centre = 1.0 - module.offset if isinstance(module, RMSNorm) else 1.0
         return 0.1 * noise + centre
     in_features: int = module.weight.shape[-1]  # our weights are [out, in], whatever the file's layout
     return noise / math.sqrt(in_features)

@@ -17,9 +17,9 @@ import torch
 from benchmarks.kernels.linear_small import EPS, MODELS, Model, read_stream, write_stream
 from benchmarks.kernels.report import run_benchmark
 from benchmarks.kernels.timing import Case
-from infer.kernels.linear import pdl as linear_ahead
-from infer.kernels.linear.prepared import Matrix
-from infer.kernels.linear.residual import Added
+from infer.kernels.linear.compiled import CompiledLinears
+from infer.kernels.linear.cuda import Matrix
+from infer.kernels.linear.residual import ResidualSum
 from infer.kernels.linear.small import can_add
 
 _DTYPE = torch.bfloat16
@@ -28,11 +28,12 @@ _DTYPE = torch.bfloat16
 def linear_ahead_cases(device: torch.device) -> Iterator[Case]:
     """Few tokens of small models; nothing where the kernel cannot be had."""
     for model in MODELS:
-        if prepare_model(model, device):
-            yield from (_case(model, num_tokens, device) for num_tokens in (1, 8))
+        compiled = compile_model(model, device)
+        if compiled.pdl.ready:
+            yield from (_case(model, num_tokens, compiled) for num_tokens in (1, 8))
 
 
-def prepare_model(model: Model, device: torch.device) -> bool:
+def compile_model(model: Model, device: torch.device) -> CompiledLinears:
     """Compile what its layers ask for."""
     matrices = [
         Matrix(
@@ -41,10 +42,16 @@ def prepare_model(model: Model, device: torch.device) -> bool:
         )
         for matrix in model.layer
     ]  # fmt: skip
-    return linear_ahead.AHEAD.prepare(matrices, device)
+    compiled = CompiledLinears(device)
+    for matrix in matrices:
+        compiled.want(matrix)
+    compiled.load()
+    return compiled
 
 
-def _case(model: Model, num_tokens: int, device: torch.device) -> Case:
+def _case(model: Model, num_tokens: int, compiled: CompiledLinears) -> Case:
+    device = compiled.device
+
     def make_inputs() -> tuple[torch.Tensor, ...]:
         stream = torch.randn(num_tokens, model.hidden, device=device, dtype=_DTYPE)
         gain = torch.rand(model.hidden, device=device, dtype=_DTYPE) + 0.5
@@ -56,22 +63,19 @@ def _case(model: Model, num_tokens: int, device: torch.device) -> Case:
     def layer(
         stream: torch.Tensor, scaled: torch.Tensor, squares: torch.Tensor, gain: torch.Tensor,
         qkv: torch.Tensor, o: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
+        compiled: CompiledLinears | None = compiled,
     ) -> torch.Tensor:  # fmt: skip
-        """As a layer between others does it; the sum behind it."""
-        is_added = can_add(stream, down, qkv, gated=False)
-        x = Added(stream, scaled, squares) if is_added else stream
-        y, residual = read_stream(x, None, gain, qkv, gated=False)
-        x = write_stream(y[:, : model.attention], o, residual, gain, gate_up, gated=True)
-        y, residual = read_stream(x, residual, gain, gate_up, gated=True)
-        x = write_stream(y, down, residual, gain, qkv, gated=False)
-        return x.sum_MN if isinstance(x, Added) else x + residual
+        """As a layer between others does it; the sum after it."""
+        is_added = can_add(stream, down, qkv, gated=False, compiled=compiled)
+        x = ResidualSum(stream, scaled, squares) if is_added else stream
+        y, residual = read_stream(x, None, gain, qkv, gated=False, compiled=compiled)
+        x = write_stream(y[:, : model.attention], o, residual, gain, gate_up, gated=True, compiled=compiled)
+        y, residual = read_stream(x, residual, gain, gate_up, gated=True, compiled=compiled)
+        x = write_stream(y, down, residual, gain, qkv, gated=False, compiled=compiled)
+        return x.sum_MN if isinstance(x, ResidualSum) else x + residual
 
     def by_triton(*inputs: torch.Tensor) -> torch.Tensor:
-        linear_ahead.AHEAD.enabled = False
-        try:
-            return layer(*inputs)
-        finally:
-            linear_ahead.AHEAD.enabled = True
+        return layer(*inputs, None)  # type: ignore[call-arg, arg-type]
 
     def in_float64(
         stream: torch.Tensor, scaled: torch.Tensor, squares: torch.Tensor, gain: torch.Tensor,

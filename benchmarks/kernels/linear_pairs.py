@@ -29,8 +29,8 @@ from benchmarks.kernels.timing import time_calls
 from infer.kernels.elementwise.gated_activation import gated_activation
 from infer.kernels.elementwise.rms_norm import add_rms_norm
 from infer.kernels.linear import triton_configs as linear_configs
-from infer.kernels.linear.residual import Stream
-from infer.kernels.linear.small import MAX_SQUARES, block_of_parts, launch, launch_added, launch_into
+from infer.kernels.linear.residual import ResidualInput
+from infer.kernels.linear.small import MAX_SQUARES, block_of_parts, launch, launch_add, launch_of_sum
 from infer.kernels.linear.triton_configs import (
     GemvConfig,
     Key,
@@ -218,8 +218,8 @@ def pair_call(pair: Pair, num_tokens: int, first: Plan, second: Plan) -> Callabl
         second_w: torch.Tensor,
     ) -> torch.Tensor:
         if isinstance(first, SkinnyConfig) and isinstance(second, SkinnyConfig):
-            added = launch_into(first, Stream(residual, gain, 0.0), x, w)._replace(squares_PM=squares)
-            return launch_added(second, added, second_w, eps=EPS, activation=activation)
+            added = launch_add(first, ResidualInput(residual, gain, 0.0), x, w)._replace(squares_PM=squares)
+            return launch_of_sum(second, added, second_w, eps=EPS, activation=activation)
         y = F.linear(x, w) if first is None else launch(first, x, w)
         normed, _ = add_rms_norm(y, residual, gain, eps=EPS)
         if second is not None:

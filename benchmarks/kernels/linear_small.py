@@ -27,14 +27,13 @@ from benchmarks.kernels.timing import time_calls
 from benchmarks.machine import parse, write
 from infer.kernels.elementwise.gated_activation import gated_activation
 from infer.kernels.elementwise.rms_norm import add_rms_norm
-from infer.kernels.linear.residual import Added, Stream
+from infer.kernels.linear.compiled import CompiledLinears
+from infer.kernels.linear.residual import ResidualInput, ResidualSum
 from infer.kernels.linear.small import (
-    added_gated_linear,
-    added_linear,
     can_add,
     linear,
-    linear_into,
-    norm_gated_linear,
+    linear_add,
+    linear_of_sum,
     norm_linear,
 )
 
@@ -114,7 +113,7 @@ Call = Callable[..., torch.Tensor]
 def ours(matrix: Matrix) -> Call:
     """The call the engine makes for this matrix."""
     if matrix.gated:
-        return lambda x, residual, gain, w: norm_gated_linear(x, residual, gain, EPS, 0.0, w, "silu")[0]
+        return lambda x, residual, gain, w: norm_linear(x, residual, gain, EPS, 0.0, w, activation="silu")[0]
     if matrix.norm:
         return lambda x, residual, gain, w: norm_linear(x, residual, gain, EPS, 0.0, w)[0]
     return lambda x, residual, gain, w: linear(x, w)
@@ -194,7 +193,7 @@ def time_chain(model: Model, tokens: list[int], ceiling: float) -> list[dict[str
 def _our_step(
     model: Model, x: torch.Tensor, gain: torch.Tensor, layers: list[list[torch.Tensor]], head: torch.Tensor
 ) -> torch.Tensor:
-    stream: torch.Tensor | Added = x
+    stream: torch.Tensor | ResidualSum = x
     residual = torch.zeros_like(x)
     readers = [*(qkv for qkv, *_ in layers[1:]), None]
     for (qkv, o, gate_up, down), reader in zip(layers, readers, strict=True):
@@ -207,20 +206,19 @@ def _our_step(
 
 
 def read_stream(
-    x: torch.Tensor | Added,
+    x: torch.Tensor | ResidualSum,
     residual: torch.Tensor | None,
     gain: torch.Tensor,
     w: torch.Tensor,
     *,
     gated: bool,
+    compiled: CompiledLinears | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `Linear.after` and `gated_after` do it."""
-    if isinstance(x, Added):
-        y = added_gated_linear(x, EPS, w, "silu") if gated else added_linear(x, EPS, w)
-        return y, x.sum_MN
-    if gated:
-        return norm_gated_linear(x, residual, gain, EPS, 0.0, w, "silu")
-    return norm_linear(x, residual, gain, EPS, 0.0, w)
+    """As a dense projection does it (quant/dense.py)."""
+    activation = "silu" if gated else ""
+    if isinstance(x, ResidualSum):
+        return linear_of_sum(x, EPS, w, activation=activation, compiled=compiled), x.sum_MN
+    return norm_linear(x, residual, gain, EPS, 0.0, w, activation=activation, compiled=compiled)
 
 
 def write_stream(
@@ -231,11 +229,12 @@ def write_stream(
     reader: torch.Tensor | None,
     *,
     gated: bool,
-) -> torch.Tensor | Added:
-    """As `Linear.into` does it."""
-    if reader is None or not can_add(x, w, reader, gated=gated):
-        return linear(x, w)
-    return linear_into(Stream(residual, gain, 0.0), x, w)
+    compiled: CompiledLinears | None = None,
+) -> torch.Tensor | ResidualSum:
+    """As a dense projection does it (quant/dense.py)."""
+    if reader is None or not can_add(x, w, reader, gated=gated, compiled=compiled):
+        return linear(x, w, compiled=compiled)
+    return linear_add(ResidualInput(residual, gain, 0.0), x, w, compiled=compiled)
 
 
 def _library_step(

@@ -18,7 +18,8 @@ from infer.config import resolve
 from infer.errors import InferError
 from infer.execution.gpu import step as device_step
 from infer.execution.gpu.graphs import StepSize
-from infer.kernels.linear import pdl as linear_ahead
+from infer.kernels.linear import compiled as compiled_linears
+from infer.kernels.linear import pdl
 from infer.kernels.runtime import cuda_build as build
 from scripts.make_checkpoint import Sizes, make_checkpoint
 
@@ -146,9 +147,9 @@ def test_linears_that_hold_their_weights_early_make_the_tokens_of_triton(
     make_checkpoint(family, tmp_path / family, sizes=Sizes(hidden_size=256))
 
     def generate(params: SamplingParams) -> tuple[list[Any], int]:
-        launches = Mock(wraps=linear_ahead.launch)
+        launches = Mock(wraps=pdl.launch)
         with monkeypatch.context() as patch:
-            patch.setattr(linear_ahead, "launch", launches)
+            patch.setattr(pdl, "launch", launches)
             llm = LLM(
                 str(tmp_path / family), device="cuda", dtype="bfloat16", use_cuda_graphs=use_cuda_graphs
             )
@@ -157,7 +158,7 @@ def test_linears_that_hold_their_weights_early_make_the_tokens_of_triton(
 
     ours, num_launches = generate(GREEDY)
     assert num_launches > 0
-    monkeypatch.setattr(linear_ahead.AHEAD, "enabled", False)
+    monkeypatch.setattr(compiled_linears, "is_for", lambda device: False)
     known, num_launches = generate(dataclasses.replace(GREEDY, logprobs=5))
     assert num_launches == 0
     assert_same_tokens(ours, known, tolerance=0.15)

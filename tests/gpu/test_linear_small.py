@@ -10,18 +10,15 @@ import torch
 import torch.nn.functional as F
 
 from infer.kernels.linear import small as linear_small
-from infer.kernels.linear.residual import Added, Stream
+from infer.kernels.linear.residual import ResidualInput, ResidualSum
 from infer.kernels.linear.small import (
     MAX_SQUARES,
-    added_gated_linear,
-    added_linear,
     block_of_parts,
-    gated_linear,
-    launch_added,
-    launch_into,
+    launch_add,
+    launch_of_sum,
     linear,
-    linear_into,
-    norm_gated_linear,
+    linear_add,
+    linear_of_sum,
     norm_linear,
 )
 from infer.kernels.linear.triton_configs import SkinnyConfig, bucket, fit_stages
@@ -59,11 +56,11 @@ class Pair:
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, tile: SkinnyConfig
-    ) -> tuple[Added, torch.Tensor]:
+    ) -> tuple[ResidualSum, torch.Tensor]:
         tile = fit_stages(tile, max(bucket(len(x)), 16), self.gated)
-        added = launch_into(tile, Stream(residual, self.gain, 0.0), x, self.first)
+        added = launch_add(tile, ResidualInput(residual, self.gain, 0.0), x, self.first)
         activation = "silu" if self.gated else ""
-        return added, launch_added(tile, added, self.second, eps=EPS, activation=activation)
+        return added, launch_of_sum(tile, added, self.second, eps=EPS, activation=activation)
 
 
 @pytest.mark.gpu
@@ -73,7 +70,7 @@ class TestRealPairs:
     @pytest.mark.parametrize("tile", TILES, ids=str)
     def test_a_pair(self, K: int, D: int, N: int, gated: bool, tile: SkinnyConfig) -> None:
         pair = Pair(K, D, N, gated)
-        whole: tuple[Added, torch.Tensor] | None = None
+        whole: tuple[ResidualSum, torch.Tensor] | None = None
         x, residual = random(64, K), random(64, D)
         for num_tokens in (64, 33, 16, 8, 3):
             if block_of_parts(-(-D // tile.block_n)) * bucket(num_tokens) > MAX_SQUARES:
@@ -103,10 +100,10 @@ class TestRealPairs:
         def step(x: torch.Tensor) -> tuple[torch.Tensor]:
             residual, y = torch.zeros_like(x), x.repeat(1, 4)
             for out, gate_up, down, qkv, gain in layers:
-                added = linear_into(Stream(residual, gain, 0.0), y[:, :K], out)
-                gated = added_gated_linear(added, EPS, gate_up, "silu")
-                added = linear_into(Stream(added.sum_MN, gain, 0.0), gated, down)
-                y, residual = added_linear(added, EPS, qkv), added.sum_MN
+                added = linear_add(ResidualInput(residual, gain, 0.0), y[:, :K], out)
+                gated = linear_of_sum(added, EPS, gate_up, activation="silu")
+                added = linear_add(ResidualInput(added.sum_MN, gain, 0.0), gated, down)
+                y, residual = linear_of_sum(added, EPS, qkv), added.sum_MN
             return (y + residual.repeat(1, 4),)
 
         for num_tokens in (5, 16, 32):
@@ -129,7 +126,7 @@ class TestRealShapes:
         w, gain = random(2 * num_outputs, K, scale=0.02), random(K)
         for num_tokens in TOKENS:
             x, residual = random(num_tokens, K), random(num_tokens, K)
-            y, total = norm_gated_linear(x, residual, gain, EPS, 0.0, w, "silu")
+            y, total = norm_linear(x, residual, gain, EPS, 0.0, w, activation="silu")
             assert torch.equal(total, x + residual)
             normed = F.rms_norm(total.double(), (K,), gain.double(), EPS)
             assert_near(y, gate(normed @ w.double().T, "silu"))
@@ -154,7 +151,7 @@ class TestRealShapes:
         run: Callable[[torch.Tensor], torch.Tensor] = {
             "linear": lambda rows: linear(rows, w),
             "norm_linear": lambda rows: norm_linear(rows, rows, gain, EPS, 0.0, w)[0],
-            "gated_linear": lambda rows: gated_linear(rows, w, "silu"),
+            "gated_linear": lambda rows: linear(rows, w, activation="silu"),
         }[kind]
         whole: dict[tuple[type, bool], torch.Tensor] = {}
         for size in (128, 100, 64, 33, 17, 16, 8, 5, 4, 3, 2, 1):

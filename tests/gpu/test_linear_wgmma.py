@@ -14,13 +14,13 @@ import torch.nn.functional as F
 
 from infer.kernels.linear import small as linear_small
 from infer.kernels.linear import wgmma as linear_wgmma
-from infer.kernels.linear.pdl_configs import AheadConfig, can_launch
-from infer.kernels.linear.prepared import Defines, Matrix, cubin, is_for
-from infer.kernels.linear.residual import Added, Stream
-from infer.kernels.linear.small import TilePlan, launch, launch_added, launch_into
+from infer.kernels.linear.compiled import CompiledLinears
+from infer.kernels.linear.cuda import Defines, Matrix, cubin, is_for
+from infer.kernels.linear.pdl import PdlConfig, can_launch
+from infer.kernels.linear.residual import ResidualInput, ResidualSum
+from infer.kernels.linear.small import TilePlan, launch, launch_add, launch_of_sum
 from infer.kernels.linear.triton_configs import SkinnyConfig
-from infer.kernels.linear.wgmma import WGMMA, WGMMA_MORE, defines_of
-from infer.kernels.linear.wgmma_configs import WgmmaConfig, choose_config, token_width
+from infer.kernels.linear.wgmma import WgmmaConfig, choose_config, defines_of, token_width
 from infer.kernels.runtime import cuda_build as build
 from tests.gpu.graphs import capture, check_that_starting_early_leaves_no_trace, random
 from tests.unit.kernels.linear_contract import assert_near, gate
@@ -83,7 +83,7 @@ def compiled() -> None:
     """One after the other, as the tests come to them, they would take minutes."""
     if torch.cuda.is_available() and is_for(torch.device("cuda")):
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(partial(cubin, linear_wgmma.SOURCE, WGMMA.arch), set(variants())))
+            list(pool.map(partial(cubin, linear_wgmma.SOURCE, "sm_90a"), set(variants())))
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +136,7 @@ def test_float16() -> None:
     assert_near(launch(WgmmaConfig(48, 64, 4, split=2), x, w), F.linear(x.double(), w.double()))
 
 
-def check_added(added: Added, total: torch.Tensor, gain: torch.Tensor, offset: float) -> torch.Tensor:
+def check_added(added: ResidualSum, total: torch.Tensor, gain: torch.Tensor, offset: float) -> torch.Tensor:
     """The sum, what it is scaled to, its squares; and what the norm makes of it."""
     assert_near(added.sum_MN, total)
     scaled = added.sum_MN.float() * (gain.float() + offset)
@@ -159,11 +159,11 @@ def test_a_pair_around_the_residual_stream(cut: Cut) -> None:
     for num_tokens in TOKENS:
         config, x = cut_of(cut, num_tokens), random(num_tokens, K)
         residual = random(num_tokens, 2 * D)[:, :D]
-        added = launch_into(config, Stream(residual, gain, 1.0), x, first)
+        added = launch_add(config, ResidualInput(residual, gain, 1.0), x, first)
         normed = check_added(added, x.double() @ first.double().T + residual.double(), gain, 1.0)
         expected = normed @ second.double().T
-        assert_near(launch_added(config, added, second, eps=EPS, bias_N=bias), expected + bias.double())
-        assert_near(launch_added(config, added, second, eps=EPS, activation="silu"), gate(expected, "silu"))
+        assert_near(launch_of_sum(config, added, second, eps=EPS, bias_N=bias), expected + bias.double())
+        assert_near(launch_of_sum(config, added, second, eps=EPS, activation="silu"), gate(expected, "silu"))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -176,9 +176,9 @@ def test_a_layer_of_a_model_that_was_prepared(name: str, monkeypatch: pytest.Mon
         Matrix(F_out, D, "silu", reads=True),
         Matrix(D, F_out, writes=True),
     ]
-    for kernels, wanted in ((WGMMA, matrices), (WGMMA_MORE, matrices[1:])):
-        monkeypatch.setattr(kernels, "ready", {})
-        assert kernels.prepare(wanted, torch.device("cuda"))
+    compiled = CompiledLinears(torch.device("cuda"))
+    assert compiled.wgmma.load(matrices, compiled.device)
+    assert compiled.wgmma_more.load(matrices[1:], compiled.device)
     monkeypatch.setattr(build, "make_cubin", None)
     weights = [random(m.N * (2 if m.activation else 1), m.K, scale=0.02) for m in matrices]
     qkv_w, o_w, gate_up_w, down_w = weights
@@ -186,19 +186,28 @@ def test_a_layer_of_a_model_that_was_prepared(name: str, monkeypatch: pytest.Mon
     for num_tokens in TOKENS + MORE_TOKENS:
         x, residual = random(num_tokens, o), random(num_tokens, D)
         ours = weights if num_tokens in TOKENS else weights[1:]
-        assert all(isinstance(linear_small._plan(x, w, gated=w is gate_up_w), WgmmaConfig) for w in ours)
-        assert linear_small.can_add(x, o_w, gate_up_w, gated=True)
-        added = linear_small.linear_into(Stream(residual, gain, 0.0), x, o_w)
+        assert all(
+            isinstance(linear_small._plan(x, w, gated=w is gate_up_w, compiled=compiled), WgmmaConfig)
+            for w in ours
+        )
+        assert linear_small.can_add(x, o_w, gate_up_w, gated=True, compiled=compiled)
+        added = linear_small.linear_add(ResidualInput(residual, gain, 0.0), x, o_w, compiled=compiled)
         normed = check_added(added, x.double() @ o_w.double().T + residual.double(), gain, 0.0)
-        gated = linear_small.added_gated_linear(added, EPS, gate_up_w, "silu")
+        gated = linear_small.linear_of_sum(added, EPS, gate_up_w, activation="silu", compiled=compiled)
         assert_near(gated, gate(normed @ gate_up_w.double().T, "silu"))
-        assert linear_small.can_add(gated, down_w, qkv_w, gated=False) == (num_tokens in TOKENS)
+        assert linear_small.can_add(gated, down_w, qkv_w, gated=False, compiled=compiled) == (
+            num_tokens in TOKENS
+        )
         if num_tokens in MORE_TOKENS:  # the library reads it next
-            assert_near(linear_small.linear(gated, down_w), gated.double() @ down_w.double().T)
+            assert_near(
+                linear_small.linear(gated, down_w, compiled=compiled), gated.double() @ down_w.double().T
+            )
             continue
-        last = linear_small.linear_into(Stream(added.sum_MN, gain, 0.0), gated, down_w)
+        last = linear_small.linear_add(
+            ResidualInput(added.sum_MN, gain, 0.0), gated, down_w, compiled=compiled
+        )
         normed = check_added(last, gated.double() @ down_w.double().T + added.sum_MN.double(), gain, 0.0)
-        y = linear_small.added_linear(last, EPS, qkv_w, bias)
+        y = linear_small.linear_of_sum(last, EPS, qkv_w, bias, compiled=compiled)
         assert_near(y, normed @ qkv_w.double().T + bias.double())
 
 
@@ -206,17 +215,17 @@ def test_each_kernel_reads_what_another_added() -> None:
     K, D, N = 2048, 1024, 4096
     first, second, gain = random(D, K, scale=0.02), random(N, D, scale=0.02), random(D)
     for num_tokens in (9, 16, 31):
-        width, ahead = token_width(num_tokens), AheadConfig(2, 8, depth=2)
+        width, ahead = token_width(num_tokens), PdlConfig(2, 8, depth=2)
         assert can_launch(ahead, num_tokens, D, K, gated=False, adds=True)
         plans: list[TilePlan] = [ahead, SkinnyConfig(64, 128, 2, 4, 3)]
         plans += [WgmmaConfig(width, 64, 4, split=4), WgmmaConfig(width, 128, 4)]
         x, residual = random(num_tokens, K), random(num_tokens, D)
         total = x.double() @ first.double().T + residual.double()
         for writer in plans:
-            added = launch_into(writer, Stream(residual, gain, 0.0), x, first)
+            added = launch_add(writer, ResidualInput(residual, gain, 0.0), x, first)
             normed = check_added(added, total, gain, 0.0)
             for reader in plans:
-                assert_near(launch_added(reader, added, second, eps=EPS), normed @ second.double().T)
+                assert_near(launch_of_sum(reader, added, second, eps=EPS), normed @ second.double().T)
 
 
 def make_step(
@@ -231,11 +240,13 @@ def make_step(
     def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         residual, y = torch.zeros_like(x), x.repeat(1, 4)
         for o, gate_up, down, qkv, gain in layers:
-            added = launch_into(rule(num_tokens, D, K), Stream(residual, gain, 0.0), y[:, :K], o)
+            added = launch_add(rule(num_tokens, D, K), ResidualInput(residual, gain, 0.0), y[:, :K], o)
             config = rule(num_tokens, F_out, D, gated=True)
-            gated = launch_added(config, added, gate_up, eps=EPS, activation="silu")
-            added = launch_into(rule(num_tokens, D, F_out), Stream(added.sum_MN, gain, 0.0), gated, down)
-            y, residual = launch_added(rule(num_tokens, 4 * D, D), added, qkv, eps=EPS), added.sum_MN
+            gated = launch_of_sum(config, added, gate_up, eps=EPS, activation="silu")
+            added = launch_add(
+                rule(num_tokens, D, F_out), ResidualInput(added.sum_MN, gain, 0.0), gated, down
+            )
+            y, residual = launch_of_sum(rule(num_tokens, 4 * D, D), added, qkv, eps=EPS), added.sum_MN
         return y, added.sum_MN
 
     x = random(num_tokens, D)
@@ -266,12 +277,12 @@ def test_the_same_input_gives_the_same_bits_again(cut: Cut) -> None:
     first, second, gain = random(1024, 2048, scale=0.02), random(4096, 1024, scale=0.02), random(1024)
     for num_tokens in (16, 33, 64):
         config, x, residual = cut_of(cut, num_tokens), random(num_tokens, 2048), random(num_tokens, 1024)
-        added = launch_into(config, Stream(residual, gain, 0.0), x, first)
-        y = launch_added(config, added, second, eps=EPS, activation="silu")
+        added = launch_add(config, ResidualInput(residual, gain, 0.0), x, first)
+        y = launch_of_sum(config, added, second, eps=EPS, activation="silu")
         for _ in range(100):
-            again = launch_into(config, Stream(residual, gain, 0.0), x, first)
+            again = launch_add(config, ResidualInput(residual, gain, 0.0), x, first)
             assert all(torch.equal(*pair) for pair in zip(added, again, strict=True))
-            assert torch.equal(launch_added(config, again, second, eps=EPS, activation="silu"), y)
+            assert torch.equal(launch_of_sum(config, again, second, eps=EPS, activation="silu"), y)
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
@@ -279,8 +290,8 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it(cut: Cut) -> None:
     w, gain, x, residual = random(1024, 2048, scale=0.02), random(1024), random(64, 2048), random(64, 1024)
     for width in (16, 48, 64):
         config = cut_of(cut, width)
-        whole = launch_into(config, Stream(residual[:width], gain, 0.0), x[:width], w)
+        whole = launch_add(config, ResidualInput(residual[:width], gain, 0.0), x[:width], w)
         for size in (1, width - 15, width - 8, width - 1):
-            part = launch_into(config, Stream(residual[:size], gain, 0.0), x[:size], w)
+            part = launch_add(config, ResidualInput(residual[:size], gain, 0.0), x[:size], w)
             assert torch.equal(part.sum_MN, whole.sum_MN[:size])
             assert torch.equal(part.squares_PM, whole.squares_PM[:, :size])

@@ -28,8 +28,9 @@ from infer.layers.linear import Linear
 from infer.layers.whole_sequence import WholeSequence
 from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model, read_headers
+from infer.loader.quantization import num_weights
 from infer.models.model import Model
-from infer.quant.packed import PackedMatrix
+from infer.quant.packed import Packed
 from infer.sampling.params import SamplingParams
 from infer.tools.memory_plan import weight_bytes
 from scripts.make_checkpoint import Sizes, make_checkpoint
@@ -53,30 +54,30 @@ REQUESTS = [
 
 
 @functools.cache
-def packed_model(family: str, cpu_weights: str = "int8") -> LoadedModel:
+def packed_model(family: str, quantization: str = "int8") -> LoadedModel:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / family
         make_checkpoint(family, path, sizes=SIZES, seed=1)
         return load_model(
-            resolve_model(str(path), show_progress=False), device="cpu", cpu_weights=cpu_weights
+            resolve_model(str(path), show_progress=False), device="cpu", quantization=quantization
         )
 
 
-def make_engine(family: str, cpu_weights: str = "int8", **knobs: Any) -> Engine:
+def make_engine(family: str, quantization: str = "int8", **knobs: Any) -> Engine:
     """An engine whose cache holds NaN wherever nothing was written."""
     knobs = {"num_blocks": 64, "attention_backend": "auto"} | knobs
-    engine = build_engine(EngineConfig.from_knobs(**knobs), packed_model(family, cpu_weights))
+    engine = build_engine(EngineConfig.from_knobs(**knobs), packed_model(family, quantization))
     assert isinstance(engine._runner, ModelRunner)
     engine._runner._store.fill(float("nan"))
     return engine
 
 
 @functools.cache
-def alone(family: str, cpu_weights: str = "int8") -> list[list[list[int]]]:
+def alone(family: str, quantization: str = "int8") -> list[list[list[int]]]:
     """Every request by itself in an engine that runs one sequence and shares nothing."""
     outputs = []
     for request in REQUESTS:
-        engine = make_engine(family, cpu_weights, max_batch_size=1, use_prefix_caching=False)
+        engine = make_engine(family, quantization, max_batch_size=1, use_prefix_caching=False)
         outputs += run_engine(engine, [request])
     return outputs
 
@@ -95,12 +96,12 @@ def test_no_toggle_changes_a_token_of_int4_either(number: int) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("cpu_weights", "allowed"), [("int8", 0.05), ("int4", 0.35)])
+@pytest.mark.parametrize(("quantization", "allowed"), [("int8", 0.05), ("int4", 0.35)])
 def test_logits_are_near_those_of_the_weights_they_stand_for(
-    family: str, cpu_weights: str, allowed: float
+    family: str, quantization: str, allowed: float
 ) -> None:
     """Against the same network with the dequantised weights in float32: only activations were rounded."""
-    packed, dense = packed_model(family, cpu_weights), packed_model(family, "fp32")
+    packed, dense = packed_model(family, quantization), packed_model(family, "fp32")
     tokens = torch.arange(20) * 7 % 300
 
     @torch.inference_mode()
@@ -130,11 +131,12 @@ def test_a_recorded_step_equals_the_model_s_own_python(family: str) -> None:
 
 def test_every_matrix_is_packed_and_nothing_is_kept_twice() -> None:
     model = packed_model("llama", "int4").model
-    bits = {name: m.scheme.bits for name, m in model.named_modules() if isinstance(m, Linear)}  # type: ignore[attr-defined]
-    assert bits.pop("head") == 8 and set(bits.values()) == {4}
-    assert all(m.weight.is_meta for m in model.modules() if isinstance(m, Linear))
+    layers = {name: m.stored for name, m in model.named_modules() if isinstance(m, Linear)}
+    bits = {name: stored.bits for name, stored in layers.items() if isinstance(stored, Packed)}
+    assert bits.keys() == layers.keys() and bits.pop("head") == 8 and set(bits.values()) == {4}
+    assert not any("weight" in dict(m.named_parameters()) for m in model.modules() if isinstance(m, Linear))
     if model.config.tie_embeddings:
-        assert model.embedding.packed is model.head.scheme and isinstance(model.head.scheme, PackedMatrix)
+        assert model.embedding.table is model.head.stored and model.embedding.weight.is_meta
 
 
 # Public domain: the Gettysburg Address, 1863.
@@ -165,21 +167,21 @@ def test_packed_weights_are_as_sure_of_a_text_as_float32() -> None:
         return torch.nn.functional.cross_entropy(model.logits(model(tokens, step))[:-1], tokens[1:]).item()
 
     exact, int8, int4 = (
-        load_model(source, device="cpu", cpu_weights=cpu_weights, max_seq_len=1024).model
-        for cpu_weights in ("fp32", "int8", "int4")
+        load_model(source, device="cpu", quantization=quantization, max_seq_len=1024).model
+        for quantization in ("fp32", "int8", "int4")
     )
     assert surprise(int8) == pytest.approx(surprise(exact), abs=0.01)
     assert surprise(int4) == pytest.approx(surprise(exact), abs=0.001)
     for name, layer in exact.named_modules():
         if isinstance(layer, Linear) and layer is not exact.head:  # int4 keeps the numbers of the file
-            scheme = int4.get_submodule(name).scheme
-            assert isinstance(scheme, PackedMatrix) and torch.equal(scheme.dequantized(), layer.weight), name
+            stored = int4.get_submodule(name).stored
+            assert isinstance(stored, Packed) and torch.equal(stored.matrix.dequantized(), layer.weight), name
 
 
-@pytest.mark.parametrize("cpu_weights", ["int8", "auto"])
-def test_the_first_question_is_answered_as_in_float32(cpu_weights: str) -> None:
+@pytest.mark.parametrize("quantization", ["int8", "auto"])
+def test_the_first_question_is_answered_as_in_float32(quantization: str) -> None:
     """Its first token is nearly a tie: 'The' is 8 % likelier than the runner-up, which leads astray."""
-    llm = LLM(cpu_weights=cpu_weights, device="cpu", num_threads=1, max_seq_len=256)
+    llm = LLM(quantization=quantization, device="cpu", num_threads=1, max_seq_len=256)
     question = [{"role": "user", "content": "What is the capital of France?"}]
     answer = llm.chat(question, SamplingParams(temperature=0.0, max_tokens=16))[0].outputs[0]
     assert answer.text == "The capital of France is Paris."
@@ -198,9 +200,8 @@ def test_what_auto_keeps_of_the_default_model_continues_as_transformers_does() -
 def test_the_plan_knows_what_packed_weights_take() -> None:
     headers = read_headers(resolve_model(None, show_progress=False))
     model = load_model(
-        headers.source, device="cpu", cpu_weights="int4", max_seq_len=1024, headers=headers
+        headers.source, device="cpu", quantization="int4", max_seq_len=1024, headers=headers
     ).model
-    matrices = {m.scheme for m in model.modules() if isinstance(m, Linear)}
-    kept = sum(matrix.num_bytes for matrix in matrices if isinstance(matrix, PackedMatrix))
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    kept = sum(m.stored.num_bytes() for m in model.modules() if isinstance(m, Linear))
+    num_parameters = num_weights(model)
     assert weight_bytes(headers, num_parameters, "float32", "int4") == pytest.approx(kept, rel=0.01)

@@ -11,8 +11,8 @@ import torch
 from infer.engine.engine import Engine
 from infer.errors import ConfigError
 from infer.kernels.cpu.library import library
-from infer.layers.linear import Linear, set_invariant
-from infer.quant.dense import DENSE, INVARIANT
+from infer.layers.bind import bind
+from infer.layers.linear import Linear
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
 from tests.support.checkpoints import FAMILIES, MOE_FAMILIES
@@ -66,11 +66,11 @@ def test_no_toggle_changes_a_bit(number: int) -> None:
 def test_a_model_may_be_used_with_and_without() -> None:
     layers = [m for m in tiny_model("llama").model.modules() if isinstance(m, Linear)]
     usual = run(make_engine("llama", attention_backend="auto"), range(2))
-    assert all(layer.scheme is DENSE for layer in layers)
+    assert not any(layer.projection.batch_invariant for layer in layers)
     run(make_engine("llama", **knobs_of()), range(1))
-    assert all(layer.scheme is INVARIANT for layer in layers)
+    assert all(layer.projection.batch_invariant for layer in layers)
     assert run(make_engine("llama", attention_backend="auto"), range(2)) == usual
-    assert all(layer.scheme is DENSE for layer in layers)
+    assert not any(layer.projection.batch_invariant for layer in layers)
 
 
 @pytest.mark.skipif(library() is None, reason="needs a C compiler")
@@ -87,10 +87,11 @@ def test_it_holds_with_another_number_of_threads() -> None:
 
 
 def test_a_library_that_does_not_keep_to_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.layers.linear.places_are_alike", lambda _: False)
+    monkeypatch.setattr("infer.layers.bind.places_are_alike", lambda _: False)
+    cpu = torch.device("cpu")
     with pytest.raises(ConfigError, match="adds up the rows of a batch in different orders"):
-        set_invariant(tiny_model("gpt2").model, True)
-    set_invariant(tiny_model("gpt2").model, False)
+        bind(tiny_model("gpt2").model, cpu, deterministic=True)
+    bind(tiny_model("gpt2").model, cpu, deterministic=False)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "naive"])

@@ -33,7 +33,7 @@ def memory(key):
     return 1024 * int(re.search(key + r":\\s*(\\d+) kB", pathlib.Path("/proc/self/status").read_text())[1])
 
 def load(path):
-    return load_model(resolve_model(path, show_progress=False), device="cpu", cpu_weights="int8")
+    return load_model(resolve_model(path, show_progress=False), device="cpu", quantization="int8")
 
 first = load(sys.argv[1])
 before = memory("VmRSS")

@@ -16,11 +16,11 @@ from infer.engine.cache_fit import layer_sizes
 from infer.execution.gpu.runner import DeviceRunner
 from infer.frontend.prompts import PromptEncoder
 from infer.kernels.cpu.library import library
-from infer.layers.linear import Linear
-from infer.layers.moe import ExpertLinear, MixtureOfExperts
+from infer.layers.linear import ExpertLinear, Linear
+from infer.layers.moe import MixtureOfExperts, Router
 from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model, read_headers
-from infer.quant.packed import PackedMatrix
+from infer.quant.packed import Packed
 from infer.tools.memory_plan import count_parameters, weight_bytes
 from scripts.make_checkpoint import make_checkpoint
 from tests.integration.test_engine_toggles import REQUESTS, expected, run_row
@@ -64,9 +64,9 @@ def test_the_runner_of_a_gpu_gives_the_same_tokens(family: str, monkeypatch: pyt
 @both_families
 def test_packed_experts_are_near_to_what_they_stand_for(family: str, tmp_path: Path) -> None:
     make_checkpoint(family, tmp_path, sizes=SIZES, seed=1)
-    packed, dense = load(tmp_path, cpu_weights="int8").model, load(tmp_path, cpu_weights="fp32").model
+    packed, dense = load(tmp_path, quantization="int8").model, load(tmp_path, quantization="fp32").model
     matrices = [m for m in packed.modules() if isinstance(m, Linear | ExpertLinear)]
-    assert all(matrix.weight.is_meta for matrix in matrices)
+    assert all(isinstance(m.stored, Packed) for m in matrices if not isinstance(m, Router))
     mlp = packed.get_submodule("layers.1.mlp")
     assert isinstance(mlp, MixtureOfExperts) and mlp.router.weight.dtype == torch.float32
     tokens = random_prompts(3)[1]
@@ -78,7 +78,7 @@ def test_packed_experts_are_near_to_what_they_stand_for(family: str, tmp_path: P
 @needs_c
 def test_packed_experts_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     make_checkpoint("qwen3_moe", tmp_path, sizes=SIZES, seed=1)
-    loaded = load(tmp_path, cpu_weights="int8")
+    loaded = load(tmp_path, quantization="int8")
     requests = [request for request in REQUESTS if request[1].is_greedy][:4]
 
     def run(some: list[Any], **knobs: Any) -> list[list[list[int]]]:
@@ -93,19 +93,20 @@ def test_packed_experts_do_not_depend_on_the_batch(tmp_path: Path) -> None:
 def test_a_stack_is_packed_as_its_matrices_are(tmp_path: Path) -> None:
     """From safetensors expert by expert, as one stack, and from the blocks of a GGUF file."""
     reference = reference_model("mixtral", hidden_size=64, intermediate_size=96)
-    stacked = load(write_directory(tmp_path / "stacked", reference), cpu_weights="int8").model
+    stacked = load(write_directory(tmp_path / "stacked", reference), quantization="int8").model
     reference.save_pretrained(tmp_path / "single")
     assert (
         "model.layers.0.block_sparse_moe.experts.0.w1.weight"
         in read_headers(resolve_model(str(tmp_path / "single"), show_progress=False)).tensors
     )
-    single = load(tmp_path / "single", cpu_weights="int8").model
-    blocks = load(write_gguf(tmp_path / "m.gguf", reference, kind="Q8_0"), cpu_weights="int8").model
+    single = load(tmp_path / "single", quantization="int8").model
+    blocks = load(write_gguf(tmp_path / "m.gguf", reference, kind="Q8_0"), quantization="int8").model
     for name in ("gate_up", "down"):
         ours, same, near = (
             model.get_submodule(f"layers.1.mlp.{name}") for model in (stacked, single, blocks)
         )
-        for matrices in zip(ours.packed, same.packed, near.packed, strict=True):  # type: ignore[arg-type]
+        stacks = [layer.stored.matrices for layer in (ours, same, near) if isinstance(layer.stored, Packed)]
+        for matrices in zip(*stacks, strict=True):
             a, b, c = (matrix.dequantized() for matrix in matrices)
             assert torch.equal(a, b)
             torch.testing.assert_close(a, c, atol=0.01, rtol=0)
@@ -129,10 +130,8 @@ def test_the_plan_counts_every_expert_and_the_floor_only_the_chosen(family: str,
 def test_the_plan_knows_what_packed_experts_take(tmp_path: Path) -> None:
     make_checkpoint("mixtral", tmp_path, sizes=SIZES, seed=1, hidden_size=256, intermediate_size=512)
     headers = read_headers(resolve_model(str(tmp_path), show_progress=False))
-    model = load(tmp_path, cpu_weights="int8").model
-    matrices = [m.scheme for m in model.modules() if isinstance(m, Linear)]
-    matrices += [one for m in model.modules() if isinstance(m, ExpertLinear) for one in m.packed or ()]
-    kept = sum(matrix.num_bytes for matrix in matrices if isinstance(matrix, PackedMatrix))
+    model = load(tmp_path, quantization="int8").model
+    kept = sum(m.stored.num_bytes() for m in model.modules() if isinstance(m, Linear | ExpertLinear))
     kept += model.embedding.weight.numel() * 2
     num_parameters, _ = count_parameters(headers)
     assert weight_bytes(headers, num_parameters, "float32", "int8") == pytest.approx(kept, rel=0.01)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from infer.models.model import Model
+from infer.quant.residual import ResidualStream
 from tests.support.checkpoints import (
     FAMILIES,
     MOE_FAMILIES,
@@ -162,7 +163,9 @@ def test_each_layer_alone_matches_transformers(family: str) -> None:
     assert len(seen) == len(ours.layers) == ours.config.num_layers
     for layer, (x_TD, expected_TD) in zip(ours.layers, seen, strict=True):
         step = ListStep([ListCache()], [len(tokens)])
-        y_TD = sum(layer(x_TD, None, step))
+        stream = ResidualStream(x_TD)
+        layer(stream, step)
+        y_TD = stream.settle()
         assert error(y_TD, expected_TD.reshape(y_TD.shape)) < FLOAT32_BOUND
 
 

@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": set(),
     "quant": {"kernels"},
     "layers": {"kernels", "quant"},
-    "models": {"layers", "kernels"},
+    "models": {"layers", "quant", "kernels"},
     "loader": {"models", "layers", "quant", "kernels"},
     "tokenizer": set(),
     "sampling": {"kernels"},
@@ -34,7 +34,8 @@ ALLOWED: dict[str, set[str]] = {
     "execution": {"scheduling", "cache", "kernels", "layers", "models", "sampling"},
     "engine": {"scheduling", "execution", "cache", "kernels", "layers", "loader", "models", "sampling"},
     "tools": {
-        "engine", "scheduling", "execution", "cache", "kernels", "layers", "loader", "models", "sampling"
+        "engine", "scheduling", "execution", "cache", "kernels", "layers", "loader", "models", "quant",
+        "sampling",
     },
     "client": {"engine", "scheduling", "loader", "tools"},
     "frontend": {"client", "engine", "scheduling", "loader", "sampling", "tokenizer", "tools"},

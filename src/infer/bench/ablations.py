@@ -109,8 +109,8 @@ ABLATIONS = (
     ),
     Ablation(
         name="quant",
-        knobs={"cpu_weights": "int8"},
-        without={"cpu_weights": "fp32"},
+        knobs={"quantization": "int8"},
+        without={"quantization": "fp32"},
         above="Its before is fp32; the rows above have the weights as they were loaded.",
         best=Look("b1_256_256", "output_tokens_per_s"),
         risk=Look("prefill_8x4096", "ttft_p50_s"),

@@ -75,7 +75,7 @@ class _Bench:
         return self._found[key]
 
     def _in_form(self, knobs: Mapping[str, Any]) -> Target:
-        form = knobs.get("cpu_weights", self._target.weights)
+        form = knobs.get("quantization", self._target.weights)
         if form not in self._forms:
             self._forms[form] = self._target.in_form(form)
         return self._forms[form]

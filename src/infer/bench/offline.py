@@ -32,7 +32,7 @@ from infer.bench.target import Target
 from infer.bench.workloads import DEFAULT_VOCAB, FIRST_ID, Arrival, Session, Turn, Workload, make_workload
 from infer.engine.engine import Engine
 from infer.errors import ConfigError
-from infer.loader.cpu_weights import PACKED
+from infer.loader.quantization import PACKED
 
 TEMPERATURE = 0.6  # greedy decoding of random weights falls into cycles, which caches would find
 WARM_UP = 2

@@ -18,9 +18,9 @@ from infer.engine.engine import Engine
 from infer.engine.run_manifest import shareable_knobs
 from infer.errors import ConfigError
 from infer.frontend.prompts import open_model
-from infer.loader.cpu_weights import packed_matrices
 from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel
+from infer.loader.quantization import bytes_per_weight, kept_bytes
 from infer.loader.random_weights import load_random
 
 # Large enough that attention and matrices show, small enough for a matrix of settings in minutes.
@@ -52,12 +52,12 @@ class Target:
     is_random: bool = False  # weights out of thin air, which have no other form and no revision
     revision: str = ""  # the hub's commit, or a hash of the files
 
-    def in_form(self, cpu_weights: str) -> Target:
+    def in_form(self, quantization: str) -> Target:
         """The same model with its weights in another form, loaded anew; the same one if they are in it."""
-        if self.weights == cpu_weights:
+        if self.weights == quantization:
             return self
         assert not self.is_random
-        config = EngineConfig.from_knobs(**(self.config.knobs() | {"cpu_weights": cpu_weights}))
+        config = EngineConfig.from_knobs(**(self.config.knobs() | {"quantization": quantization}))
         return replace(self, loaded=open_model(config, show_progress=True)[1], config=config)
 
     def engine(self, **knobs: Any) -> Engine:
@@ -76,21 +76,15 @@ class Target:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, tied ones once; packed matrices are no parameters and come by their size."""
-        plain = sum(
-            parameter.numel() * parameter.element_size()
-            for parameter in self.loaded.model.parameters()
-            if not parameter.is_meta  # which stands for a packed one, and has no memory
-        )
-        return plain + sum(matrix.num_bytes for matrix in packed_matrices(self.loaded.model))
+        """The bytes of all weights, tied ones once, as they are kept."""
+        return kept_bytes(self.loaded.model)
 
     def shape(self) -> Shape:
-        """For rooflines; where matrices differ in their bits, each weight has the mean."""
-        num_bytes = weight_bytes = float(self.loaded.dtype.itemsize)
-        if packed := packed_matrices(self.loaded.model):
-            num_weights = sum(matrix.num_rows * matrix.size for matrix in packed)
-            weight_bytes = sum(matrix.num_bytes for matrix in packed) / num_weights
-        return shape_of(self.loaded.config, weight_bytes=weight_bytes, kv_bytes=num_bytes)
+        """The shape for rooflines; where matrices differ in their bits, each weight has the mean."""
+        weight_bytes = bytes_per_weight(self.loaded.model, self.loaded.dtype)
+        return shape_of(
+            self.loaded.config, weight_bytes=weight_bytes, kv_bytes=float(self.loaded.dtype.itemsize)
+        )
 
     def facts(self) -> dict[str, Any]:
         """What a report says about the model."""
@@ -116,7 +110,7 @@ class Target:
         chosen |= {"dtype": str(self.loaded.dtype).removeprefix("torch."), "device": self.device.type}
         chosen |= {"max_seq_len": max_seq_len, "num_threads": torch.get_num_threads()}
         if self.device.type == "cpu":
-            chosen["cpu_weights"] = self.weights
+            chosen["quantization"] = self.weights
         known = {name: value for name, value in chosen.items() if value is not None}
         return shareable_knobs(self.config) | known
 
@@ -132,9 +126,9 @@ def open_target(knobs: dict[str, Any], *, model_config: Path | None = None, is_t
     """Load the model of the knobs, or make one of random weights."""
     config = EngineConfig.from_knobs(**knobs)
     is_random = model_config is not None or is_tiny
-    if is_random and config.load.cpu_weights != "auto":
+    if is_random and config.load.quantization != "auto":
         raise ConfigError(
-            f"cpu_weights is {config.load.cpu_weights}, but random weights are kept as their dtype says; "
+            f"quantization is {config.load.quantization}, but random weights are kept as their dtype says; "
             "give a --model, or --dtype"
         )
     if (

@@ -28,7 +28,7 @@ def load_weights(
         source if headers is None else headers.source,
         dtype=load.dtype,
         device=load.device,
-        cpu_weights=load.cpu_weights,
+        quantization=load.quantization,
         max_seq_len=load.max_seq_len,
         show_progress=show_progress,
         headers=headers,

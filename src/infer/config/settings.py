@@ -70,11 +70,12 @@ class LoadConfig:
         "number format of weights and activations; auto: the checkpoint's, unless this device is slow at it",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
-    cpu_weights: str = knob(
+    quantization: str = knob(
         "auto",
-        "how weights are kept on a CPU; auto: int4+int8, which is int4 where the file has 4 bits and int8 "
-        "elsewhere, but fp32 for files in float32",
-        choices=("auto", "fp32", "bf16", "int8", "int4", "int4+int8"),
+        "how weights are kept: none (as the checkpoint has them), on a CPU also int8, int4, int4+int8, fp32, "
+        "bf16; a quantized checkpoint keeps its own form; auto: on a CPU int4 where the file has 4 bits and "
+        "int8 elsewhere, but fp32 for files in float32",
+        formerly=("cpu_weights",),
     )
     device: str = knob("auto", "where the model runs: auto, cpu, cuda or cuda:N")
     max_seq_len: int | None = knob(
@@ -86,7 +87,6 @@ class LoadConfig:
 
     def __post_init__(self) -> None:
         check_choice(self, "dtype")
-        check_choice(self, "cpu_weights")
         check_positive(self, "max_seq_len", "num_threads")
         if self.num_threads is not None and self.num_threads > MAX_THREADS:
             raise ConfigError(f"num_threads must be at most {MAX_THREADS}, got {self.num_threads}")

@@ -33,10 +33,9 @@ from infer.engine.start_line import describe_engine
 from infer.errors import ConfigError
 from infer.execution.gpu.runner import DeviceRunner
 from infer.execution.runner import ModelRunner
-from infer.layers.linear import set_invariant
-from infer.layers.prepare import prepare_linears
-from infer.loader.cpu_weights import PACKED
+from infer.layers.bind import bind
 from infer.loader.load import LoadChoice, LoadedModel
+from infer.loader.quantization import PACKED
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.scheduler import Scheduler
 
@@ -58,8 +57,7 @@ def build_engine(
     config = resolve_for(settings, loaded)
     if steps_ahead is not None and config.steps_ahead:
         config = replace(config, steps_ahead=steps_ahead)
-    set_invariant(loaded.model, config.deterministic)
-    wait_for_linears = prepare_linears(loaded.model.layers, loaded.model.head, loaded.device)
+    wait_for_linears = bind(loaded.model, loaded.device, deterministic=config.deterministic)
     size = fit_to_device(config, loaded)
     store = _make_store(config, loaded, size)
     pool = make_pool(settings, size)
@@ -166,7 +164,7 @@ def _make_runner(
 def _facts(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, cost: PreemptionCost) -> RunFacts:
     knobs = shareable_knobs(config.settings)
     if config.weights in (*PACKED, "fp32"):  # what `auto` meant: a replay must keep the same form
-        knobs["cpu_weights"] = config.weights
+        knobs["quantization"] = config.weights
     return RunFacts(
         version=__version__,
         model=loaded.name,

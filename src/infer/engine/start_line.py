@@ -13,7 +13,7 @@ import torch
 
 from infer.cache.memory import CacheSize, format_bytes
 from infer.config.resolve import ResolvedConfig
-from infer.loader.cpu_weights import PACKED
+from infer.loader.quantization import PACKED
 
 
 def describe_engine(model: str, config: ResolvedConfig, size: CacheSize) -> str:

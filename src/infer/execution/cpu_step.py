@@ -164,7 +164,8 @@ class CpuSteps:
             return self._hidden_TD[:num_rows], last_rows
         step = CpuStep(self._library, self._store, inputs, self._rows, self._pool.block_size, num_rows)
         places, last_rows = wanted(plan, sequences, last_rows)
-        return self._model(step.tokens_T, step, None if places is None else torch.tensor(places)), last_rows
+        step.logit_indices = None if places is None else torch.tensor(places)
+        return self._model(step.tokens_T, step), last_rows
 
     @torch.inference_mode()
     def _record(self, max_rows: int) -> None:

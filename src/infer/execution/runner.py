@@ -132,8 +132,8 @@ class ModelRunner(SyncRunner):
         batch = StepBatch(plan, sequences, self._rows, self._pool, self._store.device)
         step = PagedStep(batch, self._store, use_reference=self._use_reference)
         places, last_rows = wanted(plan, sequences, batch.last_rows)
-        places_S = None if places is None else torch.tensor(places, device=self._store.device)
-        return self._model(batch.tokens_T, step, places_S), last_rows
+        step.logit_indices = None if places is None else torch.tensor(places, device=self._store.device)
+        return self._model(batch.tokens_T, step), last_rows
 
     @torch.inference_mode()
     def embed(self, prompt: Sequence[int], pooling: str) -> list[float]:

@@ -2,7 +2,7 @@
 
 A model is written for a *ragged batch*: the tokens of all sequences of a step laid end to end, no
 padding, no phases. It computes queries, keys and values for these T tokens and calls `step.attend`.
-Whoever runs the model decides what that means: write K and V into the cache, read back what each
+The runner decides what that means: write K and V into the cache, read back what each
 token may see, compute attention. The model never learns where the cache lives or how long a
 sequence is; a parity test can pass a six-line `StepContext` that attends over the batch itself.
 
@@ -10,8 +10,11 @@ A context whose cache is a table of slots can say so (`slots`): norm, rotation a
 are then one pass over the fused projection, and `attend` finds keys and values already there. One that can
 take the projection as it is (`attend_projected`) does all of it at once.
 
-Shapes:  T tokens of all sequences laid end to end, N query heads, G kv heads, H head size,
-X = (N + 2 G) H.
+A step also says which of its tokens need logits (`logit_indices`). Behind the attention of the last layer the
+others are gone: `LastLayerStep` returns their rows alone, and takes the others out of the residual stream.
+
+Shapes:  T tokens of all sequences laid end to end, S of them that need logits, N query heads, G kv heads,
+H head size, X = (N + 2 G) H.
 """
 
 from __future__ import annotations
@@ -21,10 +24,13 @@ from typing import Protocol
 import torch
 
 from infer.kernels.elementwise.heads import CacheSlots, HeadTransform
+from infer.quant.residual import ResidualStream
 
 
 class StepContext(Protocol):
     """What a model needs to know about the step it is part of."""
+
+    logit_indices: torch.Tensor | None = None  # of the tokens whose hidden states are needed; None: of all
 
     @property
     def positions(self) -> torch.Tensor:
@@ -56,3 +62,49 @@ class StepContext(Protocol):
         With a `window` w a token at position p sees positions p - w + 1 .. p. Returns [T, N, H].
         """
         ...
+
+
+class LastLayerStep(StepContext):
+    """A step as its last layer sees it: attention and the stream have the rows that need logits."""
+
+    def __init__(self, step: StepContext, stream: ResidualStream, indices_S: torch.Tensor) -> None:
+        self._step, self._indices_S = step, indices_S
+        self._stream: ResidualStream | None = stream  # until its rows are selected
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """The step's own, of all tokens."""
+        return self._step.positions
+
+    def slots(self, layer: int) -> CacheSlots | None:
+        """The step's own."""
+        return self._step.slots(layer)
+
+    def attend_projected(
+        self, layer: int, qkv_TX: torch.Tensor, transform: HeadTransform, *, scale: float, window: int | None
+    ) -> torch.Tensor | None:
+        """Attend as the step does, and return [S, N, H]."""
+        self._select_stream()
+        seen_TNH = self._step.attend_projected(layer, qkv_TX, transform, scale=scale, window=window)
+        return None if seen_TNH is None else seen_TNH.index_select(0, self._indices_S)
+
+    def attend(
+        self,
+        layer: int,
+        q_TNH: torch.Tensor,
+        k_TGH: torch.Tensor,
+        v_TGH: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Attend as the step does, and return [S, N, H]."""
+        self._select_stream()
+        seen_TNH = self._step.attend(layer, q_TNH, k_TGH, v_TGH, scale=scale, window=window)
+        return seen_TNH.index_select(0, self._indices_S)
+
+    def _select_stream(self) -> None:
+        """Take the other rows out of the stream, once: the layer has read it by now."""
+        if self._stream is not None:
+            self._stream.select(self._indices_S)
+            self._stream = None

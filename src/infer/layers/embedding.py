@@ -3,8 +3,8 @@
 Gemma multiplies the rows by sqrt(D). It was trained with that number rounded to the dtype of the
 weights (in bfloat16 sqrt(1152) = 33.94 becomes 34), so the factor is rounded before it is used.
 
-The table may be kept in fewer bits than the model computes in: in the 16 bits of its checkpoint, or as
-the packed matrix of a head it is tied to (`packed`). Rows are converted when they are looked up.
+The table may be kept in fewer bits than the model computes in: in the 16 bits of its checkpoint, or in the
+projection of a head it is tied to (`table`). Rows are converted when they are looked up.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from infer.kernels.elementwise.embedding import embed, scaled
-from infer.quant.packed import PackedMatrix
+from infer.quant.projection import Projection
 
 
 class Embedding(nn.Module):
@@ -25,12 +25,12 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_rows, size), requires_grad=False)
         self.dtype = self.weight.dtype  # of the rows that come out
         self.factor = None if scale is None else round_to(scale, self.dtype)
-        self.packed: PackedMatrix | None = None
+        self.table: Projection | None = None
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Return [T, D]."""
-        packed = self.packed
-        x_TD = embed(ids_T, self.weight, self.dtype) if packed is None else packed.lookup(ids_T)
+        x_TD = embed(ids_T, self.weight, self.dtype) if self.table is None else self.table.lookup(ids_T)
+        assert x_TD is not None, "the head cannot be looked up"
         return x_TD if self.factor is None else scaled(x_TD, self.factor)
 
     def extra_repr(self) -> str:

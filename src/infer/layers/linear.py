@@ -11,48 +11,91 @@ matrix, and one large multiplication is faster than three small ones:
                       │   Wv   │
                       └────────┘
 
-The parts have names, so the weight map can say which of them a checkpoint tensor fills. How the numbers
-are stored and multiplied is the business of the layer's scheme (quant/).
+The parts have names, so the weight map can say which of them a checkpoint tensor fills. How the numbers are
+stored and multiplied is the business of the layer's `Projection` (quant/projection.py). A layer that nobody
+gave another one has a dense one in the dtype and on the device of the moment.
 
-Between two matrices stands the residual stream: one adds its result to it, the next one reads its norm.
-
-    stream ──► norm ──► after ──► ... ──► into ──► (+) ──► stream ──► norm ──► after ──► ...
-
-`after` is told the norm before it. `into` is told who reads behind it: for few tokens on a GPU it does the
-addition and most of that norm while its result is still at hand, and returns an `Added` instead of a tensor,
-which `after` takes as well (kernels/linear/small.py). For a hundred tokens or two it may return its result in
-parts, which the norm adds up on its way (kernels/linear/split.py).
+    stored        the projection as it was loaded
+    projection    the one that multiplies: the same, or its twin for `deterministic` (bind.py)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import nn
 
-from infer.errors import ConfigError
 from infer.kernels.elementwise.gated_activation import gated_activation
-from infer.kernels.linear.invariant import places_are_alike
-from infer.kernels.linear.residual import Added, Stream
-from infer.kernels.linear.small import (
-    added_gated_linear,
-    added_linear,
-    can_add,
-    linear_into,
-    norm_gated_linear,
-    norm_linear,
-    split_linear,
-)
-from infer.kernels.runtime.dispatch import use_triton
-from infer.layers.norm import AddNorm
-from infer.quant.dense import DENSE, INVARIANT
-from infer.quant.scheme import Scheme
+from infer.quant.dense import Dense
+from infer.quant.projection import Projection, WeightSpec, rows_of_part
+from infer.quant.residual import NormedInput, PendingProduct, as_tensor
+
+_WITHOUT_WEIGHTS: ContextVar[bool] = ContextVar("without_weights", default=False)
 
 
-class Linear(nn.Module):
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Build linear layers whose weights have a shape and no memory: a loader gives them projections."""
+    token = _WITHOUT_WEIGHTS.set(True)
+    try:
+        yield
+    finally:
+        _WITHOUT_WEIGHTS.reset(token)
+
+
+def _device() -> torch.device:
+    return torch.device("meta") if _WITHOUT_WEIGHTS.get() else torch.get_default_device()
+
+
+class Projected(nn.Module):
+    """A layer with a projection, whose tensors are the layer's parameters."""
+
+    always_dense = False  # its weights are too few to pack, and their errors too dear
+
+    stored: Projection
+    projection: Projection
+    bias: nn.Parameter | None
+
+    def __init__(self, spec: WeightSpec, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+        super().__init__()
+        self.spec = spec
+        self.bias = None
+        self._leaves: tuple[str, ...] = ()
+        self.use(Dense(spec, tensors))
+
+    def use(self, projection: Projection) -> None:
+        """Take a projection in the place of the one before, and its tensors for parameters."""
+        for name in self._leaves:
+            delattr(self, name)
+        for name, tensor in projection.tensors.items():
+            if not isinstance(tensor, nn.Parameter):
+                tensor = projection.tensors[name] = nn.Parameter(tensor, requires_grad=False)
+            self.register_parameter(name, tensor)
+        self._leaves = tuple(projection.tensors)
+        projection.bias = self.bias
+        self.stored = self.projection = projection
+
+    @property
+    def parts(self) -> Mapping[str, int]:
+        """The names of the matrices that are fused, and their rows, in order."""
+        return self.spec.parts
+
+    def part_rows(self, name: str) -> slice:
+        """The rows of the weight (and of the bias) that part `name` fills."""
+        return rows_of_part(self.spec.parts, name)
+
+    def _details(self) -> str:
+        parts = f", parts={dict(self.parts)}" if self.parts else ""
+        return parts + ("" if self.projection.scheme == "none" else f", {self.projection.scheme}")
+
+
+class Linear(Projected):
     """y = x Wᵀ + b, with W stored [out, in] as checkpoints do; a `tied_weight` is shared, not copied."""
+
+    weight: nn.Parameter  # of a dense one
 
     def __init__(
         self,
@@ -63,110 +106,56 @@ class Linear(nn.Module):
         parts: Mapping[str, int] | None = None,
         tied_weight: nn.Parameter | None = None,
     ) -> None:
-        super().__init__()
-        self.scheme: Scheme = DENSE
-        self.parts = dict(parts or {})  # name -> number of rows, in the order of the rows
-        assert not self.parts or sum(self.parts.values()) == out_features, (self.parts, out_features)
-        if tied_weight is None:
-            tied_weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
-        assert tied_weight.shape == (out_features, in_features), tied_weight.shape
-        self.weight = tied_weight
+        parts = dict(parts or {})
+        assert not parts or sum(parts.values()) == out_features, (parts, out_features)
+        spec = WeightSpec(out_features, in_features, torch.get_default_dtype(), _device(), parts)
+        assert tied_weight is None or tied_weight.shape == (out_features, in_features), tied_weight
+        super().__init__(spec, None if tied_weight is None else {"weight": tied_weight})
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+        self.projection.bias = self.bias
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply the last dimension of `x`."""
-        return self.scheme.multiply(x, self.weight, self.bias)
+    def forward(self, x: torch.Tensor | NormedInput) -> torch.Tensor | PendingProduct:
+        """Multiply the last dimension of `x`; what a kernel adds to the residual stream is left pending."""
+        projection = self.projection
+        if projection.can_add:
+            return PendingProduct(projection, as_tensor(x))
+        return projection.project(x)
 
-    def into(
-        self, x: torch.Tensor, residual_TD: torch.Tensor | None, reader: Reader | None
-    ) -> torch.Tensor | Added:
-        """Multiply; and add the result to the stream for its next reader, where one kernel can do both.
-
-        A result of three dimensions is one in parts, which the reader's norm adds up.
-        """
-        if reader is None or residual_TD is None or not use_triton(x):
-            return self(x)  # type: ignore[no-any-return]
-        norm, matrix, gated = reader
-        is_plain = self.scheme is DENSE and matrix.scheme is DENSE
-        if is_plain and can_add(x, self.weight, matrix.weight, gated=gated):
-            return linear_into(Stream(residual_TD, norm.weight, norm.offset), x, self.weight, self.bias)
-        parts_PTD = split_linear(x, self.weight) if is_plain and self.bias is None else None
-        return self(x) if parts_PTD is None else parts_PTD
-
-    def after(
-        self, norm: AddNorm, x_TD: torch.Tensor | Added, residual_TD: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Multiply the normalised sum of `x_TD` and the residual stream; returns that and the sum."""
-        if isinstance(x_TD, Added):
-            return added_linear(x_TD, norm.eps, self.weight, self.bias), x_TD.sum_MN
-        if self.scheme is DENSE and use_triton(x_TD):  # one kernel where there are few tokens
-            return norm_linear(x_TD, residual_TD, norm.weight, norm.eps, norm.offset, self.weight, self.bias)
-        normed_TD, residual_TD = norm(x_TD, residual_TD)
-        return self(normed_TD), residual_TD
-
-    def gated_after(
-        self, norm: AddNorm, x_TD: torch.Tensor | Added, residual_TD: torch.Tensor | None, activation: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for a matrix of two parts, gate and up: the first result is act(gate) * up."""
-        if isinstance(x_TD, Added):
-            if self.bias is None:
-                return added_gated_linear(x_TD, norm.eps, self.weight, activation), x_TD.sum_MN
-        elif self.scheme is DENSE and self.bias is None and use_triton(x_TD):
-            return norm_gated_linear(
-                x_TD, residual_TD, norm.weight, norm.eps, norm.offset, self.weight, activation
-            )
-        y_TF, residual_TD = self.after(norm, x_TD, residual_TD)
-        return gated_activation(y_TF, activation=activation), residual_TD
+    def gated(self, x: torch.Tensor | NormedInput, activation: str) -> torch.Tensor:
+        """Return act(gate) * up of a matrix with these two parts."""
+        if self._forward_hooks:  # which want to see the product itself
+            return gated_activation(as_tensor(self(x)), activation=activation)
+        return self.projection.project(x, activation)
 
     def split(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Cut an output of this layer into its parts: views, no copy."""
         return torch.split(y, list(self.parts.values()), dim=-1)
 
-    def part_rows(self, name: str) -> slice:
-        """The rows of the weight (and of the bias) that part `name` fills."""
-        return rows_of_part(self.parts, name)
+    def extra_repr(self) -> str:
+        """Shape and parts, for print(model)."""
+        bias = self.bias is not None
+        return f"{self.spec.size} -> {self.spec.num_rows}, bias={bias}{self._details()}"
+
+
+class ExpertLinear(Projected):
+    """A stack of matrices of one shape, one per expert; each may hold parts as a `Linear` does."""
+
+    weight: nn.Parameter  # of a dense one, [E, N, K]
+
+    def __init__(
+        self, num_experts: int, in_features: int, out_features: int, parts: Mapping[str, int] | None = None
+    ) -> None:
+        parts = dict(parts or {})
+        assert not parts or sum(parts.values()) == out_features, (parts, out_features)
+        dtype = torch.get_default_dtype()
+        super().__init__(WeightSpec(out_features, in_features, dtype, _device(), parts, num_experts))
+
+    @property
+    def num_experts(self) -> int:
+        """How many matrices there are."""
+        assert self.spec.num_experts is not None
+        return self.spec.num_experts
 
     def extra_repr(self) -> str:
         """Shape and parts, for print(model)."""
-        out_features, in_features = self.weight.shape
-        parts = f", parts={self.parts}" if self.parts else ""
-        return f"{in_features} -> {out_features}, bias={self.bias is not None}{parts}"
-
-
-class Reader(NamedTuple):
-    """Who reads the residual stream next: a norm and the matrix behind it; `gated` as in `gated_after`."""
-
-    norm: AddNorm
-    matrix: Linear
-    gated: bool = False
-
-
-def set_invariant(model: nn.Module, invariant: bool) -> None:
-    """Whether plain matrices, also of routers and experts, are multiplied row by row or as fast as can be."""
-    tried: set[torch.Size] = set()
-    for name, module in model.named_modules():
-        if getattr(module, "scheme", None) not in (DENSE, INVARIANT):
-            continue
-        setattr(module, "scheme", INVARIANT if invariant else DENSE)  # noqa: B010
-        weight = module.weight
-        assert isinstance(weight, torch.Tensor)
-        w_NK = weight.flatten(0, -3)[0] if weight.dim() > 2 else weight  # of experts the first one
-        if not invariant or weight.device.type != "cpu" or weight.is_meta or w_NK.shape in tried:
-            continue
-        tried.add(w_NK.shape)
-        if not places_are_alike(w_NK):
-            raise ConfigError(
-                "deterministic cannot be had here: this machine's matrix library adds up the rows of a batch "
-                f"in different orders ({name}, {tuple(w_NK.shape)}); use cpu_weights=int8, which needs none"
-            )
-
-
-def rows_of_part(parts: Mapping[str, int], name: str) -> slice:
-    """Where part `name` lies among parts that are given with their numbers of rows, in order."""
-    assert name in parts, f"no part {name!r} in {list(parts)}"
-    start = 0
-    for part, num_rows in parts.items():
-        if part == name:
-            break
-        start += num_rows
-    return slice(start, start + parts[name])
+        return f"{self.num_experts} x ({self.spec.size} -> {self.spec.num_rows}){self._details()}"

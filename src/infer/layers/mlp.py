@@ -11,10 +11,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from infer.kernels.elementwise.gated_activation import activate, gated_activation
-from infer.kernels.linear.residual import Added
-from infer.layers.linear import Linear, Reader
-from infer.layers.norm import AddNorm
+from infer.kernels.elementwise.gated_activation import activate
+from infer.layers.linear import Linear
+from infer.quant.residual import NormedInput, PendingProduct
 
 
 class GatedMLP(nn.Module):
@@ -31,28 +30,10 @@ class GatedMLP(nn.Module):
         )
         self.down = Linear(intermediate_size, hidden_size, bias=bias)
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_TD: torch.Tensor | NormedInput) -> torch.Tensor | PendingProduct:
         """Return [T, D]."""
-        y_TD: torch.Tensor = self.down(gated_activation(self.gate_up(x_TD), activation=self.activation))
+        y_TD: torch.Tensor | PendingProduct = self.down(self.gate_up.gated(x_TD, self.activation))
         return y_TD
-
-    def reader(self, norm: AddNorm) -> Reader:
-        """Who reads the stream when `after` is called with this norm."""
-        return Reader(norm, self.gate_up, gated=self.gate_up.bias is None)
-
-    def after(
-        self,
-        norm: AddNorm,
-        x_TD: torch.Tensor | Added,
-        residual_TD: torch.Tensor | None,
-        reader: Reader | None = None,
-    ) -> tuple[torch.Tensor | Added, torch.Tensor]:
-        """Of the normalised sum of `x_TD` and the residual stream; returns [T, D] and the sum.
-
-        If the next `reader` of the stream is known, [T, D] may have been added for it.
-        """
-        gated_TF, residual_TD = self.gate_up.gated_after(norm, x_TD, residual_TD, self.activation)
-        return self.down.into(gated_TF, residual_TD, reader), residual_TD
 
 
 class MLP(nn.Module):
@@ -64,7 +45,7 @@ class MLP(nn.Module):
         self.up = Linear(hidden_size, intermediate_size, bias=True)
         self.down = Linear(intermediate_size, hidden_size, bias=True)
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_TD: torch.Tensor | NormedInput) -> torch.Tensor | PendingProduct:
         """Return [T, D]."""
-        y_TD: torch.Tensor = self.down(activate(self.up(x_TD), self.activation))
+        y_TD: torch.Tensor | PendingProduct = self.down(activate(self.up(x_TD), self.activation))
         return y_TD

@@ -1,27 +1,25 @@
-"""Normalisation, alone or together with the residual addition before it.
+"""Normalisation: of a tensor, or of the residual stream.
 
-A pre-norm transformer alternates two memory-bound steps over the same data: add a block's output to
-the residual stream, then normalise the sum for the next block. `AddNorm` does both in one pass, so a
-model carries two tensors through its layers:
+    normed = norm(x)            of each row of [T, D], or of each head of [T, N, H]
+    normed = norm(stream)       of the sum that the stream holds: computed by the projection that reads it
 
-    x          the output of the last block, not yet added
-    residual   the sum of everything before it
-
-        x, residual = norm(x, residual)     # residual + x, and its normalised form
-
-Where the block that made x has already added it, x is an `Added` (kernels/linear/small.py): the sum, and what
-the matrix behind the next norm needs of it. No norm is then called.
+A pre-norm transformer alternates two memory-bound steps over the same data: add a sub-layer's output to the
+residual stream, then normalise the sum for the next one. `normalize` does both in one pass; a projection may
+do more in one launch (quant/residual.py).
 
 Shapes:  T tokens, D hidden size, N heads, H head size.
 """
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import nn
 
 from infer.kernels.elementwise.layer_norm import add_layer_norm
 from infer.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
+from infer.quant.residual import NormedInput, PendingProduct, ResidualStream, as_tensor
 
 
 class RMSNorm(nn.Module):
@@ -32,24 +30,17 @@ class RMSNorm(nn.Module):
         self.eps, self.offset = eps, offset
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise each row of [T, D], or each head of [T, N, H]."""
-        return rms_norm(x, self.weight, eps=self.eps, offset=self.offset)
+    @overload
+    def forward(self, x: ResidualStream) -> NormedInput: ...
+    @overload
+    def forward(self, x: torch.Tensor | PendingProduct) -> torch.Tensor: ...
+    def forward(self, x: torch.Tensor | PendingProduct | ResidualStream) -> torch.Tensor | NormedInput:
+        """Normalise a tensor now; the residual stream is normalised when it is read."""
+        if isinstance(x, ResidualStream):
+            return NormedInput(self, x)
+        return rms_norm(as_tensor(x), self.weight, eps=self.eps, offset=self.offset)
 
-    def extra_repr(self) -> str:
-        """Size and constants, for print(model)."""
-        return f"{self.weight.numel()}, eps={self.eps}, offset={self.offset}"
-
-
-class AddNorm(nn.Module):
-    """Add a block's output to the residual stream, then normalise the sum."""
-
-    def __init__(self, size: int, *, eps: float, offset: float = 0.0) -> None:
-        super().__init__()
-        self.eps, self.offset = eps, offset
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-
-    def forward(
+    def normalize(
         self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the normalised sum and the sum; with no residual yet, `x_TD` starts the stream."""
@@ -62,8 +53,10 @@ class AddNorm(nn.Module):
         return f"{self.weight.numel()}, eps={self.eps}, offset={self.offset}"
 
 
-class AddLayerNorm(nn.Module):
-    """The same with GPT-2's norm: subtract the mean, divide by the standard deviation, scale and shift."""
+class LayerNorm(nn.Module):
+    """GPT-2's norm: subtract the mean, divide by the standard deviation, scale and shift."""
+
+    offset = 0.0
 
     def __init__(self, size: int, *, eps: float) -> None:
         super().__init__()
@@ -71,7 +64,13 @@ class AddLayerNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(size), requires_grad=False)
 
-    def forward(
+    def forward(self, x: torch.Tensor | ResidualStream) -> torch.Tensor:
+        """Normalise the rows of a tensor, or the stream, at once: no kernel has this norm in its prologue."""
+        if isinstance(x, ResidualStream):
+            return NormedInput(self, x).tensor()
+        return self.normalize(x, None)[0]
+
+    def normalize(
         self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the normalised sum and the sum; with no residual yet, `x_TD` starts the stream."""

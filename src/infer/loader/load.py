@@ -16,21 +16,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from infer.errors import ConfigError
-from infer.loader.cpu_weights import (
-    PACKED,
-    choose_format,
-    fill_packed,
-    matrix_of,
-    pack_layers,
-    stored_matrices,
-)
-from infer.loader.dtype import avoid_refused_products, choose_dtype, stored_dtype, warn_if_slow
+from infer.layers.linear import without_weights
+from infer.loader.dtype import avoid_refused_products, stored_dtype, warn_if_slow
 from infer.loader.find.default_model import NAME, SAMPLING
 from infer.loader.find.source import ModelSource
 from infer.loader.formats.checkpoint import StoredTensor, open_checkpoint
@@ -45,6 +38,8 @@ from infer.loader.formats.hf_config import (
 )
 from infer.loader.placement import Move, plan_moves
 from infer.loader.pooling import Pooling, read_pooling
+from infer.loader.quantization import AS_STORED, choose_format, stored_matrices
+from infer.loader.quantization import make_projections as _make_projections
 from infer.log import progress
 from infer.models.config import ModelConfig
 from infer.models.model import Model
@@ -66,7 +61,7 @@ class LoadedModel:
     device: torch.device
     max_seq_len: int  # prompt + output, in tokens: the model's context, or less if asked for
     eos_ids: tuple[int, ...]  # any of these ends an answer
-    weights: str = "as stored"  # their form: int8, int4, int4+int8, fp32, bf16 on a CPU (cpu_weights.py)
+    weights: str = "as stored"  # their form: int8, int4, int4+int8, fp32, bf16, ... (quantization.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +75,7 @@ class ModelHeaders:
     defaults: GenerationDefaults
     gguf_metadata: Mapping[str, Any] | None  # of a GGUF file: the tokenizer is in there
     pooling: Pooling = Pooling()  # frozen, so all may share it
+    quantization: Mapping[str, Any] = field(default_factory=dict)  # `quantization_config` of its config.json
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -122,6 +118,7 @@ def read_headers(source: ModelSource) -> ModelHeaders:
         defaults=defaults,
         gguf_metadata=file.metadata if file is not None else None,
         pooling=Pooling() if source.is_gguf else read_pooling(source.path),
+        quantization=raw.get("quantization_config") or {},
     )
 
 
@@ -130,7 +127,7 @@ def load_model(
     *,
     dtype: str = "auto",
     device: str = "auto",
-    cpu_weights: str | None = None,
+    quantization: str = "none",
     max_seq_len: int | None = None,
     show_progress: bool = False,
     headers: ModelHeaders | None = None,
@@ -138,8 +135,8 @@ def load_model(
 ) -> LoadedModel:
     """Load the model of `source` onto `device`; `dtype` as in dtype.py, `headers` if already read.
 
-    `cpu_weights` as in cpu_weights.py; None: nothing is packed, whatever the file holds. `check` may raise
-    when all is decided and nothing is loaded.
+    `quantization` as in quantization.py; "none": nothing is packed that the file does not hold packed.
+    `check` may raise when all is decided and nothing is loaded.
     """
     chosen_device = choose_device(device)
     headers = headers or read_headers(source)
@@ -147,12 +144,9 @@ def load_model(
     context_len = check_length(max_seq_len, config)
     stored = stored_dtype(headers.tensors.values())
     matrices = stored_matrices(headers.tensors, family.weight_map)
-    if cpu_weights is None:
-        weights, chosen_dtype = "as stored", choose_dtype(dtype, chosen_device, stored)
-    else:
-        weights, chosen_dtype, reason = choose_format(cpu_weights, dtype, chosen_device, stored, matrices)
-        if chosen_device.type == "cpu":
-            log.info("weights are kept as %s (%s)", weights, reason)
+    weights, chosen_dtype, reason = choose_format(quantization, dtype, chosen_device, stored, matrices)
+    if chosen_device.type == "cpu" and weights != AS_STORED:
+        log.info("weights are kept as %s (%s)", weights, reason)
     avoid_refused_products(chosen_dtype, chosen_device)
     warn_if_slow(chosen_dtype, chosen_device)
     check(
@@ -168,9 +162,8 @@ def load_model(
     # rotary tables need not be longer than what is served; learned positions are as many as are stored
     built = config if config.learned_positions else replace(config, context_len=context_len)
     model = build_model(family, built, chosen_device, chosen_dtype, source.name)
+    make_projections(model, headers, weights, chosen_device, chosen_dtype)
     moves = plan_moves(model, headers.tensors, family.weight_map, name=source.name)
-    if weights in PACKED:
-        pack_layers(model, weights, stored, matrices)
     _fill(model, moves, label=f"loading {source.name}", show_progress=show_progress)
     _check_tied_head(model, headers.tensors, family)
     return LoadedModel(
@@ -216,28 +209,45 @@ def check_length(max_seq_len: int | None, config: ModelConfig) -> int:
 def build_model(
     family: Family, config: ModelConfig, device: torch.device, dtype: torch.dtype, name: str
 ) -> Model:
-    """The network with its memory reserved and nothing in it; step 3 above."""
+    """The network without its matrices, nothing in it; step 3 above."""
     try:
-        with device, _default_dtype(dtype):
+        with device, _default_dtype(dtype), without_weights():
             return family.build(config)
     except RuntimeError as error:  # PyTorch has no narrower one: out of memory on a CPU is a plain one
-        if isinstance(error, torch.OutOfMemoryError) or "allocate" in str(error):
-            raise ConfigError(
-                f"{name} in {dtype} does not fit into the memory of {device}: {error}"
-            ) from None
+        _refuse_if_full(error, name, dtype, device)
+        raise
+
+
+def _refuse_if_full(error: RuntimeError, name: str, dtype: torch.dtype, device: torch.device) -> None:
+    if isinstance(error, torch.OutOfMemoryError) or "allocate" in str(error):
+        raise ConfigError(f"{name} in {dtype} does not fit into the memory of {device}: {error}") from None
+
+
+def make_projections(
+    model: Model, headers: ModelHeaders, weights: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Reserve memory for the matrices of a model, in the form `weights`."""
+    try:
+        _make_projections(
+            model,
+            weights,
+            device,
+            dtype,
+            stored_dtype(headers.tensors.values()),
+            headers.tensors,
+            headers.family.weight_map,
+            headers.quantization,
+        )
+    except RuntimeError as error:
+        _refuse_if_full(error, headers.source.name, dtype, device)
         raise
 
 
 def _fill(model: Model, moves: list[Move], *, label: str, show_progress: bool) -> None:
-    parameters = dict(model.named_parameters())
     total = sum(move.source.num_bytes for move in moves)
     with progress(label, total, is_shown=show_progress, counts_bytes=True) as advance, torch.no_grad():
         for move in moves:
-            if (matrix := matrix_of(model, move.place.parameter, move.place.expert)) is not None:
-                first = 0 if move.rows is None else move.rows.start
-                fill_packed(matrix, move.source, first=first, transposed=move.transposed)
-            else:
-                move.source.copy_to(move.destination(parameters))
+            move.run(model)
             advance(move.source.num_bytes)
 
 

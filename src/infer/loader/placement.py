@@ -1,7 +1,8 @@
 """Where each tensor of a checkpoint goes, decided and checked before anything is read.
 
 The weight map says which of our modules a tensor belongs to; the model, built but not yet filled, says
-which places there are and what shape they have:
+which places there are and what shape they have. A linear layer's projection names its own places, its leaves
+(quant/projection.py), so this file knows no number format:
 
     checkpoint tensor                    weight map                  place
     ...layers.7.mlp.up_proj.weight  ──►  layers.7.mlp.gate_up "up" ──►  rows 1536..3071 of gate_up.weight
@@ -12,8 +13,11 @@ own. A checkpoint may hold them one by one, or stacked in one tensor, which is t
     ...layers.7.mlp.experts.3.up_proj.weight   ──►   expert 3, rows of "up" of gate_up.weight
     ...layers.7.mlp.experts.gate_up_proj       ──►   expert 0, expert 1, ... of gate_up.weight
 
+Where several ranks share a model, each is built with its share of the rows or columns, and takes its share of
+each tensor: along the side that the weight map names, cut where the leaf says that this side runs.
+
 Every place must be filled exactly once, by a tensor of its shape. All that is wrong is reported at
-once: whoever has the wrong file wants to see the whole difference, not its first line.
+once: with a wrong file, the whole difference says more than its first line.
 """
 
 from __future__ import annotations
@@ -26,41 +30,94 @@ import torch
 from torch import nn
 
 from infer.errors import CheckpointError
-from infer.layers.linear import Linear
-from infer.layers.moe import ExpertLinear
+from infer.layers.embedding import Embedding
+from infer.layers.linear import ExpertLinear, Projected
 from infer.loader.formats.checkpoint import StoredTensor
 from infer.models.model import Model
-from infer.models.weight_map import Target, WeightMap, find_target, names_an_expert
+from infer.models.weight_map import Shard, Target, WeightMap, find_target, names_an_expert
+from infer.quant.projection import IN, OUT, Axis, Leaf
 
 MAX_NAMED = 5  # of each kind of complaint; the rest is counted
+
+_SIDES = {Shard.COLUMN: "out", Shard.VOCAB: "out", Shard.ROW: "in"}
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A parameter of the model or one expert's share of it, or the rows of one part of that."""
+    """A leaf of one module or one expert's share of it, or one part of that."""
 
-    parameter: str
+    module: str
+    leaf: str
     part: str | None = None
     expert: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Which of how many ranks this is, where several share a model."""
+
+    rank: int = 0
+    count: int = 1
+
+
+ONE_RANK = Ranks()
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
     """One tensor and the place it fills."""
 
-    source: StoredTensor
+    source: StoredTensor | ShardedTensor
     place: Place
-    rows: slice | None
     transposed: bool
 
-    def destination(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The view of the parameter that this tensor fills, in the tensor's own orientation."""
-        whole = parameters[self.place.parameter]
-        if self.place.expert is not None:
-            whole = whole[self.place.expert]
-        if self.rows is not None:
-            whole = whole[:, self.rows] if whole.dim() == 3 else whole[self.rows]
-        return whole.T if self.transposed and whole.dim() == 2 else whole
+    def run(self, model: Model) -> None:
+        """Bring the tensor into its place."""
+        module, (leaf, part, expert) = model.get_submodule(self.place.module), self._where
+        if isinstance(module, Embedding) and module.table is not None:
+            module.table.load("weight", self.source, part=None, expert=None, transposed=False)
+        elif isinstance(module, Projected) and leaf != "bias":
+            module.stored.load(leaf, self.source, part=part, expert=expert, transposed=self.transposed)
+        else:
+            whole = getattr(module, leaf)
+            self.source.copy_to(whole if part is None else whole[_rows(module, part)])
+
+    @property
+    def _where(self) -> tuple[str, str | None, int | None]:
+        return self.place.leaf, self.place.part, self.place.expert
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTensor:
+    """The part of a stored tensor that one rank holds; it stands in for the tensor when it is loaded."""
+
+    source: StoredTensor
+    kept: tuple[slice, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        return tuple(
+            len(range(*cut.indices(size))) for cut, size in zip(self.kept, self.source.shape, strict=True)
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size on disk, all of which is read."""
+        return self.source.num_bytes
+
+    def copy_to(self, out: torch.Tensor) -> None:
+        """Read the tensor and keep the part."""
+        whole = torch.empty(self.source.shape, dtype=out.dtype)
+        self.source.copy_to(whole)
+        out.copy_(whole[self.kept])
+
+
+def shard(tensor: StoredTensor, leaf: Leaf, how: Shard, ranks: Ranks) -> StoredTensor | ShardedTensor:
+    """What one rank holds of a stored tensor: a share along the side that `how` splits, or all of it."""
+    if ranks.count == 1 or how not in _SIDES:
+        return tensor
+    return ShardedTensor(tensor, leaf.shard(_SIDES[how], tensor.shape, ranks.rank, ranks.count))
 
 
 @dataclass(slots=True)
@@ -86,13 +143,19 @@ def _some(names: list[str]) -> str:
 
 
 def plan_moves(
-    model: Model, tensors: Mapping[str, StoredTensor], weight_map: WeightMap, *, name: str
+    model: Model,
+    tensors: Mapping[str, StoredTensor],
+    weight_map: WeightMap,
+    *,
+    name: str,
+    ranks: Ranks = ONE_RANK,
 ) -> list[Move]:
     """Match tensors with places, in the order of the tensors, or say everything that does not match.
 
     A tied head is the embedding's own parameter: a copy of it in the checkpoint has no place.
     """
-    parameters = dict(model.named_parameters())  # a shared parameter appears once, under its first name
+    modules = dict(model.named_modules())
+    layouts = {module: leaves_of(modules[module]) for module in modules}
     complaints = _Complaints()
     moves: list[Move] = []
     taken: dict[Place, str] = {}
@@ -104,29 +167,63 @@ def plan_moves(
             continue
         if target.ignored or _is_tied_copy(model, target, leaf):
             continue
-        place = Place(f"{target.module}.{leaf}", target.part, target.expert)
-        module = model.get_submodule(target.module) if place.parameter in parameters else None
-        if module is None or not _has_expert(module, target.expert):
+        layout, module = layouts.get(target.module, {}).get(leaf), modules.get(target.module)
+        if layout is None or module is None or not _has_expert(module, target.expert):
             complaints.unexpected.append(tensor_name)
             continue
+        place = Place(target.module, leaf, target.part, target.expert)
         places = _places(module, place)
         for each in places:
             if (other := _taken_by(module, each, taken)) is not None:
                 raise CheckpointError(f"{name}: tensors {other!r} and {tensor_name!r} fill the same place")
             taken[each] = tensor_name
-        move = Move(tensor, place, _rows(module, target), target.transposed)
-        if not tensor.is_readable:
+        is_transposed = target.transposed and len(layout.axes) == 2
+        if is_transposed:
+            layout = Leaf(layout.dtype, layout.axes[::-1])
+        is_stack = places != [place]
+        if ranks.count > 1 and place.part is None and isinstance(module, Projected) and module.parts:
+            raise CheckpointError(f"{name}: {tensor_name!r} holds several matrices, which ranks cannot share")
+        is_whole = is_stack and tensor.shape[:1] == (len(places),)
+        pieces = [tensor.matrix(number) for number in range(len(places))] if is_whole else [tensor]
+        sources = [shard(piece, layout, target.shard, ranks) for piece in pieces]
+        shape = _shape(module, leaf, layout, place)
+        if not _is_readable(tensor, layout):
             complaints.unreadable.append(f"{tensor_name} ({tensor.type_name})")
-        elif (shape := tuple(move.destination(parameters).shape)) != tensor.shape:
+        elif sources[0].shape != shape:
+            shape = (len(places), *shape) if is_stack else shape
             complaints.misshapen.append(f"{tensor_name} is {list(tensor.shape)}, not {list(shape)}")
-        elif places == [place]:
-            moves.append(move)
         else:
-            moves += [replace(move, source=tensor.matrix(i), place=each) for i, each in enumerate(places)]
-    complaints.missing = _missing(model, parameters, taken, weight_map)
+            moves += [Move(source, each, is_transposed) for source, each in zip(sources, places, strict=True)]
+    complaints.missing = _missing(model, modules, layouts, taken, weight_map)
     if text := complaints.text():
         raise CheckpointError(f"the weights of {name} do not fit its config: {text}")
     return moves
+
+
+def leaves_of(module: nn.Module) -> Mapping[str, Leaf]:
+    """The tensors of a checkpoint that fill a module, its children apart."""
+    if isinstance(module, Projected):
+        bias = {} if module.bias is None else {"bias": Leaf(module.bias.dtype, (OUT,))}
+        return {**module.stored.leaves(), **bias}
+    return {
+        name: Leaf(parameter.dtype, (OUT, IN) if parameter.dim() == 2 else (Axis("", len(parameter)),))
+        for name, parameter in module.named_parameters(recurse=False)
+    }
+
+
+def _is_readable(tensor: StoredTensor, leaf: Leaf) -> bool:
+    """Whether a stored tensor has the numbers of a leaf: any float for a float, else exactly its type."""
+    if leaf.dtype.is_floating_point and leaf.dtype.itemsize > 1:
+        return tensor.is_readable
+    return tensor.dtype is leaf.dtype
+
+
+def _shape(module: nn.Module, leaf: str, layout: Leaf, place: Place) -> tuple[int, ...]:
+    """The shape that the tensor of one part, of one expert, must have."""
+    if not isinstance(module, Projected):
+        return tuple(getattr(module, leaf).shape)
+    rows = module.spec.num_rows if place.part is None else module.parts[place.part]
+    return layout.shape(rows, module.spec.size)
 
 
 def _is_tied_copy(model: Model, target: Target, leaf: str) -> bool:
@@ -134,14 +231,14 @@ def _is_tied_copy(model: Model, target: Target, leaf: str) -> bool:
 
 
 def _has_expert(module: nn.Module, expert: int | None) -> bool:
-    return expert is None or (isinstance(module, ExpertLinear) and expert < len(module.weight))
+    return expert is None or (isinstance(module, ExpertLinear) and expert < module.num_experts)
 
 
 def _places(module: nn.Module, place: Place) -> list[Place]:
     """The place itself, or one per expert where a tensor holds the matrices of all of them."""
     if not isinstance(module, ExpertLinear) or place.expert is not None:
         return [place]
-    return [replace(place, expert=expert) for expert in range(len(module.weight))]
+    return [replace(place, expert=expert) for expert in range(module.num_experts)]
 
 
 def _taken_by(module: nn.Module, place: Place, taken: Mapping[Place, str]) -> str | None:
@@ -152,34 +249,34 @@ def _taken_by(module: nn.Module, place: Place, taken: Mapping[Place, str]) -> st
     return next((taken[other] for part in names if (other := replace(place, part=part)) in taken), None)
 
 
-def _rows(module: nn.Module, target: Target) -> slice | None:
-    if target.part is None:
-        return None
-    assert isinstance(module, Linear | ExpertLinear), f"{target.module} has no parts"
-    return module.part_rows(target.part)
+def _rows(module: nn.Module, part: str) -> slice:
+    assert isinstance(module, Projected), f"{module} has no parts"
+    return module.part_rows(part)
 
 
 def _missing(
-    model: Model, parameters: Mapping[str, torch.Tensor], taken: Collection[Place], weight_map: WeightMap
+    model: Model,
+    modules: Mapping[str, nn.Module],
+    layouts: Mapping[str, Mapping[str, Leaf]],
+    taken: Collection[Place],
+    weight_map: WeightMap,
 ) -> list[str]:
     """The checkpoint's names of all places that no tensor fills."""
     spelling: dict[tuple[str, str | None, bool], str] = {}
     for key, target in weight_map.items():
         spelling.setdefault((target.module, target.part, names_an_expert(key, target)), key)
     missing = []
-    for parameter in parameters:
-        module_name, _, leaf = parameter.rpartition(".")
-        generic, numbers = (
-            re.sub(r"\.\d+(?=\.)", ".{}", module_name),
-            re.findall(r"\.(\d+)(?=\.)", module_name),
-        )
-        module = model.get_submodule(module_name)
-        for place in _places(module, Place(parameter)):
+    for name, leaf in ((name, leaf) for name, leaves in layouts.items() for leaf in leaves):
+        module = modules[name]
+        if module is model.head and model.config.tie_embeddings:
+            continue
+        generic, numbers = re.sub(r"\.\d+(?=\.)", ".{}", name), re.findall(r"\.(\d+)(?=\.)", name)
+        for place in _places(module, Place(name, leaf)):
             if place in taken:
                 continue
             is_expert = place.expert is not None
             parts: list[str | None] = []
-            if isinstance(module, Linear | ExpertLinear):
+            if isinstance(module, Projected):
                 parts = [part for part in module.parts if (generic, part, is_expert) in spelling]
             for part in parts or [None]:
                 if replace(place, part=part) not in taken:

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import torch
 
-from infer.layers.norm import AddNorm, RMSNorm
+from infer.layers.norm import RMSNorm
 from infer.loader.dtype import DTYPES, avoid_refused_products, choose_dtype, warn_if_slow
 from infer.loader.formats.hf_config import read_hf_config
 from infer.loader.load import LoadedModel, build_model, check_length, choose_device
+from infer.loader.quantization import AS_STORED, make_projections
 from infer.models.model import Model
 from infer.models.registry import find_family
 
@@ -46,6 +47,7 @@ def load_random(
     built = config if config.learned_positions else replace(config, context_len=context_len)
     name = f"{config_dir.resolve().name} (random weights)"
     model = build_model(family, built, chosen_device, chosen_dtype, name)
+    make_projections(model, AS_STORED, chosen_device, chosen_dtype, None, {}, family.weight_map)
     fill_random(model, seed)
     return LoadedModel(
         model=model.eval(),
@@ -67,7 +69,7 @@ def fill_random(model: Model, seed: int = 0) -> None:
         parameter.normal_(0.0, WIDTH, generator=generator)
     for module in model.modules():
         weight = getattr(module, "weight", None)
-        if isinstance(module, AddNorm | RMSNorm):
+        if isinstance(module, RMSNorm):
             module.weight.fill_(1.0 - module.offset)
         elif isinstance(weight, torch.nn.Parameter) and weight.dim() == 1:  # a LayerNorm
             weight.fill_(1.0)

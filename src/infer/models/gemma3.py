@@ -16,8 +16,7 @@ What sets it apart from the Llama block:
 The text part of a `Gemma3ForConditionalGeneration` checkpoint is the same network under longer names;
 its vision tower is not loaded.
 
-Shapes:  T tokens of all sequences laid end to end, S of them behind the last attention (model.py), D hidden,
-N query heads, G kv heads, H head size.
+Shapes:  T tokens of all sequences laid end to end, D hidden, N query heads, G kv heads, H head size.
 """
 
 from __future__ import annotations
@@ -25,17 +24,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from infer.errors import CheckpointError, ConfigError
 from infer.layers.attention import StepContext
-from infer.layers.linear import Reader
 from infer.layers.mlp import GatedMLP
-from infer.layers.norm import AddNorm, RMSNorm
+from infer.layers.norm import RMSNorm
 from infer.layers.rotary import Rotary
 from infer.models.config import ModelConfig, RopeScaling
-from infer.models.model import Layer, Model, make_rotary, rows_at
+from infer.models.model import Model, make_rotary
 from infer.models.raw_config import (
     MAX_LAYERS,
     RawConfig,
@@ -47,6 +44,7 @@ from infer.models.raw_config import (
 )
 from infer.models.self_attention import SelfAttention
 from infer.models.weight_map import IGNORED, Shard, Target, WeightMap
+from infer.quant.residual import ResidualStream
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
@@ -131,33 +129,23 @@ def _read_rope(raw: RawConfig, context_len: int) -> tuple[float, float, RopeScal
     )
 
 
-class Block(Layer):
-    """Attention, then the MLP, each between two norms; the sum is fused with the norm that follows it."""
+class Block(nn.Module):
+    """Attention, then the MLP, each between two norms and each added to the residual stream."""
 
     def __init__(self, config: ModelConfig, layer: int, rotary: Rotary) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.norm_eps
-        self.attention_norm = AddNorm(size, eps=eps, offset=1.0)
+        self.attention_norm = RMSNorm(size, eps=eps, offset=1.0)
         self.attention = SelfAttention(config, layer, rotary, norm_offset=1.0)
         self.post_attention_norm = RMSNorm(size, eps=eps, offset=1.0)
-        self.mlp_norm = AddNorm(size, eps=eps, offset=1.0)
+        self.mlp_norm = RMSNorm(size, eps=eps, offset=1.0)
         self.mlp = GatedMLP(size, config.intermediate_size, activation=config.activation, bias=False)
         self.post_mlp_norm = RMSNorm(size, eps=eps, offset=1.0)
 
-    def forward(
-        self,
-        x_TD: torch.Tensor,
-        residual_TD: torch.Tensor | None,
-        step: StepContext,
-        reader: Reader | None = None,
-        places_S: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the second half's output and the stream it is still to be added to."""
-        del reader  # a norm of the output alone comes before the sum
-        qkv_TX, residual_TD = self.attention.qkv.after(self.attention_norm, x_TD, residual_TD)
-        x_SD = self.post_attention_norm(self.attention(qkv_TX, step, places_S=places_S))
-        y_SD, residual_SD = self.mlp.after(self.mlp_norm, x_SD, rows_at(places_S, residual_TD))
-        return self.post_mlp_norm(y_SD), residual_SD
+    def forward(self, stream: ResidualStream, step: StepContext) -> None:
+        """Add attention's output to the stream, then the MLP's, each normalised once more."""
+        stream.add(self.post_attention_norm(self.attention(self.attention_norm(stream), step)))
+        stream.add(self.post_mlp_norm(self.mlp(self.mlp_norm(stream))))
 
 
 class Gemma3(Model):
@@ -169,7 +157,7 @@ class Gemma3(Model):
         self.global_rotary = make_rotary(config, config.rope_theta, config.rope_scaling)
         self.local_rotary = make_rotary(config, config.local_rope_theta, None)
         self.layers = nn.ModuleList(Block(config, i, self._rotary(i)) for i in range(config.num_layers))
-        self.norm = AddNorm(config.hidden_size, eps=config.norm_eps, offset=1.0)
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, offset=1.0)
 
     def _rotary(self, layer: int) -> Rotary:
         return self.global_rotary if self.config.window(layer) is None else self.local_rotary

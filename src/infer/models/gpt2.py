@@ -11,8 +11,7 @@ Its checkpoints store matrices [in, out] (the reference calls the layer Conv1D),
 them transposed. They exist with and without the prefix `transformer.`, and old ones carry the causal
 mask of each layer as a buffer (`attn.bias`, `attn.masked_bias`), which is not a weight.
 
-Shapes:  T tokens of all sequences laid end to end, S of them behind the last attention (model.py), D hidden,
-N heads, H head size.
+Shapes:  T tokens of all sequences laid end to end, D hidden, N heads, H head size.
 """
 
 from __future__ import annotations
@@ -27,13 +26,14 @@ from infer.errors import CheckpointError
 from infer.kernels.elementwise.heads import write_slots
 from infer.layers.attention import StepContext
 from infer.layers.embedding import Embedding
-from infer.layers.linear import Linear, Reader
+from infer.layers.linear import Linear
 from infer.layers.mlp import MLP
-from infer.layers.norm import AddLayerNorm
+from infer.layers.norm import LayerNorm
 from infer.models.config import ModelConfig
-from infer.models.model import Layer, Model, rows_at
+from infer.models.model import Model
 from infer.models.raw_config import MAX_LAYERS, RawConfig
 from infer.models.weight_map import IGNORED, Shard, Target, WeightMap
+from infer.quant.residual import PendingProduct, ResidualStream
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
@@ -83,10 +83,8 @@ class Attention(nn.Module):
         self.qkv = Linear(size, 3 * size, bias=True, parts={"q": size, "k": size, "v": size})
         self.out = Linear(size, size, bias=True)
 
-    def forward(
-        self, x_TD: torch.Tensor, step: StepContext, places_S: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Let each token look at its sequence up to itself; what some of them have seen, or all."""
+    def forward(self, x_TD: torch.Tensor, step: StepContext) -> torch.Tensor | PendingProduct:
+        """Let each token look at its sequence up to itself."""
         q_TNH, k_TNH, v_TNH = (
             part.view(len(part), -1, self.head_dim) for part in self.qkv.split(self.qkv(x_TD))
         )
@@ -94,34 +92,24 @@ class Attention(nn.Module):
         if cache is not None:
             write_slots(k_TNH, v_TNH, cache)
         seen_TNH = step.attend(self.layer, q_TNH, k_TNH, v_TNH, scale=self.scale, window=None)
-        y_SD: torch.Tensor = self.out(rows_at(places_S, seen_TNH.flatten(-2)))
-        return y_SD
+        y_TD: torch.Tensor | PendingProduct = self.out(seen_TNH.flatten(-2))
+        return y_TD
 
 
-class Block(Layer):
+class Block(nn.Module):
     """Attention, then the MLP, each after a norm and each added to the residual stream."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.attention_norm = AddLayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.attention_norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.attention = Attention(config, layer)
-        self.mlp_norm = AddLayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp_norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = MLP(config.hidden_size, config.intermediate_size, activation=config.activation)
 
-    def forward(
-        self,
-        x_TD: torch.Tensor,
-        residual_TD: torch.Tensor | None,
-        step: StepContext,
-        reader: Reader | None = None,
-        places_S: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the second half's output and the stream it is still to be added to."""
-        del reader  # its norm has a mean to subtract: no kernel adds for it
-        x_TD, residual_TD = self.attention_norm(x_TD, residual_TD)
-        y_SD = self.attention(x_TD, step, places_S)
-        x_SD, residual_SD = self.mlp_norm(y_SD, rows_at(places_S, residual_TD))
-        return self.mlp(x_SD), residual_SD
+    def forward(self, stream: ResidualStream, step: StepContext) -> None:
+        """Add attention's output to the stream, then the MLP's."""
+        stream.add(self.attention(self.attention_norm(stream), step))
+        stream.add(self.mlp(self.mlp_norm(stream)))
 
 
 class GPT2(Model):
@@ -131,11 +119,13 @@ class GPT2(Model):
         super().__init__(config)
         self.position_embedding = Embedding(config.context_len, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
-        self.norm = AddLayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
 
-    def embed(self, tokens_T: torch.Tensor, step: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens' embeddings, to be added to those of their positions."""
-        return self.embedding(tokens_T), self.position_embedding(step.positions)
+    def embed(self, tokens_T: torch.Tensor, step: StepContext) -> ResidualStream:
+        """The residual stream as the first layer is given it: the embeddings of tokens and positions."""
+        stream = super().embed(tokens_T, step)
+        stream.add(self.position_embedding(step.positions))
+        return stream
 
 
 # fmt: off

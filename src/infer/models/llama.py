@@ -14,13 +14,10 @@ What they differ in is three facts of ModelConfig, each read exactly once, in se
 A family with another MLP in the same block overrides `make_mlp` (mixtral.py); a model that needs a fourth
 switch gets its own file (gemma3.py, gpt2.py).
 
-Each (+) above is fused with the norm and the projection that follow it, so a layer takes and returns two
-tensors: the output of the last block, `x`, and the stream it is still to be added to, `residual`
-(layers/norm.py). Or it is fused with the projection before it, which must know who reads the sum: the MLP's
-norm and matrix behind attention, the next layer's behind the MLP (`reader`); `x` is then an `Added`.
+x is the residual stream, an object that layers add to. Norms, projections and additions around it are fused
+by the projections themselves (quant/residual.py).
 
-Shapes:  T tokens of all sequences laid end to end, S of them behind the last attention (model.py), D hidden,
-N query heads, G kv heads, H head size.
+Shapes:  T tokens of all sequences laid end to end, D hidden, N query heads, G kv heads, H head size.
 """
 
 from __future__ import annotations
@@ -28,21 +25,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
-from infer.kernels.linear.residual import Added
 from infer.layers.attention import StepContext
-from infer.layers.linear import Reader
 from infer.layers.mlp import GatedMLP
 from infer.layers.moe import MixtureOfExperts
-from infer.layers.norm import AddNorm
+from infer.layers.norm import RMSNorm
 from infer.layers.rotary import Rotary
 from infer.models.config import ExpertConfig, ModelConfig
-from infer.models.model import Layer, Model, make_rotary, rows_at
+from infer.models.model import Model, make_rotary
 from infer.models.raw_config import MAX_LAYERS, RawConfig, read_head_dim, read_heads, read_rope, read_windows
 from infer.models.self_attention import SelfAttention
 from infer.models.weight_map import IGNORED, Shard, Target, WeightMap
+from infer.quant.residual import ResidualStream
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
@@ -106,36 +101,22 @@ def read_shared_config(
     )
 
 
-class Block(Layer):
+class Block(nn.Module):
     """Attention, then the MLP, each after a norm and each added to the residual stream."""
 
     def __init__(
         self, config: ModelConfig, layer: int, rotary: Rotary, mlp: GatedMLP | MixtureOfExperts
     ) -> None:
         super().__init__()
-        self.attention_norm = AddNorm(config.hidden_size, eps=config.norm_eps)
+        self.attention_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.attention = SelfAttention(config, layer, rotary)
-        self.mlp_norm = AddNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = mlp
 
-    @property
-    def reader(self) -> Reader:
-        """Who reads the stream that this layer is given."""
-        return Reader(self.attention_norm, self.attention.qkv)
-
-    def forward(
-        self,
-        x_TD: torch.Tensor | Added,
-        residual_TD: torch.Tensor | None,
-        step: StepContext,
-        reader: Reader | None = None,
-        places_S: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | Added, torch.Tensor]:
-        """Return the MLP's output and the stream it is still to be added to, unless it was for `reader`."""
-        qkv_TX, residual_TD = self.attention.qkv.after(self.attention_norm, x_TD, residual_TD)
-        residual_SD = rows_at(places_S, residual_TD)
-        x_SD = self.attention(qkv_TX, step, residual_SD, self.mlp.reader(self.mlp_norm), places_S)
-        return self.mlp.after(self.mlp_norm, x_SD, residual_SD, reader)
+    def forward(self, stream: ResidualStream, step: StepContext) -> None:
+        """Add attention's output to the stream, then the MLP's."""
+        stream.add(self.attention(self.attention_norm(stream), step))
+        stream.add(self.mlp(self.mlp_norm(stream)))
 
 
 class Llama(Model):
@@ -148,7 +129,7 @@ class Llama(Model):
             Block(config, layer, self.rotary, self.make_mlp(config, layer))
             for layer in range(config.num_layers)
         )
-        self.norm = AddNorm(config.hidden_size, eps=config.norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
 
     @staticmethod
     def make_mlp(config: ModelConfig, layer: int) -> GatedMLP | MixtureOfExperts:

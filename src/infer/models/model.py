@@ -6,15 +6,18 @@
 The head is apart because only the rows that sample pay for it: a prompt of a thousand tokens needs one
 row of logits, and with a large vocabulary the head is the dearest matrix of the model.
 
-Nor does a prompt need all of the last layer. What the other tokens leave behind for the one that samples are
-their keys and values; what they would make of the last attention nobody reads. `forward` can be told at which
-places S of the T tokens stand that are wanted, and from there on the others are gone:
+Nor does a prompt need all of the last layer. What the other tokens leave for the one that samples are their
+keys and values; nothing reads what they would make of the last attention. A step that knows which S of its T
+tokens need logits says so (`step.logit_indices`), and from the last attention on there are no others:
 
-    last layer      norm ──► qkv ──► attend ──► rows at places_S ──► out ──► (+) ──► mlp ──► (+) ──► norm
-                    T rows                      S rows
+    last layer      norm ──► qkv ──► attend ──► out ──► (+) ──► mlp ──► (+) ──► norm
+                    T rows               └──► S rows
 
 A model is single-device code for a ragged batch. It knows no cache, no padding, no phases: keys,
 values and the past are behind `step.attend` (layers/attention.py).
+
+A layer is given the residual stream and adds to it (quant/residual.py). Its children are declared in the
+order in which they run: so the binder learns which matrix reads what another one adds (layers/bind.py).
 
 A tied head *is* the embedding's parameter, not a copy of it.
 
@@ -23,39 +26,23 @@ Shapes:  T tokens of all sequences laid end to end, S rows that sample, D hidden
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from torch import nn
 
-from infer.layers.attention import StepContext
+from infer.layers.attention import LastLayerStep, StepContext
 from infer.layers.embedding import Embedding
-from infer.layers.linear import Linear, Reader
-from infer.layers.norm import AddLayerNorm, AddNorm
+from infer.layers.linear import Linear
+from infer.layers.norm import LayerNorm, RMSNorm
 from infer.layers.rotary import Rotary, frequencies, stretch_llama3
 from infer.models.config import ModelConfig, RopeScaling
-
-
-class Layer(nn.Module):
-    """Attention and an MLP, from one output and the stream it is to be added to, to the next such pair.
-
-        x, residual = layer(x, residual, step, reader, places_S)
-
-    `reader` is who reads the sum of the result, if that is known (layers/linear.py, `into`); `places_S` are
-    the tokens whose rows are returned, and None means all.
-    """
-
-    @property
-    def reader(self) -> Reader | None:
-        """Who reads the stream that this layer is given; None: nobody who could take it added."""
-        return None
+from infer.quant.residual import ResidualStream, as_tensor
 
 
 class Model(nn.Module):
     """A decoder-only transformer; its parameters are uninitialised until a loader fills them."""
 
-    layers: nn.ModuleList  # each a `Layer`
-    norm: AddNorm | AddLayerNorm
+    layers: nn.ModuleList  # each takes the residual stream and the step, and adds to the stream
+    norm: RMSNorm | LayerNorm
 
     def __init__(self, config: ModelConfig, *, embedding_scale: float | None = None) -> None:
         super().__init__()
@@ -64,31 +51,23 @@ class Model(nn.Module):
         tied_weight = self.embedding.weight if config.tie_embeddings else None
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False, tied_weight=tied_weight)
 
-    def forward(
-        self, tokens_T: torch.Tensor, step: StepContext, places_S: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, tokens_T: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Return the hidden states after the final norm: of all tokens [T, D], or of some of them [S, D]."""
-        x_TD, residual_TD = self.embed(tokens_T, step)
-        for layer, behind in pairwise(self.layers):
-            x_TD, residual_TD = layer(x_TD, residual_TD, step, behind.reader)
-        x_SD, residual_SD = self.layers[-1](x_TD, residual_TD, step, None, places_S)
-        hidden_SD: torch.Tensor = self.norm(x_SD, residual_SD)[0]
-        return hidden_SD
+        stream = self.embed(tokens_T, step)
+        last = len(self.layers) - 1
+        for number, layer in enumerate(self.layers):
+            if number == last and step.logit_indices is not None:
+                step = LastLayerStep(step, stream, step.logit_indices)
+            layer(stream, step)
+        return as_tensor(self.norm(stream))
 
-    def embed(self, tokens_T: torch.Tensor, step: StepContext) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the first layer is given: the tokens' embeddings, and a stream if there is one before it."""
-        del step
-        return self.embedding(tokens_T), None
+    def embed(self, tokens_T: torch.Tensor, step: StepContext) -> ResidualStream:
+        """The residual stream as the first layer is given it: the tokens' embeddings."""
+        return ResidualStream(self.embedding(tokens_T))
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """Return [S, V] for those rows of `forward`'s result that need them."""
-        logits_SV: torch.Tensor = self.head(hidden_SD)
-        return logits_SV
-
-
-def rows_at(places_S: torch.Tensor | None, rows_TX: torch.Tensor) -> torch.Tensor:
-    """The rows of these tokens, [S, X]; without places the rows of all, as they are."""
-    return rows_TX if places_S is None else rows_TX.index_select(0, places_S)
+        return as_tensor(self.head(hidden_SD))
 
 
 def make_rotary(config: ModelConfig, theta: float, scaling: RopeScaling | None) -> Rotary:

@@ -15,6 +15,7 @@ from infer.models import gemma3, gpt2, llama, mistral, mixtral, qwen2, qwen3, qw
 from infer.models.config import ModelConfig
 from infer.models.model import Model
 from infer.models.weight_map import WeightMap
+from infer.quant.registry import SCHEMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,11 @@ def _refuse_quantized(raw: Mapping[str, Any]) -> None:
     if quantization is None:
         return
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    known = [method for scheme in SCHEMES.values() for method in scheme.methods]
+    if method in known:
+        return
     raise ConfigError(
         f"this checkpoint is quantized with {method or 'an unnamed method'!r}, which is not supported; "
-        "use the float16, bfloat16 or float32 checkpoint, or a GGUF file"
+        + (f"supported: {', '.join(known)}; " if known else "")
+        + "use the float16, bfloat16 or float32 checkpoint, or a GGUF file"
     )

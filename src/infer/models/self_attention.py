@@ -2,12 +2,11 @@
 
     x ──► qkv ──► norm and rotate the heads, fill the cache ──► attend ──► out
 
-The first projection is the caller's: it is fused with the norm before it (layers/linear.py, `after`). The
-second box is one pass over its result (heads.py). Where the step can do it, the second and the third
-are one kernel (`attend_projected`).
+The second box is one pass over the projection (kernels/elementwise/heads.py). Where the step can do it, the
+second and the third are one kernel (`attend_projected`).
 
-Shapes:  T tokens of all sequences laid end to end, S of them that are wanted behind attention, D hidden,
-N query heads, G kv heads, H head size, X = (N + 2 G) H.
+Shapes:  T tokens of all sequences laid end to end, D hidden, N query heads, G kv heads, H head size,
+X = (N + 2 G) H.
 """
 
 from __future__ import annotations
@@ -16,13 +15,12 @@ import torch
 from torch import nn
 
 from infer.kernels.elementwise.heads import HeadTransform, norm_rope_write
-from infer.kernels.linear.residual import Added
 from infer.layers.attention import StepContext
-from infer.layers.linear import Linear, Reader
+from infer.layers.linear import Linear
 from infer.layers.norm import RMSNorm
 from infer.layers.rotary import Rotary
 from infer.models.config import ModelConfig
-from infer.models.model import rows_at
+from infer.quant.residual import NormedInput, PendingProduct, as_tensor
 
 
 class SelfAttention(nn.Module):
@@ -53,19 +51,9 @@ class SelfAttention(nn.Module):
     def _head_norm(self, config: ModelConfig) -> RMSNorm:
         return RMSNorm(config.head_dim, eps=self.eps, offset=self.norm_offset)
 
-    def forward(
-        self,
-        qkv_TX: torch.Tensor,
-        step: StepContext,
-        residual_SD: torch.Tensor | None = None,
-        reader: Reader | None = None,
-        places_S: torch.Tensor | None = None,
-    ) -> torch.Tensor | Added:
-        """From the projected queries, keys and values to [S, D]: let each token look at its past.
-
-        `residual_SD` and what is returned have the rows at `places_S`, or all of them (model.py). With the
-        stream and its next reader, [S, D] may have been added (layers/linear.py, `into`).
-        """
+    def forward(self, x_TD: torch.Tensor | NormedInput, step: StepContext) -> torch.Tensor | PendingProduct:
+        """Let each token look at its sequence up to itself; returns [T, D]."""
+        qkv_TX = as_tensor(self.qkv(x_TD))
         transform = HeadTransform(
             norm_weights=(self.q_norm.weight, self.k_norm.weight) if self.q_norm and self.k_norm else None,
             cos_PR=self.rotary.cos_PR,
@@ -80,4 +68,5 @@ class SelfAttention(nn.Module):
             cache = step.slots(self.layer)
             q_TNH, k_TGH, v_TGH = norm_rope_write(qkv_TX, transform, step.positions, cache)
             seen_TNH = step.attend(self.layer, q_TNH, k_TGH, v_TGH, scale=self.scale, window=self.window)
-        return self.out.into(rows_at(places_S, seen_TNH.flatten(-2)), residual_SD, reader)
+        y_TD: torch.Tensor | PendingProduct = self.out(seen_TNH.flatten(-2))
+        return y_TD

@@ -4,7 +4,7 @@
 
 reads: the module q_proj of layer i fills part "q" of our fused module qkv of layer i, and across ranks
 it is split along its outputs. The table names *modules*; the last part of a tensor's name, its leaf
-(`weight`, `bias`; later `qweight`, `scales`), belongs to the quantization scheme, so one table serves
+(`weight`, `bias`, `qweight`, `scales`, ...), belongs to the quantization scheme, so one table serves
 every format of a family.
 
 A module of a mixture of experts has two numbers, its layer's and its expert's; ours is one stack of all
@@ -65,8 +65,13 @@ def find_target(tensor_name: str, weight_map: WeightMap) -> tuple[Target, str]:
     key = _INDEX.sub(".{}", module)
     target = weight_map.get(key) or _wildcard_target(key, weight_map)
     if target is None:
-        module, leaf = tensor_name, "weight"
-        target = weight_map.get(_INDEX.sub(".{}", module))
+        key, target = _INDEX.sub(".{}", tensor_name), weight_map.get(_INDEX.sub(".{}", tensor_name))
+        if target is not None:
+            module, leaf = tensor_name, "weight"
+    if target is None:  # a leaf of a leaf: `weight.absmax`
+        module, _, inner = module.rpartition(".")
+        key, leaf = _INDEX.sub(".{}", module), f"{inner}.{leaf}"
+        target = weight_map.get(key)
     if target is None:
         raise CheckpointError(f"tensor {tensor_name!r} is not in this model's weight map")
     indices = _INDEX.findall(module)

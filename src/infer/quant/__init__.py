@@ -1,8 +1,12 @@
-"""Number formats of weights: what a linear layer stores, and how it multiplies with that.
+"""Projections: what a linear layer stores, and every way to multiply with it.
 
-    dense      the numbers of the checkpoint, in the dtype of the model; as fast as can be, or row by row
-    packed     int8 or int4 in groups of 32, for the kernels of kernels/cpu
+projection.py   the contract: leaves, load, num_bytes, prepare, multiply, project, add_to
+registry.py     one row for each scheme
+residual.py     the residual stream, and where a projection is fused with it
+dense.py        the numbers of the checkpoint, in the dtype of the model; fast, or row by row
+packed.py       int8 or int4 in groups of 32, for the kernels of kernels/cpu
+memory.py       large pages for them
 
-A *scheme* is one of these for one layer. `layers/linear.py` asks its scheme for every product, so a
-format is added here without touching a model; `loader/` decides which scheme a layer gets.
+`layers/linear.py` asks its projection for every product, so a format is added here without touching a model;
+`loader/quantization.py` decides which scheme a layer gets, `layers/bind.py` prepares them all.
 """

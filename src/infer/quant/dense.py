@@ -1,29 +1,156 @@
-"""Weights as they are: one number each, in the dtype of the model."""
+"""Weights as they are: one number each, in the dtype of the model.
+
+On a GPU a product is one of the kernels of kernels/linear, with the norm before it, the gate or the addition
+after it in the same launch where that is faster. On a CPU it is PyTorch's, between the kernels in C.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch.nn import functional as F
 
+from infer.kernels.linear.compiled import CompiledLinears
+from infer.kernels.linear.cuda import Matrix
 from infer.kernels.linear.invariant import linear_invariant
-from infer.kernels.linear.small import linear
+from infer.kernels.linear.residual import ResidualInput, ResidualSum
+from infer.kernels.linear.small import (
+    linear,
+    linear_add,
+    linear_of_sum,
+    norm_linear,
+    reads_parts,
+    split_linear,
+    writes_parts,
+)
+from infer.kernels.moe.grouped import experts_mlp
+from infer.kernels.runtime.dispatch import use_triton
+from infer.quant.projection import IN, OUT, Leaf, Neighbours, Projection
+from infer.quant.residual import NormedInput, PendingProduct, ResidualNorm
 
 
-class Dense:
-    """Keeps nothing of its own: the layer's parameter is the weight."""
+class Dense(Projection):
+    """A plain matrix, as fast as can be."""
 
-    def multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    scheme = "none"
+    compiled: CompiledLinears | None = None
+
+    def leaves(self) -> Mapping[str, Leaf]:
+        """The matrix."""
+        return {"weight": Leaf(self.spec.dtype, (OUT, IN))}
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The matrix, [N, K], or [E, N, K] of experts."""
+        return self.tensors["weight"]
+
+    def prepare(self, compiled: CompiledLinears, neighbours: Neighbours) -> None:
+        """Ask for the kernels in CUDA C++, which know bfloat16, and fuse where there are kernels to do it."""
+        self.compiled = compiled
+        weight, (reads, writes, activation, is_head) = self.weight, neighbours
+        self.can_add = writes and use_triton(weight)
+        if weight.dtype is torch.bfloat16 and weight.dim() == 2:
+            (N, K), activation = weight.shape, "" if self.bias is not None else activation
+            compiled.want(
+                Matrix(N // 2 if activation else N, K, activation, self.bias is not None, reads, writes),
+                is_head=is_head,
+            )
+
+    def invariant(self) -> Projection:
+        """The same matrix, row by row."""
+        projection = InvariantDense(self.spec, self.tensors)
+        projection.bias = self.bias
+        return projection
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return x Wᵀ + b; few rows on a GPU have kernels of their own."""
-        return linear(x, weight, bias) if x.dim() == 2 else F.linear(x, weight, bias)
+        if x.dim() == 2:
+            return linear(x, self.weight, self.bias, compiled=self.compiled)
+        return F.linear(x, self.weight, self.bias)
+
+    def project_rows(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """Multiply, with the gate in the same launch where one kernel does both."""
+        if x.dim() == 2:
+            return linear(x, self.weight, self.bias, activation=activation, compiled=self.compiled)
+        return super().project_rows(x, activation)
+
+    def project_norm(self, x: NormedInput, activation: str) -> torch.Tensor:
+        """Add, normalise and multiply, in one launch where there are few tokens."""
+        norm, residual, update = x.norm, x.stream.residual_TD, x.stream.update
+        if not use_triton(residual) or isinstance(update, PendingProduct):
+            return super().project_norm(x, activation)
+        first, rest = (residual, None) if update is None else (update, residual)
+        y, total = norm_linear(
+            first, rest, norm.weight, norm.eps, norm.offset, self.weight, self.bias,
+            activation=activation, compiled=self.compiled,
+        )  # fmt: skip
+        x.read(total)
+        return y
+
+    def project_sum(self, total: ResidualSum, eps: float, activation: str) -> torch.Tensor:
+        """Finish the norm and multiply in one launch."""
+        return linear_of_sum(
+            total, eps, self.weight, self.bias, activation=activation, compiled=self.compiled
+        )
+
+    def reads_sum(self, x: torch.Tensor, num_parts: int, activation: str) -> bool:
+        """Whether a kernel of this matrix can finish the norm of a sum for as many tokens as `x` has."""
+        gated = bool(activation) and self.bias is None
+        return reads_parts(x, self.weight, num_parts, gated=gated, compiled=self.compiled)
+
+    def add_to(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: ResidualNorm, reader: Projection, activation: str
+    ) -> torch.Tensor | ResidualSum:
+        """Multiply and add in one launch; or in parts, where that keeps more of a GPU busy."""
+        num_parts = writes_parts(x, self.weight, compiled=self.compiled)
+        if num_parts is not None and reader.reads_sum(x, num_parts, activation):
+            stream = ResidualInput(residual, norm.weight, norm.offset)
+            return linear_add(stream, x, self.weight, self.bias, compiled=self.compiled)
+        parts = split_linear(x, self.weight, compiled=self.compiled) if self.bias is None else None
+        return self.multiply(x) if parts is None else parts
+
+    def experts_mlp(
+        self,
+        x_TD: torch.Tensor,
+        experts_TC: torch.Tensor,
+        weights_TC: torch.Tensor,
+        down: Projection,
+        activation: str,
+    ) -> torch.Tensor:
+        """Send each token through its experts, all of them in three launches where there are kernels."""
+        if not (use_triton(x_TD) and isinstance(down, Dense)):
+            return super().experts_mlp(x_TD, experts_TC, weights_TC, down, activation)
+        return experts_mlp(
+            x_TD, experts_TC, weights_TC, self.weight, down.weight,
+            activation=activation, invariant=self.batch_invariant,
+        )  # fmt: skip
 
 
-class InvariantDense:
-    """The same weights, multiplied so that a row's bits do not depend on the other rows."""
+class InvariantDense(Dense):
+    """The same matrix, multiplied so that a row's bits do not depend on the other rows."""
 
-    def multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return x Wᵀ + b."""
-        return linear_invariant(x, weight, bias)
+    batch_invariant = True
 
+    def prepare(self, compiled: CompiledLinears, neighbours: Neighbours) -> None:
+        """Leave it alone: every kernel of its own would add up in another order."""
 
-DENSE = Dense()
-INVARIANT = InvariantDense()
+    def invariant(self) -> Projection:
+        """Return itself."""
+        return self
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x Wᵀ + b, each row as if it were alone."""
+        return linear_invariant(x, self.weight, self.bias)
+
+    def project_rows(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """Multiply, and the gate as a launch of its own."""
+        return Projection.project_rows(self, x, activation)
+
+    def project_norm(self, x: NormedInput, activation: str) -> torch.Tensor:
+        """Multiply after the norm as a launch of its own."""
+        return Projection.project_norm(self, x, activation)
+
+    def reads_sum(self, x: torch.Tensor, num_parts: int, activation: str) -> bool:
+        """Never: the order of its additions is its own."""
+        return False

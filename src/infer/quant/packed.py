@@ -19,21 +19,35 @@ embedding reads its rows from the packed head.
 
 from __future__ import annotations
 
-import contextlib
-import mmap
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, Protocol, cast
 
 import torch
 
 from infer.kernels.cpu import operations
-from infer.kernels.cpu.library import Library
+from infer.kernels.cpu.library import Library, library, why_not
+from infer.kernels.runtime.torch_threads import one_thread
+from infer.quant.memory import WeightMemory
+from infer.quant.projection import IN, OUT, Leaf, Projection, Source, WeightSpec
 
 # Of a packed matrix, by its bits: the integer and its share of what a group has.
 BYTES_PER_WEIGHT = {bits: bits / 8 + size / operations.GROUP for bits, size in operations.SCALE_BYTES.items()}
-_LARGE_PAGE = 2 << 20
+_CHUNK_NUMBERS = 1 << 20  # 4 MiB of float32 at a time
+
+
+class QuantizedRows(NamedTuple):
+    """Rows of a matrix in groups of 32 small integers, in the form that a `PackedMatrix` keeps.
+
+    8 bits: w = scale * integer.  4 bits: w = scale * integer + minimum, with integers 0 .. 15.
+    """
+
+    integers: torch.Tensor  # int8, [rows, K]
+    scales: torch.Tensor  # float16, [rows, K / 32]
+    minima: torch.Tensor | None  # the same, in 4 bits
 
 
 class PackedMatrix:
-    """One [out, in] matrix of small integers; a scheme of layers/linear.py."""
+    """One [out, in] matrix of small integers."""
 
     def __init__(
         self,
@@ -67,8 +81,8 @@ class PackedMatrix:
             self._library, integers, scales, minima, self.data, self.scales, first=first, bits=self.bits
         )
 
-    def multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return x Wᵀ + b; `weight` is an empty shell."""
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return x Wᵀ + b."""
         rows = x if x.dim() == 2 else x.reshape(-1, self.size)
         y = operations.linear(
             self._library, rows, self.data, self.scales, bias, num_rows=self.num_rows, bits=self.bits
@@ -87,32 +101,104 @@ class PackedMatrix:
         return self.lookup(torch.arange(self.num_rows))
 
 
-class WeightMemory:
-    """Zeroed memory for many matrices, side by side in large pages.
+class PackableSource(Source, Protocol):
+    """A tensor on disk whose rows can be read a few at a time (loader/formats/checkpoint.py)."""
 
-    Decoding walks through all weights once per token. With pages of 4 KB the processor loses a fifth of its
-    bandwidth to looking up where the next page lies; asked nicely, Linux gives pages of 2 MB.
-    """
+    def chunks(self, num_rows: int, bits: int) -> Iterator[torch.Tensor | QuantizedRows]:
+        """The rows of a matrix in order, so many at a time: float32, or integers if so stored and fitting."""
+        ...
 
-    def __init__(self, slab_bytes: int = 64 << 20) -> None:
-        self._slab_bytes = slab_bytes
-        self._slab = torch.empty(0, dtype=torch.uint8)
-        self._used = 0
-
-    def take(self, num_bytes: int) -> torch.Tensor:
-        """The next `num_bytes`, starting on a cache line as the kernels' widest loads want."""
-        start = -(-self._used // 64) * 64
-        if start + num_bytes > len(self._slab):
-            self._slab = _pages(max(self._slab_bytes, num_bytes))
-            start = 0
-        self._used = start + num_bytes
-        return self._slab[start : start + num_bytes]
+    def transpose(self) -> PackableSource | None:
+        """The transposed matrix, if that is how this one is stored."""
+        ...
 
 
-def _pages(num_bytes: int) -> torch.Tensor:
-    """Whole pages from the system, large ones if it has them; untouched pages cost nothing."""
-    pages = mmap.mmap(-1, -(-num_bytes // _LARGE_PAGE) * _LARGE_PAGE)
-    if hasattr(mmap, "MADV_HUGEPAGE") and num_bytes >= _LARGE_PAGE:
-        with contextlib.suppress(OSError):  # a kernel built without them
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)
+class Packed(Projection):
+    """A projection in integers, one `PackedMatrix` for each expert; dense weights are packed on loading."""
+
+    batch_invariant = True  # each row is quantised and multiplied by itself
+    bits: int
+
+    def __init__(self, spec: WeightSpec, matrices: list[PackedMatrix] | None = None) -> None:
+        self._matrices = matrices or []
+        super().__init__(spec)
+
+    def leaves(self) -> Mapping[str, Leaf]:
+        """The dense matrix."""
+        return {"weight": Leaf(torch.float32, (OUT, IN))}
+
+    def allocate(self) -> dict[str, torch.Tensor]:
+        """Integers and scales; on the meta device, as many bytes without memory."""
+        spec = self.spec
+        num_matrices = spec.num_experts or 1
+        if spec.device.type == "meta":
+            num_bytes = sum(operations.packed_bytes(spec.num_rows, spec.size, self.bits)) * num_matrices
+            return {"packed": torch.empty(num_bytes, dtype=torch.uint8, device="meta")}
+        if not self._matrices:
+            c = library()
+            assert c is not None, why_not()
+            self._matrices = [
+                PackedMatrix(c, spec.num_rows, spec.size, self.bits, spec.memory) for _ in range(num_matrices)
+            ]
+        return {
+            f"{name}_{number}": tensor
+            for number, matrix in enumerate(self._matrices)
+            for name, tensor in (("data", matrix.data), ("scales", matrix.scales))
+        }
+
+    @property
+    def matrix(self) -> PackedMatrix:
+        """The one matrix of a projection that has no experts."""
+        (matrix,) = self._matrices
+        return matrix
+
+    @property
+    def matrices(self) -> list[PackedMatrix]:
+        """One for each expert, or the only one."""
+        return self._matrices
+
+    def load(
+        self, leaf: str, source: Source, *, part: str | None, expert: int | None, transposed: bool
+    ) -> None:
+        """Quantise a stored matrix into its rows, a few of them at a time."""
+        assert leaf == "weight", leaf
+        matrix, stored = self._matrices[expert or 0], cast(PackableSource, source)
+        first = self.spec.part_rows(part).start
+        by_rows = stored.transpose() if transposed else stored
+        with one_thread():  # of PyTorch's; packing has its own
+            if by_rows is None:
+                whole = torch.empty(source.shape)
+                source.copy_to(whole)
+                matrix.fill(whole.T.contiguous(), first)
+                return
+            for rows in by_rows.chunks(max(1, _CHUNK_NUMBERS // matrix.size), matrix.bits):
+                if isinstance(rows, QuantizedRows):
+                    matrix.fill_integers(*rows, first)
+                    first += len(rows.integers)
+                else:
+                    matrix.fill(rows, first)
+                    first += len(rows)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x Wᵀ + b in integer arithmetic."""
+        return self._matrices[0].multiply(x, self.bias)
+
+    def lookup(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """Rows of the matrix as float32."""
+        return self._matrices[0].lookup(ids_T)
+
+    def make_expert(self, number: int, spec: WeightSpec) -> Projection:
+        """Make the projection of one expert from its matrix."""
+        return type(self)(spec, [self._matrices[number]])
+
+
+class Int8(Packed):
+    """8.5 bits per weight."""
+
+    scheme, bits = "int8", 8
+
+
+class Int4(Packed):
+    """5 bits per weight; the head keeps 8."""
+
+    scheme, bits = "int4", 4

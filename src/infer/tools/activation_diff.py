@@ -39,6 +39,7 @@ from infer.layers.whole_sequence import WholeSequence
 from infer.models.model import Model
 from infer.models.registry import get_family
 from infer.models.weight_map import WeightMap, names_an_expert
+from infer.quant.residual import Deferred, as_tensor
 
 # Relative to the largest value of the reference: rounding stays below it, a wrong number does not.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
@@ -198,8 +199,8 @@ def _max_abs(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _first_tensor(output: Any) -> torch.Tensor | None:
-    if isinstance(output, torch.Tensor):
-        return output
+    if isinstance(output, torch.Tensor | Deferred):
+        return as_tensor(output)
     if isinstance(output, tuple | list):
         return next((item for item in output if isinstance(item, torch.Tensor)), None)
     return None

@@ -84,7 +84,7 @@ def _advice(
 
 
 def _weights(has_kernels: bool, num_gpus: int) -> str:
-    """What `auto` makes of weights on the CPU (loader/cpu_weights.py)."""
+    """What `auto` makes of weights on the CPU (loader/quantization.py)."""
     if has_kernels:
         kept = "int4 where a file has 4 bits, int8 elsewhere, fp32 for files in float32"
     else:

@@ -41,13 +41,22 @@ from infer.engine.build import resolve_for
 from infer.engine.cache_fit import fit_to_device, layer_sizes
 from infer.errors import CheckpointError, ConfigError
 from infer.execution.cpu_step import attention_gathers
-from infer.loader.cpu_weights import PACKED, WeightFormat, choose_format, packed_bytes, stored_matrices
 from infer.loader.dtype import DTYPES, stored_dtype
 from infer.loader.find.source import ModelSource, resolve_model
 from infer.loader.formats.hf_config import MAX_CONFIG_BYTES, GenerationDefaults, read_json
 from infer.loader.load import LoadChoice, ModelHeaders, check_length, choose_device, read_headers
 from infer.loader.placement import plan_moves
+from infer.loader.quantization import (
+    WeightFormat,
+    choose_format,
+    is_scheme,
+    kept_bytes,
+    make_projections,
+    num_weights,
+    stored_matrices,
+)
 from infer.models.config import ModelConfig
+from infer.models.model import Model
 from infer.models.registry import find_family
 from infer.models.weight_map import find_target
 
@@ -90,7 +99,7 @@ class MemoryPlan:
     num_parameters: int
     stored_bytes: int  # of the weights on disk; 0: there are none yet
     dtype: str
-    weight_format: str  # int8, int4 or int4+int8 where a CPU packs them, else the dtype
+    weight_format: str  # int8, int4, int4+int8 or another scheme, else the dtype
     machine: MachineMemory
     weights: int
     activations: int
@@ -260,12 +269,21 @@ def _smaller(config: EngineConfig, dtype: str) -> list[tuple[str, EngineConfig, 
 
 def count_parameters(headers: ModelHeaders) -> tuple[int, int]:
     """The parameters of the model, shared ones once, and the bytes of the tables it computes for itself."""
-    with torch.device("meta"):
-        model = headers.family.build(headers.config)
+    model = _build_on_meta(headers, torch.float32, "as stored")
     if headers.tensors:
         plan_moves(model, headers.tensors, headers.family.weight_map, name=headers.source.name)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return num_parameters, sum(table.numel() * table.element_size() for table in model.buffers())
+    return num_weights(model), sum(table.numel() * table.element_size() for table in model.buffers())
+
+
+def _build_on_meta(headers: ModelHeaders, dtype: torch.dtype, weight_format: str) -> Model:
+    """The model without memory, with the projections that loading would give it."""
+    meta, weight_map = torch.device("meta"), headers.family.weight_map
+    with meta:
+        model = headers.family.build(headers.config).to(dtype)
+    make_projections(
+        model, weight_format, meta, dtype, _stored(headers), headers.tensors, weight_map, headers.quantization
+    )
+    return model
 
 
 def stored_parameters(headers: ModelHeaders) -> int:
@@ -338,35 +356,29 @@ def plan_dtype(config: EngineConfig, headers: ModelHeaders, machine: MachineMemo
     elif machine.kind == "gpu":
         chosen = DTYPES[asked]
     else:
-        chosen = _format_on_cpu(config, headers).dtype
+        chosen = _format_on(machine.device, config, headers).dtype
     return str(chosen).removeprefix("torch.")
 
 
 def plan_format(config: EngineConfig, headers: ModelHeaders, machine: MachineMemory) -> str:
-    """In which form the weights would be kept: packed on a CPU (loader/cpu_weights.py), or in the dtype."""
-    dtype = plan_dtype(config, headers, machine)
-    if machine.kind == "gpu":
-        return dtype
-    name = _format_on_cpu(config, headers).name
-    return name if name in PACKED else dtype
+    """In which form the weights would be kept: a scheme's (loader/quantization.py), or in the dtype."""
+    name = _format_on(machine.device, config, headers).name
+    return name if is_scheme(name) else plan_dtype(config, headers, machine)
 
 
-def _format_on_cpu(config: EngineConfig, headers: ModelHeaders) -> WeightFormat:
+def _format_on(device: torch.device, config: EngineConfig, headers: ModelHeaders) -> WeightFormat:
     matrices = stored_matrices(headers.tensors, headers.family.weight_map)
     load = config.load
-    return choose_format(load.cpu_weights, load.dtype, torch.device("cpu"), _stored(headers), matrices)
+    is_gpu = device.type == "cuda"  # which need not be here, and is taken to know bfloat16
+    dtype = "bfloat16" if load.dtype == "auto" and is_gpu else load.dtype
+    return choose_format(load.quantization, dtype, device, _stored(headers), matrices)
 
 
 def weight_bytes(headers: ModelHeaders, num_parameters: int, dtype: str, weight_format: str) -> int:
-    """Bytes of all weights; packed ones with the scales and minima of their groups."""
-    if weight_format not in PACKED:
+    """Bytes of all weights: of dense ones by their number, of all others as their projections keep them."""
+    if not is_scheme(weight_format):
         return num_parameters * DTYPES[dtype].itemsize
-    config = headers.config
-    head = config.vocab_size * config.hidden_size
-    embedding = 0 if config.tie_embeddings else head  # kept in 16 bits
-    matrices = stored_matrices(headers.tensors, headers.family.weight_map)
-    layers = packed_bytes(weight_format, num_parameters - head - embedding, matrices)
-    return int(layers + packed_bytes("int8", head, {}) + embedding * 2)
+    return kept_bytes(_build_on_meta(headers, DTYPES[dtype], weight_format))
 
 
 def _stored(headers: ModelHeaders) -> torch.dtype | None:

@@ -187,7 +187,7 @@ def replay_model(record: Record, model: str | None, *, device: str | None, show_
         headers.source,
         dtype=facts.dtype,
         device=config.load.device,
-        cpu_weights=config.load.cpu_weights,
+        quantization=config.load.quantization,
         max_seq_len=facts.context_len,
         show_progress=show_progress,
         headers=headers,

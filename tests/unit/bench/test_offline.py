@@ -39,7 +39,7 @@ from infer.bench.workloads import SERVING, Arrival, Session, Turn, Workload, mak
 from infer.errors import ConfigError, EngineError
 from infer.kernels.cpu.library import library
 from infer.layers.linear import Linear
-from infer.loader.cpu_weights import pack_layers
+from infer.loader.quantization import make_projections
 from infer.models.registry import find_family
 from scripts.make_checkpoint import make_checkpoint
 
@@ -129,7 +129,7 @@ def test_every_offline_bench_reports(target: Target, tmp_path: Path, monkeypatch
         write_report(report, tmp_path / f"{report.kind}.json")  # checks it
         assert report.model["device"] == "cpu" and report.model["dtype"] == "float32"
         assert report.model["weights"] == "fp32" and "weights fp32" in provenance(report)
-        assert report.config.get("cpu_weights", "fp32") == "fp32"  # and never "auto"
+        assert report.config.get("quantization", "fp32") == "fp32"  # and never "auto"
     offline, _, prefill, decode, attention, memory = reports
     roofline = offline.rows[0].figures
     assert roofline["roofline_share"].values[0] == pytest.approx(
@@ -260,25 +260,14 @@ def test_packed_weights_are_counted_by_their_size() -> None:
         "int4": shape.layer_params * 5 / 8 + shape.head_params * 8.5 / 8,
     }.items():
         model = copy.deepcopy(target.loaded.model)
-        pack_layers(model, form, None, {})
+        cpu = torch.device("cpu")
+        make_projections(model, form, cpu, torch.float32, None, {}, {})
         packed = dataclasses.replace(
             target, loaded=dataclasses.replace(target.loaded, model=model, weights=form)
         )
         assert packed.shape().weight_bytes == pytest.approx(kept / num_weights)
         assert packed.shape().kv_bytes == 4
         assert target.weight_bytes - packed.weight_bytes == num_weights * 4 - kept
-
-
-def test_a_packed_weight_is_not_counted_twice(target: Target) -> None:
-    """Its parameter is a shell on the meta device: a shape, and no bytes."""
-    model = copy.deepcopy(target.loaded.model)
-    before = dataclasses.replace(target, loaded=dataclasses.replace(target.loaded, model=model)).weight_bytes
-    qkv = model.get_submodule("layers.0.attention.qkv")
-    assert isinstance(qkv, Linear)
-    num_bytes = qkv.weight.numel() * qkv.weight.element_size()
-    qkv.weight = torch.nn.Parameter(torch.empty(qkv.weight.shape, device="meta"), requires_grad=False)
-    shell = dataclasses.replace(target, loaded=dataclasses.replace(target.loaded, model=model))
-    assert shell.weight_bytes == before - num_bytes
 
 
 def test_ceilings_are_measured(target: Target) -> None:
@@ -323,8 +312,8 @@ def test_weights_in_another_form_are_compared_with_plain_ones(
     assert target.in_form("fp32") is target  # which it has already
     forms: list[str] = []
 
-    def in_form(self: Target, cpu_weights: str) -> Target:
-        forms.append(cpu_weights)
+    def in_form(self: Target, quantization: str) -> Target:
+        forms.append(quantization)
         return self
 
     monkeypatch.setattr(Target, "in_form", in_form)
@@ -354,8 +343,8 @@ def test_a_report_names_the_revision_of_a_checkpoint_and_random_weights_have_non
 
 
 def test_random_weights_have_no_other_form(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cpu_weights is int8, but random weights are kept as"):
-        open_target({"device": "cpu", "cpu_weights": "int8"}, is_tiny=True)
+    with pytest.raises(ConfigError, match="quantization is int8, but random weights are kept as"):
+        open_target({"device": "cpu", "quantization": "int8"}, is_tiny=True)
 
 
 def test_a_request_that_fails_is_no_figure(target: Target) -> None:

@@ -141,9 +141,9 @@ def test_a_batch_that_decodes_is_not_gathered(kind: str, monkeypatch: pytest.Mon
     harness = Harness(kind, monkeypatch)
     forward, places = harness.model.forward, list[Any]()
 
-    def note(tokens_T: torch.Tensor, step: Any, places_S: torch.Tensor | None = None) -> torch.Tensor:
-        places.append(places_S)
-        return forward(tokens_T, step, places_S)
+    def note(tokens_T: torch.Tensor, step: Any) -> torch.Tensor:
+        places.append(step.logit_indices)
+        return forward(tokens_T, step)
 
     monkeypatch.setattr(harness.model, "forward", note)
     for seq_id in (1, 3):

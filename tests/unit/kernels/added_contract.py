@@ -1,7 +1,7 @@
 """What two linears around an addition promise: together they are two products with `add_rms_norm` between.
 
-    linear_into                       into the residual stream, with the gain of the norm that reads it
-    added_linear, added_gated_linear  out of it, with what is left of the norm
+    linear_add       into the residual stream, with the gain of the norm that reads it
+    linear_of_sum    out of it, with what is left of the norm
 
 Weights that are small integers make the product exact, whatever the order of its additions: then the sum has
 to have the reference's bits.
@@ -19,9 +19,10 @@ from infer.errors import ConfigError
 from infer.kernels.attention.reference import attend_naive
 from infer.kernels.elementwise.rms_norm import add_rms_norm_reference
 from infer.kernels.linear import small as linear_small
-from infer.kernels.linear.residual import Added, Stream
-from infer.kernels.linear.small import added_gated_linear, added_linear, can_add, linear_into
+from infer.kernels.linear.residual import ResidualInput, ResidualSum
+from infer.kernels.linear.small import can_add, linear_add, linear_of_sum
 from infer.kernels.linear.triton_configs import GemvConfig, SkinnyConfig
+from infer.layers.bind import bind
 from infer.layers.whole_sequence import WholeSequence
 from infer.models.registry import get_family
 from scripts.make_checkpoint import Sizes, raw_config
@@ -72,8 +73,8 @@ class AddedContract:
         gain, bias, bias2 = (self.vector(size, dtype) for size in (D, D, N))
         assert can_add(x.view, w.view, w2.view, gated=False)
         with nan_in_fresh_memory():
-            added = linear_into(Stream(residual.view, gain, offset), x.view, w.view, bias)
-            y = added_linear(added, EPS, w2.view, bias2)
+            added = linear_add(ResidualInput(residual.view, gain, offset), x.view, w.view, bias)
+            y = linear_of_sum(added, EPS, w2.view, bias2)
         total = x.view.double() @ w.view.double().T + bias.double() + residual.view.double()
         assert_near(added.sum_MN, total)
         normed = F.rms_norm(total, (D,), gain.double() + offset, EPS)
@@ -94,8 +95,8 @@ class AddedContract:
             residual.view.round_()  # sums that fit: the interpreter cuts off what a GPU rounds
         gain = self.vector(D, dtype)
         with nan_in_fresh_memory():
-            added = linear_into(Stream(residual.view, gain, 0.0), x.view, w.view)
-            y = added_gated_linear(added, EPS, w2.view, activation)
+            added = linear_add(ResidualInput(residual.view, gain, 0.0), x.view, w.view)
+            y = linear_of_sum(added, EPS, w2.view, activation=activation)
         _, total = add_rms_norm_reference(F.linear(x.view, w.view), residual.view, gain, EPS, 0.0)
         assert torch.equal(added.sum_MN, total)
         unit = 2**-7 if dtype == torch.bfloat16 else 2**-22
@@ -118,8 +119,8 @@ class AddedContract:
         residual, w2 = self.framed(5, D, dtype=torch.float32), self.framed(N, D, dtype=torch.float32)
         gain = self.vector(D, torch.float32)
         with nan_in_fresh_memory():
-            added = linear_into(Stream(residual.view, gain, 0.0), x.view, w.view)
-            y = added_linear(added, EPS, w2.view)
+            added = linear_add(ResidualInput(residual.view, gain, 0.0), x.view, w.view)
+            y = linear_of_sum(added, EPS, w2.view)
         assert len(added.squares_PM) == -(-D // tile.block_n)
         total = x.view.double() @ w.view.double().T + residual.view.double()
         torch.testing.assert_close(added.squares_PM.sum(dim=0), total.square().sum(dim=1), rtol=1e-5, atol=0)
@@ -133,9 +134,9 @@ class AddedContract:
         w, w2 = ((torch.randn(*shape, device=self.device) * 0.1).bfloat16() for shape in ((D, K), (2 * N, D)))
         gain = self.vector(D, torch.bfloat16)
 
-        def run(size: int) -> tuple[Added, torch.Tensor]:
-            added = linear_into(Stream(residual[:size], gain, 0.0), x[:size], w)
-            return added, added_gated_linear(added, EPS, w2, "silu")
+        def run(size: int) -> tuple[ResidualSum, torch.Tensor]:
+            added = linear_add(ResidualInput(residual[:size], gain, 0.0), x[:size], w)
+            return added, linear_of_sum(added, EPS, w2, activation="silu")
 
         whole, y = run(40)
         for size, block_n in zip(sizes, (64, 64, 128, 64), strict=True):
@@ -187,8 +188,9 @@ class AddedContract:
         for parameter in model.parameters():
             parameter.data.normal_(std=0.2)
         tokens = torch.randint(0, model.config.vocab_size, (5,), device=self.device)
-        into = Mock(side_effect=linear_into)
-        monkeypatch.setattr("infer.layers.linear.linear_into", into)
+        add = Mock(side_effect=linear_add)
+        monkeypatch.setattr("infer.quant.dense.linear_add", add)
+        bind(model, torch.device(self.device), deterministic=False)()
 
         def run() -> torch.Tensor:
             step = WholeSequence(attend_naive, tokens.device)
@@ -198,12 +200,12 @@ class AddedContract:
 
         with nan_in_fresh_memory():
             hidden = run()
-        assert into.call_count == num_added
-        monkeypatch.setattr("infer.layers.linear.can_add", lambda *_, **__: False)
+        assert add.call_count == num_added
+        monkeypatch.setattr("infer.quant.dense.writes_parts", lambda *_, **__: None)
         torch.testing.assert_close(hidden, run(), rtol=1e-4, atol=1e-4)
-        assert into.call_count == num_added
+        assert add.call_count == num_added
 
     def test_an_unknown_activation_is_refused(self) -> None:
         x = torch.zeros(5, 8, device=self.device)
         with pytest.raises(ConfigError, match="silu, gelu_tanh, gelu"):
-            added_gated_linear(Added(x, x, x), EPS, x, "swish")
+            linear_of_sum(ResidualSum(x, x, x), EPS, x, activation="swish")

@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 from infer.kernels.linear import pdl as linear_ahead
-from infer.kernels.linear.prepared import Defines
+from infer.kernels.linear.cuda import Defines
 from infer.kernels.runtime.cuda_build import as_pointers
 from tests.unit.kernels.emulated import compile_library
 

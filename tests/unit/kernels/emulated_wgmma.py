@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from infer.kernels.linear import wgmma as linear_wgmma
-from infer.kernels.linear.prepared import Defines
-from infer.kernels.linear.wgmma_configs import WgmmaConfig
+from infer.kernels.linear.cuda import Defines
+from infer.kernels.linear.wgmma import WgmmaConfig
 from infer.kernels.runtime.cuda_build import as_pointers
 from tests.unit.kernels.emulated import compile_library
 

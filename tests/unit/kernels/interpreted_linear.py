@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from infer.kernels.linear.residual import Added
+from infer.kernels.linear.residual import ResidualInput, ResidualSum
+from infer.kernels.linear.small import linear_add
+from infer.layers.bind import bind
 from infer.models.registry import get_family
 from scripts.make_checkpoint import Sizes, raw_config
 from tests.support.step import ListCache, ListStep
@@ -27,28 +29,32 @@ class TestInterpretedPairs(AddedContract):
 
 
 @pytest.mark.parametrize("places", [[11], [0, 3, 7, 7, 10, 11]], ids=["one", "some"])
-def test_behind_the_last_attention_wanted_rows_alone_are_added(places: list[int]) -> None:
+def test_behind_the_last_attention_wanted_rows_alone_are_added(
+    places: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The stream has their rows too, whether a kernel adds to it or not."""
     torch.manual_seed(0)
     family = get_family("qwen3")
     model: Any = family.build(family.read_config(raw_config("qwen3", Sizes())))
     for parameter in model.parameters():
         parameter.copy_(torch.randn(parameter.shape) * 0.1)
-    seen: list[Any] = []
-    after = model.layers[-1].mlp.after
-
-    def note(norm: Any, x: Any, residual_SD: torch.Tensor, reader: Any) -> Any:
-        seen.append((x, len(residual_SD)))
-        return after(norm, x, residual_SD, reader)
-
-    model.layers[-1].mlp.after = note
+    bind(model, torch.device("cpu"), deterministic=False)()
     tokens_T = torch.arange(12)
+    added: list[int] = []
+
+    def note(stream: ResidualInput, *args: Any, **options: Any) -> ResidualSum:
+        added.append(len(stream.residual_MN))
+        return linear_add(stream, *args, **options)
+
+    monkeypatch.setattr("infer.quant.dense.linear_add", note)
     with torch.no_grad():
         whole = model(tokens_T, ListStep([ListCache()], [12]))
-        wanted = model(tokens_T, ListStep([ListCache()], [12]), torch.tensor(places))
+        num_added = len(added)
+        step = ListStep([ListCache()], [12])
+        step.logit_indices = torch.tensor(places)
+        wanted = model(tokens_T, step)
 
     torch.testing.assert_close(wanted, whole[places], rtol=1e-4, atol=1e-5)
-    (x, num_rows), was_added = seen[1], len(places) > 1
-    assert num_rows == len(places)
-    assert isinstance(x, Added) == was_added
-    assert len(x.sum_MN if isinstance(x, Added) else x) == len(places)
+    assert added[:num_added] == [12] * num_added and num_added > 1
+    last = [len(places)] if len(places) > 1 else []  # one token has a kernel that does not add
+    assert added[num_added:] == [12] * (num_added - 1) + last

@@ -23,9 +23,7 @@ from infer.kernels.linear import (
     triton_configs as linear_configs,
 )
 from infer.kernels.linear.small import (
-    gated_linear,
     linear,
-    norm_gated_linear,
     norm_linear,
     split_linear,
 )
@@ -116,7 +114,7 @@ class LinearContract:
         x, w = self.framed(num_tokens, K, dtype=torch.float32), self.framed(2 * N, K, dtype=torch.float32)
         w.view.mul_(0.1)  # gates around 1
         with nan_in_fresh_memory():
-            y = gated_linear(x.view, w.view, activation)
+            y = linear(x.view, w.view, activation=activation)
         assert_near(y, gate(x.view.double() @ w.view.double().T, activation))
 
     @pytest.mark.parametrize("offset", [0.0, 1.0])
@@ -142,7 +140,7 @@ class LinearContract:
         w, gain = self.framed(2 * N, K, dtype=dtype), self.vector(K, dtype)
         w.view.mul_(0.1)
         with nan_in_fresh_memory():
-            y, total = norm_gated_linear(x.view, residual.view, gain, EPS, 0.0, w.view, "silu")
+            y, total = norm_linear(x.view, residual.view, gain, EPS, 0.0, w.view, activation="silu")
         assert_near(total, (x.view + residual.view).double())
         normed = rms_norm_reference(total.double(), gain.double(), EPS, 0.0)
         assert_near(y, gate(normed @ w.view.double().T, "silu"))
@@ -166,8 +164,8 @@ class LinearContract:
 
         def run(rows: torch.Tensor) -> torch.Tensor:
             if norm:
-                return norm_gated_linear(rows, rows, gain, EPS, 0.0, w, "silu")[0]
-            return gated_linear(rows, w, "silu")
+                return norm_linear(rows, rows, gain, EPS, 0.0, w, activation="silu")[0]
+            return linear(rows, w, activation="silu")
 
         whole = run(x)
         for size in sizes:
@@ -193,9 +191,9 @@ class LinearContract:
     def test_an_unknown_activation_is_refused(self) -> None:
         x = torch.zeros(1, 8, device=self.device)
         with pytest.raises(ConfigError, match="silu, gelu_tanh, gelu"):
-            gated_linear(x, x.expand(2, 8), "swish")
+            linear(x, x.expand(2, 8), activation="swish")
         with pytest.raises(ConfigError, match="silu, gelu_tanh, gelu"):
-            norm_gated_linear(x, None, x[0], EPS, 0.0, x.expand(2, 8), "swish")
+            norm_linear(x, None, x[0], EPS, 0.0, x.expand(2, 8), activation="swish")
 
     def test_few_tokens_go_to_the_tensor_cores_where_they_are_faster(
         self, monkeypatch: pytest.MonkeyPatch
@@ -211,7 +209,7 @@ class LinearContract:
     @pytest.mark.parametrize("num_tokens", [0, 130])
     def test_no_token_and_many_tokens_are_left_to_the_library(self, num_tokens: int) -> None:
         x, w = torch.randn(num_tokens, 8, device=self.device), torch.randn(6, 8, device=self.device)
-        y, total = norm_gated_linear(x, x, w[0], EPS, 0.0, w, "silu")
+        y, total = norm_linear(x, x, w[0], EPS, 0.0, w, activation="silu")
         assert y.shape == (num_tokens, 3) and torch.equal(total, x + x)
         assert linear(x, w).shape == (num_tokens, 6)
 
@@ -229,7 +227,7 @@ class LinearContract:
         ]
         torch.testing.assert_close(parts.double(), torch.stack(pieces), rtol=1e-4, atol=1e-3)
         y, total = norm_linear(parts, residual, gain, EPS, 0.0, w2)
-        gated, same_total = norm_gated_linear(parts, residual, gain, EPS, 0.0, w2, "silu")
+        gated, same_total = norm_linear(parts, residual, gain, EPS, 0.0, w2, activation="silu")
         exact = sum(pieces) + residual.double()
         assert_near(total, exact)
         assert torch.equal(total, same_total)

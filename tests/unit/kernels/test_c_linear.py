@@ -7,7 +7,8 @@ import torch
 
 from infer.kernels.cpu import operations
 from infer.kernels.cpu.library import Library
-from infer.quant.packed import PackedMatrix, WeightMemory
+from infer.quant.memory import WeightMemory
+from infer.quant.packed import PackedMatrix
 from tests.unit.kernels.c_builds import BUILDS, c_library
 
 GROUP = operations.GROUP
@@ -103,7 +104,7 @@ def test_the_product_equals_the_reference(
     num_rows, out, size = shape
     x, bias = torch.randn(num_rows, size), torch.randn(out) if has_bias else None
     matrix = packed(c, torch.randn(out, size), bits)
-    y = matrix.multiply(x, torch.empty(0), bias)
+    y = matrix.multiply(x, bias)
     expected = product_reference(x, matrix.dequantized(), bias)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
 
@@ -116,7 +117,7 @@ def test_activations_keep_what_lies_beside_a_loud_channel(c: Library, num_rows: 
     coarse = x.clone()
     coarse[:, 32:64] = torch.round(x[:, 32:64] * 1.27) / 1.27
     weight = matrix.dequantized().double()
-    error = (matrix.multiply(x, torch.empty(0), None) - x.double() @ weight.T).norm()
+    error = (matrix.multiply(x, None) - x.double() @ weight.T).norm()
     assert error < ((coarse - x).double() @ weight.T).norm() / 50
 
 
@@ -129,7 +130,7 @@ def test_the_largest_integers_do_not_overflow(c: Library, num_rows: int, bits: i
     ones, minima = torch.ones(16, 2).half(), torch.zeros(16, 2).half() if bits == 4 else None
     matrix.fill_integers(torch.full((16, 64), largest, dtype=torch.int8), ones, minima, 0)
     for sign in (1.0, -1.0):
-        y = matrix.multiply(torch.full((num_rows, 64), 127.0 * sign), torch.empty(0), None)
+        y = matrix.multiply(torch.full((num_rows, 64), 127.0 * sign), None)
         assert torch.equal(y, torch.full((num_rows, 16), 64 * largest * 127.0 * sign))
 
 
@@ -137,26 +138,26 @@ def test_the_largest_integers_do_not_overflow(c: Library, num_rows: int, bits: i
 def test_a_row_does_not_depend_on_its_neighbours(c: Library, bits: int) -> None:
     x = torch.randn(59, 70)  # two blocks of AMX, one, and rows without it
     matrix = packed(c, torch.randn(37, 70), bits)
-    together = matrix.multiply(x, torch.empty(0), None)
-    alone = torch.cat([matrix.multiply(row[None], torch.empty(0), None) for row in x])
+    together = matrix.multiply(x, None)
+    alone = torch.cat([matrix.multiply(row[None], None) for row in x])
     assert torch.equal(together, alone)
 
 
 def test_all_builds_agree_but_for_the_last_bit() -> None:
     x, weight = torch.randn(5, 96), torch.randn(40, 96)
     for bits in (8, 4):
-        ys = [packed(c_library(build), weight, bits).multiply(x, torch.empty(0), None) for build in BUILDS]
+        ys = [packed(c_library(build), weight, bits).multiply(x, None) for build in BUILDS]
         for y in ys[1:]:
             torch.testing.assert_close(y, ys[0], rtol=1e-5, atol=1e-5)
 
 
 def test_threads_change_no_bit(c: Library) -> None:
     x, matrix = torch.randn(3, 256), packed(c, torch.randn(500, 256), 8)
-    one = matrix.multiply(x, torch.empty(0), None)
+    one = matrix.multiply(x, None)
     c.set_threads(3)
     try:
         for _ in range(50):
-            assert torch.equal(matrix.multiply(x, torch.empty(0), None), one)
+            assert torch.equal(matrix.multiply(x, None), one)
     finally:
         c.set_threads(1)
 
@@ -164,11 +165,9 @@ def test_threads_change_no_bit(c: Library) -> None:
 def test_rows_may_be_strided_and_have_more_dimensions(c: Library) -> None:
     wide = torch.randn(6, 100)
     matrix = packed(c, torch.randn(20, 40), 8)
-    y = matrix.multiply(wide[:, 30:70], torch.empty(0), None)
-    assert torch.equal(y, matrix.multiply(wide[:, 30:70].contiguous(), torch.empty(0), None))
-    assert torch.equal(
-        matrix.multiply(wide[:, 30:70].reshape(2, 3, 40), torch.empty(0), None).flatten(0, 1), y
-    )
+    y = matrix.multiply(wide[:, 30:70], None)
+    assert torch.equal(y, matrix.multiply(wide[:, 30:70].contiguous(), None))
+    assert torch.equal(matrix.multiply(wide[:, 30:70].reshape(2, 3, 40), None).flatten(0, 1), y)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -207,7 +206,7 @@ def test_the_product_of_whole_activations_is_exact_but_for_the_sum_of_groups(
     matrix, weight = stored_integers(c, bits)
     x = torch.randint(-LARGEST, LARGEST + 1, (num_rows, 96)).float()
     x[:, ::GROUP] = LARGEST
-    y, exact = matrix.multiply(x, torch.empty(0), None), x.double() @ weight.T
+    y, exact = matrix.multiply(x, None), x.double() @ weight.T
     size = x.double().abs() @ weight.abs().T  # of the terms: three groups are added, five roundings at most
     assert ((y - exact).abs() <= size * 2.0**-21).all()
 
@@ -216,7 +215,7 @@ def test_the_product_of_whole_activations_is_exact_but_for_the_sum_of_groups(
 def test_a_broken_activation_breaks_its_row_and_no_other(c: Library, broken: float) -> None:
     x = torch.randn(3, 64)
     x[1, 40] = broken
-    y = packed(c, torch.randn(9, 64), 8).multiply(x, torch.empty(0), None)
+    y = packed(c, torch.randn(9, 64), 8).multiply(x, None)
     assert not y[1].isfinite().any() and y[[0, 2]].isfinite().all()
 
 
@@ -225,15 +224,15 @@ def test_a_broken_activation_breaks_its_row_and_no_other(c: Library, broken: flo
 def test_a_weight_that_cannot_be_packed_is_not_hidden(c: Library, value: float, bits: int) -> None:
     weight = torch.randn(4, 64)
     weight[2, 5] = value
-    y = packed(c, weight, bits).multiply(torch.randn(1, 64), torch.empty(0), None)
+    y = packed(c, weight, bits).multiply(torch.randn(1, 64), None)
     assert y[0].isnan().tolist() == [False, False, True, False]
 
 
 def test_zero_rows_and_zero_groups_give_zero(c: Library) -> None:
     matrix = packed(c, torch.zeros(3, 64), 8)
-    assert torch.equal(matrix.multiply(torch.randn(2, 64), torch.empty(0), None), torch.zeros(2, 3))
+    assert torch.equal(matrix.multiply(torch.randn(2, 64), None), torch.zeros(2, 3))
     matrix = packed(c, torch.randn(3, 64), 8)
-    assert torch.equal(matrix.multiply(torch.zeros(2, 64), torch.empty(0), None), torch.zeros(2, 3))
+    assert torch.equal(matrix.multiply(torch.zeros(2, 64), None), torch.zeros(2, 3))
 
 
 def test_an_id_outside_the_table_reads_nothing(c: Library) -> None:

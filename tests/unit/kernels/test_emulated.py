@@ -13,8 +13,8 @@ import torch
 from infer.kernels.attention.decode_cuda import DECODE, PROJECTED, CachedHeads, Defines
 from infer.kernels.linear import pdl as linear_ahead
 from infer.kernels.linear import wgmma as linear_wgmma
-from infer.kernels.linear.pdl_configs import AheadConfig
-from infer.kernels.linear.wgmma_configs import WgmmaConfig
+from infer.kernels.linear.pdl import PdlConfig
+from infer.kernels.linear.wgmma import WgmmaConfig
 from tests.unit.kernels.emulated import build_library, build_program, find_compiler
 from tests.unit.kernels.emulated_cuda import FLAGS as ATTENTION_FLAGS
 from tests.unit.kernels.test_c_aarch64 import EMULATOR, system_root
@@ -100,7 +100,7 @@ def test_numbers_of_16_bits_are_converted_as_ieee_754_says(
 
 
 HEADS = CachedHeads(torch.float16, num_heads=4, num_kv_heads=2, head_dim=64, block_size=16)
-LINEAR = linear_ahead.defines_of(AheadConfig(1, 2, depth=2), torch.float16, tiles=1, N=16, K=128)
+LINEAR = linear_ahead.defines_of(PdlConfig(1, 2, depth=2), torch.float16, tiles=1, N=16, K=128)
 EMULATED: dict[str, tuple[str, Path, Defines, tuple[str, ...]]] = {
     "decode_attention": (
         "emulated_cuda.cpp",

@@ -11,25 +11,25 @@ import torch.nn.functional as F
 from infer.kernels.elementwise.rms_norm import add_rms_norm_reference
 from infer.kernels.linear import pdl as linear_ahead
 from infer.kernels.linear import small as linear_small
-from infer.kernels.linear.pdl_configs import AheadConfig
-from infer.kernels.linear.residual import Stream
+from infer.kernels.linear.compiled import CompiledLinears
+from infer.kernels.linear.pdl import PdlConfig
+from infer.kernels.linear.residual import ResidualInput
 from infer.kernels.linear.small import (
-    added_gated_linear,
-    added_linear,
     can_add,
     launch,
-    launch_added,
-    launch_into,
+    launch_add,
+    launch_of_sum,
     linear,
-    linear_into,
+    linear_add,
+    linear_of_sum,
 )
 from tests.unit.kernels.emulated_linear import EmulatedLaunch
 from tests.unit.kernels.kernel_contract import nan_in_fresh_memory
 from tests.unit.kernels.linear_contract import EPS, assert_near, gate
 
-TWO_WARPS = AheadConfig(2, 2, depth=2)
-FOUR_WARPS = AheadConfig(2, 4, depth=1)
-MANY_WARPS = AheadConfig(1, 16, depth=4)
+TWO_WARPS = PdlConfig(2, 2, depth=2)
+FOUR_WARPS = PdlConfig(2, 4, depth=1)
+MANY_WARPS = PdlConfig(1, 16, depth=4)
 K = 640  # ten chunks: not a multiple of most numbers of warps
 
 
@@ -52,7 +52,7 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0)
 
 
 @pytest.mark.parametrize(("config", "tokens"), [(TWO_WARPS, 13), (FOUR_WARPS, 7), (MANY_WARPS, 5)])
-def test_each_product_finds_its_place(config: AheadConfig, tokens: int) -> None:
+def test_each_product_finds_its_place(config: PdlConfig, tokens: int) -> None:
     """Small integers: exact in any order, so that a wrong index shows in every bit."""
     w, x = integers(72, K), integers(tokens, K + 64)[:, :K]  # 72: no multiple of 16
     for size in (1, tokens):
@@ -67,7 +67,7 @@ def test_each_product_finds_its_place(config: AheadConfig, tokens: int) -> None:
         (MANY_WARPS, "gelu", torch.bfloat16),
     ],
 )
-def test_the_gate(config: AheadConfig, activation: str, dtype: torch.dtype) -> None:
+def test_the_gate(config: PdlConfig, activation: str, dtype: torch.dtype) -> None:
     x, w = random(5, K, dtype=dtype), random(2 * 40, K, dtype=dtype, scale=0.05)
     expected = gate(F.linear(x.double(), w.double()), activation)
     assert_near(launch(config, x, w, activation=activation), expected)
@@ -79,11 +79,11 @@ def test_the_bias() -> None:
 
 
 @pytest.mark.parametrize(("config", "num_tokens"), [(TWO_WARPS, 20), (MANY_WARPS, 6)])
-def test_a_pair_around_the_residual_stream(config: AheadConfig, num_tokens: int) -> None:
+def test_a_pair_around_the_residual_stream(config: PdlConfig, num_tokens: int) -> None:
     D, N, gain = 192, 40, random(192)
     x, first, second = integers(num_tokens, K), integers(D, K), random(2 * N, D, scale=0.05)
     residual = random(num_tokens, 2 * D)[:, :D]
-    added = launch_into(config, Stream(residual, gain, 1.0), x, first)
+    added = launch_add(config, ResidualInput(residual, gain, 1.0), x, first)
     y = F.linear(x.float(), first.float())
     total = (y + residual.float()).bfloat16()
     assert torch.equal(added.sum_MN, total)
@@ -93,8 +93,8 @@ def test_a_pair_around_the_residual_stream(config: AheadConfig, num_tokens: int)
         total.double(), torch.zeros_like(total).double(), gain.double(), EPS, 1.0
     )
     expected = normed @ second.double().T
-    assert_near(launch_added(config, added, second, eps=EPS), expected)
-    assert_near(launch_added(config, added, second, eps=EPS, activation="silu"), gate(expected, "silu"))
+    assert_near(launch_of_sum(config, added, second, eps=EPS), expected)
+    assert_near(launch_of_sum(config, added, second, eps=EPS, activation="silu"), gate(expected, "silu"))
 
 
 def test_the_linears_of_a_model_that_was_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,13 +103,18 @@ def test_the_linears_of_a_model_that_was_prepared(monkeypatch: pytest.MonkeyPatc
     x, residual, gain = random(1, K), random(1, D), random(D)
     first, second, third = random(D, K, scale=0.05), random(2 * 40, D, scale=0.05), random(40, D, scale=0.05)
     shapes = [(D, K, False), (40, D, True), (40, D, False)]
-    ready = {(x.get_device(), 1, *shape): FOUR_WARPS for shape in shapes}
-    monkeypatch.setattr(linear_ahead.AHEAD, "ready", ready)
+    compiled = CompiledLinears(x.device)
+    compiled.pdl.ready.update({(1, *shape): FOUR_WARPS for shape in shapes})
     monkeypatch.setattr(linear_small, "use_triton", lambda _: True)
-    assert_near(linear(x, first), F.linear(x.double(), first.double()))
-    assert can_add(x, first, second, gated=True) and can_add(x, first, third, gated=False)
-    added = linear_into(Stream(residual, gain, 0.0), x, first)
+    assert_near(linear(x, first, compiled=compiled), F.linear(x.double(), first.double()))
+    assert can_add(x, first, second, gated=True, compiled=compiled) and can_add(
+        x, first, third, gated=False, compiled=compiled
+    )
+    added = linear_add(ResidualInput(residual, gain, 0.0), x, first, compiled=compiled)
     assert_near(added.sum_MN, x.double() @ first.double().T + residual.double())
     normed = F.rms_norm(added.sum_MN.double(), (D,), gain.double(), EPS)
-    assert_near(added_linear(added, EPS, third), normed @ third.double().T)
-    assert_near(added_gated_linear(added, EPS, second, "silu"), gate(normed @ second.double().T, "silu"))
+    assert_near(linear_of_sum(added, EPS, third, compiled=compiled), normed @ third.double().T)
+    assert_near(
+        linear_of_sum(added, EPS, second, activation="silu", compiled=compiled),
+        gate(normed @ second.double().T, "silu"),
+    )

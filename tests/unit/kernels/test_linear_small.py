@@ -13,7 +13,7 @@ from benchmarks.kernels.linear_sweep import TABLE_FILE, apply_table
 from infer.errors import ConfigError
 from infer.kernels.linear import triton_configs as linear_configs
 from infer.kernels.linear.invariant import linear_invariant
-from infer.kernels.linear.small import gated_linear, linear, norm_gated_linear, norm_linear
+from infer.kernels.linear.small import linear, norm_linear
 from infer.kernels.linear.triton_configs import (
     GEMV_MAX_M,
     MAX_SMALL_M,
@@ -45,10 +45,10 @@ def test_on_the_cpu_the_fused_forms_are_the_plain_ones_one_after_the_other() -> 
     y, total = norm_linear(x, residual, gain, 1e-5, 1.0, w, bias)
     torch.testing.assert_close(y, normed @ w.T + bias)
     assert torch.equal(total, x + residual)
-    y, total = norm_gated_linear(x, residual, gain, 1e-5, 1.0, w, "silu")
+    y, total = norm_linear(x, residual, gain, 1e-5, 1.0, w, activation="silu")
     torch.testing.assert_close(y, F.silu(normed @ w[:3].T) * (normed @ w[3:].T))
     assert torch.equal(total, x + residual)
-    torch.testing.assert_close(gated_linear(x, w, "silu"), F.silu(x @ w[:3].T) * (x @ w[3:].T))
+    torch.testing.assert_close(linear(x, w, activation="silu"), F.silu(x @ w[:3].T) * (x @ w[3:].T))
     torch.testing.assert_close(linear(x, w, bias), x @ w.T + bias)
 
 
@@ -61,7 +61,7 @@ def test_without_a_residual_the_new_residual_is_the_input() -> None:
 
 def test_an_unknown_activation_is_refused_before_anything_is_computed() -> None:
     with pytest.raises(ConfigError, match="'swish'"):
-        gated_linear(torch.zeros(1, 8), torch.zeros(6, 8), "swish")
+        linear(torch.zeros(1, 8), torch.zeros(6, 8), activation="swish")
 
 
 def test_buckets_are_few_and_cover_every_batch() -> None:
@@ -119,7 +119,7 @@ def test_a_measured_shape_uses_the_table_and_another_the_rule(monkeypatch: pytes
 
 
 def test_the_sweep_rewrites_the_table_and_nothing_else(tmp_path: Path) -> None:
-    file = tmp_path / "linear/triton_configs.py"
+    file = tmp_path / "triton_configs.py"
     before = TABLE_FILE.read_text()
     file.write_text(before)
     gemv, skinny = GemvConfig(8, 512, 2, 2), SkinnyConfig(64, 128, 4, 4, 3)

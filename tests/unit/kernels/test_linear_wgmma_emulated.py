@@ -11,10 +11,10 @@ import torch.nn.functional as F
 
 from infer.kernels.elementwise.rms_norm import add_rms_norm_reference
 from infer.kernels.linear import wgmma as linear_wgmma
-from infer.kernels.linear.prepared import Defines
-from infer.kernels.linear.residual import Added, Stream
-from infer.kernels.linear.small import launch, launch_added, launch_into
-from infer.kernels.linear.wgmma_configs import WgmmaConfig
+from infer.kernels.linear.cuda import Defines
+from infer.kernels.linear.residual import ResidualInput, ResidualSum
+from infer.kernels.linear.small import launch, launch_add, launch_of_sum
+from infer.kernels.linear.wgmma import WgmmaConfig
 from infer.kernels.runtime import tensor_map
 from tests.unit.kernels.emulated_wgmma import EmulatedLaunch, encode_tiled
 from tests.unit.kernels.kernel_contract import nan_in_fresh_memory
@@ -88,11 +88,11 @@ def test_the_gate(config: WgmmaConfig, activation: str, dtype: torch.dtype) -> N
 
 def add(
     config: WgmmaConfig, num_tokens: int, D: int, K: int, *, offset: float = 1.0
-) -> tuple[Added, torch.Tensor]:
-    """Into a stream whose rows lie apart; what `Added` holds is the reference's to the bit."""
+) -> tuple[ResidualSum, torch.Tensor]:
+    """Into a stream whose rows lie apart; what `ResidualSum` holds is the reference's to the bit."""
     x, w, gain = integers(num_tokens, K), integers(D, K), random(D)
     residual = random(num_tokens, 2 * D)[:, :D]
-    added = launch_into(config, Stream(residual, gain, offset), x, w)
+    added = launch_add(config, ResidualInput(residual, gain, offset), x, w)
     total = (F.linear(x.float(), w.float()) + residual.float()).bfloat16()
     assert torch.equal(added.sum_MN, total)
     assert torch.equal(added.scaled_MN, (total.float() * (gain.float() + offset)).bfloat16())
@@ -132,7 +132,7 @@ def test_what_is_left_of_the_norm(config: WgmmaConfig, num_tokens: int, activati
     many = torch.rand(100, num_tokens).double()
     many *= added.squares_PM.sum(0) / many.sum(0)
     for squares_PM in (added.squares_PM, many):
-        y = launch_added(
+        y = launch_of_sum(
             config, added._replace(squares_PM=squares_PM), w, eps=EPS, bias_N=bias, activation=activation
         )
         assert_near(y, expected)

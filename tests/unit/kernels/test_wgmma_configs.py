@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from infer.errors import DeviceLost
-from infer.kernels.linear.wgmma_configs import MAX_TOKENS, WgmmaConfig, choose_config
+from infer.kernels.linear.wgmma import MAX_TOKENS, WgmmaConfig, choose_config
 from infer.kernels.runtime import tensor_map
 from infer.kernels.runtime.tensor_map import Boxes, TensorMap
 from tests.unit.kernels.emulated_wgmma import INVALID_VALUE, encode_tiled

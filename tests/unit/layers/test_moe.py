@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 
 from infer.layers.moe import MixtureOfExperts
-from infer.layers.norm import AddNorm
+from infer.layers.norm import RMSNorm
+from infer.quant.residual import ResidualStream
 
 
 def make_mixture(*, num_choices: int, normalized: bool) -> MixtureOfExperts:
@@ -42,14 +43,16 @@ def test_all_experts_may_be_chosen() -> None:
     torch.testing.assert_close(mixture(x)[0], expected)
 
 
-def test_after_a_norm_the_stream_comes_back_with_it() -> None:
+def test_a_mixture_reads_the_norm_of_the_stream() -> None:
     mixture = make_mixture(num_choices=2, normalized=True)
-    norm = AddNorm(8, eps=1e-6)
+    norm = RMSNorm(8, eps=1e-6)
     norm.weight.data = torch.rand(8) + 0.5
     x, residual = torch.randn(3, 8), torch.randn(3, 8)
-    y, stream = mixture.after(norm, x, residual)
-    torch.testing.assert_close(stream, x + residual)
-    torch.testing.assert_close(y, mixture(norm(x, residual)[0]))
+    stream = ResidualStream(residual)
+    stream.add(x)
+    y = mixture(norm(stream))
+    torch.testing.assert_close(stream.settle(), x + residual)
+    torch.testing.assert_close(y, mixture(norm(x + residual)))
 
 
 def test_the_router_is_printed_with_its_experts() -> None:

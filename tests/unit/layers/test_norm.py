@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from infer.layers.norm import AddLayerNorm, AddNorm, RMSNorm
+from infer.layers.norm import LayerNorm, RMSNorm
+from infer.quant.residual import ResidualStream
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -22,30 +23,31 @@ def test_rms_norm_matches_torch(offset: float) -> None:
     torch.testing.assert_close(norm(x), expected(x).detach())
 
 
-def test_add_norm_is_the_sum_and_the_norm_of_the_sum() -> None:
-    norm, alone = AddNorm(12, eps=1e-6, offset=1.0), RMSNorm(12, eps=1e-6, offset=1.0)
-    norm.weight.data = alone.weight.data = random(12)
-    x, residual = random(5, 12, seed=1), random(5, 12, seed=2)
+def test_the_norm_of_the_stream_is_the_norm_of_its_sum() -> None:
+    norm = RMSNorm(12, eps=1e-6, offset=1.0)
+    norm.weight.data = random(12)
+    x, update = random(5, 12, seed=1), random(5, 12, seed=2)
+    stream = ResidualStream(x)
+    stream.add(update)
 
-    y, total = norm(x, residual)
+    y = norm(stream).tensor()
 
-    torch.testing.assert_close(total, x + residual)
-    torch.testing.assert_close(y, alone(x + residual))
+    torch.testing.assert_close(stream.settle(), x + update)
+    torch.testing.assert_close(y, norm(x + update))
 
 
-def test_without_a_residual_the_input_starts_the_stream() -> None:
-    norm, alone = AddNorm(12, eps=1e-6), RMSNorm(12, eps=1e-6)
-    norm.weight.data = alone.weight.data = random(12)
+def test_the_stream_starts_with_its_first_tensor() -> None:
+    norm = RMSNorm(12, eps=1e-6)
+    norm.weight.data = random(12)
     x = random(5, 12, seed=1)
+    stream = ResidualStream(x)
 
-    y, total = norm(x, None)
-
-    assert total is x
-    torch.testing.assert_close(y, alone(x))
+    torch.testing.assert_close(norm(stream).tensor(), norm(x))
+    assert stream.settle() is x
 
 
 def test_layer_norm_matches_its_formula() -> None:
-    norm = AddLayerNorm(12, eps=1e-2)
+    norm = LayerNorm(12, eps=1e-2)
     norm.weight.data, norm.bias.data = random(12), random(12, seed=3)
     x, residual = random(5, 12, seed=1), random(5, 12, seed=2)
 
@@ -53,10 +55,9 @@ def test_layer_norm_matches_its_formula() -> None:
         centred = rows - rows.mean(-1, keepdim=True)
         return centred / (centred.square().mean(-1, keepdim=True) + 1e-2).sqrt() * norm.weight + norm.bias
 
-    y, total = norm(x, residual)
-    assert torch.equal(total, x + residual)
+    stream = ResidualStream(residual)
+    stream.add(x)
+    y = norm(stream)
+    assert torch.equal(stream.settle(), x + residual)
     torch.testing.assert_close(y, formula(x + residual))
-
-    y, total = norm(x, None)
-    assert total is x
-    torch.testing.assert_close(y, formula(x))
+    torch.testing.assert_close(norm(x), formula(x))

@@ -1,4 +1,4 @@
-"""`--cpu-weights auto`: matrix by matrix in the bits that keep what the file holds."""
+"""`--quantization auto`: matrix by matrix in the bits that keep what the file holds."""
 
 from __future__ import annotations
 
@@ -18,19 +18,15 @@ from infer.engine.build import build_engine
 from infer.engine.run_manifest import RunFacts
 from infer.errors import ConfigError
 from infer.kernels.cpu.library import library
-from infer.layers.linear import Linear
-from infer.layers.moe import ExpertLinear
-from infer.loader import cpu_weights, dtype
-from infer.loader.cpu_weights import (
-    StoredMatrix,
-    choose_format,
-    packed_matrices,
-    stored_matrices,
-)
+from infer.layers.linear import ExpertLinear, Linear, Projected
+from infer.loader import dtype
+from infer.loader import quantization as quantization_module
 from infer.loader.find.source import resolve_model
 from infer.loader.formats.gguf_quants import FOUR_BITS
 from infer.loader.load import LoadedModel, load_model, read_headers
-from infer.quant.packed import PackedMatrix
+from infer.loader.quantization import StoredMatrix, choose_format, stored_matrices
+from infer.loader.quantization import kept_bytes as bytes_of
+from infer.quant.packed import Packed
 from infer.tools.memory_plan import count_parameters, stored_parameters, weight_bytes
 from infer.tools.replay import replay_config
 from tests.support.c_library import use_library
@@ -49,22 +45,25 @@ def reference(family: str = "llama") -> Any:
     return reference_model(family, dtype=torch.float32, **sizes)
 
 
-def load(path: Path, cpu_weights: str = "auto", **knobs: Any) -> LoadedModel:
+def load(path: Path, quantization: str = "auto", **knobs: Any) -> LoadedModel:
     source = resolve_model(str(path), show_progress=False)
-    return load_model(source, device="cpu", cpu_weights=cpu_weights, **knobs)
+    return load_model(source, device="cpu", quantization=quantization, **knobs)
 
 
 def bits(loaded: LoadedModel) -> dict[str, int]:
     """Of every linear layer, by its name."""
-    layers = {name: m.scheme for name, m in loaded.model.named_modules() if isinstance(m, Linear)}
-    return {name: scheme.bits for name, scheme in layers.items() if isinstance(scheme, PackedMatrix)}
+    layers = {name: m.stored for name, m in loaded.model.named_modules() if isinstance(m, Linear)}
+    return {name: stored.bits for name, stored in layers.items() if isinstance(stored, Packed)}
+
+
+def packed(loaded: LoadedModel, name: str) -> Packed:
+    layer = loaded.model.get_submodule(name)
+    assert isinstance(layer, Projected) and isinstance(layer.stored, Packed)
+    return layer.stored
 
 
 def kept_bytes(loaded: LoadedModel) -> int:
-    plain = [parameter for parameter in loaded.model.parameters() if not parameter.is_meta]
-    return sum(matrix.num_bytes for matrix in packed_matrices(loaded.model)) + sum(
-        parameter.numel() * parameter.element_size() for parameter in plain
-    )
+    return bytes_of(loaded.model)
 
 
 @needs_c
@@ -80,10 +79,10 @@ def test_each_matrix_of_a_mixed_file_has_the_bits_that_keep_it(tmp_path: Path) -
         }
         assert mine == {"qkv": 8 if layer == 1 else 4, "out": 8, "gate_up": 8, "down": 4}
     for name in [*found, "head"]:
-        scheme, weight = loaded.model.get_submodule(name).scheme, exact.get_submodule(name).weight
-        assert isinstance(scheme, PackedMatrix) and isinstance(weight, torch.Tensor)
+        matrix, weight = packed(loaded, name).matrix, exact.get_submodule(name).weight
+        assert isinstance(weight, torch.Tensor)
         if name.rpartition(".")[2] != "gate_up" and name != "layers.1.attention.qkv":  # parts are rounded
-            assert torch.equal(scheme.dequantized(), weight), name
+            assert torch.equal(matrix.dequantized(), weight), name
 
 
 @needs_c
@@ -144,16 +143,15 @@ def test_the_transposed_matrices_of_gpt2_keep_their_numbers_too(tmp_path: Path) 
     assert loaded.weights == "int4"
     for name, layer in exact.named_modules():
         if isinstance(layer, Linear) and layer is not exact.head:
-            scheme = loaded.model.get_submodule(name).scheme
-            assert isinstance(scheme, PackedMatrix) and torch.equal(scheme.dequantized(), layer.weight), name
+            assert torch.equal(packed(loaded, name).matrix.dequantized(), layer.weight), name
 
 
 @needs_c
 def test_a_transposed_matrix_of_a_safetensors_file_is_packed_as_well(tmp_path: Path) -> None:
     path = write_directory(tmp_path / "m", reference("gpt2"))
     exact = load(path, "fp32").model.get_submodule("layers.0.mlp.up").weight
-    kept = load(path, "int8").model.get_submodule("layers.0.mlp.up").scheme
-    assert isinstance(kept, PackedMatrix) and isinstance(exact, torch.Tensor)
+    kept = packed(load(path, "int8"), "layers.0.mlp.up").matrix
+    assert isinstance(exact, torch.Tensor)
     torch.testing.assert_close(kept.dequantized(), exact, rtol=0, atol=exact.abs().max().item() / 200)
 
 
@@ -169,8 +167,8 @@ def test_the_experts_of_a_layer_have_one_form(
     assert loaded.weights == form
     for name, expected in {"layers.1.mlp.gate_up": gate_up, "layers.1.mlp.down": down}.items():
         experts = loaded.model.get_submodule(name)
-        assert isinstance(experts, ExpertLinear) and experts.packed is not None
-        assert {matrix.bits for matrix in experts.packed if isinstance(matrix, PackedMatrix)} == {expected}
+        assert isinstance(experts, ExpertLinear)
+        assert {matrix.bits for matrix in packed(loaded, name).matrices} == {expected}
 
 
 @needs_c
@@ -198,7 +196,7 @@ def test_the_plan_prints_flags_that_keep_the_same_form(
     assert main(["plan", str(path), "--device", "cpu", "--json", *asked]) == 0
     plan = json.loads(capsys.readouterr().out)
     config = EngineConfig.from_knobs(**knobs_from(build_parser().parse_args(["generate", *plan["flags"]])))
-    loaded = load(path, config.load.cpu_weights, dtype=config.load.dtype)
+    loaded = load(path, config.load.quantization, dtype=config.load.dtype)
     assert plan["weight_format"] == {"fp32": "float32"}.get(loaded.weights, loaded.weights)
     assert main(["plan", str(path), "--device", "cpu", *asked]) == 0
     assert f"parameters in {plan['weight_format']}" in capsys.readouterr().out
@@ -218,8 +216,8 @@ def test_a_record_names_the_form_so_that_a_replay_keeps_it(tmp_path: Path) -> No
 
     build_engine(EngineConfig.from_knobs(num_blocks=8), loaded, observer=Observer())  # type: ignore[arg-type]
     config = replay_config(facts[0], str(path))
-    assert config.load.cpu_weights == "int4+int8"
-    again = load(path, config.load.cpu_weights, dtype=config.load.dtype)
+    assert config.load.quantization == "int4+int8"
+    again = load(path, config.load.quantization, dtype=config.load.dtype)
     assert again.weights == "int4+int8" and bits(again) == bits(loaded)
 
 
@@ -243,11 +241,11 @@ def test_what_counts_as_a_matrix_of_the_layers(tmp_path: Path) -> None:
     assert found["layers.2.mlp.down"] == StoredMatrix(5 * 96 * 64, 8)
 
 
-@pytest.mark.parametrize("knobs", [{"cpu_weights": "bf16"}, {"dtype": "bfloat16"}, {"dtype": "float16"}])
+@pytest.mark.parametrize("knobs", [{"quantization": "bf16"}, {"dtype": "bfloat16"}, {"dtype": "float16"}])
 def test_a_form_that_this_cpu_is_slow_at_is_warned_about_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, knobs: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(cpu_weights, "cpu_flags", lambda: "flags : avx512_bf16")
+    monkeypatch.setattr(quantization_module, "cpu_flags", lambda: "flags : avx512_bf16")
     monkeypatch.setattr(dtype, "cpu_has_amx", lambda: False)
     path = write_directory(tmp_path / "m", reference())
     with caplog.at_level(logging.WARNING, "infer"):

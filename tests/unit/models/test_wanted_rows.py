@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from infer.layers.moe import ExpertLinear
+from infer.layers.linear import ExpertLinear
 from infer.models.registry import FAMILIES, get_family
 from infer.tools.activation_diff import Recording, record
 from scripts.make_checkpoint import Sizes, raw_config
@@ -43,7 +43,8 @@ def run(model: Any, places: Sequence[int] | None) -> tuple[torch.Tensor, list[Li
     def forward() -> None:
         tokens_T = torch.tensor([token for chunk in CHUNKS for token in chunk])
         step = ListStep(caches, [len(chunk) for chunk in CHUNKS])
-        hidden.append(model(tokens_T, step, None if places is None else torch.tensor(places)))
+        step.logit_indices = None if places is None else torch.tensor(places)
+        hidden.append(model(tokens_T, step))
 
     with torch.no_grad():
         made = record(model, forward)
@@ -78,7 +79,6 @@ def test_only_wanted_rows_pass_what_is_behind_the_last_attention(name: str) -> N
 
     assert rows == {part: num_tokens if part.startswith(before) else 2 for part in rows}
     assert {
-        "layers.2",
         "layers.2.attention.qkv",
         "layers.2.attention.out",
         "layers.2.mlp_norm",

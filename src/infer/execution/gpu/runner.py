@@ -335,7 +335,8 @@ class DeviceRunner(ModelRunner):
             rows_S=rows_S, lens_S=self._inputs.lens_S[: len(rows_S)], chunks=tiles, windows=self._windows,
             dense=(self._dense, batches) if self._dense and batches else None, backend=self._backend,
         )  # fmt: skip
-        hidden_CD: torch.Tensor = self._model(table_3T[0, :num_tokens], step, places_C)
+        step.logit_indices = places_C
+        hidden_CD: torch.Tensor = self._model(table_3T[0, :num_tokens], step)
         return hidden_CD
 
     # -- any other step -----------------------------------------------------------------------------

@@ -1,39 +1,61 @@
-"""Linears of few tokens through `linear/pdl.cu`, which holds its weights before the one ahead has finished.
+"""Linears of up to 8 tokens of small models, in CUDA C++ (pdl.cu), for programmatic dependent launch (PDL).
 
-`small.py` allocates what it fills and says what stands before and behind the product, as for its own
-kernels; an `Added` of one may be read by the other, for what it holds does not depend on who made it.
+A kernel that is launched so starts while the one before it still runs, and holds its weights in registers
+before it waits for its input. `small.py` allocates what it fills and says what its prologue and epilogue are,
+as for its own kernels.
 
-It is for bfloat16 on Hopper, up to `AHEAD_MAX_M` tokens, and models whose residual stream is narrow: with
+It is for bfloat16 on Hopper, up to `PDL_MAX_M` tokens, and models whose residual stream is narrow: with
 wider ones the time is that of reading, which all kernels do alike, and with more tokens x is read more
-cheaply through shared memory (linear/wgmma.py).
+cheaply through shared memory (wgmma.py).
 
-Shapes:  M tokens, N outputs, F outputs of a gated layer (W has 2F rows), K inputs, P parts.
+How a matrix is cut into blocks decides how much of W is on its way before the wait. The rule:
+
+    rows        16 to a block, or 32, so that N has no more blocks than the GPU has SMs: all of them load at
+                once, and each leaves room for a block of the next kernel, which loads already
+    warps       so many that each has two chunks of K, both in registers before the wait; 16 at most
+    many rows   of a wider model's gate and up are more than fits at once: small blocks of 4 warps, several
+                to an SM, and the next ones load while these compute
+
+In a chain of layers of two models, 1 and 8 tokens, a sweep over some fifty cuts found nothing faster by more
+than 2.5 %: clusters of blocks that share K were as good, and nothing was gained by asking L2 for more.
+
+Shapes:  M tokens, N outputs (of the gate half when gated), F outputs of a gated layer (W has 2F rows),
+K inputs, P parts.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from infer.kernels.linear.pdl_configs import AheadConfig, choose_config, token_tiles
-from infer.kernels.linear.prepared import (
+from infer.kernels.linear.cuda import (
     ACTIVATIONS,
+    NUM_SMS,
+    CudaLinear,
     Defines,
     Matrix,
-    PreparedLinears,
     cubin,
     outer_arguments,
 )
-from infer.kernels.linear.residual import Around
+from infer.kernels.linear.residual import Epilogue
 from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime import dispatch
 
-AHEAD_MAX_M = 8
-SOURCE = Path(__file__).with_name("pdl.cu")
+PDL_MAX_M = 8
+MAX_TOKENS = 64  # that the kernel can be compiled for
 
+_CHUNK = 64  # columns
+_DEPTHS = (4, 3, 2, 1)
+_MAX_REGISTERS = 212  # as estimated; with more, addresses spill
+_REGISTERS_PER_SM = 65536
+_SHARED_BYTES = 48 << 10  # that a block may have without asking
+
+SOURCE = Path(__file__).with_name("pdl.cu")
 _ARCH = "sm_90"
 _MAX_STREAM = 2048  # one side of every matrix of a layer is the residual stream's width
 _MAX_BYTES = 128 << 20  # of a matrix
@@ -46,8 +68,90 @@ _TYPES = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class PdlConfig:
+    """How a matrix is cut into blocks, and what of its share a warp holds before the kernel ahead is done."""
+
+    rows_tiles: int  # of 16 rows each, per block; of a gated layer as many again
+    warps: int
+    depth: int = 2  # chunks of 64 columns in registers
+
+    @property
+    def rows(self) -> int:
+        """Outputs of a block."""
+        return 16 * self.rows_tiles
+
+    def num_parts(self, N: int) -> int:
+        """Of the sums of squares that it leaves: one for each block."""
+        return -(-N // self.rows)
+
+    def num_turns(self, K: int) -> int:
+        """How many chunks a warp takes, one after the other."""
+        return -(-K // _CHUNK // self.warps)
+
+
+def token_tiles(num_tokens: int) -> int:
+    """1, 2, 4 or 8 tiles of 8 tokens: each of them is compiled once more."""
+    tiles = 1
+    while 8 * tiles < num_tokens:
+        tiles *= 2
+    return tiles
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_config(M: int, N: int, K: int, *, gated: bool) -> PdlConfig | None:
+    """What the rule says, and with fewer warps where that would not fit; None: this matrix is not for us."""
+    for config in _by_preference(N, K):
+        if can_launch(config, M, N, K, gated=gated, adds=not gated):
+            return config
+    return None
+
+
+def _by_preference(N: int, K: int) -> Iterator[PdlConfig]:
+    num_chunks = K // _CHUNK
+    rows_tiles, warps = (1 if N <= 16 * NUM_SMS else 2), 16
+    if N > 32 * NUM_SMS:
+        rows_tiles, warps = 1, 4
+    while warps > 4 and warps >= num_chunks:  # two chunks for each, if K has them
+        warps //= 2
+    while warps >= 1:
+        turns = PdlConfig(rows_tiles, warps).num_turns(K)
+        depths = [depth for depth in _DEPTHS if depth <= turns]
+        depths.sort(key=lambda depth: depth == 1 or turns % depth != 0)  # as many as come out even
+        yield from (PdlConfig(rows_tiles, warps, depth=depth) for depth in depths)
+        warps //= 2
+
+
+def registers_of(config: PdlConfig, M: int, K: int, *, gated: bool) -> int:
+    """About how many a thread needs: its share of W, of x and of the sums, and some for addresses."""
+    tiles, num_token_tiles = config.rows_tiles * (2 if gated else 1), token_tiles(M)
+    turns = config.num_turns(K)
+    held_x = min(turns, 4 if num_token_tiles == 1 else 2 if num_token_tiles < 8 else 1)
+    return 16 * tiles * min(config.depth, turns) + (4 * tiles + 8 * held_x) * num_token_tiles + 40
+
+
+def can_launch(config: PdlConfig, M: int, N: int, K: int, *, gated: bool, adds: bool = False) -> bool:
+    """Whether the kernel can be compiled for that, without spilling registers or shared memory."""
+    tiles = config.rows_tiles * (2 if gated else 1)
+    tokens = 8 * token_tiles(M)
+    registers = registers_of(config, M, K, gated=gated)
+    shared = config.warps * tokens * ((16 * tiles + 4) * 4 + 8)
+    pairs = config.rows // 2
+    return (
+        0 < M <= MAX_TOKENS
+        and K % _CHUNK == 0
+        and N % 8 == 0
+        and config.warps <= K // _CHUNK  # else some warps have nothing to do
+        and (not adds or (pairs & (pairs - 1) == 0 and pairs <= 32))
+        and 32 * config.warps >= tokens
+        and registers <= _MAX_REGISTERS
+        and registers * 32 * config.warps <= _REGISTERS_PER_SM
+        and shared <= _SHARED_BYTES
+    )
+
+
 def defines_of(
-    config: AheadConfig,
+    config: PdlConfig,
     dtype: torch.dtype = torch.bfloat16,
     *,
     tiles: int,
@@ -77,25 +181,25 @@ def defines_of(
 
 
 def launch(
-    config: AheadConfig, x_MK: torch.Tensor, w: torch.Tensor, y_MN: torch.Tensor, around: Around
+    config: PdlConfig, x_MK: torch.Tensor, w: torch.Tensor, y_MN: torch.Tensor, epilogue: Epilogue
 ) -> None:
-    """Fill `y_MN` and what `around.into` is to receive, all of it allocated by `small.py`."""
+    """Fill `y_MN` and what `epilogue.add` is to receive, all of it allocated by `small.py`."""
     (M, K), N = x_MK.shape, y_MN.shape[1]
-    outer = outer_arguments(x_MK, w, y_MN, around)
+    outer = outer_arguments(x_MK, w, y_MN, epilogue)
     kernel = _kernel(
-        config, x_MK.dtype, token_tiles(M), N, K, around.activation, around.bias_N is not None,
-        around.into is not None, around.added is not None, x_MK.get_device(), dispatch.PDL,
+        config, x_MK.dtype, token_tiles(M), N, K, epilogue.activation, epilogue.bias_N is not None,
+        epilogue.add is not None, epilogue.prologue is not None, x_MK.get_device(), dispatch.PDL,
     )  # fmt: skip
     kernel(
         config.num_parts(N),
         x_MK.data_ptr(), w.data_ptr(), *outer.addresses,
-        x_MK.stride(0) * 2, outer.residual_bytes, M, outer.num_parts, around.eps, outer.offset,
+        x_MK.stride(0) * 2, outer.residual_bytes, M, outer.num_parts, epilogue.eps, outer.offset,
     )  # fmt: skip
 
 
 @functools.cache
 def _kernel(
-    config: AheadConfig,
+    config: PdlConfig,
     dtype: torch.dtype,
     tiles: int,
     N: int,
@@ -122,19 +226,21 @@ def _load(defines: Defines, device: int, starts_early: bool) -> build.PreparedLa
         return kernels.prepare("linear_ahead", num_threads, _TYPES, pdl=starts_early)
 
 
-def _choose(num_tokens: int, matrix: Matrix) -> AheadConfig | None:
+def _choose(num_tokens: int, matrix: Matrix) -> PdlConfig | None:
     N, K, activation, *_ = matrix
     num_rows = N * (2 if activation else 1)
     is_small = min(N, K) <= _MAX_STREAM and num_rows * K * 2 <= _MAX_BYTES
     return choose_config(num_tokens, N, K, gated=bool(activation)) if is_small else None
 
 
-def _defines(config: AheadConfig, matrix: Matrix, tiles: int, adds: bool, parts: bool) -> Defines:
+def _defines(config: PdlConfig, matrix: Matrix, tiles: int, adds: bool, parts: bool) -> Defines:
     N, K, activation, bias, *_ = matrix
     return defines_of(config, tiles=tiles, N=N, K=K, activation=activation, bias=bias, adds=adds, parts=parts)
 
 
-AHEAD = PreparedLinears(
-    SOURCE, _ARCH, range(1, AHEAD_MAX_M + 1), token_tiles, _choose, _defines,
-    lambda *variant: _load(*variant),
-)  # fmt: skip
+def make_kernel() -> CudaLinear[PdlConfig]:
+    """The kernel, compiled for no matrix yet."""
+    return CudaLinear(
+        SOURCE, _ARCH, range(1, PDL_MAX_M + 1), token_tiles, _choose, _defines,
+        lambda *variant: _load(*variant),
+    )  # fmt: skip

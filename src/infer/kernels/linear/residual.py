@@ -1,8 +1,10 @@
-"""What passes between two linears with the residual stream between them (small.py).
+"""What kernels pass to each other where a matrix adds to the residual stream and the next one reads it.
 
-    linear_into  ──►  Added: the sum, the sum times the gain, its squares  ──►  added_linear
+    linear_add  ──►  ResidualSum: the sum, the sum times the norm's gain, its squares  ──►  linear_of_sum
 
-Shapes:  M tokens, N hidden size, P parts: whoever adds sums up the squares of a few outputs in each.
+Any kernel may write a `ResidualSum` and any other may read it: what it holds does not depend on its writer.
+
+Shapes:  M tokens, N hidden size, P parts: each tile of the writing kernel sums up the squares of its outputs.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 
-class Added(NamedTuple):
+class ResidualSum(NamedTuple):
     """The residual stream after an addition, half normalised: rms_norm(sum) = scaled / rms(sum)."""
 
     sum_MN: torch.Tensor
@@ -20,19 +22,19 @@ class Added(NamedTuple):
     squares_PM: torch.Tensor  # of the sum, in float64: one part per tile of the kernel that added
 
 
-class Stream(NamedTuple):
-    """The residual stream before an addition, and the norm that reads the sum."""
+class ResidualInput(NamedTuple):
+    """The residual stream before an addition, and the gain of the norm that reads the sum."""
 
     residual_MN: torch.Tensor
     norm_weight_N: torch.Tensor
     offset: float
 
 
-class Around(NamedTuple):
-    """What stands before and behind a product."""
+class Epilogue(NamedTuple):
+    """What a kernel does besides its product: bias and gate, and its two ends of the residual stream."""
 
     bias_N: torch.Tensor | None = None
     activation: str = ""  # of a gated matrix
-    into: tuple[Stream, Added] | None = None  # what the result is added to, and where the sum goes
-    added: Added | None = None  # whose `scaled_MN` x is: its norm is to be finished
+    add: tuple[ResidualInput, ResidualSum] | None = None  # what the result is added to, where the sum goes
+    prologue: ResidualSum | None = None  # whose `scaled_MN` x is: its norm is to be finished
     eps: float = 0.0  # of that norm

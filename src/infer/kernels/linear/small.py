@@ -1,32 +1,30 @@
 """Linear layers of few tokens: what decoding spends its time in.
 
-    linear              y = x WT + bias
-    gated_linear        y = act(x WgT) * (x WuT)                 W stacks the gate's rows on up's rows
-    norm_linear         r = x + residual;  y = linear(rms_norm(r));  both are returned
-    norm_gated_linear   r = x + residual;  y = gated_linear(rms_norm(r));  both are returned
-    split_linear        y in parts, for the norm that reads it                      linear/split.py
-    linear_into         r = linear(x) + residual, prepared for the norm that reads it: an `Added`
-    added_linear, added_gated_linear        the linears of what was so prepared, once it is normalised
+    linear           y = x WT + bias;  gated: y = act(x WgT) * (x WuT), where W stacks the gate's rows on up's
+    norm_linear      r = x + residual;  y = linear(rms_norm(r));  both are returned
+    split_linear     y in parts, for the norm that reads it                      linear/split.py
+    linear_add       r = linear(x) + residual, prepared for the norm that reads it: a `ResidualSum`
+    linear_of_sum    the linear of what was so prepared, once it is normalised
 
 A step that decodes M sequences reads every weight once to use it M times. For small M the time of a
 layer is the time to read its weights, and the target is the bandwidth of a read; a general matrix
 product is built for large M and reaches a third of it on small models.
 
-    M <= 8      of small models on Hopper: tensor cores, the
-                weights asked for before the wait                  pdl.py
+    M <= 8      of small models on Hopper: tensor cores, weights
+                loaded before the wait of a PDL launch             pdl.py
     M <= 64     of all others, and M <= 128 for gates and what
                 writes into the stream: through shared memory      wgmma.py
-    M = 1       dot products, the norm folded in                   linear_kernels.gemv_kernel
+    M = 1       dot products, the norm folded in                   triton_kernels.gemv_kernel
     M <= 4      the same without the norm where that is faster, or
-    M <= 128    tensor cores, W on the left, K split in order      linear_kernels.skinny_kernel
-    above       the library (F.linear), then `gated_activation`
+    M <= 128    tensor cores, W on the left, K split in order      triton_kernels.skinny_kernel
+    above       cuBLAS (F.linear), then `gated_activation`
 
-The first two are for matrices that were prepared for them (layers/prepare.py), all of a model's or none.
-Which of the others a number of tokens gets is looked up for each shape of W (triton_configs.py). With two
-tokens already, every program's own norm costs more than one launch for all of them. It is cheapest where the
-sum is made: a matrix that writes into the residual stream (`linear_into`) adds and multiplies with the norm's
-gain before it stores, and the matrix that reads the stream next applies what is left, one number per token.
-Both must run on the tensor cores for that (`can_add`); a layer then takes two launches less:
+The first two are for matrices that were compiled for them (compiled.py). Which of the others a number of
+tokens gets is looked up for each shape of W (triton_configs.py). With two tokens already, every program's own
+norm costs more than one launch for all of them. It is cheapest where the sum is made: the epilogue of a
+matrix that writes into the residual stream (`linear_add`) adds and multiplies with the norm's gain before it
+stores, and the matrix that reads the stream next applies what is left, one number per token. Both must run
+on the tensor cores for that; a layer then takes two launches less:
 
     o ─► norm ─► gate_up ─► down ─► norm ─► qkv         o ─► gate_up ─► down ─► qkv
 
@@ -55,11 +53,10 @@ import torch.nn.functional as F
 
 from infer.kernels.elementwise.gated_activation import find_activation, gated_activation
 from infer.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
-from infer.kernels.linear import pdl as linear_ahead
-from infer.kernels.linear import wgmma as linear_wgmma
-from infer.kernels.linear.pdl import AHEAD
-from infer.kernels.linear.pdl_configs import AheadConfig
-from infer.kernels.linear.residual import Added, Around, Stream
+from infer.kernels.linear import pdl, wgmma
+from infer.kernels.linear.compiled import CompiledLinears
+from infer.kernels.linear.pdl import PdlConfig
+from infer.kernels.linear.residual import Epilogue, ResidualInput, ResidualSum
 from infer.kernels.linear.split import multiply_in_parts, num_parts
 from infer.kernels.linear.triton_configs import (
     GEMV_MAX_M,
@@ -71,8 +68,7 @@ from infer.kernels.linear.triton_configs import (
     skinny_config,
 )
 from infer.kernels.linear.triton_kernels import gemv_kernel, skinny_kernel
-from infer.kernels.linear.wgmma import WGMMA, WGMMA_MORE
-from infer.kernels.linear.wgmma_configs import WgmmaConfig
+from infer.kernels.linear.wgmma import WgmmaConfig
 from infer.kernels.runtime.dispatch import INTERPRETED, launch_options, num_sms, use_triton
 
 FOLD_NORM_MAX_M = 1
@@ -82,7 +78,7 @@ _MAX_TILES = 1024  # of a layer whose K is split: with more tiles than this ther
 _NUM_COUNTER_SLOTS = 64
 _next_call = count()
 
-TilePlan = SkinnyConfig | AheadConfig | WgmmaConfig  # through the tensor cores
+TilePlan = SkinnyConfig | PdlConfig | WgmmaConfig  # through the tensor cores
 Plan = GemvConfig | TilePlan
 
 
@@ -94,21 +90,24 @@ def linear_reference(x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tenso
     return F.linear(x_MK, w_NK, bias_N)
 
 
-def linear(x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
-    """The product of every row of `x_MK` with every row of `w_NK`."""
-    plan = _plan(x_MK, w_NK, gated=False)
-    if plan is None:
-        return linear_reference(x_MK, w_NK, bias_N)
-    return launch(plan, x_MK, w_NK, bias_N=bias_N)
-
-
-def gated_linear(x_MK: torch.Tensor, w_2FK: torch.Tensor, activation: str) -> torch.Tensor:
-    """The first half of a gated MLP, where `w_2FK` has the rows of the gate and then those of `up`."""
-    find_activation(activation)
-    plan = _plan(x_MK, w_2FK, gated=True)
-    if plan is None:
-        return gated_activation(linear_reference(x_MK, w_2FK, None), activation=activation)
-    return launch(plan, x_MK, w_2FK, activation=activation)
+def linear(
+    x_MK: torch.Tensor,
+    w: torch.Tensor,
+    bias_N: torch.Tensor | None = None,
+    *,
+    activation: str = "",
+    compiled: CompiledLinears | None = None,
+) -> torch.Tensor:
+    """The product of every row of `x_MK` with every row of `w`; with an activation, of gate and up, gated."""
+    if activation:
+        find_activation(activation)
+        if bias_N is not None:  # no kernel has both
+            return gated_activation(linear(x_MK, w, bias_N, compiled=compiled), activation=activation)
+    plan = _plan(x_MK, w, gated=bool(activation), compiled=compiled)
+    if plan is not None:
+        return launch(plan, x_MK, w, bias_N=bias_N, activation=activation)
+    y_MN = linear_reference(x_MK, w, bias_N)
+    return gated_activation(y_MN, activation=activation) if activation else y_MN
 
 
 def norm_linear(
@@ -117,86 +116,114 @@ def norm_linear(
     norm_weight_K: torch.Tensor,
     eps: float,
     offset: float,
-    w_NK: torch.Tensor,
+    w: torch.Tensor,
     bias_N: torch.Tensor | None = None,
+    *,
+    activation: str = "",
+    compiled: CompiledLinears | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`linear` of the normalised sum of `x_MK` and the residual stream; and the sum, or `x_MK` itself."""
-    plan = _plan_with_norm(x_MK, w_NK, gated=False)
+    if activation:
+        find_activation(activation)
+    gated = bool(activation) and bias_N is None
+    plan = _plan_with_norm(x_MK, w, gated=gated, compiled=compiled)
     if plan is None:
         normed_MK, new_residual_MK = _norm(x_MK, residual_MK, norm_weight_K, eps, offset)
-        return linear(normed_MK, w_NK, bias_N), new_residual_MK
+        return linear(normed_MK, w, bias_N, activation=activation, compiled=compiled), new_residual_MK
     norm = _Norm(x_MK, residual_MK, norm_weight_K, eps, offset)
-    return launch(plan, x_MK, w_NK, bias_N=bias_N, norm=norm), norm.new_residual
+    y_MN = launch(plan, x_MK, w, bias_N=bias_N, activation=activation if gated else "", norm=norm)
+    return gated_activation(
+        y_MN, activation=activation
+    ) if activation and not gated else y_MN, norm.new_residual
 
 
-def norm_gated_linear(
-    x_MK: torch.Tensor,
-    residual_MK: torch.Tensor | None,
-    norm_weight_K: torch.Tensor,
-    eps: float,
-    offset: float,
-    w_2FK: torch.Tensor,
-    activation: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gated_linear` of the normalised sum of `x_MK` and the residual stream; and the sum."""
-    find_activation(activation)
-    plan = _plan_with_norm(x_MK, w_2FK, gated=True)
-    if plan is None:
-        normed_MK, new_residual_MK = _norm(x_MK, residual_MK, norm_weight_K, eps, offset)
-        return gated_linear(normed_MK, w_2FK, activation), new_residual_MK
-    norm = _Norm(x_MK, residual_MK, norm_weight_K, eps, offset)
-    return launch(plan, x_MK, w_2FK, activation=activation, norm=norm), norm.new_residual
-
-
-def can_add(x_MK: torch.Tensor, w_NK: torch.Tensor, reader_w: torch.Tensor, *, gated: bool) -> bool:
-    """Whether `linear_into` can add the outputs of `w_NK` to the stream that `reader_w` reads next."""
+def writes_parts(
+    x_MK: torch.Tensor, w_NK: torch.Tensor, *, compiled: CompiledLinears | None = None
+) -> int | None:
+    """The parts of the `ResidualSum` that `linear_add` would write; None: no kernel adds for this product."""
     if x_MK.dim() != 2 or x_MK.shape[0] > MAX_SMALL_M or x_MK.dtype == torch.float16:
-        return False
-    writer, reader = _plan(x_MK, w_NK, gated=False), _plan(x_MK, reader_w, gated=gated)
-    if isinstance(writer, GemvConfig) or writer is None:
-        return False
-    if not isinstance(reader, SkinnyConfig):
-        return isinstance(reader, TilePlan)  # those in CUDA C++ read any number of parts
-    return block_of_parts(writer.num_parts(len(w_NK))) * max(bucket(len(x_MK)), 16) <= MAX_SQUARES
+        return None
+    plan = _plan(x_MK, w_NK, gated=False, compiled=compiled)
+    return plan.num_parts(len(w_NK)) if isinstance(plan, TilePlan) else None
 
 
-def split_linear(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor | None:
-    """`linear` in parts, [P, M, N], where that is faster than the library whole; else None."""
-    if x_MK.dim() != 2 or x_MK.element_size() != 2 or _plan(x_MK, w_NK, gated=False) is not None:
+def reads_parts(
+    x_MK: torch.Tensor,
+    w: torch.Tensor,
+    num_parts: int,
+    *,
+    gated: bool,
+    compiled: CompiledLinears | None = None,
+) -> bool:
+    """Whether `linear_of_sum` can read a sum in so many parts, for as many tokens as `x_MK` has."""
+    plan = _plan(x_MK, w, gated=gated, compiled=compiled)
+    if not isinstance(plan, SkinnyConfig):
+        return isinstance(plan, TilePlan)  # those in CUDA C++ read any number of parts
+    return block_of_parts(num_parts) * max(bucket(len(x_MK)), 16) <= MAX_SQUARES
+
+
+def can_add(
+    x_MK: torch.Tensor,
+    w_NK: torch.Tensor,
+    reader_w: torch.Tensor,
+    *,
+    gated: bool,
+    compiled: CompiledLinears | None = None,
+) -> bool:
+    """Whether `linear_add` can add the outputs of `w_NK` to the stream that `reader_w` reads next."""
+    parts = writes_parts(x_MK, w_NK, compiled=compiled)
+    return parts is not None and reads_parts(x_MK, reader_w, parts, gated=gated, compiled=compiled)
+
+
+def split_linear(
+    x_MK: torch.Tensor, w_NK: torch.Tensor, *, compiled: CompiledLinears | None = None
+) -> torch.Tensor | None:
+    """`linear` in parts, [P, M, N], where that is faster than cuBLAS in one; else None."""
+    if x_MK.dim() != 2 or x_MK.element_size() != 2:
+        return None
+    if _plan(x_MK, w_NK, gated=False, compiled=compiled) is not None:
         return None
     (M, K), N = x_MK.shape, len(w_NK)
     parts = num_parts(M, N, K, num_sms(x_MK.device))
     return multiply_in_parts(x_MK, w_NK, parts) if parts > 1 else None
 
 
-def linear_into(
-    stream: Stream, x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None = None
-) -> Added:
-    """Add `linear` to the residual stream and begin the norm of the sum, where `can_add` says so."""
-    plan = _plan(x_MK, w_NK, gated=False)
+def linear_add(
+    stream: ResidualInput,
+    x_MK: torch.Tensor,
+    w_NK: torch.Tensor,
+    bias_N: torch.Tensor | None = None,
+    *,
+    compiled: CompiledLinears | None = None,
+) -> ResidualSum:
+    """Add `linear` to the residual stream and begin the norm of the sum, where `writes_parts` says so."""
+    plan = _plan(x_MK, w_NK, gated=False, compiled=compiled)
     assert isinstance(plan, TilePlan), plan
-    return launch_into(plan, stream, x_MK, w_NK, bias_N)
+    return launch_add(plan, stream, x_MK, w_NK, bias_N)
 
 
-def added_linear(
-    added: Added, eps: float, w_NK: torch.Tensor, bias_N: torch.Tensor | None = None
+def linear_of_sum(
+    total: ResidualSum,
+    eps: float,
+    w: torch.Tensor,
+    bias_N: torch.Tensor | None = None,
+    *,
+    activation: str = "",
+    compiled: CompiledLinears | None = None,
 ) -> torch.Tensor:
-    """`linear` of the norm that `added` began."""
-    plan = _plan(added.scaled_MN, w_NK, gated=False)
+    """`linear` of the norm that `linear_add` began."""
+    if activation:
+        find_activation(activation)
+        if bias_N is not None:
+            y_MN = linear_of_sum(total, eps, w, bias_N, compiled=compiled)
+            return gated_activation(y_MN, activation=activation)
+    plan = _plan(total.scaled_MN, w, gated=bool(activation), compiled=compiled)
     assert isinstance(plan, TilePlan), plan
-    return launch_added(plan, added, w_NK, eps=eps, bias_N=bias_N)
-
-
-def added_gated_linear(added: Added, eps: float, w_2FK: torch.Tensor, activation: str) -> torch.Tensor:
-    """`gated_linear` of the norm that `added` began."""
-    find_activation(activation)
-    plan = _plan(added.scaled_MN, w_2FK, gated=True)
-    assert isinstance(plan, TilePlan), plan
-    return launch_added(plan, added, w_2FK, eps=eps, activation=activation)
+    return launch_of_sum(plan, total, w, eps=eps, bias_N=bias_N, activation=activation)
 
 
 class _Norm:
-    """The norm that a launch folds in, and the memory for the sum it leaves behind."""
+    """The norm that a launch folds in, and the memory for the sum that it leaves."""
 
     def __init__(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, offset: float
@@ -227,22 +254,25 @@ def _norm(
     return add_rms_norm(x_MK, residual_MK, norm_weight_K, eps=eps, offset=offset)
 
 
-def _plan_with_norm(x_MK: torch.Tensor, w: torch.Tensor, *, gated: bool) -> GemvConfig | None:
+def _plan_with_norm(
+    x_MK: torch.Tensor, w: torch.Tensor, *, gated: bool, compiled: CompiledLinears | None
+) -> GemvConfig | None:
     """Which kernel folds the norm in; None for a launch of its own."""
     is_for_few = x_MK.dim() == 2 and x_MK.shape[0] <= FOLD_NORM_MAX_M  # not parts of more
-    plan = _plan(x_MK, w, gated=gated) if is_for_few else None
+    plan = _plan(x_MK, w, gated=gated, compiled=compiled) if is_for_few else None
     return plan if isinstance(plan, GemvConfig) else None
 
 
-def _plan(x_MX: torch.Tensor, w: torch.Tensor, *, gated: bool) -> Plan | None:
-    """Which kernel multiplies as many tokens as `x_MX` has with `w`, and how; None for the library."""
+def _plan(
+    x_MX: torch.Tensor, w: torch.Tensor, *, gated: bool, compiled: CompiledLinears | None = None
+) -> Plan | None:
+    """Which kernel multiplies as many tokens as `x_MX` has with `w`, and how; None for cuBLAS."""
     M = x_MX.shape[0]
     if not 0 < M <= MAX_SMALL_M or not use_triton(x_MX) or x_MX.dtype != w.dtype:
         return None
     N, K = w.shape[0] // 2 if gated else w.shape[0], w.shape[1]
-    for kernels in (AHEAD, WGMMA, WGMMA_MORE):
-        if ready := kernels.config_for(x_MX, w, N, K, gated=gated):
-            return ready
+    if compiled is not None and (ready := compiled.find(x_MX, w, N, K, gated=gated)):
+        return ready
     dots = gemv_config(N, K, gated, bucket(M), x_MX.device) if M <= GEMV_MAX_M else None
     return dots or skinny_config(N, K, gated, max(bucket(M), 16), x_MX.device, x_MX.element_size())
 
@@ -261,8 +291,8 @@ def launch(
     N = w.shape[0] // 2 if activation else w.shape[0]
     y_MN = torch.empty((len(x_MK), N), dtype=x_MK.dtype, device=x_MK.device) if out is None else out
     if not isinstance(plan, GemvConfig):
-        assert norm is None, "tensor cores take what `linear_into` has left"
-        _launch_tiles(plan, x_MK, w, y_MN, Around(bias_N, activation))
+        assert norm is None, "tensor cores take what `linear_add` has left"
+        _launch_tiles(plan, x_MK, w, y_MN, Epilogue(bias_N, activation))
         return y_MN
     M, K = _check_product(x_MK, w)
     residual = x_MK if norm is None or norm.residual is None else norm.residual
@@ -280,56 +310,56 @@ def launch(
     return y_MN
 
 
-def launch_into(
+def launch_add(
     plan: TilePlan,
-    stream: Stream,
+    stream: ResidualInput,
     x_MK: torch.Tensor,
     w_NK: torch.Tensor,
     bias_N: torch.Tensor | None = None,
-) -> Added:
-    """Run the kernel with the addition behind it."""
+) -> ResidualSum:
+    """Run the kernel with the addition in its epilogue."""
     M, N = len(x_MK), len(w_NK)
     scaled_MN = torch.empty((M, N), dtype=x_MK.dtype, device=x_MK.device)
     _check_sum(scaled_MN, stream.residual_MN)
     squares_PM = torch.empty((plan.num_parts(N), M), dtype=torch.float64, device=x_MK.device)
-    added = Added(torch.empty_like(scaled_MN), scaled_MN, squares_PM)
-    _launch_tiles(plan, x_MK, w_NK, scaled_MN, Around(bias_N, into=(stream, added)))
-    return added
+    total = ResidualSum(torch.empty_like(scaled_MN), scaled_MN, squares_PM)
+    _launch_tiles(plan, x_MK, w_NK, scaled_MN, Epilogue(bias_N, add=(stream, total)))
+    return total
 
 
-def launch_added(
+def launch_of_sum(
     plan: TilePlan,
-    added: Added,
+    total: ResidualSum,
     w: torch.Tensor,
     *,
     eps: float,
     bias_N: torch.Tensor | None = None,
     activation: str = "",
 ) -> torch.Tensor:
-    """Run the kernel on what the one before has added."""
+    """Run the kernel with the rest of the norm in its prologue."""
     N = w.shape[0] // 2 if activation else w.shape[0]
-    x_MK = added.scaled_MN
+    x_MK = total.scaled_MN
     y_MN = torch.empty((len(x_MK), N), dtype=x_MK.dtype, device=x_MK.device)
-    _launch_tiles(plan, x_MK, w, y_MN, Around(bias_N, activation, added=added, eps=eps))
+    _launch_tiles(plan, x_MK, w, y_MN, Epilogue(bias_N, activation, prologue=total, eps=eps))
     return y_MN
 
 
 def _launch_tiles(
-    plan: TilePlan, x_MK: torch.Tensor, w: torch.Tensor, y_MN: torch.Tensor, around: Around
+    plan: TilePlan, x_MK: torch.Tensor, w: torch.Tensor, y_MN: torch.Tensor, epilogue: Epilogue
 ) -> None:
     """By Triton's kernel or one of those in CUDA C++."""
-    if isinstance(plan, AheadConfig):
-        linear_ahead.launch(plan, x_MK, w, y_MN, around)
+    if isinstance(plan, PdlConfig):
+        pdl.launch(plan, x_MK, w, y_MN, epilogue)
         return
     if isinstance(plan, WgmmaConfig):
-        linear_wgmma.launch(plan, x_MK, w, y_MN, around)
+        wgmma.launch(plan, x_MK, w, y_MN, epilogue)
         return
-    bias_N, activation, into, added, eps = around
+    bias_N, activation, add, prologue, eps = epilogue
     (M, K), N = _check_product(x_MK, w), y_MN.shape[1]
-    stream, result = into or (Stream(x_MK, x_MK, 0.0), added or Added(x_MK, x_MK, x_MK))
+    stream, result = add or (ResidualInput(x_MK, x_MK, 0.0), prologue or ResidualSum(x_MK, x_MK, x_MK))
     split_len = -(-K // plan.block_k // plan.split_k) * plan.block_k
     num_tiles, num_splits = -(-N // plan.block_n), -(-K // split_len)  # more would have nothing to do
-    num_parts = 0 if added is None else len(added.squares_PM)
+    num_parts = 0 if prologue is None else len(prologue.squares_PM)
     block_m = max(bucket(M), 16)
     partial, counters = _workspace(
         x_MK.device, num_tiles, num_splits, plan.block_n * block_m * (2 if activation else 1)
@@ -340,7 +370,7 @@ def _launch_tiles(
         x_MK.stride(0), stream.residual_MN.stride(0), w.stride(0),
         M, N, K, split_len, num_splits, num_parts, eps, stream.offset,
         BLOCK_M=block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
-        SPLIT=num_splits > 1, WIDEN=INTERPRETED, ADDS=into is not None,
+        SPLIT=num_splits > 1, WIDEN=INTERPRETED, ADDS=add is not None,
         PARTS=block_of_parts(num_parts) if num_parts else 0,
         BIAS=bias_N is not None, ACTIVATION=activation,
         num_warps=plan.num_warps, num_stages=plan.num_stages, **launch_options(x_MK.device),

@@ -22,32 +22,26 @@ import mmap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeGuard
+from typing import Any, NoReturn, Protocol, TypeGuard
 
 import torch
 
 from infer.errors import CheckpointError, closest
 from infer.loader.formats.hf_config import read_json
+from infer.quant.packed import QuantizedRows
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_INDEX_BYTES = 64 << 20
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_OTHERS = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
-_OTHERS |= {"I16": 2, "U16": 2, "I32": 4, "U32": 4, "I64": 8, "U64": 8}
-ITEM_BYTES = {**_OTHERS, **{name: dtype.itemsize for name, dtype in FLOATS.items()}}
-
-
-class QuantizedRows(NamedTuple):
-    """Rows of a matrix in groups of 32 small integers, in the form that quant/packed.py keeps.
-
-    8 bits: w = scale * integer.  4 bits: w = scale * integer + minimum, with integers 0 .. 15.
-    """
-
-    integers: torch.Tensor  # int8, [rows, K]
-    scales: torch.Tensor  # float16, [rows, K / 32]
-    minima: torch.Tensor | None  # the same, in 4 bits
+CODES = {  # which mean something to a quantization scheme alone
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
+    "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
+DTYPES = FLOATS | CODES
+ITEM_BYTES = {name: dtype.itemsize for name, dtype in (CODES | FLOATS).items()}
 
 
 class StoredTensor(Protocol):
@@ -69,8 +63,13 @@ class StoredTensor(Protocol):
         ...
 
     @property
+    def dtype(self) -> torch.dtype | None:
+        """PyTorch's type of its numbers; None: it has none for them."""
+        ...
+
+    @property
     def is_readable(self) -> bool:
-        """Whether `copy_to` can read numbers of this type."""
+        """Whether its numbers are weights by themselves, which `copy_to` converts to any float."""
         ...
 
     @property
@@ -144,6 +143,11 @@ class SafeTensor:
         return self.stop - self.start
 
     @property
+    def dtype(self) -> torch.dtype:
+        """PyTorch's type of its numbers."""
+        return DTYPES[self.type_name]
+
+    @property
     def is_readable(self) -> bool:
         """Integers and 8-bit floats need a quantization scheme to mean anything."""
         return self.type_name in FLOATS
@@ -180,7 +184,7 @@ class SafeTensor:
         return SafeTensor(self.file, self.type_name, self.shape[1:], start, start + num_bytes)
 
     def _view(self) -> torch.Tensor:
-        dtype = FLOATS[self.type_name]
+        dtype = self.dtype
         raw = self.file.read(self.start, self.stop)
         if self.start % dtype.itemsize:  # a header of odd length: these bytes cannot be viewed in place
             raw = raw.clone()

@@ -21,10 +21,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from infer.errors import CheckpointError
-from infer.loader.formats.checkpoint import QuantizedRows, StoredTensor, forget_pages
+from infer.loader.formats.checkpoint import StoredTensor, forget_pages
 from infer.loader.formats.gguf import GGUFFile, GGUFTensor
 from infer.loader.formats.gguf_config import ROPE_FACTORS, Keys
 from infer.loader.formats.gguf_quants import FOUR_BITS, SUPPORTED, dequantize, dequantize_into, integer_groups
+from infer.quant.packed import QuantizedRows
 
 # fmt: off
 _DENSE = {
@@ -105,6 +106,11 @@ class PackedTensor:
     def type_name(self) -> str:
         """The type of its blocks."""
         return self.stored.kind.name
+
+    @property
+    def dtype(self) -> None:
+        """PyTorch has no type for blocks."""
+        return None
 
     @property
     def is_readable(self) -> bool:

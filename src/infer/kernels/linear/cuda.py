@@ -1,9 +1,7 @@
-"""Linears in CUDA C++: the variants of a kernel that a model's matrices can ask for, compiled before they do.
+"""What the linears in CUDA C++ share: how their variants are compiled, and what they take as arguments.
 
-These kernels load weights before the kernel ahead of them has finished. One of Triton's between two of them
-hides nothing and is slower than either kind alone. So a model's matrices are prepared whole or not at all:
-`prepare` compiles all that its layers can ask for, side by side, before the first step; `config_for` knows
-those alone. Where one cannot be had, or no compiler, all of them stay Triton's.
+A variant is a source file with the constants of one cut, one bias, one prologue and one epilogue. All that a
+model's matrices can ask for is compiled, side by side, before its first step (compiled.py).
 
 Shapes:  M tokens, N outputs, F outputs of a gated layer (W has 2F rows), K inputs.
 """
@@ -23,7 +21,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from infer.kernels.linear.residual import Around
+from infer.kernels.linear.residual import Epilogue
 from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime import dispatch
 
@@ -32,10 +30,10 @@ logger = logging.getLogger(__name__)
 ACTIVATIONS = {"": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}  # as linear/linear.cuh counts them
 
 Defines = tuple[tuple[str, int], ...]
-Shape = tuple[int, int, int, int, bool]  # device, bucket of tokens, N, K, gated
+Shape = tuple[int, int, int, bool]  # bucket of tokens, N, K, gated
 Config = TypeVar("Config")
 
-NUM_SMS = 132  # multiprocessors of an H100 or H200, which the cuts of matrices are made for
+NUM_SMS = 132  # of an H100 or H200, which the cuts of matrices are made for
 
 _MAX_COMPILERS = 16
 _LONG_SECONDS = 1.0  # to compile; what was kept on disk takes less
@@ -48,13 +46,13 @@ class Matrix(NamedTuple):
     K: int
     activation: str = ""  # of a gated one; N counts the gate's rows
     bias: bool = False
-    reads: bool = False  # the residual stream: `launch_added`
-    writes: bool = False  # into it: `launch_into`
+    reads: bool = False  # a `ResidualSum`, in its prologue
+    writes: bool = False  # a `ResidualSum`, in its epilogue
 
 
 @dataclass(slots=True)
-class PreparedLinears(Generic[Config]):
-    """A kernel of linears: for how many tokens, how it cuts a matrix, what has been compiled of it."""
+class CudaLinear(Generic[Config]):
+    """One kernel for a range of tokens, and which matrices of one model it has been compiled for."""
 
     source: Path
     arch: str
@@ -62,29 +60,26 @@ class PreparedLinears(Generic[Config]):
     bucket: Callable[[int], int]  # numbers of tokens in the same one share a kernel
     choose: Callable[[int, Matrix], Config | None]  # the cut of a matrix for so many tokens
     defines: Callable[[Config, Matrix, int, bool, bool], Defines]  # of a bucket, adding, reading parts
-    load: Callable[[Defines, int, bool], build.PreparedLaunch]  # for a device, starting early
-    enabled: bool = True  # for tests and benchmarks that want Triton's kernels of a model that was prepared
+    load_variant: Callable[[Defines, int, bool], build.PreparedLaunch]  # for a device, with PDL
     ready: dict[Shape, Config] = field(default_factory=dict)
 
-    def config_for(
-        self, x_MX: torch.Tensor, w: torch.Tensor, N: int, K: int, *, gated: bool
-    ) -> Config | None:
-        """How a matrix that was prepared is cut; None: this product is not for this kernel."""
+    def find(self, x_MX: torch.Tensor, w: torch.Tensor, N: int, K: int, *, gated: bool) -> Config | None:
+        """How a matrix that was loaded is cut; None: this product is not for this kernel."""
         M = x_MX.shape[0]
-        if M not in self.tokens or not (self.ready and self.enabled):
+        if M not in self.tokens or not self.ready:
             return None
-        config = self.ready.get((x_MX.get_device(), self.bucket(M), N, K, gated))
+        config = self.ready.get((self.bucket(M), N, K, gated))
         return config if config and are_pieces(x_MX, w) else None
 
-    def compile(self, matrices: Sequence[Matrix], device: torch.device) -> None:
-        """Compile what `prepare` would, and load nothing: for a thread beside who measures a GPU's memory."""
-        if cuts := self._cut(matrices, device):
-            with contextlib.suppress(build.BuildError):  # `prepare` will say so
+    def compile(self, matrices: Sequence[Matrix]) -> None:
+        """Compile what `load` will load: for a thread, while the memory of a GPU is measured."""
+        if cuts := self._cut(matrices):
+            with contextlib.suppress(build.BuildError):  # `load` will say so
                 _compile(self.source, self.arch, cuts[1])
 
-    def prepare(self, matrices: Sequence[Matrix], device: torch.device) -> bool:
+    def load(self, matrices: Sequence[Matrix], device: torch.device) -> bool:
         """Compile and load all that these matrices can ask for; False, and why in the log: none is ready."""
-        cuts = self._cut(matrices, device)
+        cuts = self._cut(matrices)
         if cuts is None:
             return False
         chosen, variants = cuts
@@ -92,7 +87,7 @@ class PreparedLinears(Generic[Config]):
         try:
             _compile(self.source, self.arch, variants)
             for defines in variants:
-                self.load(defines, build.index_of(device), dispatch.PDL)
+                self.load_variant(defines, build.index_of(device), dispatch.PDL)
         except build.BuildError as error:
             first, last = self.tokens[0], self.tokens[-1]
             logger.info(
@@ -101,17 +96,17 @@ class PreparedLinears(Generic[Config]):
             )  # fmt: skip
             return False
         if (seconds := time.perf_counter() - start) > _LONG_SECONDS:
-            logger.info("%d variants of %s took %.1f s", len(variants), self.source.name, seconds)
+            logger.info(
+                "compiled linears source=%s variants=%d seconds=%.1f",
+                self.source.name,
+                len(variants),
+                seconds,
+            )
         self.ready.update(chosen)
         return True
 
-    def _cut(
-        self, matrices: Sequence[Matrix], device: torch.device
-    ) -> tuple[dict[Shape, Config], list[Defines]] | None:
-        """How these matrices are cut and the variants it takes, each once; None: they are not for this."""
-        if not matrices or not is_for(device):
-            return None
-        index = build.index_of(device)
+    def _cut(self, matrices: Sequence[Matrix]) -> tuple[dict[Shape, Config], list[Defines]] | None:
+        """How these matrices are cut and the variants it takes, each once; None: one is not for us."""
         chosen: dict[Shape, Config] = {}
         variants: dict[Defines, None] = {}
         for bucket in dict.fromkeys(self.bucket(M) for M in self.tokens):
@@ -121,9 +116,9 @@ class PreparedLinears(Generic[Config]):
                 if config is None:
                     logger.debug("%s is not for a matrix of %d by %d", self.source.name, matrix.N, matrix.K)
                     return None
-                chosen[index, bucket, matrix.N, matrix.K, bool(matrix.activation)] = config
+                chosen[bucket, matrix.N, matrix.K, bool(matrix.activation)] = config
                 variants |= dict.fromkeys(self._variants_of(matrix, config, bucket))
-        return chosen, list(variants)
+        return (chosen, list(variants)) if chosen else None
 
     def _variants_of(self, matrix: Matrix, config: Config, bucket: int) -> Iterator[Defines]:
         for adds, parts in ((False, False), (False, True), (True, False)):
@@ -151,27 +146,27 @@ class OuterArguments(NamedTuple):
 
 
 def outer_arguments(
-    x_MK: torch.Tensor, w: torch.Tensor, y_MN: torch.Tensor, around: Around
+    x_MK: torch.Tensor, w: torch.Tensor, y_MN: torch.Tensor, epilogue: Epilogue
 ) -> OuterArguments:
-    """Of a product whose tensors the kernels can read; what it has not is never read."""
+    """Check that the kernels can read these tensors; an address stands in for what a product has not."""
     assert w.shape[1] == x_MK.shape[1] and w.is_contiguous(), f"{w.shape} with strides {w.stride()}"
     assert x_MK.dtype == w.dtype and x_MK.stride(1) == 1, (x_MK.dtype, w.dtype, x_MK.stride())
     is_aligned = not (x_MK.stride(0) % 8 or x_MK.data_ptr() % 16 or w.data_ptr() % 16)
     assert is_aligned, f"pieces of 16 bytes: {x_MK.stride()}"
-    bias_N, _, into, added, _ = around
+    bias_N, _, add, prologue, _ = epilogue
     residual, gain, total, offset = x_MK, w, y_MN, 0.0
-    squares = y_MN if added is None else added.squares_PM
-    if into is not None:
-        (residual, gain, offset), (total, _, squares) = into
+    squares = y_MN if prologue is None else prologue.squares_PM
+    if add is not None:
+        (residual, gain, offset), (total, _, squares) = add
         assert residual.stride(0) % 2 == 0 and gain.dtype == x_MK.dtype, (residual.stride(), gain.dtype)
     tensors = (y_MN, residual, gain, total, squares)
     addresses = (0 if bias_N is None else bias_N.data_ptr(), *(tensor.data_ptr() for tensor in tensors))
-    num_parts = 0 if added is None else len(squares)
+    num_parts = 0 if prologue is None else len(squares)
     return OuterArguments(addresses, residual.stride(0) * 2, num_parts, offset)
 
 
 def is_for(device: torch.device) -> bool:
-    """Hopper, whole: clusters, the launch ahead of time, the copy engine, and what the cuts are made for."""
+    """Whether this is a whole Hopper: clusters, PDL, TMA, and the SMs that the cuts are made for."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     is_hopper = torch.cuda.get_device_capability(device) == (9, 0)

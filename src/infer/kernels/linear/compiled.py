@@ -1,0 +1,79 @@
+"""The linears in CUDA C++ of one model on one GPU: made by the binder, asked by the model's projections.
+
+These kernels load weights before the kernel ahead of them has finished. One of Triton's between two of them
+hides nothing and is slower than either kind alone. So each of the three is loaded for all the matrices that
+projections ask for (`want`), or for none: where one of them is not for it, or there is no compiler, all of
+them stay Triton's.
+
+    up to 8 tokens      all matrices of the layers, of small models                             pdl.py
+    2 to 64 tokens      all matrices of the layers, and the head if it can be cut               wgmma.py
+    65 to 128 tokens    gates, and what writes into the residual stream                         wgmma.py
+
+    linears = CompiledLinears(device)
+    linears.want(matrix) ...            projections, while they are prepared
+    linears.compile()                   in a thread: compilers run, the GPU is left alone
+    linears.load()                      before the first step
+"""
+
+from __future__ import annotations
+
+import torch
+
+from infer.kernels.linear import pdl, wgmma
+from infer.kernels.linear.cuda import Matrix, is_for
+from infer.kernels.linear.pdl import PdlConfig
+from infer.kernels.linear.wgmma import WgmmaConfig
+
+
+class CompiledLinears:
+    """Which products of one model run in CUDA C++, and how their matrices are cut."""
+
+    def __init__(self, device: torch.device, *, enabled: bool = True) -> None:
+        self.device, self._enabled = device, enabled and is_for(device)
+        self.pdl, self.wgmma = pdl.make_kernel(), wgmma.make_kernel(wgmma.TOKENS)
+        self.wgmma_more = wgmma.make_kernel(wgmma.MORE_TOKENS)
+        self._kernels = (self.pdl, self.wgmma, self.wgmma_more)
+        self._layers: dict[Matrix, None] = {}
+        self._heads: dict[Matrix, None] = {}
+
+    def want(self, matrix: Matrix, *, is_head: bool = False) -> None:
+        """Note a matrix of the model: of its layers, or its head, which the layers do not wait for."""
+        if self._enabled:
+            (self._heads if is_head else self._layers)[matrix] = None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there is a matrix of a layer to compile for."""
+        return bool(self._layers)
+
+    def compile(self) -> None:
+        """Compile what `load` will load, and touch no GPU."""
+        self.pdl.compile(self._of_pdl())
+        self.wgmma.compile(self._of_wgmma())
+        self.wgmma_more.compile(self._of_wgmma_more())
+
+    def load(self) -> None:
+        """Compile and load all that was wanted; until then no step may run."""
+        self.pdl.load(self._of_pdl(), self.device)
+        self.wgmma.load(self._of_wgmma(), self.device)
+        self.wgmma_more.load(self._of_wgmma_more(), self.device)
+
+    def find(
+        self, x_MX: torch.Tensor, w: torch.Tensor, N: int, K: int, *, gated: bool
+    ) -> PdlConfig | WgmmaConfig | None:
+        """How a product is cut that runs in CUDA C++; None: it is Triton's or cuBLAS's."""
+        for kernel in self._kernels:
+            if config := kernel.find(x_MX, w, N, K, gated=gated):
+                return config
+        return None
+
+    def _of_pdl(self) -> list[Matrix]:
+        return list(self._layers)
+
+    def _of_wgmma(self) -> list[Matrix]:
+        num_tokens = wgmma.TOKENS[-1]
+        heads = [matrix for matrix in self._heads if self.wgmma.choose(num_tokens, matrix) is not None]
+        return [*self._layers, *heads] if self._layers else []
+
+    def _of_wgmma_more(self) -> list[Matrix]:
+        return [matrix for matrix in self._layers if matrix.activation or matrix.writes]

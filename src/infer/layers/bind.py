@@ -1,0 +1,123 @@
+"""The binder: gives every linear layer of a model the projection it runs with, and prepares them all.
+
+    wait = bind(model, device, deterministic=False)       walks the model once; compilers begin
+    ...                                                   whatever else is to be built
+    wait()                                                what was compiled is loaded: steps may run
+
+A projection is told what stands before and after it (`Neighbours`), which is all it needs to know which
+kernels to ask for. That is found from the model itself: a block's children are declared in the order in which
+they run, so where a sub-layer, an RMS norm and another sub-layer follow each other, the last matrix of the
+first one writes the sum that the first matrix of the second one reads.
+
+    block 0   attention_norm  attention  mlp_norm  mlp
+                                 out ──────►─────► gate_up, down ──┐
+    block 1   attention_norm  attention  ...                       │
+                   qkv ◄───────────────────────────────────────────┘
+
+Norms that stand elsewhere (Gemma's, after a sub-layer) and mixtures of experts leave the chain open there. A
+wrong guess is never a wrong result: what is fused is decided when the stream is read (quant/residual.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from infer.errors import ConfigError
+from infer.kernels.linear.compiled import CompiledLinears
+from infer.kernels.linear.invariant import places_are_alike
+from infer.layers.linear import ExpertLinear, Linear, Projected
+from infer.layers.mlp import GatedMLP
+from infer.layers.norm import RMSNorm
+from infer.quant.dense import InvariantDense
+from infer.quant.projection import Neighbours
+
+
+class Bindable(Protocol):
+    """A model: blocks in their order, and the matrix to the logits."""
+
+    layers: nn.ModuleList
+    head: Linear
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Every module and its name."""
+        ...
+
+
+def bind(model: Bindable, device: torch.device, *, deterministic: bool) -> Callable[[], None]:
+    """Choose and prepare the projection of every layer; call the result before the first step."""
+    modules = dict(model.named_modules())
+    layers = {name: module for name, module in modules.items() if isinstance(module, Projected)}
+    has_experts = any(isinstance(layer, ExpertLinear) for layer in layers.values())
+    # between the kernels of experts, which are Triton's, the ones in CUDA C++ would hide nothing
+    compiled = CompiledLinears(device, enabled=not has_experts)
+    writers, readers = find_neighbours(model.layers)
+    gates = {module.gate_up: module.activation for module in modules.values() if isinstance(module, GatedMLP)}
+    for layer in layers.values():
+        chosen = layer.stored.invariant() if deterministic else layer.stored
+        if chosen is None:
+            raise ConfigError(
+                f"deterministic cannot be had with quantization={layer.stored.scheme}, whose rows depend on "
+                "the batch around them; use another form of the weights"
+            )
+        layer.projection = chosen
+    if deterministic:
+        _check_places(layers)
+    for layer in layers.values():
+        activation = gates.get(layer, "") if isinstance(layer, Linear) else ""
+        neighbours = Neighbours(layer in readers, layer in writers, activation, layer is model.head)
+        layer.projection.prepare(compiled, neighbours)
+    if not compiled.is_wanted:
+        return lambda: None
+    pool = ThreadPoolExecutor(1, "compile-linears")
+    compiling = pool.submit(compiled.compile)
+    pool.shutdown(wait=False)
+
+    def wait() -> None:
+        compiling.result()
+        compiled.load()
+
+    return wait
+
+
+def find_neighbours(blocks: nn.ModuleList) -> tuple[set[Projected], set[Projected]]:
+    """The matrices that write sums into the residual stream, and those that read them."""
+    children = [child for block in blocks for child in block.children()]
+    writers: set[Projected] = set()
+    readers: set[Projected] = set()
+    for before, norm, after in zip(children, children[1:], children[2:], strict=False):
+        first, last = _matrices(before), _matrices(after)
+        if isinstance(norm, RMSNorm) and first and last:
+            writers.add(first[-1])
+            readers.add(last[0])
+    return writers, readers
+
+
+def _matrices(sublayer: nn.Module) -> list[Linear]:
+    """The matrices of a sub-layer in their order; none of a mixture of experts."""
+    modules = list(sublayer.modules())
+    if any(isinstance(module, ExpertLinear) for module in modules):
+        return []
+    return [module for module in modules if isinstance(module, Linear)]
+
+
+def _check_places(layers: dict[str, Projected]) -> None:
+    """Refuse a CPU whose matrix library gives a row other bits in other places of a batch."""
+    tried: set[torch.Size] = set()
+    for name, layer in layers.items():
+        if not isinstance(layer.projection, InvariantDense):
+            continue
+        weight = layer.projection.weight
+        w_NK = weight[0] if weight.dim() > 2 else weight
+        if weight.device.type != "cpu" or w_NK.shape in tried:
+            continue
+        tried.add(w_NK.shape)
+        if not places_are_alike(w_NK):
+            raise ConfigError(
+                "deterministic cannot be had here: this machine's matrix library adds up the rows of a batch "
+                f"in different orders ({name}, {tuple(w_NK.shape)}); use quantization=int8, which needs none"
+            )

@@ -1,0 +1,316 @@
+"""Which scheme keeps the weights of each layer, and in which dtype the model computes.
+
+A module that a checkpoint stores in a scheme's own leaves keeps that scheme: each module by itself, by the
+tensors that are there (`Scheme.stored_as`), so mixed files need no list of exceptions. What is stored densely
+is kept as `quantization` says:
+
+    quantization   what is kept                     computed in    chosen by auto on a CPU when
+    none           the numbers of the checkpoint    dtype.py       never; always on a GPU
+    int4+int8      matrix by matrix: int4 where     float32        the file holds 16-bit or packed numbers
+                   the file has 4 bits, else int8
+    int8           groups of 32, 8.5 bits each      float32        the same, if no matrix has 4 bits
+    int4           groups of 32, 5 bits each        float32        the same, if all have
+    fp32           float32                          float32        the file holds float32, or there are no
+                                                                   C kernels, or dtype says float32
+    bf16           bfloat16                         bfloat16       never: see dtype.py for what dtype chooses
+
+Decoding reads every weight once per token, so half the bytes are twice the speed. Weights of 16 bits lose
+next to nothing in 8, and blocks of 4 bits nothing at all in 4, while in 8 some would be rounded again
+(docs/features/cpu.md has the figures). A matrix that is fused of several has 4 bits if all of them have; the
+head always has 8. The choice depends on the files and the machine, never on a timing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from infer.errors import CheckpointError, ConfigError
+from infer.kernels.cpu.build import cpu_flags
+from infer.kernels.cpu.library import library, why_not
+from infer.layers.linear import Projected
+from infer.loader.dtype import choose_dtype
+from infer.loader.formats.checkpoint import StoredTensor
+from infer.models.model import Model
+from infer.models.weight_map import WeightMap, find_target
+from infer.quant.memory import WeightMemory
+from infer.quant.projection import Projection, Scheme
+from infer.quant.registry import SCHEMES
+
+MIXED = "int4+int8"
+PACKED = ("int8", "int4", MIXED)
+AS_STORED = "as stored"
+DENSE = "none"
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_CPU_FORMS = ("auto", "none", "fp32", "bf16", "int8", "int4", MIXED)
+
+
+class WeightFormat(NamedTuple):
+    """What was chosen, and why in one line."""
+
+    name: str  # int8, int4, int4+int8, fp32, bf16, a scheme found on disk; "as stored" on a GPU
+    dtype: torch.dtype  # of activations, and of weights that are dense
+    reason: str
+
+
+class StoredMatrix(NamedTuple):
+    """A matrix of the layers as a file holds it, all parts of a fused one and all experts together."""
+
+    num_weights: int
+    bits: int  # of the packed form that suits it: 4 if that keeps all of it, else 8
+    scheme: str = DENSE
+
+
+def stored_matrices(tensors: Mapping[str, StoredTensor], weight_map: WeightMap) -> dict[str, StoredMatrix]:
+    """The matrices of the layers by the names of our modules, the head apart: from headers alone."""
+    found: dict[str, StoredMatrix] = {}
+    for module, leaves_of in stored_leaves(tensors, weight_map).items():
+        if not module.startswith("layers.") or module.endswith(".router"):
+            continue
+        scheme = _stored_scheme(module, leaves_of)
+        weights = [leaves["weight"] for leaves in leaves_of.values() if "weight" in leaves]
+        if scheme == DENSE and not any(len(weight.shape) >= 2 for weight in weights):
+            continue  # a norm
+        found[module] = StoredMatrix(
+            sum(math.prod(weight.shape) for weight in weights),
+            4 if all(weight.is_four_bit for weight in weights) else 8,
+            scheme,
+        )
+    return found
+
+
+def stored_leaves(
+    tensors: Mapping[str, StoredTensor], weight_map: WeightMap
+) -> dict[str, dict[tuple[str | None, int | None], dict[str, StoredTensor]]]:
+    """The tensors of every module of ours: by part and expert, then by leaf."""
+    found: dict[str, dict[tuple[str | None, int | None], dict[str, StoredTensor]]] = {}
+    for name, tensor in tensors.items():
+        try:
+            target, leaf = find_target(name, weight_map)
+        except CheckpointError:  # loading will say so, of all such tensors together
+            continue
+        if not target.ignored:
+            parts = found.setdefault(target.module, {})
+            parts.setdefault((target.part, target.expert), {})[leaf] = tensor
+    return found
+
+
+def _stored_scheme(module: str, leaves_of: Mapping[Any, Mapping[str, StoredTensor]]) -> str:
+    """The scheme whose leaves a module has; all parts of a fused one must agree."""
+    schemes = {
+        next((row.name for row in SCHEMES.values() if row.is_stored(leaves)), DENSE)
+        for leaves in leaves_of.values()
+    }
+    if len(schemes) > 1:
+        raise CheckpointError(
+            f"the parts of {module} are stored in different ways ({', '.join(sorted(schemes))}); "
+            "a fused matrix needs all of them in one"
+        )
+    return schemes.pop()
+
+
+def choose_format(
+    quantization: str,
+    dtype: str,
+    device: torch.device,
+    stored: torch.dtype | None,
+    matrices: Mapping[str, StoredMatrix],
+) -> WeightFormat:
+    """The form of the weights on `device`; `stored` is the checkpoint's dtype, None if packed in blocks."""
+    on_disk = sorted({matrix.scheme for matrix in matrices.values()} - {DENSE})
+    _check_name(quantization, device, on_disk)
+    if on_disk:
+        if stored is None or not stored.is_floating_point or stored.itemsize == 1:
+            stored = torch.bfloat16
+        chosen = choose_dtype(dtype, device, stored)
+        return WeightFormat("+".join(on_disk), chosen, "the checkpoint holds it")
+    if device.type != "cpu":
+        return WeightFormat(AS_STORED, choose_dtype(dtype, device, stored), "the model is not on the CPU")
+    if quantization == "auto":
+        return _auto(dtype, device, stored, matrices)
+    if quantization == DENSE:
+        return WeightFormat(AS_STORED, choose_dtype(dtype, device, stored), "asked for")
+    if quantization == "bf16":
+        return _bf16(dtype)
+    if dtype not in ("auto", "float32"):
+        raise ConfigError(
+            f"quantization={quantization} computes in float32, but dtype is {dtype}; drop one of them"
+        )
+    if quantization in PACKED and library() is None:
+        raise ConfigError(f"quantization={quantization} needs the C kernels: {why_not()}; use fp32 or auto")
+    if quantization == MIXED:
+        return _mixed(stored, matrices)
+    return WeightFormat(quantization, torch.float32, "asked for")
+
+
+def _check_name(quantization: str, device: torch.device, on_disk: list[str]) -> None:
+    """Refuse what is unknown, what this device cannot do yet, and what this checkpoint does not hold."""
+    for scheme in on_disk:
+        if device.type not in SCHEMES[scheme].devices:
+            raise ConfigError(
+                f"this checkpoint is quantized as {scheme}, which does not run on {device.type} yet; "
+                f"it runs on {', '.join(SCHEMES[scheme].devices)}"
+            )
+    allowed = [*(_CPU_FORMS if device.type == "cpu" else ("auto", DENSE)), *on_disk]
+    allowed += [row.name for row in SCHEMES.values() if not row.stored_as and device.type in row.devices]
+    if quantization in allowed:
+        return
+    names = ", ".join(dict.fromkeys(allowed))
+    if quantization in SCHEMES and device.type in SCHEMES[quantization].devices:
+        raise ConfigError(
+            f"quantization is {quantization}, but this checkpoint is not stored so; possible here: {names}"
+        )
+    if quantization in SCHEMES or quantization in _CPU_FORMS:
+        raise ConfigError(
+            f"quantization={quantization} is not supported on {device.type} yet; supported there: {names}"
+        )
+    raise ConfigError(f"quantization must be one of {names}, got {quantization!r}")
+
+
+def _auto(
+    dtype: str, device: torch.device, stored: torch.dtype | None, matrices: Mapping[str, StoredMatrix]
+) -> WeightFormat:
+    if dtype != "auto":
+        return WeightFormat(
+            _DTYPES.get(dtype, dtype), choose_dtype(dtype, device, stored), f"dtype is {dtype}"
+        )
+    if stored in (torch.float32, torch.float64):
+        return WeightFormat("fp32", torch.float32, "the file holds float32")
+    if library() is None:
+        chosen = choose_dtype(dtype, device, stored)
+        return WeightFormat(
+            "bf16" if chosen is torch.bfloat16 else "fp32", chosen, f"no C kernels: {why_not()}"
+        )
+    return _mixed(stored, matrices)
+
+
+def _mixed(stored: torch.dtype | None, matrices: Mapping[str, StoredMatrix]) -> WeightFormat:
+    """Matrix by matrix, under the name of the one form if all have it."""
+    bits = {matrix.bits for matrix in matrices.values()}
+    if bits == {4, 8}:
+        return WeightFormat(MIXED, torch.float32, "int4 where the file has 4 bits, int8 elsewhere")
+    if bits == {4}:
+        return WeightFormat("int4", torch.float32, "the file holds 4-bit weights, which it keeps")
+    held = "packed" if stored is None else f"{stored.itemsize * 8}-bit"
+    return WeightFormat("int8", torch.float32, f"the file holds {held} weights")
+
+
+def _bf16(dtype: str) -> WeightFormat:
+    if dtype not in ("auto", "bfloat16"):
+        raise ConfigError(f"quantization=bf16 computes in bfloat16, but dtype is {dtype}; drop one of them")
+    flags = cpu_flags().split()
+    if not {"amx_bf16", "avx512_bf16", "bf16"} & set(flags):
+        raise ConfigError(
+            "quantization=bf16 needs a CPU that multiplies bfloat16; this one does not: use int8"
+        )
+    return WeightFormat("bf16", torch.bfloat16, "asked for")
+
+
+def scheme_of(module: str, form: str, matrices: Mapping[str, StoredMatrix]) -> Scheme:
+    """The scheme of one module where the weights are kept in the form `form`."""
+    matrix = matrices.get(module)
+    if matrix is not None and matrix.scheme != DENSE:
+        return SCHEMES[matrix.scheme]
+    if form not in (*PACKED, *SCHEMES) or (form in SCHEMES and SCHEMES[form].stored_as):
+        return SCHEMES[DENSE]
+    if form == MIXED:
+        is_four_bit = module != "head" and matrix is not None and matrix.bits == 4
+        return SCHEMES["int4" if is_four_bit else "int8"]
+    return SCHEMES["int8" if module == "head" and form in PACKED else form]
+
+
+def make_projections(
+    model: Model,
+    form: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    stored: torch.dtype | None,
+    tensors: Mapping[str, StoredTensor],
+    weight_map: WeightMap,
+    settings: Mapping[str, Any] | None = None,
+) -> None:
+    """Give every linear layer and every stack of experts an empty projection of its scheme.
+
+    A tied embedding reads its rows from the head, if the head's scheme can; else the head is its own table.
+    """
+    leaves = stored_leaves(tensors, weight_map)
+    matrices = stored_matrices(tensors, weight_map)
+    memory = WeightMemory() if device.type == "cpu" else None
+    for name, layer in model.named_modules():
+        if not isinstance(layer, Projected):
+            continue
+        is_tied = layer is model.head and model.config.tie_embeddings
+        scheme = SCHEMES[DENSE] if layer.always_dense else scheme_of(name, form, matrices)
+        if is_tied and scheme.name == DENSE:
+            continue
+        spec = replace(
+            layer.spec,
+            device=device,
+            dtype=dtype,
+            memory=memory,
+            settings=settings or {},
+            stored=next(iter(leaves.get(name, {}).values()), {}),
+        )
+        projection = scheme.make(spec)
+        if is_tied and not _can_look_up(projection):
+            continue
+        layer.use(projection)
+        if is_tied:
+            model.embedding.table = projection
+            model.embedding.weight = _shell(model.embedding.weight)
+    if form in PACKED and not model.config.tie_embeddings:
+        half = torch.bfloat16 if stored is torch.bfloat16 else torch.float16
+        weight = model.embedding.weight
+        model.embedding.weight = nn.Parameter(torch.empty_like(weight, dtype=half), requires_grad=False)
+
+
+def _can_look_up(projection: Projection) -> bool:
+    return type(projection).lookup is not Projection.lookup
+
+
+def _shell(weight: torch.Tensor) -> nn.Parameter:
+    """A parameter of the same shape without any memory."""
+    return nn.Parameter(torch.empty(weight.shape, device="meta"), requires_grad=False)
+
+
+def kept_bytes(model: Model) -> int:
+    """The bytes of all weights of a model, shared ones once; of projections, as they are kept."""
+    others = sum(parameter.numel() * parameter.element_size() for parameter in _others(model))
+    return others + sum(layer.stored.num_bytes() for layer in _layers(model))
+
+
+def bytes_per_weight(model: Model, dtype: torch.dtype) -> float:
+    """The mean over the matrices that are kept in another form than `dtype`, or its own size without any."""
+    packed = [layer for layer in _layers(model) if layer.stored.scheme != DENSE]
+    numbers = sum(layer.spec.num_weights for layer in packed)
+    kept = sum(layer.stored.num_bytes() for layer in packed)
+    return kept / numbers if numbers else float(dtype.itemsize)
+
+
+def is_scheme(weight_format: str) -> bool:
+    """Whether a form of weights is a scheme's own, and not a dtype."""
+    return weight_format in (*PACKED, *SCHEMES)
+
+
+def num_weights(model: Model) -> int:
+    """The numbers that a model has learnt, shared ones once, whatever they are kept in."""
+    return sum(layer.spec.num_weights for layer in _layers(model)) + sum(
+        parameter.numel() for parameter in _others(model)
+    )
+
+
+def _layers(model: Model) -> list[Projected]:
+    return [layer for layer in model.modules() if isinstance(layer, Projected)]
+
+
+def _others(model: Model) -> list[nn.Parameter]:
+    """The parameters that belong to no projection; a tied embedding is its head's."""
+    projected = {id(tensor) for layer in _layers(model) for tensor in layer.stored.tensors.values()}
+    if model.embedding.table is not None:
+        projected.add(id(model.embedding.weight))
+    return [parameter for parameter in model.parameters() if id(parameter) not in projected]

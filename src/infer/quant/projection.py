@@ -1,0 +1,323 @@
+"""The contract between a linear layer and the way its weights are kept: one object per layer.
+
+    leaves       the tensors of a checkpoint that fill it: names, types, and along which side of W they run
+    load         one tensor of the checkpoint into its place, or quantised on its way there
+    num_bytes    what it keeps in memory, for the memory plan
+    prepare      compile, repack, choose kernels: once, when the engine is built
+    multiply     y = x Wᵀ + b: all that a scheme has to write
+    project      the same with a norm as prologue and a gate as epilogue; composed of `multiply` and the
+                 reference norm and gate, unless a scheme has kernels that do more in one launch
+                 (`project_rows`, `project_norm`, `project_sum`)
+    add_to       `multiply` with the addition to the residual stream, and the norm that reads it, as epilogue
+
+A *scheme* is one way to keep weights: a row of quant/registry.py and a subclass of `Projection` in a file of
+its own (docs/adding-a-scheme.md).
+
+How a leaf runs along W, which is [out, in], says where the parts of a fused matrix lie in it, and how ranks
+share it. An axis has `entries` entries for `per` rows or columns of W:
+
+    weight         Leaf(bfloat16, (OUT, IN))                                        dense
+    qweight        Leaf(int32, (Axis("in", 4, 32), OUT))                            GPTQ, 4 bits
+    qzeros         Leaf(int32, (Axis("in", 1, 128), Axis("out", 4, 32)))            in groups of 128
+    g_idx          Leaf(int32, (IN,))                 no OUT: each part of a fused matrix has its own
+    weight_scale   Leaf(float32, ())                  no OUT: one number for each part
+
+Shapes:  N rows of W (out), K columns (in), E experts, M tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from infer.errors import CheckpointError
+from infer.kernels.elementwise.gated_activation import gated_activation
+from infer.kernels.linear.residual import ResidualSum
+from infer.kernels.moe.grouped import by_expert
+from infer.quant.memory import WeightMemory
+from infer.quant.residual import NormedInput, PendingProduct, ResidualNorm
+
+if TYPE_CHECKING:
+    from infer.kernels.linear.compiled import CompiledLinears
+
+
+class Source(Protocol):
+    """What a projection needs of a tensor on disk (loader/formats/checkpoint.py)."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape as the checkpoint's own names mean it."""
+        ...
+
+    def copy_to(self, out: torch.Tensor) -> None:
+        """Fill `out`, which has this tensor's shape, converting to its dtype and device."""
+        ...
+
+
+class Axis(NamedTuple):
+    """One axis of a leaf: `entries` entries for `per` rows ("out") or columns ("in") of W."""
+
+    side: str  # "out", "in", or "" for an axis of `entries` that has nothing to do with W's
+    entries: int = 1
+    per: int = 1
+
+    def length(self, size: int) -> int:
+        """Entries for so many rows or columns; the last one may be for fewer than `per`."""
+        return -(-size * self.entries // self.per)
+
+
+OUT, IN = Axis("out"), Axis("in")
+
+
+class Leaf(NamedTuple):
+    """One tensor that fills a projection, as the checkpoint names and stores it for an unfused matrix."""
+
+    dtype: torch.dtype
+    axes: tuple[Axis, ...]
+
+    def shape(self, num_rows: int, size: int) -> tuple[int, ...]:
+        """The shape for a matrix, or a part, of so many rows and columns."""
+        sizes = {"out": num_rows, "in": size}
+        return tuple(axis.length(sizes[axis.side]) if axis.side else axis.entries for axis in self.axes)
+
+    def axis(self, side: str) -> int | None:
+        """Which axis runs along this side of W; None: none does."""
+        return next((number for number, axis in enumerate(self.axes) if axis.side == side), None)
+
+    def shard(self, side: str, shape: tuple[int, ...], rank: int, num_ranks: int) -> tuple[slice, ...]:
+        """The part of a tensor of this shape that one of several ranks holds; all of it if none is cut."""
+        cut = self.axis(side)
+        if cut is None or num_ranks == 1:
+            return (slice(None),) * len(shape)
+        length, rest = divmod(shape[cut], num_ranks)
+        if rest:
+            raise CheckpointError(
+                f"{shape[cut]} entries along the {side} side cannot be shared by {num_ranks} ranks"
+            )
+        return tuple(
+            slice(rank * length, (rank + 1) * length) if number == cut else slice(None)
+            for number in range(len(shape))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpec:
+    """The matrix that a projection is made for, and where."""
+
+    num_rows: int
+    size: int
+    dtype: torch.dtype  # of the activations
+    device: torch.device
+    parts: Mapping[str, int] = field(default_factory=dict)  # name -> rows, in the order of the rows
+    num_experts: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)  # `quantization_config` of the checkpoint
+    stored: Mapping[str, Source] = field(default_factory=dict)  # leaves of the first part on disk, if any
+    memory: WeightMemory | None = None  # large pages of a CPU, shared by the matrices of a model
+
+    @property
+    def row_counts(self) -> list[int]:
+        """The rows of each part, or of the one matrix that has none."""
+        return list(self.parts.values()) or [self.num_rows]
+
+    @property
+    def num_weights(self) -> int:
+        """The numbers of the matrix, of all experts."""
+        return self.num_rows * self.size * (self.num_experts or 1)
+
+    def part_rows(self, part: str | None) -> slice:
+        """The rows that a part fills; without a name, all."""
+        return slice(0, self.num_rows) if part is None else rows_of_part(self.parts, part)
+
+
+class Neighbours(NamedTuple):
+    """What stands before and after a projection, as the binder has found it."""
+
+    reads_sum: bool = False  # its input is the norm of a sum that another projection writes
+    writes_sum: bool = False  # its output is added to the stream, and a norm and a projection read the sum
+    activation: str = ""  # of the gate in its epilogue
+    is_head: bool = False
+
+
+class Projection:
+    """The weights of one linear layer, or of one layer's experts, and every way to multiply with them.
+
+    A scheme overrides `leaves` and `multiply`; the rest is right for every scheme, and may be overridden by
+    one that is faster.
+    """
+
+    scheme = ""  # its name in the registry
+    can_add = False  # `add_to` does more than multiply: the layer returns a `PendingProduct`
+    batch_invariant = False  # a row's bits do not depend on the other rows (`deterministic`)
+
+    def __init__(self, spec: WeightSpec, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+        self.spec = spec
+        self.bias: torch.Tensor | None = None  # the layer's own, in the dtype of the activations
+        self.tensors = dict(self.allocate() if tensors is None else tensors)
+        self._experts: dict[int, Projection] = {}
+
+    # -- what it stores ---------------------------------------------------------------------------------
+
+    def leaves(self) -> Mapping[str, Leaf]:
+        """The tensors of a checkpoint that fill this projection."""
+        raise NotImplementedError
+
+    def allocate(self) -> dict[str, torch.Tensor]:
+        """Memory for all leaves: parts beside each other along the rows of W, experts one after the other."""
+        return {
+            name: torch.empty(self._fused_shape(leaf), dtype=leaf.dtype, device=self.spec.device)
+            for name, leaf in self.leaves().items()
+        }
+
+    def _fused_shape(self, leaf: Leaf) -> tuple[int, ...]:
+        spec, along = self.spec, leaf.axis("out")
+        shape = list(leaf.shape(spec.num_rows, spec.size))
+        if along is None:
+            shape.insert(0, len(spec.row_counts))
+        else:
+            shape[along] = sum(leaf.axes[along].length(rows) for rows in spec.row_counts)
+        return tuple(shape if spec.num_experts is None else [spec.num_experts, *shape])
+
+    def place(self, leaf: str, part: str | None, expert: int | None) -> torch.Tensor:
+        """The view that a checkpoint's tensor fills: of a part, of an expert, or of all of them."""
+        layout, tensor, spec = self.leaves()[leaf], self.tensors[leaf], self.spec
+        if expert is not None:
+            tensor = tensor[expert]
+        along, is_stack = layout.axis("out"), spec.num_experts is not None and expert is None
+        if along is None:
+            number = 0 if part is None else list(spec.parts).index(part)
+            return tensor[:, number] if is_stack else tensor[number]
+        if part is None:
+            return tensor
+        names = list(spec.parts)
+        lengths = [layout.axes[along].length(spec.parts[name]) for name in names]
+        first = sum(lengths[: names.index(part)])
+        return tensor.narrow(along + is_stack, first, lengths[names.index(part)])
+
+    def load(
+        self, leaf: str, source: Source, *, part: str | None, expert: int | None, transposed: bool
+    ) -> None:
+        """Bring one tensor of the checkpoint into its place; `transposed`: it is stored [in, out]."""
+        place = self.place(leaf, part, expert)
+        source.copy_to(place.T if transposed and place.dim() == 2 else place)
+
+    def num_bytes(self) -> int:
+        """The memory of the weights, wherever they are; the bias is the layer's."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+    # -- how it multiplies ------------------------------------------------------------------------------
+
+    def prepare(self, compiled: CompiledLinears, neighbours: Neighbours) -> None:
+        """Repack, choose kernels, ask for what is to be compiled; called once, before the first step."""
+
+    def invariant(self) -> Projection | None:
+        """The same weights, multiplied so that rows do not depend on each other; None: not to be had."""
+        return self if self.batch_invariant else None
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x Wᵀ + b; x is [..., K] and y is [..., N], both in the dtype of the activations."""
+        raise NotImplementedError
+
+    def project(self, x: torch.Tensor | NormedInput, activation: str = "") -> torch.Tensor:
+        """`multiply` with a norm as prologue if `x` is one, and with an activation a gate as epilogue."""
+        if isinstance(x, torch.Tensor):
+            return self.project_rows(x, activation)
+        if x.is_read:
+            return self.project_rows(x.tensor(), activation)
+        stream = x.stream
+        if isinstance(stream.update, PendingProduct):
+            writer, rows = stream.update.projection, stream.update.x
+            added = writer.add_to(rows, stream.residual_TD, x.norm, self, activation)
+            if isinstance(added, ResidualSum):
+                x.read(added.sum_MN)
+                return self.project_sum(added, x.norm.eps, activation)
+            stream.update = added
+        return self.project_norm(x, activation)
+
+    def project_rows(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """`multiply`, and the gate after it."""
+        y = self.multiply(x)
+        return gated_activation(y, activation=activation) if activation else y
+
+    def project_norm(self, x: NormedInput, activation: str) -> torch.Tensor:
+        """The norm of a sum, `multiply`, and the gate; a kernel that adds must tell `x.read` the sum."""
+        return self.project_rows(x.tensor(), activation)
+
+    def project_sum(self, total: ResidualSum, eps: float, activation: str) -> torch.Tensor:
+        """What is left of a norm that another projection began, `multiply`, and the gate."""
+        raise NotImplementedError(f"{self.scheme} said that it cannot read sums")
+
+    def reads_sum(self, x: torch.Tensor, num_parts: int, activation: str) -> bool:
+        """Whether there is a `project_sum` for a sum in so many parts, of as many tokens as `x` has."""
+        return False
+
+    def add_to(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: ResidualNorm, reader: Projection, activation: str
+    ) -> torch.Tensor | ResidualSum:
+        """`multiply` for a sum that `reader` reads through `norm`; called only where `can_add` is set.
+
+        Returns the product, [M, N] or in parts [P, M, N] that the norm adds up; or the finished sum, if
+        `reader.reads_sum` says that it can be read.
+        """
+        return self.multiply(x)
+
+    def lookup(self, ids_T: torch.Tensor) -> torch.Tensor | None:
+        """Rows of W for a tied embedding, in the dtype of the activations; None: it needs its own table."""
+        return None
+
+    # -- experts ----------------------------------------------------------------------------------------
+
+    def expert(self, number: int) -> Projection:
+        """The projection of one expert, on the same memory."""
+        if number not in self._experts:
+            self._experts[number] = self.make_expert(number, replace(self.spec, num_experts=None))
+        return self._experts[number]
+
+    def make_expert(self, number: int, spec: WeightSpec) -> Projection:
+        """Make the projection of one expert from its share of the leaves."""
+        return type(self)(spec, {name: tensor[number] for name, tensor in self.tensors.items()})
+
+    def experts_mlp(
+        self,
+        x_TD: torch.Tensor,
+        experts_TC: torch.Tensor,
+        weights_TC: torch.Tensor,
+        down: Projection,
+        activation: str,
+    ) -> torch.Tensor:
+        """Send each token through its experts, this projection being gate and up; expert by expert."""
+
+        def one_expert(number: int, x_MD: torch.Tensor) -> torch.Tensor:
+            return down.expert(number).project(self.expert(number).project(x_MD, activation))
+
+        return by_expert(x_TD, experts_TC, weights_TC, one_expert)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """A row of the registry: one way to keep weights, where it can be had, how a checkpoint shows it."""
+
+    name: str  # the value of `quantization`, and what the start line says
+    devices: tuple[str, ...]  # "cpu", "cuda"
+    make: Callable[[WeightSpec], Projection]
+    stored_as: frozenset[str] = (
+        frozenset()
+    )  # leaves by which a module on disk is known; none: made on loading
+    methods: tuple[str, ...] = ()  # `quant_method` of the config.json of such checkpoints
+
+    def is_stored(self, leaves: Mapping[str, object]) -> bool:
+        """Whether a module with these leaves on disk is kept in this way."""
+        return bool(self.stored_as) and self.stored_as <= leaves.keys()
+
+
+def rows_of_part(parts: Mapping[str, int], name: str) -> slice:
+    """Where part `name` lies among parts that are given with their numbers of rows, in order."""
+    assert name in parts, f"no part {name!r} in {list(parts)}"
+    start = 0
+    for part, num_rows in parts.items():
+        if part == name:
+            break
+        start += num_rows
+    return slice(start, start + parts[name])

@@ -1,0 +1,163 @@
+"""The residual stream of a model, and the two ends at which a projection may be fused with it.
+
+    stream.add(self.attention(self.attention_norm(stream), step))
+    stream.add(self.mlp(self.mlp_norm(stream)))
+
+`norm(stream)` returns a `NormedInput`: the norm of the stream, not computed yet. The projection that receives
+it computes the norm in its prologue, or first. The projection at the end of a sub-layer may return a
+`PendingProduct`: its product, not computed yet. `stream.add` keeps it until the stream is read, which is when
+everything is known that fusing needs: the projection that writes, the norm, the projection that reads.
+
+    writer.add_to(x, residual, norm, reader)  ──►  a `ResidualSum`, if one kernel can multiply, add and begin
+                                                   the norm; or the product, alone or in parts
+    reader.project(normed)                    ──►  the rest of the norm, the product, the gate
+
+Tensors are accepted in both places, so a layer that knows nothing of fusion is right, only slower. An
+addition that no kernel has taken is done by the norm that reads the sum.
+
+Shapes:  T tokens, D hidden size, P parts of a product.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from infer.quant.projection import Projection
+
+
+class ResidualNorm(Protocol):
+    """An RMS norm that reads the residual stream (layers/norm.py)."""
+
+    weight: torch.nn.Parameter
+    eps: float
+    offset: float
+
+    def normalize(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the normalised sum and the sum; `x_TD` may come in parts, [P, T, D]."""
+        ...
+
+
+class Deferred:
+    """A tensor that has not been computed; an operation of PyTorch that is given one computes it first."""
+
+    __slots__ = ()
+
+    def tensor(self) -> torch.Tensor:
+        """Compute it."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def computed(value: Any) -> Any:
+            return value.tensor() if isinstance(value, Deferred) else value
+
+        return func(*map(computed, args), **{name: computed(v) for name, v in (kwargs or {}).items()})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tensor(), name)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.tensor()[index]
+
+    def __add__(self, other: Any) -> Any:
+        return self.tensor() + other
+
+    def __mul__(self, other: Any) -> Any:
+        return self.tensor() * other
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+class PendingProduct(Deferred):
+    """A product that has not been computed, because its result is to be added to the residual stream."""
+
+    __slots__ = ("projection", "x")
+
+    def __init__(self, projection: Projection, x: torch.Tensor) -> None:
+        self.projection, self.x = projection, x
+
+    def tensor(self) -> torch.Tensor:
+        """Compute the product alone."""
+        return self.projection.project(self.x)
+
+
+class ResidualStream:
+    """The sum of everything so far, and at most one update that has not been added to it."""
+
+    __slots__ = ("residual_TD", "unread", "update")
+
+    def __init__(self, x_TD: torch.Tensor) -> None:
+        self.residual_TD = x_TD
+        self.update: torch.Tensor | PendingProduct | None = None
+        self.unread: NormedInput | None = None  # of the stream as it is now
+
+    def add(self, update: torch.Tensor | PendingProduct) -> None:
+        """Add a sub-layer's output: by the kernel that computes it, or by the norm that reads the sum."""
+        if self.update is not None or self.unread is not None:
+            self.settle()
+        self.update = update
+
+    def settle(self) -> torch.Tensor:
+        """Return the sum as it is now; a norm of it that was asked for is computed first."""
+        if self.unread is not None:
+            self.unread.tensor()
+        if self.update is not None:
+            self.residual_TD = self.residual_TD + as_tensor(self.update)
+            self.update = None
+        return self.residual_TD
+
+    def select(self, indices_S: torch.Tensor) -> None:
+        """Keep the rows of some tokens, and their order."""
+        self.residual_TD = self.settle().index_select(0, indices_S)
+
+
+class NormedInput(Deferred):
+    """The norm of the residual stream as it was when it was asked for; computed by its first reader."""
+
+    __slots__ = ("_normed_TD", "_total_TD", "norm", "stream")
+
+    def __init__(self, norm: ResidualNorm, stream: ResidualStream) -> None:
+        if stream.unread is not None:  # two norms of one sum: the first is computed now
+            stream.unread.tensor()
+        self.norm, self.stream = norm, stream
+        self._total_TD: torch.Tensor | None = None
+        self._normed_TD: torch.Tensor | None = None
+        stream.unread = self
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a reader has been here: the stream holds the sum, or has gone on since."""
+        return self._total_TD is not None
+
+    def read(self, total_TD: torch.Tensor, normed_TD: torch.Tensor | None = None) -> None:
+        """Tell the stream its sum, and later readers the norm of it, if it was computed by itself."""
+        self._total_TD, self._normed_TD = total_TD, normed_TD
+        stream = self.stream
+        stream.residual_TD, stream.update, stream.unread = total_TD, None, None
+
+    def tensor(self) -> torch.Tensor:
+        """Compute the norm by itself, with the addition before it."""
+        if self._normed_TD is None:
+            if self._total_TD is not None:
+                self._normed_TD, _ = self.norm.normalize(self._total_TD, None)
+                return self._normed_TD
+            residual_TD, update = self.stream.residual_TD, self.stream.update
+            if update is None:
+                normed_TD, total_TD = self.norm.normalize(residual_TD, None)
+            else:
+                normed_TD, total_TD = self.norm.normalize(as_tensor(update), residual_TD)
+            self.read(total_TD, normed_TD)
+        assert self._normed_TD is not None
+        return self._normed_TD
+
+
+def as_tensor(x: torch.Tensor | Deferred) -> torch.Tensor:
+    """Compute what is pending; a tensor is returned as it is."""
+    return x if isinstance(x, torch.Tensor) else x.tensor()
