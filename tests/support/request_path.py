@@ -65,6 +65,11 @@ def files_of_one_chat_request(checkpoint: str) -> list[str]:
 
     watch = CallWatch()
 
+    async def until_idle() -> None:
+        engine = app.state.server.get_model(None).clients[0]
+        while (stats := engine.stats()).num_running or stats.num_waiting:
+            await asyncio.sleep(0.001)
+
     async def go() -> None:
         transport = httpx.ASGITransport(app)
         async with (
@@ -72,8 +77,10 @@ def files_of_one_chat_request(checkpoint: str) -> list[str]:
             httpx.AsyncClient(transport=transport, base_url="http://site") as client,
         ):
             await client.post("/v1/chat/completions", json=BODY)
+            await until_idle()
             watch.is_on = True
             answer = await client.post("/v1/chat/completions", json=BODY)
+            await until_idle()
             watch.is_on = False
             assert answer.status_code == 200, answer.text
             assert answer.text.rstrip().endswith("[DONE]")

@@ -83,6 +83,17 @@ def imported_modules(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, node.module
 
 
+def imported_files(file: Path) -> set[str]:
+    """The files of the package that a file imports, relative to the package."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("infer"):
+            modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            paths = [f"{module.partition('.')[2].replace('.', '/')}.py" for module in modules]
+            found.update(path for path in paths if (PACKAGE / path).exists())
+    return found
+
+
 def wrong_imports(package: Path) -> list[str]:
     wrong = []
     for file in sorted(package.rglob("*.py")):

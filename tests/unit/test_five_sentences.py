@@ -1,0 +1,137 @@
+"""Sentences 1 and 5 of docs/architecture.md as tests; test_layering.py holds the second."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_layering import ALLOWED, PACKAGE, imported_files, imported_modules
+
+CORE = ("scheduling", "cache", "execution", "engine", "models", "layers", "quant", "sampling", "kernels")
+TOKEN_IDS_ONLY = (*CORE, "loader", "client")
+
+CONTAINERS = {"dict", "list", "set", "deque", "defaultdict", "OrderedDict", "Counter", "WeakKeyDictionary"}
+MUTATORS = {"append", "add", "update", "pop", "clear", "setdefault", "extend", "insert", "remove", "discard"}
+
+# Module-level state that functions change, and why it may stay. Shrink this list; never let it grow unseen.
+STATE = {
+    "kernels/cpu/library.py:_state": "the C library is compiled and loaded once per process",
+    "kernels/cpu/program.py:_recorder": "torch calls are recorded by the thread that runs them",
+    "kernels/cpu/program.py:_recording_thread": "the same: which thread that is",
+    "kernels/runtime/launch.py:_known": "compiled kernels by their arguments, as Triton's own cache",
+}
+
+
+# -- 1. the engine speaks token ids -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", TOKEN_IDS_ONLY)
+def test_the_core_may_not_import_text(part: str) -> None:
+    assert not ALLOWED[part] & {"tokenizer", "frontend", "server", "cli"}
+
+
+def test_an_engine_process_never_loads_a_tokenizer() -> None:
+    """In a fresh interpreter, so that what its modules import counts as well."""
+    script = (
+        "import sys, infer.client.process, infer.client.load, infer.engine.build\n"
+        "roots = ('tokenizers', 'jinja2', 'infer.tokenizer', 'infer.frontend')\n"
+        "text = [name for name in sys.modules if name.startswith(roots)]\n"
+        "assert not text, text"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# -- 5. one composition root, no global state --------------------------------------------------------
+
+
+def test_one_file_puts_the_engine_together() -> None:
+    """The parts of an engine meet in engine/build.py and nowhere else in the core."""
+    parts = {"scheduling/scheduler.py", "cache/paged_pool.py", "cache/kv_store.py"}
+    assert parts <= imported_files(PACKAGE / "engine" / "build.py")
+    others = [
+        file.relative_to(PACKAGE).as_posix()
+        for part in CORE
+        for file in sorted((PACKAGE / part).rglob("*.py"))
+        if parts <= imported_files(file)
+    ]
+    assert others == ["engine/build.py"]
+
+
+def state_of(file: Path) -> Iterator[str]:
+    """The names of a module that its functions rebind or mutate."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    containers: set[str] = set()
+    for statement in tree.body:
+        targets = [getattr(statement, "target", None), *getattr(statement, "targets", ())]
+        if is_container(getattr(statement, "value", None)):
+            containers.update(target.id for target in targets if isinstance(target, ast.Name))
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            for node in ast.walk(function):
+                if isinstance(node, ast.Global):
+                    yield from node.names
+                name = mutated_name(node)
+                if name in containers:
+                    yield name
+
+
+def is_container(value: ast.AST | None) -> bool:
+    if isinstance(value, ast.Call):
+        called = value.func
+        return getattr(called, "id", getattr(called, "attr", "")) in CONTAINERS
+    return isinstance(value, ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp)
+
+
+def mutated_name(node: ast.AST) -> str:
+    """The name whose object a statement changes in place; empty if it changes none."""
+    changed: ast.AST | None = None
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+        changed = node.value
+    elif isinstance(node, ast.AugAssign):
+        changed = node.target
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+        changed = node.func.value
+    return changed.id if isinstance(changed, ast.Name) else ""
+
+
+def test_the_core_has_no_global_state() -> None:
+    found = {
+        f"{file.relative_to(PACKAGE).as_posix()}:{name}"
+        for part in CORE
+        for file in sorted((PACKAGE / part).rglob("*.py"))
+        for name in state_of(file)
+    }
+    assert found <= set(STATE), f"functions change these names of their module: {sorted(found - set(STATE))}"
+
+
+def test_state_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "module.py"
+    file.write_text(
+        "SEEN = {}\nNAMES = list()\nTABLE = {1: 2}\ncount = 0\n"
+        "def note(x):\n    global count\n    count += 1\n"
+        "    SEEN[x] = 1\n    NAMES.append(x)\n    return TABLE[x]\n"
+    )
+    assert set(state_of(file)) == {"count", "SEEN", "NAMES"}
+
+
+# -- no private names of others ----------------------------------------------------------------------
+
+PRIVATE = {
+    "kernels/cpu/program.py:torch.utils._python_dispatch": "torch documents it, and has no public name for it"
+}
+
+
+def test_no_private_module_of_another_package_is_imported() -> None:
+    found = {
+        f"{file.relative_to(PACKAGE).as_posix()}:{module}"
+        for file in sorted(PACKAGE.rglob("*.py"))
+        for _, module in imported_modules(ast.parse(file.read_text(encoding="utf-8")))
+        if any(part.startswith("_") and not part.startswith("__") for part in module.split("."))
+    }
+    assert found <= set(PRIVATE), sorted(found - set(PRIVATE))
