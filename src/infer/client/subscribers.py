@@ -164,7 +164,7 @@ class Subscribers(Generic[Subscriber]):
         try:
             ended = self._engine.abort(request_id, index)
         except EngineError as error:  # no such sequence yet: one mistake must not stop every request
-            logger.warning("abort refused request=%s reason=%r", request_id, str(error))
+            logger.warning("abort refused request_id=%s reason=%r", request_id, str(error))
             return []
         if not self._engine.is_serving(request_id):
             del self._by_id[request_id]
@@ -215,4 +215,4 @@ class Subscribers(Generic[Subscriber]):
 def _log_if_unexpected(request_id: str, error: Exception) -> None:
     """Log the traceback of a bug with the id of its request; errors of errors.py are expected."""
     if not isinstance(error, InferError):
-        logger.error("request failed request=%s", request_id, exc_info=error)
+        logger.error("request failed request_id=%s", request_id, exc_info=error)

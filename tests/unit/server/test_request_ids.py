@@ -105,4 +105,4 @@ def test_a_failed_embedding_names_its_request(
     monkeypatch.setattr(client._engine, "_embedder", fail)
     response = post(logged(Wire(make_state(oracle.encoder, client))), "/v1/embeddings", {"input": "x"})
     assert response.status_code == 500
-    assert any(f"request={ID}/embd-" in record.getMessage() for record in caplog.records)
+    assert any(f"request_id={ID}/embd-" in record.getMessage() for record in caplog.records)

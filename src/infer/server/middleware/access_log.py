@@ -86,7 +86,7 @@ class AccessLog:
         except Exception:
             if record.is_gone:  # the client has left
                 return
-            logger.exception("request failed request=%s", record.request_id)
+            logger.exception("request failed request_id=%s", record.request_id)
             if record.status:
                 raise  # half an answer is out: all that is left is to close the connection
             message = "the server failed to answer this request; its log says why"

@@ -201,9 +201,9 @@ def to_api_error(error: BaseException) -> ApiError:
         headers = {"x-should-retry": "false"}  # OpenAI's clients would send the same again, and wait again
         return ApiError(status=504, message=scrub(str(error)), headers=headers)
     if isinstance(error, EngineError):
-        logger.error("request failed request=%s reason=%r", current_id(), str(error))
+        logger.error("request failed request_id=%s reason=%r", current_id(), str(error))
         return ApiError(status=500, message=scrub(str(error)))
-    logger.error("request failed request=%s", current_id(), exc_info=error)
+    logger.error("request failed request_id=%s", current_id(), exc_info=error)
     return ApiError(status=500, message="the server failed to answer this request; its log says why")
 
 

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import orjson
@@ -208,27 +209,27 @@ def _failure_of(delta: TextDelta) -> EngineError | None:
     return None
 
 
-class FrameWriter(Protocol):
+class FrameWriter(ABC):
     """The form of a stream: how pieces, the end and a failure look to the client."""
 
+    @abstractmethod
     def frames(self, piece: Piece) -> list[bytes]:
         """The frames of one piece."""
-        ...
+
+    @abstractmethod
+    def end(self) -> list[bytes]:
+        """The frames behind the last piece."""
+
+    @abstractmethod
+    def error(self, error: BaseException) -> bytes:
+        """The last frame of a stream that fails."""
 
     def is_slow(self, piece: Piece) -> bool:
         """Whether the frames of a piece take so long that a thread should write them."""
-        ...
-
-    def end(self) -> list[bytes]:
-        """The frames behind the last piece."""
-        ...
-
-    def error(self, error: BaseException) -> bytes:
-        """The last frame of a stream that fails."""
-        ...
+        return False
 
 
-class ChunkWriter:
+class ChunkWriter(FrameWriter):
     """OpenAI's form: `data:` frames that are chunks of a completion, usage on request, then [DONE].
 
     `opening` and `closing` stand around the text of a piece inside its choice.
@@ -259,10 +260,6 @@ class ChunkWriter:
         """The usage so far, for a frame."""
         return self._generation.usage(num_output)
 
-    def is_slow(self, piece: Piece) -> bool:
-        """No piece is."""
-        return False
-
     def end(self) -> list[bytes]:
         """The frame of usage where it was asked for, and [DONE]."""
         if not self._ends_with_usage:
@@ -279,20 +276,21 @@ class ChunkWriter:
         usage = self.usage(0) if self.has_usage else None
         return self._heads[index] + delta + _usage_field(usage) + b"}\n\n"
 
-    def token(self, index: int, text: str) -> bytes:
-        """The common frame: a token in the middle of a choice, and nothing but its text."""
-        return self._openings[index] + orjson.dumps(text) + self._plain
+    def token(self, index: int, delta: TextDelta, logprobs: Mapping[str, Any] | None) -> bytes:
+        """The frame of one token; most hold nothing but its text, and are put together from three parts."""
+        if logprobs is None and delta.finish_reason is None and not self.has_usage:
+            return self._openings[index] + orjson.dumps(delta.text) + self._plain
+        return self.chunk(index, delta.text, logprobs, delta.finish_reason, delta.stop_reason)
 
     def chunk(
         self,
         index: int,
         text: str,
-        *,
-        logprobs: Mapping[str, Any] | None = None,
-        finish_reason: str | None = None,
+        logprobs: Mapping[str, Any] | None,
+        finish_reason: str | None,
         stop_reason: str | int | None = None,
     ) -> bytes:
-        """Any other frame that holds text."""
+        """A frame with all fields of a choice."""
         end = b""
         if finish_reason is not None:
             end = b',"stop_reason":' + orjson.dumps(stop_reason)
@@ -371,7 +369,7 @@ class EventStream(Response):
                         frames, self._has_ended = [self._writer.error(error)], True
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:
-            logger.warning("stream closed, not read in time request=%s", current_id())
+            logger.warning("stream closed, not read in time request_id=%s", current_id())
         finally:
             await self._generation.aclose()
 

@@ -55,22 +55,13 @@ class ChatWriter(ChunkWriter):
         )
         self._tokenizer = generation.job.model.encoder.tokenizer
         self._has_logprobs = bool(body.logprobs)
-        self._is_plain = not self._has_logprobs and not self.has_usage
         self._num_roles = num_choices  # roles that have not been sent
 
     def frames(self, piece: Piece) -> list[bytes]:
         """The frame of one token; before the first of all, the role of every choice."""
         delta = piece.delta
-        if self._is_plain and delta.finish_reason is None:
-            frame = self.token(delta.index, delta.text)
-        else:
-            frame = self.chunk(
-                delta.index,
-                delta.text,
-                logprobs=chat_logprobs(self._tokenizer, delta.logprobs) if self._has_logprobs else None,
-                finish_reason=delta.finish_reason,
-                stop_reason=delta.stop_reason,
-            )
+        logprobs = chat_logprobs(self._tokenizer, delta.logprobs) if self._has_logprobs else None
+        frame = self.token(delta.index, delta, logprobs)
         if not self._num_roles:
             return [frame]
         roles, self._num_roles = [self.role(index) for index in range(self._num_roles)], 0

@@ -24,6 +24,7 @@ from infer.server.protocol.schemas import CompletionRequest
 from infer.server.protocol.stream import (
     ChunkWriter,
     EventStream,
+    FrameWriter,
     Generation,
     Piece,
     named_event,
@@ -166,7 +167,6 @@ class CompletionWriter(ChunkWriter):
             closing=b"",
         )
         self._view = view
-        self._is_plain = body.logprobs is None and not self.has_usage
         self._not_echoed = set(range(view.num_choices)) if view.echoes else set()
 
     def usage(self, num_output: int | None = None) -> Mapping[str, Any]:
@@ -186,36 +186,20 @@ class CompletionWriter(ChunkWriter):
             self._not_echoed.remove(choice)
             logprobs = view.prompt_logprobs(choice, piece.prompt, piece.output.prompt_logprobs)
             reason = None if view.shows_output else "length"
-            text = view.prompt_text(piece.prompt)
-            frames.append(self.chunk(choice, text, logprobs=logprobs, finish_reason=reason))
-        if not view.shows_output:
-            return frames
-        if self._is_plain and delta.finish_reason is None:
-            frames.append(self.token(choice, delta.text))
-        else:
-            frames.append(
-                self.chunk(
-                    choice,
-                    delta.text,
-                    logprobs=view.logprobs(choice, delta.token_ids, delta.logprobs),
-                    finish_reason=delta.finish_reason,
-                    stop_reason=delta.stop_reason,
-                )
-            )
+            frames.append(self.chunk(choice, view.prompt_text(piece.prompt), logprobs, reason))
+        if view.shows_output:
+            logprobs = view.logprobs(choice, delta.token_ids, delta.logprobs)
+            frames.append(self.token(choice, delta, logprobs))
         return frames
 
 
-class EventWriter:
+class EventWriter(FrameWriter):
     """Named events: one for each token, then one for the end of all choices."""
 
     def __init__(self, generation: Generation, view: CompletionView) -> None:
         self._generation = generation
         self._view = view
         self._ends: dict[int, dict[str, Any]] = {}
-
-    def is_slow(self, piece: Piece) -> bool:
-        """No piece is."""
-        return False
 
     def frames(self, piece: Piece) -> list[bytes]:
         """A `token` event, if the piece holds a token."""
