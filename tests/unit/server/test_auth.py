@@ -5,10 +5,11 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.routing import Match, Route
 
 from infer.config.settings import ServerConfig
 from infer.server.app import build_app
-from infer.server.middleware.auth import Auth, KeyRing, is_admin, is_open
+from infer.server.middleware.auth import Auth, KeyRing, is_admin, is_open, route_path
 from infer.server.state import ServerState
 
 KEYS: dict[str, Any] = {"api_key": ("first-key", "second-key"), "admin_key": "admin-key"}
@@ -188,3 +189,18 @@ def test_a_root_path_does_not_open_the_admin_routes(path: str) -> None:
             return (await client.post(path)).status_code
 
     assert asyncio.run(go()) == 401
+
+
+@pytest.mark.parametrize("root_path", ["", "/", "/api", "/api/", "/admin"])
+@pytest.mark.parametrize(
+    "path",
+    ["", "/", "/api", "/api/", "/api/admin/x", "/apiadmin/x", "/admin", "/admin/x", "//admin/x", "/x/api"],
+)
+def test_a_key_is_asked_for_on_the_path_that_the_router_matches(root_path: str, path: str) -> None:
+    """A second reading of the path that disagrees with the first is how API keys were bypassed elsewhere."""
+    scope = {"type": "http", "method": "GET", "path": path, "root_path": root_path, "headers": []}
+    match, found = Route("/{rest:path}", lambda _: None).matches(scope)
+    if match is Match.FULL:
+        assert route_path(scope) == "/" + found["path_params"]["rest"]
+    else:
+        assert not route_path(scope).startswith("/")
