@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import threading
 import time
@@ -84,13 +83,11 @@ class InProcessClient:
 
     def __init__(self, engine: Engine, *, stuck_timeout: float = 120.0) -> None:
         self._engine = engine
-        self._subscribers: Subscribers[OutputQueue] = Subscribers(engine)
+        self._subscribers: Subscribers[OutputQueue, asyncio.Future[list[float]]] = Subscribers(engine)
         self._stuck_timeout = stuck_timeout
         self._stats = engine.stats()
         self._progress_at = time.monotonic()
         self._inbox: list[Callable[[], None]] = []
-        self._tickets = itertools.count(1)
-        self._embeds: dict[int, asyncio.Future[list[float]]] = {}  # the event loop's
         self._wake = threading.Condition()
         self._is_closing = False
         self._stopped: EngineStopped | None = None
@@ -121,17 +118,14 @@ class InProcessClient:
     async def embed(self, prompt: tuple[int, ...], pooling: str, request_id: str = "") -> list[float]:
         """Return the hidden state of a prompt, which is computed in its turn between two steps."""
         self._loop = asyncio.get_running_loop()
-        ticket = next(self._tickets)
         done: asyncio.Future[list[float]] = self._loop.create_future()
-        self._embeds[ticket] = done
+        self._post(lambda: self._embed(done, prompt, pooling, request_id))
         try:
-            self._post(lambda: self._embed(ticket, prompt, pooling, request_id))
             return await done
         finally:
-            del self._embeds[ticket]
             if done.cancelled():
                 with contextlib.suppress(EngineStopped):
-                    self._post(lambda: self._subscribers.withdraw(ticket))
+                    self._post(lambda: self._subscribers.withdraw(done))
 
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
@@ -148,18 +142,16 @@ class InProcessClient:
 
     async def _call(self, work: Callable[[], T]) -> T:
         """Run `work` in the engine thread between two steps and return its result."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[T] = loop.create_future()
+        self._loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = self._loop.create_future()
 
         def run() -> None:
             try:
                 if self._stopped is not None:
                     raise self._stopped
-                result = work()
+                self._answer(done, work())
             except BaseException as error:
-                loop.call_soon_threadsafe(_settle, done, None, error)
-            else:
-                loop.call_soon_threadsafe(_settle, done, result, None)
+                self._answer(done, error)
 
         self._post(run)
         return await done
@@ -201,8 +193,8 @@ class InProcessClient:
         for command in commands:  # requests just submitted get the error as well
             command()
         self._send([(queue, stopped) for queue in self._subscribers.all()])
-        for ticket in self._subscribers.waiting_embeds():
-            self._answer_embed(ticket, stopped)
+        for done in self._subscribers.waiting_embeds():
+            self._answer(done, stopped)
 
     def _take_commands(self) -> bool:
         """Run the posted commands; without work, sleep until one comes. Returns False at the end."""
@@ -224,25 +216,19 @@ class InProcessClient:
             self._send(self._subscribers.step())
         embedded = self._subscribers.embed_next()
         if embedded is not None:
-            self._answer_embed(*embedded)
+            self._answer(*embedded)
 
-    def _embed(self, ticket: int, prompt: tuple[int, ...], pooling: str, request_id: str) -> None:
-        error = self._stopped or self._subscribers.embed(ticket, prompt, pooling, request_id)
+    def _embed(
+        self, done: asyncio.Future[list[float]], prompt: tuple[int, ...], pooling: str, request_id: str
+    ) -> None:
+        error = self._stopped or self._subscribers.embed(done, prompt, pooling, request_id)
         if error is not None:
-            self._answer_embed(ticket, error)
+            self._answer(done, error)
 
-    def _answer_embed(self, ticket: int, result: list[float] | BaseException) -> None:
+    def _answer(self, done: asyncio.Future[Any], result: object) -> None:
+        """Settle a future of the event loop with a result, or with an exception."""
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._settle_embed, ticket, result)
-
-    def _settle_embed(self, ticket: int, result: list[float] | BaseException) -> None:
-        done = self._embeds.get(ticket)
-        if done is None:  # cancelled meanwhile
-            return
-        if isinstance(result, BaseException):
-            _settle(done, None, result)
-        else:
-            _settle(done, result, None)
+            self._loop.call_soon_threadsafe(_settle, done, result)
 
     def _add(self, request: Request, queue: OutputQueue) -> None:
         error = self._stopped or self._subscribers.add(request, queue)
@@ -267,10 +253,10 @@ def _put_all(messages: Sequence[tuple[OutputQueue, StepOutput | BaseException]])
         queue.put_nowait(message)
 
 
-def _settle(done: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
+def _settle(done: asyncio.Future[Any], result: object) -> None:
     if done.done():  # cancelled meanwhile
         return
-    if error is not None:
-        done.set_exception(error)
+    if isinstance(result, BaseException):
+        done.set_exception(result)
     else:
         done.set_result(result)

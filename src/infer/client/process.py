@@ -66,7 +66,7 @@ class EngineServer:
 
     def __init__(self, engine: Engine, link: zmq.Socket[bytes]) -> None:
         self._engine = engine
-        self._subscribers: Subscribers[int] = Subscribers(engine)
+        self._subscribers: Subscribers[int, int] = Subscribers(engine)
         self._link = link
         self._num_commands = 0
         self._made: list[tuple[int, StepOutput]] = []

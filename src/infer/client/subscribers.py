@@ -31,6 +31,7 @@ from infer.scheduling.request import Request, StepOutput
 logger = logging.getLogger(__name__)
 
 Subscriber = TypeVar("Subscriber")
+Ticket = TypeVar("Ticket")
 
 OnEnd: TypeAlias = Callable[[bool], None]  # ends a subscription, given whether the request has ended
 
@@ -113,13 +114,16 @@ async def read_outputs(
         on_end(has_ended)
 
 
-class Subscribers(Generic[Subscriber]):
-    """An engine and the addresses of its outputs. Not thread-safe: the engine's thread owns it."""
+class Subscribers(Generic[Subscriber, Ticket]):
+    """An engine and the addresses of its outputs. Not thread-safe: the engine's thread owns it.
+
+    A `Ticket` is the address of an embedding.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._by_id: dict[str, Subscriber] = {}
-        self._embeds: dict[int, tuple[tuple[int, ...], str, str]] = {}  # by ticket, oldest first
+        self._embeds: dict[Ticket, tuple[tuple[int, ...], str, str]] = {}  # oldest first
 
     @property
     def has_work(self) -> bool:
@@ -131,7 +135,7 @@ class Subscribers(Generic[Subscriber]):
         stats = self._engine.stats()
         return replace(stats, num_waiting=stats.num_waiting + len(self._embeds)) if self._embeds else stats
 
-    def waiting_embeds(self) -> list[int]:
+    def waiting_embeds(self) -> list[Ticket]:
         """The tickets of all embeddings that have not been made."""
         return list(self._embeds)
 
@@ -179,7 +183,9 @@ class Subscribers(Generic[Subscriber]):
                 by_id.pop(output.request_id, None)
         return addressed
 
-    def embed(self, ticket: int, prompt: tuple[int, ...], pooling: str, request_id: str) -> Exception | None:
+    def embed(
+        self, ticket: Ticket, prompt: tuple[int, ...], pooling: str, request_id: str
+    ) -> Exception | None:
         """Put an embedding in line, or return the error that there is no room for it."""
         try:
             self._check_room()
@@ -188,11 +194,11 @@ class Subscribers(Generic[Subscriber]):
         self._embeds[ticket] = prompt, pooling, request_id
         return None
 
-    def withdraw(self, ticket: int) -> None:
+    def withdraw(self, ticket: Ticket) -> None:
         """Drop an embedding that has not been made."""
         self._embeds.pop(ticket, None)
 
-    def embed_next(self) -> tuple[int, list[float] | Exception] | None:
+    def embed_next(self) -> tuple[Ticket, list[float] | Exception] | None:
         """Make the embedding that has waited longest; returns its ticket, and the vector or the error."""
         if not self._embeds:
             return None

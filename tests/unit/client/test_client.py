@@ -287,7 +287,7 @@ def test_an_embedding_whose_caller_left_is_never_made() -> None:
         assert await first == [0.0]
         assert await others[-1] == [5.0]
         assert embedder.prompts == [(0,), (5,)]
-        assert client._embeds == {}
+        assert client._subscribers.waiting_embeds() == []
         await client.close()
 
     asyncio.run(main())
