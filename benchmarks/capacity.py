@@ -4,7 +4,7 @@
 
 The same requests, the same memory (32 times the longest sequence), the real scheduler and pools, and no
 model: every sequence gets its next token at once. All requests are there from the start, so the cache
-is the only limit; a figure is the mean over the steps in which somebody still waited.
+is the only limit; a figure is the mean over the steps in which a request still waited.
 
     running         sequences at once
     KV use          slots that hold a token, of all slots

@@ -2,7 +2,7 @@
 
     python -m benchmarks.ipc [--streams 64] [--tokens 500] [--steps-per-second 300]
 
-The engine is real but its model is not: every step "samples" token 1 for everybody, at once or at a fixed
+The engine is real but its model is not: a step "samples" token 1 for every sequence, at once or at a fixed
 pace. So the figures are those of the loop, the messages and the queues alone. Three parts:
 
     flat out    how many tokens per second cross, and what each process spends on one
@@ -74,7 +74,7 @@ async def measure_streams(streams: int, num_tokens: int, pace: int) -> tuple[flo
 
 
 async def measure_idle(seconds: float) -> tuple[float, float]:
-    """The CPU share of server and engine when nobody asks for anything."""
+    """Return the CPU share of server and engine without requests."""
     client = await ProcessClient.start(config_for(1, 0), module=MODULE)
     await read_one(client, "warm", 5)
     assert client.pid is not None

@@ -1,7 +1,7 @@
 """An engine process whose model costs nothing, for benchmarks of everything around the model.
 
 Started in place of `infer.client.process`: `ProcessClient.start(config, module="benchmarks.ipc_engine")`.
-Scheduler, cache books, loop and messages are the real ones; a step "samples" token 1 for everybody, at
+Scheduler, cache books, loop and messages are the real ones; a step "samples" token 1 for every sequence, at
 once, or at the pace that the `seed` knob gives in steps per second.
 """
 
@@ -25,7 +25,7 @@ from infer.scheduling.sequence import Sequence
 
 
 class NullRunner(SyncRunner):
-    """Token 1 for everybody; no more than `pace` steps per second, where that is not 0."""
+    """Sample token 1 for every sequence; no more than `pace` steps per second, where that is not 0."""
 
     def __init__(self, pace: float) -> None:
         self._interval = 1 / pace if pace else 0.0

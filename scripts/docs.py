@@ -56,7 +56,7 @@ requests that failed, or `infer generate --prompts-file` prompts without an answ
 
 
 def knobs_page() -> str:
-    """One table per section of EngineConfig, and one for the server."""
+    """Return a page with a table per section of EngineConfig, and one for the server."""
     parts = [KNOBS_INTRO]
     rows = knob_table(with_server=True).values()
     for section, section_type in (engine_sections() | {"server": ServerConfig}).items():
@@ -82,7 +82,7 @@ def _knob_row(row: KnobRow) -> str:
 
 
 def cli_page() -> str:
-    """The help of `infer` and of each of its subcommands, and of theirs."""
+    """Return a page with the help of `infer` and of all subcommands."""
     texts = _helps("infer", build_parser())
     sections = [f"## {name}\n\n```text\n{text.rstrip()}\n```\n" for name, text in texts.items()]
     return "\n".join([CLI_INTRO, *sections])
@@ -101,7 +101,7 @@ REPORT = re.compile(r"(<!-- report (\S+): (.+?) -->\n).*?(<!-- end -->)", re.DOT
 
 
 def benchmarks_page(page: str) -> str:
-    """The page with the tables of its reports; a report that is not there yet says how to make it."""
+    """Return the page with the tables of its reports; for one that is missing, how to make it."""
 
     def table(match: re.Match[str]) -> str:
         path = DOCS.parent / "benchmarks" / "reports" / match[2]
@@ -117,7 +117,7 @@ def benchmarks_page(page: str) -> str:
 
 
 def ablation_table(page: str) -> str:
-    """The page with a row for each ablation of the matrix: its switch, and both of its sentences."""
+    """Return the page with a row for each ablation of the matrix: its switch and both of its sentences."""
     lines = ["| ablation | switches on | shows best on | could hurt |", "|---|---|---|---|"]
     for ablation in ABLATIONS:
         knobs = ", ".join(f"`{name}={value}`" for name, value in ablation.knobs.items())
@@ -169,7 +169,7 @@ def gpu_page(text: str) -> str:
 
 
 def gpu_origin(found: dict[str, Any]) -> str:
-    """Where the figures of one shape come from; what an older report does not hold is not guessed."""
+    """Return where the figures of one shape come from; what an older report does not hold is not guessed."""
     versions = found.get("versions") or {"torch": found["torch"]}
     used = ", ".join(f"{name} {version}" for name, version in versions.items())
     peers = [f"{peer['engine']} {peer.get('version', NOT_RECORDED)}" for peer in found["peers"]]
@@ -187,7 +187,7 @@ CPU_FIGURES = ("decode 1", "decode 8", "prefill")
 
 
 def cpu_page(text: str) -> str:
-    """The page with its first line and its table of engines made anew from benchmarks/reports/cpu.json."""
+    """Return the page with its first line and its table made anew from benchmarks/reports/cpu.json."""
     found = json.loads((DOCS.parent / "benchmarks" / "reports" / "cpu.json").read_text(encoding="utf-8"))
     lines = ["| engine | decode, 1 sequence | decode, 8 sequences | prefill 512 |", "|---|---|---|---|"]
     for engine, figures in found["engines"].items():

@@ -1,4 +1,4 @@
-"""What a kernel benchmark prints and writes: one table for people, one JSON file for the record."""
+"""What a kernel benchmark prints and writes: one table and one JSON file."""
 
 from __future__ import annotations
 

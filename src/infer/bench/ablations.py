@@ -16,7 +16,7 @@ CPU_MODEL = "needs a checkpoint on a CPU"
 
 
 class Look(NamedTuple):
-    """Where to look: a workload, and the figure that tells."""
+    """A workload, and the figure of it in which an idea shows."""
 
     workload: str
     figure: str
@@ -24,7 +24,7 @@ class Look(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ablation:
-    """One idea, its switch, and where it shows."""
+    """One idea that the matrix switches on: its knobs, where it shows and where it could hurt."""
 
     name: str
     knobs: Mapping[str, Any]
@@ -54,8 +54,8 @@ ABLATIONS = (
         knobs={"batching_mode": "continuous"},
         best=Look("continuous_batching", "ttft_p50_s"),
         risk=Look("baseline", "output_tokens_per_s"),
-        why="who arrives joins at the next step, and does not wait until a whole batch is done",
-        unless="batches are done before the next request comes, so nobody waits for one",
+        why="a request that arrives joins at the next step, and does not wait until a whole batch is done",
+        unless="batches are done before the next request comes, so no request waits for one",
         price="with one request at a time there is no batch to join",
         is_idle_at_risk=True,
     ),
@@ -74,16 +74,16 @@ ABLATIONS = (
         knobs={"use_chunked_prefill": True, "prefill_chunk_size": 256, "max_num_batched_tokens": 256},
         best=Look("chunked_prefill", "itl_p99_s"),
         risk=Look("prefill_8x4096", "ttft_p50_s"),
-        why="prompts come in pieces and a step holds 256 tokens in all, so whoever decodes waits for less",
-        unless="a whole prompt is computed so fast that it holds nobody up",
-        price="nobody decodes meanwhile, and every piece pays for a step of its own",
+        why="prompts come in pieces and a step holds 256 tokens in all, so a decode waits for less",
+        unless="a whole prompt is computed so fast that it holds no other up",
+        price="nothing decodes meanwhile, and every piece pays for a step of its own",
     ),
     Ablation(
         name="prefix",
         knobs={"use_prefix_caching": True},
         best=Look("prefix_caching", "ttft_p50_s"),
         risk=Look("w2_mixed", "output_tokens_per_s"),
-        why="a start that somebody has computed is taken from the cache",
+        why="a start that was computed before is taken from the cache",
         unless="the shared start is computed so fast that finding it saves nothing",
         price="nothing is shared, so looking it up and keeping it is all there is",
     ),

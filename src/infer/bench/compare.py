@@ -44,7 +44,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Everything two reports share, and what they do not."""
+    """The verdicts on all figures that two reports share, and what they do not share."""
 
     verdicts: list[Verdict]
     only_before: list[str]  # rows
@@ -53,12 +53,12 @@ class Comparison:
 
     @property
     def worse(self) -> list[Verdict]:
-        """What got worse."""
+        """The verdicts that are `worse`."""
         return [verdict for verdict in self.verdicts if verdict.verdict == "worse"]
 
 
 def compare(before: Report, after: Report, *, least_band: float = LEAST_BAND) -> Comparison:
-    """Judge every figure that both have and that has a direction; ConfigError where there is none."""
+    """Return a verdict on every figure that both have and that has a direction; raises if there is none."""
     old = {row.name: row for row in before.rows if row.figures}
     new = {row.name: row for row in after.rows if row.figures}
     verdicts = []
@@ -83,12 +83,12 @@ def compare(before: Report, after: Report, *, least_band: float = LEAST_BAND) ->
 
 
 def spread(figure: Figure) -> float:
-    """Half the distance between the extremes of the repeats, relative to their median."""
+    """Return half the distance between the extremes of the repeats, relative to their median."""
     return (figure.high - figure.low) / abs(figure.median) / 2 if figure.median else 0.0
 
 
 def _describe(report: Report) -> str:
-    """Kind and rows, as short as names them."""
+    """Return the kind and the first rows of a report."""
     names = [row.name for row in report.rows if row.figures]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"a report of {report.kind!r} on {', '.join(names[:3]) or 'nothing'}{more}"
@@ -141,7 +141,7 @@ def _differences(before: Report, after: Report, least_band: float) -> list[str]:
 
 
 def _other_speeds(before: Report, after: Report, band: float) -> list[str]:
-    """Ceilings that the two measured differently; each report measures them once, for all its rows."""
+    """Return a sentence for each ceiling that differs; a report measures them once, for all its rows."""
     found = []
     for name in CEILINGS:
         old, new = (
@@ -158,7 +158,7 @@ def _other_speeds(before: Report, after: Report, band: float) -> list[str]:
 
 
 def _warm_caches(before: Report, after: Report) -> list[str]:
-    """Rows whose prompts were cached to a different extent."""
+    """Return a sentence for each row whose prompts were cached to a different extent."""
     new = {row.name: row for row in after.rows}
     found = []
     for row in before.rows:
@@ -173,7 +173,7 @@ def _warm_caches(before: Report, after: Report) -> list[str]:
 
 
 def _cached_share(row: Row) -> float | None:
-    """As it was recorded, or from the counts of reports that are older than the share."""
+    """Return the recorded share, or that of the counts in reports that are older than the share."""
     if "cached_share" in row.figures:
         return row.figures["cached_share"].median
     counts = [row.figures.get(name) for name in ("num_cached_tokens", "num_prompt_tokens")]

@@ -22,7 +22,7 @@ from infer.bench.workloads import Session, Workload
 
 @dataclass(slots=True, kw_only=True)
 class LoadResult:
-    """What came of one run."""
+    """The traces of one run, and what the client spent on it."""
 
     traces: list[RequestTrace]
     seconds: float  # from the first request to the last answer
@@ -36,7 +36,7 @@ class LoadResult:
 
 
 class _Run:
-    """One workload on its way."""
+    """Sends the requests of one workload and keeps their traces."""
 
     def __init__(self, client: Client, workload: Workload, on_done: Callable[[RequestTrace], None]) -> None:
         self._client = client
@@ -49,7 +49,7 @@ class _Run:
         self._started = 0.0
 
     async def go(self) -> None:
-        """Run to the end."""
+        """Send all requests and wait for the last answer."""
         self._started = self._client.clock()
         if self._workload.arrival.kind == "open":
             await self._open_loop()

@@ -54,7 +54,7 @@ class _Bench:
         self.memory = f"{SEQUENCES * target.loaded.max_seq_len * per_token}B"
 
     def run(self, stage: str, knobs: Mapping[str, Any], name: str) -> list[dict[str, float]]:
-        """The figures of every repeat."""
+        """Return the figures of every repeat."""
         key = (stage, name)
         if key not in self._found:
             target = self._in_form(knobs)
@@ -81,21 +81,21 @@ class _Bench:
         return self._forms[form]
 
     def row(self, ablation: Ablation, look: Look, before: _Stage, after: _Stage) -> Row:
-        """One ablation on one workload."""
+        """Return the row of one ablation on one workload."""
         old = self.run(before.name, before.knobs, look.workload)
         new = self.run(after.name, after.knobs, look.workload)
         return _row(ablation, look, old, new)
 
 
 class _Stage(NamedTuple):
-    """How far the switches are on."""
+    """A name, and the knobs that are set by then."""
 
     name: str
     knobs: Mapping[str, Any]
 
 
 def bench_matrix(target: Target, *, seed: int, repeats: int, tell: Tell, only: Sequence[str] = ()) -> Report:
-    """Every ablation that this machine has, in order; `only` names those to run."""
+    """Measure every ablation that this machine can run, in order, or those that `only` names."""
     names = [ablation.name for ablation in ABLATIONS]
     for name in only:
         if name not in names:
@@ -132,7 +132,7 @@ def bench_matrix(target: Target, *, seed: int, repeats: int, tell: Tell, only: S
 
 
 def _has(target: Target) -> list[str]:
-    """Which needs of ablations are met here."""
+    """Return the needs of ablations that are met here."""
     if target.device.type == "cuda":
         return [GPU]
     return [] if target.is_random else [CPU_MODEL]
@@ -172,7 +172,7 @@ def _row(
 
 
 def _sentence(ablation: Ablation, gain: float, band: float, *, is_best: bool) -> str:
-    """What the ratio means, in words that hold whichever way it went."""
+    """Return what the ratio means, in words that hold whichever way it went."""
     is_none = 1 / (1 + band) <= gain <= 1 + band
     if ablation.is_idle_at_risk and not is_best and not is_none:
         verdict = f"{gain:.2f} times better" if gain > 1 else f"{1 / gain:.2f} times worse"
@@ -189,5 +189,5 @@ def _sentence(ablation: Ablation, gain: float, band: float, *, is_best: bool) ->
 
 
 def speed_ups(report: Report) -> list[tuple[str, float]]:
-    """What a chart of the matrix shows."""
+    """Return name and ratio of every row that has one, for a chart."""
     return [(row.name, row.figures["speed_up"].median) for row in report.rows if "speed_up" in row.figures]

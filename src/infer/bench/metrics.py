@@ -10,7 +10,7 @@ Percentiles interpolate between the two nearest values, as numpy does by default
 of each repeat by itself, then the median of the repeats is reported with the lowest and highest: a pool of
 all repeats would hide that one of them was disturbed.
 
-Goodput counts only the requests that met every limit of the SLO: a server that answers everybody late has
+Goodput counts only the requests that met every limit of the SLO: a server that answers every request late has
 throughput and no goodput.
 """
 
@@ -43,28 +43,28 @@ class RequestTrace:
 
     @property
     def is_ok(self) -> bool:
-        """Whether it brought an answer."""
+        """Whether the request brought an answer."""
         return self.error is None and bool(self.chunks)
 
     @property
     def ttft(self) -> float:
-        """Seconds to the first piece."""
+        """The seconds from asking to the first piece."""
         return self.chunks[0] - self.asked
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per token after the first; a single token has none."""
+        """The seconds per token after the first; None of a single token."""
         if self.num_output < 2:
             return None
         return (self.chunks[-1] - self.chunks[0]) / (self.num_output - 1)
 
     @property
     def e2e(self) -> float:
-        """Seconds to the last piece."""
+        """The seconds from asking to the last piece."""
         return self.chunks[-1] - self.asked
 
     def gaps(self) -> list[float]:
-        """Seconds between pieces."""
+        """Return the seconds between successive pieces."""
         return [after - before for before, after in zip(self.chunks, self.chunks[1:], strict=False)]
 
 
@@ -88,7 +88,7 @@ class Slo:
 
 
 def read_slo(text: str) -> Slo:
-    """An SLO such as `ttft=1,tpot=0.1`, in seconds."""
+    """Return the SLO of a text such as `ttft=1,tpot=0.1`, in seconds."""
     limits: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
@@ -103,7 +103,7 @@ def read_slo(text: str) -> Slo:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of all lie, interpolated; `values` need not be sorted."""
+    """Return the value below which `percent` of all lie, interpolated; `values` need not be sorted."""
     assert values, "nothing has no percentiles"
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100
@@ -113,7 +113,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def summarise(traces: Sequence[RequestTrace], *, seconds: float, slo: Slo) -> dict[str, float]:
-    """The figures of one run that took `seconds`; what nothing was seen of is left out."""
+    """Return the figures of one run that took `seconds`; what nothing was seen of is left out."""
     good = [trace for trace in traces if trace.is_ok]
     figures: dict[str, float] = {
         "seconds": seconds,
@@ -147,7 +147,7 @@ def summarise(traces: Sequence[RequestTrace], *, seconds: float, slo: Slo) -> di
 
 
 def cached_share(traces: Sequence[RequestTrace]) -> float | None:
-    """How much of all prompts was in the prefix cache already; None where nobody tells."""
+    """Return the share of all prompt tokens that came from the prefix cache; None where no server tells."""
     told = [(trace.num_cached, trace.num_prompt) for trace in traces if trace.is_ok]
     num_prompt = sum(length for cached, length in told if cached is not None)
     return sum(cached or 0 for cached, _ in told) / num_prompt if num_prompt else None
@@ -155,7 +155,7 @@ def cached_share(traces: Sequence[RequestTrace]) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """What a figure is called, how it is shown, and which way is better."""
+    """The title and unit of a figure, and which way it is better."""
 
     title: str
     unit: str
@@ -217,7 +217,7 @@ _SCALES = {"ms": 1000.0, "%": 100.0, "MiB": 2.0**-20}
 
 
 def show(name: str, value: float) -> str:
-    """A figure for people, in the unit of its measure, three digits that matter."""
+    """Return a figure as text, in the unit of its measure, with three digits that matter."""
     unit = MEASURES[name].unit if name in MEASURES else ""
     value *= _SCALES.get(unit, 1.0)
     text = f"{value:,.0f}" if value == int(value) or abs(value) >= 100 else f"{value:.3g}"
@@ -225,11 +225,11 @@ def show(name: str, value: float) -> str:
 
 
 def middle(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median, lowest and highest of the repeats."""
+    """Return the median, the lowest and the highest of the repeats."""
     return statistics.median(values), min(values), max(values)
 
 
 def merge_repeats(runs: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """The values of every figure that all repeats have, repeat by repeat."""
+    """Return the values of every figure that all repeats have, repeat by repeat."""
     assert runs, "a report needs a repeat"
     return {name: [run[name] for run in runs] for name in runs[0] if all(name in run for run in runs)}

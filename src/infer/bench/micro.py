@@ -52,7 +52,7 @@ def bench_attention(
     repeats: int,
     tell: Tell,
 ) -> Report:
-    """Decode attention of one layer, blocks in random order as a running server has them."""
+    """Time decode attention of one layer over blocks in random order, as a running server has them."""
     loaded, config = target.loaded, target.loaded.config
     ceilings = measure_ceilings(loaded.device, loaded.dtype)
 
@@ -92,7 +92,7 @@ def bench_attention(
 
 
 def _attention(target: Target, batch: int, context: int, seed: int) -> tuple[Callable[[], Any], int]:
-    """A call to time, and the bytes of keys and values it must read."""
+    """Return a call to time, and the bytes of keys and values it must read."""
     loaded, config = target.loaded, target.loaded.config
     per_sequence = -(-context // BLOCK_SIZE)
     generator = torch.Generator().manual_seed(seed)
@@ -112,7 +112,7 @@ def _attention(target: Target, batch: int, context: int, seed: int) -> tuple[Cal
 
 
 def bench_memory(target: Target, *, seed: int, tell: Tell) -> Report:
-    """The split of this model's memory, and what the layout of the cache is worth."""
+    """Report where this model's memory goes, and what the layout of the cache is worth."""
     loaded, config = target.loaded, target.loaded.config
     engine = target.engine()
     stats = engine.stats()
@@ -153,7 +153,7 @@ def bench_memory(target: Target, *, seed: int, tell: Tell) -> Report:
 
 
 def capacity_rows(*, seed: int, num_requests: int = 300) -> list[Row]:
-    """How many sequences the same memory holds, paged and contiguous; simulated, so equal everywhere."""
+    """Return how many sequences the same memory holds, paged and contiguous; simulated on every machine."""
     rng = random.Random(seed)
 
     def draw(median: float, spread: float, low: int, high: int) -> int:
@@ -177,7 +177,7 @@ def capacity_rows(*, seed: int, num_requests: int = 300) -> list[Row]:
             use_prefix_caching=False,
         )
         figures = result.figures()
-        busy = result.running[: int(0.7 * len(result.running))]  # at the end there is nobody left to run
+        busy = result.running[: int(0.7 * len(result.running))]  # at the end there is nothing left to run
         kept = {name: figures[name] for name in ("peak_running", "num_preemptions", "num_steps")}
         kept["mean_running"] = sum(busy) / len(busy)
         base = base or kept["mean_running"]
@@ -190,7 +190,7 @@ def capacity_rows(*, seed: int, num_requests: int = 300) -> list[Row]:
 
 
 def bench_startup(*, model: str | None, repeats: int, tell: Tell) -> Report:
-    """Fresh processes with warm file caches: the cost we can change, not the disk's."""
+    """Time fresh processes with warm file caches: the cost that code can change, not the disk's."""
     infer = [sys.executable, "-m", "infer"]
     chosen = ["--model", model] if model else []
     commands: dict[str, tuple[str, list[str]]] = {
@@ -237,7 +237,7 @@ def _started_model(model: str | None, rows: Sequence[Row]) -> dict[str, str]:
 
 
 def first_byte_s(command: list[str]) -> float:
-    """Seconds until a process has written its first byte, or ended well without; EngineError if it failed."""
+    """Return the seconds until a process wrote its first byte or ended well; raises if it failed."""
     started = perf_counter()
     with (
         tempfile.TemporaryFile() as said,

@@ -41,7 +41,7 @@ Tell = Callable[[str], None]
 
 
 def run_once(engine: Engine, workload: Workload, repeat: int, vocab_size: int) -> OfflineResult:
-    """One repeat: other tokens than any before, and an empty prefix cache. A request that failed ends it."""
+    """Run one repeat with tokens unlike any before and an empty prefix cache; raises if a request failed."""
     engine.reset_prefix_cache()
     result = run_offline(engine, vary(workload, repeat, vocab_size), temperature=TEMPERATURE)
     for trace in result.traces:
@@ -51,14 +51,14 @@ def run_once(engine: Engine, workload: Workload, repeat: int, vocab_size: int) -
 
 
 def warm_up(engine: Engine, target: Target) -> None:
-    """A few short requests: first allocations, compiled kernels, captured graphs."""
+    """Run a few short requests, for first allocations, compiled kernels and captured graphs."""
     workload = batch(4, 32, 8, target.vocab_size, seed=99)
     for _ in range(WARM_UP):
         run_offline(engine, fit(workload, context_len=engine.context_len), temperature=TEMPERATURE)
 
 
 def batch(count: int, prompt_len: int, output_len: int, vocab_size: int, *, seed: int) -> Workload:
-    """`count` requests at once, all of one shape."""
+    """Return a workload of `count` requests at once, all of one shape."""
     rng, most = random.Random(seed), min(vocab_size, DEFAULT_VOCAB)
     sessions = tuple(
         Session(
@@ -76,7 +76,7 @@ def batch(count: int, prompt_len: int, output_len: int, vocab_size: int, *, seed
 
 
 def bench_offline(target: Target, names: Sequence[str], *, seed: int, repeats: int, tell: Tell) -> Report:
-    """Whole workloads, with the roofline of each."""
+    """Measure whole workloads, each beside its roofline."""
     vocab_size = min(target.vocab_size, DEFAULT_VOCAB)
     made = [make_workload(name, seed=seed, vocab_size=vocab_size) for name in names]
     ceilings = measure_ceilings(target.device, target.loaded.dtype)
@@ -108,7 +108,7 @@ def _rooflines(target: Target, ceilings: Ceilings, result: OfflineResult) -> dic
 
 
 def bench_latency(target: Target, *, seed: int, repeats: int, tell: Tell) -> Report:
-    """One request at a time, at three sizes."""
+    """Measure one request at a time, at three sizes."""
     engine = target.engine()
     warm_up(engine, target)
 
@@ -138,7 +138,7 @@ def bench_latency(target: Target, *, seed: int, repeats: int, tell: Tell) -> Rep
 
 
 def bench_prefill(target: Target, *, lengths: Sequence[int], seed: int, repeats: int, tell: Tell) -> Report:
-    """One prompt at a time, one token out."""
+    """Measure one prompt at a time, one token out."""
     ceilings = measure_ceilings(target.device, target.loaded.dtype)
     engine, shape = target.engine(), target.shape()
     warm_up(engine, target)
@@ -178,7 +178,7 @@ def bench_decode(
     repeats: int,
     tell: Tell,
 ) -> Report:
-    """A batch that is past its prompts: the median step, and the roofline of such a step."""
+    """Measure a batch that is past its prompts: the median step, beside the roofline of such a step."""
     ceilings = measure_ceilings(target.device, target.loaded.dtype)
 
     def row(size: int) -> Row:

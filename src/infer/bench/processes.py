@@ -5,7 +5,7 @@
            ◄── a number for every answer, the traces at the end
 
 `perf_counter` is one clock for all processes of a machine, so a moment named by the parent is the same
-moment for everybody.
+moment in all of them.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ START_S = 1.0  # for all workers to be ready once the last has said so
 
 
 def num_processes(workload: Workload) -> int:
-    """How many clients a load needs: one for so many streams at once, no more than there are cores."""
+    """Return how many client processes a load needs: one for so many streams, at most one per core."""
     streams = workload.arrival.concurrency or len(workload.sessions)
     return max(1, min(-(-streams // STREAMS_PER_PROCESS), os.cpu_count() or 1))
 
 
 def split(workload: Workload, count: int) -> list[Workload]:
-    """The workload in `count` parts that make the whole when they run side by side."""
+    """Return the workload in `count` parts that make the whole when they run side by side."""
     parts = []
     for number in range(count):
         concurrency = workload.arrival.concurrency
@@ -56,7 +56,7 @@ def run_load(
     processes: int | None = None,
     on_done: Callable[[int], None] = lambda count: None,
 ) -> LoadResult:
-    """Run a workload in as many processes as it needs; `on_done` hears of every answer."""
+    """Run a workload in as many processes as it needs; `on_done` is called with every answer."""
     concurrency = workload.arrival.concurrency or len(workload.sessions)
     count = min(processes or num_processes(workload), len(workload.sessions), concurrency)
     if count == 1:
@@ -122,8 +122,8 @@ def _run_here(endpoint: Endpoint, workload: Workload, on_done: Callable[[int], N
 
 
 def _work(pipe: Pipe, endpoint: Endpoint, workload: Workload) -> None:
-    """A worker's whole life."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, who ends its workers
+    """Run a part of the load in a worker process and send its traces to the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
     pipe.send("ready")
     starts_at = pipe.recv()
     with asyncio.Runner(loop_factory=fast_loop) as runner:
@@ -134,7 +134,7 @@ def _work(pipe: Pipe, endpoint: Endpoint, workload: Workload) -> None:
 
 
 def fast_loop() -> asyncio.AbstractEventLoop:
-    """An event loop of libuv where it is installed: half the cost per event."""
+    """Return an event loop of libuv where it is installed, at half the cost per event."""
     try:
         import uvloop
     except ImportError:

@@ -1,4 +1,4 @@
-"""A report for people: Markdown for files and pages, a table and bars for the terminal.
+"""A report as text: Markdown for files and pages, a table and bars for the terminal.
 
 Everything is made from the report alone, so a page can be written again from a file of long ago, and
 scripts/docs.py can check that it still says what the file says.
@@ -71,7 +71,7 @@ NOT_TOLD = {"queue_mean_s": "not told"}  # of a server: only its own metrics can
 
 
 def columns(report: Report) -> list[list[str]]:
-    """The figures worth showing, table by table: the kind's own choice, or all that rows have."""
+    """Return the figures worth showing, table by table: those of the kind, or all that rows have."""
     present = dict.fromkeys(name for row in report.rows for name in row.figures)
     present |= dict.fromkeys(name for name in LATENCIES if f"{name}_p50_s" in present)
     if report.kind == "serve":
@@ -84,14 +84,14 @@ def columns(report: Report) -> list[list[str]]:
 
 
 def title(name: str) -> str:
-    """The head of a column."""
+    """Return the head of a column."""
     if name in LATENCIES:
         return f"{name.upper()} ms, {' / '.join(f'p{percent}' for percent in PERCENTS)}"
     return MEASURES[name].title if name in MEASURES else name
 
 
 def cell_of(row: Row, name: str) -> str:
-    """What a row says in a column."""
+    """Return the text of a row in a column."""
     if name not in LATENCIES:
         return cell(name, row.figures.get(name)) or NOT_TOLD.get(name, "")
     figures = {key: row.figures.get(key) for key in (f"{name}_p{percent}_s" for percent in PERCENTS)}
@@ -99,7 +99,7 @@ def cell_of(row: Row, name: str) -> str:
 
 
 def table_of(report: Report, names: Sequence[str]) -> list[list[str]]:
-    """Heads and cells of one table; a skipped row says so in its first cell, one without figures is out."""
+    """Return heads and cells of one table; a skipped row says so, one without figures is left out."""
     rows = [["", *(map(title, names) if names else [""])]]
     for row in report.rows:
         cells = [cell_of(row, name) for name in names]
@@ -111,7 +111,7 @@ def table_of(report: Report, names: Sequence[str]) -> list[list[str]]:
 
 
 def cell(name: str, figure: Figure | None) -> str:
-    """The median, and the spread of the repeats where there is one."""
+    """Return the median as text, with the spread of the repeats where there is one."""
     if figure is None:
         return ""
     if name == "num_errors":
@@ -125,7 +125,7 @@ def cell(name: str, figure: Figure | None) -> str:
 
 
 def markdown_table(report: Report) -> str:
-    """The tables of the report, one row per row."""
+    """Return the tables of a report in Markdown."""
     made = []
     for names in columns(report):
         (_, *titles), *body = table_of(report, names)
@@ -136,20 +136,20 @@ def markdown_table(report: Report) -> str:
 
 
 def explanations(report: Report) -> str:
-    """A list of what must be said in words: a sentence for each row that has one, then what holds for all."""
+    """Return a list in Markdown: a sentence for each row that has one, then the notes of the report."""
     lines = [f"- `{name}`: {sentence}" for name, sentence in sentences(report)]
     lines += [f"- {note}" for note in report.notes]
     return "".join(f"{line}\n" for line in lines)
 
 
 def sentences(report: Report) -> list[tuple[str, str]]:
-    """Rows with a note, or with a reason for being skipped that has no room in the table."""
+    """Return name and sentence of rows with a note, or with a reason that has no room in the table."""
     said = [(row.name, row.note or (row.skipped if len(row.skipped) > SHORT else "")) for row in report.rows]
     return [(name, sentence) for name, sentence in said if sentence]
 
 
 def provenance(report: Report) -> str:
-    """One paragraph: where, with what and how the figures were made."""
+    """Return a paragraph on where, with what and how the figures were made."""
     machine = report.machine
     where = f"{machine.get('cpu', 'an unknown CPU')}, {machine.get('num_cpus', '?')} cores"
     if "gpu" in machine and report.model.get("device") != "cpu":
@@ -169,7 +169,7 @@ def provenance(report: Report) -> str:
 
 
 def to_markdown(report: Report) -> str:
-    """The whole report as a page."""
+    """Return the whole report as a page in Markdown."""
     heading = f"# {report.kind}{' (interrupted)' if report.is_partial else ''}\n"
     parts = [heading, provenance(report) + "\n", markdown_table(report)]
     if report.rows and any(row.about for row in report.rows):
@@ -183,7 +183,7 @@ def to_markdown(report: Report) -> str:
 
 
 def terminal(report: Report) -> str:
-    """The tables for a terminal, rows and columns exchanged where that is narrower."""
+    """Return the tables for a terminal, rows and columns exchanged where that is narrower."""
     lines: list[str] = []
     for names in columns(report):
         table = table_of(report, names)
@@ -194,13 +194,13 @@ def terminal(report: Report) -> str:
 
 
 def transpose(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Rows become columns."""
+    """Return a table whose rows are the columns of this one."""
     width = max(map(len, rows))
     return [[row[at] if at < len(row) else "" for row in rows] for at in range(width)]
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with the first column to the left and the others to the right."""
+    """Return lines with the first column to the left and the others to the right."""
     widths = [max(len(row[at]) if at < len(row) else 0 for row in rows) for at in range(max(map(len, rows)))]
     made = []
     for row in rows:
@@ -213,7 +213,7 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def comparison_table(found: Comparison, *, shows_all: bool = False) -> str:
-    """One line per figure that changed, or per figure, with its band and its verdict."""
+    """Return a line per figure that changed, or per figure, with its band and its verdict."""
     rows = [["", "", "before", "after", "change", "band", "verdict"]]
     for verdict in found.verdicts:
         if shows_all or verdict.verdict != "same":
@@ -240,7 +240,7 @@ def comparison_table(found: Comparison, *, shows_all: bool = False) -> str:
 
 
 def ratio_bars(pairs: Sequence[tuple[str, float]], *, width: int = 48) -> str:
-    """Ratios as bars made of characters, on a logarithmic scale: to the right of the line better, left worse.
+    """Return ratios as bars of characters on a logarithmic scale: right of the line better, left worse.
 
     Twice as fast and half as fast are equally far from the line, which is at 1.
     """
@@ -264,7 +264,7 @@ def can_draw() -> bool:
 
 
 def write_png(title: str, pairs: Sequence[tuple[str, float]], path: Path) -> None:
-    """The same as a picture, in the format that the name ends in."""
+    """Write ratios as a picture, in the format that the name ends in."""
     import matplotlib
 
     matplotlib.use("Agg")

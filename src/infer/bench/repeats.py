@@ -20,7 +20,7 @@ SHARE = "roofline_share"
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C in the middle of a row, with as much of the row as there is."""
+    """Ctrl-C in the middle of a row; carries as much of the row as there is."""
 
     def __init__(self, row: Row) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def run_rows(jobs: Mapping[str, Callable[[], Row]]) -> tuple[list[Row], bool]:
-    """The row of every job by its name, and whether it is less than all because of Ctrl-C."""
+    """Return the row of every job, and whether some are missing because of Ctrl-C."""
     rows: list[Row] = []
     errors: list[InferError] = []
     try:
@@ -55,7 +55,7 @@ def measure_row(
     *,
     settings: Mapping[str, Any] | None = None,
 ) -> Row:
-    """The figures of `measure(0)`, `measure(1)` and so on; raises Interrupted with those it has."""
+    """Return a row of the figures of `measure(0)`, `measure(1)` and so on; raises Interrupted with a part."""
     runs: list[Mapping[str, float]] = []
     try:
         for repeat in range(repeats):
@@ -69,7 +69,7 @@ def measure_row(
 
 
 def beyond_roofline(rows: Sequence[Row]) -> list[str]:
-    """A note, if a row is above 100 % of its roofline: how that can be, and how to read it."""
+    """Return a note on how a row can be above 100 % of its roofline, if one is."""
     names = [row.name for row in rows if SHARE in row.figures and row.figures[SHARE].median > 1]
     if not names:
         return []

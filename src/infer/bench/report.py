@@ -1,4 +1,4 @@
-"""A report: what was measured, and everything one must know to measure it again.
+"""A report: what was measured, and everything that is needed to measure it again.
 
     Report   schema, version, kind, when, machine, versions, commit, model, config, seed, repeats, warm-up
     └── Row      one workload, one shape or one setting
@@ -40,7 +40,7 @@ OLD_FIGURES = {"floor_s": "roofline_s", "floor_share": "roofline_share"}  # name
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One number of one row."""
+    """One measured number: the median of the repeats, their extremes, and all of them."""
 
     median: float
     low: float
@@ -49,7 +49,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What came of one workload, shape or setting."""
+    """The figures of one workload, shape or setting."""
 
     name: str
     about: str
@@ -65,7 +65,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole file."""
+    """The whole file of a report."""
 
     schema: str
     version: int
@@ -93,7 +93,7 @@ def make_row(
     settings: Mapping[str, Any] | None = None,
     note: str = "",
 ) -> Row:
-    """A row of the figures of each repeat."""
+    """Return a row of the figures of all repeats."""
     figures = {}
     for figure, values in merge_repeats(runs).items():
         median, low, high = middle(values)
@@ -104,7 +104,7 @@ def make_row(
 def skip_row(
     name: str, about: str, reason: str, settings: Mapping[str, Any] | None = None, *, note: str = ""
 ) -> Row:
-    """A row that could not be measured here."""
+    """Return a row that could not be measured here."""
     return Row(name=name, about=about, settings=dict(settings or {}), figures={}, skipped=reason, note=note)
 
 
@@ -121,7 +121,7 @@ def make_report(
     is_partial: bool = False,
     served_by: str = "",
 ) -> Report:
-    """A report of rows measured here and now; `served_by` is the version of a server, where it tells."""
+    """Return a report of rows measured here and now; `served_by` is the version of a server, if it tells."""
     return Report(
         schema=SCHEMA,
         version=VERSION,
@@ -154,7 +154,7 @@ def write_report(report: Report, path: Path) -> None:
 
 
 def read_report(path: Path) -> Report:
-    """Read and check a report, ours or another engine's."""
+    """Return the checked report of a file, ours or another engine's."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -169,7 +169,7 @@ def read_report(path: Path) -> Report:
 
 
 def check_report(data: bytes, where: str) -> Report:
-    """The report in this JSON, or an error that says what is wrong with it."""
+    """Return the report in this JSON; raises a ConfigError that says what is wrong with it."""
     try:
         report = msgspec.json.decode(data, type=Report)
     except msgspec.MsgspecError as error:
@@ -196,7 +196,7 @@ _ENGINE_FIGURES = {"s": "seconds", "out_tok_s": "output_tokens_per_s", "in_tok_s
 
 
 def _from_engine(raw: Mapping[str, Any], where: str) -> Report:
-    """Another engine's results as a report of one repeat."""
+    """Return another engine's results as a report of one repeat."""
     rows = []
     for name, figures in raw.items():
         if isinstance(figures, dict):
@@ -229,7 +229,7 @@ def _from_engine(raw: Mapping[str, Any], where: str) -> Report:
 
 
 def machine() -> dict[str, str | int]:
-    """The hardware; two reports that differ here compare machines, not programs."""
+    """Return facts about the hardware; reports that differ in them compare machines, not programs."""
     found: dict[str, str | int] = {
         "cpu": _cpu_name(),
         "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -240,7 +240,7 @@ def machine() -> dict[str, str | int]:
 
 
 def _gpu() -> dict[str, str | int]:
-    """The first GPU as its driver names it; a client of a server has no other way to see one."""
+    """Return the first GPU as its driver names it; a client of a server has no other way to see one."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
@@ -251,7 +251,7 @@ def _gpu() -> dict[str, str | int]:
 
 
 def versions() -> dict[str, str]:
-    """The programs that decide speed; libraries only where they were used."""
+    """Return the versions of the programs that decide speed; of libraries, where they were used."""
     found = {"infer": __version__, "python": platform.python_version()}
     for name in ("torch", "triton", "numpy"):
         if name in sys.modules:
@@ -314,7 +314,7 @@ def _cpu_name() -> str:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """The command for a report, which is handed around: without keys and without this machine's places."""
+    """Return the command for a report, without keys and without directories of this machine."""
     said, hides_next = ["infer"], False
     for argument in arguments:
         name, has_value, _ = argument.partition("=")
@@ -326,7 +326,7 @@ def command_line(arguments: Sequence[str]) -> str:
 
 
 def _short(argument: str) -> str:
-    """An argument without the directories of this machine, and a URL without its user."""
+    """Return an argument without the directories of this machine, or a URL without its user."""
     if "://" in argument:
         scheme, _, rest = argument.partition("://")
         return f"{scheme}://{rest.rpartition('@')[2]}"

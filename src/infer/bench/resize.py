@@ -12,7 +12,7 @@ from infer.bench.workloads import DEFAULT_VOCAB, FIRST_ID, WORDS, Session, Turn,
 
 
 def fit(workload: Workload, *, context_len: int, vocab_size: int | None = None) -> Workload:
-    """The same workload for a model that is too small for it: shorter in proportion, ids in range."""
+    """Return the workload for a model that is too small for it: shorter in proportion, ids in range."""
     scale = min(1.0, context_len / workload.longest)
     if workload.is_chat and scale < 1:
         scale *= 0.25  # a word may be several tokens of a small vocabulary, and a template adds its own
@@ -45,7 +45,7 @@ def fit(workload: Workload, *, context_len: int, vocab_size: int | None = None) 
 
 
 def vary(workload: Workload, repeat: int, vocab_size: int = DEFAULT_VOCAB) -> Workload:
-    """The same lengths and times with other tokens, so that no repeat finds the last one's in a cache.
+    """Return the same lengths and times with other tokens, so that no repeat is in the prefix cache.
 
     Tokens that were equal stay equal: prefixes that are shared within the workload are shared still.
     """

@@ -34,13 +34,13 @@ from infer.models.config import ModelConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
-    """What this machine can do at most, measured."""
+    """The measured rates that this machine does not exceed."""
 
     copy_bytes_per_s: float
     matmul_flops_per_s: float
 
     def figures(self) -> dict[str, float]:
-        """For a row of a report: who compares it with another sees whether the machine was the same."""
+        """Return the ceilings for a row of a report; a comparison sees whether the machine was the same."""
         return {
             "copy_gb_per_s": self.copy_bytes_per_s / 1e9,
             "matmul_tflops": self.matmul_flops_per_s / 1e12,
@@ -49,7 +49,7 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a roofline needs to know about a model; sizes in elements unless they say bytes."""
+    """The sizes of a model that a roofline depends on, in elements unless they say bytes."""
 
     layer_params: int  # in matrices; norms and biases are too small to count
     last_params: int  # of these, the last layer's but for keys and values: what only a row that samples needs
@@ -62,7 +62,7 @@ class Shape:
 
 
 def shape_of(config: ModelConfig, *, weight_bytes: float, kv_bytes: float) -> Shape:
-    """The shape of a model from its config alone."""
+    """Return the shape of a model from its config alone."""
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return Shape(
         # of experts those that one token is sent to: the least, for several tokens may need more of them
@@ -78,7 +78,7 @@ def shape_of(config: ModelConfig, *, weight_bytes: float, kv_bytes: float) -> Sh
 
 
 def weights_roofline(shape: Shape, ceilings: Ceilings, batch: int) -> float:
-    """Seconds of one step of `batch` sequences that each add one token, without attention."""
+    """Return the seconds of one step of `batch` sequences that each add one token, without attention."""
     bandwidth, flops = ceilings.copy_bytes_per_s, ceilings.matmul_flops_per_s
     return sum(
         max(params * shape.weight_bytes / bandwidth, 2 * params * batch / flops)
@@ -87,30 +87,30 @@ def weights_roofline(shape: Shape, ceilings: Ceilings, batch: int) -> float:
 
 
 def decode_roofline(shape: Shape, ceilings: Ceilings, *, batch: int, context: float) -> float:
-    """Seconds of one decode step with `context` tokens behind each sequence."""
+    """Return the seconds of one decode step with `context` tokens behind each sequence."""
     kv = batch * context * shape.kv_elements * shape.kv_bytes
     return weights_roofline(shape, ceilings, batch) + kv / ceilings.copy_bytes_per_s
 
 
 def prefill_flops(shape: Shape, length: int) -> float:
-    """Operations of one prompt of this length, alone: the last layer and the head for its last token only."""
+    """Return the operations of one prompt: of the last layer and the head, for its last token only."""
     rows = 2 * (shape.layer_params - shape.last_params) * length + 2 * (shape.last_params + shape.head_params)
     num_pairs = (shape.num_layers - 1) * length * (length + 1) / 2 + length  # of a query and a key
     return rows + 4 * shape.attention_size * num_pairs
 
 
 def prefill_roofline(shape: Shape, ceilings: Ceilings, length: int) -> float:
-    """Seconds to the first token of one prompt on an idle machine."""
+    """Return the seconds to the first token of one prompt on an idle machine."""
     return max(
         prefill_flops(shape, length) / ceilings.matmul_flops_per_s, weights_roofline(shape, ceilings, 1)
     )
 
 
 def workload_roofline(shape: Shape, ceilings: Ceilings, lengths: Sequence[tuple[int, int]]) -> float:
-    """Seconds for (prompt, output) lengths that are all there at once, every step as full as can be.
+    """Return the seconds for (prompt, output) lengths that are there at once, every step as full as can be.
 
-    The prompts cost their operations; then the first token of everybody is there, and each further step
-    reads the weights once for all who still run. Keys and values are read once per token made.
+    The prompts cost their operations; then the first token of every request is there, and each further step
+    reads the weights once for all that still run. Keys and values are read once per token made.
     """
     seconds = sum(prefill_flops(shape, prompt) for prompt, _ in lengths) / ceilings.matmul_flops_per_s
     ends = sorted(output for _, output in lengths)
@@ -122,7 +122,7 @@ def workload_roofline(shape: Shape, ceilings: Ceilings, lengths: Sequence[tuple[
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype, *, scale: float = 1.0) -> Ceilings:
-    """Copy a large tensor, multiply two large matrices of random numbers; the best of several tries."""
+    """Return the best of several copies of a large tensor and of several large matrix products."""
     on_gpu = device.type == "cuda"
     num_bytes, size = (int(scale * full) for full in ((1 << 30, 8192) if on_gpu else (1 << 27, 1024)))
     source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device)
@@ -134,7 +134,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, *, scale: float =
 
 
 def best_seconds(work: object, device: torch.device, tries: int = 7) -> float:
-    """The shortest of several calls: what disturbs a ceiling only makes it longer."""
+    """Return the shortest of several calls: what disturbs a ceiling only makes it longer."""
     assert callable(work)
     work()
     synchronize(device)
@@ -148,6 +148,6 @@ def best_seconds(work: object, device: torch.device, tries: int = 7) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for everything that was asked of a GPU."""
+    """Wait until a GPU has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -23,7 +23,7 @@ from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request, StepOutput
 
 SAMPLE_EVERY = 16  # steps between two looks at how full the engine is: a look takes measured time
-STARVED_S = 30.0  # without a token: longer than anyone waits
+STARVED_S = 30.0  # without a token: longer than a user waits
 COUNTERS = ("num_steps", "num_preemptions", "num_step_tokens", "num_queried_tokens", "num_hit_tokens")
 _WORD_IDS = {word: FIRST_ID + number for number, word in enumerate(WORDS)}
 
@@ -55,7 +55,7 @@ class WallClock:
 
 @dataclass(slots=True, kw_only=True)
 class OfflineResult:
-    """What came of one run."""
+    """The traces of one run, and what the engine did in it."""
 
     traces: list[RequestTrace] = field(default_factory=list)
     seconds: float = 0.0  # to the end of the last request
@@ -105,7 +105,7 @@ def to_ids(workload: Workload) -> Workload:
 
 
 class _Run:
-    """One workload on its way through an engine."""
+    """Puts the requests of one workload into an engine and collects their traces."""
 
     def __init__(
         self, engine: Engine, workload: Workload, clock: Clock, sample_every: int, params: Mapping[str, Any]

@@ -1,6 +1,6 @@
 """What a server says about itself before and after a run: counters of its /metrics page, where it has one.
 
-Names end alike whoever serves (`infer_num_preemptions_total`, `vllm:num_preemptions_total`), so a figure is
+Names end alike in all engines (`infer_num_preemptions_total`, `vllm:num_preemptions_total`), so a figure is
 found by the end of its name, and values with different labels are added up. A server without the page
 loses these figures and nothing else.
 """
@@ -22,7 +22,7 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 def read_counters(page: str) -> dict[str, float]:
-    """The counters above that the page has."""
+    """Return those of COUNTERS that a metrics page has."""
     found: dict[str, float] = {}
     for name, _, value in _LINE.findall(page):
         for counter, ending in COUNTERS.items():
@@ -35,7 +35,7 @@ def read_counters(page: str) -> dict[str, float]:
 
 
 def read_config(page: str) -> dict[str, str]:
-    """The labels of `cache_config_info`: how the server was set up, as far as it tells."""
+    """Return the labels of `cache_config_info`: how the server was set up, as far as it tells."""
     for name, labels, _ in _LINE.findall(page):
         if name.endswith("cache_config_info"):
             return dict(_LABEL.findall(labels))
@@ -43,7 +43,7 @@ def read_config(page: str) -> dict[str, str]:
 
 
 def figures(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """What the run between two readings adds to a report."""
+    """Return the figures of the run between two readings."""
     change = {name: after[name] - before[name] for name in after if name in before}
     found = {}
     if change.get("num_queued"):

@@ -1,6 +1,6 @@
 """`infer bench serve`: workloads against a server, repeat by repeat, into one report.
 
-who is there? ──► which ids does it take? ──► warm up ──► each workload, each repeat: other tokens, run, count
+what is served? ──► which ids are taken? ──► warm up ──► each workload, each repeat: other tokens, run, count
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LEAST_VOCAB = 100  # a server that refuses ids below it takes none at all
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to run."""
+    """The workloads to run, and how to ask."""
 
     workloads: Sequence[str]
     seed: int = 42
@@ -60,7 +60,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What the server says it serves."""
+    """The model of a server, and what the server tells of itself."""
 
     model: str
     context_len: int | None
@@ -70,7 +70,7 @@ class Served:
 
 
 def ask_server(endpoint: Endpoint, *, wait_s: float = 0.0) -> Served:
-    """The model to ask for, and what the server tells of itself; it may take `wait_s` to start."""
+    """Return the model to ask for and what the server tells of itself; it may take `wait_s` to start."""
     page = _wait_for(endpoint, "/v1/models", wait_s)
     try:
         cards = json.loads(page)["data"]
@@ -140,7 +140,7 @@ def bench_server(
 
 
 def _with_ids(endpoint: Endpoint, plan: Plan, notes: list[str]) -> Plan:
-    """The plan with ids that this server takes, which its model's vocabulary decides; or with words.
+    """Return the plan with token ids that this server takes, or with words where it takes none.
 
     One request per guess, the largest first: nearly every server is content with the first.
     """
@@ -168,7 +168,7 @@ def _with_ids(endpoint: Endpoint, plan: Plan, notes: list[str]) -> Plan:
 
 
 def _try(endpoint: Endpoint, turn: Turn) -> str | None:
-    """What is wrong with this request, if anything."""
+    """Return the error of this request, if it has one."""
     arrival = Arrival(kind="closed", concurrency=1)
     workload = Workload(name="try", about="", arrival=arrival, sessions=(Session(turns=(turn,)),))
     return run_load(endpoint, workload, processes=1).traces[0].error
@@ -186,7 +186,7 @@ def _prepare(name: str, plan: Plan, served: Served) -> Workload:
 
 
 def _as_text(workload: Workload) -> Workload:
-    """Words instead of ids, one for each: for servers that take only text."""
+    """Return the workload with a word for each id, for servers that take only text."""
 
     def words(turn: Turn) -> Turn:
         return replace(turn, ids=(), text=" ".join(WORDS[token_id % len(WORDS)] for token_id in turn.ids))
@@ -198,7 +198,7 @@ def _as_text(workload: Workload) -> Workload:
 
 
 def _warm_up(endpoint: Endpoint, plan: Plan) -> None:
-    """A few requests that nobody counts: connections, caches of compiled kernels, first allocations."""
+    """Send a few requests that are not counted: connections, compiled kernels, first allocations."""
     turn = Turn(text=" ".join(WORDS[:32]), max_tokens=16)
     sessions = (Session(turns=(turn,)),) * plan.warmup
     arrival = Arrival(kind="closed", concurrency=max(1, plan.warmup // 2))
@@ -219,7 +219,7 @@ def _no_answer(error: str | None) -> str:
 def _bench(
     endpoint: Endpoint, workload: Workload, plan: Plan, tell: Callable[[str], None], notes: list[str]
 ) -> Row:
-    """All repeats of one workload; what a reader must know goes into the notes."""
+    """Return the row of one workload; what a reader must know goes into the notes."""
 
     def run(repeat: int) -> dict[str, float]:
         before = scrape.read_counters(_page(endpoint, "/metrics"))
@@ -248,7 +248,7 @@ def _bench(
 
 
 def _notes(name: str, result: LoadResult) -> list[str]:
-    """What a reader must know before trusting the figures."""
+    """Return what a reader must know before trusting the figures."""
     notes = []
     if result.cpu_share > BUSY_CLIENT:
         notes.append(
@@ -267,7 +267,7 @@ def _notes(name: str, result: LoadResult) -> list[str]:
 
 
 def _version(endpoint: Endpoint) -> str:
-    """What the server says of its version, if it has a page for that."""
+    """Return the version of the server, or nothing where it has no page for that."""
     try:
         return str(json.loads(_page(endpoint, "/version"))["version"])
     except (ValueError, LookupError, TypeError):
@@ -275,7 +275,7 @@ def _version(endpoint: Endpoint) -> str:
 
 
 def _page(endpoint: Endpoint, path: str) -> str:
-    """A page that a server may have; empty where it has none."""
+    """Return a page that a server may have; empty where it has none."""
     try:
         return asyncio.run(fetch(endpoint, path)).decode(errors="replace")
     except ConfigError:

@@ -45,7 +45,7 @@ TINY = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A loaded model and the knobs it was asked for with."""
+    """A loaded model, and the knobs that engines around it are built with."""
 
     loaded: LoadedModel
     config: EngineConfig
@@ -53,7 +53,7 @@ class Target:
     revision: str = ""  # the hub's commit, or a hash of the files
 
     def in_form(self, quantization: str) -> Target:
-        """The same model with its weights in another form, loaded anew; the same one if they are in it."""
+        """Return the model with its weights in another form, loaded anew; itself if they are in that form."""
         if self.weights == quantization:
             return self
         assert not self.is_random
@@ -61,17 +61,17 @@ class Target:
         return replace(self, loaded=open_model(config, show_progress=True)[1], config=config)
 
     def engine(self, **knobs: Any) -> Engine:
-        """A fresh engine with these knobs over the others."""
+        """Return a fresh engine with these knobs over the others."""
         return build_engine(EngineConfig.from_knobs(**(self.config.knobs() | knobs)), self.loaded)
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """The device of the model."""
         return self.loaded.device
 
     @property
     def vocab_size(self) -> int:
-        """Token ids there are."""
+        """The number of token ids of the model."""
         return self.loaded.config.vocab_size
 
     @property
@@ -80,14 +80,14 @@ class Target:
         return kept_bytes(self.loaded.model)
 
     def shape(self) -> Shape:
-        """The shape for rooflines; where matrices differ in their bits, each weight has the mean."""
+        """Return the shape for rooflines; where matrices differ in their bits, each weight has the mean."""
         weight_bytes = bytes_per_weight(self.loaded.model, self.loaded.dtype)
         return shape_of(
             self.loaded.config, weight_bytes=weight_bytes, kv_bytes=float(self.loaded.dtype.itemsize)
         )
 
     def facts(self) -> dict[str, Any]:
-        """What a report says about the model."""
+        """Return what a report says about the model."""
         config = self.loaded.config
         return {
             "name": self.loaded.name,
@@ -103,7 +103,7 @@ class Target:
         }
 
     def knobs(self) -> dict[str, Any]:
-        """What a report says about the configuration: what `auto` meant here, not that it was asked for."""
+        """Return what a report says about the configuration: what `auto` meant here."""
         max_seq_len = self.loaded.max_seq_len
         scheduler = resolve_for(self.config, self.loaded).scheduler
         chosen = {name: getattr(scheduler, name, None) for name in shareable_knobs(self.config)}

@@ -114,7 +114,7 @@ def read_trace(path: Path) -> list[TraceRequest]:
 
 
 def _length(rng: random.Random, typical: int, *, least: int = 4, most: int) -> int:
-    """A length around `typical` with a long tail, as prompts and answers have."""
+    """Return a length around `typical` with a long tail, as prompts and answers have."""
     return max(least, min(most, round(rng.lognormvariate(math.log(typical), 0.7))))
 
 

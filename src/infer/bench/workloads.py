@@ -40,7 +40,7 @@ WORDS = _COMMON.split()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """When sessions start."""
+    """The process by which sessions start."""
 
     kind: Literal["closed", "open"]
     concurrency: int = 0  # closed: sessions at once; 0: all of them
@@ -63,7 +63,7 @@ class Turn:
 
     @property
     def prompt_len(self) -> int:
-        """The number of tokens; of text, of words, which is about as many."""
+        """The number of tokens, or of words where the turn is text: about as many."""
         return len(self.ids) or len(self.text.split())
 
 

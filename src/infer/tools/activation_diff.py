@@ -49,7 +49,7 @@ Recording = dict[str, torch.Tensor]  # module name -> its output, in the order t
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One activation of both models."""
+    """One activation of both models, and how far the two differ."""
 
     name: str
     reference_name: str
@@ -61,7 +61,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All activations that could be lined up, in the order our model computed them."""
+    """All activations that could be lined up, in the order in which the first model computed them."""
 
     rows: tuple[Row, ...]
 
@@ -187,7 +187,7 @@ def _row(name: str, reference_name: str, ours: torch.Tensor, expected: torch.Ten
 
 
 def _views(expected: torch.Tensor, shape: torch.Size) -> list[torch.Tensor]:
-    """`expected` in our layout: without a batch dimension, and with tokens before heads."""
+    """Return `expected` in our layout: without a batch dimension, and with tokens before heads."""
     if expected.dim() > 1 and expected.shape[0] == 1 and expected.dim() != len(shape):
         expected = expected.squeeze(0)
     candidates = [expected, *([expected.transpose(0, 1)] if expected.dim() == 3 else [])]

@@ -12,7 +12,7 @@ the run (engine/run_manifest.py); then everything that happens, in order:
 
 `t` is seconds since the header. A line is written whole when its event happens, and nothing is kept in
 memory. Prompts and outputs are in a record, as token ids; paths are not, and cache salts are hashed
-with a key that is thrown away: equal ones stay equal, and nobody can guess them back.
+with a key that is thrown away: equal ones stay equal, and none can be guessed back.
 
 A file that cannot be written is an error before the model starts. If it fails later (a full disk) the
 recording ends after its last whole line, with a warning, and the engine goes on.
@@ -55,7 +55,7 @@ class Recorder(EngineObserver):
         self._salt_key = secrets.token_bytes(16)
         self._started = perf_counter()
         try:
-            # readable by its owner alone: it holds what people asked
+            # readable by its owner alone: it holds prompts
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
             if stat.S_ISREG(os.fstat(descriptor).st_mode):  # a file that was there keeps its mode otherwise
                 os.fchmod(descriptor, 0o600)
@@ -88,7 +88,7 @@ class Recorder(EngineObserver):
         self._event("add", step, request=written)
 
     def on_abort(self, step: int, request_id: str, index: int | None) -> None:
-        """Write whose sequence ended."""
+        """Write which sequence ended."""
         self._event("abort", step, request_id=request_id, index=index)
 
     def on_reset(self, step: int) -> None:

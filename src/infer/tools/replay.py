@@ -35,7 +35,7 @@ MAX_SHOWN_BLOCKS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayReport:
-    """How far a replay came, and the first difference if there was one."""
+    """The end of a replay: its counts, and the first difference if there was one."""
 
     step: int  # the last one made
     num_steps: int  # plans that ran
@@ -45,7 +45,7 @@ class ReplayReport:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What the engine did in one step: it ran a plan, or failed."""
+    """One step as the engine made it: a plan that ran, or a failure."""
 
     step: int
     plan: StepPlan | None = None
@@ -54,7 +54,7 @@ class _Seen:
 
 
 class _Witness(EngineObserver):
-    """Remembers, in order, what the engine did and nobody has compared yet.
+    """Remembers, in order, what the engine did and was not compared yet.
 
     With overlap a step is seen some calls of `step()` late, so what is seen and what is done keep no pace.
     """
@@ -87,7 +87,7 @@ class Replay:
             if until is not None and event.step + isinstance(event, Added | Aborted | Reset) > until:
                 break
             if isinstance(event, Failed) and event.error.startswith(KeyboardInterrupt.__name__):
-                break  # somebody pressed Ctrl-C: the run ends here, and there is nothing to compare
+                break  # Ctrl-C: the run ends here, and there is nothing to compare
             difference = self._follow(event, until)
             if difference is not None and check:
                 return self._report(f"step {event.step}: {difference}")
@@ -211,7 +211,7 @@ def check_threads(num_threads: int) -> None:
 
 
 def replay_config(facts: RunFacts, model: str | None, *, device: str | None = None) -> EngineConfig:
-    """The config of the recorded engine: its knobs, with all that was chosen at start now given."""
+    """Return the config of the recorded engine, with all that was chosen at its start given."""
     table = knob_table()
     known = {name for row in table.values() for name in (row.name, *row.spellings)}
     unknown = set(facts.knobs) - known
@@ -240,7 +240,7 @@ def replay_config(facts: RunFacts, model: str | None, *, device: str | None = No
 
 
 def describe_state(engine: Engine) -> str:
-    """The queues, every sequence's counts and blocks, and the cache, for people."""
+    """Return the queues, every sequence's counts and blocks, and the cache, as text."""
     scheduler = engine.scheduler
     waiting = sorted((s for s in scheduler.sequences() if not s.is_running), key=lambda seq: seq.sort_key)
     lines = [f"after step {scheduler.step}: {len(scheduler.running)} running, {len(waiting)} waiting"]

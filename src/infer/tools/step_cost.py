@@ -7,7 +7,7 @@ adds, `per_kv_token` what looking back costs: each chunk reads the keys and valu
 its end. The formula is crude and that is enough: it ranks policies, it does not predict milliseconds.
 
 The defaults were fitted to recorded runs of the default model in int4 (docs/features/simulator.md says how).
-Anybody can fit their own: a record holds the plan and the time of every step.
+A cost of another machine is fitted to a record of it, which holds the plan and the time of every step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MIN_STEPS = 20  # of a record, to fit four numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """Seconds."""
+    """The seconds that a step takes for each thing it does."""
 
     base: float = 0.0022
     per_token: float = 0.00089
@@ -43,7 +43,7 @@ class StepCost:
             raise ConfigError("a step must take time; base or per_token must be more than 0")
 
     def seconds(self, plan: StepPlan) -> float:
-        """How long this plan takes."""
+        """Return the seconds that a plan takes."""
         num_tokens = num_kv_tokens = 0
         for chunk in plan.chunks:
             num_tokens += chunk.stop - chunk.start
@@ -57,7 +57,7 @@ class StepCost:
 
 
 def read_cost(text: str) -> StepCost:
-    """A cost from JSON, from a file that holds JSON, or fitted to the timings of a record."""
+    """Return the cost in JSON or in a file of it, or the one fitted to the timings of a record."""
     if not text.lstrip().startswith("{"):
         path = Path(text)
         try:
@@ -82,9 +82,9 @@ def read_cost(text: str) -> StepCost:
 
 
 def fit_cost(record: Record) -> StepCost:
-    """The cost that explains a recorded run best: least squares of the relative errors, none negative.
+    """Return the cost that explains a recorded run best: least squares of relative errors, none negative.
 
-    A step begins when the event before it was written, so time in which nobody asked does not count.
+    A step begins when the event before it was written, so time without requests does not count.
     """
     import numpy as np
 

@@ -19,7 +19,7 @@ def test_an_unknown_ablation_is_refused() -> None:
 @pytest.mark.parametrize(
     ("gain", "is_best", "said"),
     [
-        (2.0, True, "2.00 times better, because a start that somebody has computed"),
+        (2.0, True, "2.00 times better, because a start that was computed before"),
         (2.0, False, "2.00 times better here too"),
         (0.5, True, "2.00 times worse: the shared start is computed so fast"),
         (0.5, False, "2.00 times worse, and it has nothing to give here: nothing is shared"),
