@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import json
 import os
 import platform
 import shlex
@@ -32,6 +31,7 @@ import msgspec
 from infer import __version__
 from infer.bench.metrics import merge_repeats, middle
 from infer.errors import ConfigError
+from infer.tools.typed_json import read_json
 
 SCHEMA = "infer-bench"
 VERSION = 1
@@ -83,6 +83,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     rows: list[Row]
     notes: list[str] = []
     is_partial: bool = False  # interrupted: rows may lack repeats, or be skipped
+
+
+_OBJECT = msgspec.json.Decoder(dict[str, Any])
+_REPORT = msgspec.json.Decoder(Report)
 
 
 def make_row(
@@ -159,21 +163,15 @@ def read_report(path: Path) -> Report:
         data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read the report {path}: {error.strerror}") from None
-    try:
-        raw = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
-    if isinstance(raw, dict) and "engine" in raw and "schema" not in raw:
-        return _from_engine(raw, str(path))
-    return check_report(data, str(path))
+    raw = read_json(data, _OBJECT, str(path))
+    return (
+        check_report(data, str(path)) if "schema" in raw or "engine" not in raw else _from_engine(raw, path)
+    )
 
 
 def check_report(data: bytes, where: str) -> Report:
     """Return the report in this JSON; raises a ConfigError that says what is wrong with it."""
-    try:
-        report = msgspec.json.decode(data, type=Report)
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{where} is not a benchmark report: {error}") from None
+    report = read_json(data, _REPORT, f"{where} is not a benchmark report")
     if report.schema != SCHEMA or report.version != VERSION:
         raise ConfigError(
             f"{where} is {report.schema} version {report.version}; this version reads {SCHEMA} {VERSION}"
@@ -192,19 +190,30 @@ def check_report(data: bytes, where: str) -> Report:
     return report
 
 
-_ENGINE_FIGURES = {"s": "seconds", "out_tok_s": "output_tokens_per_s", "in_tok_s": "input_tokens_per_s"}
+class _EngineRow(
+    msgspec.Struct,
+    rename={"seconds": "s", "output_tokens_per_s": "out_tok_s", "input_tokens_per_s": "in_tok_s"},
+):
+    """One workload in the results of another engine."""
+
+    seconds: float | None = None
+    output_tokens_per_s: float | None = None
+    input_tokens_per_s: float | None = None
+    note: str = ""
 
 
-def _from_engine(raw: Mapping[str, Any], where: str) -> Report:
+def _from_engine(raw: Mapping[str, Any], where: Path) -> Report:
     """Return another engine's results as a report of one repeat."""
     rows = []
-    for name, figures in raw.items():
-        if isinstance(figures, dict):
-            known = {
-                _ENGINE_FIGURES[key]: float(value) for key, value in figures.items() if key in _ENGINE_FIGURES
-            }
-            if known:
-                rows.append(make_row(name, "", [known], note=str(figures.get("note", ""))))
+    for name, value in raw.items():
+        if isinstance(value, dict):
+            try:
+                figures = msgspec.structs.asdict(msgspec.convert(value, _EngineRow))
+            except msgspec.ValidationError as error:
+                raise ConfigError(f"{where}: row {name!r}: {error}") from None
+            note = figures.pop("note")
+            if known := {figure: number for figure, number in figures.items() if number is not None}:
+                rows.append(make_row(name, "", [known], note=note))
     if not rows:
         raise ConfigError(f"{where} names an engine, but holds no results that are understood")
     return Report(

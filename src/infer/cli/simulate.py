@@ -169,10 +169,12 @@ def read_counts(text: str) -> list[int]:
 
 def to_json(load: Workload, cost: StepCost, results: list[SimulationResult]) -> dict[str, Any]:
     """Return the object that `--json` prints."""
+    import msgspec
+
     return {
         "load": load.name,
         "num_requests": load.num_requests,
-        "cost": dataclasses.asdict(cost),
+        "cost": msgspec.structs.asdict(cost),
         "results": [dataclasses.asdict(result) for result in results],
     }
 

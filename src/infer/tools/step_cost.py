@@ -12,35 +12,34 @@ A cost of another machine is fitted to a record of it, which holds the plan and 
 
 from __future__ import annotations
 
-import json
-import math
-from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
+from typing import Annotated
 
-from infer.errors import ConfigError, closest
+import msgspec
+
+from infer.errors import ConfigError
 from infer.scheduling.plan import StepPlan
 from infer.tools.record_reader import Ran, Record
+from infer.tools.typed_json import read_json
 
 MIN_STEPS = 20  # of a record, to fit four numbers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepCost:
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The seconds that a step takes for each thing it does."""
 
-    base: float = 0.0022
-    per_token: float = 0.00089
-    per_kv_token: float = 0.0000035
-    per_block: float = 0.00013
+    base: Seconds = 0.0022
+    per_token: Seconds = 0.00089
+    per_kv_token: Seconds = 0.0000035
+    per_block: Seconds = 0.00013
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise ConfigError(f"a cost must be seconds, 0 or more, got {field.name}={value!r}")
         if self.base + self.per_token == 0:
-            raise ConfigError("a step must take time; base or per_token must be more than 0")
+            raise ValueError("a step must take time; base or per_token must be more than 0")
 
     def seconds(self, plan: StepPlan) -> float:
         """Return the seconds that a plan takes."""
@@ -68,17 +67,7 @@ def read_cost(text: str) -> StepCost:
                 text = first_line + handle.read(1 << 16)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--cost is neither JSON nor a file that can be read: {error}") from None
-    try:
-        given = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the cost is not JSON: {error}") from None
-    known = [field.name for field in fields(StepCost)]
-    if not isinstance(given, dict):
-        raise ConfigError(f"the cost must be a JSON object with any of {', '.join(known)}")
-    for name in given:
-        if name not in known:
-            raise ConfigError(f"unknown cost {name!r}{closest(name, known, listed='known')}")
-    return StepCost(**given)
+    return read_json(text.encode(), msgspec.json.Decoder(StepCost), "the cost")
 
 
 def fit_cost(record: Record) -> StepCost:
@@ -104,7 +93,6 @@ def fit_cost(record: Record) -> StepCost:
         if (found >= 0).all():
             break
         kept.remove(kept[int(found.argmin())])  # what would make a step faster is noise
-    costs = dict.fromkeys((field.name for field in fields(StepCost)), 0.0)
-    names = list(costs)
-    costs |= {names[column]: float(value) for column, value in zip(kept, found, strict=True)}
-    return StepCost(**costs)
+    names = StepCost.__struct_fields__
+    fitted = {names[column]: float(value) for column, value in zip(kept, found, strict=True)}
+    return StepCost(**dict.fromkeys(names, 0.0) | fitted)
