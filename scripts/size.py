@@ -35,9 +35,9 @@ class Budget(NamedTuple):
 
 BUDGETS: Mapping[str, Budget] = {
     "core": Budget(limit=9_000, target=9_000),
-    "kernels": Budget(limit=11_400, target=9_500),
-    "server": Budget(limit=4_400, target=4_300),
-    "src": Budget(limit=42_400, target=39_000),
+    "kernels": Budget(limit=10_900, target=9_500),
+    "server": Budget(limit=4_300, target=4_300),
+    "src": Budget(limit=41_800, target=39_000),
 }
 
 

@@ -153,7 +153,7 @@ def test_sglang_bench_reads_completions(live: LiveServer, continued: str) -> Non
     }
     reading = read_as_sglang(post(live, "/v1/completions", body).content)
     assert reading.text == continued
-    assert reading.usages == []  # nobody asked
+    assert reading.usages == []  # not asked for
 
 
 def test_sglang_bench_reads_chats(live: LiveServer, answered: str) -> None:

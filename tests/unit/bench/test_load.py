@@ -230,7 +230,7 @@ def test_a_broken_answer_is_counted_and_survived(script: Script, message: str) -
     assert [trace.ttft for trace in rest] == pytest.approx([0.5, 0.5])
 
 
-def test_nobody_there_is_an_error_of_each_request() -> None:
+def test_no_server_is_an_error_of_each_request() -> None:
     async def work(server: FakeServer) -> LoadResult:
         clock = asyncio.get_running_loop().time
         return await run_workload(Endpoint(url=server.url + "x"), requests(3, ONE_BY_ONE), clock=clock)

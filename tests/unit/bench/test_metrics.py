@@ -72,7 +72,7 @@ def test_the_figures_of_a_run_by_hand() -> None:
     assert figures["goodput_share"] == 1 / 3
 
 
-def test_the_cached_share_counts_those_who_told_it() -> None:
+def test_the_cached_share_counts_requests_that_tell_it() -> None:
     told = [trace(0.0, [1.0]), trace(0.0, [1.0]), trace(0.0, [], error="hung up")]
     assert cached_share(told) is None
     for each, count in zip(told, (0, 5, 10), strict=True):

@@ -193,7 +193,7 @@ def test_a_machine_that_was_slower_in_one_of_two_reports_is_said_once() -> None:
     assert (
         compare(quick, at_speed(copy_gb_per_s=16.7), least_band=0.5).differences == []
     )  # a band that was asked for
-    assert compare(quick, at_speed()).differences == []  # nobody measured
+    assert compare(quick, at_speed()).differences == []  # not measured
 
 
 def test_a_report_from_before_the_share_was_recorded_has_its_counts() -> None:

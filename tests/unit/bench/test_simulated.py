@@ -45,7 +45,7 @@ def test_one_request_alone_takes_a_step_per_token() -> None:
     assert (result.num_finished, result.num_refused, result.num_preemptions) == (1, 0, 0)
 
 
-def test_who_comes_while_the_batch_is_full_waits_in_the_queue() -> None:
+def test_a_request_waits_in_the_queue_while_the_batch_is_full() -> None:
     """Two places: the third request, come at 1.0, starts when the first is done, at 3.0."""
     trace = [ask(0.0, 2, 3), ask(0.0, 2, 8), ask(1.0, 2, 1)]
     result = run(trace, max_batch_size=2)
@@ -68,7 +68,7 @@ def test_shared_prefixes_hit_the_cache_and_other_prompts_do_not() -> None:
     assert run(shared, use_prefix_caching=False).cache_hit_rate == 0.0
 
 
-def test_a_cache_too_small_preempts_and_everybody_finishes() -> None:
+def test_a_cache_too_small_preempts_and_every_request_finishes() -> None:
     trace = [ask(0.0, 6, 20) for _ in range(6)]
     small, large = run(trace, num_blocks=10), run(trace, num_blocks=64)
     assert small.num_preemptions > 0 == large.num_preemptions
@@ -90,7 +90,7 @@ def test_the_deadline_policy_meets_the_deadline_that_arrival_order_misses() -> N
 
 
 def test_prompts_first_give_an_earlier_first_token_and_a_longer_gap() -> None:
-    """Three steps' worth of prompts arrive while somebody decodes."""
+    """Three steps' worth of prompts arrive while a sequence decodes."""
     cost = StepCost(base=0.0, per_token=1.0, per_kv_token=0.0, per_block=0.0)
     trace = [ask(0.0, 2, 30), *[ask(1.0, 8, 2) for _ in range(3)]]
     knobs = {"max_batch_size": 8, "max_num_batched_tokens": 8, "prefill_chunk_size": 8}
@@ -252,7 +252,7 @@ def write_timed_record(path: Path, cost: StepCost, num_steps: int) -> None:
         recorder.on_start(facts)
     now, lines = 0.0, [path.read_text("utf-8")]
     for step in range(1, num_steps + 1):
-        now += 100.0  # nobody asked for anything
+        now += 100.0  # no request
         with Recorder(path) as recorder:
             recorder.on_start(facts)
             recorder.on_add(step - 1, Request(request_id=str(step), prompt=(1,)))

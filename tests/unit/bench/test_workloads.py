@@ -89,7 +89,7 @@ def reference_nano() -> list[tuple[list[int], int]]:
     ]
 
 
-def test_nano256_is_the_list_that_everybody_is_timed_on() -> None:
+def test_nano256_is_the_list_that_all_engines_are_timed_on() -> None:
     made = [(list(s.turns[0].ids), s.turns[0].max_tokens) for s in make_workload("nano256").sessions]
     assert made == reference_nano()
 
