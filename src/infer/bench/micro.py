@@ -58,7 +58,6 @@ def bench_attention(
 
     def row(name: str, batch: int, context: int) -> Row:
         work, num_bytes = _attention(target, batch, context, seed)
-        roofline = num_bytes / ceilings.copy_bytes_per_s
 
         def run(repeat: int) -> dict[str, float]:
             seconds = best_seconds(work, loaded.device)
@@ -66,9 +65,7 @@ def bench_attention(
             return {
                 "call_p50_s": seconds,
                 "gb_per_s": num_bytes / seconds / 1e9,
-                "roofline_s": roofline,
-                "roofline_share": roofline / seconds,
-                **ceilings.figures(),
+                **ceilings.figures(num_bytes / ceilings.copy_bytes_per_s, seconds),
             }
 
         return measure_row(name, "one layer, one query per sequence, scattered blocks", repeats, run)

@@ -104,7 +104,7 @@ def bench_offline(target: Target, names: Sequence[str], *, seed: int, repeats: i
 def _rooflines(target: Target, ceilings: Ceilings, result: OfflineResult) -> dict[str, float]:
     lengths = [(trace.num_prompt, trace.num_output) for trace in result.traces]
     roofline = workload_roofline(target.shape(), ceilings, lengths)
-    return {"roofline_s": roofline, "roofline_share": roofline / result.seconds, **ceilings.figures()}
+    return ceilings.figures(roofline, result.seconds)
 
 
 def bench_latency(target: Target, *, seed: int, repeats: int, tell: Tell) -> Report:
@@ -156,10 +156,8 @@ def bench_prefill(target: Target, *, lengths: Sequence[int], seed: int, repeats:
             return {
                 "input_tokens_per_s": length / seconds,
                 "ttft_p50_s": seconds,
-                "roofline_s": roofline,
-                "roofline_share": roofline / seconds,
+                **ceilings.figures(roofline, seconds),
                 "mfu": prefill_flops(shape, length) / seconds / ceilings.matmul_flops_per_s,
-                **ceilings.figures(),
             }
 
         return measure_row(str(length), about, repeats, run)
@@ -198,9 +196,7 @@ def bench_decode(
                 "output_tokens_per_s": size / step,
                 "step_p50_s": step,
                 "itl_p99_s": percentile(gaps, 99) if gaps else step,
-                "roofline_s": roofline,
-                "roofline_share": roofline / step,
-                **ceilings.figures(),
+                **ceilings.figures(roofline, step),
             }
 
         return measure_row(f"batch {size}", f"{size} sequences of about {middle:.0f} tokens", repeats, run)

@@ -39,9 +39,11 @@ class Ceilings:
     copy_bytes_per_s: float
     matmul_flops_per_s: float
 
-    def figures(self) -> dict[str, float]:
-        """Return the ceilings for a row of a report; a comparison sees whether the machine was the same."""
+    def figures(self, roofline: float, seconds: float) -> dict[str, float]:
+        """Return a roofline, the share of it that was reached, and the ceilings it was computed from."""
         return {
+            "roofline_s": roofline,
+            "roofline_share": roofline / seconds,
             "copy_gb_per_s": self.copy_bytes_per_s / 1e9,
             "matmul_tflops": self.matmul_flops_per_s / 1e12,
         }
