@@ -66,7 +66,6 @@ def start(model: str, streams: int, pace: int) -> Server:
 
 async def run_server(model: str, streams: int, pace: int) -> None:
     """The server's process: the whole application around a null engine."""
-    from infer.config.defaults import SERVER_MAX_QUEUE
     from infer.server import serve  # only here: the client's process needs none of it
 
     start_real = ProcessClient.start

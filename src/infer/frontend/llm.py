@@ -86,6 +86,11 @@ class TextModel:
         """The sampling parameters that the model's authors recommend; empty if there are none."""
         return self.encoder.sampling_defaults
 
+    def sampling_params(self, **given: Any) -> SamplingParams:
+        """Return these parameters, and the model's defaults for those that are not given or None."""
+        chosen = {name: value for name, value in given.items() if value is not None or name == "max_tokens"}
+        return SamplingParams(**(dict(self.sampling_defaults) | chosen))
+
     @property
     def has_chat_template(self) -> bool:
         """Whether `chat` works with this model."""

@@ -24,7 +24,7 @@ import torch
 from infer.errors import ConfigError
 from infer.layers.linear import without_weights
 from infer.loader.dtype import avoid_refused_products, stored_dtype, warn_if_slow
-from infer.loader.find.default_model import NAME, SAMPLING
+from infer.loader.find import default_model
 from infer.loader.find.source import ModelSource
 from infer.loader.formats.checkpoint import StoredTensor, open_checkpoint
 from infer.loader.formats.gguf import read_gguf
@@ -104,7 +104,7 @@ def read_headers(source: ModelSource) -> ModelHeaders:
     if source.is_gguf:
         file = read_gguf(source.path)
         raw, tensors = hf_config_from_gguf(file), gguf_checkpoint(file)
-        defaults = GenerationDefaults(sampling=SAMPLING if source.name == NAME else {})
+        defaults = GenerationDefaults(sampling=default_model.sampling_of(source.path))
     else:
         file = None
         raw, tensors = read_hf_config(source.path), open_checkpoint(source.path)

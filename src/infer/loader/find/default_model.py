@@ -25,7 +25,7 @@ import shutil
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -67,6 +67,11 @@ def default_model_file(*, show_progress: bool = True) -> Path:
         return _fetch(cached, show_progress)
     except OSError as error:
         raise _disk_error(error, cached.parent) from error
+
+
+def sampling_of(path: Path) -> Mapping[str, float]:
+    """Return the sampling defaults of a GGUF file: its authors' for the default model, wherever it lies."""
+    return SAMPLING if path.name == FILE and _is_whole(path) else {}
 
 
 def models_dir() -> Path:
