@@ -2,7 +2,7 @@
 
 InferError
 ├── ConfigError             the operator asked for something impossible      -> exit code 2
-├── CheckpointError         the files on disk are not what we expect         -> exit code 2
+├── CheckpointError         the files on disk are not what is expected       -> exit code 2
 │   └── ModelSourceError    the model could not be found or fetched          -> exit code 2
 ├── RequestError            the client asked for something impossible        -> HTTP 400 or 422
 │   ├── ContextOverflow     prompt + max_tokens does not fit the model
@@ -10,14 +10,14 @@ InferError
 │   ├── NameTaken           another model has or is about to have that name  -> HTTP 409
 │   ├── TemplateError       the chat template refuses these messages
 │   └── UnknownModel        no model of that name is served
-└── EngineError             our fault                                        -> HTTP 500
+└── EngineError             a fault of this package                          -> HTTP 500
     ├── BatchFailed         some prompts of a list have no answer; it holds the answers of the others
     ├── OutOfBlocks         the cache is full and nothing can be evicted
     ├── DeviceLost          the GPU is in an error state that only a new process can leave
     ├── QueueFull           too many requests are waiting                    -> HTTP 503, try later
     ├── RequestTimeout      the answer was not ready in time                 -> HTTP 504
     └── EngineStopped       the engine loop has ended; every waiter gets this    -> HTTP 503
-        └── EngineLost      and nobody will start it again
+        └── EngineLost      and will not be started again
 
 A message says what was given, what is allowed and what to do.
 Anything else that escapes (AssertionError, KeyError, ...) is a bug in this package.
@@ -69,7 +69,7 @@ class ContextOverflow(RequestError):
         is_least: bool = False,
         model_len: int | None = None,
     ) -> None:
-        """Refuse a prompt of so many tokens, or of so many at least where nobody has counted.
+        """Refuse a prompt of so many tokens, or of so many at least where counting stopped early.
 
         `model_len` is the model's own context, where `max_seq_len` may have been set below it.
         """
@@ -88,7 +88,7 @@ class ContextOverflow(RequestError):
         self._given = (num_prompt_tokens, max_tokens, context_len, is_least)
 
     def of(self, model_len: int) -> ContextOverflow:
-        """The same error by somebody who knows the model's own context."""
+        """Return the same error with the model's own context."""
         num_prompt_tokens, max_tokens, context_len, is_least = self._given
         return ContextOverflow(
             num_prompt_tokens, max_tokens, context_len, is_least=is_least, model_len=model_len
@@ -112,7 +112,7 @@ class UnknownModel(RequestError):
 
 
 class EngineError(InferError):
-    """Our fault: the engine could not do what it had promised."""
+    """The engine could not do what it had promised: a fault of this package."""
 
 
 class BatchFailed(EngineError):
@@ -144,16 +144,16 @@ class EngineStopped(EngineError):
 
 
 class EngineLost(EngineStopped):
-    """The engine has ended and nobody will start it again."""
+    """The engine has ended and will not be started again."""
 
 
 def spell_context(context_len: int) -> str:
-    """The limit a sequence must keep to, in the words by which clients' libraries know this mistake."""
+    """Return the limit of a sequence, in the words by which clients' libraries know this mistake."""
     return f"this model's maximum context length is {context_len} tokens"
 
 
 def spell_limit(context_len: int, model_len: int | None) -> str:
-    """A last clause where a model could do more than it is allowed to: which setting holds it back."""
+    """Return a last clause where a setting allows less than the model could do."""
     if model_len is None or model_len <= context_len:
         return ""
     return f" (this is the setting max_seq_len; the model itself could do {model_len})"
@@ -162,10 +162,10 @@ def spell_limit(context_len: int, model_len: int | None) -> str:
 def closest(
     name: str, known: Iterable[str], *, aliases: Mapping[str, str] | None = None, listed: str = ""
 ) -> str:
-    """End an error message with the known name that a misspelt one stands for.
+    """Return the end of an error message: the known name that a misspelt one stands for.
 
-    Where there is none it ends with all known names, behind the word `listed`, or else with nothing: who is
-    told one name has no use for the others. `aliases` are known elsewhere, each with the name it has here.
+    Where there is none it ends with all known names, behind the word `listed`, or else with nothing: one
+    suggestion makes the others noise. `aliases` are known elsewhere, each with the name it has here.
     """
     here = list(known)
     names = {each: each for each in here} | dict(aliases or {})
@@ -176,10 +176,10 @@ def closest(
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that this one is a slip of, or the only one that begins with it; None: no such name.
+    """Return the known name that this one is a slip of, or the only one that begins with it, or None.
 
     A slip leaves three letters out of four where they were. A guess from further away is worse than none:
-    it sends people to something that has nothing to do with what they want. Upper case does not count.
+    it leads to something that has nothing to do with what is wanted. Upper case does not count.
     """
     names = {each.casefold(): each for each in known}
     given = name.casefold()

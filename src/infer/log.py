@@ -1,4 +1,4 @@
-"""Log lines and progress bars: everything we say that is not the answer.
+"""Log lines and progress bars: everything written that is not the answer.
 
 Standard output belongs to the generated text, so that `infer generate ... > file` holds the text and
 nothing else. All that is said here goes to standard error:
@@ -21,7 +21,7 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of one module; pass `__name__`."""
+    """Return the logger of one module; pass `__name__`."""
     return logging.getLogger(name)
 
 
@@ -43,7 +43,7 @@ def progress(
     """Show a bar on standard error while the block runs; yields `advance(amount)`.
 
     Nothing is drawn when `is_shown` is false or standard error is not a terminal. The bar clears
-    itself at the end: a finished download is of no interest to who reads the answer.
+    itself at the end: a finished download is not part of the answer.
     """
     if not is_shown or not sys.stderr.isatty():
         yield lambda amount: None

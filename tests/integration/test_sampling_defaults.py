@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from infer.client.client import InProcessClient
 
 from infer import LLM, SamplingParams
 from infer.cli.main import main
+from infer.client.client import InProcessClient
 from infer.engine.build import build_engine
 from infer.frontend.prompts import open_model
 from infer.loader.find import default_model

@@ -86,5 +86,5 @@ def test_after_the_last_restart_the_server_ends_and_says_why(server: ServerProce
     assert ask(server, [CRASH, 9]).status_code in (500, 503)
     assert server.process.wait(30) == 1
     log = server.log.read_text()
-    assert "the server ends: no engine is left" in log and f"after {MAX_RESTARTS} restarts" in log
+    assert "server ends error=no engine is left" in log and f"after {MAX_RESTARTS} restarts" in log
     assert "Traceback" not in log

@@ -39,7 +39,7 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float:
-        """Speed after the first token, whose time is mostly the prompt's."""
+        """The speed after the first token, whose time is mostly the prompt's."""
         decode_s = self.total_s - self.first_token_s
         return (len(self.token_ids) - 1) / decode_s if decode_s > 0 and len(self.token_ids) > 1 else 0.0
 
@@ -98,7 +98,7 @@ def show_answer(
     except KeyboardInterrupt:
         is_interrupted = True
     total_s = perf_counter() - started
-    if hasattr(deltas, "seconds") and token_ids:  # it ran before we began to read
+    if hasattr(deltas, "seconds") and token_ids:  # it ran before this began to read
         first_token_s, total_s = deltas.seconds
     if hasattr(deltas, "close"):
         deltas.close()  # ends the request now, not when the stream happens to be collected

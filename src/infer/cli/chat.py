@@ -83,7 +83,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 class Conversation:
-    """What was said so far, and the model that says the rest."""
+    """The messages so far, and the model that answers the next."""
 
     def __init__(
         self, llm: LLM | RemoteModel, params: SamplingParams, system: str | None, options: dict[str, object]
@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
 def _answer_line(conversation: Conversation, text: str, *, shows_stats: bool, is_typed: bool) -> None:
     """Show the answer to one message; a message without an answer is told, and the next one may have one.
 
-    Whoever types can try again, or save what was said. A script cannot, so there a failure is the end.
+    At a terminal the message can be sent again, or the conversation saved. In a script a failure is the end.
     """
     is_begun = False
 

@@ -50,7 +50,7 @@ SAMPLING_HELP = {
 LIBRARY_ONLY = {"n", "best_of", "use_beam_search", "logprobs", "prompt_logprobs"}
 
 # Small instruct models ramble at a temperature of 1; these are the values of the sampling flags
-# where they differ from SamplingParams, which must not surprise who calls the library.
+# where they differ from those of SamplingParams, which keeps the values that libraries of other engines have.
 CLI_SAMPLING = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 512}
 
 # Where flags are put among the parsed arguments: a knob and a sampling field may have the same name.
@@ -117,7 +117,7 @@ def _add_knob(group: argparse._ArgumentGroup, row: KnobRow) -> None:
 
 
 def knobs_from(args: argparse.Namespace, *, with_server: bool = False) -> dict[str, Any]:
-    """The knobs a user set: those of the config file, then the flags over them."""
+    """Return the knobs that are set: those of the config file, and the flags over them."""
     table = knob_table(with_server=with_server)
     from_file = read_config_file(args.config, table) if args.config else {}
     given = own_names(_given(args, KNOB), table)
@@ -125,7 +125,7 @@ def knobs_from(args: argparse.Namespace, *, with_server: bool = False) -> dict[s
 
 
 def spell(knobs: Mapping[str, object]) -> list[str]:
-    """The words of a command line that set these knobs."""
+    """Return the words of a command line that set these knobs."""
     words: list[str] = []
     for name, value in knobs.items():
         if isinstance(value, bool):
@@ -151,7 +151,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _sampling_options(hint: Any) -> dict[str, Any]:
-    """How argparse reads a field of this type."""
+    """Return the options of argparse for a field of this type."""
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
     if hint in (int, float):
@@ -168,7 +168,7 @@ def _sampling_options(hint: Any) -> dict[str, Any]:
 
 
 def sampling_from(args: argparse.Namespace) -> SamplingParams:
-    """The SamplingParams a user asked for, over the defaults of the command line; they have a seed."""
+    """Return the SamplingParams of the flags over the defaults of the command line; they have a seed."""
     given = _given(args, SAMPLING)
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])
@@ -179,7 +179,7 @@ def sampling_from(args: argparse.Namespace) -> SamplingParams:
 
 
 def nth_draw(params: SamplingParams, number: int) -> SamplingParams:
-    """The parameters of a command's answer of this number, counted from 0: the same, with a seed of its own.
+    """Return the parameters of a command's n-th answer, counted from 0: the same, with a seed of its own.
 
     With one seed for all, equal questions would get equal answers. The first answer has the command's seed
     itself, each further one a hash of that and its number: the seed of any answer, given to a command that
@@ -192,14 +192,14 @@ def nth_draw(params: SamplingParams, number: int) -> SamplingParams:
 
 
 def sampling_given(args: argparse.Namespace) -> list[str]:
-    """The names of the sampling parameters a user set."""
+    """Return the names of the sampling parameters that flags set."""
     return list(_given(args, SAMPLING))
 
 
 def fit_to_model(
     params: SamplingParams, args: argparse.Namespace, context_len: int, advice: Mapping[str, Any]
 ) -> SamplingParams:
-    """Adjust what the user left open: sample as the model's authors advise, and fit a short context."""
+    """Return the parameters with what flags left open set to the model's defaults, fit to a short context."""
     given = _given(args, SAMPLING)
     changes = {name: value for name, value in advice.items() if name not in given}
     if "max_tokens" not in given and params.max_tokens is not None:
@@ -208,7 +208,7 @@ def fit_to_model(
 
 
 def add_thinking_flag(group: argparse._ArgumentGroup) -> None:
-    """The switch of templates that can open or close the model's thinking, as Qwen 3's can."""
+    """Add the switch of chat templates that can turn a model's thinking on and off, as Qwen 3's can."""
     group.add_argument(
         "--thinking",
         action=argparse.BooleanOptionalAction,
@@ -217,19 +217,19 @@ def add_thinking_flag(group: argparse._ArgumentGroup) -> None:
 
 
 def template_options(args: argparse.Namespace) -> dict[str, object]:
-    """What the user set of the chat template."""
+    """Return the options of the chat template that flags set."""
     return {} if args.thinking is None else {"enable_thinking": args.thinking}
 
 
 def add_common_flags(parser: argparse.ArgumentParser, *, log_level: str = "warning") -> None:
-    """The flags every subcommand has; `log_level` is the default of --log-level."""
+    """Add the flags that every subcommand has; `log_level` is the default of --log-level."""
     group = parser.add_argument_group("messages, on standard error")
     group.add_argument("--log-level", choices=LEVELS, default=log_level, help=f"(default: {log_level})")
     group.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
 def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
-    """What the user set among the flags whose destination has this prefix."""
+    """Return what is set among the flags whose destination has this prefix."""
     return {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
 
 

@@ -67,7 +67,7 @@ examples:
 
 
 class Prompt(NamedTuple):
-    """What was asked, and in which line of which file, if it was one of many."""
+    """One question, and its line and file where it is one of many."""
 
     text: str
     line: int | None = None
@@ -161,7 +161,7 @@ def answer_all(
     load_s = perf_counter() - started
     params = flags.fit_to_model(params, args, llm.context_len, llm.sampling_defaults)
     if not (args.raw or isinstance(llm, RemoteModel) or llm.encoder.ships_chat_template):
-        logger.info("%s came without a chat template: prompts are continued as plain text", llm.name)
+        logger.info("no chat template, so prompts are continued as plain text model=%s", llm.name)
     answers: list[Answer] = []
     partial: list[Answer] = []  # the one that Ctrl-C ended
     try:
@@ -211,7 +211,7 @@ def answer_each(
 
 
 def shorten(text: str, length: int) -> str:
-    """The beginning of a text, as a label for the rest."""
+    """Return the beginning of a text, as a label for the whole."""
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
@@ -287,7 +287,7 @@ def _write_json(data: dict[str, Any]) -> None:
 def recording(
     path: Path | None, *, may_replace: bool = False
 ) -> AbstractContextManager[EngineObserver | None]:
-    """Whoever writes the run down to `path`, and closes the file at the end; nobody without a path.
+    """Return an observer that records the run to `path` and closes the file at the end; None without a path.
 
     A run cannot be had again once its record is gone, so a file that holds something is not replaced unasked.
     """
@@ -303,7 +303,7 @@ def recording(
 
 
 def read_prompts(args: argparse.Namespace) -> list[Prompt]:
-    """The prompts, from wherever the user put them."""
+    """Return the prompts, from the argument, a file or standard input."""
     if args.prompts_file is not None:
         if args.prompt is not None:
             raise ConfigError("give a PROMPT or --prompts-file, not both")
@@ -329,7 +329,7 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
 
 
 def encode_prompt(llm: LLM, prompt: str, args: argparse.Namespace) -> list[int]:
-    """The prompt's tokens: as a user's message where the model came with a template, else as plain text."""
+    """Return the prompt's tokens: a user's message where the model has a chat template, else plain text."""
     if args.raw or not llm.encoder.ships_chat_template:
         if args.system is not None:
             raise ConfigError(
@@ -347,7 +347,7 @@ def to_messages(prompt: str, args: argparse.Namespace) -> list[dict[str, str]]:
 
 
 def to_json(asked: Asked, answer: Answer, load_s: float) -> dict[str, Any]:
-    """The object `--json` prints for one prompt; of a server's answer the tokens are not known."""
+    """Return the object that `--json` prints for one prompt; a server's answer has no token ids."""
     has_ids = not isinstance(asked.stream, RemoteStream | StreamAhead)
     num_prompt, num_output = len(asked.prompt_ids), len(answer.token_ids)
     usage: Any = {

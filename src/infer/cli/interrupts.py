@@ -1,7 +1,7 @@
 """Ctrl-C while torch is being imported.
 
-It takes a second or two, and people press Ctrl-C in it. What is raised in the middle of such an import
-does not reach us: torch swallows it and goes on, or numpy fails in its place with an ImportError of its own.
+It takes a second or two, in which Ctrl-C may come. What is raised in the middle of such an import does not
+arrive: torch swallows it and goes on, or numpy fails in its place with an ImportError of its own.
 So for as long as it lasts Ctrl-C raises nothing and ends the process, which has nothing to clean up yet
 (`infer/__main__.py` does the same for the command line itself).
 

@@ -6,7 +6,7 @@
           some prompts have no answer
     2     the user asked for something impossible: one line on standard error says what to do
     130   interrupted with Ctrl-C
-    141   whoever read our output has gone (`infer generate ... | head -1`); not worth a message
+    141   the reader of the output has gone (`infer generate ... | head -1`); not worth a message
 
 Each subcommand is a module with `add_parser` and `run`. None of them imports torch before it has a
 model to load, so that `--help` and a mistyped flag answer at once.
@@ -35,7 +35,7 @@ SmolLM2-135M-Instruct is used; it is downloaded once.
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of every subcommand; scripts/docs.py prints its help into the docs."""
+    """Return the parser with every subcommand; scripts/docs.py prints its help into the docs."""
     parser = Parser(
         prog="infer",
         description="Run large language models on this machine.",
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     setup_logging(args.log_level)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a letter must not end us
+        sys.stdout.reconfigure(errors="replace")  # a letter that a terminal lacks ends nothing
     try:
         code: int = args.run(args)
         sys.stdout.flush()
@@ -92,12 +92,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _replace_closed_streams() -> None:
-    """Whoever starts us with a standard stream closed (`>&-`) wants to hear or to say nothing there."""
+    """Give a standard stream that the caller has closed (`>&-`) the null device instead."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (for as long as we run)
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (as long as the process runs)
 
 
 def _silence_stdout() -> None:
-    """Python flushes standard output once more at exit; let that go nowhere."""
+    """Send what Python flushes to standard output at exit nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

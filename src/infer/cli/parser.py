@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
         super().error(message)
 
     def _rewordings(self) -> dict[str, Callable[[re.Match[str]], str]]:
-        """What argparse says as a pattern, each with the words that replace it."""
+        """Return each message of argparse as a pattern, with the function that rewords it."""
         return {
             r"argument ([^\s/:]+)\S*: expected (?:one|at least one) argument": (
                 lambda match: f"{match[1]} needs a value behind it"
@@ -100,7 +100,7 @@ class Parser(argparse.ArgumentParser):
         return f"unknown option {options[0]}; {hint}"
 
     def _surplus_hint(self) -> str:
-        """What one word too many may have been meant to be."""
+        """Return what one word too many may have been meant to be."""
         if re.search(r"^  PROMPT\b", self._help(), re.MULTILINE):
             return "quote a text that holds spaces"
         if "--model" in self._options():
@@ -108,7 +108,7 @@ class Parser(argparse.ArgumentParser):
         return f"'{self.prog} --help' shows what it takes"
 
     def _example(self, option: str) -> str:
-        """A value that the option takes: its default, if its help names one."""
+        """Return a value that the option takes: its default, if its help names one."""
         pattern = rf"^  {re.escape(option)} (\S+)(.*?)(?=^  \S|\n\n|\Z)"
         part = re.search(pattern, self._help(), re.DOTALL | re.MULTILINE)
         if part is None:
@@ -117,7 +117,7 @@ class Parser(argparse.ArgumentParser):
         return default[1] if default else EXAMPLES.get(part[1], "16")
 
     def _options(self) -> list[str]:
-        """Every option that the help text shows."""
+        """Return every option that the help text shows."""
         return re.findall(r"(?<![\w-])--?[a-z][\w-]*", self._help())
 
     def _help(self) -> str:

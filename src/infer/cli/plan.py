@@ -29,7 +29,7 @@ examples:
   infer plan model.gguf --max-batch-size 8 --json
 """
 
-# Knobs that change no memory; whoever sets them in a --config file may plan with it all the same.
+# Knobs that change no memory: they have no flag here, and a --config file that sets them is taken.
 NO_MEMORY = {
     "tokenizer",
     "chat_template",
@@ -117,7 +117,7 @@ def _name_model(args: argparse.Namespace) -> None:
 
 
 def to_json(plan: MemoryPlan) -> dict[str, Any]:
-    """The object `--json` prints."""
+    """Return the object that `--json` prints."""
     return {
         "model": plan.model,
         "num_parameters": plan.num_parameters,
@@ -146,7 +146,7 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
 
 
 def to_text(plan: MemoryPlan, model: str | None) -> str:
-    """The plan for people."""
+    """Return the plan as a table."""
     from infer.tools.memory_plan import format_bytes
 
     cache = plan.cache
@@ -183,7 +183,7 @@ def to_text(plan: MemoryPlan, model: str | None) -> str:
 
 
 def _context_table(plan: MemoryPlan) -> list[str]:
-    """Which contexts fit at which concurrency."""
+    """Return the lines that say which contexts fit at which concurrency."""
     from infer.tools.memory_plan import CONCURRENCIES, format_bytes
 
     columns = [count for count in CONCURRENCIES if count <= plan.max_batch_size]

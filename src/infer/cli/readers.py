@@ -22,7 +22,7 @@ def natural(text: str) -> int:
 
 
 def numbers(text: str) -> Sequence[int]:
-    """Several numbers of things."""
+    """Several whole numbers of 1 or more, with commas between."""
     return [positive(part) for part in text.split(",")]
 
 

@@ -7,7 +7,7 @@ the standard library: one POST per answer, its body a stream of events
     data: {"choices": [{"text": "The", "finish_reason": null}]}                    a completion's
     data: [DONE]
 
-A stream is read by whoever wants its pieces; several at once are read ahead by a thread each. A server that
+One stream is read piece by piece on demand; several at once are read ahead by a thread each. A server that
 is full (429 or 503) is then asked again: after growing pauses, none shorter than the seconds of its
 `Retry-After`. As long as it says these it is believed, up to ten minutes; else it is given up after four.
 """
@@ -90,7 +90,7 @@ class RemoteModel:
             raise ConfigError(f"--url must start with http:// or https://, got {url!r}")
         self._headers = {"content-type": "application/json"}
         if api_key is not None:
-            if not (api_key.isascii() and api_key.isprintable()):  # it is not shown: logs keep what we say
+            if not (api_key.isascii() and api_key.isprintable()):  # it is not shown: logs keep messages
                 raise ConfigError("--api-key must be printable ASCII characters, without a line break")
             self._headers["authorization"] = f"Bearer {api_key}"
         served = self._list_models()
@@ -102,7 +102,7 @@ class RemoteModel:
         self.context_len = served[self.name]
 
     def _list_models(self) -> dict[str, int]:
-        """The context of each model by its name."""
+        """Return the context of each model by its name."""
         is_it = "is this an OpenAI-compatible server?"
         with self.open("/models", says=f"{self._base}/models answered {{status}}; {is_it}") as answer:
             try:
@@ -239,7 +239,7 @@ class StreamAhead(Iterator[RemoteDelta]):
 
     def __init__(self, stream: RemoteStream) -> None:
         self._stream = stream
-        self._stream.is_patient = True  # others wait behind it, and nobody looks on
+        self._stream.is_patient = True  # others wait behind it, and no terminal shows it
         self._pieces: SimpleQueue[RemoteDelta | InferError | None] = SimpleQueue()
         self._is_closed = False
         self.seconds = (0.0, 0.0)  # from the request to the first piece of text, and to the latest piece
@@ -247,7 +247,7 @@ class StreamAhead(Iterator[RemoteDelta]):
 
     @property
     def usage(self) -> dict[str, Any] | None:
-        """What the server has counted."""
+        """The token counts that the server has sent."""
         return self._stream.usage
 
     def __next__(self) -> RemoteDelta:
@@ -274,7 +274,7 @@ class StreamAhead(Iterator[RemoteDelta]):
                         break
         except InferError as error:
             self._pieces.put(error)
-        except Exception as error:  # nobody else would hear of it
+        except Exception as error:  # a thread's own errors go unseen
             said = f"the server's answer broke off: {type(error).__name__}: {error}"
             self._pieces.put(EngineError(said))
         finally:
@@ -282,7 +282,7 @@ class StreamAhead(Iterator[RemoteDelta]):
 
 
 def add_url_flags(group: argparse._ArgumentGroup) -> None:
-    """The flags of a command that can also ask a server."""
+    """Add the flags of a command that can also ask a server."""
     group.add_argument("--url", help="ask a model of the server there; --model picks which")
     group.add_argument("--api-key", metavar="KEY", help="the key that server asks for")
 
@@ -309,7 +309,7 @@ def open_server(args: argparse.Namespace, *, counts: bool = False) -> RemoteMode
 
 
 def _refusal(answer: urllib.error.HTTPError, says: str) -> InferError:
-    """The server's own words, as the error they would be without a server between."""
+    """Return the server's own words, as the error that they would be without a server between."""
     status = answer.code
     try:
         error = json.loads(answer.read(1 << 16))["error"]
@@ -340,7 +340,7 @@ def _failure(answer: urllib.error.HTTPError, said: str) -> EngineError:
 
 
 def _seconds(retry_after: str | None) -> float | None:
-    """The header in seconds; None where it is a date or no time at all."""
+    """Return the header in seconds; None where it is a date or no time at all."""
     try:
         seconds = float(retry_after or "")
     except ValueError:

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         serve(models, config, announce=lambda url: print(f"ready: {url}", flush=True))
     except EngineLost as error:
-        logger.critical("the server ends: %s", error)
+        logger.critical("server ends error=%s", error)
         return 1
     return 0
 
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 def read_models(
     args: argparse.Namespace, knobs: dict[str, Any]
 ) -> tuple[dict[str, EngineConfig], ServerConfig]:
-    """The engine of each model by the name it is served under ("": its own), and the server."""
+    """Return each model's settings by the name it is served under ("": its own), and the server's."""
     table = knob_table(with_server=True)
     server = {name: value for name, value in knobs.items() if table[name].section == "server"}
     engine = {name: value for name, value in knobs.items() if table[name].section != "server"}
@@ -99,7 +99,7 @@ def read_models(
 
 
 def split_name(text: str) -> tuple[str, str | None]:
-    """`name=path` in two; a path that itself holds an equals sign has a slash before it."""
+    """Return the two parts of `name=path`; a path with an equals sign of its own has a slash before it."""
     name, equals, model = text.partition("=")
     if not equals or "/" in name:
         return "", text

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class StepDefaults(NamedTuple):
-    """How large the steps of a device are unless a knob says otherwise: long enough to be efficient.
+    """The size of a device's steps unless a knob says otherwise: long enough to be efficient.
 
     A sequence that decodes waits for the whole step. On a CPU 512 tokens of a prompt take nearly a second. On
     a GPU a small model decodes with kernels for few tokens, and a step with a long chunk of a prompt would

@@ -36,7 +36,7 @@ GPU_BACKENDS = ("triton", "flash", "cuda")  # of attention: kernels that read st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the device has that an engine is about to run on."""
+    """The device of an engine, as far as settings depend on it."""
 
     device: str = "cpu"  # cpu, cuda or cuda:N
     gpu_memory: int | None = None  # bytes in all, whatever is free of them
@@ -51,7 +51,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What decisions depend on of a model that is loaded or about to be."""
+    """A model that is loaded or about to be, as far as settings depend on it."""
 
     max_seq_len: int  # prompt + output, in tokens
     num_layer_weights: int  # of all layers, that one token meets
@@ -84,7 +84,7 @@ class ResolvedScheduler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
-    """What an engine does, decided: nothing is None or `auto` that the engine would have to ask about."""
+    """The settings of an engine with every open one decided, and the reasons."""
 
     settings: EngineConfig  # what was asked
     device: str
@@ -223,7 +223,7 @@ def _check_deterministic(config: EngineConfig, machine: Machine, model: ModelFac
 def _reasons(
     config: EngineConfig, scheduler: ResolvedScheduler, machine: Machine, model: ModelFacts
 ) -> dict[str, str]:
-    """Why each knob that was left open is what it is."""
+    """Return why each knob that was left open has its value."""
     where = "a GPU" if machine.is_gpu else "a CPU"
     reasons = {
         name: f"{getattr(scheduler, name)} is the default on {where}"

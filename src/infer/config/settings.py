@@ -7,11 +7,11 @@ no environment variables that change behaviour.
     EngineConfig
     ├── load      LoadConfig      which model, from where, in which number format
     ├── cache     CacheConfig     how keys and values are kept
-    ├── scheduler SchedulerConfig who runs when
+    ├── scheduler SchedulerConfig which sequences run in a step
     └── run       RunConfig       how steps are carried out
-    ServerConfig                  how the server listens, whom it lets in, and how much it takes
+    ServerConfig                  how the server listens, which clients it takes, and how much work
 
-Knob names are unique across the sections, so people write them flat: `LLM("dir", dtype="float32")`,
+Knob names are unique across the sections, so they are written flat: `LLM("dir", dtype="float32")`,
 `--dtype float32`, or `dtype: float32` in a file given to `--config`.
 """
 
@@ -47,7 +47,7 @@ from infer.config.resolve import Machine, ModelFacts, ResolvedConfig, resolve
 from infer.errors import ConfigError
 
 MAX_THREADS = 1024  # far more makes the thread library crash
-MAX_SEQUENCES = 128  # n, best_of or beams of one request, whoever asks; a server's max_n may allow fewer
+MAX_SEQUENCES = 128  # n, best_of or beams of one request; a server's max_n may allow fewer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +169,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Who runs when."""
+    """Which sequences run in a step."""
 
     batching_mode: str = knob(
         "continuous",
@@ -178,7 +178,7 @@ class SchedulerConfig:
     )
     scheduler_policy: str = knob(
         "fcfs",
-        "who goes first; see docs/features/scheduling.md",
+        "which sequence goes first; see docs/features/scheduling.md",
         choices=("fcfs", "prefill_first", "decode_round_robin", "priority", "deadline"),
         aliases=("scheduling_policy", "schedule_policy"),
     )
@@ -309,13 +309,13 @@ class EngineConfig:
         return resolve(self, machine, model)
 
     def knobs(self) -> dict[str, Any]:
-        """The inverse of `from_knobs`: every knob with its value, flat."""
+        """Return every knob with its value, flat: the inverse of `from_knobs`."""
         return {name: getattr(getattr(self, row.section), name) for name, row in knob_table().items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """How the server listens, whom it lets in, and how much it takes."""
+    """How the server listens, which clients it takes, and how much work."""
 
     host: str = knob("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
     port: int = knob(8000, "TCP port; 0: any free one")
@@ -344,7 +344,7 @@ class ServerConfig:
     stuck_timeout: float = knob(120.0, "seconds without progress until an engine counts as stuck; 0: never")
     metrics_prefix: str = knob("infer", "prefix of metric names; vllm: as in dashboards made for vLLM")
     access_log: bool = knob(True, "log one line per request")
-    ui: bool = knob(True, "serve the page for people at / and /ui")
+    ui: bool = knob(True, "serve the playground, a web page, at / and /ui")
 
     def __post_init__(self) -> None:
         check_positive(self, "max_prompts", "max_n", "replicas")
@@ -369,7 +369,7 @@ class ServerConfig:
 
 
 def engine_sections() -> dict[str, type]:
-    """The sections of `EngineConfig` by name."""
+    """Return the type of each section of `EngineConfig` by its name."""
     sections: dict[str, type] = {}
     for section in fields(EngineConfig):
         assert isinstance(section.default_factory, type)
@@ -378,7 +378,7 @@ def engine_sections() -> dict[str, type]:
 
 
 def knob_table(*, with_server: bool = False) -> dict[str, KnobRow]:
-    """Every knob by name, in the order of the sections above; those of the server only on request."""
+    """Return every knob by name, in the order of the sections; those of the server only on request."""
     table: dict[str, KnobRow] = {}
     sections = engine_sections() | ({"server": ServerConfig} if with_server else {})
     for section, section_type in sections.items():

@@ -37,15 +37,15 @@ class RunFacts:
     knobs: Mapping[str, Any]
     cache: CacheSize
     cost: PreemptionCost
-    steps_ahead: int  # launched before one is read: who stops at an id is in so many plans more
+    steps_ahead: int  # launched before one is read: a sequence that stops at an id is in so many plans more
 
 
 def shareable_knobs(config: EngineConfig) -> dict[str, Any]:
-    """Every knob but those that name places on this machine."""
+    """Return every knob but those that name places on this machine."""
     return {name: value for name, value in config.knobs().items() if name not in PLACES}
 
 
 def fingerprint(config: ModelConfig, eos_ids: tuple[int, ...]) -> str:
-    """Sixteen hexadecimal digits that change with any fact of the network."""
+    """Return sixteen hexadecimal digits that change with any fact of the network."""
     facts = {"config": asdict(config), "eos_ids": sorted(eos_ids)}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

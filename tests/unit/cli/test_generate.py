@@ -264,7 +264,7 @@ def test_a_system_message_needs_a_template(infer: Infer) -> None:
 def test_one_line_of_the_log_says_that_a_base_model_continues_the_text(infer: Infer, tmp_path: Path) -> None:
     (tmp_path / "two.txt").write_text("a\nb\n")
     flags = ("generate", "--prompts-file", str(tmp_path / "two.txt"), "--log-level", "info")
-    said = "fake came without a chat template: prompts are continued as plain text"
+    said = "no chat template, so prompts are continued as plain text model=fake"
     assert infer(*flags, ships_chat_template=False).err.count(said) == 1
     assert said not in infer(*flags).err
     assert said not in infer(*flags, "--raw", ships_chat_template=False).err

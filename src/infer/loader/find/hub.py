@@ -3,7 +3,7 @@
 `huggingface_hub` does the work (cache, resume, parallel files, progress bars, tokens, mirrors by
 HF_ENDPOINT). This file chooses the files, pins the revision and turns that library's many exceptions
 into sentences. A branch name is resolved to one commit before the first file is fetched, so the
-files always belong together even if somebody pushes meanwhile.
+files always belong together even if the branch moves meanwhile.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _sentences(repo: str, revision: str | None, file: str | None = None) -> Iter
     what = f"{repo} at revision {revision}" if revision else repo
     quiet = logging.getLogger("huggingface_hub")
     level = quiet.level
-    quiet.setLevel(logging.ERROR)  # its warnings repeat what our message says
+    quiet.setLevel(logging.ERROR)  # its warnings repeat what the message says
     try:
         yield
     except errors.GatedRepoError:

@@ -10,8 +10,8 @@ What exists on disk wins: `org/name` is only looked up on the hub when there is 
 Files that are unpickled when read (`*.bin`, `*.pt`) are never downloaded and never opened: opening a
 pickle runs whatever code its author put there.
 
-`check_model` asks the same questions without fetching anything: whoever has something else to do first,
-as a server that takes a port, can refuse a name that leads nowhere before doing it.
+`check_model` asks the same questions without fetching anything, so that a server can refuse a name that
+leads nowhere before it takes a port.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ModelSource:
     """A model that is on this disk: a checkpoint directory or one GGUF file."""
 
     path: Path
-    name: str  # what people and the API call it
+    name: str  # its name in the API and in messages
     is_gguf: bool
 
 
@@ -75,7 +75,7 @@ def check_model(model: str | None, *, revision: str | None = None) -> None:
 
 
 def _find(model: str, revision: str | None) -> ModelSource | tuple[str, str | None]:
-    """What lies on this disk, or the repository of a hub and the one file of it that is wanted."""
+    """Return what lies on this disk, or the repository of a hub and the one file of it that is wanted."""
     if not model.strip() or "\0" in model:
         raise ModelSourceError(f"model must be a path or a hub id (org/name), got {model!r}")
     path = Path(os.path.expanduser(model))
@@ -96,7 +96,7 @@ def _refuse_revision(revision: str | None, reason: str) -> None:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError as error:  # a name too long, or a directory we may not enter
+    except OSError as error:  # a name too long, or a directory that may not be entered
         raise ModelSourceError(f"cannot look at {path}: {error.strerror}") from None
 
 
@@ -104,7 +104,7 @@ def _local(path: Path) -> ModelSource:
     if path.is_dir():
         name = path.resolve().name or str(path)
         return ModelSource(path=_checked_directory(path, str(path)), name=name, is_gguf=False)
-    if not path.is_file():  # to read from a pipe would mean to wait for whoever writes to it
+    if not path.is_file():  # to read from a pipe would mean to wait for its writer
         raise ModelSourceError(
             f"{path} is a pipe, a socket or a device; give a model directory or a GGUF file"
         )

