@@ -39,6 +39,7 @@ NO_MEMORY = {
     "batching_mode",
     "scheduler_policy",
     "prefill_chunk_size",
+    "max_prefill_chunks_per_step",
     "preemption",
     "max_wait_steps",
     "max_decode_gap",

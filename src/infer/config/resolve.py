@@ -75,6 +75,7 @@ class ResolvedScheduler:
     use_chunked_prefill: bool
     prefill_chunk_size: int
     prefill_tokens_while_decoding: int | None  # None: as many as a step has room for
+    max_prefill_chunks_per_step: int | None  # None: no limit
     preemption: str
     max_wait_steps: int
     max_decode_gap: int
@@ -169,6 +170,7 @@ def resolve_scheduler(
         use_chunked_prefill=settings.use_chunked_prefill,
         prefill_chunk_size=settings.prefill_chunk_size or defaults.chunk_size or budget,
         prefill_tokens_while_decoding=mixed,
+        max_prefill_chunks_per_step=settings.max_prefill_chunks_per_step,
         preemption=settings.preemption,
         max_wait_steps=settings.max_wait_steps,
         max_decode_gap=settings.max_decode_gap,

@@ -135,15 +135,17 @@ class CacheConfig:
     )
     attention_backend: str = knob(
         "auto",
-        "what computes attention; auto: on a GPU triton, and cuda for decoding, C or sdpa on a CPU; naive: "
-        "the readable reference; flash: triton, and PyTorch's FlashAttention for prompts; "
+        "what computes attention; auto: on a GPU triton, and cuda for decoding, C or sdpa on a CPU; naive "
+        "or torch_ref: the readable reference; flash: triton, and PyTorch's FlashAttention for prompts; "
         "cuda: triton, and CUDA C++ for decoding",
-        choices=("auto", "naive", "sdpa", "triton", "flash", "cuda"),
+        choices=("auto", "naive", "torch_ref", "sdpa", "triton", "flash", "cuda"),
     )
 
     def __post_init__(self) -> None:
         check_choice(self, "kv_cache_backend")
         check_choice(self, "attention_backend")
+        if self.attention_backend == "torch_ref":
+            object.__setattr__(self, "attention_backend", "naive")
         check_positive(self, "block_size", "num_blocks")
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
@@ -211,6 +213,10 @@ class SchedulerConfig:
         f"{SMALL_MODEL_WEIGHTS / 1e9:g} billion weights: such a step stays on kernels for few tokens",
         formerly=("mixed_prefill_tokens",),
     )
+    max_prefill_chunks_per_step: int | None = knob(
+        None,
+        "chunks of prompts that one step may compute, beside the limits in tokens; default: no limit",
+    )
     preemption: str = knob(
         "auto",
         "when the cache is full: recompute forgets a sequence's blocks, swap copies them to host memory, "
@@ -234,7 +240,7 @@ class SchedulerConfig:
         for name in ("batching_mode", "scheduler_policy", "preemption"):
             check_choice(self, name)
         check_positive(self, "max_batch_size", "max_num_batched_tokens", "prefill_chunk_size")
-        check_positive(self, "prefill_tokens_while_decoding")
+        check_positive(self, "prefill_tokens_while_decoding", "max_prefill_chunks_per_step")
         check_positive(self, "max_wait_steps", "max_decode_gap", "max_queue")
         width, budget = self.max_batch_size, self.max_num_batched_tokens
         if width is not None and budget is not None and width > budget:

@@ -87,6 +87,7 @@ def build_engine(
     if is_gpu:  # on a CPU no step waits for the garbage collector, and tests build tiny models by the hundred
         freeze_with(engine)
     logger.info("%s", describe_engine(loaded.name, config, size))
+    logger.debug("engine settings %s", " ".join(f'{name}="{why}"' for name, why in config.reasons.items()))
     return engine
 
 

@@ -58,12 +58,22 @@ class StepPlan(NamedTuple):
 class PlanDraft:
     """A plan in the making: a chunk can still be taken back when its sequence is preempted."""
 
-    __slots__ = ("_granted", "budget", "chunks", "grown", "preempted", "sequences", "transfers")
+    __slots__ = (
+        "_granted",
+        "budget",
+        "chunks",
+        "grown",
+        "num_prefills",
+        "preempted",
+        "sequences",
+        "transfers",
+    )
 
     def __init__(self, budget: int) -> None:
         self.budget = self._granted = budget  # tokens that may still be added; and those that could be
         self.chunks: list[Chunk] = []
         self.sequences: list[TokenSequence] = []  # one for each chunk
+        self.num_prefills = 0  # chunks that are of prompts
         self.preempted: list[int] = []
         self.grown: list[int] = []
         self.transfers: list[Transfer] = []  # never taken back: a later one may rely on an earlier one

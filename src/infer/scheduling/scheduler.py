@@ -266,16 +266,17 @@ class Scheduler:
     def _continue_prompts(self, further_behind: list[Sequence], draft: PlanDraft) -> None:
         for seq in further_behind:
             length = self._chunk_len(seq, draft.budget)
-            if length == 0:
+            if length == 0 or not self._may_prefill(draft):
                 break
             stop = seq.num_computed + length
             if seq.is_running and (stop <= seq.num_reserved or self._reserve(seq, stop, draft)):
                 self._add_chunk(seq, stop, draft)
+                draft.num_prefills += 1
 
     def _admit(self, draft: PlanDraft) -> None:
         """Let waiting sequences in, strictly in order, while budget, slots and blocks last."""
         # A preemption means memory is short: admitting newcomers now would only preempt again.
-        while self._waiting and draft.budget and not draft.preempted:
+        while self._waiting and draft.budget and not draft.preempted and self._may_prefill(draft):
             seq = self._waiting.first(self.step)
             group = seq.group.unfinished if seq.is_beam else [seq]
             num_slots = self._slots_used + sum(member.num_slots for member in group)
@@ -320,6 +321,7 @@ class Scheduler:
         self._run(seq)
         if length:
             self._add_chunk(seq, seq.num_computed + length, draft)
+            draft.num_prefills += 1
         return True
 
     def _match_prefix(self, seq: Sequence) -> None:
@@ -339,6 +341,11 @@ class Scheduler:
         if self.config.use_chunked_prefill and self.keeps_cache:
             return min(pending, budget, self.config.prefill_chunk_size)
         return pending if pending <= budget else 0
+
+    def _may_prefill(self, draft: PlanDraft) -> bool:
+        """Whether the step may take one more chunk of a prompt; the beams of a request come in together."""
+        limit = self.config.max_prefill_chunks_per_step
+        return limit is None or draft.num_prefills < limit
 
     def _num_blocks(self, seq: Sequence) -> int:
         return -(-seq.num_tokens // self.pool.block_size)

@@ -101,6 +101,11 @@ def test_another_spelling_sets_the_knob_as_keyword_in_a_file_and_as_flag(
     assert knobs_from(build_parser().parse_args(["generate", "hi", *words])) == {own: meant}
 
 
+def test_the_reference_of_attention_has_two_names() -> None:
+    config = EngineConfig.from_knobs(attention_backend="torch_ref")
+    assert config == EngineConfig.from_knobs(attention_backend="naive")
+
+
 def test_the_own_name_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     knobs._say_own_name.cache_clear()
     caplog.set_level(logging.INFO, logger="infer")

@@ -459,3 +459,31 @@ def test_a_promoted_sequence_is_the_last_to_be_preempted() -> None:
     assert world.scheduler.running[0] is world.seq("meek")
     world.run()
     assert world.verify() == len(world.requests)
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_step_takes_no_more_chunks_of_prompts_than_it_may(limit: int) -> None:
+    world = make_world(max_prefill_chunks_per_step=limit, max_num_batched_tokens=64, prefill_chunk_size=4)
+    for number, name in enumerate("abcd"):
+        world.add(name, prompt_of(6, start=20 * number), max_tokens=8)
+    sizes = [[stop - start for start, stop in step(world).values()] for _ in range(8 // limit)]
+    assert all(sum(size > 1 for size in each) <= limit for each in sizes)
+    assert sizes[0] == [4] * limit and sizes[1] == [2] * limit, "budget is left, and is not used"
+    assert len(sizes[-1]) == 4, "those before decode beside it"
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "prefill_first", "priority", "deadline"])
+@pytest.mark.parametrize("mode", ["continuous", "static"])
+def test_a_limit_of_one_chunk_changes_no_token(policy: str, mode: str) -> None:
+    world = make_world(
+        max_prefill_chunks_per_step=1,
+        scheduler_policy=policy,
+        batching_mode=mode,
+        num_blocks=16,
+        block_size=4,
+        prefill_chunk_size=3,
+    )
+    for number in range(5):
+        world.add(str(number), prompt_of(7, start=20 * number), max_tokens=9)
+    world.run()
+    assert world.verify() == 5

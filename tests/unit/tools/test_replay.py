@@ -228,6 +228,19 @@ def test_the_size_chosen_at_start_is_given_when_it_is_built_again() -> None:
         assert made == size
 
 
+def test_a_record_with_the_former_names_of_knobs_is_built_again() -> None:
+    facts = make_facts()
+    former = {
+        "swap_blocks": "num_host_blocks",
+        "max_queue": "max_waiting",
+        "record_cpu_step": "use_cpu_program",
+    }
+    former["prefill_tokens_while_decoding"] = "mixed_prefill_tokens"
+    old = {former.get(name, name): value for name, value in facts.knobs.items()}
+    assert old.keys() != facts.knobs.keys()
+    assert replay_config(replace(facts, knobs=old), None) == replay_config(facts, None)
+
+
 def test_knobs_of_another_release_are_refused() -> None:
     facts = make_facts()
     with pytest.raises(ConfigError, match="knobs that this release does not: warp"):
