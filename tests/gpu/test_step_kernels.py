@@ -38,7 +38,7 @@ class TestCompiledStep(StepContract):
     vocab_size = VOCAB_SIZE
     num_rows = 256
 
-    def test_what_is_compiled_ahead_is_what_is_launched(self) -> None:
+    def test_what_is_compiled_in_the_background_is_what_is_launched(self) -> None:
         vocab_size = 50_001  # of no other test
         rows = SampledRows([SamplingParams(temperature=0.7, top_k=5)] * 3, "cuda")
         scratch = SampleScratch(3, vocab_size, "cuda")
@@ -57,7 +57,7 @@ class TestCompiledStep(StepContract):
         )
         assert [len(cache) for cache in caches] == num_compiled
 
-    def test_a_row_is_sampled_alike_whoever_its_neighbours_are(self) -> None:
+    def test_a_row_is_sampled_alike_whatever_its_neighbours_are(self) -> None:
         source = random.Random(3)
         rows = SampledRows([random_params(source) for _ in range(64)], "cuda")
         logits = self.randn(64, VOCAB_SIZE, spread=3.0)

@@ -1,7 +1,7 @@
 """What the two attention kernels over the paged cache promise, wherever they run.
 
 Written once and tested twice, as `kernel_contract.py` explains. The trap set here: the store is NaN in every
-slot that holds no position of a row, so whoever reads one slot too many shows it.
+slot that holds no position of a row, so a kernel that reads one slot too many shows it.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class PrefillContract(OnDevice):
         chunks, first = [], 1
         for row, (start, num) in enumerate(spans):
             chunks.append(PrefillChunk(first=first, num=num, row=row, start=start))
-            first += num + 1  # a token that is nobody's
+            first += num + 1  # a token of no chunk
         per_tile = tokens_per_tile(heads.num_heads, heads.num_kv_heads)
         tiles = build_prefill_chunks(chunks, tokens_per_tile=per_tile)
         max_tiles = len(tiles) + num_spare_tiles

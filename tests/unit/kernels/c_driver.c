@@ -1,7 +1,7 @@
 /* Every kernel of the C library on the same invented numbers: `c_driver LIBRARY OUTPUT`.
  *
  * For processors that can be emulated but have no Python here. It computes what it is told to and judges
- * nothing: the results go to OUTPUT, and whoever runs it for two libraries compares the two files.
+ * nothing: the results go to OUTPUT, so that the files of two libraries can be compared.
  *
  *     a line "<name> bytes <size>"     then so many bytes, which must be equal
  *     a line "<name> floats <size>"    then so many bytes of floats, which may differ in their last digits

@@ -65,7 +65,7 @@ static void begin_before() {
     num_waited = 0;
 }
 
-static void wait_for_before() {
+static void gdc_wait() {
     is_waited[current] = true;
     if (++num_waited == num_threads)
         for (auto& [place, bytes] : written) std::memcpy(place.at, bytes.data(), place.num_bytes);
@@ -90,7 +90,7 @@ static uint4 load_stream(const unsigned short* at) {
 }
 static int take_ticket(int* counter) { return (*counter)++; }
 static void prefetch(const unsigned short* at) { volatile unsigned short read = *at; }  // it must be there
-static void let_next_start() {}
+static void gdc_launch_dependents() {}
 static void __threadfence() {}
 template <typename T>
 static T __ldcg(const T* address) { return *address; }

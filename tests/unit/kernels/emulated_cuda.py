@@ -67,7 +67,7 @@ class EmulatedLaunch:
 
 
 def make_work(heads: Heads, *, max_rows: int, max_len: int, split_len: int, num_sms: int = 1) -> DecodeWork:
-    """Scratch memory without a number in it; few multiprocessors, so that each block takes several units."""
+    """Scratch memory without a number in it; few SMs, so that each block takes several units."""
     work = DecodeWork(
         max_rows=max_rows, max_len=max_len, device="cpu", split_len=split_len, **dataclasses.asdict(heads)
     )

@@ -61,7 +61,7 @@ class SplitsContract(OnDevice):
     def inputs(
         self, spans: Spans, heads: Heads, dtype: torch.dtype, num_spare_tiles: int = 0
     ) -> tuple[torch.Tensor, Paged, PrefillChunks]:
-        """Queries, a store and the chunks, with tokens that are nobody's between them."""
+        """Queries, a store and the chunks, with tokens of no chunk between them."""
         paged = make_paged(
             [start + num for start, num in spans], heads, block_size=16, dtype=dtype, device=self.device
         )

@@ -1,8 +1,8 @@
 """What attention that starts from the fused projection promises, wherever it runs.
 
 Written once and tested twice, as `kernel_contract.py` explains. Two traps are set: the store is NaN wherever
-no row has a position *and* where the newest ones go, so that whoever reads a key before it was written shows
-it; and the projection stands in a frame of NaN.
+no row has a position *and* where the newest ones go, so that a kernel that reads a key before it was written
+shows it; and the projection stands in a frame of NaN.
 """
 
 from __future__ import annotations

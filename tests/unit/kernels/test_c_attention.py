@@ -20,7 +20,7 @@ def c(request: pytest.FixtureRequest) -> Library:
 
 
 class Cache:
-    """Sequences of given lengths in shuffled blocks; whatever nobody wrote is NaN."""
+    """Sequences of given lengths in shuffled blocks; what was not written is NaN."""
 
     def __init__(self, lengths: list[int], *, block_size: int, num_kv_heads: int, head_dim: int) -> None:
         self.block_size, blocks_each = block_size, max(lengths) // block_size + 1

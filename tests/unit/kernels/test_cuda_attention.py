@@ -69,7 +69,9 @@ def check(
     paged = make_paged(lens, heads, block_size=block_size, dtype=dtype, device="cpu")
     rows = torch.randperm(len(lens)).int()  # not the order of the tables
     lens_S = torch.tensor(lens, dtype=torch.int32)[rows.long()]
-    for row, length in zip(rows.tolist(), lens_S.tolist(), strict=True):  # nobody looks before a window
+    for row, length in zip(
+        rows.tolist(), lens_S.tolist(), strict=True
+    ):  # what is before a window is not read
         before = torch.arange(max(length - (window or length), 0))
         slots = paged.tables[row, before // block_size].long() * block_size + before % block_size
         paged.keys[slots] = paged.values[slots] = torch.nan

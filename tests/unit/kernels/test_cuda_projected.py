@@ -124,14 +124,14 @@ def test_all_warps_ask_ahead_for_a_tile_even_the_newest(length: int, num_tiles: 
     assert [launch.num_early_loads for launch in LAUNCHES] == [num_tiles * 2 * 32 * 8] * 2
 
 
-WAIT, AFTER_THE_LOADS = "wait_for_before();", "transform(query, gains[is_key], eps, t);"
+WAIT, AFTER_THE_LOADS = "gdc_wait();", "transform(query, gains[is_key], eps, t);"
 
 
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
         ({WAIT: ""}, "a thread leaves that has not waited"),
-        ({WAIT: "if (warp > 0) wait_for_before();"}, "some threads of a block wait, and others do not"),
+        ({WAIT: "if (warp > 0) gdc_wait();"}, "some threads of a block wait, and others do not"),
         ({WAIT: "", AFTER_THE_LOADS: f"{WAIT} {AFTER_THE_LOADS}"}, "Tensor-likes are not close"),
     ],
     ids=["none", "some", "late"],

@@ -85,8 +85,8 @@ __device__ int take_ticket(int* counter) {  // the holder of a later one sees wh
     return ticket;
 }
 
-__device__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ void wait_for_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ void gdc_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ void gdc_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 #endif
 
 __device__ Pair word(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }

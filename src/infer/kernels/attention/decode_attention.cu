@@ -112,8 +112,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_atte
 #if PDL
     is_loaded = position < item.end && position + TILE < item.length;  // without the newest position
     if (is_loaded) load_tile(block);
-    let_next_start();
-    wait_for_before();
+    gdc_launch_dependents();
+    gdc_wait();
 #endif
 
     const auto begin_unit = [&](int first_block) {  // ask for what `unit` begins with

@@ -22,7 +22,7 @@
 #include "decode.cuh"
 
 constexpr int HALF = K_PIECES / 2;  // pieces of a head's first half
-constexpr int AHEAD = 2;            // tiles of a warp, after its first, that are asked for into L2 before the wait
+constexpr int PREFETCHED = 2;       // tiles of a warp, after its first, that are prefetched to L2 before the wait
 constexpr int BATCH = 8;            // splits that are read at once
 constexpr bool HAS_ROOM = M < 8;    // for the newest key among the columns of the queries
 
@@ -155,9 +155,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_proj
         __syncthreads();
         if (!has_waited) {
 #if PDL
-            let_next_start();
+            gdc_launch_dependents();
 #pragma unroll
-            for (int i = 1; i <= AHEAD; ++i) {  // a position of a head is one or two lines of 64 elements
+            for (int i = 1; i <= PREFETCHED; ++i) {  // a position of a head is one or two lines of 64 elements
                 const int ahead = first_position - i * STRIDE;
                 if (ahead < lowest) break;
                 const long long tile = offset_of(table[ahead / BLOCK_SIZE], ahead, head);
@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_proj
                     prefetch(values + at);
                 }
             }
-            wait_for_before();
+            gdc_wait();
 #endif
             has_waited = true;
             if (unit >= num_units) return;

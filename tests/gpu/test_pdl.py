@@ -1,4 +1,4 @@
-"""Kernels that start before the one before them has ended: the same bits as if they had waited their turn."""
+"""Programmatic dependent launch (PDL): the same bits as kernels that are launched one after the other."""
 
 from __future__ import annotations
 
@@ -99,9 +99,7 @@ AROUND_TILES = [16 * (1 + i % 11) + i % 3 - 1 for i in range(96)]
 
 @pytest.mark.parametrize("attention", ["heads", "heads_cuda", "projected", "cuda"])
 @pytest.mark.parametrize("lens", [[400], UNEVEN, [300] * 32, [300] * 80, AROUND_TILES], ids=len)
-def test_launching_ahead_leaves_no_trace(
-    lens: list[int], attention: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pdl_leaves_no_trace(lens: list[int], attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(lens, attention)
     check_that_starting_early_leaves_no_trace(lambda: (step(),), step.x, monkeypatch, num_replays=20)
 

@@ -26,7 +26,7 @@ from tests.unit.kernels.projected_contract import newest_slots
 
 SMALL, LARGE = Heads(8, 2, 64), Heads(4, 2, 128)
 LENS = [1, 15, 16, 17, 31, 0, 33, 64, 65, 0, 200]  # the newest is the first, the last or amid a tile; padding
-EVERY_UNIT, FEW = 64, 1  # multiprocessors: each unit is the first of a block, or a block takes several
+EVERY_UNIT, FEW = 64, 1  # SMs: each unit is the first of a block, or a block takes several
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Attended:
 
 
 @dataclass(slots=True)
-class LaunchedAhead:
+class DependentLaunch:
     """Attention by the kernel in `source`, compiled to start while the kernel before still runs."""
 
     monkeypatch: pytest.MonkeyPatch
@@ -89,11 +89,11 @@ class LaunchedAhead:
 
 
 @pytest.fixture
-def attend(monkeypatch: pytest.MonkeyPatch) -> LaunchedAhead:
+def attend(monkeypatch: pytest.MonkeyPatch) -> DependentLaunch:
     torch.manual_seed(0)
     monkeypatch.setattr(decode_cuda, "index_of", lambda device: 0)
     monkeypatch.setattr(decode_cuda, "launch_options", lambda device: {"PDL": True})
-    return LaunchedAhead(monkeypatch)
+    return DependentLaunch(monkeypatch)
 
 
 @pytest.mark.parametrize("num_sms", [EVERY_UNIT, FEW])
@@ -102,7 +102,7 @@ def attend(monkeypatch: pytest.MonkeyPatch) -> LaunchedAhead:
     ("heads", "dtype"), [(SMALL, torch.bfloat16), (LARGE, torch.float16)], ids=["64", "128"]
 )
 def test_equals_the_reference_wherever_the_newest_position_is(
-    heads: Heads, dtype: torch.dtype, split_len: int, num_sms: int, attend: LaunchedAhead
+    heads: Heads, dtype: torch.dtype, split_len: int, num_sms: int, attend: DependentLaunch
 ) -> None:
     attended = attend(LENS, heads, dtype=dtype, split_len=split_len, num_sms=num_sms)
     assert_close(attended.actual, attended.expected)
@@ -110,12 +110,12 @@ def test_equals_the_reference_wherever_the_newest_position_is(
 
 @pytest.mark.parametrize("split_len", [48, 1024])
 @pytest.mark.parametrize("window", [1, 16, 17, 40])
-def test_a_window_ends_with_the_newest_position(window: int, split_len: int, attend: LaunchedAhead) -> None:
+def test_a_window_ends_with_the_newest_position(window: int, split_len: int, attend: DependentLaunch) -> None:
     attended = attend(LENS, SMALL, window=window, split_len=split_len)
     assert_close(attended.actual, attended.expected)
 
 
-def test_larger_blocks(attend: LaunchedAhead) -> None:
+def test_larger_blocks(attend: DependentLaunch) -> None:
     attended = attend([48, 49, 95, 96, 97, 0, 150], SMALL, block_size=48, split_len=32)
     assert_close(attended.actual, attended.expected)
 
@@ -136,7 +136,7 @@ def test_larger_blocks(attend: LaunchedAhead) -> None:
     ],
 )
 def test_all_warps_ask_ahead_for_a_tile_of_older_positions(
-    length: int, split_len: int, num_tiles: int, attend: LaunchedAhead
+    length: int, split_len: int, num_tiles: int, attend: DependentLaunch
 ) -> None:
     """What may be read early is: a lane loads its part of a tile in 4 + 4 pieces, of each kv head's tile."""
     attended = attend([length], SMALL, split_len=split_len)
@@ -155,7 +155,7 @@ BOUND = "position + TILE < item.length;"
     ids=["one too many", "none"],
 )
 def test_a_wrong_bound_shows_in_just_the_rows_whose_newest_position_it_lets_in(
-    bound: str, has_newest: Callable[[int], bool], attend: LaunchedAhead, tmp_path: Path
+    bound: str, has_newest: Callable[[int], bool], attend: DependentLaunch, tmp_path: Path
 ) -> None:
     attend.change(BOUND, bound, tmp_path)
     attended = attend(LENS, SMALL, split_len=64)  # a split is one tile for each warp: all of them come first
@@ -168,12 +168,12 @@ def test_a_wrong_bound_shows_in_just_the_rows_whose_newest_position_it_lets_in(
     ("instead", "rule"),
     [
         ("", "a thread leaves that has not waited"),
-        ("if (warp > 0) wait_for_before();", "some threads of a block wait, and others do not"),
+        ("if (warp > 0) gdc_wait();", "some threads of a block wait, and others do not"),
     ],
 )
 def test_a_kernel_that_does_not_wait_is_refused(
-    instead: str, rule: str, attend: LaunchedAhead, tmp_path: Path
+    instead: str, rule: str, attend: DependentLaunch, tmp_path: Path
 ) -> None:
-    attend.change("wait_for_before();", instead, tmp_path)
+    attend.change("gdc_wait();", instead, tmp_path)
     with pytest.raises(AssertionError, match=rule):
         attend([33], SMALL)
