@@ -202,7 +202,7 @@ def test_a_model_it_cannot_serve_is_refused_with_a_way_out(
     model |= {"num_heads": 16, "num_kv_heads": 2, "head_dim": 64}
 
     def check_model(*, gpu: tuple[int, int], **heads: Any) -> None:
-        monkeypatch.setattr(decode_cuda, "_capability", lambda device: gpu)
+        monkeypatch.setattr(decode_cuda, "nvidia_capability", lambda device: gpu)
         CachedHeads(**heads).check(torch.device("cuda"))
 
     check_model(**model)
