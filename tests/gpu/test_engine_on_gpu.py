@@ -16,8 +16,8 @@ import torch
 from infer import LLM, SamplingParams
 from infer.config import resolve
 from infer.errors import InferError
-from infer.execution.gpu import step as device_step
 from infer.execution.gpu.graphs import StepSize
+from infer.kernels.attention import decode
 from infer.kernels.linear import compiled as compiled_linears
 from infer.kernels.linear import pdl
 from infer.kernels.runtime import cuda_build as build
@@ -111,7 +111,7 @@ def test_attention_in_cuda_makes_the_tokens_of_triton(
 ) -> None:
     """Heads of 64 in float16; two tokens may change places where their logits are a rounding apart."""
     make_checkpoint(family, tmp_path / family, sizes=Sizes(hidden_size=256))
-    monkeypatch.setattr(device_step, "PROJECTED_HEADS", 4)  # two rows are few, more are many
+    monkeypatch.setattr(decode, "PROJECTED_HEADS", 4)  # two rows are few, more are many
 
     def generate(backend: str, params: SamplingParams) -> list[Any]:
         knobs: dict[str, Any] = {"attention_backend": backend, "use_cuda_graphs": use_cuda_graphs}
