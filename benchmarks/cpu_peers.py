@@ -70,7 +70,7 @@ def measure_ours(path: Path, weights: str, threads: int) -> dict[str, Any]:
 
     llm = LLM(
         str(path),
-        cpu_weights=weights,
+        quantization=weights,
         device="cpu",
         num_threads=threads,
         max_seq_len=1024,

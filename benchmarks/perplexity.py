@@ -84,7 +84,7 @@ def main() -> None:
     table: dict[str, dict[str, float]] = {}
     print(f"{'weights':8} {'perplexity':>10} {'more':>9} {'+-':>7} {'same best':>10}")
     for weights in args.weights:
-        llm = LLM(**model, device="cpu", cpu_weights=weights)
+        llm = LLM(**model, device="cpu", quantization=weights)
         windows = cut(llm.tokenizer.encode(text, add_special=False), args.windows, args.window_len)
         found[weights] = guess(llm, windows)
         table[weights] = row = compare(found[weights], found[args.weights[0]])

@@ -78,7 +78,7 @@ def _advice(
     if not num_gpus and has_kernels:
         advice.append(
             "a model of fewer parameters or bits: a GGUF file in Q4_0, Q4_1 (the default model's) or Q4_K "
-            "keeps its 4 bits; --cpu-weights int4 rounds any other file to them, which costs accuracy"
+            "keeps its 4 bits; --quantization int4 rounds any other file to them, which costs accuracy"
         )
     return advice
 

@@ -191,7 +191,7 @@ def test_the_printed_flags_give_the_planned_cache(infer: Infer, model: Path, kno
         ([], []),
         (["--dtype", "auto", "--cpu-weights", "auto", "--block-size", "16", "--max-seq-len", "256"], []),
         (["--dtype", "float32"], ["--dtype", "float32"]),
-        (["--cpu-weights", "int8", "--device", "cpu"], ["--cpu-weights", "int8", "--device", "cpu"]),
+        (["--cpu-weights", "int8", "--device", "cpu"], ["--quantization", "int8", "--device", "cpu"]),
         (["--max-seq-len", "100"], ["--max-seq-len", "100"]),
         (["--no-use-chunked-prefill"], ["--no-use-chunked-prefill"]),
     ],
