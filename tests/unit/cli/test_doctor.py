@@ -67,7 +67,7 @@ def test_what_it_says_of_4_bits_is_what_auto_does(
     assert named == {"Q4_0", "Q4_1", "Q4_K"}
     assert named <= {kind.name for kind in FOUR_BITS}
     assert default_model.FILE.split(".")[-2] in named
-    assert "--cpu-weights int4" in advice[-1]
+    assert "--quantization int4" in advice[-1]
 
 
 def test_without_a_compiler_it_advises_one(
