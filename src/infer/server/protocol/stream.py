@@ -111,11 +111,12 @@ class Generation:
 
     async def collect(self) -> list[RequestOutput]:
         """Wait for the whole answers and return them, prompt by prompt."""
-        pause = PeriodicPause()
+        pause = PauseTimer()
         try:
             while self.is_open:
                 await self.read()
-                await pause.count()
+                if pause.is_due():
+                    await asyncio.sleep(0)
         finally:
             await self.aclose()
         answers = [builder.build() for builder in self._builders]
@@ -354,7 +355,7 @@ class EventStream(Response):
             await unless_disconnected(receive, self._send_frames(send))
 
     async def _send_frames(self, send: Send) -> None:
-        pause, frames = PeriodicPause(), self._first
+        pause, frames = PauseTimer(), self._first
         try:
             async with asyncio.timeout(self._time_limit_s):
                 start = {"type": "http.response.start", "status": self.status_code}
@@ -362,7 +363,8 @@ class EventStream(Response):
                 while frames:
                     for frame in frames:
                         await send({"type": "http.response.body", "body": frame, "more_body": True})
-                        await pause.count()
+                        if pause.is_due():
+                            await asyncio.sleep(0)
                     try:
                         frames = await self._read_frames()
                     except Exception as error:  # the status is sent: a failure can only be a frame
@@ -391,17 +393,16 @@ class EventStream(Response):
         return writer.end()
 
 
-class PeriodicPause:
-    """Lets the event loop run after every RUN_LEN pieces of work that did not have to wait."""
+class PauseTimer:
+    """Says when the event loop should run: after every RUN_LEN pieces of work that did not have to wait."""
 
     def __init__(self) -> None:
         self._num_done = 0
 
-    async def count(self) -> None:
-        """Count one piece of work, and pause if it is time to."""
+    def is_due(self) -> bool:
+        """Count one piece of work; returns whether a pause is due."""
         self._num_done += 1
-        if self._num_done % RUN_LEN == 0:
-            await asyncio.sleep(0)
+        return self._num_done % RUN_LEN == 0
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
