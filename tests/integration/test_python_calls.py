@@ -42,7 +42,7 @@ def llm(checkpoint: str) -> LLM:
     ("knobs", "says"),
     [
         ({"dtpye": "float32"}, "unknown knob 'dtpye'; did you mean 'dtype'"),
-        ({"max_model_len": 64}, "unknown knob 'max_model_len'; did you mean 'max_seq_len'"),
+        ({"max_seq_length": 64}, "unknown knob 'max_seq_length'; did you mean 'max_seq_len'"),
         ({"temperature": 0}, r"temperature belongs to the params: SamplingParams\(temperature=...\)"),
     ],
 )
