@@ -42,7 +42,9 @@ def llm(checkpoint: str) -> LLM:
     ("knobs", "says"),
     [
         ({"dtpye": "float32"}, "unknown knob 'dtpye'; did you mean 'dtype'"),
-        ({"max_seq_length": 64}, "unknown knob 'max_seq_length'; did you mean 'max_seq_len'"),
+        ({"max_modle_len": 64}, "unknown knob 'max_modle_len'; did you mean 'max_seq_len'"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1, got 2: .* is not built yet"),
+        ({"draft_model": "org/name"}, "draft_model must be None, got 'org/name': .* is not built yet"),
         ({"temperature": 0}, r"temperature belongs to the params: SamplingParams\(temperature=...\)"),
     ],
 )
@@ -51,6 +53,18 @@ def test_a_knob_that_is_none_is_told_the_one_that_was_meant(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         make(checkpoint, **knobs)
+
+
+@pytest.mark.parametrize("make", [LLM, AsyncLLM])
+def test_the_spellings_of_other_engines_are_taken(checkpoint: str, make: Any) -> None:
+    spelled = {"max_model_len": 64, "num_gpu_blocks": 8, "max_num_seqs": 3, "enable_prefix_caching": False}
+    llm = make(checkpoint, device="cpu", enforce_eager=True, tensor_parallel_size=1, **spelled)
+    assert llm.context_len == 64
+    assert (llm.config.cache.num_blocks, llm.config.scheduler.max_batch_size) == (8, 3)
+    assert (llm.config.cache.use_prefix_caching, llm.config.run.use_cuda_graphs) == (False, False)
+    closed = llm.close()
+    if closed is not None:
+        asyncio.run(closed)
 
 
 # -- prompts of all kinds -------------------------------------------------------------------------
