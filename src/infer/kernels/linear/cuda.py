@@ -167,10 +167,7 @@ def outer_arguments(
 
 def is_for(device: torch.device) -> bool:
     """Whether this is a whole Hopper: clusters, PDL, TMA, and the SMs that the cuts are made for."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    is_hopper = torch.cuda.get_device_capability(device) == (9, 0)
-    return is_hopper and dispatch.num_sms(device) >= NUM_SMS
+    return dispatch.nvidia_capability(device) == (9, 0) and dispatch.num_sms(device) >= NUM_SMS
 
 
 def _compile(source: Path, arch: str, variants: Sequence[Defines]) -> None:

@@ -69,7 +69,7 @@ from infer.kernels.linear.triton_configs import (
 )
 from infer.kernels.linear.triton_kernels import gemv_kernel, skinny_kernel
 from infer.kernels.linear.wgmma import WgmmaConfig
-from infer.kernels.runtime.dispatch import INTERPRETED, launch_options, num_sms, use_triton
+from infer.kernels.runtime.dispatch import INTERPRETED, is_gpu, launch_options, num_sms, use_triton
 
 FOLD_NORM_MAX_M = 1
 MAX_SQUARES = 4096  # parts times tokens: more would not fit the registers of the program that reads them
@@ -407,6 +407,6 @@ def _workspace(
 @lru_cache(maxsize=16)
 def _counters(device: torch.device) -> torch.Tensor:
     """One zero per tile; each call finds them zero and leaves them zero."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_gpu(device) and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("call the linear once before it is captured into a graph")
     return torch.zeros((_NUM_COUNTER_SLOTS, _MAX_TILES), dtype=torch.int32, device=device)

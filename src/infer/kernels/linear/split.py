@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import torch
 
+from infer.kernels.runtime.dispatch import is_gpu
+
 _TILE_TOKENS, _TILE_OUTPUTS = 256, 64  # what a multiprocessor computes at a time, as 128 by 128 or otherwise
 _PIECE = 64  # elements of a row of W that the library loads at a time
 _MOST_PARTS = 4
@@ -39,6 +41,6 @@ def multiply_in_parts(x_MK: torch.Tensor, w_NK: torch.Tensor, num_parts: int) ->
     """The parts of the product, [P, M, N] in float32."""
     x_PMk = x_MK.unflatten(1, (num_parts, -1)).transpose(0, 1)
     w_PkN = w_NK.unflatten(1, (num_parts, -1)).permute(1, 2, 0)
-    if x_MK.is_cuda:
+    if is_gpu(x_MK.device):
         return torch.bmm(x_PMk, w_PkN, out_dtype=torch.float32)
     return torch.bmm(x_PMk.float(), w_PkN.float())

@@ -21,7 +21,7 @@ from functools import lru_cache
 
 import torch
 
-from infer.kernels.runtime.dispatch import next_power_of_two
+from infer.kernels.runtime.dispatch import is_gpu, is_hopper, next_power_of_two
 
 GEMV_MAX_M = 4  # up to here plain dot products may be faster; tensor cores above
 MAX_SMALL_M = 128  # up to here our kernels may be faster; the library above
@@ -94,7 +94,7 @@ def skinny_config(
         if measured is None:
             return None
         config = measured
-    elif device.type == "cuda":
+    elif is_gpu(device):
         config = replace(config, block_k=64, num_stages=3)  # fits the 99 KB of smaller GPUs
     return fit_stages(replace(config, block_k=config.block_k * 2 // item_bytes), block_m, gated, item_bytes)
 
@@ -140,7 +140,7 @@ def default_skinny_config(N: int, K: int, gated: bool) -> SkinnyConfig:
 
 @lru_cache(maxsize=16)
 def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return is_hopper(device)
 
 
 # Measured on Hopper; rewritten by `python -m benchmarks.kernels.linear_small --sweep --apply`.
