@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
@@ -202,21 +202,26 @@ def _key(matrix: Matrix, block_m: int) -> Key:
 
 
 def render_table(gemv: Gemv, skinny: Skinny) -> str:
-    """The two dictionaries as Python."""
-    lines = ["HOPPER_GEMV: dict[Key, GemvConfig | None] = {"]
-    for key, dots in sorted(gemv.items(), key=lambda item: item[0]):
-        value = "None"
-        if dots is not None:
-            value = f"GemvConfig({dots.block_n}, {dots.block_k}, {dots.num_warps}, {dots.unroll})"
-        lines.append(f"    {key}: {value},")
-    lines += ["}", "HOPPER_SKINNY: dict[Key, SkinnyConfig | None] = {"]
-    for key, tile in sorted(skinny.items(), key=lambda item: item[0]):
-        value = "None"
-        if tile is not None:
-            fields = (tile.block_n, tile.block_k, tile.split_k, tile.num_warps, tile.num_stages)
-            value = f"SkinnyConfig{fields}"
-        lines.append(f"    {key}: {value},")
-    return "\n".join([*lines, "}"]) + "\n"
+    """The two dictionaries as Python, a line for each matrix."""
+    gemv_lines = _render(gemv, lambda tile: (tile.block_n, tile.block_k, tile.num_warps, tile.unroll))
+    skinny_lines = _render(
+        skinny, lambda tile: (tile.block_n, tile.block_k, tile.split_k, tile.num_warps, tile.num_stages)
+    )
+    return "\n".join(
+        [
+            "# fmt: off", "HOPPER_GEMV: dict[Key, GemvConfig | None] = by_bucket(GemvConfig, {", *gemv_lines,
+            "})", "HOPPER_SKINNY: dict[Key, SkinnyConfig | None] = by_bucket(SkinnyConfig, {", *skinny_lines,
+            "})", "# fmt: on", "",
+        ]
+    )  # fmt: skip
+
+
+def _render(table: dict[Key, Tile | None], sizes: Callable[[Tile], tuple[int, ...]]) -> list[str]:
+    matrices: dict[tuple[int, int, bool], list[str]] = {}
+    for (N, K, gated, block_m), tile in sorted(table.items(), key=lambda item: item[0]):
+        value = "None" if tile is None else str(sizes(tile)).replace(" ", "")
+        matrices.setdefault((N, K, gated), []).append(f"{block_m}: {value}")
+    return [f"    {matrix}: {{{', '.join(tiles)}}}," for matrix, tiles in matrices.items()]
 
 
 def apply_table(gemv: Gemv, skinny: Skinny, file: Path = TABLE_FILE) -> None:

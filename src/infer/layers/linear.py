@@ -12,8 +12,8 @@ matrix, and one large multiplication is faster than three small ones:
                       └────────┘
 
 The parts have names, so the weight map can say which of them a checkpoint tensor fills. How the numbers are
-stored and multiplied is the business of the layer's `Projection` (quant/projection.py). A layer that nobody
-gave another one has a dense one in the dtype and on the device of the moment.
+stored and multiplied is the business of the layer's `Projection` (quant/projection.py). A layer
+starts with a dense one, in the dtype and on the device of the moment.
 
     stored        the projection as it was loaded
     projection    the one that multiplies: the same, or its twin for `deterministic` (bind.py)

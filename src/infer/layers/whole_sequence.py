@@ -5,7 +5,7 @@
         step.advance(len(chunk))
         hidden_TD = model(chunk, step)
 
-For whoever runs a model outside the engine's steps: embeddings, measurements, the comparison of two
+For models that run outside the engine's steps: embeddings, measurements, the comparison of two
 models. Nothing of it is shared and nothing is left of it.
 """
 

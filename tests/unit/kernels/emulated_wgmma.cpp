@@ -1,4 +1,4 @@
-/* A GPU in one thread for `linear/wgmma.cu`: a copy engine and a matrix unit that work behind the threads' backs.
+/* A GPU in one thread for `linear/wgmma.cu`: TMA and a matrix unit that work behind the threads' backs.
 
    Both are as slow as they may be. A box that is asked for leaves noise in its place and lands later, the last one
    first; a product is computed when a thread waits for it, by each warp later than by the one before it. A book is
@@ -115,7 +115,7 @@ static double shuffle(u32, double value, int distance) {
     return board[current ^ distance];
 }
 
-// ---- barriers in shared memory, the copy engine ----------------------------------------------------
+// ---- barriers in shared memory, TMA ----------------------------------------------------
 
 enum State : unsigned char { PRIVATE = 1, PUBLIC = 2 };
 struct Barrier {

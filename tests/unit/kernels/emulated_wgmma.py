@@ -1,4 +1,4 @@
-"""`linear/wgmma.cu` on a CPU, and the driver that tells its copy engine of matrices."""
+"""`linear/wgmma.cu` on a CPU, and the driver that tells its TMA of matrices."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class EmulatedLaunch:
 def encode_tiled(
     to: Any, dtype: int, rank: int, address: Any, sizes: Any, strides: Any, box: Any, steps: Any, *how: int
 ) -> int:
-    """cuTensorMapEncodeTiled: it refuses what the copy engine cannot, and writes what the emulator reads."""
+    """cuTensorMapEncodeTiled: it refuses what TMA cannot, and writes what the emulator reads."""
     whole_pieces = address.value % 16 == 0 and strides[0] % 16 == 0
     fits_the_pattern = 0 < box[0] * 2 <= 128 and 0 < box[1] <= 256 and how == (0, 3, 3, 0)
     if to.value % 64 or dtype not in (6, 9) or rank != 2 or list(steps) != [1, 1]:

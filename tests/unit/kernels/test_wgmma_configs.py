@@ -135,7 +135,7 @@ def test_what_is_refused(M: int, N: int, K: int) -> None:
     assert choose_config(MAX_TOKENS, 64, 64, gated=False) is not None
 
 
-# -- what the copy engine is told --------------------------------------------------------------------
+# -- what TMA is told --------------------------------------------------------------------
 
 BOXES = Boxes(1 << 40, torch.bfloat16, 33, 968, 2 * 1008, 48)
 

@@ -70,8 +70,8 @@ def test_each_part_of_each_leaf_has_its_place(tmp_path: Path) -> None:
         for name, leaf in leaves.items()
     }
     for name, source in stored(tmp_path, tensors).items():
-        part, leaf = name.split(".")
-        projection.load(leaf, source, part=part, expert=None, transposed=False)
+        part, leaf_name = name.split(".")
+        projection.load(leaf_name, source, part=part, expert=None, transposed=False)
     for name, leaf in leaves.items():
         along, pieces = leaf.axis("out"), [tensors[f"{part}.{name}"] for part in PARTS]
         expected = torch.stack(pieces) if along is None else torch.cat(pieces, along)

@@ -1,9 +1,9 @@
 """The linears in CUDA C++ of one model on one GPU: made by the binder, asked by the model's projections.
 
-These kernels load weights before the kernel ahead of them has finished. One of Triton's between two of them
-hides nothing and is slower than either kind alone. So each of the three is loaded for all the matrices that
-projections ask for (`want`), or for none: where one of them is not for it, or there is no compiler, all of
-them stay Triton's.
+These kernels load weights before the kernel before them has finished (PDL). One of Triton's between two of
+them hides nothing and is slower than either kind alone. So each of the three is loaded for all the matrices
+that projections ask for (`want`), or for none: where one of them is not for it, or there is no compiler, all
+of them stay Triton's.
 
     up to 8 tokens      all matrices of the layers, of small models                             pdl.py
     2 to 64 tokens      all matrices of the layers, and the head if it can be cut               wgmma.py

@@ -1,4 +1,4 @@
-"""Linear layers whose rows have the same bits whoever else is in the batch.
+"""Linear layers whose rows have the same bits whatever else is in the batch.
 
 A sum of floats depends on the order of its additions, and the fastest order depends on how many rows there
 are: libraries and our own kernels (small.py) choose by that number. So a token may come out a last

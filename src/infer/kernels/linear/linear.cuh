@@ -19,7 +19,7 @@ struct No {
 
 #ifndef EMULATED  // a CPU that runs this file for a test has functions of its own for these
 
-// Weights: nobody else reads them, and they do not change; no reason to keep them in the first-level cache.
+// Weights: no other block reads them, and they do not change; no reason to keep them in the first-level cache.
 template <bool IS_ALWAYS>
 __device__ __forceinline__ void load_weights(Piece& piece, const char* at, bool is_wanted) {
     if constexpr (IS_ALWAYS) {

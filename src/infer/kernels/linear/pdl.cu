@@ -1,4 +1,4 @@
-/* A linear layer of few tokens that holds its weights before the kernel ahead of it has finished.
+/* A linear layer of few tokens that holds its weights before the kernel before it has finished (PDL).
 
        y[m, n] = sum over k of x[m, k] * w[n, k]
 
@@ -79,7 +79,7 @@ constexpr int SQUARES = MT == 1 ? 8 : 4;  // loads of sums of squares under way 
 constexpr int TOKENS_OF_WARP = TOKENS < 32 ? TOKENS : 32;
 constexpr int SUM_SLOTS = THREADS / TOKENS > WARPS ? WARPS : THREADS / TOKENS;
 
-// How many blocks a multiprocessor should hold: the registers that the arrays below need, and some.
+// How many blocks an SM should hold: the registers that the arrays below need, and some.
 constexpr int OF_SUMS = 4 * TILES * MT * CHAINS, OF_SQUARES = PARTS ? 2 * SQUARES : 0;
 constexpr int REGISTERS = 16 * TILES * HELD + OF_SUMS + 8 * MT * HELD_X + OF_SQUARES + 40;
 constexpr int ROUNDED = (REGISTERS + 7) / 8 * 8;

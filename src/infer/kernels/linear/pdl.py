@@ -30,6 +30,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -70,7 +71,7 @@ _TYPES = (
 
 @dataclass(frozen=True, slots=True)
 class PdlConfig:
-    """How a matrix is cut into blocks, and what of its share a warp holds before the kernel ahead is done."""
+    """How a matrix is cut into blocks, and what of its share a warp holds before its wait."""
 
     rows_tiles: int  # of 16 rows each, per block; of a gated layer as many again
     warps: int
@@ -152,8 +153,7 @@ def can_launch(config: PdlConfig, M: int, N: int, K: int, *, gated: bool, adds: 
 
 def defines_of(
     config: PdlConfig,
-    dtype: torch.dtype = torch.bfloat16,
-    *,
+    dtype: torch.dtype,
     tiles: int,
     N: int,
     K: int,
@@ -187,8 +187,8 @@ def launch(
     (M, K), N = x_MK.shape, y_MN.shape[1]
     outer = outer_arguments(x_MK, w, y_MN, epilogue)
     kernel = _kernel(
-        config, x_MK.dtype, token_tiles(M), N, K, epilogue.activation, epilogue.bias_N is not None,
-        epilogue.add is not None, epilogue.prologue is not None, x_MK.get_device(), dispatch.PDL,
+        x_MK.get_device(), dispatch.PDL, config, x_MK.dtype, token_tiles(M), N, K, epilogue.activation,
+        epilogue.bias_N is not None, epilogue.add is not None, epilogue.prologue is not None,
     )  # fmt: skip
     kernel(
         config.num_parts(N),
@@ -198,32 +198,17 @@ def launch(
 
 
 @functools.cache
-def _kernel(
-    config: PdlConfig,
-    dtype: torch.dtype,
-    tiles: int,
-    N: int,
-    K: int,
-    activation: str,
-    bias: bool,
-    adds: bool,
-    parts: bool,
-    device: int,
-    starts_early: bool,
-) -> build.PreparedLaunch:
+def _kernel(device: int, with_pdl: bool, *variant: Any) -> build.PreparedLaunch:
     """Found by numbers that are quick to compare; what was not prepared is compiled on its first call."""
-    defines = defines_of(
-        config, dtype, tiles=tiles, N=N, K=K, activation=activation, bias=bias, adds=adds, parts=parts
-    )
-    return _load(defines, device, starts_early)
+    return _load(defines_of(*variant), device, with_pdl)
 
 
 @functools.cache
-def _load(defines: Defines, device: int, starts_early: bool) -> build.PreparedLaunch:
+def _load(defines: Defines, device: int, with_pdl: bool) -> build.PreparedLaunch:
     with torch.cuda.device(device):
         kernels = build.LoadedKernels(cubin(SOURCE, _ARCH, defines))
         num_threads = 32 * dict(defines)["WARPS"]
-        return kernels.prepare("linear_ahead", num_threads, _TYPES, pdl=starts_early)
+        return kernels.prepare("linear_ahead", num_threads, _TYPES, pdl=with_pdl)
 
 
 def _choose(num_tokens: int, matrix: Matrix) -> PdlConfig | None:
@@ -235,7 +220,7 @@ def _choose(num_tokens: int, matrix: Matrix) -> PdlConfig | None:
 
 def _defines(config: PdlConfig, matrix: Matrix, tiles: int, adds: bool, parts: bool) -> Defines:
     N, K, activation, bias, *_ = matrix
-    return defines_of(config, tiles=tiles, N=N, K=K, activation=activation, bias=bias, adds=adds, parts=parts)
+    return defines_of(config, torch.bfloat16, tiles, N, K, activation, bias, adds, parts)
 
 
 def make_kernel() -> CudaLinear[PdlConfig]:

@@ -1,14 +1,14 @@
-"""A product of a hundred or two tokens, in parts: K is split, and the norm behind it adds the parts up.
+"""A product of a hundred or two tokens, in parts: K is split, and the next norm adds the parts up (split-K).
 
     y = x WT        parts[p] = x[:, p-th piece of K]  W[:, p-th piece of K]T,  in float32;   y = sum of parts
 
-Where there are more tokens than our own kernels are for (small.py), the matrix library multiplies
-fastest, but not with a matrix that writes into the residual stream of a small model: a thousand outputs
-are 16 tiles, and the other multiprocessors of a GPU are idle. The library knows: it splits K and adds the
-parts up in a kernel of its own. It does not always know: 192 tokens with 4,096 outputs of 12,288 inputs
-take it 53 us, two parts of them 33. Here the parts are a batch of products, and who adds them up is the
-kernel that reads y anyway, to add it to the stream and to normalise it (rms_norm.py). Sums are taken in
-float32 and in the order of the parts; y itself is never rounded.
+Where there are more tokens than our own kernels are for (small.py), cuBLAS multiplies fastest, but not with
+a matrix that writes into the residual stream of a small model: a thousand outputs are 16 tiles, and the
+other SMs of a GPU are idle. cuBLAS knows: it splits K and adds the parts up in a kernel of its own. It does
+not always know: 192 tokens with 4,096 outputs of 12,288 inputs take it 53 us, two parts of them 33. Here the
+parts are a batch of products, and the kernel that adds them up is the one that reads y anyway, to add it to
+the stream and to normalise it (rms_norm.py). Sums are taken in float32 and in the order of the parts; y
+itself is never rounded.
 
 Shapes:  M tokens, N outputs, K inputs, P parts.
 """
@@ -19,15 +19,15 @@ import torch
 
 from infer.kernels.runtime.dispatch import is_gpu
 
-_TILE_TOKENS, _TILE_OUTPUTS = 256, 64  # what a multiprocessor computes at a time, as 128 by 128 or otherwise
-_PIECE = 64  # elements of a row of W that the library loads at a time
+_TILE_TOKENS, _TILE_OUTPUTS = 256, 64  # what an SM computes at a time, as 128 by 128 or otherwise
+_PIECE = 64  # elements of a row of W that cuBLAS loads at a time
 _MOST_PARTS = 4
 
 
 def num_parts(M: int, N: int, K: int, num_sms: int) -> int:
     """Into how many parts a product is cut; 1: it is left whole.
 
-    As many as leave a tile to each multiprocessor, while reading and writing parts (8 P M N bytes) takes
+    As many as leave a tile to each SM, while reading and writing parts (8 P M N bytes) takes
     no longer than a fraction of W (2 N K bytes): they stay in L2, which is several times as fast.
     """
     num_tiles = -(-M // _TILE_TOKENS) * -(-N // _TILE_OUTPUTS)

@@ -1,33 +1,35 @@
 """How the linears of few tokens are cut into programs: rules that hold anywhere, and what was measured.
 
 The rules aim at one wave of programs that together keep enough bytes in flight: a GPU needs about 26 KB per
-multiprocessor under way all the time to use its memory fully. Where a shape was measured on Hopper, the table
+SM under way all the time to use its memory fully. Where a shape was measured on Hopper, the table
 at the end replaces the rule; `python -m benchmarks.kernels.linear_small --sweep --apply` writes it.
 Nothing is tuned while the program runs.
 
 Each number of tokens has the tile that is fastest for it, so what decides the order of additions (`order`:
 `block_k`, `split_k` and the matrix instruction of a `SkinnyConfig`) may differ between buckets of M, and a
-row's last digit with it; whoever must not see that asks for `deterministic` (`invariant_config`). Tiles of 64
+row's last digit with it; `deterministic` asks for one order (`invariant_config`). Tiles of 64
 rows and more take Hopper's own instruction, which reads a tile of W from shared memory; narrower ones, of
-which a small matrix has more than a GPU has multiprocessors, take the older one, through registers.
+which a small matrix has more than a GPU has SMs, take the older one, through registers.
 
 Shapes:  M tokens, N outputs (of the gate half when gated), K inputs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 
 from infer.kernels.runtime.dispatch import is_gpu, is_hopper, next_power_of_two
 
 GEMV_MAX_M = 4  # up to here plain dot products may be faster; tensor cores above
-MAX_SMALL_M = 128  # up to here our kernels may be faster; the library above
-_RULE_MAX_M = 64  # up to here they are for shapes that nobody measured
+MAX_SMALL_M = 128  # up to here our kernels may be faster; cuBLAS above
+_RULE_MAX_M = 64  # up to here they are for shapes that were not measured
 _FEW_WEIGHTS = 1 << 22  # of a matrix that three or four tokens are quick to pass over without tensor cores
-_ENOUGH_PROGRAMS = 264  # two for each multiprocessor of an H200
+_ENOUGH_PROGRAMS = 264  # two for each SM of an H200
 _STAGE_BYTES = 200 << 10  # of the 227 KB of shared memory a Hopper block may have
 
 
@@ -67,6 +69,7 @@ class SkinnyConfig:
 
 
 Key = tuple[int, int, bool, int]  # N, K, gated, bucket of M
+T = TypeVar("T")
 
 
 def bucket(num_tokens: int) -> int:
@@ -87,7 +90,7 @@ def gemv_config(N: int, K: int, gated: bool, block_m: int, device: torch.device)
 def skinny_config(
     N: int, K: int, gated: bool, block_m: int, device: torch.device, item_bytes: int = 2
 ) -> SkinnyConfig | None:
-    """The measured configuration, or the rule's; None where the library was faster."""
+    """The measured configuration, or the rule's; None where cuBLAS was faster."""
     config = default_skinny_config(N, K, gated)
     if _is_hopper(device):
         measured = HOPPER_SKINNY.get((N, K, gated, block_m), config if block_m <= _RULE_MAX_M else None)
@@ -101,7 +104,7 @@ def skinny_config(
 
 @lru_cache(maxsize=1024)
 def invariant_config(N: int, K: int, block_m: int, device: torch.device, item_bytes: int = 2) -> SkinnyConfig:
-    """What adds in the same order for every number of tokens, also where the library would be faster.
+    """What adds in the same order for every number of tokens, also where cuBLAS would be faster.
 
     Always by the instruction of wide tiles, which is the one for many tokens.
     """
@@ -143,115 +146,53 @@ def _is_hopper(device: torch.device) -> bool:
     return is_hopper(device)
 
 
+def by_bucket(
+    tile: Callable[..., T], matrices: Mapping[tuple[int, int, bool], Mapping[int, tuple[int, ...] | None]]
+) -> dict[Key, T | None]:
+    """A table of tiles by matrix (N, K, gated) and bucket of M, from one that has a line for each matrix."""
+    return {
+        (*matrix, block_m): None if sizes is None else tile(*sizes)
+        for matrix, tiles in matrices.items()
+        for block_m, sizes in tiles.items()
+    }
+
+
 # Measured on Hopper; rewritten by `python -m benchmarks.kernels.linear_small --sweep --apply`.
 # table: begin
-HOPPER_GEMV: dict[Key, GemvConfig | None] = {
-    (1024, 2048, False, 1): GemvConfig(1, 1024, 4, 1),
-    (1024, 2048, False, 2): None,
-    (1024, 2048, False, 4): GemvConfig(4, 1024, 4, 1),
-    (1024, 3072, False, 1): GemvConfig(1, 1024, 4, 1),
-    (1024, 3072, False, 2): GemvConfig(1, 1024, 4, 1),
-    (1024, 3072, False, 4): None,
-    (2048, 2048, False, 1): GemvConfig(2, 1024, 4, 2),
-    (2048, 2048, False, 2): GemvConfig(4, 1024, 4, 1),
-    (2048, 2048, False, 4): None,
-    (2048, 8192, False, 1): GemvConfig(2, 1024, 4, 2),
-    (2048, 8192, False, 2): None,
-    (2048, 8192, False, 4): None,
-    (3072, 1024, True, 1): GemvConfig(4, 512, 2, 1),
-    (3072, 1024, True, 2): None,
-    (3072, 1024, True, 4): None,
-    (3072, 2048, False, 1): GemvConfig(4, 512, 2, 1),
-    (3072, 2048, False, 2): GemvConfig(4, 512, 2, 1),
-    (3072, 2048, False, 4): None,
-    (4096, 1024, False, 1): GemvConfig(4, 512, 2, 1),
-    (4096, 1024, False, 2): GemvConfig(4, 512, 2, 1),
-    (4096, 1024, False, 4): None,
-    (4096, 4096, False, 1): GemvConfig(1, 1024, 4, 1),
-    (4096, 4096, False, 2): GemvConfig(4, 1024, 4, 1),
-    (4096, 4096, False, 4): None,
-    (4096, 12288, False, 1): GemvConfig(1, 1024, 4, 1),
-    (4096, 12288, False, 2): GemvConfig(4, 1024, 4, 1),
-    (4096, 12288, False, 4): None,
-    (6144, 4096, False, 1): GemvConfig(8, 512, 2, 1),
-    (6144, 4096, False, 2): GemvConfig(4, 512, 2, 1),
-    (6144, 4096, False, 4): GemvConfig(8, 512, 2, 1),
-    (8192, 2048, True, 1): GemvConfig(4, 512, 2, 1),
-    (8192, 2048, True, 2): None,
-    (8192, 2048, True, 4): None,
-    (12288, 4096, True, 1): GemvConfig(4, 1024, 4, 1),
-    (12288, 4096, True, 2): GemvConfig(2, 1024, 4, 1),
-    (12288, 4096, True, 4): None,
-    (128256, 2048, False, 1): GemvConfig(8, 512, 2, 1),
-    (128256, 2048, False, 2): GemvConfig(4, 512, 2, 1),
-    (128256, 2048, False, 4): None,
-    (151936, 1024, False, 1): GemvConfig(8, 512, 2, 1),
-    (151936, 1024, False, 2): GemvConfig(8, 512, 2, 1),
-    (151936, 1024, False, 4): None,
-    (151936, 4096, False, 1): GemvConfig(8, 512, 2, 1),
-    (151936, 4096, False, 2): GemvConfig(4, 512, 2, 1),
-    (151936, 4096, False, 4): None,
-}
-HOPPER_SKINNY: dict[Key, SkinnyConfig | None] = {
-    (1024, 2048, False, 16): SkinnyConfig(64, 256, 4, 4, 3),
-    (1024, 2048, False, 32): SkinnyConfig(16, 256, 1, 2, 4),
-    (1024, 2048, False, 64): SkinnyConfig(16, 256, 1, 4, 4),
-    (1024, 2048, False, 128): None,
-    (1024, 3072, False, 16): SkinnyConfig(64, 256, 4, 4, 3),
-    (1024, 3072, False, 32): SkinnyConfig(64, 256, 4, 4, 3),
-    (1024, 3072, False, 64): SkinnyConfig(64, 128, 4, 4, 4),
-    (1024, 3072, False, 128): None,
-    (2048, 2048, False, 16): SkinnyConfig(64, 256, 4, 4, 3),
-    (2048, 2048, False, 32): SkinnyConfig(64, 256, 4, 4, 3),
-    (2048, 2048, False, 64): None,
-    (2048, 2048, False, 128): None,
-    (2048, 8192, False, 16): SkinnyConfig(64, 256, 4, 4, 3),
-    (2048, 8192, False, 32): SkinnyConfig(64, 256, 4, 4, 3),
-    (2048, 8192, False, 64): SkinnyConfig(64, 256, 4, 4, 3),
-    (2048, 8192, False, 128): None,
-    (3072, 1024, True, 16): SkinnyConfig(64, 128, 1, 4, 4),
-    (3072, 1024, True, 32): SkinnyConfig(64, 128, 1, 4, 4),
-    (3072, 1024, True, 64): SkinnyConfig(64, 128, 1, 4, 4),
-    (3072, 1024, True, 128): None,
-    (3072, 2048, False, 16): SkinnyConfig(64, 256, 2, 4, 3),
-    (3072, 2048, False, 32): SkinnyConfig(64, 256, 2, 4, 3),
-    (3072, 2048, False, 64): SkinnyConfig(64, 128, 2, 4, 4),
-    (3072, 2048, False, 128): None,
-    (4096, 1024, False, 16): SkinnyConfig(64, 256, 1, 4, 3),
-    (4096, 1024, False, 32): SkinnyConfig(64, 256, 1, 4, 3),
-    (4096, 1024, False, 64): SkinnyConfig(64, 256, 1, 4, 3),
-    (4096, 1024, False, 128): None,
-    (4096, 4096, False, 16): SkinnyConfig(64, 256, 2, 4, 3),
-    (4096, 4096, False, 32): SkinnyConfig(64, 256, 2, 4, 3),
-    (4096, 4096, False, 64): None,
-    (4096, 4096, False, 128): None,
-    (4096, 12288, False, 16): SkinnyConfig(64, 256, 2, 4, 3),
-    (4096, 12288, False, 32): SkinnyConfig(64, 256, 2, 4, 3),
-    (4096, 12288, False, 64): SkinnyConfig(64, 256, 2, 4, 3),
-    (4096, 12288, False, 128): None,
-    (6144, 4096, False, 16): SkinnyConfig(64, 256, 1, 4, 3),
-    (6144, 4096, False, 32): SkinnyConfig(64, 256, 1, 4, 3),
-    (6144, 4096, False, 64): None,
-    (6144, 4096, False, 128): None,
-    (8192, 2048, True, 16): SkinnyConfig(64, 128, 1, 4, 4),
-    (8192, 2048, True, 32): SkinnyConfig(64, 128, 1, 4, 4),
-    (8192, 2048, True, 64): SkinnyConfig(64, 64, 1, 4, 6),
-    (8192, 2048, True, 128): SkinnyConfig(64, 128, 1, 4, 4),
-    (12288, 4096, True, 16): SkinnyConfig(64, 128, 1, 4, 4),
-    (12288, 4096, True, 32): SkinnyConfig(64, 128, 1, 4, 4),
-    (12288, 4096, True, 64): SkinnyConfig(64, 128, 1, 4, 4),
-    (12288, 4096, True, 128): None,
-    (128256, 2048, False, 16): SkinnyConfig(64, 64, 1, 4, 6),
-    (128256, 2048, False, 32): SkinnyConfig(128, 64, 1, 4, 4),
-    (128256, 2048, False, 64): SkinnyConfig(128, 64, 1, 4, 4),
-    (128256, 2048, False, 128): None,
-    (151936, 1024, False, 16): SkinnyConfig(64, 128, 1, 4, 4),
-    (151936, 1024, False, 32): SkinnyConfig(64, 128, 1, 4, 4),
-    (151936, 1024, False, 64): SkinnyConfig(128, 128, 1, 8, 4),
-    (151936, 1024, False, 128): None,
-    (151936, 4096, False, 16): SkinnyConfig(64, 128, 1, 4, 4),
-    (151936, 4096, False, 32): SkinnyConfig(64, 128, 1, 4, 4),
-    (151936, 4096, False, 64): SkinnyConfig(128, 128, 1, 8, 4),
-    (151936, 4096, False, 128): None,
-}
+# fmt: off
+HOPPER_GEMV: dict[Key, GemvConfig | None] = by_bucket(GemvConfig, {
+    (1024, 2048, False): {1: (1,1024,4,1), 2: None, 4: (4,1024,4,1)},
+    (1024, 3072, False): {1: (1,1024,4,1), 2: (1,1024,4,1), 4: None},
+    (2048, 2048, False): {1: (2,1024,4,2), 2: (4,1024,4,1), 4: None},
+    (2048, 8192, False): {1: (2,1024,4,2), 2: None, 4: None},
+    (3072, 1024, True): {1: (4,512,2,1), 2: None, 4: None},
+    (3072, 2048, False): {1: (4,512,2,1), 2: (4,512,2,1), 4: None},
+    (4096, 1024, False): {1: (4,512,2,1), 2: (4,512,2,1), 4: None},
+    (4096, 4096, False): {1: (1,1024,4,1), 2: (4,1024,4,1), 4: None},
+    (4096, 12288, False): {1: (1,1024,4,1), 2: (4,1024,4,1), 4: None},
+    (6144, 4096, False): {1: (8,512,2,1), 2: (4,512,2,1), 4: (8,512,2,1)},
+    (8192, 2048, True): {1: (4,512,2,1), 2: None, 4: None},
+    (12288, 4096, True): {1: (4,1024,4,1), 2: (2,1024,4,1), 4: None},
+    (128256, 2048, False): {1: (8,512,2,1), 2: (4,512,2,1), 4: None},
+    (151936, 1024, False): {1: (8,512,2,1), 2: (8,512,2,1), 4: None},
+    (151936, 4096, False): {1: (8,512,2,1), 2: (4,512,2,1), 4: None},
+})
+HOPPER_SKINNY: dict[Key, SkinnyConfig | None] = by_bucket(SkinnyConfig, {
+    (1024, 2048, False): {16: (64,256,4,4,3), 32: (16,256,1,2,4), 64: (16,256,1,4,4), 128: None},
+    (1024, 3072, False): {16: (64,256,4,4,3), 32: (64,256,4,4,3), 64: (64,128,4,4,4), 128: None},
+    (2048, 2048, False): {16: (64,256,4,4,3), 32: (64,256,4,4,3), 64: None, 128: None},
+    (2048, 8192, False): {16: (64,256,4,4,3), 32: (64,256,4,4,3), 64: (64,256,4,4,3), 128: None},
+    (3072, 1024, True): {16: (64,128,1,4,4), 32: (64,128,1,4,4), 64: (64,128,1,4,4), 128: None},
+    (3072, 2048, False): {16: (64,256,2,4,3), 32: (64,256,2,4,3), 64: (64,128,2,4,4), 128: None},
+    (4096, 1024, False): {16: (64,256,1,4,3), 32: (64,256,1,4,3), 64: (64,256,1,4,3), 128: None},
+    (4096, 4096, False): {16: (64,256,2,4,3), 32: (64,256,2,4,3), 64: None, 128: None},
+    (4096, 12288, False): {16: (64,256,2,4,3), 32: (64,256,2,4,3), 64: (64,256,2,4,3), 128: None},
+    (6144, 4096, False): {16: (64,256,1,4,3), 32: (64,256,1,4,3), 64: None, 128: None},
+    (8192, 2048, True): {16: (64,128,1,4,4), 32: (64,128,1,4,4), 64: (64,64,1,4,6), 128: (64,128,1,4,4)},
+    (12288, 4096, True): {16: (64,128,1,4,4), 32: (64,128,1,4,4), 64: (64,128,1,4,4), 128: None},
+    (128256, 2048, False): {16: (64,64,1,4,6), 32: (128,64,1,4,4), 64: (128,64,1,4,4), 128: None},
+    (151936, 1024, False): {16: (64,128,1,4,4), 32: (64,128,1,4,4), 64: (128,128,1,8,4), 128: None},
+    (151936, 4096, False): {16: (64,128,1,4,4), 32: (64,128,1,4,4), 64: (128,128,1,8,4), 128: None},
+})
+# fmt: on
 # table: end

@@ -1,6 +1,6 @@
 """The two Triton kernels behind `small.py`: one for at most four tokens, one for up to 128.
 
-Both compute the same thing. What stands before and behind the product is folded in at compile time:
+Both compute the same thing. Prologue and epilogue are chosen at compile time:
 
     BIAS         a bias per output
     ACTIVATION   "" or the name of the gate: W stacks the rows of the gate on the rows of `up`

@@ -1,11 +1,11 @@
-/* A linear layer of 2 to 128 tokens: Hopper's copy engine and matrix unit, and the weights ahead of the wait.
+/* A linear layer of 2 to 128 tokens: Hopper's TMA and wgmma, and the weights loaded before the wait (PDL).
 
        y[m, n] = sum over k of x[m, k] * w[n, k]
 
    linear/pdl.cu holds its weights in registers and every warp reads x for itself, which with more than eight
    tokens becomes the larger part of the reading. Here both operands pass through shared memory. A block is
 
-       one warp        that tells the copy engine what to bring: boxes of 64 columns, STAGES of them under way
+       one warp        that tells TMA what to bring: boxes of 64 columns, STAGES of them under way
        ROWS / 64       *warpgroups*, each of which multiplies 64 rows of W (left) with all tokens (right)
        three warps     that add up squares for the norm meanwhile (PARTS)
 
@@ -15,8 +15,8 @@
        W ──box──►┐ stage 0 │ stage 1 │ ...     ┌► sums, in registers: ROWS x tokens
        x ──box──►┘  full?  ──► multiply ───────┘──► empty!  ──► next box
 
-   The boxes of W for all stages are asked for before the kernel ahead has finished (`griddepcontrol.wait`), those of
-   x, which that kernel makes, after it. The kernel behind is let in when the last box is under way: what it asks
+   The boxes of W for all stages are asked for before the kernel before has finished (`griddepcontrol.wait`), those of
+   x, which that kernel makes, after it. The next kernel is let in when the last box is under way: what it asks
    for is read while this one multiplies and stores.
 
    A matrix of a few megabytes has too few tiles of ROWS rows to fill the GPU. SPLIT neighbouring blocks, a *cluster*,
@@ -35,7 +35,7 @@
        TOKENS                 that a block multiplies; the number of tokens M is an argument, at most that
        ROWS                   of W, of a gated layer half of them the gate's and half `up`'s
        STAGES, SPLIT          as above
-       BLOCKS                 to a multiprocessor
+       BLOCKS                 to an SM
    N and K are arguments: one kernel serves all matrices that are cut alike. */
 
 #ifndef __cluster_dims__
@@ -188,7 +188,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
 
         // -- the sums, to where any thread can read them
 
-        meet(1, 32 * WARPS);  // nobody reads stages any more
+        meet(1, 32 * WARPS);  // no warp reads stages any more
         const int row = warp * 16 + lane / 4, t = lane % 4;
 #pragma unroll
         for (int j = 0; j < TOKENS / 8; ++j) {

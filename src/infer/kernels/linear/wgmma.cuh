@@ -1,7 +1,7 @@
-/* The pieces of linear/wgmma.cu: what Hopper's copy engine, its barriers and its matrix unit are told.
+/* The pieces of linear/wgmma.cu: what Hopper's TMA, its barriers and wgmma are told.
 
    A *warpgroup* is four warps that multiply together: W from shared memory times x from shared memory, sums in
-   registers. Both lie there as the copy engine leaves them with its pattern of 128 bytes: rows of 64 elements, the
+   registers. Both lie there as TMA leaves them with its pattern of 128 bytes: rows of 64 elements, the
    16-byte pieces of row r in the order of their number xor (r % 8), so that eight rows of one piece meet all banks. */
 
 typedef unsigned long long u64;
@@ -21,7 +21,7 @@ __device__ __forceinline__ void make_barrier(u64* barrier, int num_arrivals) {
                  : "memory");
 }
 
-// After all are made: for the copy engine, and for the other blocks of the cluster.
+// After all are made: for TMA, and for the other blocks of the cluster.
 __device__ __forceinline__ void publish_barriers() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -58,7 +58,7 @@ __device__ __forceinline__ float2 load_from(const float* at, int rank) {  // the
     return value;
 }
 
-// ---- the copy engine --------------------------------------------------------------------------------
+// ---- TMA --------------------------------------------------------------------------------
 
 constexpr u64 READ_ONCE = 0x12F0000000000000, READ_AGAIN = 0x14F0000000000000;  // first or last out of L2
 

@@ -28,6 +28,7 @@ import ctypes
 import functools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -162,7 +163,6 @@ def choose_config(M: int, N: int, K: int, *, gated: bool) -> WgmmaConfig | None:
 def defines_of(
     config: WgmmaConfig,
     dtype: torch.dtype = torch.bfloat16,
-    *,
     activation: str = "",
     bias: bool = False,
     adds: bool = False,
@@ -191,8 +191,8 @@ def launch(
     assert config.width >= M, f"{M} tokens with {config}"
     outer = outer_arguments(x_MK, w, y_MN, epilogue)
     kernel = _kernel(
-        config, x_MK.dtype, epilogue.activation, epilogue.bias_N is not None,
-        epilogue.add is not None, epilogue.prologue is not None, x_MK.get_device(), dispatch.PDL,
+        x_MK.get_device(), dispatch.PDL, config, x_MK.dtype, epilogue.activation,
+        epilogue.bias_N is not None, epilogue.add is not None, epilogue.prologue is not None,
     )  # fmt: skip
     kernel(
         config.num_blocks(N, gated=gated),
@@ -203,23 +203,13 @@ def launch(
 
 
 @functools.cache
-def _kernel(
-    config: WgmmaConfig,
-    dtype: torch.dtype,
-    activation: str,
-    bias: bool,
-    adds: bool,
-    parts: bool,
-    device: int,
-    starts_early: bool,
-) -> build.PreparedLaunch:
+def _kernel(device: int, with_pdl: bool, *variant: Any) -> build.PreparedLaunch:
     """Found by numbers that are quick to compare; what was not prepared is compiled on its first call."""
-    defines = defines_of(config, dtype, activation=activation, bias=bias, adds=adds, parts=parts)
-    return _load(defines, device, starts_early)
+    return _load(defines_of(*variant), device, with_pdl)
 
 
 @functools.cache
-def _load(defines: Defines, device: int, starts_early: bool) -> build.PreparedLaunch:
+def _load(defines: Defines, device: int, with_pdl: bool) -> build.PreparedLaunch:
     encoder()  # without one, nothing of this can be launched
     known = dict(defines)
     config = WgmmaConfig(*(known[name] for name in ("TOKENS", "ROWS", "STAGES", "SPLIT", "BLOCKS")))
@@ -227,7 +217,7 @@ def _load(defines: Defines, device: int, starts_early: bool) -> build.PreparedLa
         kernels = build.LoadedKernels(cubin(SOURCE, _ARCH, defines))
         return kernels.prepare(
             "linear_wgmma", config.num_threads, _TYPES,
-            pdl=starts_early, shared_bytes=config.shared_bytes,
+            pdl=with_pdl, shared_bytes=config.shared_bytes,
         )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
     logits_TE ──► route ──► experts_TC, weights_TC      C experts of E for each token, and their shares
     x_TD ──► experts_mlp ──► y_TD                       sum over c of  weight_c down_c(act(gate_c x) * up_c x)
 
-The reference walks through the experts that somebody chose, one after the other. On a GPU that would be E
+The reference walks through the experts that tokens chose, one after the other. On a GPU that would be E
 small products and a host that waits to learn which; instead the T * C pairs (token, choice), here called
 rows, are ordered by expert on the device, each expert's rows are padded to whole blocks, and one launch
 multiplies all blocks, each with the matrix of its expert (kernels/moe/grouped_kernels.py):
@@ -15,7 +15,7 @@ multiplies all blocks, each with the matrix of its expert (kernels/moe/grouped_k
 How many blocks there are at most depends on T, C and E alone, so a CUDA graph can be captured.
 
 Rows are computed independently, written to [T, C, D] and summed over C in the order of the choices: the same
-input gives the same bits, whoever else is in the batch.
+input gives the same bits, whatever else is in the batch.
 
 Shapes:  T tokens, C choices per token, E experts, D hidden size, F intermediate size of one expert.
 """

@@ -1,4 +1,4 @@
-"""The Triton kernels behind `moe.py`: choose experts, order rows by expert, multiply, add up.
+"""The Triton kernels of `grouped.py`: choose experts, order rows by expert, multiply, add up.
 
 **route_kernel**, one program per token, finds the C largest probabilities one after the other; C is at
 most eight or so, and a row of logits is at most a few hundred numbers.
@@ -92,7 +92,7 @@ def order_kernel(
     lanes = tl.arange(0, CHUNK)
     for start in range(0, my_blocks, CHUNK):
         tl.store(block_experts_ptr + first_block + start + lanes, expert, mask=start + lanes < my_blocks)
-    if expert == E - 1:  # what is left belongs to nobody
+    if expert == E - 1:  # what is left belongs to no expert
         for start in range(first_block + my_blocks, num_blocks, CHUNK):
             tl.store(block_experts_ptr + start + lanes, -1, mask=start + lanes < num_blocks)
 
