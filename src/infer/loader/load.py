@@ -38,8 +38,7 @@ from infer.loader.formats.hf_config import (
 )
 from infer.loader.placement import Move, plan_moves
 from infer.loader.pooling import Pooling, read_pooling
-from infer.loader.quantization import AS_STORED, choose_format, stored_matrices
-from infer.loader.quantization import make_projections as _make_projections
+from infer.loader.quantization import AS_STORED, choose_format, make_projections, stored_matrices
 from infer.log import progress
 from infer.models.config import ModelConfig
 from infer.models.model import Model
@@ -162,7 +161,11 @@ def load_model(
     # rotary tables need not be longer than what is served; learned positions are as many as are stored
     built = config if config.learned_positions else replace(config, context_len=context_len)
     model = build_model(family, built, chosen_device, chosen_dtype, source.name)
-    make_projections(model, headers, weights, chosen_device, chosen_dtype)
+    with _refused_if_full(source.name, chosen_dtype, chosen_device):
+        make_projections(
+            model, weights, chosen_device, chosen_dtype, stored, headers.tensors, family.weight_map,
+            headers.quantization,
+        )  # fmt: skip
     moves = plan_moves(model, headers.tensors, family.weight_map, name=source.name)
     _fill(model, moves, label=f"loading {source.name}", show_progress=show_progress)
     _check_tied_head(model, headers.tensors, family)
@@ -210,36 +213,19 @@ def build_model(
     family: Family, config: ModelConfig, device: torch.device, dtype: torch.dtype, name: str
 ) -> Model:
     """The network without its matrices, nothing in it; step 3 above."""
+    with _refused_if_full(name, dtype, device), device, _default_dtype(dtype), without_weights():
+        return family.build(config)
+
+
+@contextmanager
+def _refused_if_full(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
     try:
-        with device, _default_dtype(dtype), without_weights():
-            return family.build(config)
+        yield
     except RuntimeError as error:  # PyTorch has no narrower one: out of memory on a CPU is a plain one
-        _refuse_if_full(error, name, dtype, device)
-        raise
-
-
-def _refuse_if_full(error: RuntimeError, name: str, dtype: torch.dtype, device: torch.device) -> None:
-    if isinstance(error, torch.OutOfMemoryError) or "allocate" in str(error):
-        raise ConfigError(f"{name} in {dtype} does not fit into the memory of {device}: {error}") from None
-
-
-def make_projections(
-    model: Model, headers: ModelHeaders, weights: str, device: torch.device, dtype: torch.dtype
-) -> None:
-    """Reserve memory for the matrices of a model, in the form `weights`."""
-    try:
-        _make_projections(
-            model,
-            weights,
-            device,
-            dtype,
-            stored_dtype(headers.tensors.values()),
-            headers.tensors,
-            headers.family.weight_map,
-            headers.quantization,
-        )
-    except RuntimeError as error:
-        _refuse_if_full(error, headers.source.name, dtype, device)
+        if isinstance(error, torch.OutOfMemoryError) or "allocate" in str(error):
+            raise ConfigError(
+                f"{name} in {dtype} does not fit into the memory of {device}: {error}"
+            ) from None
         raise
 
 

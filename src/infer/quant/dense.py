@@ -57,7 +57,7 @@ class Dense(Projection):
                 is_head=is_head,
             )
 
-    def invariant(self) -> Projection:
+    def invariant(self) -> Projection | None:
         """The same matrix, row by row."""
         projection = InvariantDense(self.spec, self.tensors)
         projection.bias = self.bias
@@ -128,29 +128,13 @@ class Dense(Projection):
 
 
 class InvariantDense(Dense):
-    """The same matrix, multiplied so that a row's bits do not depend on the other rows."""
+    """The same matrix, multiplied so that a row's bits do not depend on the other rows; nothing is fused."""
 
     batch_invariant = True
-
-    def prepare(self, compiled: CompiledLinears, neighbours: Neighbours) -> None:
-        """Leave it alone: every kernel of its own would add up in another order."""
-
-    def invariant(self) -> Projection:
-        """Return itself."""
-        return self
+    prepare, invariant = Projection.prepare, Projection.invariant
+    project_rows, project_norm = Projection.project_rows, Projection.project_norm
+    reads_sum = Projection.reads_sum
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return x Wᵀ + b, each row as if it were alone."""
         return linear_invariant(x, self.weight, self.bias)
-
-    def project_rows(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        """Multiply, and the gate as a launch of its own."""
-        return Projection.project_rows(self, x, activation)
-
-    def project_norm(self, x: NormedInput, activation: str) -> torch.Tensor:
-        """Multiply after the norm as a launch of its own."""
-        return Projection.project_norm(self, x, activation)
-
-    def reads_sum(self, x: torch.Tensor, num_parts: int, activation: str) -> bool:
-        """Never: the order of its additions is its own."""
-        return False

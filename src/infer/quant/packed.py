@@ -19,8 +19,8 @@ embedding reads its rows from the packed head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple, Protocol, cast
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,8 +30,6 @@ from infer.kernels.runtime.torch_threads import one_thread
 from infer.quant.memory import WeightMemory
 from infer.quant.projection import IN, OUT, Leaf, Projection, Source, WeightSpec
 
-# Of a packed matrix, by its bits: the integer and its share of what a group has.
-BYTES_PER_WEIGHT = {bits: bits / 8 + size / operations.GROUP for bits, size in operations.SCALE_BYTES.items()}
 _CHUNK_NUMBERS = 1 << 20  # 4 MiB of float32 at a time
 
 
@@ -101,18 +99,6 @@ class PackedMatrix:
         return self.lookup(torch.arange(self.num_rows))
 
 
-class PackableSource(Source, Protocol):
-    """A tensor on disk whose rows can be read a few at a time (loader/formats/checkpoint.py)."""
-
-    def chunks(self, num_rows: int, bits: int) -> Iterator[torch.Tensor | QuantizedRows]:
-        """The rows of a matrix in order, so many at a time: float32, or integers if so stored and fitting."""
-        ...
-
-    def transpose(self) -> PackableSource | None:
-        """The transposed matrix, if that is how this one is stored."""
-        ...
-
-
 class Packed(Projection):
     """A projection in integers, one `PackedMatrix` for each expert; dense weights are packed on loading."""
 
@@ -120,7 +106,7 @@ class Packed(Projection):
     bits: int
 
     def __init__(self, spec: WeightSpec, matrices: list[PackedMatrix] | None = None) -> None:
-        self._matrices = matrices or []
+        self.matrices = matrices or []
         super().__init__(spec)
 
     def leaves(self) -> Mapping[str, Leaf]:
@@ -134,37 +120,33 @@ class Packed(Projection):
         if spec.device.type == "meta":
             num_bytes = sum(operations.packed_bytes(spec.num_rows, spec.size, self.bits)) * num_matrices
             return {"packed": torch.empty(num_bytes, dtype=torch.uint8, device="meta")}
-        if not self._matrices:
+        if not self.matrices:
             c = library()
             assert c is not None, why_not()
-            self._matrices = [
+            self.matrices = [
                 PackedMatrix(c, spec.num_rows, spec.size, self.bits, spec.memory) for _ in range(num_matrices)
             ]
         return {
             f"{name}_{number}": tensor
-            for number, matrix in enumerate(self._matrices)
+            for number, matrix in enumerate(self.matrices)
             for name, tensor in (("data", matrix.data), ("scales", matrix.scales))
         }
 
     @property
     def matrix(self) -> PackedMatrix:
         """The one matrix of a projection that has no experts."""
-        (matrix,) = self._matrices
+        (matrix,) = self.matrices
         return matrix
-
-    @property
-    def matrices(self) -> list[PackedMatrix]:
-        """One for each expert, or the only one."""
-        return self._matrices
 
     def load(
         self, leaf: str, source: Source, *, part: str | None, expert: int | None, transposed: bool
     ) -> None:
         """Quantise a stored matrix into its rows, a few of them at a time."""
         assert leaf == "weight", leaf
-        matrix, stored = self._matrices[expert or 0], cast(PackableSource, source)
-        first = self.spec.part_rows(part).start
-        by_rows = stored.transpose() if transposed else stored
+        matrix, first = self.matrices[expert or 0], self.spec.part_rows(part).start
+        by_rows: Any = source  # with `chunks` and `transpose` (loader/formats/checkpoint.py)
+        if transposed:
+            by_rows = by_rows.transpose()
         with one_thread():  # of PyTorch's; packing has its own
             if by_rows is None:
                 whole = torch.empty(source.shape)
@@ -181,15 +163,15 @@ class Packed(Projection):
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return x Wᵀ + b in integer arithmetic."""
-        return self._matrices[0].multiply(x, self.bias)
+        return self.matrices[0].multiply(x, self.bias)
 
     def lookup(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Rows of the matrix as float32."""
-        return self._matrices[0].lookup(ids_T)
+        return self.matrices[0].lookup(ids_T)
 
     def make_expert(self, number: int, spec: WeightSpec) -> Projection:
         """Make the projection of one expert from its matrix."""
-        return type(self)(spec, [self._matrices[number]])
+        return type(self)(spec, [self.matrices[number]])
 
 
 class Int8(Packed):

@@ -191,10 +191,8 @@ class Projection:
             return tensor[:, number] if is_stack else tensor[number]
         if part is None:
             return tensor
-        names = list(spec.parts)
-        lengths = [layout.axes[along].length(spec.parts[name]) for name in names]
-        first = sum(lengths[: names.index(part)])
-        return tensor.narrow(along + is_stack, first, lengths[names.index(part)])
+        rows = rows_of_part({name: layout.axes[along].length(n) for name, n in spec.parts.items()}, part)
+        return tensor.narrow(along + is_stack, rows.start, rows.stop - rows.start)
 
     def load(
         self, leaf: str, source: Source, *, part: str | None, expert: int | None, transposed: bool
@@ -315,9 +313,5 @@ class Scheme:
 def rows_of_part(parts: Mapping[str, int], name: str) -> slice:
     """Where part `name` lies among parts that are given with their numbers of rows, in order."""
     assert name in parts, f"no part {name!r} in {list(parts)}"
-    start = 0
-    for part, num_rows in parts.items():
-        if part == name:
-            break
-        start += num_rows
+    start = sum(list(parts.values())[: list(parts).index(name)])
     return slice(start, start + parts[name])
