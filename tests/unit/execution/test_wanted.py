@@ -85,17 +85,17 @@ class Harness:
         last: Any = model.layers[-1]
         self.rows: list[int] = []  # that the last MLP has seen, step by step
         self.read: list[int] = []  # of which logits were made
-        multiply, logits = last.mlp.down.into, model.logits
+        multiply, logits = last.mlp.down.forward, model.logits
 
-        def watch(x_SF: torch.Tensor, *others: Any) -> Any:
+        def watch(x_SF: torch.Tensor) -> Any:
             self.rows.append(len(x_SF))
-            return multiply(x_SF, *others)
+            return multiply(x_SF)
 
         def read(hidden_SD: torch.Tensor) -> torch.Tensor:
             self.read.append(len(hidden_SD))
             return logits(hidden_SD)
 
-        monkeypatch.setattr(last.mlp.down, "into", watch)
+        monkeypatch.setattr(last.mlp.down, "forward", watch)
         monkeypatch.setattr(model, "logits", read)
         self.seqs: dict[int, Sequence] = {}
 
