@@ -175,7 +175,9 @@ def test_packed_weights_are_as_sure_of_a_text_as_float32() -> None:
     for name, layer in exact.named_modules():
         if isinstance(layer, Linear) and layer is not exact.head:  # int4 keeps the numbers of the file
             stored = int4.get_submodule(name).stored
-            assert isinstance(stored, Packed) and torch.equal(stored.matrix.dequantized(), layer.weight), name
+            assert isinstance(stored, Packed) and torch.equal(
+                stored.matrices[0].dequantized(), layer.weight
+            ), name
 
 
 @pytest.mark.parametrize("quantization", ["int8", "auto"])

@@ -19,7 +19,7 @@ H head size, X = (N + 2 G) H.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -80,28 +80,16 @@ class LastLayerStep(StepContext):
         """The step's own."""
         return self._step.slots(layer)
 
-    def attend_projected(
-        self, layer: int, qkv_TX: torch.Tensor, transform: HeadTransform, *, scale: float, window: int | None
-    ) -> torch.Tensor | None:
+    def attend_projected(self, *projected: Any, **options: Any) -> torch.Tensor | None:
         """Attend as the step does, and return [S, N, H]."""
         self._select_stream()
-        seen_TNH = self._step.attend_projected(layer, qkv_TX, transform, scale=scale, window=window)
+        seen_TNH = self._step.attend_projected(*projected, **options)
         return None if seen_TNH is None else seen_TNH.index_select(0, self._indices_S)
 
-    def attend(
-        self,
-        layer: int,
-        q_TNH: torch.Tensor,
-        k_TGH: torch.Tensor,
-        v_TGH: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
+    def attend(self, *heads: Any, **options: Any) -> torch.Tensor:
         """Attend as the step does, and return [S, N, H]."""
         self._select_stream()
-        seen_TNH = self._step.attend(layer, q_TNH, k_TGH, v_TGH, scale=scale, window=window)
-        return seen_TNH.index_select(0, self._indices_S)
+        return self._step.attend(*heads, **options).index_select(0, self._indices_S)
 
     def _select_stream(self) -> None:
         """Take the other rows out of the stream, once: the layer has read it by now."""

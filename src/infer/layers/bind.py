@@ -1,7 +1,6 @@
 """The binder: gives every linear layer of a model the projection it runs with, and prepares them all.
 
     wait = bind(model, device, deterministic=False)       walks the model once; compilers begin
-    ...                                                   whatever else is to be built
     wait()                                                what was compiled is loaded: steps may run
 
 A projection is told what stands before and after it (`Neighbours`), which is all it needs to know which
@@ -9,20 +8,14 @@ kernels to ask for. That is found from the model itself: a block's children are 
 they run, so where a sub-layer, an RMS norm and another sub-layer follow each other, the last matrix of the
 first one writes the sum that the first matrix of the second one reads.
 
-    block 0   attention_norm  attention  mlp_norm  mlp
-                                 out ──────►─────► gate_up, down ──┐
-    block 1   attention_norm  attention  ...                       │
-                   qkv ◄───────────────────────────────────────────┘
-
 Norms that stand elsewhere (Gemma's, after a sub-layer) and mixtures of experts leave the chain open there. A
 wrong guess is never a wrong result: what is fused is decided when the stream is read (quant/residual.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -37,25 +30,16 @@ from infer.quant.dense import InvariantDense
 from infer.quant.projection import Neighbours
 
 
-class Bindable(Protocol):
-    """A model: blocks in their order, and the matrix to the logits."""
+def bind(model: nn.Module, device: torch.device, *, deterministic: bool) -> Callable[[], None]:
+    """Choose and prepare the projection of every layer; call the result before the first step.
 
-    layers: nn.ModuleList
-    head: Linear
-
-    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Every module and its name."""
-        ...
-
-
-def bind(model: Bindable, device: torch.device, *, deterministic: bool) -> Callable[[], None]:
-    """Choose and prepare the projection of every layer; call the result before the first step."""
+    A model has its blocks in `layers`, in their order, and the matrix to the logits in `head`.
+    """
     modules = dict(model.named_modules())
     layers = {name: module for name, module in modules.items() if isinstance(module, Projected)}
-    has_experts = any(isinstance(layer, ExpertLinear) for layer in layers.values())
     # between the kernels of experts, which are Triton's, the ones in CUDA C++ would hide nothing
-    compiled = CompiledLinears(device, enabled=not has_experts)
-    writers, readers = find_neighbours(model.layers)
+    compiled = CompiledLinears(device, enabled=not _has_experts(layers.values()))
+    writers, readers = find_neighbours(modules["layers"])
     gates = {module.gate_up: module.activation for module in modules.values() if isinstance(module, GatedMLP)}
     for layer in layers.values():
         chosen = layer.stored.invariant() if deterministic else layer.stored
@@ -69,7 +53,7 @@ def bind(model: Bindable, device: torch.device, *, deterministic: bool) -> Calla
         _check_places(layers)
     for layer in layers.values():
         activation = gates.get(layer, "") if isinstance(layer, Linear) else ""
-        neighbours = Neighbours(layer in readers, layer in writers, activation, layer is model.head)
+        neighbours = Neighbours(layer in readers, layer in writers, activation, layer is modules["head"])
         layer.projection.prepare(compiled, neighbours)
     if not compiled.is_wanted:
         return lambda: None
@@ -84,9 +68,9 @@ def bind(model: Bindable, device: torch.device, *, deterministic: bool) -> Calla
     return wait
 
 
-def find_neighbours(blocks: nn.ModuleList) -> tuple[set[Projected], set[Projected]]:
+def find_neighbours(blocks: nn.Module) -> tuple[set[Projected], set[Projected]]:
     """The matrices that write sums into the residual stream, and those that read them."""
-    children = [child for block in blocks for child in block.children()]
+    children = [child for block in blocks.children() for child in block.children()]
     writers: set[Projected] = set()
     readers: set[Projected] = set()
     for before, norm, after in zip(children, children[1:], children[2:], strict=False):
@@ -99,10 +83,12 @@ def find_neighbours(blocks: nn.ModuleList) -> tuple[set[Projected], set[Projecte
 
 def _matrices(sublayer: nn.Module) -> list[Linear]:
     """The matrices of a sub-layer in their order; none of a mixture of experts."""
-    modules = list(sublayer.modules())
-    if any(isinstance(module, ExpertLinear) for module in modules):
-        return []
-    return [module for module in modules if isinstance(module, Linear)]
+    layers = [module for module in sublayer.modules() if isinstance(module, Projected)]
+    return [layer for layer in layers if isinstance(layer, Linear)] if not _has_experts(layers) else []
+
+
+def _has_experts(layers: Iterable[Projected]) -> bool:
+    return any(isinstance(layer, ExpertLinear) for layer in layers)
 
 
 def _check_places(layers: dict[str, Projected]) -> None:

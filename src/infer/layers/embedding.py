@@ -30,7 +30,6 @@ class Embedding(nn.Module):
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Return [T, D]."""
         x_TD = embed(ids_T, self.weight, self.dtype) if self.table is None else self.table.lookup(ids_T)
-        assert x_TD is not None, "the head cannot be looked up"
         return x_TD if self.factor is None else scaled(x_TD, self.factor)
 
     def extra_repr(self) -> str:

@@ -55,8 +55,6 @@ class Projected(nn.Module):
 
     always_dense = False  # its weights are too few to pack, and their errors too dear
 
-    stored: Projection
-    projection: Projection
     bias: nn.Parameter | None
 
     def __init__(self, spec: WeightSpec, tensors: Mapping[str, torch.Tensor] | None = None) -> None:

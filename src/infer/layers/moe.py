@@ -24,6 +24,7 @@ from torch import nn
 
 from infer.kernels.moe.grouped import route
 from infer.layers.linear import ExpertLinear, Linear
+from infer.quant.projection import Choices
 from infer.quant.residual import NormedInput, as_tensor
 
 
@@ -66,9 +67,6 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x_TD: torch.Tensor | NormedInput) -> torch.Tensor:
         """Return [T, D]."""
         x_TD = as_tensor(x_TD)  # router and experts read the same rows
-        experts_TC, weights_TC = route(
-            as_tensor(self.router(x_TD)), self.num_choices, normalized=self.normalized
-        )
-        return self.gate_up.projection.experts_mlp(
-            x_TD, experts_TC, weights_TC, self.down.projection, self.activation
-        )
+        logits_TE = as_tensor(self.router(x_TD))
+        choices = Choices(*route(logits_TE, self.num_choices, normalized=self.normalized))
+        return self.gate_up.projection.experts_mlp(x_TD, choices, self.down.projection, self.activation)

@@ -3,16 +3,13 @@
     normed = norm(x)            of each row of [T, D], or of each head of [T, N, H]
     normed = norm(stream)       of the sum that the stream holds: computed by the projection that reads it
 
-A pre-norm transformer alternates two memory-bound steps over the same data: add a sub-layer's output to the
-residual stream, then normalise the sum for the next one. `normalize` does both in one pass; a projection may
-do more in one launch (quant/residual.py).
+`normalize` adds a sub-layer's output to the stream and normalises the sum, in one pass; a projection may do
+more in one launch (quant/residual.py).
 
 Shapes:  T tokens, D hidden size, N heads, H head size.
 """
 
 from __future__ import annotations
-
-from typing import overload
 
 import torch
 from torch import nn
@@ -30,10 +27,6 @@ class RMSNorm(nn.Module):
         self.eps, self.offset = eps, offset
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
 
-    @overload
-    def forward(self, x: ResidualStream) -> NormedInput: ...
-    @overload
-    def forward(self, x: torch.Tensor | PendingProduct) -> torch.Tensor: ...
     def forward(self, x: torch.Tensor | PendingProduct | ResidualStream) -> torch.Tensor | NormedInput:
         """Normalise a tensor now; the residual stream is normalised when it is read."""
         if isinstance(x, ResidualStream):

@@ -7,6 +7,5 @@ dense.py        the numbers of the checkpoint, in the dtype of the model; fast, 
 packed.py       int8 or int4 in groups of 32, for the kernels of kernels/cpu
 memory.py       large pages for them
 
-`layers/linear.py` asks its projection for every product, so a format is added here without touching a model;
 `loader/quantization.py` decides which scheme a layer gets, `layers/bind.py` prepares them all.
 """

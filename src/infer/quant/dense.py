@@ -1,7 +1,6 @@
 """Weights as they are: one number each, in the dtype of the model.
 
-On a GPU a product is one of the kernels of kernels/linear, with the norm before it, the gate or the addition
-after it in the same launch where that is faster. On a CPU it is PyTorch's, between the kernels in C.
+On a GPU a product is one of the kernels of kernels/linear, with prologue and epilogue where that is faster.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from infer.kernels.linear.small import (
 )
 from infer.kernels.moe.grouped import experts_mlp
 from infer.kernels.runtime.dispatch import use_triton
-from infer.quant.projection import IN, OUT, Leaf, Neighbours, Projection
+from infer.quant.projection import IN, OUT, Choices, Leaf, Neighbours, Projection
 from infer.quant.residual import NormedInput, PendingProduct, ResidualNorm
 
 
@@ -111,18 +110,13 @@ class Dense(Projection):
         return self.multiply(x) if parts is None else parts
 
     def experts_mlp(
-        self,
-        x_TD: torch.Tensor,
-        experts_TC: torch.Tensor,
-        weights_TC: torch.Tensor,
-        down: Projection,
-        activation: str,
+        self, x_TD: torch.Tensor, choices: Choices, down: Projection, activation: str
     ) -> torch.Tensor:
         """Send each token through its experts, all of them in three launches where there are kernels."""
         if not (use_triton(x_TD) and isinstance(down, Dense)):
-            return super().experts_mlp(x_TD, experts_TC, weights_TC, down, activation)
+            return super().experts_mlp(x_TD, choices, down, activation)
         return experts_mlp(
-            x_TD, experts_TC, weights_TC, self.weight, down.weight,
+            x_TD, *choices, self.weight, down.weight,
             activation=activation, invariant=self.batch_invariant,
         )  # fmt: skip
 

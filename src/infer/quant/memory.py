@@ -13,8 +13,7 @@ _LARGE_PAGE = 2 << 20
 class WeightMemory:
     """Zeroed memory for many matrices, side by side in large pages.
 
-    Decoding reads all weights once per token. With pages of 4 KB the processor loses a fifth of its bandwidth
-    to looking up where the next page lies; on request Linux gives pages of 2 MB.
+    With pages of 4 KB decoding loses a fifth of the bandwidth to looking up where the next page lies.
     """
 
     def __init__(self, slab_bytes: int = 64 << 20) -> None:

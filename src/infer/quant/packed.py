@@ -10,8 +10,7 @@ Activations are quantised on the way, 32 at a time, so the products are integer 
 much louder than the rest, and with 8 bits that would cost more accuracy than the weights do; so they have 15
 (csrc/linear.h).
 
-A matrix is filled row by row in any order, so a fused matrix takes its parts as they come from the disk, and
-nothing the size of the model in float32 ever exists.
+Rows are filled in any order, so a fused matrix takes its parts as they come from the disk.
 
 `bits` of the head is 8 even in an int4 model: its errors would go straight into the logits. A tied
 embedding reads its rows from the packed head.
@@ -131,12 +130,6 @@ class Packed(Projection):
             for number, matrix in enumerate(self.matrices)
             for name, tensor in (("data", matrix.data), ("scales", matrix.scales))
         }
-
-    @property
-    def matrix(self) -> PackedMatrix:
-        """The one matrix of a projection that has no experts."""
-        (matrix,) = self.matrices
-        return matrix
 
     def load(
         self, leaf: str, source: Source, *, part: str | None, expert: int | None, transposed: bool

@@ -16,11 +16,8 @@ its own (docs/adding-a-scheme.md).
 How a leaf runs along W, which is [out, in], says where the parts of a fused matrix lie in it, and how ranks
 share it. An axis has `entries` entries for `per` rows or columns of W:
 
-    weight         Leaf(bfloat16, (OUT, IN))                                        dense
-    qweight        Leaf(int32, (Axis("in", 4, 32), OUT))                            GPTQ, 4 bits
-    qzeros         Leaf(int32, (Axis("in", 1, 128), Axis("out", 4, 32)))            in groups of 128
-    g_idx          Leaf(int32, (IN,))                 no OUT: each part of a fused matrix has its own
-    weight_scale   Leaf(float32, ())                  no OUT: one number for each part
+    qweight   Leaf(int32, (Axis("in", 4, 32), OUT))      of GPTQ in 4 bits: 8 columns to an entry
+    g_idx     Leaf(int32, (IN,))                         no OUT: each part of a fused matrix has its own
 
 Shapes:  N rows of W (out), K columns (in), E experts, M tokens.
 """
@@ -130,6 +127,13 @@ class WeightSpec:
     def part_rows(self, part: str | None) -> slice:
         """The rows that a part fills; without a name, all."""
         return slice(0, self.num_rows) if part is None else rows_of_part(self.parts, part)
+
+
+class Choices(NamedTuple):
+    """Which experts each token is sent to, and their weights."""
+
+    experts_TC: torch.Tensor
+    weights_TC: torch.Tensor
 
 
 class Neighbours(NamedTuple):
@@ -261,9 +265,9 @@ class Projection:
         """
         return self.multiply(x)
 
-    def lookup(self, ids_T: torch.Tensor) -> torch.Tensor | None:
-        """Rows of W for a tied embedding, in the dtype of the activations; None: it needs its own table."""
-        return None
+    def lookup(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """Rows of W for a tied embedding, in the dtype of activations; without it, the head stays dense."""
+        raise NotImplementedError(f"{self.scheme} has no rows to look up")
 
     # -- experts ----------------------------------------------------------------------------------------
 
@@ -278,19 +282,14 @@ class Projection:
         return type(self)(spec, {name: tensor[number] for name, tensor in self.tensors.items()})
 
     def experts_mlp(
-        self,
-        x_TD: torch.Tensor,
-        experts_TC: torch.Tensor,
-        weights_TC: torch.Tensor,
-        down: Projection,
-        activation: str,
+        self, x_TD: torch.Tensor, choices: Choices, down: Projection, activation: str
     ) -> torch.Tensor:
         """Send each token through its experts, this projection being gate and up; expert by expert."""
 
         def one_expert(number: int, x_MD: torch.Tensor) -> torch.Tensor:
             return down.expert(number).project(self.expert(number).project(x_MD, activation))
 
-        return by_expert(x_TD, experts_TC, weights_TC, one_expert)
+        return by_expert(x_TD, *choices, one_expert)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

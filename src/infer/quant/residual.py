@@ -1,8 +1,5 @@
 """The residual stream of a model, and the two ends at which a projection may be fused with it.
 
-    stream.add(self.attention(self.attention_norm(stream), step))
-    stream.add(self.mlp(self.mlp_norm(stream)))
-
 `norm(stream)` returns a `NormedInput`: the norm of the stream, not computed yet. The projection that receives
 it computes the norm in its prologue, or first. The projection at the end of a sub-layer may return a
 `PendingProduct`: its product, not computed yet. `stream.add` keeps it until the stream is read, which is when
@@ -12,8 +9,7 @@ everything is known that fusing needs: the projection that writes, the norm, the
                                                    the norm; or the product, alone or in parts
     reader.project(normed)                    ──►  the rest of the norm, the product, the gate
 
-Tensors are accepted in both places, so a layer that knows nothing of fusion is right, only slower. An
-addition that no kernel has taken is done by the norm that reads the sum.
+Tensors are accepted in both places: a layer that knows nothing of fusion is right, only slower.
 
 Shapes:  T tokens, D hidden size, P parts of a product.
 """

@@ -79,7 +79,7 @@ def test_each_matrix_of_a_mixed_file_has_the_bits_that_keep_it(tmp_path: Path) -
         }
         assert mine == {"qkv": 8 if layer == 1 else 4, "out": 8, "gate_up": 8, "down": 4}
     for name in [*found, "head"]:
-        matrix, weight = packed(loaded, name).matrix, exact.get_submodule(name).weight
+        matrix, weight = packed(loaded, name).matrices[0], exact.get_submodule(name).weight
         assert isinstance(weight, torch.Tensor)
         if name.rpartition(".")[2] != "gate_up" and name != "layers.1.attention.qkv":  # parts are rounded
             assert torch.equal(matrix.dequantized(), weight), name
@@ -143,14 +143,14 @@ def test_the_transposed_matrices_of_gpt2_keep_their_numbers_too(tmp_path: Path) 
     assert loaded.weights == "int4"
     for name, layer in exact.named_modules():
         if isinstance(layer, Linear) and layer is not exact.head:
-            assert torch.equal(packed(loaded, name).matrix.dequantized(), layer.weight), name
+            assert torch.equal(packed(loaded, name).matrices[0].dequantized(), layer.weight), name
 
 
 @needs_c
 def test_a_transposed_matrix_of_a_safetensors_file_is_packed_as_well(tmp_path: Path) -> None:
     path = write_directory(tmp_path / "m", reference("gpt2"))
     exact = load(path, "fp32").model.get_submodule("layers.0.mlp.up").weight
-    kept = packed(load(path, "int8"), "layers.0.mlp.up").matrix
+    kept = packed(load(path, "int8"), "layers.0.mlp.up").matrices[0]
     assert isinstance(exact, torch.Tensor)
     torch.testing.assert_close(kept.dequantized(), exact, rtol=0, atol=exact.abs().max().item() / 200)
 
