@@ -85,13 +85,11 @@ def run(layout: str, lengths: list[tuple[int, int]]) -> Figures:
     while scheduler.has_work:
         plan = scheduler.plan()
         sequences = scheduler.planned
-        scheduler.advance(plan, sequences)
-        scheduler.commit(plan, sequences)
+        scheduler.advance(plan)
+        scheduler.commit(plan)
         num_computed += plan.num_tokens
         if scheduler.num_waiting:
-            for chunk, seq in zip(plan.chunks, sequences, strict=True):
-                pool.commit(seq.seq_id, seq.tokens, chunk.stop)  # the scheduler tells it of full blocks only
-            usage = pool.usage()
+            usage = scheduler.usage()
             num_filled = usage.num_used * pool.block_size - usage.num_unfilled_slots
             samples.append((len(scheduler.running), num_filled / NUM_SLOTS, usage.fragmentation))
         for chunk, seq in zip(plan.chunks, sequences, strict=True):

@@ -66,8 +66,8 @@ def run_steps(scheduler: Scheduler, count: int) -> float:
     for number in range(count):
         start = time.process_time()
         plan = scheduler.plan()
-        scheduler.advance(plan, scheduler.planned)
-        scheduler.commit(plan, scheduler.planned)
+        scheduler.advance(plan)
+        scheduler.commit(plan)
         seconds += time.process_time() - start
         for chunk, seq in zip(plan.chunks, scheduler.planned, strict=True):
             if chunk.num_samples:

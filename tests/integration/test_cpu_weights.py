@@ -20,7 +20,7 @@ from infer import LLM
 from infer.config.settings import EngineConfig, LoadConfig
 from infer.engine.build import build_engine
 from infer.engine.engine import Engine
-from infer.execution.runner import ModelRunner
+from infer.execution.model_runner import ModelRunner
 from infer.frontend.prompts import PromptEncoder
 from infer.kernels.attention.reference import attend_naive, attend_sdpa
 from infer.kernels.cpu.library import library

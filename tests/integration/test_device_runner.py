@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ from infer.engine import machine
 from infer.engine.engine import Engine
 from infer.execution.gpu import graphs, step_inputs
 from infer.execution.gpu import rows as device_rows
+from infer.execution.gpu.readback import PendingStep
 from infer.execution.gpu.runner import DeviceRunner
 from infer.sampling.params import SamplingParams
 from infer.scheduling.plan import StepPlan
@@ -159,7 +161,7 @@ class LateDevice:
         ):
             monkeypatch.setattr(module, name, self.later(getattr(module, name)))
         monkeypatch.setattr(runner._graphs, "run", self.later(runner._graphs.run))
-        monkeypatch.setattr(runner._results, "take", self.take)
+        monkeypatch.setattr(runner._readback, "take", self.take)
         for name in ("_launch_ragged", "_launch_mixed"):  # these compute at once
             monkeypatch.setattr(runner, name, self.at_once(getattr(runner, name)))
 
@@ -175,18 +177,17 @@ class LateDevice:
 
         return run
 
-    def take(self, ids_S: torch.Tensor) -> Callable[[], list[int]]:
-        ids: list[int] = []
-        work = lambda: ids.extend(ids_S.tolist())  # noqa: E731
+    def take(self, step: int, ids_S: torch.Tensor, num_chunks: int) -> PendingStep:
+        buffer = torch.zeros(len(ids_S), dtype=torch.int64)
+        work = functools.partial(buffer.copy_, ids_S)
         self.queue.append(work)
+        event = SimpleNamespace(synchronize=lambda: self.arrive(work))
+        return PendingStep(step, buffer, event, num_chunks)  # type: ignore[arg-type]
 
-        def wait() -> list[int]:
-            self.longest = max(self.longest, len(self.queue))
-            if work in self.queue:
-                self.catch_up(self.queue.index(work) + 1)
-            return ids
-
-        return wait
+    def arrive(self, work: Callable[[], object]) -> None:
+        self.longest = max(self.longest, len(self.queue))
+        if work in self.queue:
+            self.catch_up(self.queue.index(work) + 1)
 
     def catch_up(self, count: int) -> None:
         for work in self.queue[:count]:
@@ -272,13 +273,13 @@ def test_a_batch_that_goes_on_is_not_looked_at_row_by_row(monkeypatch: pytest.Mo
     engine = make_device_engine("llama", block_size=4)
     runner: Any = engine._runner
     looked_at: list[int] = []
-    sync = runner._sync
+    sync = runner._rows.sync
 
     def look(plan: StepPlan, sequences: Any) -> Any:
         looked_at.append(plan.step)
         return sync(plan, sequences)
 
-    monkeypatch.setattr(runner, "_sync", look)
+    monkeypatch.setattr(runner._rows, "sync", look)
     requests = [(prompt[:8], SamplingParams(temperature=0.0, max_tokens=20)) for prompt, _ in PLAIN[:2]]
     requests += [(PLAIN[3][0][:8], SamplingParams(temperature=0.0, max_tokens=12))]
     assert run_engine(engine, requests) == run_on_cpu("llama", requests)

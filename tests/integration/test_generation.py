@@ -12,7 +12,8 @@ import torch
 
 from infer.engine.engine import Engine
 from infer.errors import ContextOverflow, EngineError, RequestError
-from infer.execution.runner import StepResult, sequence_seed
+from infer.execution.host_sampling import sequence_seed
+from infer.execution.runner import StepResult
 from infer.frontend.llm import LLM
 from infer.frontend.outputs import OutputBuilder
 from infer.loader.find import default_model

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from infer.errors import RequestError
-from infer.scheduling import lockstep
+from infer.scheduling.batch_state import BatchState
 from infer.scheduling.plan import SWAP_IN, SWAP_OUT
 from infer.scheduling.preemption import PreemptionCost
 from tests.support.oracle import VOCAB_SIZE, OracleWorld
@@ -140,16 +140,15 @@ def test_overlap_changes_no_token(number: int, plain_share: float, steps_ahead: 
     world.check_idle()
 
 
-def test_several_steps_ahead_meet_every_event(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_steps_ahead_meet_every_event() -> None:
     """Whoever is preempted, aborted or stopped by an id while more than one step is under way."""
-    monkeypatch.setattr(lockstep, "ALIKE_PLANS", 0)
     events: Counter[str] = Counter()
 
     class Noting(OracleWorld):
         def step(self) -> list[Any]:
             is_deep, num_preemptions = len(self.engine._flights) > 1, self.scheduler.num_preemptions
             outputs = super().step()
-            events["locked"] += isinstance(self.plans[-1].chunks, lockstep.LaterChunks) if self.plans else 0
+            events["repeated"] += self.scheduler.state.num_steady > 0
             if is_deep:
                 events["preempted"] += self.scheduler.num_preemptions - num_preemptions
                 events.update(str(output.finish_reason) for output in outputs)
@@ -166,7 +165,7 @@ def test_several_steps_ahead_meet_every_event(monkeypatch: pytest.MonkeyPatch) -
         world.verify()
         events.update(world.runner.num_transfers)
         events["hit tokens"] += world.pool.usage().num_hit_tokens
-    for name in ("locked", "preempted", "aborted", "stop", "length", SWAP_OUT, SWAP_IN, "hit tokens"):
+    for name in ("repeated", "preempted", "aborted", "stop", "length", SWAP_OUT, SWAP_IN, "hit tokens"):
         assert events[name] > 5, events
 
 
@@ -216,15 +215,15 @@ def test_the_same_queue_gives_the_same_plans_twice(number: int) -> None:
 @rows
 @pytest.mark.parametrize("steps_ahead", [0, 3])
 @pytest.mark.parametrize("limit", [SQUEEZED, {"max_batch_size": 2}], ids=["few blocks", "few places"])
-def test_a_lockstep_changes_no_plan(
+def test_to_repeat_plans_changes_none_of_them(
     number: int, steps_ahead: int, limit: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One begins with every plan in which all decode, or none ever does."""
+    """A plan is repeated whenever it can be, whatever the number of sequences, or never."""
     worlds = {}
-    for alike_plans in (0, 10**9):
-        monkeypatch.setattr(lockstep, "ALIKE_PLANS", alike_plans)
-        world = worlds[alike_plans] = make_world(pairwise_rows()[number] | limit, steps_ahead=steps_ahead)
-        Traffic(world, f"lockstep {number}", num_requests=20, plain_share=0.95, pace=0.1).run()
+    for settle in (BatchState.settle, lambda state: None):
+        monkeypatch.setattr(BatchState, "settle", settle)
+        world = worlds[settle] = make_world(pairwise_rows()[number] | limit, steps_ahead=steps_ahead)
+        Traffic(world, f"repeated {number}", num_requests=20, plain_share=0.95, pace=0.1).run()
     with_it, without = worlds.values()
     assert with_it.verify() == without.verify() > 0
     assert with_it.plans == without.plans

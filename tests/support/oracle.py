@@ -1,8 +1,9 @@
 """A model whose next token is a hash of everything it can see through the cache.
 
 `OracleRunner` keeps token ids where a real runner keeps keys and values. It writes each chunk's tokens
-to their slots, then reads the whole sequence back through the block table, which it keeps as the real
-runner does (`BlockRows`), and hashes what it finds.
+to their slots, then reads the whole sequence back through the block table that the batch state keeps for
+real runners, and hashes what it finds. Of a sequence with drafts it says how many are right, as a runner that
+verifies them will: the ids of a step are those drafts and one token more.
 A block mixed up, a copy forgotten, a position off by one, a stale swap: each shows as a wrong token.
 What nobody wrote holds POISON, and reading it raises.
 
@@ -25,10 +26,11 @@ from infer.config.resolve import resolve_scheduler
 from infer.config.settings import CacheConfig, EngineConfig, SchedulerConfig
 from infer.engine.engine import Engine
 from infer.engine.observer import EngineObserver
-from infer.execution.batch import BlockRows
-from infer.execution.runner import StepResult, SyncRunner, sample_row, sequence_seed
+from infer.execution.host_sampling import sample_row, sequence_seed
+from infer.execution.runner import StepResult, SyncRunner
 from infer.sampling.params import RowLogprobs, SamplingParams
-from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, StepPlan
+from infer.scheduling.batch_state import BatchState
+from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, StepPlan
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.scheduler import Scheduler
@@ -98,9 +100,9 @@ def _extend(state: int, token: int) -> int:
 class OracleRunner(SyncRunner):
     """A `Runner` over a fake store of token ids."""
 
-    def __init__(self, pool: KVCachePool, num_host_blocks: int = 0, *, max_batch_size: int = 64) -> None:
+    def __init__(self, pool: KVCachePool, state: BatchState, num_host_blocks: int = 0) -> None:
         self.pool = pool
-        self._rows = BlockRows(2 * max_batch_size, pool.num_blocks)  # as the real runner keeps them
+        self.state = state
         self.device = np.full((pool.num_blocks, pool.block_size), POISON, dtype=np.int64)
         self.host = np.full((num_host_blocks, pool.block_size), POISON, dtype=np.int64)
         self._latest: dict[int, tuple[int, int]] = {}  # seq_id -> (position, id) of what it drew last
@@ -110,11 +112,6 @@ class OracleRunner(SyncRunner):
         self.fail_at: int | None = None  # raise at this step, once
         self.fails_early = False  # raise before any block was moved
 
-    def forget(self, seq_id: int) -> None:
-        """Free the row of a sequence that has left."""
-        self._rows.forget(seq_id)
-        self._latest.pop(seq_id, None)
-
     def run(self, plan: StepPlan, sequences: Seq[Sequence]) -> StepResult:
         """Move, write, read back, hash."""
         self.num_steps += 1
@@ -122,13 +119,14 @@ class OracleRunner(SyncRunner):
         is_failing = self.num_steps == self.fail_at
         if is_failing and self.fails_early:
             raise RuntimeError("the oracle was told to fail")
-        for seq_id in plan.preempted:
-            self.forget(seq_id)
         self._transfer(plan)
         if is_failing:
             raise RuntimeError("the oracle was told to fail")
         size = self.pool.block_size
-        tables = [self._table(chunk) for chunk in plan.chunks]
+        tables = [
+            self.state.tables[0, row, : -(-stop // size)]
+            for row, stop in zip(plan.chunks.rows.tolist(), plan.chunks.stops.tolist(), strict=True)
+        ]
         for chunk, seq, table in zip(plan.chunks, sequences, tables, strict=True):
             for position in range(chunk.start, chunk.stop):
                 self.device[table[position // size], position % size] = self._token(seq, position)
@@ -137,17 +135,29 @@ class OracleRunner(SyncRunner):
         for chunk, seq, table in zip(plan.chunks, sequences, tables, strict=True):
             seen = self.device[table].reshape(-1)[: chunk.stop].tolist()
             assert POISON not in seen, f"{seq} reads a slot nobody wrote: {seen}"
-            rows = [sample_row(seq, seq.index + i) for i in range(chunk.num_samples)]
-            drawn = [next_token(seen, row.seed) for row in rows]
+            samples = [sample_row(seq, seq.index + i) for i in range(chunk.num_samples)]
+            lengths = [chunk.stop] * len(samples)
+            for place in range(chunk.stop - len(seq.drafts), chunk.stop):  # drafts: how many are right?
+                if seen[place] == next_token(seen[:place], samples[0].seed):
+                    samples.append(samples[0])
+                    lengths.insert(-1, place)
+                else:
+                    lengths[-1] = place
+                    break
+            drawn = [
+                next_token(seen[:length], row.seed) for length, row in zip(lengths, samples, strict=True)
+            ]
             if len(drawn) == 1:
-                self._latest[seq.seq_id] = (chunk.stop, drawn[0])
+                self._latest[seq.seq_id] = (lengths[0], drawn[0])
             ids.append(tuple(drawn))
             logprobs.append(
                 tuple(
                     None
                     if row.num_logprobs is None
-                    else RowLogprobs(token, -1.0 - token / VOCAB_SIZE, 1, offers(seen, row.num_logprobs))
-                    for row, token in zip(rows, drawn, strict=True)
+                    else RowLogprobs(
+                        token, -1.0 - token / VOCAB_SIZE, 1, offers(seen[:length], row.num_logprobs)
+                    )
+                    for length, row, token in zip(lengths, samples, drawn, strict=True)
                 )
             )
         return StepResult(ids, logprobs, _prompt_logprobs(plan, sequences))
@@ -156,15 +166,11 @@ class OracleRunner(SyncRunner):
         """An input token; one that was drawn in the step before may not have been reported yet."""
         if position < len(seq.tokens):
             return seq.tokens[position]
+        if seq.drafts:
+            return seq.drafts[position - len(seq.tokens)]
         drawn_at, token = self._latest[seq.seq_id]
         assert drawn_at == position, f"{seq} needs token {position} but drew token {drawn_at} last"
         return token
-
-    def _table(self, chunk: Chunk) -> np.ndarray:
-        """The blocks of a sequence, of which only those about to be written are read from the pool anew."""
-        blocks = self.pool.block_table(chunk.seq_id)
-        row = self._rows.sync(chunk.seq_id, blocks, chunk.start // self.pool.block_size)
-        return self._rows.table[row, : len(blocks)]
 
     def _transfer(self, plan: StepPlan) -> None:
         device, host = self.device, self.host
@@ -237,7 +243,7 @@ class OracleWorld:
         )
         keeps_cache = kv_cache_backend != "naive"
         self.scheduler = Scheduler(self.pool, config, cost=cost, keeps_cache=keeps_cache)
-        self.runner = OracleRunner(self.pool, num_host_blocks, max_batch_size=config.max_batch_size)
+        self.runner = OracleRunner(self.pool, self.scheduler.state, num_host_blocks)
         self.observer = PlanList()
         self.eos_ids = eos_ids
         self.engine = Engine(
@@ -312,6 +318,7 @@ class OracleWorld:
     def check_books(self) -> None:
         """Raise unless pool, scheduler and engine agree on who lives, runs, waits and holds what."""
         self.pool.check()
+        self.scheduler.check()
         assert self.pool.audit_blocks() == []
         scheduler, live = self.scheduler, self.scheduler.sequences()
         assert scheduler.running == sorted((s for s in live if s.is_running), key=lambda s: s.sort_key)

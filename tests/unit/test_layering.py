@@ -54,7 +54,6 @@ ALLOWED: dict[str, set[str]] = {
 
 INTEGERS_ONLY = [
     "cache/block_allocator.py",
-    "cache/block_table.py",
     "cache/prefix_tree.py",
     "cache/kv_pool.py",
     "cache/paged_pool.py",

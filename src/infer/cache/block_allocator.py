@@ -56,7 +56,7 @@ class BlockAllocator:
         assert num_blocks >= 0, f"num_blocks must not be negative, got {num_blocks}"
         self.num_blocks = num_blocks
         self.place = place
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 leaves first
+        self.free = list(range(num_blocks - 1, -1, -1))  # a stack, to be read only: block 0 leaves first
         self._ref_counts = [0] * num_blocks
         self._held: dict[Owner, set[int]] = {}  # no empty sets
         self._idle: OrderedDict[int, None] = OrderedDict()  # a queue: longest idle first
@@ -65,7 +65,7 @@ class BlockAllocator:
     @property
     def num_free(self) -> int:
         """How many blocks nobody holds."""
-        return len(self._free)
+        return len(self.free)
 
     @property
     def num_idle(self) -> int:
@@ -91,77 +91,58 @@ class BlockAllocator:
     def take(self, count: int, owner: Owner) -> list[int]:
         """Hand out `count` free blocks with one reference each, or none at all."""
         assert count >= 0, f"count must not be negative, got {count}"
-        free = self._free
-        if count > len(free):
+        free, counts = self.free, self._ref_counts
+        first = len(free) - count
+        if first < 0:
             raise OutOfBlocks(
                 f"need {count} {self.place} blocks, {len(free)} of {self.num_blocks} are free; "
                 "evict cached blocks or preempt a sequence first"
             )
-        if not count:
-            return []
         if self._random is not None:
             _move_random_to_end(free, count, self._random)
-        blocks = free[: -count - 1 : -1]
-        del free[-count:]
+        blocks = free[first:]
+        del free[first:]
+        blocks.reverse()
         for block in blocks:
-            self._ref_counts[block] = 1
+            counts[block] = 1
         held = self._held.get(owner)
-        if held is None:
-            self._held[owner] = set(blocks)
-        else:
+        if held is not None:
             held.update(blocks)
+        elif blocks:
+            self._held[owner] = set(blocks)
         return blocks
 
-    def take_one(self, owner: Owner) -> int | None:
-        """Hand out one free block, or None: what a sequence needs when its last one is full."""
-        free = self._free
-        if not free:
-            return None
-        if self._random is not None:
-            _move_random_to_end(free, 1, self._random)
-        block = free.pop()
-        self._ref_counts[block] = 1
-        held = self._held.get(owner)
-        if held is None:
-            self._held[owner] = {block}
-        else:
-            held.add(block)
-        return block
-
-    def share_with_tree(self, block: int, owner: Owner, *, after: int) -> bool:
-        """Let the prefix tree hold a block as well, which comes `after` one that it shares with `owner`.
-
-        False: nothing has changed, because `owner` does not hold the first alone, or the second at all.
-        """
-        held, cached = self._held.get(owner, _NOTHING), self._held.get(PREFIX_TREE)
-        if self._ref_counts[block] != 1 or block not in held or after not in held or cached is None:
+    def adopt(self, block: int) -> bool:
+        """Let the prefix tree hold a block as well that has one owner; False: it has several, or none."""
+        if self._ref_counts[block] != 1:
             return False
         self._ref_counts[block] = 2
-        cached.add(block)
+        cached = self._held.get(PREFIX_TREE)
+        if cached is None:
+            self._held[PREFIX_TREE] = {block}
+        else:
+            cached.add(block)
         return True
 
     def share(self, blocks: Sequence[int], owner: Owner) -> None:
-        """Add one reference of `owner` to each block; blocks must be held by someone, and not by `owner`."""
+        """Add one reference of `owner` to each block; each must be held already, and not by `owner`."""
         if not blocks:
             return
-        named = set(blocks)
+        counts, num_blocks, idle = self._ref_counts, self.num_blocks, self._idle
         held = self._held.get(owner)
-        counts, num_blocks, leave_idle = self._ref_counts, self.num_blocks, self._idle.pop
-        if len(named) != len(blocks) or (held and not named.isdisjoint(held)):
-            block = next(b for i, b in enumerate(blocks) if (held and b in held) or b in blocks[:i])
-            raise EngineError(f"{owner!r} already holds {self.place} block {block}; it may hold it only once")
-        for block in blocks:
-            if not 0 <= block < num_blocks or not counts[block]:
-                raise EngineError(f"{owner!r} cannot share {self.place} block {block}: nobody holds it")
-        for block in blocks:
-            refs = counts[block]
-            if refs == 1:
-                leave_idle(block, None)
-            counts[block] = refs + 1
         if held is None:
-            self._held[owner] = named
-        else:
-            held |= named
+            held = set()
+        for block in blocks:
+            if block in held or not 0 <= block < num_blocks or not counts[block]:
+                raise self._cannot_share(block, owner)
+        if len(blocks) > 1 and len(set(blocks)) < len(blocks):
+            raise self._cannot_share(next(b for i, b in enumerate(blocks) if b in blocks[:i]), owner)
+        for block in blocks:
+            counts[block] += 1
+            if counts[block] == 2:
+                idle.pop(block, None)
+        held.update(blocks)
+        self._held[owner] = held
 
     def drop(self, blocks: Sequence[int], owner: Owner) -> None:
         """Give back one reference of `owner` on each block; the last reference frees the block.
@@ -179,7 +160,7 @@ class BlockAllocator:
         else:
             held -= named
         cached = self._held.get(PREFIX_TREE, _NOTHING)
-        counts, idle, free = self._ref_counts, self._idle, self._free
+        counts, idle, free = self._ref_counts, self._idle, self.free
         for block in blocks:
             refs = counts[block] = counts[block] - 1
             if not refs:
@@ -211,12 +192,12 @@ class BlockAllocator:
         for held in self._held.values():
             for block in held:
                 counted[block] += 1
-        free = set(self._free)
+        free = set(self.free)
         num_held = sum(1 for refs in self._ref_counts if refs)
         cached = self._held.get(PREFIX_TREE, _NOTHING)
         claims = {
             "the holdings of all owners add up to the reference counts": counted == self._ref_counts,
-            "no block is free twice": len(free) == len(self._free),
+            "no block is free twice": len(free) == len(self.free),
             "a free block has no owner": not any(counted[block] for block in free),
             "free + held == num_blocks": len(free) + num_held == self.num_blocks,
             "an owner without blocks is forgotten": all(self._held.values()),
@@ -226,6 +207,13 @@ class BlockAllocator:
         for claim, is_true in claims.items():
             if not is_true:
                 raise EngineError(f"the books of the {self.place} blocks are wrong: not so that {claim}")
+
+    def _cannot_share(self, block: int, owner: Owner) -> EngineError:
+        if 0 <= block < self.num_blocks and self._ref_counts[block]:
+            return EngineError(
+                f"{owner!r} already holds {self.place} block {block}; it may hold it only once"
+            )
+        return EngineError(f"{owner!r} cannot share {self.place} block {block}: nothing holds it")
 
     def _double_free(self, blocks: Sequence[int], owner: Owner) -> EngineError:
         held = self._held.get(owner, _NOTHING)

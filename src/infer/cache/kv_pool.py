@@ -24,13 +24,20 @@ A pool is integers. The tensors are in `kv_store.py`; the pools that keep these 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from infer.cache.block_allocator import Leak
 
 BlockPair = tuple[int, int]  # (source, destination)
+NEVER: Final = sys.maxsize  # a num_computed that no sequence reaches
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """How many blocks it takes to hold this many tokens."""
+    return -(-num_tokens // block_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +49,7 @@ class PoolUsage:
     num_idle: int  # held by the prefix tree alone: can be had at once
     num_cached: int  # held by the prefix tree, idle ones included
     num_used: int  # held by sequences
-    num_unfilled_slots: int  # by what was committed; this and the next: 0 if they were not counted
+    num_unfilled_slots: int  # this and the next: 0 unless they were asked for
     fragmentation: float  # unfilled slots / all slots of the blocks of sequences
     num_free_host_blocks: int
     num_queried_tokens: int  # of all prompts admitted
@@ -80,24 +87,23 @@ class KVCachePool(Protocol):
         """
         ...
 
-    def reserve(self, seq_id: int, num_tokens: int) -> list[BlockPair] | None:
-        """Let the sequence write up to `num_tokens`; returns block copies to make, None: no room.
+    def reserve(self, seq_id: int, num_tokens: int, num_computed: int) -> list[BlockPair] | None:
+        """Let a sequence write from `num_computed` to `num_tokens`; returns block copies, None: no room.
 
-        Cached blocks that nobody uses are evicted as needed; after None every sequence has what it had.
+        Cached blocks that no sequence uses are evicted as needed; after None every sequence has what it had.
         A pair in the answer means that one entry of the sequence's table has changed.
         """
         ...
 
     def commit(self, seq_id: int, tokens: Sequence[int], num_computed: int) -> int:
-        """Note that the first `num_computed` of `tokens` are in the cache, for good.
+        """Let the full blocks of the first `num_computed` tokens, which are in the cache for good, be shared.
 
-        Returns the `num_computed` from which on it has to hear of the sequence again; what is less may be
-        left out, but before `fork`.
+        Returns the `num_computed` at which the next block is full: until then there is nothing to commit.
         """
         ...
 
-    def fork(self, parent_id: int, child_id: int) -> None:
-        """Enter a second sequence that shares everything the parent has computed.
+    def fork(self, parent_id: int, child_id: int, num_computed: int) -> None:
+        """Enter a second sequence that shares the `num_computed` tokens of its parent.
 
         Between steps only: a parent with a write under way must commit it first.
         """
@@ -107,11 +113,8 @@ class KVCachePool(Protocol):
         """Let go of all a sequence holds; one that holds nothing is fine, so abort may come at any time."""
         ...
 
-    def swap_out(self, seq_id: int, num_computed: int | None = None) -> list[BlockPair] | None:
-        """Move a sequence to host memory; returns (device, host) pairs to copy, None: no room.
-
-        A step still under way may have computed more than was committed: `num_computed` says how much.
-        """
+    def swap_out(self, seq_id: int, num_computed: int) -> list[BlockPair] | None:
+        """Move a sequence's computed tokens to host memory; returns (device, host) pairs, None: no room."""
         ...
 
     def swap_in(self, seq_id: int) -> list[BlockPair] | None:
@@ -126,8 +129,12 @@ class KVCachePool(Protocol):
         """Forget all cached prefixes, those of running sequences included; returns blocks forgotten."""
         ...
 
-    def usage(self, *, counts_slots: bool = True) -> PoolUsage:
-        """How full the cache is; counting slots walks over all sequences: not for every step."""
+    def usage(self, num_computed: Mapping[int, int] | None = None) -> PoolUsage:
+        """How full the cache is; unfilled slots are counted by what each sequence (by id) has computed."""
+        ...
+
+    def is_shared(self, seq_id: int, start: int, stop: int) -> bool:
+        """Whether a block that holds one of the tokens `start` to `stop` has another owner as well."""
         ...
 
     def audit_blocks(self) -> list[Leak]:

@@ -2,13 +2,13 @@
 
     BlockAllocator   device and host: who owns which block, and how many owners it has
     PrefixTree       which blocks hold the start of this prompt; one more owner of each
-    SequenceBooks    of every sequence: its table, and how far it is computed, writable and cached
+    SequenceBooks    of every sequence: its table, and how much of it the tree knows
 
-**A decode step costs two comparisons.** `reserve` answers from `num_reserved` and `commit` from
-`next_commit` as long as no block boundary is crossed; whoever keeps these two need not even ask.
+**A decode step asks nothing**, as long as no block boundary is crossed: the batch state knows up to where a
+sequence may write (`reserve`) and when its next block is full (`commit`).
 
-**Room is made in this order:** free blocks; cached ones that nobody uses, least recently used first; the
-duplicates that sequences hold of cached blocks. To preempt somebody is the scheduler's decision.
+**Room is made in this order:** free blocks; cached ones that no sequence uses, least recently used first; the
+duplicates that sequences hold of cached blocks. To preempt a sequence is the scheduler's decision.
 
 Two pools share this code. The paged one has many small blocks. The slotted one is the contiguous
 layout of old: one block of `max_seq_len` tokens per sequence, nothing cached between requests.
@@ -16,13 +16,12 @@ layout of old: one block of `max_seq_len` tokens per sequence, nothing cached be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from infer.cache.block_allocator import PREFIX_TREE, BlockAllocator, Leak, Owner
-from infer.cache.block_table import BlockTable, blocks_for
-from infer.cache.kv_pool import BlockPair, PoolUsage
+from infer.cache.kv_pool import NEVER, BlockPair, PoolUsage, blocks_for
 from infer.cache.prefix_tree import PrefixTree
-from infer.cache.sequence_books import NEVER, SequenceBooks
+from infer.cache.sequence_books import SequenceBooks
 from infer.errors import ConfigError, EngineError
 
 
@@ -65,7 +64,7 @@ class PagedKVCachePool:
     def block_table(self, seq_id: int) -> list[int]:
         """The sequence's blocks in order; the live list, to be read and not changed."""
         books = self._sequences.get(seq_id) or self._books(seq_id)
-        return books.table.blocks
+        return books.blocks
 
     def match_prefix(self, seq_id: int, tokens: Sequence[int], salt: str | None = None) -> int:
         """Enter a sequence and share the cached blocks of its prompt, at least one token short of all."""
@@ -80,41 +79,78 @@ class PagedKVCachePool:
         del blocks[blocks_for(num_cached, size) :]
         self._device.share(blocks, seq_id)
         num_full = num_cached // size
-        books.table.extend(blocks)
-        books.num_computed = books.num_reserved = num_cached
+        books.blocks += blocks
+        books.num_entered = num_full
         books.cursor = blocks[num_full - 1] if num_full else None
-        books.next_commit = (num_full + 1) * size
         books.uncounted = (len(tokens), num_cached)
         return num_cached
 
-    def reserve(self, seq_id: int, num_tokens: int) -> list[BlockPair] | None:
-        """Answer from `num_reserved`, or take blocks and a private copy of the one about to be written."""
-        books = self._sequences.get(seq_id) or self._books(seq_id)
-        num_reserved, blocks = books.num_reserved, books.table.blocks
-        if num_tokens <= num_reserved:
-            return []
-        if num_tokens == num_reserved + 1 == len(blocks) * self.block_size + 1 and self._add_block(books):
-            return []
-        return self._reserve_blocks(books, num_tokens)
+    def reserve(self, seq_id: int, num_tokens: int, num_computed: int) -> list[BlockPair] | None:
+        """Take blocks for tokens without a slot, and a private copy of a shared one about to be written."""
+        device, size, books = self._device, self.block_size, self._sequences.get(seq_id)
+        if books is None or books.host_blocks is not None:
+            raise self._not_resident(seq_id)
+        blocks = books.blocks
+        num_held, first = len(blocks), num_computed // size  # no block after the first one is ever shared
+        num_new = -(-num_tokens // size) - num_held
+        if num_new < 0:
+            num_new = 0
+        elif num_held + num_new > self._max_blocks:
+            return None
+        must_copy = first < num_held and num_tokens > num_computed and device.ref_count(blocks[first]) > 1
+        num_wanted = num_new + must_copy
+        if num_wanted > len(device.free) and not self._make_room(num_wanted):
+            if not (must_copy and self._take_back(blocks[first], num_new)):
+                return None
+            must_copy = False
+
+        copies: list[BlockPair] = []
+        if must_copy:
+            source, (destination,) = blocks[first], device.take(1, seq_id)
+            blocks[first] = destination
+            device.drop([source], seq_id)
+            copies.append((source, destination))
+        if num_new:
+            blocks += device.take(num_new, seq_id)
+        if books.uncounted is not None:
+            self._tree.record(*books.uncounted)
+            books.uncounted = None
+        return copies
 
     def commit(self, seq_id: int, tokens: Sequence[int], num_computed: int) -> int:
         """Enter the blocks filled since the last commit into the tree, and only those."""
-        books = self._sequences.get(seq_id) or self._books(seq_id)
-        if num_computed >= books.next_commit and not self._commit_block(books, tokens, num_computed):
-            self._commit_blocks(books, tokens, num_computed)
-        books.num_computed = num_computed
-        return books.next_commit
+        size, books = self.block_size, self._sequences.get(seq_id)
+        if books is None or books.host_blocks is not None:
+            raise self._not_resident(seq_id)
+        blocks = books.blocks
+        if num_computed > len(blocks) * size:
+            raise EngineError(
+                f"sequence {seq_id} commits {num_computed} tokens but has room for "
+                f"{len(blocks) * size}; reserve comes before commit"
+            )
+        if not books.enters_tree:
+            return NEVER
+        start, stop = books.num_entered, num_computed // size
+        if stop > start:
+            filled = blocks[start:stop]
+            entered = self._tree.insert(tokens, filled, seq_id, salt=books.salt, after=books.cursor)
+            books.cursor, books.num_entered = entered.cursor, start + entered.num_entered
+            if entered.twins:
+                books.twins += entered.twins
+            if entered.num_entered < stop - start:  # a fork shares a block that neither had entered
+                books.enters_tree = False
+                return NEVER
+            start = stop
+        return (start + 1) * size
 
-    def fork(self, parent_id: int, child_id: int) -> None:
-        """Share the parent's computed blocks; whichever of the two writes first copies the last one."""
+    def fork(self, parent_id: int, child_id: int, num_computed: int) -> None:
+        """Share the parent's computed blocks; the first of the two to write copies the last one."""
         parent = self._resident(parent_id)
         child = self._enter(child_id, parent.salt)
-        child.table = parent.table.fork(parent.num_computed)
+        child.blocks = parent.blocks[: blocks_for(num_computed, self.block_size)]
         child.twins = list(parent.twins)
-        child.enters_tree, child.next_commit = parent.enters_tree, parent.next_commit
-        child.cursor = parent.cursor
-        # Either one must ask before it writes again: the last block may be shared.
-        child.num_computed = child.num_reserved = parent.num_reserved = parent.num_computed
+        child.enters_tree = parent.enters_tree
+        child.cursor, child.num_entered = parent.cursor, parent.num_entered
         self._device.share(child.holdings(), child_id)
 
     def release(self, seq_id: int) -> None:
@@ -124,19 +160,16 @@ class PagedKVCachePool:
             self._device.drop(books.holdings(), seq_id)
             self._host.drop(books.host_blocks or (), seq_id)
 
-    def swap_out(self, seq_id: int, num_computed: int | None = None) -> list[BlockPair] | None:
+    def swap_out(self, seq_id: int, num_computed: int) -> list[BlockPair] | None:
         """Take a host block for every block with computed tokens, and let go of all device blocks."""
         books = self._resident(seq_id)
-        books.num_computed = books.num_computed if num_computed is None else num_computed
-        filled = books.table.blocks[: blocks_for(books.num_computed, self.block_size)]
+        filled = books.blocks[: blocks_for(num_computed, self.block_size)]
         if not self._host.num_blocks or len(filled) > self._host.num_free:
             return None
         books.host_blocks = self._host.take(len(filled), seq_id)
         self._device.drop(books.holdings(), seq_id)
-        books.table = BlockTable(self.block_size)
-        books.twins = []
-        books.cursor = None
-        books.num_reserved = books.next_commit = 0  # both slow paths refuse a sequence that is away
+        books.blocks, books.twins = [], []
+        books.cursor, books.num_entered = None, 0
         return list(zip(filled, books.host_blocks, strict=True))
 
     def swap_in(self, seq_id: int) -> list[BlockPair] | None:
@@ -147,39 +180,34 @@ class PagedKVCachePool:
             raise EngineError(f"sequence {seq_id} is not swapped out; swap_out comes before swap_in")
         if not self._make_room(len(host_blocks)):
             return None
-        blocks = self._device.take(len(host_blocks), seq_id)
+        books.blocks = self._device.take(len(host_blocks), seq_id)
         self._host.drop(host_blocks, seq_id)
         books.host_blocks = None
-        books.table.extend(blocks)
-        books.num_reserved = books.table.num_slots
-        books.next_commit = self.block_size if books.enters_tree else NEVER
-        return list(zip(host_blocks, blocks, strict=True))
+        return list(zip(host_blocks, books.blocks, strict=True))
 
     def reset_prefix_cache(self) -> int:
         """Empty the tree. Sequences in the pool keep their blocks but enter nothing any more."""
         for books in self._sequences.values():
             self._device.drop([cached for _, cached in books.twins], books.seq_id)
             books.twins = []
-            books.cursor = None
+            books.cursor, books.num_entered = None, 0
             books.enters_tree = False
-            books.next_commit = NEVER if books.host_blocks is None else 0
         return self._tree.reset()
 
-    def _count_unfilled(self) -> int:
+    def _count_unfilled(self, num_computed: Mapping[int, int]) -> int:
         """Slots of sequences' blocks that nothing is in yet."""
         size = self.block_size
         filled: dict[int, int] = {}  # of the blocks that are not full: two sequences may share one
-        for books in self._sequences.values():
-            for index in range(books.num_computed // size, books.table.num_blocks):
-                block = books.table.blocks[index]
-                num_filled = max(0, books.num_computed - index * size)
-                filled[block] = max(filled.get(block, 0), num_filled)
+        for seq_id, books in self._sequences.items():
+            count = num_computed.get(seq_id, 0)
+            for index, block in enumerate(books.blocks[count // size :], count // size):
+                filled[block] = max(filled.get(block, 0), count - index * size, 0)
         # A sequence that will compute the last token of a cached block sees it unfilled: it is not.
         return sum(size - n for block, n in filled.items() if block not in self._tree)
 
-    def usage(self, *, counts_slots: bool = True) -> PoolUsage:
+    def usage(self, num_computed: Mapping[int, int] | None = None) -> PoolUsage:
         """Count what the allocators and the tree hold, and the slots that nothing is in yet."""
-        num_unfilled = self._count_unfilled() if counts_slots else 0
+        num_unfilled = 0 if num_computed is None else self._count_unfilled(num_computed)
         num_used = self.num_blocks - self.num_free_blocks
         return PoolUsage(
             num_blocks=self.num_blocks,
@@ -200,6 +228,12 @@ class PagedKVCachePool:
         live_owners: set[Owner] = {PREFIX_TREE, *self._sequences}
         return self._device.audit_blocks(live_owners) + self._host.audit_blocks(live_owners)
 
+    def is_shared(self, seq_id: int, start: int, stop: int) -> bool:
+        """Whether a block that holds one of the tokens `start` to `stop` has another owner as well."""
+        size = self.block_size
+        blocks = self._books(seq_id).blocks[start // size : blocks_for(stop, size)]
+        return any(self._device.ref_count(block) > 1 for block in blocks)
+
     def check(self) -> None:
         """Raise EngineError unless every book agrees with every other; walks over everything."""
         self._device.check()
@@ -211,102 +245,30 @@ class PagedKVCachePool:
     def _books(self, seq_id: int) -> SequenceBooks:
         books = self._sequences.get(seq_id)
         if books is None:
-            raise EngineError(f"sequence {seq_id} is not in the cache; match_prefix or fork enters it")
+            raise self._not_resident(seq_id)
         return books
 
     def _resident(self, seq_id: int) -> SequenceBooks:
-        books = self._books(seq_id)
-        if books.host_blocks is not None:
-            raise _is_away(seq_id)
+        books = self._sequences.get(seq_id)
+        if books is None or books.host_blocks is not None:
+            raise self._not_resident(seq_id)
         return books
+
+    def _not_resident(self, seq_id: int) -> EngineError:
+        if seq_id in self._sequences:
+            return EngineError(f"sequence {seq_id} is swapped out; swap it in before using its blocks")
+        return EngineError(f"sequence {seq_id} is not in the cache; match_prefix or fork enters it")
 
     def _enter(self, seq_id: int, salt: str | None) -> SequenceBooks:
         if seq_id in self._sequences:
             raise EngineError(f"sequence {seq_id} is in the cache already; release it first")
         books = self._sequences[seq_id] = SequenceBooks(
-            seq_id=seq_id,
-            salt=salt,
-            table=BlockTable(self.block_size),
-            enters_tree=self._use_prefix_caching,
-            next_commit=self.block_size if self._use_prefix_caching else NEVER,
+            seq_id=seq_id, salt=salt, enters_tree=self._use_prefix_caching
         )
         return books
 
-    def _add_block(self, books: SequenceBooks) -> bool:
-        """Add a block to a table all of which may be written; False: no change, there is more to do."""
-        blocks = books.table.blocks
-        if books.host_blocks is not None or books.uncounted is not None or len(blocks) == self._max_blocks:
-            return False
-        block = self._device.take_one(books.seq_id)
-        if block is None:
-            return False
-        blocks.append(block)
-        books.num_reserved += self.block_size
-        return True
-
-    def _reserve_blocks(self, books: SequenceBooks, num_tokens: int) -> list[BlockPair] | None:
-        if books.host_blocks is not None:
-            raise _is_away(books.seq_id)
-        device, table, seq_id, size = self._device, books.table, books.seq_id, self.block_size
-        num_held = len(table.blocks)
-        num_needed = -(-num_tokens // size)
-        if num_needed > self._max_blocks:
-            return None
-        num_new = num_needed - num_held if num_needed > num_held else 0
-        first = books.num_computed // size  # no block after this one is ever shared
-        must_copy = first < num_held and device.ref_count(table.blocks[first]) > 1
-        num_wanted = num_new + must_copy
-        if num_wanted > device.num_free and not self._make_room(num_wanted):
-            if not (must_copy and self._take_back(table.blocks[first], num_new)):
-                return None
-            must_copy = False
-
-        copies: list[BlockPair] = []
-        if must_copy:
-            destination = device.take(1, seq_id)[0]
-            source = table.exchange(first, destination)
-            device.drop([source], seq_id)
-            copies.append((source, destination))
-        table.blocks += device.take(num_new, seq_id)
-        books.num_reserved = len(table.blocks) * size
-        if books.uncounted is not None:
-            self._tree.record(*books.uncounted)
-            books.uncounted = None
-        return copies
-
-    def _commit_block(self, books: SequenceBooks, tokens: Sequence[int], num_computed: int) -> bool:
-        """Enter the one block that is full since the last commit; False: there is more to do."""
-        cursor, num_full, blocks, size = books.cursor, books.next_commit, books.table.blocks, self.block_size
-        if cursor is None or num_computed >= num_full + size or num_computed > len(blocks) * size:
-            return False
-        block = blocks[num_full // size - 1]
-        if not self._tree.append(tokens, block, books.seq_id, after=cursor):
-            return False
-        books.cursor = block
-        books.next_commit = num_full + size
-        return True
-
-    def _commit_blocks(self, books: SequenceBooks, tokens: Sequence[int], num_computed: int) -> None:
-        if books.host_blocks is not None:
-            raise _is_away(books.seq_id)
-        size, blocks = self.block_size, books.table.blocks
-        if num_computed > len(blocks) * size:
-            raise EngineError(
-                f"sequence {books.seq_id} commits {num_computed} tokens but has room for "
-                f"{len(blocks) * size}; reserve comes before commit"
-            )
-        start, stop = books.next_commit // size - 1, num_computed // size
-        filled = blocks[start:stop]
-        entered = self._tree.insert(tokens, filled, books.seq_id, salt=books.salt, after=books.cursor)
-        books.cursor = entered.cursor
-        books.twins += entered.twins
-        books.next_commit = (stop + 1) * size
-        if entered.num_entered < len(filled):  # a fork shares a block that neither had entered
-            books.enters_tree = False
-            books.next_commit = NEVER
-
     def _make_room(self, count: int) -> bool:
-        """See to it that `count` blocks are free, at nobody's cost but the cache's."""
+        """Free `count` blocks at the cache's cost alone; False: there are not so many."""
         device = self._device
         if count <= device.num_free:
             return True
@@ -335,7 +297,7 @@ class PagedKVCachePool:
             for block, cached in reversed(books.twins):
                 if cached == books.cursor:  # nothing of ours hangs below it: step back to its parent
                     books.cursor = self._tree.parent(cached)
-                    books.next_commit -= self.block_size
+                    books.num_entered -= 1
                 elif self._device.ref_count(cached) == 2 and self._device.ref_count(block) == 1:
                     # Only the tree and we hold the cached one, only we hold ours: it takes its place.
                     self._tree.exchange(cached, block)
@@ -344,10 +306,6 @@ class PagedKVCachePool:
                     continue
                 self._device.drop([cached], books.seq_id)
             books.twins = kept[::-1]
-
-
-def _is_away(seq_id: int) -> EngineError:
-    return EngineError(f"sequence {seq_id} is swapped out; swap it in before using its blocks")
 
 
 class SlottedKVCachePool(PagedKVCachePool):

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -51,7 +51,7 @@ class _Node(msgspec.Struct, eq=False, gc=False):  # no circles: the collector ne
     children: dict[Label, _Node] = msgspec.field(default_factory=dict)
 
 
-class Insertion(NamedTuple):
+class Insertion(msgspec.Struct, frozen=True, gc=False):
     """What became of the blocks given to `PrefixTree.insert`."""
 
     cursor: int | None  # the deepest cached block of the path; None: the root
@@ -124,50 +124,32 @@ class PrefixTree:
         for these tokens already, that one stays, and `owner` gets a reference to it. The insertion ends
         early at a block that `owner` does not hold alone.
         """
-        allocator, size = self._allocator, self.block_size
-        node = self._root if after is None else self._nodes[after]
-        self._check_insertion(node, tokens, blocks, owner)
+        allocator, nodes, label_size = self._allocator, self._nodes, self.block_size * ID_BYTES
+        node = self._root if after is None else nodes[after]
+        depth, first = node.depth, node.depth * self.block_size
+        ids = array(ID_TYPE, tokens[first : first + len(blocks) * self.block_size]).tobytes()
+        path = blocks if after is None else [after, *blocks]
+        if len(ids) < len(blocks) * label_size or not allocator.holds(owner, path):
+            raise self._wrong_insertion(node, tokens, blocks, owner)
         twins: list[tuple[int, int]] = []
-        new: list[_Node] = []
-        num_entered = 0
-        labels = self._labels(tokens[node.depth * size : (node.depth + len(blocks)) * size])
-        for block, ids in zip(blocks, labels, strict=True):
-            label = ids if node.depth else (salt, ids)
+        place = 0
+        for block in blocks:
+            label: Label = ids[place : place + label_size]
+            if not depth:
+                label = (salt, label)
             child = node.children.get(label)
             if child is None:
-                if allocator.ref_count(block) > 1:
+                if not allocator.adopt(block):
                     break
-                child = _Node(block, label, node.block, node.depth + 1)
-                new.append(child)
+                node.children[label] = nodes[block] = child = _Node(block, label, node.block, depth + 1)
             elif child.block != block:
                 twins.append((block, child.block))
             node = child
-            num_entered += 1
-
-        # References before links: if one is refused, the tree has not changed.
-        allocator.share([child.block for child in new], PREFIX_TREE)
+            depth += 1
+            place += label_size
         if twins:
             allocator.share([cached for _, cached in twins], owner)
-        for child in new:
-            self._nodes[child.block] = child
-            self._parent_of(child).children[child.label] = child
-        return Insertion(None if node is self._root else node.block, num_entered, twins)
-
-    def append(self, tokens: Sequence[int], block: int, owner: Owner, *, after: int) -> bool:
-        """Cache one full block of `owner` behind the deepest one of its path; most blocks come like that.
-
-        False: nothing has changed, since there is more to it, and `insert` has to find out what.
-        """
-        node = self._nodes[after]
-        size, children = self.block_size, node.children
-        start = node.depth * size
-        label = array(ID_TYPE, tokens[start : start + size]).tobytes()
-        if (children and label in children) or len(label) < size * ID_BYTES:
-            return False
-        if not self._allocator.share_with_tree(block, owner, after=after):
-            return False
-        children[label] = self._nodes[block] = _Node(block, label, after, node.depth + 1)
-        return True
+        return Insertion(node.block if depth else None, place // label_size, twins)
 
     def exchange(self, cached: int, duplicate: int) -> None:
         """Let a duplicate stand in for a cached block; the tree's reference moves to it."""
@@ -244,14 +226,13 @@ class PrefixTree:
     def _parent_of(self, node: _Node) -> _Node:
         return self._root if node.parent == ROOT else self._nodes[node.parent]
 
-    def _check_insertion(
+    def _wrong_insertion(
         self, node: _Node, tokens: Sequence[int], blocks: Sequence[int], owner: Owner
-    ) -> None:
+    ) -> EngineError:
         num_needed = (node.depth + len(blocks)) * self.block_size
         if len(tokens) < num_needed:
-            raise EngineError(f"{owner!r} caches blocks of {num_needed} tokens but has only {len(tokens)}")
+            return EngineError(f"{owner!r} caches blocks of {num_needed} tokens but has only {len(tokens)}")
         path = blocks if node is self._root else (node.block, *blocks)
-        if not self._allocator.holds(owner, path):
-            held = self._allocator.blocks_of(owner)
-            block = next(block for block in path if block not in held)
-            raise EngineError(f"{owner!r} caches a path through block {block}, which it does not hold")
+        held = self._allocator.blocks_of(owner)
+        block = next(block for block in path if block not in held)
+        return EngineError(f"{owner!r} caches a path through block {block}, which it does not hold")

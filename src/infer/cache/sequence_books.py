@@ -2,40 +2,34 @@
 
     position   0         4         8         12        16
     table      [ block 7 ][ block 3 ][ block 5 ][ block 9 ]      block_size 4
-               |── computed: 10 tokens ──|       |
-               |── reserved: 16, may be written without asking ──|
                |─ in the tree: 8 ─|
-                                  cursor: block 3        next_commit: 12, when block 5 is full
+                                  cursor: block 3        the next to enter is block 5, when it is full
 
 The picture holds for most sequences. One that computed the same tokens as another at the same time has
 *twins*: its path through the tree leads over the other's block, which it holds beside its own.
+
+How far a sequence is computed is no business of the pool's: the batch state counts that, and says so with
+every call that depends on it.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
-from typing import Final
 
 from infer.cache.block_allocator import BlockAllocator
-from infer.cache.block_table import BlockTable, blocks_for
 from infer.cache.prefix_tree import PrefixTree
 from infer.errors import EngineError
-
-NEVER: Final = sys.maxsize  # a num_computed that no sequence reaches
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SequenceBooks:
-    """Where one sequence's tokens lie, and how far they are computed, writable and cached."""
+    """Which blocks one sequence holds, and how many of them the prefix tree knows."""
 
     seq_id: int
     salt: str | None
-    table: BlockTable
     enters_tree: bool  # whether its full blocks are offered to other sequences
-    next_commit: int  # the num_computed at which `commit` has work to do
-    num_computed: int = 0
-    num_reserved: int = 0  # tokens below this may be written without asking
+    blocks: list[int] = field(default_factory=list)  # its table: where its tokens lie, in order
+    num_entered: int = 0  # blocks of it that are in the tree, up to the cursor
     cursor: int | None = None  # the cached block after which its next full one goes; None: the root
     twins: list[tuple[int, int]] = field(default_factory=list)  # (own block, cached duplicate), root first
     host_blocks: list[int] | None = None  # not None: swapped out
@@ -43,7 +37,7 @@ class SequenceBooks:
 
     def holdings(self) -> list[int]:
         """Every device block the sequence holds, deepest first: the order in which they should idle."""
-        deepest_first = self.table.blocks[::-1]
+        deepest_first = self.blocks[::-1]
         if not self.twins:
             return deepest_first
         held: list[int] = []
@@ -56,11 +50,7 @@ class SequenceBooks:
 
     def check(self, device: BlockAllocator, host: BlockAllocator, tree: PrefixTree) -> None:
         """Raise EngineError unless these books agree with the allocators and the tree."""
-        table, size, holdings = self.table, self.table.block_size, self.holdings()
-        is_resident = self.host_blocks is None
-        may_write = self.num_reserved > self.num_computed
-        num_blocks = blocks_for(self.num_reserved, size)
-        writable = table.blocks[self.num_computed // size : num_blocks] if may_write else []
+        holdings = self.holdings()
         own = {cached: block for block, cached in self.twins}
         path = [own.get(block, block) for block in _path(tree, self.cursor)]
         claims = {
@@ -68,12 +58,7 @@ class SequenceBooks:
             "it holds nothing else": device.blocks_of(self.seq_id) == frozenset(holdings),
             "its host blocks are in its name": host.blocks_of(self.seq_id)
             == frozenset(self.host_blocks or ()),
-            "its computed tokens have a place": self.num_computed
-            <= (table.num_slots if is_resident else len(self.host_blocks or ()) * size),
-            "nobody else holds a block it may write": all(device.ref_count(b) == 1 for b in writable),
-            "its path through the tree is its table, twins aside": path == table.blocks[: len(path)],
-            "its full blocks have been entered": not (is_resident and self.enters_tree)
-            or self.next_commit == (len(path) + 1) * size,
+            "its path through the tree is its table, twins aside": path == self.blocks[: self.num_entered],
         }
         for claim, is_true in claims.items():
             if not is_true:

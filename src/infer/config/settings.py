@@ -242,13 +242,6 @@ class SchedulerConfig:
         check_positive(self, "max_batch_size", "max_num_batched_tokens", "prefill_chunk_size")
         check_positive(self, "prefill_tokens_while_decoding", "max_prefill_chunks_per_step")
         check_positive(self, "max_wait_steps", "max_decode_gap", "max_queue")
-        width, budget = self.max_batch_size, self.max_num_batched_tokens
-        if width is not None and budget is not None and width > budget:
-            raise ConfigError(
-                f"max_batch_size is {width} but a step computes at most "
-                f"max_num_batched_tokens={budget} tokens, so not every running sequence "
-                "could decode; lower max_batch_size or raise max_num_batched_tokens"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

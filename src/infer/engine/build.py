@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -31,11 +32,13 @@ from infer.engine.preemption_cost import measure_cost
 from infer.engine.run_manifest import RunFacts, fingerprint, shareable_knobs
 from infer.engine.start_line import describe_engine
 from infer.errors import ConfigError
+from infer.execution.embedding import embed_prompt
 from infer.execution.gpu.runner import DeviceRunner
-from infer.execution.runner import ModelRunner
+from infer.execution.model_runner import ModelRunner
 from infer.layers.bind import bind
 from infer.loader.load import LoadChoice, LoadedModel
 from infer.loader.quantization import PACKED
+from infer.scheduling.batch_state import BatchState
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.scheduler import Scheduler
 
@@ -64,9 +67,15 @@ def build_engine(
     if cost is None and config.scheduler.preemption == "auto" and settings.cache.swap_blocks:
         wait_for_linears()
         cost = measure_cost(loaded.model, store, size.block_size, loaded.device)
-    runner = _make_runner(config, loaded, store, pool)
+    scheduler = Scheduler(
+        pool,
+        config.scheduler,
+        cost=cost,
+        keeps_cache=config.keeps_cache,
+        max_seq_len=config.max_seq_len,
+    )
+    runner = _make_runner(config, loaded, store, scheduler.state)
     wait_for_linears()
-    scheduler = Scheduler(pool, config.scheduler, cost=cost, keeps_cache=config.keeps_cache)
     if observer is not None:
         observer.on_start(_facts(config, loaded, size, scheduler.cost))
     is_gpu = loaded.device.type == "cuda"
@@ -80,7 +89,7 @@ def build_engine(
         vocab_size=loaded.config.vocab_size,
         eos_ids=loaded.eos_ids,
         observer=observer,
-        embedder=runner.embed,
+        embedder=partial(embed_prompt, loaded.model, loaded.device),
         steps_ahead=config.steps_ahead,
         prepare=freezing(runner.prepare) if is_gpu else runner.prepare,
     )
@@ -137,14 +146,14 @@ def _make_store(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize) ->
 
 
 def _make_runner(
-    config: ResolvedConfig, loaded: LoadedModel, store: KVStore, pool: KVCachePool
-) -> ModelRunner:
+    config: ResolvedConfig, loaded: LoadedModel, store: KVStore, state: BatchState
+) -> ModelRunner | DeviceRunner:
     """Return the runner that keeps its state on the GPU, or the one that is plain PyTorch and C."""
     if not config.uses_gpu_runner:
         return ModelRunner(
             loaded.model,
             store,
-            pool,
+            state,
             max_batch_size=config.scheduler.max_batch_size,
             attention_backend=config.attention_backend,
             use_cpu_program=config.record_cpu_step,
@@ -152,7 +161,7 @@ def _make_runner(
     return DeviceRunner(
         loaded.model,
         store,
-        pool,
+        state,
         max_batch_size=config.scheduler.max_batch_size,
         max_tokens=config.scheduler.max_num_batched_tokens,
         max_seq_len=config.max_seq_len,

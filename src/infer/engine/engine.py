@@ -39,10 +39,11 @@ from typing import NamedTuple
 
 from infer.engine.admission import admit, check_token_ids
 from infer.engine.observer import EngineObserver
-from infer.engine.requests import LiveRequests
+from infer.engine.requests import RequestTable
 from infer.engine.stats import STEP_TOKENS, EngineStats, Histogram
 from infer.errors import ContextOverflow, DeviceLost, EngineError, RequestError
-from infer.execution.runner import POOLINGS, Runner, StepResult
+from infer.execution.embedding import POOLINGS
+from infer.execution.runner import Runner, StepResult
 from infer.sampling.sampler import NO_TOKEN
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request, StepOutput
@@ -92,7 +93,7 @@ class Engine:
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._observer = observer or EngineObserver()
-        self._live = LiveRequests(scheduler, runner)
+        self._requests = RequestTable(scheduler)
         self._empty_steps = 0
         self._begun: list[Sequence] = []  # of the last step
         self._unreported: list[StepOutput] = []  # of a step that was interrupted; the next one brings them
@@ -100,6 +101,9 @@ class Engine:
         self._steps_ahead = steps_ahead if scheduler.keeps_cache else 0
         self.prepare = prepare  # for idle time: makes later steps quicker; False: all is done
         self._flights: deque[_Flight] = deque()  # steps that the device works on, the oldest first
+        self._has_drafts = (
+            False  # whether the last step launched may refuse tokens: it is read before the next
+        )
         self._step_tokens = Histogram(STEP_TOKENS)
 
     # -- requests ---------------------------------------------------------------------------------
@@ -114,7 +118,7 @@ class Engine:
             group, tokens = admit(
                 request,
                 self.scheduler,
-                number=self._live.num_added,
+                number=self._requests.num_added,
                 context_len=self.context_len,
                 vocab_size=self._vocab_size,
                 eos_ids=self._eos_ids,
@@ -122,22 +126,22 @@ class Engine:
         except ContextOverflow as error:
             raise error.of(self._model_len) from None
         self._observer.on_add(self.scheduler.step, request)
-        self._live.add(group, tokens)
+        self._requests.add(group, tokens)
 
     def abort(self, request_id: str, index: int | None = None) -> list[StepOutput]:
         """End a request, or one sequence of it, at any stage; returns the last output of each it ended."""
-        group = self._live.groups.get(request_id)
+        group = self._requests.groups.get(request_id)
         if group is None:
             return []
-        if index is not None and group.is_one_for_all:
+        if index is not None and group.has_joint_sequence:
             raise EngineError(f"request {request_id!r} has no sequence {index} (yet); abort the whole of it")
         self._observer.on_abort(self.scheduler.step, request_id, index)
         ended = [seq for seq in group.unfinished if index in (None, seq.index)]
-        return self._live.end(group, ended, "abort")
+        return self._requests.end(group, ended, "abort")
 
     def is_serving(self, request_id: str) -> bool:
         """Whether a request is waiting or running."""
-        return request_id in self._live.groups
+        return request_id in self._requests.groups
 
     @property
     def has_work(self) -> bool:
@@ -152,18 +156,18 @@ class Engine:
     @property
     def num_requests(self) -> int:
         """Requests waiting or running."""
-        return len(self._live.groups)
+        return len(self._requests.groups)
 
     def stats(self) -> EngineStats:
         """Counts for metrics, health and the router, as of now."""
-        usage = self.scheduler.pool.usage(counts_slots=False)
+        usage = self.scheduler.pool.usage()
         return EngineStats(
             num_steps=self.scheduler.step,
             num_running=len(self.scheduler.running),
             num_waiting=self.scheduler.num_waiting,
             num_preemptions=self.scheduler.num_preemptions,
-            num_prompt_tokens=self._live.num_prompt_tokens,
-            num_output_tokens=self._live.num_output_tokens,
+            num_prompt_tokens=self._requests.num_prompt_tokens,
+            num_output_tokens=self._requests.num_output_tokens,
             num_step_tokens=int(self._step_tokens.total),
             step_sizes=tuple(self._step_tokens.counts),
             num_queried_tokens=usage.num_queried_tokens,
@@ -211,14 +215,12 @@ class Engine:
         plan = self.scheduler.plan()
         sequences = self.scheduler.planned
         if not plan.chunks and not plan.transfers:
-            for seq_id in plan.preempted:  # for those whose last tokens are on their way
-                self._runner.forget(seq_id)
             return self._retire(all_but=num_flights - 1) if num_flights else self._step_without_work()
         self._empty_steps = 0
-        if sequences != self._begun:  # most steps serve those of the last
+        if sequences is not self._begun:  # most steps serve those of the last
             for seq in sequences:
                 if seq.group.queue_s is None:
-                    self._live.begin(seq)
+                    self._requests.begin(seq)
             self._begun = sequences
         try:
             wait = self._runner.launch(plan, sequences)
@@ -231,15 +233,16 @@ class Engine:
         except BaseException as error:  # Ctrl-C: whoever catches it finds the books balanced
             self._unreported += self._give_up(plan, sequences, error)
             raise
-        self.scheduler.advance(plan, sequences)
+        self.scheduler.advance(plan)
         self._step_tokens.observe(self.scheduler.num_planned_tokens)
+        self._has_drafts = plan.chunks.num_drafts > 0
         self._flights.append(_Flight(plan, sequences, wait))
         return self._retire(all_but=self._num_ahead)
 
     @property
     def _num_ahead(self) -> int:
         """How many steps may be under way when the next one is planned."""
-        if self._live.need_the_host:
+        if self._requests.waiting_for_ids or self._has_drafts:
             return 0
         is_quiet = self.scheduler.all_decode and not self.scheduler.num_waiting
         return self._steps_ahead if is_quiet else min(self._steps_ahead, 1)
@@ -261,10 +264,12 @@ class Engine:
         return outputs
 
     def _conclude(self, plan: StepPlan, sequences: Seq[Sequence], result: StepResult) -> list[StepOutput]:
-        self.scheduler.commit(plan, sequences)
+        if plan.chunks.num_drafts:
+            self.scheduler.retract(plan, result.ids)
+        self.scheduler.commit(plan)
         self._observer.on_step(plan, result.ids)
         if result.is_whole:
-            return self._live.report(plan, sequences, result)
+            return self._requests.report(plan, sequences, result)
         broken = [  # but for who has ended since: that nobody will see
             number
             for number, ids in enumerate(result.ids)
@@ -272,13 +277,11 @@ class Engine:
         ]
         reason = "the model's logits for it are not finite, or every token is forbidden"
         failed = self._fail([sequences[number] for number in broken], reason) if broken else []
-        return failed + self._live.report(plan, sequences, result)
+        return failed + self._requests.report(plan, sequences, result)
 
     def _give_up(self, plan: StepPlan, sequences: Seq[Sequence], error: BaseException) -> list[StepOutput]:
         """End the requests of a plan that did not run; whoever else it touched starts over."""
         outputs = self._fail(sequences, f"{type(error).__name__} in step {plan.step}")
-        for seq_id in plan.preempted:  # the runner may not have come so far
-            self._runner.forget(seq_id)
         self.scheduler.abandon(plan)
         return outputs
 
@@ -291,7 +294,7 @@ class Engine:
             return []
         self._empty_steps = 0
         stuck = self.scheduler.sequences()
-        logger.error("no progress: %s; usage %s", stuck[:8], self.scheduler.pool.usage())
+        logger.error("no progress: %s; usage %s", stuck[:8], self.scheduler.usage())
         return self._fail(stuck, "the scheduler could not find room for it")
 
     def _fail(self, sequences: Seq[Sequence], reason: str) -> list[StepOutput]:
@@ -299,5 +302,5 @@ class Engine:
         self._observer.on_failure(self.scheduler.step, reason)
         outputs = []
         for group in {id(seq.group): seq.group for seq in sequences}.values():
-            outputs += self._live.end(group, group.unfinished, "error", error=reason)
+            outputs += self._requests.end(group, group.unfinished, "error", error=reason)
         return outputs

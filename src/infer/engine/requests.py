@@ -9,19 +9,20 @@ A request begins as one sequence, its *leader*, which computes the prompt for al
     beams     leader, then W sequences that advance together and replace each other     (beam.py)
 
 Every id that arrives is appended, and it is the last if it is a stop or if no more tokens fit. A sequence
-that ends leaves the scheduler and the runner at once; a request is served until its last one has ended.
+that ends leaves the scheduler at once; a request is served until its last one has ended.
 Whatever happens, each sequence the client waits for gets exactly one output with a finish reason.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from time import perf_counter
 
 import msgspec
 
-from infer.execution.runner import Runner, StepResult
+from infer.execution.runner import StepResult
 from infer.sampling.params import RowLogprobs
 from infer.scheduling.beam import advance_beams, best_outputs
 from infer.scheduling.plan import StepPlan
@@ -29,20 +30,23 @@ from infer.scheduling.request import StepOutput
 from infer.scheduling.scheduler import Scheduler
 from infer.scheduling.sequence import Sequence, SequenceGroup
 
+Sampled = tuple[
+    Sequence, tuple[int, ...], tuple[RowLogprobs | None, ...]
+]  # a sequence, its ids, their logprobs
+
 ARRIVALS_PER_GROUP = 1 << 20  # arrival numbers leave room for the forks of a group beside each other
 
 
-class LiveRequests:
+class RequestTable:
     """Makes, advances and ends the sequences of every request. One engine thread owns it."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self.groups: dict[str, SequenceGroup] = {}  # by request id
-        self.need_the_host: set[str] = set()  # requests whose next step depends on ids: they allow no overlap
+        self.waiting_for_ids: set[str] = set()  # running requests whose next step depends on ids: no overlap
         self.num_added = 0
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
         self._scheduler = scheduler
-        self._runner = runner
         self._next_seq_id = 0
 
     # -- to begin ---------------------------------------------------------------------------------
@@ -60,11 +64,11 @@ class LiveRequests:
         self.groups[group.request.request_id] = group
 
     def begin(self, leader: Sequence) -> None:
-        """A request leaves the queue; from this step on, one that needs the host allows no overlap."""
+        """Let a request leave the queue; while its steps depend on ids, none may overlap."""
         group = leader.group
         group.queue_s = perf_counter() - group.added_at
         if leader.num_samples > 1 or group.samples_on_host:
-            self.need_the_host.add(group.request.request_id)
+            self.waiting_for_ids.add(group.request.request_id)
 
     def _new_sequence(self, group: SequenceGroup, index: int, tokens: array[int]) -> Sequence:
         seq = Sequence(self._next_seq_id, group, index, tokens)
@@ -76,7 +80,6 @@ class LiveRequests:
     def _fork(self, parent: Sequence, index: int) -> Sequence:
         """Let a child continue beside its parent; its next token already has its place."""
         child = self._new_sequence(parent.group, index, parent.tokens)
-        child.num_tokens = parent.num_tokens
         child.num_cached = parent.num_cached
         child.arrival = parent.arrival - parent.arrival % ARRIVALS_PER_GROUP + parent.group.num_made
         self._scheduler.fork(parent, child)
@@ -86,70 +89,83 @@ class LiveRequests:
         """All sequences of a request, once its prompt is computed."""
         leader.num_samples = 1
         if not leader.group.samples_on_host:
-            self.need_the_host.discard(leader.group.request.request_id)
+            self.waiting_for_ids.discard(leader.group.request.request_id)
         return [leader, *(self._fork(leader, index) for index in range(1, count))]
 
     # -- to go on ---------------------------------------------------------------------------------
 
     def report(self, plan: StepPlan, sequences: Seq[Sequence], result: StepResult) -> list[StepOutput]:
-        """Give every sequence of a plan its ids; what came of it, in the order of the plan, beams last."""
-        outputs: list[StepOutput] = []
-        offers: dict[int, tuple[SequenceGroup, list[tuple[Sequence, RowLogprobs]]]] = {}
+        """Give every sequence of a plan its ids, one or several; outputs come in plan order, beams last."""
         if result.prompt_logprobs:
             for chunk, seq in zip(plan.chunks, sequences, strict=True):
                 # from its own position on: a prompt that was preempted half way is computed again
                 seq.group.prompt_logprobs[chunk.start :] = result.prompt_logprobs.get(seq.seq_id, ())
-        num_others = 0
-        for seq, ids, logprobs in zip(sequences, result.ids, result.logprobs, strict=True):
-            if not ids:
+        outputs: list[StepOutput] = []
+        offers: dict[int, tuple[SequenceGroup, list[tuple[Sequence, RowLogprobs]]]] = {}
+        sampled: Iterable[Sampled] = zip(sequences, result.ids, result.logprobs, strict=True)
+        if self.waiting_for_ids:
+            sampled = self._fork_leaders(sampled, offers)
+        for seq, ids, logprobs in sampled:
+            if not ids or seq.finish_reason is not None:
                 continue
             tokens = seq.tokens
-            if len(tokens) < seq.goes_on_until and ids[0] not in seq.stop_ids:
-                # by far the most tokens: what `_advance` does, in a fifth of the time
-                tokens.append(ids[0])
-                outputs.append(StepOutput(seq.request_id, seq.index, ids))
-                continue
-            if seq.finish_reason is not None:
-                continue
-            if seq.is_beam:
-                row = logprobs[0]
-                assert row is not None, "beams always ask for logprobs"
-                offers.setdefault(id(seq.group), (seq.group, []))[1].append((seq, row))
-                continue
-            members = self._fork_leader(seq, len(ids)) if len(ids) > 1 else [seq]
-            num_others += len(members)
-            for member, token_id, row in zip(members, ids, logprobs, strict=True):
-                outputs.append(self._advance(member, token_id, row))
-            if any(member.is_finished for member in members):
-                self._forget_if_done(seq.group)
-        self.num_output_tokens += len(outputs) - num_others
+            for token_id in ids:
+                tokens.append(token_id)
+                if token_id in seq.stop_ids:  # ids behind it are not part of the output
+                    break
+            else:
+                if len(tokens) < seq.bare_until:
+                    outputs.append(StepOutput(seq.request_id, seq.index, ids))
+                    continue
+            outputs.append(self._describe(seq, ids, logprobs))
+        self.num_output_tokens += (
+            sum(len(output.token_ids) for output in outputs) if plan.chunks.num_drafts else len(outputs)
+        )
         for group, beams in offers.values():
             if not group.is_finished:
                 outputs.extend(self._advance_beams(group, beams))
         return outputs
 
-    def _advance(self, seq: Sequence, token_id: int, row: RowLogprobs | None) -> StepOutput:
-        """Append a sampled token and see whether it was the last."""
-        group = seq.group
-        is_first = len(seq.tokens) == seq.num_prompt
-        seq.tokens.append(token_id)
-        self.num_output_tokens += 1
-        if is_first and seq.index == 0:
-            self.num_prompt_tokens += seq.num_prompt
-        if row is not None:
-            seq.cumulative_logprob += row.logprob
-        if token_id in group.stop_ids:
-            seq.stop_reason = token_id if token_id in group.request.params.stop_token_ids else None
+    def _fork_leaders(
+        self,
+        sampled: Iterable[Sampled],
+        offers: dict[int, tuple[SequenceGroup, list[tuple[Sequence, RowLogprobs]]]],
+    ) -> Iterator[Sampled]:
+        """What each sequence sampled, a leader's ids as one for each it forks into, and beams put aside."""
+        for seq, ids, logprobs in sampled:
+            if seq.is_beam and ids and seq.finish_reason is None:
+                row = logprobs[0]
+                assert row is not None, "beams always ask for logprobs"
+                offers.setdefault(id(seq.group), (seq.group, []))[1].append((seq, row))
+            elif seq.num_samples > 1 and ids and seq.finish_reason is None:
+                members = self._fork_leader(seq, len(ids))
+                for member, token_id, row in zip(members, ids, logprobs, strict=True):
+                    yield member, (token_id,), (row,)
+            elif not seq.is_beam:
+                yield seq, ids, logprobs
+
+    def _describe(self, seq: Sequence, ids: tuple[int, ...], logprobs: Seq[RowLogprobs | None]) -> StepOutput:
+        """The output of a step that says more than its ids: the first, the last, or one with logprobs."""
+        group, last = seq.group, seq.tokens[-1]
+        token_ids = ids[: ids.index(last) + 1] if last in seq.stop_ids else ids
+        if last in seq.stop_ids:
+            seq.stop_reason = last if last in group.request.params.stop_token_ids else None
             self._finish(seq, "stop")
         elif len(seq.tokens) >= seq.max_total:
             self._finish(seq, "length")
-        elif row is None:  # nor will the next have one
-            seq.goes_on_until = seq.max_total - 1
-        asks = group.request.params.logprobs is not None
+        rows = tuple(row for row in logprobs[: len(token_ids)] if row is not None)
+        is_first = len(seq.tokens) - len(token_ids) == seq.num_prompt
+        if is_first and seq.index == 0:
+            self.num_prompt_tokens += seq.num_prompt
+        for row in rows:
+            seq.cumulative_logprob += row.logprob
+        seq.bare_until = 0 if rows else seq.max_total
+        if seq.finish_reason is not None:
+            self._forget_if_done(group)
         return _output(
             seq,
-            token_ids=(token_id,),
-            logprobs=(row,) if asks and row is not None else (),
+            token_ids=token_ids,
+            logprobs=rows if group.request.params.logprobs is not None else (),
             prompt_logprobs=group.asked_prompt_logprobs if is_first else None,
         )
 
@@ -187,7 +203,7 @@ class LiveRequests:
             self._finish(seq, reason)
         self._forget_if_done(group)
         outputs = [_output(seq, error=error) for seq in ended]
-        if not outputs or not group.is_one_for_all:
+        if not outputs or not group.has_joint_sequence:
             return outputs
         params = group.request.params
         num_awaited = params.n if group.is_beam else params.num_sequences
@@ -195,15 +211,13 @@ class LiveRequests:
 
     def _finish(self, seq: Sequence, reason: str) -> None:
         seq.finish_reason = reason
-        seq.goes_on_until = 0
         self._scheduler.remove(seq)
-        self._runner.forget(seq.seq_id)
 
     def _forget_if_done(self, group: SequenceGroup) -> None:
         request_id = group.request.request_id
         if group.is_finished and self.groups.get(request_id) is group:  # else the id is another's by now
             del self.groups[request_id]
-            self.need_the_host.discard(request_id)
+            self.waiting_for_ids.discard(request_id)
 
 
 def _output(

@@ -5,86 +5,95 @@
     positions   5        17         0  1  2  3
     slots       where the block table of each sequence puts these positions
 
-State and inputs are kept apart. *State* lives as long as its sequence: a stable row in a table of block
-ids, updated by small differences. *Inputs* are rebuilt every step from the plan and that table.
+The block tables lie in the batch state, a row for each running sequence (scheduling/batch_state.py); the
+rest is made anew every step from the plan's columns.
 
-`PagedStep` is the `StepContext` the model sees. Sequences that are one token behind attend together,
-grouped by length so that padding never more than doubles the work; each longer chunk attends alone.
+`PagedStep` is the `StepContext` the model sees. Sequences that compute one token attend together, grouped by
+length so that padding never more than doubles the work; each longer chunk attends alone.
 
-Shapes:  T tokens, S rows that decode together, L positions (padded), R rows of state, B blocks of a row.
+Shapes:  T tokens, S rows that decode together, L positions (padded), R rows of tables, B blocks of a row.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from infer.cache.kv_pool import KVCachePool
 from infer.cache.kv_store import KVStore
 from infer.kernels.attention.paged import attend_paged
 from infer.kernels.attention.reference import attend_naive, attend_sdpa
 from infer.layers.attention import StepContext
-from infer.scheduling.plan import Chunk, StepPlan
+from infer.scheduling.batch_state import BatchState
+from infer.scheduling.plan import Chunks, StepPlan
 from infer.scheduling.sequence import Sequence as TokenSequence
 
 MIN_GROUP_LEN = 64  # below this length padding is cheaper than another call
 
 
-class Wanted(NamedTuple):
-    """The tokens of a step whose hidden states somebody reads."""
+class NeededTokens(NamedTuple):
+    """The tokens of a step whose hidden states are read."""
 
     places: list[int] | None  # among the T tokens; None: all of them
     last_rows: list[int]  # of each chunk that samples: which of these rows is its last token's
 
 
-def wanted(plan: StepPlan, sequences: Sequence[TokenSequence], last_places: list[int]) -> Wanted:
-    """Of a plan whose chunks end at `last_places`: the ends that sample; all tokens for logprobs of a prompt.
+def needed_tokens(plan: StepPlan, sequences: Sequence[TokenSequence], last_places: list[int]) -> NeededTokens:
+    """The ends, at `last_places`, of the chunks that sample; all tokens where logprobs of a prompt are asked.
 
     There is always one, though the middle of a long prompt samples nothing: a kernel wants a row to compute.
     """
-    places: list[int] = []
-    rows: list[int] = []
-    for chunk, place in zip(plan.chunks, last_places, strict=True):
-        rows.append(len(places))
-        if chunk.num_samples:
-            places.append(place)
-    num_tokens = sum(chunk.stop - chunk.start for chunk in plan.chunks)
-    if len(places) == num_tokens or any(map(reads_prompt, plan.chunks, sequences)):
-        return Wanted(None, last_places)
-    return Wanted(places or last_places[:1], rows)
+    chunks = plan.chunks
+    draws: list[bool] = chunks.draws.tolist()
+    num_drawn = sum(draws)
+    if num_drawn == chunks.num_tokens or any(map(reads_prompt, chunks.starts.tolist(), sequences)):
+        return NeededTokens(None, last_places)
+    places = [place for place, is_drawn in zip(last_places, draws, strict=True) if is_drawn]
+    rows = [*accumulate(draws, initial=0)][:-1]
+    return NeededTokens(places or last_places[:1], rows)
 
 
-def reads_prompt(chunk: Chunk, seq: TokenSequence) -> bool:
-    """Whether logprobs of prompt tokens come from this chunk; a prompt's last token predicts the output."""
-    return seq.group.request.params.prompt_logprobs is not None and chunk.start < seq.num_prompt - 1
+def reads_prompt(start: int, seq: TokenSequence) -> bool:
+    """Whether logprobs of prompt tokens come from a chunk that begins at `start`.
+
+    A prompt's last token predicts the output.
+    """
+    return seq.group.request.params.prompt_logprobs is not None and start < seq.num_prompt - 1
 
 
-class BlockRows:
-    """Every known sequence's block table as a row of one tensor."""
+class TokenLayout(NamedTuple):
+    """The tokens of a step, end to end."""
 
-    def __init__(self, max_rows: int, max_blocks: int) -> None:
-        self.table = np.zeros((max_rows, max_blocks), dtype=np.int64)
-        self._rows: dict[int, int] = {}
-        self._free = list(range(max_rows - 1, -1, -1))
+    tokens: np.ndarray  # their ids
+    positions: np.ndarray  # where each stands in its sequence
+    slots: np.ndarray  # where its key and value go
+    lens: np.ndarray  # tokens of each chunk
+    ends: np.ndarray  # of each chunk: the place behind its last token
 
-    def sync(self, seq_id: int, blocks: Sequence[int], first_written: int) -> int:
-        """Bring a row up to date; of a known row only blocks from `first_written` on can have changed."""
-        row = self._rows.get(seq_id)
-        if row is None:
-            row = self._rows[seq_id] = self._free.pop()
-            first_written = 0
-        self.table[row, first_written : len(blocks)] = blocks[first_written:]
-        return row
 
-    def forget(self, seq_id: int) -> None:
-        """Give back the row of a sequence that was preempted or has finished; unknown ones are fine."""
-        row = self._rows.pop(seq_id, None)
-        if row is not None:
-            self._free.append(row)
+def lay_out(
+    chunks: Chunks, sequences: Sequence[TokenSequence], tables_RB: np.ndarray, block_size: int
+) -> TokenLayout:
+    """Lay the tokens of chunks end to end, and look up their slots in the block tables."""
+    starts, stops = chunks.starts, chunks.stops
+    ids = array("I")
+    for seq, start, stop in zip(sequences, starts.tolist(), stops.tolist(), strict=True):
+        ids += seq.tokens[start:stop]
+    lens = stops - starts
+    ends = lens.cumsum()
+    if len(ids) == len(chunks):  # a token each
+        rows, positions = chunks.rows, starts
+    else:
+        rows = chunks.rows.repeat(lens)
+        positions = np.arange(len(ids)) + (stops - ends).repeat(lens)
+    blocks, offsets = np.divmod(positions, block_size)
+    slots = tables_RB[rows, blocks] * block_size + offsets
+    return TokenLayout(np.frombuffer(ids, dtype=np.uintc), positions, slots, lens, ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,44 +119,28 @@ class StepBatch:
     """The tensors of one step: what the model reads, and where attention finds the rest."""
 
     def __init__(
-        self,
-        plan: StepPlan,
-        sequences: Sequence[TokenSequence],
-        rows: BlockRows,
-        pool: KVCachePool,
-        device: torch.device,
+        self, plan: StepPlan, sequences: Sequence[TokenSequence], state: BatchState, device: torch.device
     ) -> None:
-        self.block_size = pool.block_size
+        self.block_size = state.block_size
         self.device = device
-        tokens: list[int] = []
-        positions: list[np.ndarray] = []
-        slots: list[np.ndarray] = []
+        tables_RB, chunks = state.tables[0], plan.chunks
+        layout = lay_out(chunks, sequences, tables_RB, state.block_size)
         short: list[tuple[int, int, np.ndarray]] = []  # (kv length, place, table row)
         self.long_chunks: list[_LongChunk] = []
-        self.last_rows: list[int] = []  # of each chunk: the place of its last token
-        for chunk, seq in zip(plan.chunks, sequences, strict=True):
-            table_B = self._table(chunk, rows, pool)
-            place = len(tokens)
-            tokens.extend(seq.tokens[chunk.start : chunk.stop])
-            positions_C = np.arange(chunk.start, chunk.stop)
-            positions.append(positions_C)
-            slots.append(
-                table_B[positions_C // self.block_size] * self.block_size + positions_C % self.block_size
-            )
-            self.last_rows.append(len(tokens) - 1)
-            if chunk.stop - chunk.start == 1:
-                short.append((chunk.stop, place, table_B))
+        self.last_rows: list[int] = (layout.ends - 1).tolist()  # of each chunk: the place of its last token
+        columns = zip(
+            layout.lens.tolist(), layout.ends.tolist(), chunks.rows, chunks.stops.tolist(), strict=True
+        )
+        for length, end, row, stop in columns:
+            table_B = tables_RB[row, : -(-stop // state.block_size)]
+            if length == 1:
+                short.append((stop, end - 1, table_B))
             else:
-                self.long_chunks.append(_LongChunk(place, len(tokens), table_B, chunk.stop))
-        self.tokens_T = torch.tensor(tokens, device=device)
-        self.positions_T = torch.from_numpy(np.concatenate(positions)).to(device)
-        self.slots_T = torch.from_numpy(np.concatenate(slots)).to(device)
+                self.long_chunks.append(_LongChunk(end - length, end, table_B, stop))
+        self.tokens_T = torch.from_numpy(layout.tokens.astype(np.int64)).to(device)
+        self.positions_T = torch.from_numpy(layout.positions).to(device)
+        self.slots_T = torch.from_numpy(layout.slots).to(device)
         self.decode_groups = _group_by_length(short, device)
-
-    def _table(self, chunk: Chunk, rows: BlockRows, pool: KVCachePool) -> np.ndarray:
-        blocks = pool.block_table(chunk.seq_id)
-        row = rows.sync(chunk.seq_id, blocks, chunk.start // self.block_size)
-        return rows.table[row, : len(blocks)]
 
 
 def _group_by_length(short: list[tuple[int, int, np.ndarray]], device: torch.device) -> list[_DecodeGroup]:

@@ -11,11 +11,11 @@ A step's inputs are five small tables of integers, kept where they are and overw
 Because nothing moves, the operations of a whole step can be recorded once and replayed in one call
 (kernels/cpu/program.py), for any number of rows up to the size of the batch: that is how a decode step
 runs. Larger steps, which hold prompts, run the model's Python; their operations take long enough, and the
-last layer has only the tokens to compute that are wanted of it (models/model.py).
+last layer computes only the tokens that are needed (models/model.py).
 
 Whatever way a token takes, its result has the same bits: each operation works row by row.
 
-Shapes:  T tokens, I items, R rows of state, B blocks of a row.
+Shapes:  T tokens, I items, R rows of tables, B blocks of a row.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from infer.cache.kv_pool import KVCachePool
 from infer.cache.kv_store import KVStore
-from infer.execution.batch import BlockRows, wanted
+from infer.execution.batch import lay_out, needed_tokens
 from infer.kernels.cpu import operations
 from infer.kernels.cpu.library import Library, library
 from infer.kernels.cpu.program import Program, Recorder
 from infer.layers.attention import StepContext
 from infer.models.model import Model
+from infer.scheduling.batch_state import BatchState
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.sequence import Sequence as TokenSequence
 
@@ -46,37 +46,25 @@ class StepInputs:
         self.items = np.zeros((capacity, 4), dtype=np.int64)
         self.num_rows = self.num_items = 0
 
-    def fill(
-        self, plan: StepPlan, sequences: Sequence[TokenSequence], rows: BlockRows, pool: KVCachePool
-    ) -> list[int]:
+    def fill(self, plan: StepPlan, sequences: Sequence[TokenSequence], state: BatchState) -> list[int]:
         """Write a plan down; returns where each chunk's last token is."""
-        block_size = pool.block_size
-        place = number = 0
-        last_rows: list[int] = []
-        for chunk, seq in zip(plan.chunks, sequences, strict=True):
-            start, stop = chunk.start, chunk.stop
-            row = rows.sync(chunk.seq_id, pool.block_table(chunk.seq_id), start // block_size)
-            if stop - start == 1:
-                self.tokens[place] = seq.tokens[start]
-                self.positions[place] = start
-                self.slots[place] = rows.table[row, start // block_size] * block_size + start % block_size
-                self.items[number] = (place, 1, row, start)
-                place, number = place + 1, number + 1
-            else:
-                end = place + stop - start
-                positions = np.arange(start, stop)
-                self.tokens[place:end] = seq.tokens[start:stop]
-                self.positions[place:end] = positions
-                blocks = rows.table[row, positions // block_size]
-                self.slots[place:end] = blocks * block_size + positions % block_size
-                for first in range(0, stop - start, operations.ITEM_TOKENS):
-                    count = min(operations.ITEM_TOKENS, stop - start - first)
-                    self.items[number] = (place + first, count, row, start + first)
-                    number += 1
-                place = end
-            last_rows.append(place - 1)
-        self.num_rows, self.num_items = place, number
-        return last_rows
+        layout = lay_out(plan.chunks, sequences, state.tables[0], state.block_size)
+        self.num_rows = num_rows = len(layout.tokens)
+        self.tokens[:num_rows] = layout.tokens
+        self.positions[:num_rows] = layout.positions
+        self.slots[:num_rows] = layout.slots
+        num_items = -(-layout.lens // operations.ITEM_TOKENS)  # of each chunk: attention takes it in pieces
+        last_items = num_items.cumsum()
+        self.num_items = int(last_items[-1])
+        offsets = operations.ITEM_TOKENS * (
+            np.arange(self.num_items) - (last_items - num_items).repeat(num_items)
+        )
+        items = self.items[: self.num_items]
+        items[:, 0] = (layout.ends - layout.lens).repeat(num_items) + offsets
+        items[:, 1] = np.minimum(layout.lens.repeat(num_items) - offsets, operations.ITEM_TOKENS)
+        items[:, 2] = plan.chunks.rows.repeat(num_items)
+        items[:, 3] = plan.chunks.starts.repeat(num_items) + offsets
+        return (layout.ends - 1).tolist()
 
 
 class CpuStep(StepContext):
@@ -87,16 +75,15 @@ class CpuStep(StepContext):
         library: Library,
         store: KVStore,
         inputs: StepInputs,
-        rows: BlockRows,
-        block_size: int,
+        state: BatchState,
         num_rows: int,
     ) -> None:
-        self._library, self._store, self._block_size = library, store, block_size
+        self._library, self._store, self._block_size = library, store, state.block_size
         self._positions_T = torch.from_numpy(inputs.positions)[:num_rows]
         self.tokens_T = torch.from_numpy(inputs.tokens)[:num_rows]
         self._slots_T = torch.from_numpy(inputs.slots)[:num_rows]
         self._items_I4 = torch.from_numpy(inputs.items)[: inputs.num_items]
-        self._table_RB = torch.from_numpy(rows.table)
+        self._table_RB = torch.from_numpy(state.tables[0])
 
     @property
     def positions(self) -> torch.Tensor:
@@ -137,13 +124,12 @@ class CpuSteps:
         library: Library,
         model: Model,
         store: KVStore,
-        pool: KVCachePool,
-        rows: BlockRows,
+        state: BatchState,
         max_rows: int,
         *,
         use_program: bool,
     ) -> None:
-        self._library, self._model, self._store, self._pool, self._rows = library, model, store, pool, rows
+        self._library, self._model, self._store, self._state = library, model, store, state
         library.set_threads(torch.get_num_threads())  # may have changed since the library was loaded
         self._inputs = StepInputs(max_rows)
         self._program: Program | None = None
@@ -152,25 +138,25 @@ class CpuSteps:
             self._record(max_rows)
 
     def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> tuple[torch.Tensor, list[int]]:
-        """The hidden states of a plan's tokens that are wanted, and where each chunk's last one is.
+        """The hidden states of a plan's tokens that are needed, and where each chunk's last one is.
 
         The states of a recorded step are overwritten by the next one.
         """
-        num_rows = sum(chunk.stop - chunk.start for chunk in plan.chunks)
+        num_rows = plan.num_tokens
         inputs = self._inputs if num_rows <= self._inputs.capacity else StepInputs(num_rows)
-        last_rows = inputs.fill(plan, sequences, self._rows, self._pool)
+        last_rows = inputs.fill(plan, sequences, self._state)
         if self._program is not None and inputs is self._inputs:
             self._program.run(num_rows, inputs.num_items)
             return self._hidden_TD[:num_rows], last_rows
-        step = CpuStep(self._library, self._store, inputs, self._rows, self._pool.block_size, num_rows)
-        places, last_rows = wanted(plan, sequences, last_rows)
+        step = CpuStep(self._library, self._store, inputs, self._state, num_rows)
+        places, last_rows = needed_tokens(plan, sequences, last_rows)
         step.logit_indices = None if places is None else torch.tensor(places)
         return self._model(step.tokens_T, step), last_rows
 
     @torch.inference_mode()
     def _record(self, max_rows: int) -> None:
         self._inputs.num_items = max_rows
-        step = CpuStep(self._library, self._store, self._inputs, self._rows, self._pool.block_size, max_rows)
+        step = CpuStep(self._library, self._store, self._inputs, self._state, max_rows)
         with Recorder(self._library) as recording:
             self._hidden_TD = self._model(step.tokens_T, step)
         self._program = recording.program()

@@ -4,16 +4,22 @@
                 preempted sequence leaves for host memory, a swapped one comes back
     chunks      tokens[start:stop] of one sequence each, to be computed together
 
-A plan is data: it can be recorded, compared, replayed and sent to other ranks.
+A plan is data: it can be recorded, compared, replayed and sent to other ranks. Its chunks are columns,
+one array for each field, because a batch is planned, counted and mirrored on the device as a whole; for a
+reader they are a sequence of `Chunk`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, overload
 
 import msgspec
+import numpy as np
 
+from infer.scheduling.sequence import NO_ROW
 from infer.scheduling.sequence import Sequence as TokenSequence
 
 COPY, SWAP_OUT, SWAP_IN = "copy", "swap_out", "swap_in"
@@ -30,8 +36,7 @@ class Transfer(NamedTuple):
 class Chunk(msgspec.Struct, frozen=True, gc=False):
     """Compute tokens[start:stop] of a sequence, then sample `num_samples` tokens after the last one.
 
-    0 samples: the prompt goes on. More than 1: the sequence is about to fork into that many. A step makes
-    one for each of its rows, and a struct is made and read in half the time of a named tuple.
+    0 samples: the prompt goes on. More than 1: the sequence is about to fork into that many.
     """
 
     seq_id: int
@@ -40,70 +45,156 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     num_samples: int
 
 
-class StepPlan(NamedTuple):
-    """The work of one step, in the order in which the runner lays it out."""
+class Chunks(Sequence[Chunk]):
+    """The chunks of a plan as columns, in the order in which the runner lays them out."""
 
-    step: int
-    chunks: Sequence[Chunk]
-    preempted: tuple[int, ...] = ()
-    transfers: tuple[Transfer, ...] = ()
-    grown: tuple[int, ...] = ()  # sequences that ran already and whose tables may have got blocks
+    __slots__ = (
+        "_made", "draws", "is_repeated", "num_drafts", "num_samples", "places", "rows", "seq_ids",
+        "sequences", "starts", "stops", "version",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        seq_ids: np.ndarray,
+        starts: np.ndarray,
+        stops: np.ndarray,
+        num_samples: np.ndarray,
+        rows: np.ndarray,
+        *,
+        sequences: list[TokenSequence] | None = None,
+        places: np.ndarray | slice = slice(0),
+        version: int = 0,
+    ) -> None:
+        self.seq_ids, self.starts, self.stops, self.num_samples = seq_ids, starts, stops, num_samples
+        self.rows = rows  # of the block tables
+        self.sequences: list[TokenSequence] = [] if sequences is None else sequences  # one for each chunk
+        self.places, self.version = places, version  # columns of the batch state, as of a version of it
+        self.draws = num_samples > 0
+        self.is_repeated = False  # True: those of an earlier plan, which decodes a token of each column
+        self.num_drafts = 0  # tokens of all chunks that were proposed and may be refused
+        self._made: tuple[Chunk, ...] | None = None
+
+    def at(self, starts: np.ndarray, stops: np.ndarray, *, is_repeated: bool) -> Chunks:
+        """The same chunks at other positions."""
+        moved = Chunks.__new__(Chunks)
+        moved.seq_ids, moved.starts, moved.stops, moved.num_samples = (
+            self.seq_ids,
+            starts,
+            stops,
+            self.num_samples,
+        )
+        moved.rows, moved.sequences, moved.places, moved.version = (
+            self.rows, self.sequences, self.places, self.version
+        )  # fmt: skip
+        moved.draws, moved.is_repeated, moved.num_drafts, moved._made = self.draws, is_repeated, 0, None
+        return moved
+
+    @classmethod
+    def of(cls, chunks: Iterable[Chunk], sequences: Sequence[TokenSequence] = ()) -> Chunks:
+        """The columns of single chunks; they have the rows of `sequences`, where these are given."""
+        written = [msgspec.structs.astuple(chunk) for chunk in chunks]
+        seq_ids, starts, stops, num_samples = np.array(written, dtype=np.int64).reshape(-1, 4).T.copy()
+        rows = [seq.row for seq in sequences] or [NO_ROW] * len(written)
+        return cls(
+            seq_ids, starts, stops, num_samples, np.array(rows, dtype=np.int64), sequences=list(sequences)
+        )
+
+    def select(self, numbers: np.ndarray) -> Chunks:
+        """Some of the chunks."""
+        return Chunks(
+            self.seq_ids[numbers], self.starts[numbers], self.stops[numbers], self.num_samples[numbers],
+            self.rows[numbers], sequences=[self.sequences[number] for number in numbers.tolist()],
+        )  # fmt: skip
 
     @property
     def num_tokens(self) -> int:
         """How many tokens the model will see."""
-        return sum([chunk.stop - chunk.start for chunk in self.chunks])
+        return int((self.stops - self.starts).sum())
+
+    def __len__(self) -> int:
+        return len(self.seq_ids)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return iter(self._all())
+
+    @overload
+    def __getitem__(self, place: int) -> Chunk: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[Chunk, ...]: ...
+    def __getitem__(self, place: int | slice) -> Chunk | tuple[Chunk, ...]:
+        return self._all()[place]
+
+    def __eq__(self, other: object) -> bool:
+        return self._all() == (other._all() if isinstance(other, Chunks) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._all())
+
+    def __repr__(self) -> str:
+        return repr(self._all())
+
+    def _all(self) -> tuple[Chunk, ...]:
+        if self._made is None:
+            columns = self.seq_ids, self.starts, self.stops, self.num_samples
+            self._made = tuple(map(Chunk, *(column.tolist() for column in columns)))
+        return self._made
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """The work of one step."""
+
+    step: int
+    chunks: Chunks
+    preempted: tuple[int, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    table_changes: list[int] = field(default_factory=list, compare=False)
+    """Blocks that tables of sequences which ran already have got: for each its row, its index, the block."""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the model will see."""
+        return self.chunks.num_tokens
 
 
 class PlanDraft:
-    """A plan in the making: a chunk can still be taken back when its sequence is preempted."""
+    """A plan in the making: what may still be spent, and what has been decided beside the chunks."""
 
     __slots__ = (
-        "_granted",
         "budget",
-        "chunks",
-        "grown",
-        "num_prefills",
+        "num_prompts",
+        "num_tokens",
+        "num_turns",
         "preempted",
-        "sequences",
+        "table_changes",
         "transfers",
     )
 
-    def __init__(self, budget: int) -> None:
-        self.budget = self._granted = budget  # tokens that may still be added; and those that could be
-        self.chunks: list[Chunk] = []
-        self.sequences: list[TokenSequence] = []  # one for each chunk
-        self.num_prefills = 0  # chunks that are of prompts
+    def __init__(self, budget: int, num_prompts: int | None) -> None:
+        self.budget = budget  # tokens that may still be added
+        self.num_prompts = sys.maxsize if num_prompts is None else num_prompts  # chunks of prompts, likewise
+        self.num_tokens = 0  # added
+        self.num_turns = 0  # places in the order of chunks that have been given
         self.preempted: list[int] = []
-        self.grown: list[int] = []
+        self.table_changes: list[int] = []
         self.transfers: list[Transfer] = []  # never taken back: a later one may rely on an earlier one
 
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens the model will see."""
-        return self._granted - self.budget
+    def spend(self, num_tokens: int) -> None:
+        """Add tokens to the plan."""
+        self.budget -= num_tokens
+        self.num_tokens += num_tokens
 
-    def limit(self, budget: int) -> None:
-        """Add at most so many more."""
-        withdrawn = max(self.budget - budget, 0)
-        self.budget -= withdrawn
-        self._granted -= withdrawn
+    def drop(self, row: int, num_tokens: int) -> None:
+        """Take back the part of a sequence that is preempted: its tokens, and what its table has got."""
+        self.spend(-num_tokens)
+        changes = self.table_changes
+        kept = [place for place in range(0, len(changes), 3) if changes[place] != row]
+        self.table_changes = [number for place in kept for number in changes[place : place + 3]]
 
     def transfer(self, kind: str, pairs: list[tuple[int, int]]) -> None:
         """Move these blocks too, after all that move already."""
         self.transfers.extend([Transfer(kind, source, destination) for source, destination in pairs])
 
-    def drop(self, seq: TokenSequence) -> None:
-        """Take a chunk back, if there is one."""
-        if seq in self.sequences:
-            place = self.sequences.index(seq)
-            del self.sequences[place]
-            chunk = self.chunks.pop(place)
-            self.budget += chunk.stop - chunk.start
-
-    def to_plan(self, step: int, chunks: Sequence[Chunk] | None = None) -> StepPlan:
-        """What it has become, of its own chunks or of these."""
-        made = tuple(self.chunks) if chunks is None else chunks
-        if self.preempted:  # who has given them back again
-            self.grown = [seq_id for seq_id in self.grown if seq_id not in self.preempted]
-        return StepPlan(step, made, tuple(self.preempted), tuple(self.transfers), tuple(self.grown))
+    def to_plan(self, step: int, chunks: Chunks) -> StepPlan:
+        """The plan of these chunks."""
+        return StepPlan(step, chunks, tuple(self.preempted), tuple(self.transfers), self.table_changes)

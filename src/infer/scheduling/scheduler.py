@@ -20,23 +20,21 @@ GPU and no sleep(), and why a simulator can run it a thousand times faster than 
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Sequence as Seq
-from functools import partial
-from operator import attrgetter
 
-from infer.cache.kv_pool import KVCachePool
+import numpy as np
+
+from infer.cache.kv_pool import KVCachePool, PoolUsage
 from infer.config.resolve import ResolvedScheduler
-from infer.scheduling.lockstep import Lockstep
-from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, PlanDraft, StepPlan
+from infer.scheduling.batch_state import BatchState
+from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, PlanDraft, StepPlan
 from infer.scheduling.policies import make_policy
 from infer.scheduling.preemption import PreemptionCost
-from infer.scheduling.sequence import Sequence
+from infer.scheduling.sequence import NEXT_COMMIT, NUM_COMPUTED, NUM_PLANNED, NUM_RESERVED, TURN, Sequence
 from infer.scheduling.waiting_queue import WaitingQueue
 
-BACKLOG_TOKENS = 2048  # of prompts that wait; with more of them they are computed at full speed:
-HURRIED_TOKENS = 8192  # of prompts in a step, and whoever decodes waits for them
-_sort_key = attrgetter("sort_key")
+BACKLOG_TOKENS = 2048  # prompt tokens that wait; with more of them prompts are computed at full speed:
+HURRIED_TOKENS = 8192  # prompt tokens of a step, beside which sequences that decode take longer
 
 
 class Scheduler:
@@ -49,25 +47,32 @@ class Scheduler:
         *,
         cost: PreemptionCost | None = None,
         keeps_cache: bool = True,
+        max_seq_len: int | None = None,
     ) -> None:
         self.pool = pool
         self.config = config
         self.policy = make_policy(config.scheduler_policy)
-        self._max_num_batched_tokens = config.max_num_batched_tokens
+        self._token_budget = config.max_num_batched_tokens
         self.cost = cost or PreemptionCost()
         self.keeps_cache = keeps_cache  # False: every step starts from an empty cache (the naive baseline)
         self.step = 0
-        self.running: list[Sequence] = []  # by sort_key: the first is the most urgent
-        self.planned: list[Sequence] = []  # of the last plan: one for each of its chunks
-        self.num_planned_tokens = 0  # of the last plan: how many tokens the model will see
-        self.all_decode = False  # of the last plan: whether it has a token for each that runs, and no prompt
+        max_blocks = pool.num_blocks
+        if max_seq_len is not None:
+            max_blocks = min(max_blocks, -(-max_seq_len // pool.block_size))
+        # twice: when a beam search makes its step, new beams begin before old ones end
+        self.state = BatchState(2 * config.max_batch_size, max_blocks, block_size=pool.block_size)
+        self.running = self.state.sequences  # by sort_key: the first is the most urgent
+        self.planned: list[Sequence] = []  # the sequences of the last plan: one for each of its chunks
+        self.num_planned_tokens = 0  # how many tokens the model will see in the last plan
+        self.all_decode = (
+            False  # whether the last plan decodes with every running sequence, and has no prompt
+        )
         self.num_preemptions = 0
         self._by_id: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(config.max_wait_steps)
-        self._lockstep = Lockstep()  # where the last plan comes again and again
         self._num_beams = 0  # running
         self._slots_used = 0  # running sequences, counting those a running one will fork into
-        self._decode_gap = 0  # steps in a row in which somebody one behind was left out
+        self._decode_gap = 0  # steps in a row in which a sequence that decodes was left out
         self._rotation = 0
         self._batch_is_closed = False  # static batching: the batch is full and decodes
 
@@ -80,23 +85,26 @@ class Scheduler:
         self._waiting.push(seq, self.step)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a child run beside its parent on shared blocks; whoever writes first gets a copy."""
+        """Let a child run beside its parent on shared blocks; the first to write the last one gets a copy."""
         if self.keeps_cache:
             self.pool.commit(parent.seq_id, parent.tokens, parent.num_computed)
-            self.pool.fork(parent.seq_id, child.seq_id)
+            self.pool.fork(parent.seq_id, child.seq_id, parent.num_computed)
         else:
             self.pool.match_prefix(child.seq_id, ())
-        child.num_computed = parent.num_computed
-        parent.num_reserved = child.num_reserved = 0
+        child.num_tokens, child.num_computed = parent.num_tokens, parent.num_computed
         if parent.num_slots > 1:  # the child moves into one of the places its parent was admitted with
             parent.num_slots -= 1
             self._slots_used -= 1
         child.sort_key = (parent.sort_key[0], child.arrival)
         self._by_id[child.seq_id] = child
         self._run(child)
+        self.state.write_table(child, self.pool.block_table(child.seq_id))
+        for seq in (parent, child):  # either must ask before it writes
+            seq.cells[NUM_RESERVED, seq.place] = seq.num_computed
+        self.state.num_steady = 0
 
     def remove(self, seq: Sequence) -> None:
-        """Forget a sequence at any stage of its life and give back what it holds."""
+        """Forget a sequence at any stage of its life and give back all it holds."""
         del self._by_id[seq.seq_id]
         if seq.is_running:
             self._stop_running(seq)
@@ -123,80 +131,102 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Choose the work of one step and reserve the blocks it needs."""
         self.step += 1
-        draft = PlanDraft(self._max_num_batched_tokens)
         may_admit = self.num_waiting > 0 and self._slots_used < self.config.max_batch_size
-        again = None if may_admit else self._lockstep.next_chunks(partial(self._reserve, draft=draft))
-        if again is not None:
-            return draft.to_plan(self.step, again)
-        one_behind = [  # at its max_total the last token is under way
-            s for s in self.running if s.num_tokens - s.num_computed == 1 and s.num_tokens < s.max_total
-        ]
-        further_behind: list[Sequence] = []
-        if len(one_behind) < len(self.running):
-            further_behind = [seq for seq in self.running if seq.num_tokens - seq.num_computed != 1]
-        if self.policy.rotates and one_behind:
-            self._rotation %= len(one_behind)
-            one_behind = one_behind[self._rotation :] + one_behind[: self._rotation]
+        state, draft = self.state, PlanDraft(self._token_budget, self.config.max_prefill_chunks_per_step)
+        if state.num_steady > 0 and not may_admit:
+            if short := state.short():
+                self._reserve_all(short, draft)
+            if state.num_steady > 0:  # else one was preempted
+                state.num_steady -= 1
+                return draft.to_plan(self.step, state.planned_chunks(decodes_all=True))
+        pending, decodes = state.begin_plan()
+        places = decodes.nonzero()[0]
+        num_decoding = len(places)
+        prompts: list[Sequence] = []
+        if num_decoding < len(self.running):
+            prompts = [self.running[place] for place in ((pending > 0) & ~decodes).nonzero()[0].tolist()]
+        if self.policy.rotates and num_decoding:
+            self._rotation %= num_decoding
+            places = np.roll(places, -self._rotation)
 
         if self.config.batching_mode == "static":
-            self._plan_static(one_behind, further_behind, draft)
+            self._plan_static(places, prompts, draft)
         elif self.policy.prompts_first and self._decode_gap < self.config.max_decode_gap:
-            self._continue_prompts(further_behind, draft)
+            decoding = [self.running[place] for place in places.tolist()]
+            self._continue_prompts(prompts, draft)
             self._admit(draft)
-            self._decode(one_behind, draft)
+            self._decode(state.places_of(decoding), num_decoding, draft)
         else:
-            self._decode(one_behind, draft)
-            self._limit_prompts(further_behind, draft)
-            self._continue_prompts(further_behind, draft)
+            self._decode(places, num_decoding, draft)
+            self._limit_prompts(prompts, draft)
+            self._continue_prompts(prompts, draft)
             self._admit(draft)
-        self.planned = draft.sequences
+        # whether each sequence that was ready to decode does, and no other
+        is_uniform = (
+            not prompts and draft.num_tokens - state.num_drafts == num_decoding and draft.num_turns == 1
+        )
+        decodes_all = is_uniform and num_decoding == len(self.running)
+        chunks = state.planned_chunks(decodes_all=decodes_all, in_turn=draft.num_turns > 1)
+        self.planned = chunks.sequences
         self.num_planned_tokens = draft.num_tokens
-        plan = draft.to_plan(self.step)
-        self.all_decode = not further_behind and draft.num_tokens == len(plan.chunks) == len(one_behind) > 0
-        may_change = may_admit or self._num_beams or self.policy.rotates or not self.keeps_cache
-        self._lockstep.note(plan.chunks, draft.sequences, goes_on=self.all_decode and not may_change)
-        return plan
+        self.all_decode = (
+            not prompts and draft.num_tokens - state.num_drafts == len(chunks) == num_decoding > 0
+        )
+        if decodes_all and self.keeps_cache and not (may_admit or self._num_beams or self.policy.rotates):
+            state.settle()
+        return draft.to_plan(self.step, chunks)
 
-    def _plan_static(
-        self, one_behind: list[Sequence], further_behind: list[Sequence], draft: PlanDraft
-    ) -> None:
+    def _plan_static(self, places: np.ndarray, prompts: list[Sequence], draft: PlanDraft) -> None:
         """Fill a batch and compute its prompts, then decode until the last of it is done; then the next."""
         if not self.running:
             self._batch_is_closed = False
-        self._continue_prompts(further_behind, draft)
+        decoding = [self.running[place] for place in places.tolist()]
+        self._continue_prompts(prompts, draft)
         if not self._batch_is_closed:
             self._admit(draft)
-            self._batch_is_closed = not draft.chunks
+            self._batch_is_closed = not draft.num_tokens
         if self._batch_is_closed:
-            self._decode(one_behind, draft)
-            if not draft.chunks and self._waiting:
+            self._decode(self.state.places_of(decoding), len(decoding), draft)
+            if not draft.num_tokens and self._waiting:
                 first = self._waiting.first(self.step)
-                if first.is_beam and first.was_admitted:  # the others wait for it to come back
+                if first.is_beam and first.was_admitted:  # the other beams wait for it to come back
                     self._admit(draft)
 
-    def advance(self, plan: StepPlan, sequences: Seq[Sequence]) -> None:
-        """The step is under way: counts move on, and sampled tokens get their place before they are known."""
-        if self._lockstep.advance(plan.chunks):
-            return
-        for chunk, seq in zip(plan.chunks, sequences, strict=True):
-            seq.num_computed = stop = chunk.stop
-            if chunk.num_samples:
-                seq.num_tokens = stop + 1
+    def advance(self, plan: StepPlan) -> None:
+        """Count a step that is under way; sampled tokens get their place before they are known."""
+        self.state.advance(plan.chunks)
 
-    def commit(self, plan: StepPlan, sequences: Seq[Sequence]) -> None:
-        """The step has run and its inputs are known: full blocks enter the prefix tree."""
-        if self._lockstep.commit(plan.chunks, self.pool):
-            return
-        for chunk, seq in zip(plan.chunks, sequences, strict=True):
-            # who does not run left, or was preempted, while the step was under way
-            if chunk.stop >= seq.next_commit and seq.is_running:
-                if self.keeps_cache:
-                    seq.next_commit = self.pool.commit(seq.seq_id, seq.tokens, chunk.stop)
-                else:
-                    self._forget_cache(seq)
+    def commit(self, plan: StepPlan) -> None:
+        """Let the blocks that a step has filled enter the prefix tree, now that their tokens are known."""
+        chunks = plan.chunks
+        for number in self.state.filled(chunks):
+            seq = chunks.sequences[number]
+            if self.keeps_cache:
+                stop = int(chunks.stops[number])
+                seq.cells[NEXT_COMMIT, seq.place] = self.pool.commit(seq.seq_id, seq.tokens, stop)
+            else:
+                self._forget_cache(seq)
+
+    def propose(self, seq: Sequence, drafts: Seq[int]) -> None:
+        """Let a running sequence that is one token behind compute drafts with its next step."""
+        self.state.propose(seq, drafts)
+
+    def retract(self, plan: StepPlan, ids: Seq[Seq[int]]) -> None:
+        """Take back the drafts that a step has refused: of each chunk, all but those followed by an id.
+
+        To be called before `commit`, which lets only what is left enter the prefix tree.
+        """
+        num_refused = np.zeros(len(ids), dtype=np.int64)
+        for number, (seq, sampled) in enumerate(zip(plan.chunks.sequences, ids, strict=True)):
+            if seq.drafts:
+                num_refused[number] = len(seq.drafts) + 1 - len(sampled)
+                seq.drafts = ()
+                if seq.ticket:  # it was preempted meanwhile
+                    self._waiting.num_tokens -= int(num_refused[number])
+        self.state.retract(plan.chunks, num_refused)
 
     def abandon(self, plan: StepPlan) -> None:
-        """The step did not run, its own requests are gone: whoever else it moved blocks for starts over."""
+        """Undo a step that did not run and whose requests are gone; others it moved blocks for start over."""
         for seq in map(self._by_id.get, plan.preempted):
             if seq is not None and seq.is_swapped:  # on its way out
                 seq.is_swapped = False
@@ -209,79 +239,81 @@ class Scheduler:
 
     def _forget_cache(self, seq: Sequence) -> None:
         self.pool.release(seq.seq_id)
-        seq.num_computed = seq.num_reserved = 0
+        seq.num_computed = seq.cells[NUM_RESERVED, seq.place] = 0
         if seq.is_running:  # the naive baseline: it stays, and starts over in the next step
             self.pool.match_prefix(seq.seq_id, ())
 
-    def _decode(self, one_behind: list[Sequence], draft: PlanDraft) -> None:
-        """Serve those that are one token behind, as far as the budget goes."""
-        num_behind = len(one_behind)
-        if self._num_beams or num_behind > draft.budget:
-            num_served = self._decode_one_by_one(one_behind, draft)
-        else:  # this is what most steps do: no call but for who needs a block
-            for seq in [seq for seq in one_behind if seq.num_tokens > seq.num_reserved]:
-                self._reserve(seq, seq.num_tokens, draft)
+    def _decode(self, places: np.ndarray, num_behind: int, draft: PlanDraft) -> None:
+        """Serve these columns, as far as the budget goes, and preempt from the back for want of blocks."""
+        state, first_turn = self.state, draft.num_turns
+        if self._num_beams:
+            places = self._with_whole_beams(places, draft.budget)
+        left_out: list[Sequence] = []
+        if len(places) + state.num_drafts > draft.budget:
+            num_fitting = int(np.count_nonzero(state.decode_len[places].cumsum() <= draft.budget))
+            left_out = [self.running[place] for place in places[num_fitting:].tolist()]
+            places = places[:num_fitting]
+        num_served = len(places)
+        has_order = self._num_beams or self.policy.rotates
+        draft.num_turns += num_served if has_order else 1
+        served = places if has_order or num_served < len(self.running) else slice(None)  # a slice is faster
+        state.turn[served] = np.arange(first_turn, draft.num_turns) if has_order else first_turn
+        state.num_planned[served] = state.decode_len[served]
+        draft.spend(int(state.decode_len[served].sum()) if state.num_drafts else num_served)
+        if short := state.short(served):
+            self._reserve_all(places[short].tolist(), draft)
             if draft.preempted:
-                one_behind = [seq for seq in one_behind if seq.is_running]
-            draft.chunks += [
-                Chunk(seq.seq_id, seq.num_computed, seq.num_tokens, seq.num_samples) for seq in one_behind
-            ]
-            draft.sequences += one_behind
-            draft.budget -= (num_served := len(one_behind))
+                num_served = int(np.count_nonzero((state.num_planned > 0) & (state.turn >= first_turn)))
         self._rotation += num_served
         self._decode_gap = self._decode_gap + 1 if num_served < num_behind else 0
+        if left_out and draft.preempted and draft.budget:  # a chunk that was taken back has left its tokens
+            self._decode(state.places_of(left_out), num_behind - num_served, draft)
 
-    def _decode_one_by_one(self, one_behind: list[Sequence], draft: PlanDraft) -> int:
-        """The same with an eye on the budget and on beams; returns how many are served."""
-        num_served = 0
-        for seq in one_behind:
-            if not draft.budget:
-                break
-            if seq.is_beam:
-                num_served += self._decode_beams(seq, draft)
-            elif self._reserve(seq, seq.num_tokens, draft):
-                self._add_chunk(seq, seq.num_tokens, draft)
-                num_served += 1
-        return num_served
+    def _with_whole_beams(self, places: np.ndarray, budget: int) -> np.ndarray:
+        """These columns, but for beams that cannot all go on: a step chooses among the offers of all."""
+        kept: list[int] = []
+        for place in places.tolist():
+            seq = self.running[place]
+            if not seq.is_beam:
+                kept.append(place)
+                budget -= seq.num_pending
+                continue
+            beams = seq.group.unfinished
+            is_ready = all(beam.is_running and beam.num_pending == 1 for beam in beams)
+            if seq is beams[0] and is_ready and len(beams) <= budget:
+                kept += [beam.place for beam in beams]
+                budget -= len(beams)
+        return np.array(kept, dtype=np.int64)
 
-    def _limit_prompts(self, further_behind: list[Sequence], draft: PlanDraft) -> None:
-        """Keep a step short while somebody decodes: few tokens of prompts, unless many wait behind them."""
+    def _limit_prompts(self, prompts: list[Sequence], draft: PlanDraft) -> None:
+        """Keep a step that decodes short: few tokens of prompts, unless many wait behind them."""
         limit = self.config.prefill_tokens_while_decoding
-        if limit is not None and draft.chunks:
-            backlog = self._waiting.backlog(further_behind, self.step)
-            draft.limit(limit if backlog <= BACKLOG_TOKENS else max(limit, HURRIED_TOKENS))
+        if limit is not None and draft.num_tokens and (prompts or self._waiting):
+            backlog = self._waiting.backlog(prompts, self.step)
+            limit = limit if backlog <= BACKLOG_TOKENS else max(limit, HURRIED_TOKENS)
+            draft.budget = min(draft.budget, limit)
 
-    def _decode_beams(self, seq: Sequence, draft: PlanDraft) -> int:
-        """Beams advance together or not at all: each step chooses among the continuations of all of them."""
-        beams = seq.group.unfinished
-        is_ready = all(beam.is_running and beam.num_pending == 1 for beam in beams)
-        if seq is not beams[0] or not is_ready or draft.budget < len(beams):
-            return 0
-        if not all(self._reserve(beam, beam.num_tokens, draft) for beam in beams):
-            return 0  # one of them was preempted, and with it all
-        for beam in beams:
-            self._add_chunk(beam, beam.num_tokens, draft)
-        return len(beams)
-
-    def _continue_prompts(self, further_behind: list[Sequence], draft: PlanDraft) -> None:
-        for seq in further_behind:
+    def _continue_prompts(self, prompts: list[Sequence], draft: PlanDraft) -> None:
+        for seq in prompts:
             length = self._chunk_len(seq, draft.budget)
-            if length == 0 or not self._may_prefill(draft):
+            if length == 0 or draft.num_prompts <= 0:
                 break
             stop = seq.num_computed + length
-            if seq.is_running and (stop <= seq.num_reserved or self._reserve(seq, stop, draft)):
-                self._add_chunk(seq, stop, draft)
-                draft.num_prefills += 1
+            if seq.is_running and (
+                stop <= seq.cells[NUM_RESERVED, seq.place] or self._reserve(seq, stop, draft)
+            ):
+                self._add_prompt(seq, length, draft)
 
     def _admit(self, draft: PlanDraft) -> None:
         """Let waiting sequences in, strictly in order, while budget, slots and blocks last."""
         # A preemption means memory is short: admitting newcomers now would only preempt again.
-        while self._waiting and draft.budget and not draft.preempted and self._may_prefill(draft):
+        while self._waiting and draft.budget and not draft.preempted and draft.num_prompts > 0:
             seq = self._waiting.first(self.step)
             group = seq.group.unfinished if seq.is_beam else [seq]
             num_slots = self._slots_used + sum(member.num_slots for member in group)
-            last_id_is_late = seq.num_tokens > len(seq.tokens)
-            if num_slots > self.config.max_batch_size or last_id_is_late:
+            if num_slots > self.config.max_batch_size or seq.num_tokens > len(
+                seq.tokens
+            ):  # its last id is on its way
                 break
             # Beams that came back one by one could wait for each other for ever, each holding blocks.
             if len(group) > 1 and sum(map(self._num_blocks, group)) > self.pool.num_free_blocks:
@@ -307,21 +339,20 @@ class Scheduler:
             self._match_prefix(seq)
         length = self._chunk_len(seq, draft.budget)
         # A beam comes in with the others of its group, even if its chunk has to wait.
-        copies = pool.reserve(seq_id, seq.num_tokens) if length or seq.is_beam else None
+        copies = pool.reserve(seq_id, seq.num_tokens, seq.num_computed) if length or seq.is_beam else None
         if copies is None:
             self._forget_cache(seq)
             if length:
                 self._waiting.refuse(seq, pool.num_free_blocks, self.step)
             return False
         draft.transfer(COPY, copies)
-        seq.num_reserved, seq.next_commit = seq.num_tokens, 0
         if not seq.was_admitted:  # later its own blocks are among those it finds
             seq.num_cached = seq.num_computed
         self._waiting.remove(seq)
         self._run(seq)
+        self.state.write_table(seq, pool.block_table(seq_id))
         if length:
-            self._add_chunk(seq, seq.num_computed + length, draft)
-            draft.num_prefills += 1
+            self._add_prompt(seq, length, draft)
         return True
 
     def _match_prefix(self, seq: Sequence) -> None:
@@ -342,28 +373,31 @@ class Scheduler:
             return min(pending, budget, self.config.prefill_chunk_size)
         return pending if pending <= budget else 0
 
-    def _may_prefill(self, draft: PlanDraft) -> bool:
-        """Whether the step may take one more chunk of a prompt; the beams of a request come in together."""
-        limit = self.config.max_prefill_chunks_per_step
-        return limit is None or draft.num_prefills < limit
-
     def _num_blocks(self, seq: Sequence) -> int:
         return -(-seq.num_tokens // self.pool.block_size)
 
-    def _add_chunk(self, seq: Sequence, stop: int, draft: PlanDraft) -> None:
-        num_samples = seq.num_samples if stop == seq.num_tokens else 0
-        draft.chunks.append(Chunk(seq.seq_id, seq.num_computed, stop, num_samples))
-        draft.sequences.append(seq)
-        draft.budget -= stop - seq.num_computed
+    def _add_prompt(self, seq: Sequence, length: int, draft: PlanDraft) -> None:
+        seq.cells[NUM_PLANNED, seq.place] = length
+        seq.cells[TURN, seq.place] = draft.num_turns
+        draft.num_turns += 1
+        draft.spend(length)
+        draft.num_prompts -= 1
+
+    def _reserve_all(self, places: list[int], draft: PlanDraft) -> None:
+        """Make room for all tokens of the sequences in these columns, in order."""
+        num_tokens: list[int] = self.state.num_tokens[places].tolist()
+        for seq, count in zip([self.running[place] for place in places], num_tokens, strict=True):
+            self._reserve(seq, count, draft)
 
     def _reserve(self, seq: Sequence, num_tokens: int, draft: PlanDraft) -> bool:
-        """Make room for its first `num_tokens`, preempting from the back; False: it was preempted itself."""
+        """Make room for the first `num_tokens`, preempting from the back; False: it was preempted itself."""
+        pool, seq_id = self.pool, seq.seq_id
         while seq.is_running:
-            copies = self.pool.reserve(seq.seq_id, num_tokens)
+            cells, place = seq.cells, seq.place
+            copies = pool.reserve(seq_id, num_tokens, cells[NUM_COMPUTED, place])
             if copies is not None:
-                block_size = self.pool.block_size
-                seq.num_reserved = -(-num_tokens // block_size) * block_size
-                draft.grown.append(seq.seq_id)
+                first = cells[NUM_RESERVED, place] // pool.block_size  # those before are as they were
+                draft.table_changes += self.state.write_table(seq, pool.block_table(seq_id), first)
                 if copies:
                     draft.transfer(COPY, copies)
                 return True
@@ -371,11 +405,11 @@ class Scheduler:
         return False
 
     def _preempt(self, victim: Sequence, draft: PlanDraft) -> None:
-        """Take back a sequence's blocks; the beams of one search go together."""
+        """Take back a sequence's blocks and its part of the plan; the beams of one search go together."""
         group = [victim] if not victim.is_beam else [s for s in victim.group.sequences if s.is_running]
         for seq in group:
+            draft.drop(seq.row, seq.cells[NUM_PLANNED, seq.place])
             self._stop_running(seq)
-            draft.drop(seq)
             pairs = None
             if self.cost.prefers_swap(self.config.preemption, seq.num_computed):
                 pairs = self.pool.swap_out(seq.seq_id, seq.num_computed)
@@ -384,23 +418,28 @@ class Scheduler:
             else:
                 draft.transfer(SWAP_OUT, pairs)
                 seq.is_swapped = True
-                seq.num_reserved = 0
             draft.preempted.append(seq.seq_id)
             self.num_preemptions += 1
             self._waiting.push(seq, self.step)
 
     def _run(self, seq: Sequence) -> None:
-        self._lockstep.end()
-        seq.is_running = seq.was_admitted = True
-        insort(self.running, seq, key=_sort_key)
+        seq.was_admitted = True
+        self.state.enter(seq)
         self._num_beams += seq.is_beam
         self._slots_used += seq.num_slots
 
     def _stop_running(self, seq: Sequence) -> None:
-        self._lockstep.end()
-        place = bisect_left(self.running, seq.sort_key, key=_sort_key)
-        assert self.running[place] is seq, f"{seq} is not where the running list should have it"
-        del self.running[place]
-        seq.is_running = False
+        self.state.leave(seq)
         self._num_beams -= seq.is_beam
         self._slots_used -= seq.num_slots
+
+    # -- looking in from outside ------------------------------------------------------------------
+
+    def usage(self) -> PoolUsage:
+        """How full the cache is, the unfilled slots of sequences included; walks over all of them."""
+        return self.pool.usage({seq_id: seq.num_computed for seq_id, seq in self._by_id.items()})
+
+    def check(self) -> None:
+        """Raise EngineError unless the counts of the batch and the books of the pool agree."""
+        self.pool.check()
+        self.state.check(self.pool)

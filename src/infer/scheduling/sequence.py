@@ -1,6 +1,6 @@
 """One line of tokens being generated, and the group of lines that serve one request.
 
-A sequence is described by three counts; every state people speak of is derived from them:
+A sequence is described by a few counts; every state people speak of is derived from them:
 
     tokens    [ prompt ........ | output ........ ]
                <-- num_computed --><- num_pending ->
@@ -11,6 +11,10 @@ A sequence is described by three counts; every state people speak of is derived 
 
 `num_tokens` may run ahead of `len(tokens)`: a token that was sampled on the device but has not reached
 the CPU yet already has its place, so the next step can be planned before it is known.
+
+The counts are a column of integers (`LINES`). While a sequence runs, its column is one of the batch's
+(`batch_state.py`), where all of them are planned and counted together; otherwise it keeps the column
+itself. Either way `num_computed` and its like are read from there, and nothing else holds a copy.
 """
 
 from __future__ import annotations
@@ -18,35 +22,54 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
 
 from infer.sampling.params import RowLogprobs, SamplingParams
 from infer.scheduling.request import Request
 
+LINES: Final = (
+    "num_tokens",
+    "num_computed",
+    "num_reserved",  # tokens that may be written without asking the pool
+    "limit",  # tokens that are ever computed: the last one of an output is not
+    "next_commit",  # the num_computed from which on the pool has to hear of the sequence
+    "decode_len",  # tokens a decode step computes: 1, and more with drafts
+    "num_planned",  # tokens the step being planned computes
+    "turn",  # the chunks of a plan are laid out by this, then by column
+    "num_samples",  # tokens drawn after the last pending one: n where the sequence is about to fork
+    "row",  # where its block tables lie, here and on the device
+    "seq_id",
+)
+NUM_TOKENS, NUM_COMPUTED, NUM_RESERVED, LIMIT, NEXT_COMMIT, DECODE_LEN = range(6)
+NUM_PLANNED, TURN, NUM_SAMPLES, ROW, SEQ_ID = range(6, 11)
+NO_ROW: Final = -1
+
 
 class Sequence:
-    """The tokens of one output and how far the cache has come with them."""
+    """The tokens of one output, and the column of counts that says how far the cache has come with them."""
 
     __slots__ = (
         "arrival",
+        "bare_until",
+        "cells",
+        "column",
         "cumulative_logprob",
         "deadline",
+        "drafts",
         "finish_reason",
-        "goes_on_until",
         "group",
         "index",
         "is_beam",
         "is_running",
         "is_swapped",
         "max_total",
-        "next_commit",
         "num_cached",
-        "num_computed",
         "num_prompt",
-        "num_reserved",
-        "num_samples",
         "num_slots",
-        "num_tokens",
         "num_tokens_then",
+        "place",
         "priority",
         "request_id",
         "seq_id",
@@ -66,17 +89,15 @@ class Sequence:
         self.group = group
         self.index = index
         self.tokens = array("I", tokens)  # its own, 32 bits each: long prompts are read by whole blocks
+        self.drafts: tuple[int, ...] = ()  # proposed ids that follow `tokens`, until a step has judged them
         self.num_prompt = len(request.prompt)
         self.max_total = group.max_total
         self.stop_ids = group.stop_ids
-        self.goes_on_until = (
-            0  # a token at a lower place is neither first nor last, unless it stops, and bare
-        )
-        self.num_tokens = len(self.tokens)
-        self.num_computed = 0
-        self.num_reserved = 0  # tokens the block table covers and may write without asking the pool
-        self.next_commit = 0  # the num_computed from which on the pool has to hear of it
-        self.num_samples = 1  # how many tokens its next sampling chunk draws: n where it is about to fork
+        self.column = np.zeros((len(LINES), 1), dtype=np.int64)  # its counts while it does not run
+        self.column[:, 0] = (len(self.tokens), 0, 0, self.max_total - 1, 0, 1, 0, 0, 1, NO_ROW, seq_id)
+        self.cells = memoryview(self.column)  # where its counts are now: its own column, or the batch's,
+        self.place = 0  # and the number of the column there
+        self.bare_until = 0  # an output that leaves it with fewer tokens says its ids and nothing else
         self.num_slots = 1  # places of the batch it takes, the sequences it will fork into included
         self.num_cached = 0  # prompt tokens found in the prefix cache when first admitted
         self.is_beam = request.params.use_beam_search
@@ -93,6 +114,43 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | None = None
         self.cumulative_logprob = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens have a place, those included whose ids are still on the device."""
+        return self.cells[NUM_TOKENS, self.place]
+
+    @num_tokens.setter
+    def num_tokens(self, count: int) -> None:
+        self.cells[NUM_TOKENS, self.place] = count
+
+    @property
+    def num_computed(self) -> int:
+        """How many tokens have their keys and values in the cache."""
+        return self.cells[NUM_COMPUTED, self.place]
+
+    @num_computed.setter
+    def num_computed(self, count: int) -> None:
+        self.cells[NUM_COMPUTED, self.place] = count
+
+    @property
+    def num_reserved(self) -> int:
+        """How many tokens may be written without asking the pool."""
+        return self.cells[NUM_RESERVED, self.place]
+
+    @property
+    def num_samples(self) -> int:
+        """How many tokens its next sampling chunk draws: n where it is about to fork."""
+        return self.cells[NUM_SAMPLES, self.place]
+
+    @num_samples.setter
+    def num_samples(self, count: int) -> None:
+        self.cells[NUM_SAMPLES, self.place] = count
+
+    @property
+    def row(self) -> int:
+        """Where its block tables lie; NO_ROW unless it runs."""
+        return self.cells[ROW, self.place]
 
     @property
     def num_pending(self) -> int:
@@ -161,7 +219,7 @@ class SequenceGroup:
         return self.request.params.use_beam_search
 
     @property
-    def is_one_for_all(self) -> bool:
+    def has_joint_sequence(self) -> bool:
         """Whether one sequence stands for several outputs: before the fork, or in a beam search."""
         return self.is_beam or self.sequences[0].num_samples > 1
 

@@ -19,7 +19,7 @@ from infer.cache.memory import CacheSize
 from infer.engine.run_manifest import RunFacts
 from infer.errors import ConfigError, InferError
 from infer.sampling.params import SamplingParams
-from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, StepPlan, Transfer
+from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, Chunks, StepPlan, Transfer
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.request import Request
 from infer.tools.record import VERSION
@@ -121,7 +121,7 @@ class Ran(_Event, frozen=True, tag="step"):
         """The plan as the scheduler made it."""
         chunks = tuple(Chunk(*chunk) for chunk in self.chunks)
         transfers = tuple(Transfer(*transfer) for transfer in self.transfers)
-        return StepPlan(self.step, chunks, self.preempted, transfers)
+        return StepPlan(self.step, Chunks.of(chunks), self.preempted, transfers)
 
 
 class Failed(_Event, frozen=True, tag="failure"):

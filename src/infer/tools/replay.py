@@ -246,9 +246,7 @@ def describe_state(engine: Engine) -> str:
     lines = [f"after step {scheduler.step}: {len(scheduler.running)} running, {len(waiting)} waiting"]
     lines += [_describe(seq, scheduler.pool.block_table(seq.seq_id)) for seq in scheduler.running]
     lines += [_describe(seq, []) for seq in waiting]
-    for seq in scheduler.running:  # between blocks the pool does not hear of what was computed
-        scheduler.pool.commit(seq.seq_id, seq.tokens, min(seq.num_computed, len(seq.tokens)))
-    lines.append("cache: " + ", ".join(f"{k} {v:g}" for k, v in asdict(scheduler.pool.usage()).items()))
+    lines.append("cache: " + ", ".join(f"{k} {v:g}" for k, v in asdict(scheduler.usage()).items()))
     return "\n".join(lines)
 
 

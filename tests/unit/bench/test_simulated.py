@@ -13,7 +13,7 @@ from infer.bench.traces import LOADS, TraceRequest, draw_trace, read_trace, to_w
 from infer.config.settings import EngineConfig
 from infer.engine.run_manifest import RunFacts
 from infer.errors import ConfigError
-from infer.scheduling.plan import COPY, Chunk, StepPlan, Transfer
+from infer.scheduling.plan import COPY, Chunk, Chunks, StepPlan, Transfer
 from infer.scheduling.request import Request
 from infer.tools.record import Recorder
 from infer.tools.record_reader import Record
@@ -56,7 +56,7 @@ def test_a_request_waits_in_the_queue_while_the_batch_is_full() -> None:
 
 def test_the_cost_of_a_step_is_its_tokens_its_past_and_its_transfers() -> None:
     cost = StepCost(base=1.0, per_token=0.1, per_kv_token=0.01, per_block=0.001)
-    plan = StepPlan(1, (Chunk(0, 5, 9, 1), Chunk(1, 29, 30, 1)), (), (Transfer(COPY, 0, 1),))
+    plan = StepPlan(1, Chunks.of([Chunk(0, 5, 9, 1), Chunk(1, 29, 30, 1)]), (), (Transfer(COPY, 0, 1),))
     assert cost.seconds(plan) == pytest.approx(1.0 + 0.1 * 5 + 0.01 * 39 + 0.001)
 
 
@@ -260,7 +260,10 @@ def write_timed_record(path: Path, cost: StepCost, num_steps: int) -> None:
         start, length = 7 * step % 50, 1 + step * step % 30
         transfers = tuple(Transfer(COPY, 0, 1) for _ in range(step % 3))
         plan = StepPlan(
-            step, (Chunk(0, start, start + length, 1), Chunk(1, 3 * step, 3 * step + 1, 1)), (), transfers
+            step,
+            Chunks.of([Chunk(0, start, start + length, 1), Chunk(1, 3 * step, 3 * step + 1, 1)]),
+            (),
+            transfers,
         )
         now += cost.seconds(plan)
         ran = {"kind": "step", "step": step, "t": now, "chunks": list(map(astuple, plan.chunks)),

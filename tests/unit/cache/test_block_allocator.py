@@ -35,26 +35,20 @@ def test_taking_too_many_takes_none() -> None:
 @pytest.mark.parametrize("seed", [None, 3])
 def test_one_block_at_a_time_is_the_same_as_many(seed: int | None) -> None:
     one, many = BlockAllocator(5, placement_seed=seed), BlockAllocator(5, placement_seed=seed)
-    assert [one.take_one(1) for _ in range(5)] == [many.take(1, 1)[0] for _ in range(5)]
-    assert one.take_one(1) is None
+    assert [one.take(1, 1)[0] for _ in range(5)] == many.take(5, 1)
     assert one.blocks_of(1) == many.blocks_of(1)
     one.check()
 
 
-def test_only_what_its_owner_holds_alone_is_shared_with_the_tree_behind_what_both_hold() -> None:
-    allocator = BlockAllocator(5)
-    cached, own, other, shared, free = range(5)
-    allocator.take(4, 1)
-    assert not allocator.share_with_tree(own, 1, after=cached), "the tree has nothing it could come after"
-    allocator.share([cached], PREFIX_TREE)
+def test_the_tree_adopts_only_what_has_one_owner() -> None:
+    allocator = BlockAllocator(3)
+    own, shared, free = range(3)
+    allocator.take(2, 1)
     allocator.share([shared], 2)
-    allocator.drop([other], 1)
-    assert not allocator.share_with_tree(shared, 1, after=cached)
-    assert not allocator.share_with_tree(free, 1, after=cached)
-    assert not allocator.share_with_tree(own, 1, after=other)
-    assert not allocator.share_with_tree(own, 2, after=shared)
-    assert allocator.blocks_of(PREFIX_TREE) == {cached}
-    assert allocator.share_with_tree(own, 1, after=cached)
+    assert not allocator.adopt(shared)
+    assert not allocator.adopt(free)
+    assert allocator.adopt(own)
+    assert not allocator.adopt(own), "it has two owners now"
     assert allocator.owners_of(own) == [1, PREFIX_TREE]
     allocator.check()
 

@@ -4,21 +4,20 @@ import random
 
 import pytest
 
-from infer.cache.block_table import BlockTable
-from infer.cache.kv_pool import KVCachePool
-from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
+from infer.cache.kv_pool import blocks_for
 from infer.cache.sequence_books import SequenceBooks
 from infer.errors import ConfigError, EngineError
+from tests.unit.cache.counting_pool import CountingPool, CountingSlottedPool
 from tests.unit.cache.traffic import RandomTraffic, Traffic
 
 PROMPT = list(range(100, 112))  # three blocks of four
 
 
-def make_pool(num_blocks: int = 8, num_host_blocks: int = 0) -> PagedKVCachePool:
-    return PagedKVCachePool(num_blocks, 4, num_host_blocks=num_host_blocks)
+def make_pool(num_blocks: int = 8, num_host_blocks: int = 0) -> CountingPool:
+    return CountingPool(num_blocks, 4, num_host_blocks=num_host_blocks)
 
 
-def compute(pool: KVCachePool, seq_id: int, tokens: list[int], salt: str | None = None) -> int:
+def compute(pool: CountingPool, seq_id: int, tokens: list[int], salt: str | None = None) -> int:
     """Admit a prompt and compute all of it; returns how many tokens were cached."""
     num_cached = pool.match_prefix(seq_id, tokens, salt)
     assert pool.reserve(seq_id, len(tokens)) is not None
@@ -106,7 +105,7 @@ def test_a_fully_cached_prompt_as_large_as_the_cache_is_computed_in_place() -> N
 
 
 def test_blocks_of_one_token_leave_the_last_token_out_of_the_match() -> None:
-    pool = PagedKVCachePool(8, 1)
+    pool = CountingPool(8, 1)
     compute(pool, 1, [5, 6, 7])
     assert pool.match_prefix(2, [5, 6, 7]) == 2
     assert pool.match_prefix(3, [5]) == 0
@@ -327,7 +326,7 @@ def test_a_reset_hides_running_prefixes_too_and_they_stay_hidden() -> None:
 
 
 def test_without_prefix_caching_nothing_is_kept() -> None:
-    pool = PagedKVCachePool(8, 4, use_prefix_caching=False)
+    pool = CountingPool(8, 4, use_prefix_caching=False)
     compute(pool, 1, PROMPT)
     assert compute(pool, 2, PROMPT) == 0
     pool.release(1)
@@ -367,7 +366,7 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(EngineError, match="commits 8 tokens but has room for 0"):
         pool.commit(1, PROMPT, 8)
     with pytest.raises(ConfigError, match="block_size=0"):
-        PagedKVCachePool(4, 0)
+        CountingPool(4, 0)
     pool.release(2)
     pool.check()
 
@@ -386,7 +385,7 @@ def test_a_leak_is_named() -> None:
 
 
 def test_the_slotted_pool_gives_each_sequence_one_long_block() -> None:
-    pool = SlottedKVCachePool(2, 10, num_host_sequences=1)
+    pool = CountingSlottedPool(2, 10, num_host_sequences=1)
     assert (pool.num_blocks, pool.block_size) == (2, 10)
     assert compute(pool, 1, PROMPT[:5]) == compute(pool, 2, PROMPT[:5]) == 0
     assert pool.can_ever_fit(10) and not pool.can_ever_fit(11)
@@ -406,7 +405,7 @@ def test_the_slotted_pool_gives_each_sequence_one_long_block() -> None:
 def test_a_hit_is_exactly_the_longest_prefix_ever_committed() -> None:
     """Against a set of all prefixes in full; the cache is large, so nothing is evicted."""
     rng = random.Random(5)
-    pool = PagedKVCachePool(2000, 4)
+    pool = CountingPool(2000, 4)
     prefixes: set[tuple[str | None, tuple[int, ...]]] = set()
     for seq_id in range(200):
         tokens = [rng.randrange(2) for _ in range(rng.randint(1, 24))]
@@ -441,7 +440,7 @@ def test_a_step_that_frees_a_copys_source_still_reads_right() -> None:
 @pytest.mark.parametrize("placement_seed", [None, 1])
 def test_random_traffic_keeps_every_book_right(placement_seed: int | None) -> None:
     """A short version of tests/stress/test_cache_books.py."""
-    life = RandomTraffic(PagedKVCachePool(7, 2, num_host_blocks=5, placement_seed=placement_seed), "short")
+    life = RandomTraffic(CountingPool(7, 2, num_host_blocks=5, placement_seed=placement_seed), "short")
     life.run(200)
     life.finish()
     assert life.traffic.pool.num_free_blocks == 7
@@ -449,11 +448,15 @@ def test_random_traffic_keeps_every_book_right(placement_seed: int | None) -> No
 
 @pytest.mark.parametrize("with_twin", [[], [0], [5], [0, 5], [2, 3], [0, 1, 2, 3, 4, 5]], ids=str)
 def test_a_sequence_names_its_deepest_block_first_and_each_twin_behind_its_own(with_twin: list[int]) -> None:
-    table = BlockTable(4, [10, 11, 12, 13, 14, 15])
     twins = [(10 + place, 20 + place) for place in with_twin]
-    books = SequenceBooks(seq_id=1, salt=None, table=table, enters_tree=True, next_commit=4, twins=twins)
+    blocks = [10, 11, 12, 13, 14, 15]
+    books = SequenceBooks(seq_id=1, salt=None, blocks=blocks, enters_tree=True, twins=twins)
     expected = []
     for place in reversed(range(6)):
         expected += [10 + place, 20 + place] if place in with_twin else [10 + place]
     assert books.holdings() == expected
-    assert table.blocks == [10, 11, 12, 13, 14, 15]
+    assert blocks == [10, 11, 12, 13, 14, 15]
+
+
+def test_blocks_are_counted_upwards() -> None:
+    assert [blocks_for(n, 4) for n in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]

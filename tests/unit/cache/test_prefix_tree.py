@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from infer.cache.block_allocator import PREFIX_TREE, BlockAllocator
-from infer.cache.prefix_tree import PrefixTree
+from infer.cache.prefix_tree import Insertion, PrefixTree
 from infer.errors import EngineError
 
 THE_CAT, SAT_ON, RAN_TO, THE_MAT = [1, 2], [3, 4], [5, 6], [1, 7]
@@ -79,13 +79,13 @@ def test_ids_that_differ_in_any_bit_are_another_prefix(place: int) -> None:
 
 
 def test_one_block_behind_a_path_is_found_like_many() -> None:
-    """`append` and `insert` write the same labels, whatever kind of sequence the ids come in."""
+    """The labels are the same, whatever kind of sequence the ids come in."""
     allocator, tree = make_tree()
     tokens = THE_CAT + SAT_ON + THE_MAT
     blocks = allocator.take(3, 1)
     tree.insert(tokens, blocks[:1], 1)
-    assert tree.append(tokens, blocks[1], 1, after=blocks[0])
-    assert tree.append(array("I", tokens), blocks[2], 1, after=blocks[1])
+    tree.insert(tokens, blocks[1:2], 1, after=blocks[0])
+    tree.insert(array("I", tokens), blocks[2:], 1, after=blocks[1])
     for same in (tokens, tuple(tokens), array("I", tokens)):
         assert tree.match(same) == blocks
     tree.check()
@@ -122,7 +122,7 @@ def test_a_duplicate_stays_its_owners_who_also_holds_the_cached_twin() -> None:
 def test_inserting_the_same_blocks_again_changes_nothing() -> None:
     allocator, tree = make_tree()
     blocks = cache(allocator, tree, THE_CAT + SAT_ON, owner=1)
-    assert tree.insert(THE_CAT + SAT_ON, blocks, 1) == (blocks[1], 2, [])
+    assert tree.insert(THE_CAT + SAT_ON, blocks, 1) == Insertion(blocks[1], 2, [])
     assert tree.num_cached_blocks == 2
     assert allocator.ref_count(blocks[0]) == 2
 
@@ -131,35 +131,21 @@ def test_a_block_shared_with_another_sequence_is_not_entered() -> None:
     allocator, tree = make_tree()
     blocks = allocator.take(3, 1)
     allocator.share([blocks[1]], 2)
-    assert tree.insert(THE_CAT + SAT_ON + THE_MAT, blocks, 1) == (blocks[0], 1, [])
+    assert tree.insert(THE_CAT + SAT_ON + THE_MAT, blocks, 1) == Insertion(blocks[0], 1, [])
     assert tree.match(THE_CAT + SAT_ON + THE_MAT) == blocks[:1]
     tree.check()
 
 
-def test_one_block_is_appended_as_it_is_inserted() -> None:
+def test_blocks_come_one_by_one_beside_others() -> None:
     allocator, tree = make_tree()
     (root,) = cache(allocator, tree, THE_CAT, owner=1)
     (sat,) = allocator.take(1, 1)
-    assert tree.append(THE_CAT + SAT_ON, sat, 1, after=root)
+    assert tree.insert(THE_CAT + SAT_ON, [sat], 1, after=root) == Insertion(sat, 1, [])
     (ran,) = allocator.take(1, 1)
-    assert tree.append(THE_CAT + RAN_TO, ran, 1, after=root), "beside another"
+    assert tree.insert(THE_CAT + RAN_TO, [ran], 1, after=root) == Insertion(ran, 1, []), "beside another"
     assert tree.match(THE_CAT + SAT_ON) == [root, sat]
     assert tree.match(THE_CAT + RAN_TO) == [root, ran]
     assert tree.parent(sat) == tree.parent(ran) == root
-    tree.check()
-
-
-def test_what_is_more_than_one_new_block_of_its_own_is_not_appended() -> None:
-    allocator, tree = make_tree()
-    root, _ = cache(allocator, tree, THE_CAT + SAT_ON, owner=1)
-    allocator.share([root], 2)
-    own, shared, others = allocator.take(2, 2) + allocator.take(1, 3)
-    allocator.share([shared], 3)
-    assert not tree.append(THE_CAT + SAT_ON, own, 2, after=root), "it would be a twin"
-    assert not tree.append(THE_CAT + RAN_TO, shared, 2, after=root)
-    assert not tree.append(THE_CAT + RAN_TO, others, 3, after=root), "it does not hold the path"
-    assert not tree.append(THE_CAT + RAN_TO[:1], own, 2, after=root), "it is not full"
-    assert tree.num_cached_blocks == 2
     tree.check()
 
 

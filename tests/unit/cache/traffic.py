@@ -70,7 +70,7 @@ class Traffic:
         seq = self.sequences[seq_id]
         stop = min(len(seq.tokens), seq.num_computed + chunk_len)
         num_free, num_blocks = self.pool.num_free_blocks, len(self.pool.block_table(seq_id))
-        copies = self.pool.reserve(seq_id, stop)
+        copies = self.pool.reserve(seq_id, stop, seq.num_computed)
         if copies is None:
             self.num_refused += 1
             num_new = max(0, -(-stop // self.pool.block_size) - num_blocks)
@@ -115,7 +115,7 @@ class Traffic:
     def fork(self, parent_id: int) -> int:
         parent, child_id = self.sequences[parent_id], self._next_id
         self._next_id += 1
-        self.pool.fork(parent_id, child_id)
+        self.pool.fork(parent_id, child_id, parent.num_computed)
         self.sequences[child_id] = FakeSequence(list(parent.tokens), parent.salt, parent.num_computed)
         self.verify_reads(child_id)
         return child_id
@@ -126,7 +126,7 @@ class Traffic:
         return self.sequences.pop(seq_id)
 
     def swap_out(self, seq_id: int) -> bool:
-        pairs = self.pool.swap_out(seq_id)
+        pairs = self.pool.swap_out(seq_id, self.sequences[seq_id].num_computed)
         if pairs is None:
             return False
         self._transfers += [(self._device, block, self._host, host) for block, host in pairs]

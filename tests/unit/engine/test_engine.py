@@ -79,7 +79,7 @@ def add_target(world: OracleWorld, params: dict[str, Any], request_id: str = "t"
 def stolen_blocks(world: OracleWorld) -> Iterator[None]:
     """While this lasts no block is free."""
     world.pool.match_prefix(THIEF, ())
-    world.pool.reserve(THIEF, world.pool.num_free_blocks * world.pool.block_size)
+    world.pool.reserve(THIEF, world.pool.num_free_blocks * world.pool.block_size, 0)
     assert world.pool.num_free_blocks == 0
     try:
         yield
@@ -292,8 +292,7 @@ def test_who_was_just_swapped_out_survives_a_failed_step(stage: str) -> None:
     preempt_target(world)
     assert ("old", 0) in world.finished
     assert not any(seq.is_swapped for seq in world.seqs("t"))
-    known_rows = world.runner._rows._rows
-    assert not known_rows, "the runner keeps no block table of those who lost their blocks"
+    assert not world.scheduler.running, "those who lost their blocks wait, and have no row"
     world.run()
     world.aborted.add("old")
     assert world.verify() == 1

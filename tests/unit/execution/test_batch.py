@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 import torch
 
 from infer.cache.kv_store import KVStore
 from infer.cache.paged_pool import PagedKVCachePool
-from infer.execution.batch import BlockRows, PagedStep, StepBatch
+from infer.execution.batch import PagedStep, StepBatch
 from infer.kernels.attention.reference import attend_naive
-from infer.scheduling.plan import Chunk, StepPlan
+from infer.scheduling.plan import Chunk
 from infer.scheduling.request import Request
 from infer.scheduling.sequence import Sequence, SequenceGroup
+from tests.support.running import Running
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8
 CPU = torch.device("cpu")
@@ -35,14 +35,14 @@ class World:
             device=CPU,
         )
         self.store.fill(float("nan"))
-        self.rows = BlockRows(16, num_blocks)
+        self.running = Running(self.pool)
+        self.sequences: dict[int, Sequence] = {}
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
         self.computed: dict[int, int] = {}
         self._step = 0
 
     def add(self, seq_id: int) -> None:
-        self.pool.match_prefix(seq_id, ())
         self.keys[seq_id] = self.values[seq_id] = torch.empty(0, NUM_KV_HEADS, HEAD_DIM)
         self.computed[seq_id] = 0
 
@@ -51,15 +51,18 @@ class World:
         chunks, sequences = [], []
         for seq_id, length in lengths.items():
             start = self.computed[seq_id]
-            self.pool.reserve(seq_id, start + length)
             chunks.append(Chunk(seq_id, start, start + length, 1))
             tokens = [seq_id * 100 + place for place in range(start + length)]
             group = SequenceGroup(
-                Request(request_id=str(seq_id), prompt=tuple(tokens)), max_total=999, stop_ids=(), seed=0
+                Request(request_id=str(seq_id), prompt=(1,)), max_total=999, stop_ids=(), seed=0
             )
-            sequences.append(Sequence(seq_id, group, 0, tokens))
+            seq = self.sequences.setdefault(seq_id, Sequence(seq_id, group, 0, ()))
+            seq.tokens.extend(tokens[len(seq.tokens) :])
+            self.running.enter(seq, start + length)
+            sequences.append(seq)
         self._step += 1
-        return StepBatch(StepPlan(self._step, tuple(chunks)), sequences, self.rows, self.pool, CPU)
+        plan = self.running.plan(*chunks, step=self._step)
+        return StepBatch(plan, sequences, self.running.state, CPU)
 
     def attend(
         self, lengths: dict[int, int], *, use_reference: bool, window: int | None
@@ -132,22 +135,3 @@ def test_very_different_lengths_attend_in_separate_groups() -> None:
     assert [group.lens_S.tolist() for group in groups] == [[4, 61, 101], [301, 311], [901]]
     for group in groups:
         assert group.lens_S.max() <= 2 * max(group.lens_S.min(), 64)
-
-
-def test_rows_are_stable_and_only_their_end_is_written_again() -> None:
-    rows = BlockRows(2, 8)
-    first = rows.sync(7, [3, 4], 0)
-    assert rows.table[first, :2].tolist() == [3, 4]
-    rows.table[first, 0] = 99  # would be written again if the whole row were
-    assert rows.sync(7, [3, 5, 6], 1) == first
-    assert rows.table[first, :3].tolist() == [99, 5, 6]
-
-
-def test_a_forgotten_row_serves_the_next_sequence_from_its_start() -> None:
-    rows = BlockRows(1, 4)
-    row = rows.sync(1, [3, 4], 0)
-    rows.forget(1)
-    rows.forget(1)
-    assert rows.sync(2, [8, 9], first_written=1) == row, "a new sequence may start further ahead"
-    assert rows.table[row, :2].tolist() == [8, 9]
-    assert isinstance(rows.table, np.ndarray)

@@ -1,4 +1,4 @@
-"""Rows of state: whatever the host notes, after a flush the device has it, and nothing is sent twice."""
+"""Rows of state: after a sync the device has what the batch state says, and nothing is sent twice."""
 
 from __future__ import annotations
 
@@ -9,100 +9,109 @@ import numpy as np
 import pytest
 import torch
 
+from infer.cache.paged_pool import PagedKVCachePool
 from infer.execution.gpu import rows as device_rows
-from infer.execution.gpu.rows import LONG_RUN, NO_POSITION, DeviceRows, send_together
+from infer.execution.gpu.rows import DeviceRows, send_together
 from infer.kernels.elementwise.step_state import apply_table_diffs
 from infer.sampling.params import SamplingParams
+from infer.scheduling.plan import Chunk, StepPlan
 from infer.scheduling.request import Request
 from infer.scheduling.sequence import Sequence, SequenceGroup
+from tests.support.running import Running
 
 CPU = torch.device("cpu")
-MAX_BLOCKS = 3 * LONG_RUN
+BLOCK_SIZE = 2
 
 
-def make_rows(max_rows: int = 4) -> DeviceRows:
-    return DeviceRows(max_rows, MAX_BLOCKS, CPU)
+class World:
+    """Sequences that run, and the rows of a device that follows them."""
 
+    def __init__(self, max_rows: int = 4) -> None:
+        self.running = Running(PagedKVCachePool(200, BLOCK_SIZE, placement_seed=1), max_rows)
+        self.rows = DeviceRows(self.running.state, 100, CPU)
+        self.seqs = self.running.sequences
 
-def make_seq(seq_id: int, params: SamplingParams | None = None) -> Sequence:
-    request = Request(request_id=str(seq_id), prompt=(1, 2), params=params or SamplingParams())
-    return Sequence(seq_id, SequenceGroup(request, max_total=99, stop_ids=(), seed=0), 0, [1, 2])
+    def add(
+        self, seq_id: int, num_tokens: int = 5, params: SamplingParams | None = None, seed: int = 0
+    ) -> None:
+        request = Request(request_id=str(seq_id), prompt=(1, 2), params=params or SamplingParams())
+        group = SequenceGroup(request, max_total=99, stop_ids=(), seed=seed)
+        tokens = [seq_id * 100 + place for place in range(num_tokens)]
+        self.running.enter(Sequence(seq_id, group, 0, tokens), num_tokens)
 
+    def leave(self, seq_id: int) -> None:
+        self.running.state.leave(self.seqs[seq_id])
+        self.running.pool.release(seq_id)
+        del self.seqs[seq_id]
 
-def sent_diffs(rows: DeviceRows) -> list[list[int]]:
-    """What a flush says about tables; [] when it says nothing."""
-    sent: list[list[int]] = []
+    def plan(self, *chunks: Chunk, changes: list[int] | None = None) -> StepPlan:
+        plan = self.running.plan(*chunks)
+        plan.table_changes = changes or []
+        return plan
 
-    def spy(tables_RB: torch.Tensor, diffs_K3: torch.Tensor) -> None:
-        assert len(diffs_K3).bit_count() == 1, "any number of programs, and every launch is a new one"
-        sent.extend(diffs_K3[diffs_K3[:, 0] >= 0].tolist())
-        apply_table_diffs(tables_RB, diffs_K3)
+    def sync(self, plan: StepPlan) -> list[list[int]]:
+        """Bring the rows of a plan up to date; what was sent about tables."""
+        sent: list[list[int]] = []
 
-    with mock.patch.object(device_rows, "apply_table_diffs", spy):
-        rows.flush()
-    return sent
+        def spy(tables_RB: torch.Tensor, diffs_K3: torch.Tensor) -> None:
+            assert len(diffs_K3).bit_count() == 1, "any number of programs, and every launch is a new one"
+            sent.extend(diffs_K3[diffs_K3[:, 0] >= 0].tolist())
+            apply_table_diffs(tables_RB, diffs_K3)
+
+        with mock.patch.object(device_rows, "apply_table_diffs", spy):
+            self.rows.sync(plan, plan.chunks.sequences)
+        return sent
+
+    def check(self) -> None:
+        """Raise unless the device has every table."""
+        for seq in self.seqs.values():
+            blocks = self.running.pool.block_table(seq.seq_id)
+            assert self.rows.tables_RB[seq.row, : len(blocks)].tolist() == blocks
 
 
 def test_a_table_is_sent_once_and_then_only_where_it_changes() -> None:
-    rows = make_rows()
-    row = rows.enter(make_seq(1), seed=0)
-    other = rows.enter(make_seq(2), seed=0)
-    rows.sync_table(row, [7, 8, 9], 0)
-    rows.sync_table(other, [5], 0)
-    assert sent_diffs(rows) == [[row, 0, 7], [row, 1, 8], [row, 2, 9], [other, 0, 5]]
-    rows.sync_table(row, [7, 8, 9], 0)
-    assert sent_diffs(rows) == []
-    rows.sync_table(row, [7, 6, 9, 4, 3], 1)  # a private copy of the second, and two more
-    assert sent_diffs(rows) == [[row, 1, 6], [row, 3, 4], [row, 4, 3]]
-    assert rows.tables_RB[row, :5].tolist() == [7, 6, 9, 4, 3]
-
-
-def test_a_caller_may_look_further_on_than_the_device_knows() -> None:
-    rows = make_rows()
-    row = rows.enter(make_seq(1), seed=0)
-    rows.sync_table(row, [1], 0)
-    rows.sync_table(row, [1, 2, 3, 4], 3)
-    assert sent_diffs(rows) == [[row, 0, 1], [row, 1, 2], [row, 2, 3], [row, 3, 4]]
-
-
-def test_the_list_that_was_noted_may_change_before_it_is_sent() -> None:
-    rows = make_rows()
-    row = rows.enter(make_seq(1), seed=0)
-    blocks = [*range(100, 100 + LONG_RUN)]
-    rows.sync_table(row, blocks, 0)
-    blocks += [3]
-    assert sent_diffs(rows) == [[row, place, 100 + place] for place in range(LONG_RUN)]
+    world = World()
+    world.add(1)
+    world.add(2, num_tokens=1)
+    first = [Chunk(1, 0, 5, 1), Chunk(2, 0, 1, 1)]
+    one, two = world.seqs[1].row, world.seqs[2].row
+    table = world.running.pool.block_table(1)
+    assert world.sync(world.plan(*first)) == [
+        *([one, place, block] for place, block in enumerate(table)),
+        [two, 0, world.running.pool.block_table(2)[0]],
+    ]
+    assert world.sync(world.plan(*first)) == []
+    pool, state = world.running.pool, world.running.state
+    pool.reserve(1, 9, 5)
+    changes = state.write_table(world.seqs[1], pool.block_table(1), first=3)
+    assert len(changes) == 6
+    assert world.sync(world.plan(Chunk(1, 5, 9, 1), changes=changes)) == [changes[:3], changes[3:]]
+    world.check()
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_tables_follow_whatever_happens_to_them(seed: int) -> None:
-    """Growing, shrinking, changing tables and sequences that come and go, against plain lists."""
-    source, rows = random.Random(seed), make_rows()
-    tables: dict[int, list[int]] = {}
-    noted: set[int] = set()  # a step notes a table once
-    for number in range(200):
+    """Sequences come, grow and go, and rows are used again."""
+    source, world = random.Random(seed), World()
+    for _ in range(200):
         seq_id = source.randrange(4)
-        if seq_id not in tables:
-            rows.enter(make_seq(seq_id), seed=0)
-            tables[seq_id] = []
-        elif source.random() < 0.1:
-            rows.forget(seq_id)
-            del tables[seq_id]
-            noted.discard(seq_id)
+        seq = world.seqs.get(seq_id)
+        changes: list[int] = []
+        if seq is None:
+            world.add(seq_id, source.randrange(1, 30))
+            seq = world.seqs[seq_id]
+        elif source.random() < 0.2:
+            world.leave(seq_id)
             continue
-        if seq_id in noted:
-            rows.flush()
-            noted.clear()
-        table = tables[seq_id]
-        first = source.randrange(len(table) + 1)  # all before is as it was
-        length = source.randrange(first, MAX_BLOCKS + 1)
-        changed = [source.choice([number, *table[place : place + 1]]) for place in range(first, length)]
-        tables[seq_id] = table[:first] + changed
-        rows.sync_table(rows.by_seq[seq_id], tables[seq_id], first)
-        noted.add(seq_id)
-    rows.flush()
-    for seq_id, table in tables.items():
-        assert rows.tables_RB[rows.by_seq[seq_id], : len(table)].tolist() == table
+        elif len(seq.tokens) < 60:
+            num_before = len(seq.tokens)
+            seq.tokens.extend([7] * source.randrange(1, 9))
+            first = seq.num_reserved // BLOCK_SIZE
+            assert world.running.pool.reserve(seq_id, len(seq.tokens), num_before) == []
+            blocks = world.running.pool.block_table(seq_id)
+            changes = world.running.state.write_table(seq, blocks, first)
+        world.sync(world.plan(Chunk(seq_id, 0, len(seq.tokens), 1), changes=changes))
+        world.check()
 
 
 def test_rows_are_sampled_as_their_sequences_ask() -> None:
@@ -111,75 +120,46 @@ def test_rows_are_sampled_as_their_sequences_ask() -> None:
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=1.1, top_p=1e-9),
     ]
-    rows = make_rows()
+    world = World()
     for number, params in enumerate(asked):
-        assert rows.enter(make_seq(number, params), seed=2**63 + number) == number
+        world.add(number, params=params, seed=2**63 + number)
+        assert world.seqs[number].row == number
         if number == 0:
-            rows.flush()
-    rows.flush()
-    state = rows.sampling
+            world.sync(world.plan(Chunk(0, 0, 5, 1)))
+    world.sync(world.plan(*(Chunk(number, 0, 5, 1) for number in range(3))))
+    state = world.rows.sampling
     torch.testing.assert_close(state.temperature_R, torch.tensor([0.7, 0.0, 1.1, 0.0]), rtol=0, atol=0)
     assert state.top_k_R.tolist() == [40, 0, 0, 0]
     assert state.top_p_R.tolist() == [0.9, 1.0, 1e-9, 1.0] and state.min_p_R.tolist() == [0.1, 0.0, 0.0, 0.0]
     assert state.seed_R.tolist() == [-(2**63), 1 - 2**63, 2 - 2**63, 0]
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 3])
-def test_tokens_arrive_with_their_positions(num_tokens: int) -> None:
-    rows = make_rows()
-    for number in range(num_tokens):
-        rows.send_token(number, 100 + number, 10 + number)
-    rows.flush()
-    assert rows.last_token_R.tolist() == [100, 101, 102][:num_tokens] + [0] * (4 - num_tokens)
-    assert rows.position_R.tolist() == [10, 11, 12][:num_tokens] + [0] * (4 - num_tokens)
-    assert rows.next_token == [10, 11, 12][:num_tokens] + [NO_POSITION] * (4 - num_tokens)
-
-
-def test_rows_that_decode_go_on_by_a_token_however_they_are_counted() -> None:
-    source, rows, expected = random.Random(1), make_rows(), [NO_POSITION] * 4
-    for number in range(4):
-        expected[number] = 10 * number
-        rows.send_token(number, 1, expected[number])
-    rows.flush()
-    decoding = [0, 1]
-    for number in range(200):
-        if source.random() < 0.3:
-            decoding = source.sample(range(4), 2)  # another list, and sometimes the same rows
-        rows.decode(decoding)
-        for row in decoding:
-            expected[row] += 1
-            assert rows.is_decoding(row, expected[row])
-            assert not rows.is_decoding(row, expected[row] + 1)
-        if source.random() < 0.2:
-            rows.send_token(3, 1, number)
-            rows.flush()
-            expected[3] = number
-        if source.random() < 0.2:
-            assert rows.next_token == expected
-    assert rows.next_token == expected
-
-
-@pytest.mark.parametrize("num_blocks", [2, LONG_RUN])
-def test_nothing_of_a_row_that_left_before_the_flush_is_sent(num_blocks: int) -> None:
-    rows = make_rows()
-    row = rows.enter(make_seq(1, SamplingParams(temperature=0.5)), seed=3)
-    rows.sync_table(row, [4] * num_blocks, 0)
-    rows.send_token(row, 9, 1)
-    rows.forget(1)
-    assert sent_diffs(rows) == []
-    assert not rows.tables_RB.any() and not rows.last_token_R.any() and not rows.sampling.seed_R.any()
+def test_only_tokens_that_the_device_has_not_sampled_are_sent() -> None:
+    world = World()
+    for number in range(3):
+        world.add(number)
+    world.rows.has_newest[world.seqs[1].row] = True  # until the row is entered anew
+    decode = world.plan(*(Chunk(number, 4, 5, 1) for number in range(3)))
+    world.sync(decode)
+    assert world.rows.last_token_R.tolist() == [4, 104, 204, 0]
+    assert world.rows.position_R.tolist() == [4, 4, 4, 0]
+    world.rows.has_newest[[0, 1]] = True
+    world.rows.last_token_R.zero_()
+    world.sync(decode)
+    assert world.rows.last_token_R.tolist() == [0, 0, 204, 0]
 
 
 def test_all_that_an_arriving_row_needs_travels_as_one() -> None:
-    rows = make_rows()
-    row = rows.enter(make_seq(1), seed=3)
-    rows.sync_table(row, [4, 5], 0)
-    rows.send_token(row, 9, 1)
+    world = World()
+    world.add(1)
+    plan = world.plan(Chunk(1, 4, 5, 1))
     with mock.patch.object(device_rows, "send", wraps=device_rows.send) as send:
-        rows.flush()
-        rows.flush()
+        world.sync(plan)
+        world.rows.has_newest[world.seqs[1].row] = True
+        world.sync(plan)
     assert send.call_count == 1
-    assert rows.tables_RB[row, :2].tolist() == [4, 5] and rows.last_token_R[row] == 9
+    world.check()
+    assert world.rows.last_token_R[world.seqs[1].row] == 104
 
 
 def test_arrays_that_travel_together_begin_at_multiples_of_16_bytes() -> None:

@@ -7,19 +7,21 @@ import torch
 
 from infer.cache.kv_store import KVStore
 from infer.cache.paged_pool import PagedKVCachePool
-from infer.execution import runner as runner_module
-from infer.execution.runner import LOGPROB_ROWS, ModelRunner, sample_row, sequence_seed
+from infer.execution.embedding import embed_prompt
+from infer.execution.host_sampling import LOGPROB_ROWS, sample_row, sequence_seed
+from infer.execution.model_runner import ModelRunner
 from infer.models.model import Model
 from infer.sampling.params import SamplingParams
-from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, StepPlan, Transfer
+from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, Chunks, StepPlan, Transfer
 from infer.scheduling.request import Request
 from infer.scheduling.sequence import Sequence, SequenceGroup
+from tests.support.running import Running
 from tests.support.simple_loop import all_logprobs, generate_greedy
 from tests.support.step import ListCache, ListStep
 from tests.support.tiny import is_close, tiny_model
 
 
-def make_runner(num_host_blocks: int = 0) -> tuple[ModelRunner, PagedKVCachePool, KVStore, Model]:
+def make_runner(num_host_blocks: int = 0) -> tuple[ModelRunner, Running, KVStore, Model]:
     model = tiny_model("qwen3").model
     config = model.config
     pool = PagedKVCachePool(40, 4, num_host_blocks=num_host_blocks)
@@ -34,8 +36,9 @@ def make_runner(num_host_blocks: int = 0) -> tuple[ModelRunner, PagedKVCachePool
         num_host_blocks=num_host_blocks,
     )
     store.fill(float("nan"))
-    runner = ModelRunner(model, store, pool, max_batch_size=4, attention_backend="auto")
-    return runner, pool, store, model
+    running = Running(pool)
+    runner = ModelRunner(model, store, running.state, max_batch_size=4, attention_backend="auto")
+    return runner, running, store, model
 
 
 def make_seq(seq_id: int, prompt: list[int], params: SamplingParams, seed: int = 0) -> Sequence:
@@ -47,27 +50,25 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=9)
 
 
 def test_a_plan_runs_prompts_and_decodes_in_one_batch() -> None:
-    runner, pool, _, model = make_runner()
+    runner, running, _, model = make_runner()
     prompts = {1: [5, 6, 7, 8, 9], 2: [20, 21, 22]}
     seqs = {seq_id: make_seq(seq_id, prompt, GREEDY) for seq_id, prompt in prompts.items()}
     for seq_id, prompt in prompts.items():
-        pool.match_prefix(seq_id, prompt)
-        pool.reserve(seq_id, len(prompt) + 1)
-    first = runner.run(StepPlan(1, (Chunk(1, 0, 5, 1),)), [seqs[1]])
+        running.enter(seqs[seq_id], len(prompt) + 1)
+    first = runner.run(running.plan(Chunk(1, 0, 5, 1), step=1), [seqs[1]])
     seqs[1].tokens.extend(first.ids[0])
-    second = runner.run(StepPlan(2, (Chunk(1, 5, 6, 1), Chunk(2, 0, 2, 0))), [seqs[1], seqs[2]])
-    third = runner.run(StepPlan(3, (Chunk(2, 2, 3, 1),)), [seqs[2]])
+    second = runner.run(running.plan(Chunk(1, 5, 6, 1), Chunk(2, 0, 2, 0), step=2), [seqs[1], seqs[2]])
+    third = runner.run(running.plan(Chunk(2, 2, 3, 1), step=3), [seqs[2]])
     assert second.ids[1] == (), "the prompt goes on: nothing is sampled"
     assert [*first.ids[0], *second.ids[0]] == generate_greedy(model, prompts[1], 2)
     assert list(third.ids[0]) == generate_greedy(model, prompts[2], 1)
 
 
 def test_the_same_plan_twice_gives_the_same_ids() -> None:
-    runner, pool, _, _ = make_runner()
+    runner, running, _, _ = make_runner()
     seq = make_seq(1, [5, 6, 7], SamplingParams(seed=3), seed=3)
-    pool.match_prefix(1, [])
-    pool.reserve(1, 3)
-    plan = StepPlan(1, (Chunk(1, 0, 3, 4),))
+    running.enter(seq, 3)
+    plan = running.plan(Chunk(1, 0, 3, 4), step=1)
     once, again = runner.run(plan, [seq]), runner.run(plan, [seq])
     assert once.ids == again.ids
     assert len(once.ids[0]) == 4
@@ -79,7 +80,7 @@ def test_a_plan_of_transfers_only_moves_blocks_and_runs_nothing() -> None:
     block = store._data[:, :, 3]
     block.fill_(1.5)
     moves = (Transfer(COPY, 3, 5), Transfer(SWAP_OUT, 5, 1), Transfer(SWAP_IN, 1, 8))
-    result = runner.run(StepPlan(1, (), (), moves), [])
+    result = runner.run(StepPlan(1, Chunks.of(()), (), moves), [])
     assert (result.ids, result.logprobs, result.prompt_logprobs) == ([], [], {})
     assert torch.equal(store._data[:, :, 8], block)
     assert torch.equal(store._data[:, :, 5], block)
@@ -88,15 +89,14 @@ def test_a_plan_of_transfers_only_moves_blocks_and_runs_nothing() -> None:
 
 @pytest.mark.parametrize("splits", [[], [1], [4], [3, 7, 70], [66]])
 def test_prompt_logprobs_do_not_depend_on_the_chunks(splits: list[int]) -> None:
-    runner, pool, _, model = make_runner()
+    runner, running, _, model = make_runner()
     prompt = [(place * 37) % 200 for place in range(55)]
     splits = [split for split in splits if split < 55]
     seq = make_seq(1, prompt, SamplingParams(prompt_logprobs=2, temperature=0.0))
-    pool.match_prefix(1, [])
-    pool.reserve(1, 55)
+    running.enter(seq, 55)
     found = []
     for start, stop in zip([0, *splits], [*splits, 55], strict=True):
-        result = runner.run(StepPlan(1, (Chunk(1, start, stop, int(stop == 55)),)), [seq])
+        result = runner.run(running.plan(Chunk(1, start, stop, int(stop == 55)), step=1), [seq])
         found += result.prompt_logprobs.get(1, [])
     expected = all_logprobs(model, prompt)
     assert [row.token_id for row in found] == prompt[1:]
@@ -104,9 +104,9 @@ def test_prompt_logprobs_do_not_depend_on_the_chunks(splits: list[int]) -> None:
 
 
 def test_prompt_logprobs_are_computed_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.execution.runner.LOGPROB_ROWS", 8)
+    monkeypatch.setattr("infer.execution.host_sampling.LOGPROB_ROWS", 8)
     assert LOGPROB_ROWS == 64
-    runner, pool, _, model = make_runner()
+    runner, running, _, model = make_runner()
     sizes = []
     logits = model.logits
 
@@ -117,9 +117,8 @@ def test_prompt_logprobs_are_computed_a_few_rows_at_a_time(monkeypatch: pytest.M
     monkeypatch.setattr(model, "logits", spy)
     prompt = list(range(30))
     seq = make_seq(1, prompt, SamplingParams(prompt_logprobs=0, temperature=0.0))
-    pool.match_prefix(1, [])
-    pool.reserve(1, 30)
-    result = runner.run(StepPlan(1, (Chunk(1, 0, 30, 1),)), [seq])
+    running.enter(seq, 30)
+    result = runner.run(running.plan(Chunk(1, 0, 30, 1), step=1), [seq])
     assert sorted(sizes) == [1, 5, 8, 8, 8]
     assert len(result.prompt_logprobs[1]) == 29
 
@@ -148,14 +147,14 @@ def test_every_sequence_of_a_request_has_its_own_seed() -> None:
 def test_an_embedding_is_computed_in_chunks_and_the_same(
     pooling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, _, _, model = make_runner()
+    model = tiny_model("qwen3").model
     prompt = list(range(30, 41))
     with torch.no_grad():
         hidden_TD = model(torch.tensor(prompt), ListStep([ListCache()], [len(prompt)]))
     sizes: list[int] = []
-    monkeypatch.setattr(runner_module, "EMBED_CHUNK", 4)
+    monkeypatch.setattr("infer.execution.embedding.CHUNK_LEN", 4)
     hook = model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
-    embedding = torch.tensor(runner.embed(prompt, pooling))
+    embedding = torch.tensor(embed_prompt(model, torch.device("cpu"), prompt, pooling))
     hook.remove()
     assert sizes == [4, 4, 3]
     expected = hidden_TD[-1] if pooling == "last" else hidden_TD.mean(dim=0)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from infer.execution.gpu.readback import Results
+from infer.execution.gpu.readback import Readback
 from infer.execution.runner import StepResult
 from infer.sampling.sampler import NO_TOKEN
 from infer.scheduling.plan import Chunk, StepPlan
@@ -117,7 +117,7 @@ def test_who_stops_at_an_id_has_some_computed_in_vain_and_none_reported() -> Non
     assert num_steps == len(again.tokens["a", 0]) + 3
 
 
-def test_who_is_preempted_for_one_that_is_nearly_done_is_forgotten_by_the_runner() -> None:
+def test_a_sequence_may_be_preempted_for_one_that_is_nearly_done() -> None:
     """That step has nothing to run: the last tokens of the other are under way."""
     world = make_world(num_blocks=5, context_len=20)
     world.add("a", prompt_of(7), max_tokens=5)
@@ -125,7 +125,7 @@ def test_who_is_preempted_for_one_that_is_nearly_done_is_forgotten_by_the_runner
     while not world.scheduler.num_preemptions:
         world.step()
     assert len(world.engine._flights) > 1
-    assert [*world.runner._rows._rows] == [world.seq("a").seq_id]
+    assert world.scheduler.running == [world.seq("a")]
     world.run()
     assert world.verify() == 2
 
@@ -182,20 +182,19 @@ def test_ids_stay_where_they_are_until_somebody_reads_them(
     steps_ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device copies as early as it can, the host reads as late as it may."""
-    results = Results(4, CPU, steps_ahead=steps_ahead)
+    readback = Readback(4, CPU, steps_ahead=steps_ahead)
 
     class Event:
         def record(self) -> None: ...
 
         def synchronize(self) -> None: ...
 
-    monkeypatch.setattr(results, "_is_cuda", True)
-    monkeypatch.setattr(results, "_events", [Event() for _ in results._buffers])
-    waits: deque[Callable[[], list[int]]] = deque()
+    monkeypatch.setattr(readback, "_events", [Event() for _ in readback._buffers])
+    waits: deque[Callable[[], StepResult]] = deque()
     for step in range(20):
-        waits.append(results.take(torch.tensor([step, -step])))
+        waits.append(readback.take(step, torch.tensor([step, -step]), 2))
         if len(waits) > steps_ahead:
-            assert waits.popleft()() == [step - steps_ahead, steps_ahead - step]
+            assert waits.popleft()().ids == [(step - steps_ahead,), (steps_ahead - step,)]
 
 
 def break_tokens(

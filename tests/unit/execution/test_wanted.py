@@ -9,14 +9,17 @@ import torch
 
 from infer.cache.kv_store import KVStore
 from infer.cache.paged_pool import PagedKVCachePool
-from infer.execution.batch import wanted
+from infer.execution.batch import needed_tokens
+from infer.execution.embedding import embed_prompt
 from infer.execution.gpu.runner import DeviceRunner
 from infer.execution.gpu.step_inputs import MAX_CHUNKS
-from infer.execution.runner import ModelRunner, StepResult
+from infer.execution.model_runner import ModelRunner
+from infer.execution.runner import StepResult
 from infer.sampling.params import SamplingParams
-from infer.scheduling.plan import Chunk, StepPlan
+from infer.scheduling.plan import Chunk
 from infer.scheduling.request import Request
 from infer.scheduling.sequence import Sequence, SequenceGroup
+from tests.support.running import Running, plan_of
 from tests.support.simple_loop import all_logprobs, generate_greedy
 from tests.support.tiny import is_close, tiny_model
 
@@ -42,22 +45,22 @@ def make_seq(seq_id: int, params: SamplingParams = GREEDY) -> Sequence:
         ([Chunk(2, 3, 4, 0)], [0], [0], [None]),
     ],
 )
-def test_those_that_sample_are_wanted(
+def test_those_that_sample_are_needed(
     chunks: list[Chunk], last_places: list[int], places: list[int] | None, last_rows: list[int | None]
 ) -> None:
     sequences = [make_seq(chunk.seq_id) for chunk in chunks]
-    found = wanted(StepPlan(1, tuple(chunks)), sequences, last_places)
+    found = needed_tokens(plan_of(chunks), sequences, last_places)
     assert found.places == places
     read = [row if chunk.num_samples else None for chunk, row in zip(chunks, found.last_rows, strict=True)]
     assert read == last_rows
 
 
-def test_all_tokens_are_wanted_for_logprobs_of_a_prompt() -> None:
+def test_all_tokens_are_needed_for_logprobs_of_a_prompt() -> None:
     asking = make_seq(2, SamplingParams(prompt_logprobs=1))
-    plan = StepPlan(1, (Chunk(1, 0, 5, 1), Chunk(2, 0, 9, 0)))
-    assert wanted(plan, [make_seq(1), asking], [4, 13]) == (None, [4, 13])
-    later = StepPlan(1, (Chunk(3, 0, 20, 1), Chunk(2, 49, 50, 1)))  # its last token predicts the output
-    assert wanted(later, [make_seq(3), asking], [19, 20]) == ([19, 20], [0, 1])
+    plan = plan_of([Chunk(1, 0, 5, 1), Chunk(2, 0, 9, 0)])
+    assert needed_tokens(plan, [make_seq(1), asking], [4, 13]) == (None, [4, 13])
+    later = plan_of([Chunk(3, 0, 20, 1), Chunk(2, 49, 50, 1)])  # its last token predicts the output
+    assert needed_tokens(later, [make_seq(3), asking], [19, 20]) == ([19, 20], [0, 1])
 
 
 class Harness:
@@ -66,21 +69,21 @@ class Harness:
     def __init__(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.model = model = tiny_model("qwen3").model
         config, cpu = model.config, torch.device("cpu")
-        self.pool = PagedKVCachePool(40, 4)
+        self.running = Running(PagedKVCachePool(40, 4))
         store = KVStore(
             num_layers=config.num_layers, num_blocks=40, block_size=4, num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim, dtype=torch.float32, device=cpu,
         )  # fmt: skip
         store.fill(float("nan"))
-        self.runner: ModelRunner
+        self.runner: ModelRunner | DeviceRunner
         if kind in ("sized", "ragged"):
             self.runner = DeviceRunner(
-                model, store, self.pool, max_batch_size=MAX_ROWS, max_tokens=256, max_seq_len=60,
+                model, store, self.running.state, max_batch_size=MAX_ROWS, max_tokens=256, max_seq_len=60,
                 use_cuda_graphs=kind == "sized",
             )  # fmt: skip
         else:
             self.runner = ModelRunner(
-                model, store, self.pool, max_batch_size=MAX_ROWS, attention_backend=kind
+                model, store, self.running.state, max_batch_size=MAX_ROWS, attention_backend=kind
             )
         last: Any = model.layers[-1]
         self.rows: list[int] = []  # that the last MLP has seen, step by step
@@ -101,11 +104,10 @@ class Harness:
 
     def add(self, seq_id: int, params: SamplingParams = GREEDY) -> None:
         self.seqs[seq_id] = make_seq(seq_id, params)
-        self.pool.match_prefix(seq_id, [])
-        self.pool.reserve(seq_id, len(PROMPTS[seq_id]) + 1)
+        self.running.enter(self.seqs[seq_id], len(PROMPTS[seq_id]) + 1)
 
     def run(self, *chunks: Chunk) -> StepResult:
-        result = self.runner.run(StepPlan(1, chunks), [self.seqs[chunk.seq_id] for chunk in chunks])
+        result = self.runner.run(self.running.plan(*chunks), [self.seqs[chunk.seq_id] for chunk in chunks])
         for chunk, ids in zip(chunks, result.ids, strict=True):
             self.seqs[chunk.seq_id].tokens.extend(ids[:1])
             self.seqs[chunk.seq_id].num_tokens += len(ids[:1])
@@ -190,5 +192,5 @@ def test_a_chunk_about_to_fork_has_one_row_for_all_its_samples(
 
 def test_an_embedding_is_made_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = Harness("auto", monkeypatch)
-    harness.runner.embed(PROMPTS[2], "mean")
+    embed_prompt(harness.model, torch.device("cpu"), PROMPTS[2], "mean")
     assert harness.rows == [50]

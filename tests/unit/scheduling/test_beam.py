@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from infer.errors import RequestError
-from infer.execution.runner import sample_row
+from infer.execution.host_sampling import sample_row
 from infer.sampling.params import RowLogprobs, SamplingParams
 from infer.scheduling.request import Request
 from infer.scheduling.sequence import Sequence, SequenceGroup

@@ -56,9 +56,9 @@ def make_engine(
     steps_ahead: int = 0,
 ) -> Engine:
     pool = make_pool(policy_config, SIZE)
-    runner = OracleRunner(pool, policy_config.cache.swap_blocks)
-    runner.fail_at = fail_at
     scheduler = Scheduler(pool, resolve_scheduler(policy_config, 60, SIMULATED_STEPS), cost=COST)
+    runner = OracleRunner(pool, scheduler.state, policy_config.cache.swap_blocks)
+    runner.fail_at = fail_at
     return Engine(
         scheduler, runner, context_len=60, vocab_size=VOCAB_SIZE, observer=observer, steps_ahead=steps_ahead
     )

@@ -1,25 +1,63 @@
-"""Where the ids that a GPU sampled arrive on the host.
+"""Where the ids that a GPU sampled arrive on the host, and the object that waits for them.
 
 Steps are launched ahead of the one that is read, so there are several buffers, used in turn: none may be
-written again before somebody has read it. Their memory is pinned, which lets the device copy while the
-host does something else, and an event behind each copy says when it is done.
+written again before it has been read. Their memory is pinned, which lets the device copy while the host
+does something else, and an event behind each copy says when it is done.
 
 The other way needs no such care: what the host sends goes through memory of its own each time, which
-torch's allocator keeps until the copy has run (`device_rows.send`), however many steps it stands behind.
+torch's allocator keeps until the copy has run (`rows.send`), however many steps it stands behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
+from infer.errors import DeviceLost
 from infer.execution.runner import StepResult
 from infer.sampling.params import RowLogprobs
 from infer.sampling.sampler import NO_TOKEN
 
 
-class Results:
+class PendingStep:
+    """A step that was launched and whose ids are on their way; call it to wait for its result."""
+
+    __slots__ = ("_buffer", "_event", "_places", "_prompt_logprobs", "_step", "num_chunks")
+
+    def __init__(
+        self, step: int, buffer: torch.Tensor, event: torch.cuda.Event | None, num_chunks: int
+    ) -> None:
+        self._step, self._buffer, self._event = step, buffer, event
+        self.num_chunks = num_chunks
+        self._places: list[tuple[int, int]] | None = None
+        self._prompt_logprobs: dict[int, list[RowLogprobs]] = {}
+
+    def scatter(
+        self, places: list[tuple[int, int]], prompt_logprobs: dict[int, list[RowLogprobs]] | None = None
+    ) -> PendingStep:
+        """Let only some chunks have an id: pairs of a chunk's number and its id's place in the buffer."""
+        self._places, self._prompt_logprobs = places, prompt_logprobs or {}
+        return self
+
+    def __call__(self) -> StepResult:
+        """Wait for the ids; raises `DeviceLost` where the device failed."""
+        try:
+            if self._event is not None:
+                self._event.synchronize()
+            arrived: list[int] = self._buffer.tolist()
+        except torch.AcceleratorError as error:
+            raise DeviceLost(f"the device failed in step {self._step}") from error
+        if self._places is None:  # one id for each chunk, in order
+            is_whole = NO_TOKEN not in arrived
+            return StepResult(list(zip(arrived)), [(None,)] * len(arrived), {}, is_whole)
+        ids: list[tuple[int, ...]] = [()] * self.num_chunks
+        logprobs: list[tuple[RowLogprobs | None, ...]] = [()] * self.num_chunks
+        for number, place in self._places:
+            ids[number], logprobs[number] = (arrived[place],), (None,)
+        is_whole = all(NO_TOKEN not in row for row in ids)
+        return StepResult(ids, logprobs, self._prompt_logprobs, is_whole)
+
+
+class Readback:
     """Pinned memory for the ids of the last few steps, and the events that say they have arrived."""
 
     def __init__(self, max_rows: int, device: torch.device, *, steps_ahead: int) -> None:
@@ -28,40 +66,19 @@ class Results:
         self._buffers = [
             torch.zeros(max_rows, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(num_buffers)
         ]
-        self._events = [_event() for _ in range(num_buffers)] if self._is_cuda else []
+        self._events = [_event() if self._is_cuda else None for _ in range(num_buffers)]
         self._next = 0
 
-    def take(self, ids_S: torch.Tensor) -> Callable[[], list[int]]:
-        """Begin to copy ids to the host; call the result to wait for them."""
+    def take(self, step: int, ids_S: torch.Tensor, num_chunks: int) -> PendingStep:
+        """Begin to copy the ids of a step to the host."""
         number = self._next
         self._next = (number + 1) % len(self._buffers)
-        buffer = self._buffers[number][: ids_S.shape[0]]
+        buffer, event = self._buffers[number][: len(ids_S)], self._events[number]
         buffer.copy_(ids_S, non_blocking=True)
-        if not self._is_cuda:
-            ids: list[int] = buffer.tolist()
-            return lambda: ids
-        event = self._events[number]
-        event.record()
-
-        def wait() -> list[int]:
-            event.synchronize()
-            arrived: list[int] = buffer.tolist()
-            return arrived
-
-        return wait
+        if event is not None:
+            event.record()
+        return PendingStep(step, buffer, event, num_chunks)
 
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-
-def to_result(
-    num_chunks: int, sampling: list[int], ids: list[int], prompt_logprobs: dict[int, list[RowLogprobs]]
-) -> StepResult:
-    """What was sampled on the device: an id for each chunk whose number is in `sampling`."""
-    rows: list[tuple[int, ...]] = [()] * num_chunks
-    logprobs: list[tuple[RowLogprobs | None, ...]] = [()] * num_chunks
-    for number, token_id in zip(sampling, ids, strict=True):
-        rows[number] = (token_id,)
-        logprobs[number] = (None,)
-    return StepResult(rows, logprobs, prompt_logprobs, is_whole=NO_TOKEN not in ids)

@@ -1,28 +1,30 @@
-"""State that lives on the device: a row per sequence, for as long as the sequence runs.
+"""State that lives on the device: a row per running sequence, for as long as it runs.
 
     row      last token   position   block table            how it is sampled
     0        a6           6          [ 4, 9 ]               temperature, top-k, top-p, min-p, seed
     1        b18          18         [ 7, 2, 5 ]            ...
 
-A decode step names its rows and finds everything else here; when it has sampled, it writes the new token
-and position itself. The host therefore sends *differences*: a new block every `block_size` tokens, a
-whole row when a sequence arrives, and nothing at all for a step that goes on as before.
+The rows are those of the batch state (scheduling/batch_state.py), which has the tables on the host. A decode
+step names its rows and finds everything else here; when it has sampled, it writes the new token and position
+itself. The host therefore sends *differences*: a new block every `block_size` tokens, a whole row when a
+sequence arrives, and nothing at all for a step that goes on as before.
 
-The host keeps a mirror of what it has sent. `next_token[row]` is the position whose token the row holds,
-as far as the host knows; a row that holds another (or none) gets its token sent before it decodes.
+What the host remembers of each row is which sequence it was entered for, and whether the device sampled the
+newest token itself; a row that did not gets its token sent before it decodes. Which blocks a table has got
+since the last step is said by the plan.
 
 Shapes:  R rows of state, B blocks of the longest table, K changes.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import numpy as np
 import torch
 
+from infer.execution.host_sampling import sequence_seed
 from infer.kernels.elementwise.step_state import (
     NUM_FIELDS,
     advance_rows,
@@ -32,172 +34,115 @@ from infer.kernels.elementwise.step_state import (
 )
 from infer.kernels.runtime.dispatch import next_power_of_two
 from infer.kernels.sampling.sample_rows import SampleState
+from infer.scheduling.batch_state import BatchState
+from infer.scheduling.plan import StepPlan
 from infer.scheduling.sequence import Sequence as TokenSequence
 
-NO_POSITION = -1
+PADDING = -1  # in place of a row
 ALIGNMENT = 16  # bytes
-LONG_RUN = 16  # blocks, from which on numpy numbers them faster than Python does
 
 
 class DeviceRows:
-    """The rows of every known sequence, on the device and mirrored on the host."""
+    """The rows of the running sequences on the device, brought up to date before each step."""
 
-    def __init__(self, max_rows: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(self, state: BatchState, max_blocks: int, device: torch.device) -> None:
+        max_rows = state.tables.shape[1]
         self.device = device
         self.tables_RB = torch.zeros((max_rows, max_blocks), dtype=torch.int32, device=device)
         self.last_token_R = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.position_R = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.sampling = SampleState.empty(max_rows, device)
-        self.by_seq: dict[int, int] = {}
-        self.on_host: set[int] = set()  # rows whose tokens are not, or not all, sampled on the device
-        self._next_token = [NO_POSITION] * max_rows
-        self._decoding: list[int] = []  # the rows that have gone on,
-        self._num_ahead = 0  # so many tokens each, since `_next_token` was written
-        self._free = list(range(max_rows - 1, -1, -1))
-        self._blocks: list[list[int]] = [[] for _ in range(max_rows)]
-        self._diffs: list[int] = []  # in threes: a row, a place in its table, the block that is there now
-        self._runs: list[tuple[int, int, Sequence[int]]] = []  # the same of many blocks from a place on
-        self._tokens: dict[int, tuple[int, int]] = {}  # row -> (token, position) to be sent
-        self._entered: dict[int, bytes] = {}  # row -> how it is sampled, to be sent
+        self.needs_host = np.zeros(
+            max_rows, dtype=bool
+        )  # rows whose tokens are not all sampled on the device
+        self.has_newest = np.zeros(max_rows, dtype=bool)  # rows whose newest token the device has sampled
+        self._state = state
+        self._tenancy = np.zeros(max_rows, dtype=np.int64)  # of the sequence that each row was entered for
 
-    @property
-    def next_token(self) -> list[int]:
-        """Of each row the position whose token it holds, as far as the host knows."""
-        if self._num_ahead:
-            self._settle()
-        return self._next_token
+    def sync(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> None:
+        """Send what the rows of a plan lack, in the order of the stream: after every step launched so far."""
+        rows, parcels = plan.chunks.rows, list[tuple[np.ndarray, Callable[[torch.Tensor], None]]]()
+        new = (self._tenancy[rows] != self._state.tenancy[rows]).nonzero()[0].tolist()
+        arrived = [sequences[number] for number in new]
+        if arrived:
+            packed = bytearray().join([self._enter(seq) for seq in arrived])
+            entries_K6 = np.frombuffer(packed, dtype=np.int64).reshape(-1, NUM_FIELDS)
+            parcels.append((entries_K6, lambda entries: enter_rows(self.sampling, entries)))
+        diffs = plan.table_changes + [number for seq in arrived for number in self._table(seq)]
+        if diffs:
+            parcels.append((_packed_diffs(diffs), self._put_blocks))
+        tokens_3K = self._unknown_tokens(plan, sequences)
+        if tokens_3K is not None:
+            parcels.append((tokens_3K, self._put_tokens))
+        if parcels:
+            sent = send_together([array for array, _ in parcels], self.device)
+            for (_, unpack), tensor in zip(parcels, sent, strict=True):
+                unpack(tensor)
 
-    def decode(self, rows: list[int]) -> None:
-        """These rows go on by a token; step after step the same ones do, and are counted together."""
-        if rows is not self._decoding:
-            self._settle()
-            self._decoding = rows
-        self._num_ahead += 1
+    def sync_tables(self, plan: StepPlan) -> None:
+        """Send the blocks alone that tables have got: the rows are those of the last step, a token on."""
+        self._put_blocks(send(torch.from_numpy(_packed_diffs(plan.table_changes)), self.device))
 
-    def _settle(self) -> None:
-        for row in self._decoding:
-            self._next_token[row] += self._num_ahead
-        self._decoding, self._num_ahead = [], 0
-
-    def is_decoding(self, row: int, position: int) -> bool:
-        """Whether a row of the last `decode` holds the token at this position."""
-        return self._next_token[row] + self._num_ahead == position
-
-    def enter(self, seq: TokenSequence, seed: int) -> int:
-        """Give a sequence a row and note how it is sampled."""
-        row = self.by_seq[seq.seq_id] = self._free.pop()
-        self._blocks[row] = []
-        self.next_token[row] = NO_POSITION
-        params = seq.group.request.params
-        if seq.group.samples_on_host or params.num_sequences > 1 or params.prompt_logprobs is not None:
-            self.on_host.add(row)
-        self._entered[row] = sampling_entry(
+    def _enter(self, seq: TokenSequence) -> bytes:
+        """Take a sequence's row for it; returns how it is sampled."""
+        row, params = seq.row, seq.group.request.params
+        self._tenancy[row] = self._state.tenancy[row]
+        self.has_newest[row] = False
+        self.needs_host[row] = (
+            seq.group.samples_on_host or params.num_sequences > 1 or params.prompt_logprobs is not None
+        )
+        return sampling_entry(
             row,
             temperature=0.0 if params.is_greedy else params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,
             min_p=params.min_p,
-            seed=seed,
+            seed=sequence_seed(seq.group.seed, seq.index),
         )
-        return row
 
-    def forget(self, seq_id: int) -> None:
-        """Give back the row of a sequence that was preempted or has finished; unknown ones are fine."""
-        row = self.by_seq.pop(seq_id, None)
-        if row is not None:
-            self._free.append(row)
-            self.on_host.discard(row)
-            self._tokens.pop(row, None)
-            if diffs := self._diffs:  # of a step that was never launched
-                kept = [place for place in range(0, len(diffs), 3) if diffs[place] != row]
-                self._diffs = [number for place in kept for number in diffs[place : place + 3]]
-            if self._runs:
-                self._runs = [run for run in self._runs if run[0] != row]
-            self._entered.pop(row, None)
+    def _table(self, seq: TokenSequence) -> list[int]:
+        """The whole table of a sequence, as a plan says it of single blocks."""
+        row, num_blocks = seq.row, seq.num_reserved // self._state.block_size
+        blocks = self._state.tables[0, row, :num_blocks].tolist()
+        return [number for index, block in enumerate(blocks) for number in (row, index, block)]
 
-    def sync_table(self, row: int, blocks: Sequence[int], first: int) -> None:
-        """Note the blocks from place `first` on that differ from what the device has."""
-        known = self._blocks[row]
-        num_known = len(known)
-        if first < num_known:  # most of these are as they were
-            overlap = blocks[first:num_known]
-            if overlap != known[first : first + len(overlap)]:
-                for index, block in enumerate(overlap, first):
-                    if known[index] != block:
-                        known[index] = block
-                        self._diffs += (row, index, block)
-        num_new = len(blocks) - num_known
-        if num_new == 1:  # what a row that decodes gets
-            known.append(blocks[num_known])
-            self._diffs += (row, num_known, blocks[num_known])
-        elif num_new > 0:
-            new = blocks[num_known:]
-            known += new
-            if num_new < LONG_RUN:
-                for index, block in enumerate(new, num_known):
-                    self._diffs += (row, index, block)
-            else:
-                self._runs.append((row, num_known, new))
+    def _unknown_tokens(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> np.ndarray | None:
+        """Rows that decode, their tokens and their positions, where the device has not sampled them itself.
 
-    def send_token(self, row: int, token: int, position: int) -> None:
-        """Note that a row decodes `token` at `position`, which the device does not know."""
-        self._tokens[row] = (token, position)
+        Padded to an even number, so that each line begins at a multiple of 16 bytes.
+        """
+        chunks = plan.chunks
+        unknown = ((chunks.stops - chunks.starts == 1) & ~self.has_newest[chunks.rows]).nonzero()[0]
+        if not len(unknown):
+            return None
+        tokens_3K = np.zeros((3, len(unknown) + len(unknown) % 2), dtype=np.int64)
+        tokens_3K[0] = PADDING
+        tokens_3K[0, : len(unknown)] = chunks.rows[unknown]
+        starts = chunks.starts[unknown]
+        tokens_3K[1, : len(unknown)] = [
+            sequences[number].tokens[start]
+            for number, start in zip(unknown.tolist(), starts.tolist(), strict=True)
+        ]
+        tokens_3K[2, : len(unknown)] = starts
+        return tokens_3K
 
-    def flush(self) -> None:
-        """Send all that was noted, in the order of the stream: after every step launched so far."""
-        parcels: list[tuple[np.ndarray, Callable[[torch.Tensor], None]]] = []
-        if self._entered:
-            packed = bytearray().join(self._entered.values())
-            entries_K6 = np.frombuffer(packed, dtype=np.int64).reshape(-1, NUM_FIELDS)
-            parcels.append((entries_K6, lambda entries: enter_rows(self.sampling, entries)))
-            self._entered = {}
-        if self._diffs or self._runs:
-            diffs_K3 = _packed_diffs(self._diffs, self._runs)
-            parcels.append((diffs_K3, lambda diffs: apply_table_diffs(self.tables_RB, diffs)))
-            self._diffs, self._runs = [], []
-        if self._tokens:
-            tokens_3K = _packed_tokens(self._tokens)
-            parcels.append((tokens_3K, self._put_tokens))
-            next_token = self.next_token
-            for row, (_, position) in self._tokens.items():
-                next_token[row] = position
-            self._tokens = {}
-        if parcels:
-            sent = send_together([array for array, _ in parcels], self.device)
-            for (_, unpack), tensor in zip(parcels, sent, strict=True):
-                unpack(tensor)
+    def _put_blocks(self, diffs_K3: torch.Tensor) -> None:
+        apply_table_diffs(self.tables_RB, diffs_K3)
 
     def _put_tokens(self, tokens_3K: torch.Tensor) -> None:
         rows_K, tokens_K, positions_K = tokens_3K.unbind()
         advance_rows(rows_K, tokens_K, positions_K, self.last_token_R, self.position_R)
 
 
-def _packed_diffs(diffs: list[int], runs: Sequence[tuple[int, int, Sequence[int]]]) -> np.ndarray:
-    """A line of (row, place, block) for each block, padded to a power of two: few numbers of lines in all.
+def _packed_diffs(diffs: list[int]) -> np.ndarray:
+    """A line of (row, index, block) for each block, padded to a power of two: few numbers of lines in all.
 
     For every other number of programs a launch is prepared anew (kernels/runtime/launch.py).
     """
-    place = len(diffs) // 3
-    num_diffs = place + sum([len(blocks) for _, _, blocks in runs])
-    diffs_K3 = np.empty((next_power_of_two(num_diffs), 3), dtype=np.int32)
-    diffs_K3[num_diffs:] = -1
-    if diffs:
-        diffs_K3[:place] = np.array(diffs, dtype=np.int32).reshape(-1, 3)
-    for row, first, blocks in runs:
-        run_K3 = diffs_K3[place : place + len(blocks)]
-        run_K3[:, 0] = row
-        run_K3[:, 1] = np.arange(first, first + len(blocks))
-        run_K3[:, 2] = array("I", blocks)  # numpy takes twice as long to read a list
-        place += len(blocks)
+    num_diffs = len(diffs) // 3
+    diffs_K3 = np.full((next_power_of_two(num_diffs), 3), -1, dtype=np.int32)
+    diffs_K3.reshape(-1)[: len(diffs)] = diffs
     return diffs_K3
-
-
-def _packed_tokens(tokens: Mapping[int, tuple[int, int]]) -> np.ndarray:
-    """Rows, their tokens and their positions, padded to an even number: each line begins at 16 bytes."""
-    lines = [(row, *pair) for row, pair in tokens.items()]
-    if len(lines) % 2:
-        lines.append((-1, 0, 0))
-    return np.array(lines, dtype=np.int64).T.copy()
 
 
 def send_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:

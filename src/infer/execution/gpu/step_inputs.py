@@ -13,17 +13,15 @@ Shapes:  T tokens, S rows that decode, W tiles, C tokens sampled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
-from infer.cache.kv_pool import KVCachePool
+from infer.execution.batch import lay_out
 from infer.execution.gpu.rows import send, send_into
 from infer.kernels.attention.prefill import PrefillChunk, build_prefill_chunks
 from infer.kernels.elementwise.step_state import StepInputs
+from infer.scheduling.batch_state import BatchState
 from infer.scheduling.plan import StepPlan
-from infer.scheduling.sequence import Sequence as TokenSequence
 
 MAX_CHUNKS = 16  # of prompts, in a step that is captured
 
@@ -31,47 +29,24 @@ MAX_CHUNKS = 16  # of prompts, in a step that is captured
 class Prompts:
     """The prompt chunks of a plan as arrays: what the host knows about a step."""
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        sequences: Sequence[TokenSequence],
-        rows: Sequence[int],
-        pool: KVCachePool,
-        *,
-        first: int | None = None,
-    ) -> None:
+    def __init__(self, plan: StepPlan, state: BatchState, *, first: int | None = None) -> None:
         """`first` is the place of the first prompt token; without it they follow the rows that decode."""
-        chunks = plan.chunks
-        self.numbers = [n for n, chunk in enumerate(chunks) if chunk.stop - chunk.start > 1]
-        self.decoding = [*range(len(chunks))]  # the others
-        for number in reversed(self.numbers):
-            del self.decoding[number]
-        self.last_places = [*range(len(self.decoding))]  # of each chunk: where its last token is
-        self.first = place = len(self.decoding) if first is None else first
-        tokens: list[np.ndarray] = []
-        positions: list[np.ndarray] = []
-        slots: list[np.ndarray] = []
-        self.chunks: list[PrefillChunk] = []
-        size = pool.block_size
-        for number in self.numbers:
-            start, stop = chunks[number].start, chunks[number].stop
-            tokens.append(np.frombuffer(sequences[number].tokens[start:stop], dtype=np.uintc))
-            where = np.arange(start, stop)
-            table = np.array(pool.block_table(chunks[number].seq_id)[: -(-stop // size)])
-            positions.append(where)
-            slots.append(table[where // size] * size + where % size)
-            self.chunks.append(PrefillChunk(place, stop - start, rows[number], start))
-            place += stop - start
-            self.last_places.insert(number, place - 1)
-        self.end = place
-        self.table_3P = np.zeros((3, 0), dtype=np.int64)
-        if self.numbers:
-            self.table_3P = np.stack([*map(np.concatenate, (tokens, positions, slots))])
-
-    @property
-    def num_tokens(self) -> int:
-        """Of prompts, in all."""
-        return self.end - self.first
+        lens = plan.chunks.stops - plan.chunks.starts
+        self.numbers = (lens > 1).nonzero()[0]
+        self.decoding = (lens == 1).nonzero()[0]  # the other chunks
+        self.first = len(self.decoding) if first is None else first
+        chunks = plan.chunks.select(self.numbers)
+        layout = lay_out(chunks, chunks.sequences, state.tables[0], state.block_size)
+        self.num_tokens = len(layout.tokens)  # of all prompts together
+        self.end = self.first + self.num_tokens
+        last_places = np.empty(len(lens), dtype=np.int64)
+        last_places[self.decoding] = np.arange(len(self.decoding))
+        last_places[self.numbers] = self.first + layout.ends - 1
+        self.last_places: list[int] = last_places.tolist()  # of each chunk: where its last token is
+        places = self.first + layout.ends - layout.lens
+        columns = places, layout.lens, chunks.rows, chunks.starts
+        self.chunks = [*map(PrefillChunk, *(column.tolist() for column in columns))]
+        self.table_3P = np.stack([layout.tokens.astype(np.int64), layout.positions, layout.slots])
 
 
 class DeviceInputs:
@@ -89,7 +64,10 @@ class DeviceInputs:
         self.samples_3C = torch.full((3, max_rows + MAX_CHUNKS), -1, dtype=torch.int64, device=device)
         tokens_T, positions_T, slots_T = self.table_3T.unbind()
         self._decode = StepInputs(tokens_T, positions_T, slots_T, self.lens_S)
-        self._rows_sent: tuple[list[int], int] = ([], 0)  # those of the last step, and padded to what size
+        self._rows_sent: tuple[np.ndarray | None, int] = (
+            None,
+            0,
+        )  # of the last step, and padded to what size
 
     def num_tiles(self, num_tokens: int) -> int:
         """The most tiles that chunks with this many tokens make."""
@@ -107,13 +85,14 @@ class DeviceInputs:
         self.tiles_W4.zero_()
         self.samples_3C[0] = 0
         self.samples_3C[1:] = -1
-        self._rows_sent = ([], 0)
+        self._rows_sent = (None, 0)
 
-    def send_rows(self, rows: list[int], size: int) -> None:
-        """The rows that decode, padded to `size`; those of the last step need not be sent again."""
-        if self._rows_sent != (rows, size):
-            padded = rows + [-1] * (size - len(rows))
-            send_into(self.rows_S[:size], torch.tensor(padded, dtype=torch.int32))
+    def send_rows(self, rows: np.ndarray, size: int) -> None:
+        """Send the rows that decode, padded to `size`; the array of the last step need not be sent again."""
+        if self._rows_sent[0] is not rows or self._rows_sent[1] != size:
+            padded = np.full(size, -1, dtype=np.int32)
+            padded[: len(rows)] = rows
+            send_into(self.rows_S[:size], torch.from_numpy(padded))
             self._rows_sent = (rows, size)
 
     def send_prompts(self, prompts: Prompts, size: int) -> None:
@@ -130,11 +109,10 @@ class DeviceInputs:
         send_into(self.tiles_W4[: len(tiles_W4)], torch.from_numpy(tiles_W4))
 
     def send_samples(
-        self, where: list[int], places: list[int], rows: list[int], positions: list[int], size: int
+        self, where: np.ndarray, places: np.ndarray, rows: np.ndarray, positions: np.ndarray, size: int
     ) -> None:
-        """Of each token to sample its place, row and position; all but `where` they are is padding."""
+        """Send the place, row and position of each token to sample, to `where` it is; the rest is padding."""
         samples_3C = np.full((3, size), -1, dtype=np.int64)
         samples_3C[0] = 0
-        if where:
-            samples_3C[:, where] = places, rows, positions
+        samples_3C[:, where] = places, rows, positions
         self.samples_3C[:, :size].copy_(send(torch.from_numpy(samples_3C), self.device))

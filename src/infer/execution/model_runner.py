@@ -1,0 +1,75 @@
+"""Run a `StepPlan` in plain PyTorch, or with the C kernels of a CPU: copy blocks, run the model, sample.
+
+transfers ── the store moves blocks the books have already moved
+batch     ── the plan's integers become tensors                          (execution/batch.py)
+model     ── hidden states of the tokens that are read: behind the last attention there are no others
+logits    ── only of the rows that sample, or whose logprobs were asked for
+sample    ── one token per sampling row, several for a chunk about to fork (execution/host_sampling.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from infer.cache.kv_store import KVStore
+from infer.errors import DeviceLost
+from infer.execution.batch import PagedStep, StepBatch, needed_tokens
+from infer.execution.cpu_step import CpuSteps, can_run
+from infer.execution.host_sampling import HostSampler
+from infer.execution.runner import StepResult, SyncRunner
+from infer.kernels.cpu.library import library
+from infer.models.model import Model
+from infer.scheduling.batch_state import BatchState
+from infer.scheduling.plan import StepPlan
+from infer.scheduling.sequence import Sequence as TokenSequence
+
+
+class ModelRunner(SyncRunner):
+    """A model, a store, and one device that is waited for."""
+
+    def __init__(
+        self,
+        model: Model,
+        store: KVStore,
+        state: BatchState,
+        *,
+        max_batch_size: int,
+        attention_backend: str,
+        use_cpu_program: bool = True,
+    ) -> None:
+        self._model = model
+        self._store = store
+        self._state = state
+        self._sampler = HostSampler(model)
+        self._use_reference = attention_backend == "naive"
+        self._cpu: CpuSteps | None = None
+        if attention_backend == "auto" and can_run(model, store) and (c := library()):
+            self._cpu = CpuSteps(c, model, store, state, max_batch_size, use_program=use_cpu_program)
+
+    def prepare(self) -> bool:
+        """Do one piece of the work that makes later steps quicker; False: nothing is left to do."""
+        return False
+
+    def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
+        """Execute the plan; see the module's docstring for the order."""
+        try:
+            with torch.inference_mode():
+                self._store.transfer(plan.transfers)
+                if not plan.chunks:  # beams coming back compute their next tokens together, once all are here
+                    return StepResult([], [], {})
+                hidden_TD, last_rows = self._hidden(plan, sequences)
+                return self._sampler.sample(plan, sequences, last_rows, hidden_TD)
+        except torch.AcceleratorError as error:
+            raise DeviceLost(f"the device failed in step {plan.step}") from error
+
+    def _hidden(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> tuple[torch.Tensor, list[int]]:
+        """Hidden states of the needed tokens, and where the last one of each chunk is among them."""
+        if self._cpu is not None:
+            return self._cpu.run(plan, sequences)
+        batch = StepBatch(plan, sequences, self._state, self._store.device)
+        step = PagedStep(batch, self._store, use_reference=self._use_reference)
+        places, last_rows = needed_tokens(plan, sequences, batch.last_rows)
+        step.logit_indices = None if places is None else torch.tensor(places, device=self._store.device)
+        return self._model(batch.tokens_T, step), last_rows

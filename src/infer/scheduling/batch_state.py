@@ -1,0 +1,284 @@
+"""The batch as columns of integers: how far every running sequence has come, in one place.
+
+A running sequence is a *column*. Columns stand in the order in which sequences are served, so a question
+about the whole batch is one comparison of two lines, whatever the number of sequences:
+
+    sequences       A     B     C              by sort key: the first is the most urgent
+    num_tokens     21     6    40              tokens that have a place, known or still on the device
+    num_computed   20     5     8              tokens whose keys and values are in the cache
+    num_reserved   32     8    48              tokens the block tables have room for
+    next_commit    32     8    16              the num_computed at which a block is full
+    decode_len      1     1     1              tokens a decode step computes: 1, and more with drafts
+    num_planned     1     1     6              tokens the step being planned computes
+    row             3     0     1              where its block tables lie, here and on the device
+
+    num_tokens - num_computed == decode_len         A and B decode, C is in its prompt
+    num_tokens > num_reserved                       nobody needs a block for this step
+
+A sequence enters when it is admitted and leaves when it ends or is preempted; those behind it move by one
+column. The *row* does not move: it names the sequence's line in `tables`, which the kernels read, for as
+long as it runs. There is one table per group of layers with the same attention window.
+
+**Several tokens per step.** A step may compute drafts, tokens that were proposed and may be refused:
+
+    propose 3   num_tokens 21 -> 24, decode_len 4                  one known token and three drafts
+    advance     num_computed 24, num_tokens 25                     as if all were right, and one more drawn
+    retract 2   num_computed 22, num_tokens 23                     two were refused
+
+`retract` takes tokens back that the last step computed. Their slots stay reserved and are written again.
+A full block enters the prefix tree (`commit`) only after the step's drafts have been judged, so a sequence
+is never taken back past a block that others may read; `retract` refuses to.
+
+A sequence that does not run keeps a column of its own (`rest`), so its counts are read in the same way.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence as Seq
+from operator import attrgetter
+
+import numpy as np
+
+from infer.cache.kv_pool import NEVER, KVCachePool
+from infer.errors import EngineError
+from infer.scheduling.plan import Chunks
+from infer.scheduling.sequence import (
+    DECODE_LEN,
+    LINES,
+    NEXT_COMMIT,
+    NO_ROW,
+    NUM_PLANNED,
+    NUM_RESERVED,
+    NUM_TOKENS,
+    ROW,
+    Sequence,
+)
+
+_ONE = np.ones(1, dtype=np.int64)  # an array: numpy takes twice as long to add a Python integer
+_sort_key = attrgetter("sort_key")
+
+
+class BatchState:
+    """The counts and block tables of all running sequences. One engine thread owns it."""
+
+    num_tokens: np.ndarray  # these and the next: one number per running sequence, in order
+    num_computed: np.ndarray
+    num_reserved: np.ndarray
+    limit: np.ndarray
+    next_commit: np.ndarray
+    decode_len: np.ndarray
+    num_planned: np.ndarray
+    turn: np.ndarray
+    num_samples: np.ndarray
+    row: np.ndarray
+    seq_id: np.ndarray
+
+    def __init__(self, max_sequences: int, max_blocks: int, *, block_size: int, num_groups: int = 1) -> None:
+        self.block_size = block_size
+        self.sequences: list[Sequence] = []  # running, by sort key: one per column
+        self.version = 0  # another after every arrival and departure
+        self.num_drafts = 0  # proposed and not yet launched, of all sequences
+        self.num_steady = 0  # coming steps that may repeat a plan which decodes with every column
+        self.tables = np.zeros((num_groups, max_sequences, max_blocks), dtype=np.int64)
+        self.tenancy = np.zeros(max_sequences, dtype=np.int64)  # how often each row has been given out
+        self._table_cells = memoryview(self.tables)
+        self._columns = np.zeros((len(LINES), max_sequences), dtype=np.int64)
+        self._cells = memoryview(self._columns)  # the same memory: a single number is read much faster
+        self._free_rows = list(range(max_sequences - 1, -1, -1))
+        self._layout: Chunks | None = (
+            None  # a plan that decodes with every column, for as long as they are these
+        )
+        self._name_lines()
+
+    # -- arrivals and departures ------------------------------------------------------------------
+
+    def enter(self, seq: Sequence) -> None:
+        """Give a sequence the column that its sort key asks for, and a row."""
+        sequences, columns = self.sequences, self._columns
+        place, end = bisect_left(sequences, seq.sort_key, key=_sort_key), len(sequences)
+        columns[:, place + 1 : end + 1] = columns[:, place:end]
+        columns[:, place] = seq.column[:, 0]
+        columns[ROW, place] = row = self._free_rows.pop()
+        self.tenancy[row] += 1
+        sequences.insert(place, seq)
+        seq.is_running, seq.cells, seq.place = True, self._cells, place
+        for moved in sequences[place + 1 :]:
+            moved.place += 1
+        self._name_lines()
+
+    def leave(self, seq: Sequence) -> None:
+        """Give back the column and the row; the counts rest with the sequence, and unlaunched drafts go."""
+        sequences, columns, place, end = self.sequences, self._columns, seq.place, len(self.sequences)
+        assert sequences[place] is seq, f"{seq} is not where its column is"
+        num_drafts = int(columns[DECODE_LEN, place]) - 1
+        self.num_drafts -= num_drafts
+        columns[NUM_TOKENS, place] -= num_drafts
+        if num_drafts:
+            seq.drafts = ()
+        self._free_rows.append(seq.row)
+        seq.column = columns[:, place : place + 1].copy()
+        seq.column[[NUM_RESERVED, NEXT_COMMIT, DECODE_LEN, NUM_PLANNED, ROW], 0] = 0, 0, 1, 0, NO_ROW
+        seq.is_running, seq.cells, seq.place = False, memoryview(seq.column), 0
+        columns[:, place : end - 1] = columns[:, place + 1 : end]
+        del sequences[place]
+        for moved in sequences[place:]:
+            moved.place -= 1
+        self._name_lines()
+
+    def _name_lines(self) -> None:
+        """Point the lines at the columns in use; what was known of the next plan is not true any more."""
+        num_running = len(self.sequences)
+        for name, line in zip(LINES, self._columns, strict=True):
+            setattr(self, name, line[:num_running])
+        self.version += 1
+        self.num_steady = 0
+        self._layout = None
+
+    def write_table(self, seq: Sequence, blocks: Seq[int], first: int = 0, group: int = 0) -> list[int]:
+        """Copy a sequence's blocks from index `first` on to its row; it may write all they have room for.
+
+        Returns what has changed, for a mirror of the tables: a row, an index and a block for each.
+        """
+        cells, place, num_blocks = self._cells, seq.place, len(blocks)
+        cells[NUM_RESERVED, place] = num_blocks * self.block_size
+        row = cells[ROW, place]
+        if num_blocks == first + 1:  # what a sequence that decodes gets
+            self._table_cells[group, row, first] = block = blocks[first]
+            return [row, first, block]
+        self.tables[group, row, first:num_blocks] = blocks[first:]
+        return [number for index in range(first, num_blocks) for number in (row, index, blocks[index])]
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    def begin_plan(self) -> tuple[np.ndarray, np.ndarray]:
+        """Clear the plan; of each column the tokens it is behind, and whether one decode step is enough."""
+        self.num_planned.fill(0)
+        self.num_steady = 0
+        pending = np.minimum(self.num_tokens, self.limit) - self.num_computed
+        return pending, pending == self.decode_len
+
+    def planned_chunks(self, *, decodes_all: bool, in_turn: bool = False) -> Chunks:
+        """The chunks of all columns that are planned, in their turn or in the order of the columns.
+
+        Where every column decodes, only positions differ from the last time: the rest is kept.
+        """
+        layout = self._layout if decodes_all else None
+        if layout is None:
+            places: np.ndarray | slice = slice(None)
+            sequences = self.sequences.copy()
+            if not decodes_all:
+                places = self.num_planned.nonzero()[0]
+                if in_turn:
+                    places = places[self.turn[places].argsort(kind="stable")]
+                sequences = [sequences[place] for place in places.tolist()]
+            starts = self.num_computed[places].copy()
+            stops = starts + self.num_planned[places]
+            draws = stops == self.num_tokens[places]
+            layout = Chunks(
+                self.seq_id[places].copy(), starts, stops, np.where(draws, self.num_samples[places], 0),
+                self.row[places].copy(), sequences=sequences, places=places, version=self.version,
+            )  # fmt: skip
+            self._layout = layout if decodes_all else None
+            return layout
+        return layout.at(self.num_computed.copy(), self.num_tokens.copy(), is_repeated=not self.num_drafts)
+
+    def settle(self) -> None:
+        """Find out how often a plan that decodes one token of every column may be repeated.
+
+        That is until the first of them ends: while none comes or goes, the same rule gives the same answer.
+        """
+        if self.sequences and not self.num_drafts:
+            self.num_steady = int((self.limit - self.num_tokens).min())
+
+    def short(self, places: np.ndarray | slice = slice(None)) -> list[int]:
+        """Which of these columns have no slot for their last token."""
+        return (self.num_tokens[places] > self.num_reserved[places]).nonzero()[0].tolist()
+
+    def advance(self, chunks: Chunks) -> None:
+        """Count a step that is under way; sampled tokens get their place before they are known."""
+        if chunks.is_repeated:  # every column decodes one token
+            self.num_computed[:] = chunks.stops
+            np.add(chunks.stops, _ONE, self.num_tokens)
+            return
+        places, stops = chunks.places, chunks.stops
+        self.num_computed[places] = stops
+        self.num_tokens[places] = np.maximum(self.num_tokens[places], stops + chunks.draws)
+        if self.num_drafts:
+            chunks.num_drafts = int(self.decode_len[places].sum()) - len(chunks)
+            self.num_drafts -= chunks.num_drafts
+            self.decode_len[places] = 1
+
+    def filled(self, chunks: Chunks) -> list[int]:
+        """Which chunks of a step that has run complete a block, of sequences that still run."""
+        if chunks.is_repeated and chunks.version == self.version:
+            return (chunks.stops >= self.next_commit).nonzero()[0].tolist()
+        running = [number for number, seq in enumerate(chunks.sequences) if seq.is_running]
+        places = self.places_of(chunks.sequences)
+        due = (chunks.stops[running] >= self.next_commit[places]).nonzero()[0].tolist()
+        return [running[number] for number in due]
+
+    def places_of(self, sequences: Seq[Sequence]) -> np.ndarray:
+        """The columns of those of the sequences that run."""
+        return np.array([seq.place for seq in sequences if seq.is_running], dtype=np.int64)
+
+    # -- drafts -----------------------------------------------------------------------------------
+
+    def propose(self, seq: Sequence, drafts: Seq[int]) -> None:
+        """Let a sequence that is one token behind compute drafts with its next step, as many as fit."""
+        place = seq.place
+        assert seq.is_running and seq.num_pending == self.decode_len[place] == 1, f"{seq} cannot take drafts"
+        count = max(min(len(drafts), int(self.limit[place]) - seq.num_tokens), 0)
+        seq.drafts = tuple(drafts[:count])
+        self.num_tokens[place] += count
+        self.decode_len[place] += count
+        self.num_drafts += count
+        self.num_steady = 0
+
+    def retract(self, chunks: Chunks, num_refused: np.ndarray) -> None:
+        """Take back tokens at the end of the chunks of a step that has run, before the step is committed.
+
+        `num_tokens` and `num_computed` move back together. The reservation stays: the slots are written
+        again. A chunk keeps its first token, which was known, and a sequence all tokens of the blocks that
+        it has committed; to take more back is an error. A sequence that was preempted after the step was
+        launched loses the tokens as well, and as much of its cache as it has left.
+        """
+        refused = num_refused.nonzero()[0]
+        sequences = [chunks.sequences[number] for number in refused.tolist()]
+        runs = np.array([seq.is_running for seq in sequences], dtype=bool)
+        places, counts = self.places_of(sequences), num_refused[refused[runs]]
+        next_commit, num_left = self.next_commit[places], self.num_computed[places] - counts
+        is_too_far = (next_commit < NEVER) & (num_left < next_commit - self.block_size)
+        if is_too_far.any() or (chunks.stops - num_refused <= chunks.starts).any():
+            raise EngineError("a step cannot take back its first token, or one of a block that is committed")
+        chunks.stops = chunks.stops - num_refused
+        self.num_computed[places] = num_left
+        self.num_tokens[places] -= counts
+        for number in refused[~runs].tolist():
+            seq, count = chunks.sequences[number], int(num_refused[number])
+            seq.num_tokens -= count
+            seq.num_computed = max(seq.num_computed - count, 0)
+        self.num_steady = 0
+
+    def check(self, pool: KVCachePool) -> None:
+        """Raise EngineError unless rows, counts and tables are what the sequences and the pool say."""
+        rows = self.row.tolist()
+        if len({*rows, *self._free_rows}) != len(rows) + len(self._free_rows) == self.tables.shape[1]:
+            raise EngineError("a row of block tables is in use twice, or lost")
+        for place, seq in enumerate(self.sequences):
+            blocks = pool.block_table(seq.seq_id)
+            num_slots, num_reserved = len(blocks) * self.block_size, int(self.num_reserved[place])
+            claims = {
+                "its column is its own": seq.place == place and self.seq_id[place] == seq.seq_id,
+                "its computed tokens have a place": seq.num_computed <= num_slots,
+                "its table has what is reserved": num_reserved <= num_slots,
+                "its row holds its table": self.tables[
+                    0, seq.row, : -(-num_reserved // self.block_size)
+                ].tolist()
+                == blocks[: -(-num_reserved // self.block_size)],
+                "nothing else holds a block that it may write": num_reserved <= seq.num_computed
+                or not pool.is_shared(seq.seq_id, seq.num_computed, num_reserved),
+            }
+            for claim, is_true in claims.items():
+                if not is_true:
+                    raise EngineError(f"the counts of {seq} are wrong: not so that {claim}")
