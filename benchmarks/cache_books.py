@@ -61,7 +61,7 @@ def measure_decode(block_size: int, repeats: int, num_running: int) -> list[tupl
     def step() -> None:
         for seq_id, sequence in tokens.items():
             num_tokens = lengths[seq_id] = lengths[seq_id] + 1
-            pool.reserve(seq_id, num_tokens)
+            pool.reserve(seq_id, num_tokens, num_tokens - 1)
             pool.commit(seq_id, sequence, num_tokens)
 
     def restart() -> None:
@@ -110,7 +110,7 @@ def measure_prefixes(block_size: int, repeats: int) -> list[tuple[str, float]]:
         pool.release(1)
         pool.reset_prefix_cache()
         pool.match_prefix(1, tokens)
-        pool.reserve(1, len(tokens))
+        pool.reserve(1, len(tokens), 0)
 
     insert = best_us(lambda: pool.commit(1, tokens, len(tokens)), repeats, prepare=restart)
     pool.release(1)

@@ -34,6 +34,7 @@ squeezed_or_not = pytest.mark.parametrize("squeeze", [{}, SQUEEZED], ids=["as it
 def make_world(row: dict[str, Any], **changes: Any) -> OracleWorld:
     knobs = engine_knobs(row) | {"context_len": CONTEXT_LEN, "cost": SWAPPING_IS_CHEAP} | changes
     del knobs["attention_backend"]  # an oracle does not attend
+    knobs["num_host_blocks"] = knobs.pop("swap_blocks")
     return OracleWorld(eos_ids=EOS_IDS, **knobs)
 
 

@@ -327,7 +327,7 @@ class OracleWorld:
         assert scheduler._slots_used == num_slots <= scheduler.config.max_batch_size
         for seq in live:
             assert seq.finish_reason is None
-            num_late = seq.num_tokens - len(seq.tokens)
+            num_late = seq.num_tokens - len(seq.tokens) - len(seq.drafts)
             assert 0 <= num_late <= len(self.engine._flights), f"{seq} waits for {num_late} tokens"
             assert 0 <= seq.num_computed < seq.num_tokens
             assert not (seq.is_running and seq.is_swapped)

@@ -134,9 +134,8 @@ class PrefixTree:
         twins: list[tuple[int, int]] = []
         place = 0
         for block in blocks:
-            label: Label = ids[place : place + label_size]
-            if not depth:
-                label = (salt, label)
+            ids_of_block = ids[place : place + label_size]
+            label: Label = ids_of_block if depth else (salt, ids_of_block)
             child = node.children.get(label)
             if child is None:
                 if not allocator.adopt(block):

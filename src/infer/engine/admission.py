@@ -44,7 +44,7 @@ def admit(
         raise RequestError("beam search needs a KV cache, and kv_cache_backend=naive keeps none")
     tokens = check_token_ids(request, vocab_size)
     check_order(request)
-    check_width(request, config.max_batch_size)
+    check_width(request, config.max_batch_size, config.max_num_batched_tokens)
     max_total = longest_total(request, context_len, scheduler.pool)
     stop_ids = params.stop_token_ids if params.ignore_eos else (*eos_ids, *params.stop_token_ids)
     seed = config.seed * SEED_STRIDE + number if params.seed is None else params.seed
@@ -94,9 +94,15 @@ def check_order(request: Request) -> None:
         raise RequestError(f"deadline must be a finite number of seconds, got {shown}", param="deadline")
 
 
-def check_width(request: Request, max_batch_size: int) -> None:
-    """Refuse more sequences than may ever run side by side."""
+def check_width(request: Request, max_batch_size: int, budget: int) -> None:
+    """Refuse more sequences than may ever run side by side, and more beams than one step can serve."""
     params = request.params
+    if params.use_beam_search and params.num_sequences > budget:
+        raise RequestError(
+            f"the request asks for {params.num_sequences} beams, which advance together, but a step computes "
+            f"at most max_num_batched_tokens={budget} tokens; ask for fewer beams",
+            param="n" if params.best_of is None else "best_of",
+        )
     if params.num_sequences > max_batch_size:
         raise RequestError(
             f"the request asks for {params.num_sequences} sequences, but max_batch_size is {max_batch_size}; "

@@ -82,9 +82,9 @@ class BatchState:
         self.num_steady = 0  # coming steps that may repeat a plan which decodes with every column
         self.tables = np.zeros((num_groups, max_sequences, max_blocks), dtype=np.int64)
         self.tenancy = np.zeros(max_sequences, dtype=np.int64)  # how often each row has been given out
-        self._table_cells = memoryview(self.tables)
+        self._table_cells = self.tables.data
         self._columns = np.zeros((len(LINES), max_sequences), dtype=np.int64)
-        self._cells = memoryview(self._columns)  # the same memory: a single number is read much faster
+        self._cells = self._columns.data  # the same memory: a single number is read much faster
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._layout: Chunks | None = (
             None  # a plan that decodes with every column, for as long as they are these
@@ -119,7 +119,7 @@ class BatchState:
         self._free_rows.append(seq.row)
         seq.column = columns[:, place : place + 1].copy()
         seq.column[[NUM_RESERVED, NEXT_COMMIT, DECODE_LEN, NUM_PLANNED, ROW], 0] = 0, 0, 1, 0, NO_ROW
-        seq.is_running, seq.cells, seq.place = False, memoryview(seq.column), 0
+        seq.is_running, seq.cells, seq.place = False, seq.column.data, 0
         columns[:, place : end - 1] = columns[:, place + 1 : end]
         del sequences[place]
         for moved in sequences[place:]:
@@ -212,10 +212,10 @@ class BatchState:
     def filled(self, chunks: Chunks) -> list[int]:
         """Which chunks of a step that has run complete a block, of sequences that still run."""
         if chunks.is_repeated and chunks.version == self.version:
-            return (chunks.stops >= self.next_commit).nonzero()[0].tolist()
+            return (chunks.ends >= self.next_commit).nonzero()[0].tolist()
         running = [number for number, seq in enumerate(chunks.sequences) if seq.is_running]
         places = self.places_of(chunks.sequences)
-        due = (chunks.stops[running] >= self.next_commit[places]).nonzero()[0].tolist()
+        due = (chunks.ends[running] >= self.next_commit[places]).nonzero()[0].tolist()
         return [running[number] for number in due]
 
     def places_of(self, sequences: Seq[Sequence]) -> np.ndarray:
@@ -251,7 +251,7 @@ class BatchState:
         is_too_far = (next_commit < NEVER) & (num_left < next_commit - self.block_size)
         if is_too_far.any() or (chunks.stops - num_refused <= chunks.starts).any():
             raise EngineError("a step cannot take back its first token, or one of a block that is committed")
-        chunks.stops = chunks.stops - num_refused
+        chunks.ends = chunks.stops - num_refused
         self.num_computed[places] = num_left
         self.num_tokens[places] -= counts
         for number in refused[~runs].tolist():

@@ -49,7 +49,7 @@ class Chunks(Sequence[Chunk]):
     """The chunks of a plan as columns, in the order in which the runner lays them out."""
 
     __slots__ = (
-        "_made", "draws", "is_repeated", "num_drafts", "num_samples", "places", "rows", "seq_ids",
+        "_made", "draws", "ends", "is_repeated", "num_drafts", "num_samples", "places", "rows", "seq_ids",
         "sequences", "starts", "stops", "version",
     )  # fmt: skip
 
@@ -66,6 +66,7 @@ class Chunks(Sequence[Chunk]):
         version: int = 0,
     ) -> None:
         self.seq_ids, self.starts, self.stops, self.num_samples = seq_ids, starts, stops, num_samples
+        self.ends = stops  # where the tokens end that were not refused
         self.rows = rows  # of the block tables
         self.sequences: list[TokenSequence] = [] if sequences is None else sequences  # one for each chunk
         self.places, self.version = places, version  # columns of the batch state, as of a version of it
@@ -86,6 +87,7 @@ class Chunks(Sequence[Chunk]):
         moved.rows, moved.sequences, moved.places, moved.version = (
             self.rows, self.sequences, self.places, self.version
         )  # fmt: skip
+        moved.ends = stops
         moved.draws, moved.is_repeated, moved.num_drafts, moved._made = self.draws, is_repeated, 0, None
         return moved
 

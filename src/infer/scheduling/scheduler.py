@@ -202,14 +202,14 @@ class Scheduler:
         for number in self.state.filled(chunks):
             seq = chunks.sequences[number]
             if self.keeps_cache:
-                stop = int(chunks.stops[number])
+                stop = min(int(chunks.ends[number]), len(seq.tokens))  # ids of drafts may still be unknown
                 seq.cells[NEXT_COMMIT, seq.place] = self.pool.commit(seq.seq_id, seq.tokens, stop)
             else:
                 self._forget_cache(seq)
 
     def propose(self, seq: Sequence, drafts: Seq[int]) -> None:
         """Let a running sequence that is one token behind compute drafts with its next step."""
-        self.state.propose(seq, drafts)
+        self.state.propose(seq, drafts[: self._token_budget - 1])
 
     def retract(self, plan: StepPlan, ids: Seq[Seq[int]]) -> None:
         """Take back the drafts that a step has refused: of each chunk, all but those followed by an id.
@@ -266,8 +266,9 @@ class Scheduler:
                 num_served = int(np.count_nonzero((state.num_planned > 0) & (state.turn >= first_turn)))
         self._rotation += num_served
         self._decode_gap = self._decode_gap + 1 if num_served < num_behind else 0
-        if left_out and draft.preempted and draft.budget:  # a chunk that was taken back has left its tokens
-            self._decode(state.places_of(left_out), num_behind - num_served, draft)
+        left_places = state.places_of(left_out)
+        if draft.preempted and len(left_places) and state.decode_len[left_places[0]] <= draft.budget:
+            self._decode(left_places, num_behind - num_served, draft)  # with the tokens of a chunk taken back
 
     def _with_whole_beams(self, places: np.ndarray, budget: int) -> np.ndarray:
         """These columns, but for beams that cannot all go on: a step chooses among the offers of all."""

@@ -95,7 +95,7 @@ class Sequence:
         self.stop_ids = group.stop_ids
         self.column = np.zeros((len(LINES), 1), dtype=np.int64)  # its counts while it does not run
         self.column[:, 0] = (len(self.tokens), 0, 0, self.max_total - 1, 0, 1, 0, 0, 1, NO_ROW, seq_id)
-        self.cells = memoryview(self.column)  # where its counts are now: its own column, or the batch's,
+        self.cells = self.column.data  # where its counts are now: its own column, or the batch's,
         self.place = 0  # and the number of the column there
         self.bare_until = 0  # an output that leaves it with fewer tokens says its ids and nothing else
         self.num_slots = 1  # places of the batch it takes, the sequences it will fork into included

@@ -45,7 +45,7 @@ def test_two_prompts_share_a_path_as_long_as_they_agree() -> None:
     allocator.share(sat[:1], 2)
     (ran,) = allocator.take(1, 2)
     entered = tree.insert(THE_CAT + RAN_TO, [ran], 2, after=sat[0])
-    assert entered == (ran, 1, [])
+    assert entered == Insertion(ran, 1, [])
     assert tree.match(THE_CAT + RAN_TO) == [sat[0], ran]
     assert tree.num_cached_blocks == 3
     assert (tree.parent(ran), tree.parent(sat[1]), tree.parent(sat[0])) == (sat[0], sat[0], None)

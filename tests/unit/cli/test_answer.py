@@ -71,7 +71,7 @@ def test_knobs_that_contradict_each_other_are_refused_before_torch_is_imported(
 ) -> None:
     monkeypatch.setitem(sys.modules, "infer.frontend.llm", None)  # to import it is an error
     args = build_parser().parse_args(
-        ["generate", "hi", "--max-num-batched-tokens", "8", "--max-batch-size", "64"]
+        ["generate", "hi", "--preemption", "swap", "--swap-blocks", "0"]
     )
-    with pytest.raises(ConfigError, match="max_batch_size is 64 but a step computes at most"):
+    with pytest.raises(ConfigError, match="preemption=swap needs host memory"):
         open_llm(args)

@@ -11,6 +11,7 @@ from infer.errors import ConfigError
 from infer.scheduling.policies import POLICIES, make_policy
 from infer.scheduling.request import Request
 from infer.scheduling.sequence import Sequence, SequenceGroup
+from tests.support.oracle import OracleWorld, prompt_of
 
 
 def make_seq(arrival: int, *, priority: int = 0, deadline: float | None = None) -> Sequence:
@@ -60,3 +61,22 @@ def test_the_knob_knows_every_policy() -> None:
 def test_an_unknown_policy_is_refused_with_the_names_of_all() -> None:
     with pytest.raises(ConfigError, match="must be one of fcfs, .*deadline, got 'lifo'"):
         make_policy("lifo")
+
+
+def served(policy: str, num_steps: int) -> list[list[int]]:
+    """Which sequences of a request that has forked decode, where a step has tokens for two of three."""
+    world = OracleWorld(max_num_batched_tokens=2, max_batch_size=3, scheduler_policy=policy)
+    world.add("a", prompt_of(1), n=3, max_tokens=30)
+    world.step()
+    first = world.scheduler.running[0].seq_id
+    for _ in range(num_steps):
+        world.step()
+    steps = [[chunk.seq_id - first for chunk in plan.chunks] for plan in world.plans[-num_steps:]]
+    world.run()
+    assert world.verify() == 1, "all are served in the end"
+    return steps
+
+
+def test_without_room_for_all_the_oldest_decode_or_the_turn_goes_round() -> None:
+    assert served("fcfs", 4) == [[0, 1]] * 4
+    assert served("decode_round_robin", 4) == [[0, 1], [2, 0], [1, 2], [0, 1]]
