@@ -64,7 +64,9 @@ def make_engine(config: EngineConfig) -> Engine:
         raise CheckpointError("the weights are gone")
     pool = make_pool(config, CacheSize(config.cache.num_blocks or 256, 4, bytes_per_token=1))
     scheduler = Scheduler(pool, resolve_scheduler(config, 4096, SIMULATED_STEPS))
-    return Engine(scheduler, FaultyRunner(pool), context_len=CONTEXT_LEN, vocab_size=VOCAB_SIZE)
+    return Engine(
+        scheduler, FaultyRunner(pool, scheduler.state), context_len=CONTEXT_LEN, vocab_size=VOCAB_SIZE
+    )
 
 
 if __name__ == "__main__":

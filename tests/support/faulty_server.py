@@ -59,7 +59,9 @@ def make_engine(config: EngineConfig) -> Engine:
     """A small engine."""
     pool = make_pool(config, CacheSize(256, 4, bytes_per_token=1))
     scheduler = Scheduler(pool, resolve_scheduler(config, 4096, SIMULATED_STEPS))
-    return Engine(scheduler, ObedientRunner(pool), context_len=CONTEXT_LEN, vocab_size=VOCAB_SIZE)
+    return Engine(
+        scheduler, ObedientRunner(pool, scheduler.state), context_len=CONTEXT_LEN, vocab_size=VOCAB_SIZE
+    )
 
 
 async def start_faulty(config: Any, **options: Any) -> ProcessClient:

@@ -64,7 +64,8 @@ class StepInputs:
         items[:, 1] = np.minimum(layout.lens.repeat(num_items) - offsets, operations.ITEM_TOKENS)
         items[:, 2] = plan.chunks.rows.repeat(num_items)
         items[:, 3] = plan.chunks.starts.repeat(num_items) + offsets
-        return (layout.ends - 1).tolist()
+        last_rows: list[int] = (layout.ends - 1).tolist()
+        return last_rows
 
 
 class CpuStep(StepContext):

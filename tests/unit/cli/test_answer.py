@@ -70,8 +70,6 @@ def test_knobs_that_contradict_each_other_are_refused_before_torch_is_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "infer.frontend.llm", None)  # to import it is an error
-    args = build_parser().parse_args(
-        ["generate", "hi", "--preemption", "swap", "--swap-blocks", "0"]
-    )
+    args = build_parser().parse_args(["generate", "hi", "--preemption", "swap", "--swap-blocks", "0"])
     with pytest.raises(ConfigError, match="preemption=swap needs host memory"):
         open_llm(args)

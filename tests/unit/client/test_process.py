@@ -73,7 +73,9 @@ def serve(*turns: Sequence[Command], max_queue: int | None = None) -> tuple[list
     scheduler = Scheduler(
         pool, resolve_scheduler(EngineConfig.from_knobs(max_queue=max_queue), 256, SIMULATED_STEPS)
     )
-    engine = Engine(scheduler, OracleRunner(pool), context_len=200, vocab_size=VOCAB_SIZE, embedder=embed)
+    engine = Engine(
+        scheduler, OracleRunner(pool, scheduler.state), context_len=200, vocab_size=VOCAB_SIZE, embedder=embed
+    )
     link = ScriptedLink(*turns)
     EngineServer(engine, cast("zmq.Socket[bytes]", cast(Any, link))).run()
     return link.reports, embedded

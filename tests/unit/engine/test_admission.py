@@ -87,13 +87,15 @@ def test_the_first_and_the_last_id_are_fine(num_repeats: int) -> None:
 
 
 def test_more_sequences_than_may_run_at_once_are_refused() -> None:
-    check_width(make_request(3, n=4), 4)
+    check_width(make_request(3, n=4), 4, 2)
     with pytest.raises(RequestError, match="asks for 5 sequences, but max_batch_size is 4") as caught:
-        check_width(make_request(3, n=5), 4)
+        check_width(make_request(3, n=5), 4, 8)
     assert caught.value.param == "n"
     with pytest.raises(RequestError) as caught:
-        check_width(make_request(3, n=2, best_of=5), 4)
+        check_width(make_request(3, n=2, best_of=5), 4, 8)
     assert caught.value.param == "best_of"
+    with pytest.raises(RequestError, match="asks for 3 beams, which advance together, but .*=2 tokens"):
+        check_width(make_request(3, n=3, use_beam_search=True, temperature=0.0), 4, 2)
 
 
 def test_the_context_holds_the_prompt_and_the_whole_output() -> None:
