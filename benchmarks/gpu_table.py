@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -37,6 +38,8 @@ from infer.bench.target import Target
 from infer.bench.workloads import make_workload
 from infer.config.settings import EngineConfig
 from infer.engine.engine import Engine
+from infer.execution.gpu.readback import PendingStep
+from infer.execution.runner import StepResult
 from infer.loader.random_weights import load_random
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
@@ -100,27 +103,20 @@ def cpu_per_step(engine: Engine, num_rows: int) -> float:
     for _ in range(40):
         engine.step()
     waited = 0.0
-    results = engine._runner._results  # type: ignore[attr-defined]
-    take = results.take
+    wait = PendingStep.__call__
 
-    def timed_take(ids: torch.Tensor) -> Any:
-        wait = take(ids)
+    def timed(pending: PendingStep) -> StepResult:
+        nonlocal waited
+        start = time.perf_counter()
+        result = wait(pending)
+        waited += time.perf_counter() - start
+        return result
 
-        def timed() -> list[int]:
-            nonlocal waited
-            start = time.perf_counter()
-            ids = wait()
-            waited += time.perf_counter() - start
-            return ids  # type: ignore[no-any-return]
-
-        return timed
-
-    results.take = timed_take
-    start = time.perf_counter()
-    for _ in range(100):
-        engine.step()
-    total = time.perf_counter() - start
-    results.take = take
+    with mock.patch.object(PendingStep, "__call__", timed):
+        start = time.perf_counter()
+        for _ in range(100):
+            engine.step()
+        total = time.perf_counter() - start
     while engine.has_work:
         engine.step()
     return (total - waited) / 100 * 1e6

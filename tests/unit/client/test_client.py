@@ -21,6 +21,7 @@ from infer.engine.engine import Engine
 from infer.errors import DeviceLost, EngineStopped, QueueFull, RequestError
 from infer.execution.runner import StepResult
 from infer.sampling.params import RowLogprobs, SamplingParams
+from infer.scheduling.batch_state import BatchState
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.scheduler import Scheduler
@@ -31,8 +32,8 @@ from tests.support.oracle import VOCAB_SIZE, OracleRunner, expected_output
 class GatedRunner(OracleRunner):
     """Runs a step only when the test lets it."""
 
-    def __init__(self, pool: PagedKVCachePool) -> None:
-        super().__init__(pool)
+    def __init__(self, pool: PagedKVCachePool, state: BatchState) -> None:
+        super().__init__(pool, state)
         self.gate = threading.Semaphore(0)
 
     def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
@@ -62,7 +63,8 @@ def make_client(
     pool = PagedKVCachePool(num_blocks, 4)
     config = EngineConfig.from_knobs(max_batch_size=16, max_queue=max_queue)
     scheduler = Scheduler(pool, resolve_scheduler(config, 256, SIMULATED_STEPS))
-    engine = Engine(scheduler, runner_type(pool), context_len=200, vocab_size=VOCAB_SIZE, embedder=embedder)
+    runner = runner_type(pool, scheduler.state)
+    engine = Engine(scheduler, runner, context_len=200, vocab_size=VOCAB_SIZE, embedder=embedder)
     return InProcessClient(engine), engine
 
 
