@@ -132,13 +132,16 @@ class Scheduler:
         """Choose the work of one step and reserve the blocks it needs."""
         self.step += 1
         may_admit = self.num_waiting > 0 and self._slots_used < self.config.max_batch_size
-        state, draft = self.state, PlanDraft(self._token_budget, self.config.max_prefill_chunks_per_step)
-        if state.num_steady > 0 and not may_admit:
-            if short := state.short():
-                self._reserve_all(short, draft)
-            if state.num_steady > 0:  # else one was preempted
-                state.num_steady -= 1
-                return draft.to_plan(self.step, state.planned_chunks(decodes_all=True))
+        state, may_repeat = self.state, self.state.num_steady > 0 and not may_admit
+        short = state.short() if may_repeat else []
+        if may_repeat and not short:
+            state.num_steady -= 1
+            return StepPlan(self.step, state.planned_chunks(decodes_all=True))
+        draft = PlanDraft(self._token_budget, self.config.max_prefill_chunks_per_step)
+        self._reserve_all(short, draft)
+        if may_repeat and state.num_steady > 0:  # else one was preempted
+            state.num_steady -= 1
+            return draft.to_plan(self.step, state.planned_chunks(decodes_all=True))
         pending, decodes = state.begin_plan()
         places = decodes.nonzero()[0]
         num_decoding = len(places)
@@ -386,6 +389,8 @@ class Scheduler:
 
     def _reserve_all(self, places: list[int], draft: PlanDraft) -> None:
         """Make room for all tokens of the sequences in these columns, in order."""
+        if not places:
+            return
         num_tokens: list[int] = self.state.num_tokens[places].tolist()
         for seq, count in zip([self.running[place] for place in places], num_tokens, strict=True):
             self._reserve(seq, count, draft)

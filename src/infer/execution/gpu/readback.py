@@ -73,7 +73,7 @@ class Readback:
         """Begin to copy the ids of a step to the host."""
         number = self._next
         self._next = (number + 1) % len(self._buffers)
-        buffer, event = self._buffers[number][: len(ids_S)], self._events[number]
+        buffer, event = self._buffers[number][: ids_S.shape[0]], self._events[number]
         buffer.copy_(ids_S, non_blocking=True)
         if event is not None:
             event.record()
