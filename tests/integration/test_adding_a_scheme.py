@@ -51,7 +51,8 @@ class Ternary(Projection):
         }
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        codes = self.tensors["weight_packed"].unsqueeze(-1) >> torch.tensor([0, 2, 4, 6]) & 3
+        shifts = torch.tensor([0, 2, 4, 6], device=x.device)
+        codes = self.tensors["weight_packed"].unsqueeze(-1) >> shifts & 3
         weight = codes.flatten(-2)[..., : self.spec.size].to(x.dtype) - 1
         y = F.linear(x, weight) * self.tensors["scale"].to(x.dtype)
         return y if self.bias is None else y + self.bias
@@ -238,6 +239,9 @@ def test_what_it_cannot_do_is_refused_by_name(scheme: type[Ternary], tmp_path: P
         ConfigError, match="quantization must be one of auto, none, .*, ternary, .*got 'senary'"
     ):
         load(ternary, quantization="senary")
+    for other in ("none", "int8"):  # never accepted and ignored
+        with pytest.raises(ConfigError, match=f"quantization is {other}, but .* is stored as ternary"):
+            load(ternary, quantization=other)
     with pytest.raises(ConfigError, match="deterministic cannot be had with quantization=ternary"):
         build_engine(EngineConfig.from_knobs(deterministic=True, num_blocks=8), load(ternary))
 

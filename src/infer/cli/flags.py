@@ -85,8 +85,9 @@ def add_knob_flags(
     for row in knob_table(with_server=with_server).values():
         if row.name not in without:
             _add_knob(groups[row.section], row)
-    for name in NOT_BUILT:
-        parser.add_argument(flag(name), dest=KNOB + name, nargs="?", const=True, **HIDDEN)
+    for name, (only, _) in NOT_BUILT.items():
+        action = argparse.BooleanOptionalAction if isinstance(only, bool) else "store"
+        parser.add_argument(flag(name), dest=KNOB + name, action=action, **HIDDEN)
     groups["load"].add_argument(
         "--config", metavar="FILE", type=Path, help="YAML file of knobs, written as here; flags win over it"
     )

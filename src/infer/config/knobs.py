@@ -125,7 +125,9 @@ NOT_BUILT: Mapping[str, tuple[object, str]] = {
 """Settings of other engines for what this one cannot do yet: the one value that is taken, and what it is."""
 
 
-def own_names(given: Mapping[str, Any], table: Mapping[str, KnobRow]) -> dict[str, Any]:
+def own_names(
+    given: Mapping[str, Any], table: Mapping[str, KnobRow], *, says_own_name: bool = True
+) -> dict[str, Any]:
     """Return the knobs under their own names; a name that is unknown or given twice is refused."""
     spelled = {other: row for row in table.values() for other in row.spellings}
     knobs: dict[str, Any] = {}
@@ -140,7 +142,7 @@ def own_names(given: Mapping[str, Any], table: Mapping[str, KnobRow]) -> dict[st
             raise ConfigError(f"unknown knob {key!r}{closest(name, table, aliases=others, listed='known')}")
         if row.name in knobs:
             raise ConfigError(f"{row.name} is given twice, once as {name}; give it once")
-        if name != row.name:
+        if says_own_name and name != row.name:
             _say_own_name(name, row.name, is_old=name in row.formerly)
         if name in row.opposites and isinstance(value, bool):
             value = not value

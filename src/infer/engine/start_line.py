@@ -26,7 +26,7 @@ def describe_engine(model: str, config: ResolvedConfig, size: CacheSize) -> str:
         "kv_cache_tokens": size.num_tokens,
         "prefix_caching": "on" if config.use_prefix_caching else "off",
         **_computer(config),
-        "weights": config.weights.replace(" ", "_"),
+        "weights": config.dtype if config.weights == "as stored" else config.weights,
         "dtype": config.dtype,
     }
     line = "engine built " + " ".join(f"{key}={value}" for key, value in pairs.items())

@@ -156,6 +156,12 @@ def _check_name(quantization: str, device: torch.device, on_disk: list[str]) -> 
                 f"this checkpoint is quantized as {scheme}, which does not run on {device.type} yet; "
                 f"it runs on {', '.join(SCHEMES[scheme].devices)}"
             )
+    is_known = quantization in _CPU_FORMS or quantization in SCHEMES
+    if on_disk and is_known and quantization not in ("auto", *on_disk):
+        raise ConfigError(
+            f"quantization is {quantization}, but this checkpoint is stored as {', '.join(on_disk)}, "
+            f"which is kept as it is; leave quantization out, or use one of auto, {', '.join(on_disk)}"
+        )
     allowed = [*(_CPU_FORMS if device.type == "cpu" else ("auto", DENSE)), *on_disk]
     allowed += [row.name for row in SCHEMES.values() if not row.stored_as and device.type in row.devices]
     if quantization in allowed:

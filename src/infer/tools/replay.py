@@ -21,6 +21,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from infer.config.knobs import own_names
 from infer.config.settings import EngineConfig, knob_table
 from infer.engine.engine import Engine
 from infer.engine.observer import EngineObserver
@@ -218,7 +219,7 @@ def replay_config(facts: RunFacts, model: str | None, *, device: str | None = No
     if unknown:
         raise ConfigError(f"the record has knobs that this release does not: {', '.join(sorted(unknown))}")
     knobs = {name: value for name, value in facts.knobs.items() if name not in PLACES}
-    config = EngineConfig.from_knobs(**knobs)
+    config = EngineConfig.from_knobs(**own_names(knobs, table, says_own_name=False))  # older records
     # The number of blocks is given in blocks of block_size tokens whatever the layout: one token each
     # says the size of a contiguous cache exactly.
     is_contiguous = config.cache.kv_cache_backend == "contiguous"
