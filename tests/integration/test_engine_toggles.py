@@ -136,7 +136,6 @@ def test_the_published_matrix_is_the_one_that_runs() -> None:
     [
         ({"kv_cache_backend": "naive", "batching_mode": "static"}, "use batching_mode=continuous"),
         ({"preemption": "swap"}, "set swap_blocks, or use preemption=recompute"),
-        ({"max_batch_size": 9, "max_num_batched_tokens": 8}, "lower max_batch_size or raise"),
         ({"use_chunked_prefill": False, "max_num_batched_tokens": 64 - 5}, "turn use_chunked_prefill on"),
         ({"kv_cache_backend": "contiguous", "num_blocks": 3}, "lower max_seq_len"),
     ],

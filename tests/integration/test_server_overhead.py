@@ -18,7 +18,17 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_the_smallest_run_has_every_figure(tmp_path: Path) -> None:
     out = tmp_path / "report.json"
-    small = ["--streams", "2", "--tokens", "64", "--steps-per-second", "50", "--out", str(out)]
+    small = [
+        "--streams",
+        "2",
+        "--tokens",
+        "64",
+        "--steps-per-second",
+        "50",
+        "--out",
+        str(out),
+        "--allow-dirty",
+    ]
     command = [sys.executable, "-m", "benchmarks.server_overhead", *small]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)

@@ -142,6 +142,7 @@ class Scheduler:
         if may_repeat and state.num_steady > 0:  # else one was preempted
             state.num_steady -= 1
             return draft.to_plan(self.step, state.planned_chunks(decodes_all=True))
+        draft.budget, draft.num_tokens = self._token_budget, 0  # what was preempted was of the last plan
         pending, decodes = state.begin_plan()
         places = decodes.nonzero()[0]
         num_decoding = len(places)

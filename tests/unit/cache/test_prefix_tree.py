@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from infer.cache import prefix_tree
 from infer.cache.block_allocator import PREFIX_TREE, BlockAllocator
 from infer.cache.prefix_tree import Insertion, PrefixTree
 from infer.errors import EngineError
@@ -57,8 +59,20 @@ class Clashing(bytes):
     def __hash__(self) -> int:
         return 1
 
+    def __getitem__(self, key: Any) -> Any:
+        part = super().__getitem__(key)
+        return Clashing(part) if isinstance(part, bytes) else part
+
+
+class ClashingIds(array):  # type: ignore[type-arg]
+    """Ids whose bytes all have one hash."""
+
+    def tobytes(self) -> bytes:
+        return Clashing(super().tobytes())
+
 
 def test_equal_hashes_do_not_make_equal_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_tree, "array", ClashingIds)
     allocator, tree = make_tree()
     labels = tree._labels
     monkeypatch.setattr(tree, "_labels", lambda tokens: [Clashing(label) for label in labels(tokens)])
