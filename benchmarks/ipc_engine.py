@@ -31,9 +31,6 @@ class NullRunner(SyncRunner):
         self._interval = 1 / pace if pace else 0.0
         self._next = 0.0
 
-    def forget(self, seq_id: int) -> None:
-        """Keep nothing."""
-
     def run(self, plan: StepPlan, sequences: Seq[Sequence]) -> StepResult:
         """Wait for the next tick and draw."""
         now = time.monotonic()

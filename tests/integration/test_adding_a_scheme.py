@@ -100,13 +100,16 @@ def scheme(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     yield request.param
 
 
-def write_pair(path: Path, family: str = "llama", *, keep_dense: tuple[str, ...] = ()) -> tuple[Path, Path]:
+def write_pair(
+    path: Path, family: str = "llama", *, keep_dense: tuple[str, ...] = (), with_head: bool = False
+) -> tuple[Path, Path]:
     """A checkpoint of ternary matrices, and the same network with the numbers they stand for."""
     make_checkpoint(family, path / "dense", sizes=Sizes(hidden_size=64), seed=2)
     tensors = load_file(path / "dense/model.safetensors")
     packed: dict[str, torch.Tensor] = {}
     for name, weight in list(tensors.items()):
-        is_matrix = name.endswith("weight") and weight.dim() == 2 and ".layers." in name
+        is_packed = ".layers." in name or (with_head and name == "lm_head.weight")
+        is_matrix = name.endswith("weight") and weight.dim() == 2 and is_packed
         if not is_matrix or ".gate.weight" in name or any(part in name for part in keep_dense):
             packed[name] = weight
             continue
@@ -151,6 +154,15 @@ def test_it_loads_and_gives_the_logits_of_what_it_stands_for(
     assert kinds.pop("head") is not scheme and set(kinds.values()) == {scheme}
     for model in (dense.model, ternary.model):
         bind(model, CPU, deterministic=False)()
+    logits, expected = run_step(ternary.model, [PROMPT])[0], run_step(dense.model, [PROMPT])[0]
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_head_of_its_own_is_kept_in_the_scheme_that_stores_it(
+    scheme: type[Ternary], tmp_path: Path
+) -> None:
+    dense, ternary = (load(path) for path in write_pair(tmp_path, with_head=True))
+    assert type(projections(ternary)["head"]) is scheme
     logits, expected = run_step(ternary.model, [PROMPT])[0], run_step(dense.model, [PROMPT])[0]
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
 

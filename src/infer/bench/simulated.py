@@ -62,9 +62,6 @@ class SimulatedRunner(SyncRunner):
         ids = [tuple(VOCAB_SIZE - 1 - index for index in range(chunk.num_samples)) for chunk in plan.chunks]
         return StepResult(ids, [(None,) * len(row) for row in ids], {})
 
-    def forget(self, seq_id: int) -> None:
-        """Keep nothing per sequence."""
-
     def seconds(self) -> float:
         """Return the virtual time."""
         return self.now

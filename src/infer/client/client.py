@@ -181,7 +181,6 @@ class InProcessClient:
         stopped = EngineStopped("the engine was closed")
         try:
             while self._take_commands():
-                self._progress_at = time.monotonic()
                 self._work()
                 self._stats = self._subscribers.stats()
         except BaseException as error:
@@ -206,6 +205,7 @@ class InProcessClient:
             if self._is_closing:
                 return False
             commands, self._inbox = self._inbox, []
+        self._progress_at = time.monotonic()  # before a command brings work: idle time is no lack of progress
         for command in commands:
             command()
         return True

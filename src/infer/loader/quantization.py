@@ -67,12 +67,15 @@ class StoredMatrix(NamedTuple):
 
 
 def stored_matrices(tensors: Mapping[str, StoredTensor], weight_map: WeightMap) -> dict[str, StoredMatrix]:
-    """The matrices of the layers by the names of our modules, the head apart: from headers alone."""
+    """The matrices of the layers, and a head that a scheme stores, by module name: from headers alone."""
     found: dict[str, StoredMatrix] = {}
     for module, leaves_of in stored_leaves(tensors, weight_map).items():
-        if not module.startswith("layers.") or module.endswith(".router"):
+        is_head = module == "head"
+        if not is_head and (not module.startswith("layers.") or module.endswith(".router")):
             continue
         scheme = _stored_scheme(module, leaves_of)
+        if is_head and scheme == DENSE:
+            continue
         weights = [leaves["weight"] for leaves in leaves_of.values() if "weight" in leaves]
         if scheme == DENSE and not any(len(weight.shape) >= 2 for weight in weights):
             continue  # a norm
@@ -129,6 +132,8 @@ def choose_format(
             stored = torch.bfloat16
         chosen = choose_dtype(dtype, device, stored)
         return WeightFormat("+".join(on_disk), chosen, "the checkpoint holds it")
+    if quantization in SCHEMES and quantization not in _CPU_FORMS:
+        return WeightFormat(quantization, choose_dtype(dtype, device, stored), "asked for")
     if device.type != "cpu":
         return WeightFormat(AS_STORED, choose_dtype(dtype, device, stored), "the model is not on the CPU")
     if quantization == "auto":
@@ -300,7 +305,7 @@ def bytes_per_weight(model: Model, dtype: torch.dtype) -> float:
 
 def is_scheme(weight_format: str) -> bool:
     """Whether a form of weights is a scheme's own, and not a dtype."""
-    return weight_format in (*PACKED, *SCHEMES)
+    return any(name in (*PACKED, *SCHEMES) for name in weight_format.split("+"))
 
 
 def num_weights(model: Model) -> int:

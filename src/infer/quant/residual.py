@@ -52,6 +52,8 @@ class Deferred:
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         def computed(value: Any) -> Any:
+            if isinstance(value, list | tuple):  # torch.cat and its like
+                return type(value)(map(computed, value))
             return value.tensor() if isinstance(value, Deferred) else value
 
         return func(*map(computed, args), **{name: computed(v) for name, v in (kwargs or {}).items()})
@@ -68,36 +70,59 @@ class Deferred:
     def __mul__(self, other: Any) -> Any:
         return self.tensor() * other
 
+    def __sub__(self, other: Any) -> Any:
+        return self.tensor() - other
+
+    def __truediv__(self, other: Any) -> Any:
+        return self.tensor() / other
+
+    def __neg__(self) -> torch.Tensor:
+        return -self.tensor()
+
+    def __len__(self) -> int:
+        return len(self.tensor())
+
     __radd__, __rmul__ = __add__, __mul__
 
 
 class PendingProduct(Deferred):
     """A product that has not been computed, because its result is to be added to the residual stream."""
 
-    __slots__ = ("projection", "x")
+    __slots__ = ("_product", "projection", "x")
 
     def __init__(self, projection: Projection, x: torch.Tensor) -> None:
         self.projection, self.x = projection, x
+        self._product: torch.Tensor | None = None
 
     def tensor(self) -> torch.Tensor:
-        """Compute the product alone."""
-        return self.projection.project(self.x)
+        """Compute the product alone, once."""
+        if self._product is None:
+            self._product = self.projection.project(self.x)
+        return self._product
 
 
 class ResidualStream:
     """The sum of everything so far, and at most one update that has not been added to it."""
 
-    __slots__ = ("residual_TD", "unread", "update")
+    __slots__ = ("_selected", "residual_TD", "unread", "update")
 
     def __init__(self, x_TD: torch.Tensor) -> None:
         self.residual_TD = x_TD
         self.update: torch.Tensor | PendingProduct | None = None
         self.unread: NormedInput | None = None  # of the stream as it is now
+        self._selected: tuple[int, torch.Tensor] | None = None  # rows before `select`, and which are kept
 
     def add(self, update: torch.Tensor | PendingProduct) -> None:
-        """Add a sub-layer's output: by the kernel that computes it, or by the norm that reads the sum."""
+        """Add a sub-layer's output: by the kernel that computes it, or by the norm that reads the sum.
+
+        An output whose input was read before rows were selected (a parallel block) keeps the same rows.
+        """
         if self.update is not None or self.unread is not None:
             self.settle()
+        if self._selected is not None:
+            rows = update.x if isinstance(update, PendingProduct) else update
+            if len(rows) == self._selected[0]:
+                update = as_tensor(update).index_select(0, self._selected[1])
         self.update = update
 
     def settle(self) -> torch.Tensor:
@@ -111,7 +136,10 @@ class ResidualStream:
 
     def select(self, indices_S: torch.Tensor) -> None:
         """Keep the rows of some tokens, and their order."""
-        self.residual_TD = self.settle().index_select(0, indices_S)
+        total_TD = self.settle()
+        self.residual_TD = total_TD.index_select(0, indices_S)
+        if len(indices_S) != len(total_TD):
+            self._selected = (len(total_TD), indices_S)
 
 
 class NormedInput(Deferred):

@@ -263,7 +263,8 @@ class BatchState:
     def check(self, pool: KVCachePool) -> None:
         """Raise EngineError unless rows, counts and tables are what the sequences and the pool say."""
         rows = self.row.tolist()
-        if len({*rows, *self._free_rows}) != len(rows) + len(self._free_rows) == self.tables.shape[1]:
+        num_rows = len(rows) + len(self._free_rows)
+        if not len({*rows, *self._free_rows}) == num_rows == self.tables.shape[1]:
             raise EngineError("a row of block tables is in use twice, or lost")
         for place, seq in enumerate(self.sequences):
             blocks = pool.block_table(seq.seq_id)
