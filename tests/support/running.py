@@ -26,7 +26,7 @@ class Running:
             self.state.enter(seq)
             self.sequences[seq.seq_id] = seq
         assert self.pool.reserve(seq.seq_id, num_tokens, seq.num_computed) == []
-        self.state.write_table(seq, self.pool.block_table(seq.seq_id))
+        self.state.write_table(seq, self.pool.block_table(seq.seq_id), [])
 
     def plan(
         self, *chunks: Chunk, step: int = 1, sequences: Mapping[int, Sequence] | None = None

@@ -76,9 +76,10 @@ class BlockAllocator:
         """How many owners hold this block."""
         return self._ref_counts[block]
 
-    def holds(self, owner: Owner, blocks: Iterable[int]) -> bool:
-        """Whether this owner holds all of these blocks."""
-        return self._held.get(owner, _NOTHING).issuperset(blocks)
+    def holds(self, owner: Owner, blocks: Iterable[int], after: int | None) -> bool:
+        """Whether this owner holds all of these blocks, and the one before them if there is one."""
+        held = self._held.get(owner, _NOTHING)
+        return (after is None or after in held) and held.issuperset(blocks)
 
     def blocks_of(self, owner: Owner) -> frozenset[int]:
         """Every block this owner holds; a copy, for audits and pictures."""
@@ -92,24 +93,24 @@ class BlockAllocator:
         """Hand out `count` free blocks with one reference each, or none at all."""
         assert count >= 0, f"count must not be negative, got {count}"
         free, counts = self.free, self._ref_counts
-        first = len(free) - count
-        if first < 0:
+        if count > len(free):
             raise OutOfBlocks(
                 f"need {count} {self.place} blocks, {len(free)} of {self.num_blocks} are free; "
                 "evict cached blocks or preempt a sequence first"
             )
         if self._random is not None:
             _move_random_to_end(free, count, self._random)
-        blocks = free[first:]
-        del free[first:]
-        blocks.reverse()
-        for block in blocks:
-            counts[block] = 1
+        blocks: list[int] = []
         held = self._held.get(owner)
-        if held is not None:
-            held.update(blocks)
-        elif blocks:
-            self._held[owner] = set(blocks)
+        if held is None:
+            held = set()
+            if count:
+                self._held[owner] = held
+        for _ in range(count):
+            block = free.pop()
+            counts[block] = 1
+            held.add(block)
+            blocks.append(block)
         return blocks
 
     def adopt(self, block: int) -> bool:

@@ -91,13 +91,15 @@ class PagedKVCachePool:
         if books is None or books.host_blocks is not None:
             raise self._not_resident(seq_id)
         blocks = books.blocks
-        num_held, first = len(blocks), num_computed // size  # no block after the first one is ever shared
+        num_held = len(blocks)
         num_new = -(-num_tokens // size) - num_held
         if num_new < 0:
             num_new = 0
         elif num_held + num_new > self._max_blocks:
             return None
-        must_copy = first < num_held and num_tokens > num_computed and device.ref_count(blocks[first]) > 1
+        first, must_copy = num_computed // size, False
+        if first < num_held and num_tokens > num_computed:  # no block after the first one is ever shared
+            must_copy = device.ref_count(blocks[first]) > 1
         num_wanted = num_new + must_copy
         if num_wanted > len(device.free) and not self._make_room(num_wanted):
             if not (must_copy and self._take_back(blocks[first], num_new)):
@@ -133,7 +135,7 @@ class PagedKVCachePool:
         start, stop = books.num_entered, num_computed // size
         if stop > start:
             filled = blocks[start:stop]
-            entered = self._tree.insert(tokens, filled, seq_id, salt=books.salt, after=books.cursor)
+            entered = self._tree.insert(tokens, filled, seq_id, books.salt, books.cursor)
             books.cursor, books.num_entered = entered.cursor, start + entered.num_entered
             if entered.twins:
                 books.twins += entered.twins

@@ -114,7 +114,6 @@ class PrefixTree:
         tokens: Sequence[int],
         blocks: Sequence[int],
         owner: Owner,
-        *,
         salt: str | None = None,
         after: int | None = None,
     ) -> Insertion:
@@ -124,12 +123,13 @@ class PrefixTree:
         for these tokens already, that one stays, and `owner` gets a reference to it. The insertion ends
         early at a block that `owner` does not hold alone.
         """
-        allocator, nodes, label_size = self._allocator, self._nodes, self.block_size * ID_BYTES
+        allocator, nodes, size = self._allocator, self._nodes, self.block_size
         node = self._root if after is None else nodes[after]
-        depth, first = node.depth, node.depth * self.block_size
-        ids = array(ID_TYPE, tokens[first : first + len(blocks) * self.block_size]).tobytes()
-        path = blocks if after is None else [after, *blocks]
-        if len(ids) < len(blocks) * label_size or not allocator.holds(owner, path):
+        depth, num_ids, label_size = node.depth, len(blocks) * size, size * ID_BYTES
+        first = depth * size
+        part = tokens[first : first + num_ids]
+        ids = (part if isinstance(part, array) else array(ID_TYPE, part)).tobytes()
+        if len(ids) < num_ids * ID_BYTES or not allocator.holds(owner, blocks, after):
             raise self._wrong_insertion(node, tokens, blocks, owner)
         twins: list[tuple[int, int]] = []
         place = 0

@@ -53,9 +53,9 @@ from infer.scheduling.sequence import (
     NUM_TOKENS,
     ROW,
     Sequence,
+    cells_of,
 )
 
-_ONE = np.ones(1, dtype=np.int64)  # an array: numpy takes twice as long to add a Python integer
 _sort_key = attrgetter("sort_key")
 
 
@@ -84,7 +84,7 @@ class BatchState:
         self.tenancy = np.zeros(max_sequences, dtype=np.int64)  # how often each row has been given out
         self._table_cells = self.tables.data
         self._columns = np.zeros((len(LINES), max_sequences), dtype=np.int64)
-        self._cells = self._columns.data  # the same memory: a single number is read much faster
+        self._cells = cells_of(self._columns)
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._layout: Chunks | None = (
             None  # a plan that decodes with every column, for as long as they are these
@@ -119,7 +119,7 @@ class BatchState:
         self._free_rows.append(seq.row)
         seq.column = columns[:, place : place + 1].copy()
         seq.column[[NUM_RESERVED, NEXT_COMMIT, DECODE_LEN, NUM_PLANNED, ROW], 0] = 0, 0, 1, 0, NO_ROW
-        seq.is_running, seq.cells, seq.place = False, seq.column.data, 0
+        seq.is_running, seq.cells, seq.place = False, cells_of(seq.column), 0
         columns[:, place : end - 1] = columns[:, place + 1 : end]
         del sequences[place]
         for moved in sequences[place:]:
@@ -135,19 +135,17 @@ class BatchState:
         self.num_steady = 0
         self._layout = None
 
-    def write_table(self, seq: Sequence, blocks: Seq[int], first: int = 0, group: int = 0) -> list[int]:
-        """Copy a sequence's blocks from index `first` on to its row; it may write all they have room for.
+    def write_table(self, seq: Sequence, blocks: Seq[int], changes: list[int], group: int = 0) -> None:
+        """Copy a sequence's blocks to its row, but those that it may write already; it may write them all.
 
-        Returns what has changed, for a mirror of the tables: a row, an index and a block for each.
+        What has changed is added to `changes`, for a mirror: a row, an index and a block for each.
         """
-        cells, place, num_blocks = self._cells, seq.place, len(blocks)
-        cells[NUM_RESERVED, place] = num_blocks * self.block_size
-        row = cells[ROW, place]
-        if num_blocks == first + 1:  # what a sequence that decodes gets
-            self._table_cells[group, row, first] = block = blocks[first]
-            return [row, first, block]
-        self.tables[group, row, first:num_blocks] = blocks[first:]
-        return [number for index in range(first, num_blocks) for number in (row, index, blocks[index])]
+        cells, table, place, size = self._cells, self._table_cells, seq.place, self.block_size
+        row = cells[ROW][place]
+        for index in range(cells[NUM_RESERVED][place] // size, len(blocks)):
+            table[group, row, index] = block = blocks[index]
+            changes += row, index, block
+        cells[NUM_RESERVED][place] = len(blocks) * size
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -191,15 +189,16 @@ class BatchState:
         if self.sequences and not self.num_drafts:
             self.num_steady = int((self.limit - self.num_tokens).min())
 
-    def short(self, places: np.ndarray | slice = slice(None)) -> list[int]:
-        """Which of these columns have no slot for their last token."""
-        return (self.num_tokens[places] > self.num_reserved[places]).nonzero()[0].tolist()
+    def short(self, places: np.ndarray | None = None) -> np.ndarray:
+        """Which of these columns, or of all, have no slot for their last token."""
+        is_short = self.num_tokens > self.num_reserved
+        return is_short.nonzero()[0] if places is None else places[is_short[places]]
 
     def advance(self, chunks: Chunks) -> None:
         """Count a step that is under way; sampled tokens get their place before they are known."""
         if chunks.is_repeated:  # every column decodes one token
             self.num_computed[:] = chunks.stops
-            np.add(chunks.stops, _ONE, self.num_tokens)
+            np.add(chunks.stops, self.decode_len, self.num_tokens)
             return
         places, stops = chunks.places, chunks.stops
         self.num_computed[places] = stops
@@ -209,14 +208,13 @@ class BatchState:
             self.num_drafts -= chunks.num_drafts
             self.decode_len[places] = 1
 
-    def filled(self, chunks: Chunks) -> list[int]:
+    def filled(self, chunks: Chunks) -> np.ndarray:
         """Which chunks of a step that has run complete a block, of sequences that still run."""
         if chunks.is_repeated and chunks.version == self.version:
-            return (chunks.ends >= self.next_commit).nonzero()[0].tolist()
-        running = [number for number, seq in enumerate(chunks.sequences) if seq.is_running]
-        places = self.places_of(chunks.sequences)
-        due = (chunks.ends[running] >= self.next_commit[places]).nonzero()[0].tolist()
-        return [running[number] for number in due]
+            return (chunks.ends >= self.next_commit).nonzero()[0]
+        running = np.array([seq.is_running for seq in chunks.sequences], dtype=bool).nonzero()[0]
+        is_due = chunks.ends[running] >= self.next_commit[self.places_of(chunks.sequences)]
+        return np.compress(is_due, running)
 
     def places_of(self, sequences: Seq[Sequence]) -> np.ndarray:
         """The columns of those of the sequences that run."""

@@ -98,9 +98,9 @@ class Scheduler:
         child.sort_key = (parent.sort_key[0], child.arrival)
         self._by_id[child.seq_id] = child
         self._run(child)
-        self.state.write_table(child, self.pool.block_table(child.seq_id))
+        self.state.write_table(child, self.pool.block_table(child.seq_id), [])
         for seq in (parent, child):  # either must ask before it writes
-            seq.cells[NUM_RESERVED, seq.place] = seq.num_computed
+            seq.cells[NUM_RESERVED][seq.place] = seq.num_computed
         self.state.num_steady = 0
 
     def remove(self, seq: Sequence) -> None:
@@ -133,12 +133,13 @@ class Scheduler:
         self.step += 1
         may_admit = self.num_waiting > 0 and self._slots_used < self.config.max_batch_size
         state, may_repeat = self.state, self.state.num_steady > 0 and not may_admit
-        short = state.short() if may_repeat else []
-        if may_repeat and not short:
+        short = state.short() if may_repeat else None
+        if short is not None and not len(short):
             state.num_steady -= 1
             return StepPlan(self.step, state.planned_chunks(decodes_all=True))
         draft = PlanDraft(self._token_budget, self.config.max_prefill_chunks_per_step)
-        self._reserve_all(short, draft)
+        if short is not None:
+            self._reserve(short.tolist(), state.num_tokens[short].tolist(), draft)
         if may_repeat and state.num_steady > 0:  # else one was preempted
             state.num_steady -= 1
             return draft.to_plan(self.step, state.planned_chunks(decodes_all=True))
@@ -202,12 +203,16 @@ class Scheduler:
 
     def commit(self, plan: StepPlan) -> None:
         """Let the blocks that a step has filled enter the prefix tree, now that their tokens are known."""
-        chunks = plan.chunks
-        for number in self.state.filled(chunks):
+        chunks, commit = plan.chunks, self.pool.commit
+        filled = self.state.filled(chunks)
+        if not len(filled):
+            return
+        for number, end in zip(filled.tolist(), chunks.ends[filled].tolist(), strict=True):
             seq = chunks.sequences[number]
             if self.keeps_cache:
-                stop = min(int(chunks.ends[number]), len(seq.tokens))  # ids of drafts may still be unknown
-                seq.cells[NEXT_COMMIT, seq.place] = self.pool.commit(seq.seq_id, seq.tokens, stop)
+                tokens = seq.tokens
+                stop = end if end < len(tokens) else len(tokens)  # ids of drafts may still be unknown
+                seq.cells[NEXT_COMMIT][seq.place] = commit(seq.seq_id, tokens, stop)
             else:
                 self._forget_cache(seq)
 
@@ -243,7 +248,7 @@ class Scheduler:
 
     def _forget_cache(self, seq: Sequence) -> None:
         self.pool.release(seq.seq_id)
-        seq.num_computed = seq.cells[NUM_RESERVED, seq.place] = 0
+        seq.num_computed = seq.cells[NUM_RESERVED][seq.place] = 0
         if seq.is_running:  # the naive baseline: it stays, and starts over in the next step
             self.pool.match_prefix(seq.seq_id, ())
 
@@ -264,8 +269,8 @@ class Scheduler:
         state.turn[served] = np.arange(first_turn, draft.num_turns) if has_order else first_turn
         state.num_planned[served] = state.decode_len[served]
         draft.spend(int(state.decode_len[served].sum()) if state.num_drafts else num_served)
-        if short := state.short(served):
-            self._reserve_all(places[short].tolist(), draft)
+        if len(short := state.short(places)):
+            self._reserve(short.tolist(), state.num_tokens[short].tolist(), draft)
             if draft.preempted:
                 num_served = int(np.count_nonzero((state.num_planned > 0) & (state.turn >= first_turn)))
         self._rotation += num_served
@@ -304,9 +309,9 @@ class Scheduler:
             if length == 0 or draft.num_prompts <= 0:
                 break
             stop = seq.num_computed + length
-            if seq.is_running and (
-                stop <= seq.cells[NUM_RESERVED, seq.place] or self._reserve(seq, stop, draft)
-            ):
+            if seq.is_running and stop > seq.num_reserved:
+                self._reserve([seq.place], [stop], draft)
+            if seq.is_running:
                 self._add_prompt(seq, length, draft)
 
     def _admit(self, draft: PlanDraft) -> None:
@@ -355,7 +360,7 @@ class Scheduler:
             seq.num_cached = seq.num_computed
         self._waiting.remove(seq)
         self._run(seq)
-        self.state.write_table(seq, pool.block_table(seq_id))
+        self.state.write_table(seq, pool.block_table(seq_id), [])
         if length:
             self._add_prompt(seq, length, draft)
         return True
@@ -382,40 +387,30 @@ class Scheduler:
         return -(-seq.num_tokens // self.pool.block_size)
 
     def _add_prompt(self, seq: Sequence, length: int, draft: PlanDraft) -> None:
-        seq.cells[NUM_PLANNED, seq.place] = length
-        seq.cells[TURN, seq.place] = draft.num_turns
+        seq.cells[NUM_PLANNED][seq.place] = length
+        seq.cells[TURN][seq.place] = draft.num_turns
         draft.num_turns += 1
         draft.spend(length)
         draft.num_prompts -= 1
 
-    def _reserve_all(self, places: list[int], draft: PlanDraft) -> None:
-        """Make room for all tokens of the sequences in these columns, in order."""
-        if not places:
-            return
-        num_tokens: list[int] = self.state.num_tokens[places].tolist()
-        for seq, count in zip([self.running[place] for place in places], num_tokens, strict=True):
-            self._reserve(seq, count, draft)
-
-    def _reserve(self, seq: Sequence, num_tokens: int, draft: PlanDraft) -> bool:
-        """Make room for the first `num_tokens`, preempting from the back; False: it was preempted itself."""
-        pool, seq_id = self.pool, seq.seq_id
-        while seq.is_running:
-            cells, place = seq.cells, seq.place
-            copies = pool.reserve(seq_id, num_tokens, cells[NUM_COMPUTED, place])
-            if copies is not None:
-                first = cells[NUM_RESERVED, place] // pool.block_size  # those before are as they were
-                draft.table_changes += self.state.write_table(seq, pool.block_table(seq_id), first)
-                if copies:
-                    draft.transfer(COPY, copies)
-                return True
-            self._preempt(self.running[-1], draft)
-        return False
+    def _reserve(self, places: list[int], num_tokens: list[int], draft: PlanDraft) -> None:
+        """Make room for the first so many tokens of each column, in order, preempting from the back."""
+        pool, write_table, running = self.pool, self.state.write_table, self.running
+        for seq, count in zip([running[place] for place in places], num_tokens, strict=True):
+            while seq.is_running:
+                copies = pool.reserve(seq.seq_id, count, seq.cells[NUM_COMPUTED][seq.place])
+                if copies is not None:
+                    write_table(seq, pool.block_table(seq.seq_id), draft.table_changes)
+                    if copies:
+                        draft.transfer(COPY, copies)
+                    break
+                self._preempt(running[-1], draft)
 
     def _preempt(self, victim: Sequence, draft: PlanDraft) -> None:
         """Take back a sequence's blocks and its part of the plan; the beams of one search go together."""
         group = [victim] if not victim.is_beam else [s for s in victim.group.sequences if s.is_running]
         for seq in group:
-            draft.drop(seq.row, seq.cells[NUM_PLANNED, seq.place])
+            draft.drop(seq.row, seq.cells[NUM_PLANNED][seq.place])
             self._stop_running(seq)
             pairs = None
             if self.cost.prefers_swap(self.config.preemption, seq.num_computed):

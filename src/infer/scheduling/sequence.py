@@ -47,6 +47,11 @@ NUM_PLANNED, TURN, NUM_SAMPLES, ROW, SEQ_ID = range(6, 11)
 NO_ROW: Final = -1
 
 
+def cells_of(columns: np.ndarray) -> tuple[memoryview, ...]:
+    """The lines of some columns, in the same memory: a single number is read and written much faster."""
+    return tuple(line.data for line in columns)
+
+
 class Sequence:
     """The tokens of one output, and the column of counts that says how far the cache has come with them."""
 
@@ -95,7 +100,7 @@ class Sequence:
         self.stop_ids = group.stop_ids
         self.column = np.zeros((len(LINES), 1), dtype=np.int64)  # its counts while it does not run
         self.column[:, 0] = (len(self.tokens), 0, 0, self.max_total - 1, 0, 1, 0, 0, 1, NO_ROW, seq_id)
-        self.cells = self.column.data  # where its counts are now: its own column, or the batch's,
+        self.cells = cells_of(self.column)  # where its counts are now: its own column, or the batch's,
         self.place = 0  # and the number of the column there
         self.bare_until = 0  # an output that leaves it with fewer tokens says its ids and nothing else
         self.num_slots = 1  # places of the batch it takes, the sequences it will fork into included
@@ -118,39 +123,39 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         """How many tokens have a place, those included whose ids are still on the device."""
-        return self.cells[NUM_TOKENS, self.place]
+        return self.cells[NUM_TOKENS][self.place]
 
     @num_tokens.setter
     def num_tokens(self, count: int) -> None:
-        self.cells[NUM_TOKENS, self.place] = count
+        self.cells[NUM_TOKENS][self.place] = count
 
     @property
     def num_computed(self) -> int:
         """How many tokens have their keys and values in the cache."""
-        return self.cells[NUM_COMPUTED, self.place]
+        return self.cells[NUM_COMPUTED][self.place]
 
     @num_computed.setter
     def num_computed(self, count: int) -> None:
-        self.cells[NUM_COMPUTED, self.place] = count
+        self.cells[NUM_COMPUTED][self.place] = count
 
     @property
     def num_reserved(self) -> int:
         """How many tokens may be written without asking the pool."""
-        return self.cells[NUM_RESERVED, self.place]
+        return self.cells[NUM_RESERVED][self.place]
 
     @property
     def num_samples(self) -> int:
         """How many tokens its next sampling chunk draws: n where it is about to fork."""
-        return self.cells[NUM_SAMPLES, self.place]
+        return self.cells[NUM_SAMPLES][self.place]
 
     @num_samples.setter
     def num_samples(self, count: int) -> None:
-        self.cells[NUM_SAMPLES, self.place] = count
+        self.cells[NUM_SAMPLES][self.place] = count
 
     @property
     def row(self) -> int:
         """Where its block tables lie; NO_ROW unless it runs."""
-        return self.cells[ROW, self.place]
+        return self.cells[ROW][self.place]
 
     @property
     def num_pending(self) -> int:

@@ -83,7 +83,8 @@ def test_a_table_is_sent_once_and_then_only_where_it_changes() -> None:
     assert world.sync(world.plan(*first)) == []
     pool, state = world.running.pool, world.running.state
     pool.reserve(1, 9, 5)
-    changes = state.write_table(world.seqs[1], pool.block_table(1), first=3)
+    changes: list[int] = []
+    state.write_table(world.seqs[1], pool.block_table(1), changes)
     assert len(changes) == 6
     assert world.sync(world.plan(Chunk(1, 5, 9, 1), changes=changes)) == [changes[:3], changes[3:]]
     world.check()
@@ -106,10 +107,9 @@ def test_tables_follow_whatever_happens_to_them(seed: int) -> None:
         elif len(seq.tokens) < 60:
             num_before = len(seq.tokens)
             seq.tokens.extend([7] * source.randrange(1, 9))
-            first = seq.num_reserved // BLOCK_SIZE
             assert world.running.pool.reserve(seq_id, len(seq.tokens), num_before) == []
             blocks = world.running.pool.block_table(seq_id)
-            changes = world.running.state.write_table(seq, blocks, first)
+            world.running.state.write_table(seq, blocks, changes)
         world.sync(world.plan(Chunk(seq_id, 0, len(seq.tokens), 1), changes=changes))
         world.check()
 
