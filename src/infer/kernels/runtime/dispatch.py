@@ -5,8 +5,8 @@
     float32 on a CPU with a C compiler        -> C kernel (kernels/cpu)
     anything else                             -> reference
 
-This file alone asks which device this is, and gives the answers names (`is_gpu`, `is_hopper`, `has_pdl`);
-tests/unit/test_device_questions.py lists the places that still ask for themselves. Kernel files import `jit`,
+The kernels ask this file which device this is; its answers have names (`is_gpu`, `is_hopper`, `has_pdl`);
+tests/unit/test_device_questions.py lists the other places that ask. Kernel files import `jit`,
 `tl` and `use_triton` from here, so that they can be imported where Triton is missing or useless: on a
 CPU-only build of PyTorch it is not even looked for, because importing it costs about as much as starting the
 rest of the program.
