@@ -224,7 +224,7 @@ class Connection(asyncio.Protocol):
         return self._body
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection at once."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -348,7 +348,7 @@ class Client:
             return (await loop.create_connection(lambda: Connection(self.clock), host, port, ssl=secure))[1]
 
     def close(self) -> None:
-        """Hang up everywhere."""
+        """Close all idle connections."""
         for connection in self._idle:
             connection.close()
         self._idle.clear()

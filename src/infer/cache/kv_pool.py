@@ -10,14 +10,14 @@ scheduler makes the same few calls whatever the layout of the cache:
     swap_out/in    move a sequence's tokens to host memory and back
     release        the sequence is finished, aborted or preempted
 
-**Who may write.** A block with more than one owner is never written. A sequence that is about to write
+**What may be written.** A block with more than one owner is never written. A sequence that is about to write
 into a shared block (after a fork, or because its whole prompt was cached and the last token must be
 computed once more) gets a copy: `reserve` returns the pair (source, destination) and has already put
 the destination into the sequence's table.
 
 **Transfers run in order.** Copies and swaps come back as pairs of blocks. All of them, even those of a
 sequence preempted since, must be carried out in the order in which the pool returned them and before
-the step's tokens are written. A source may be given to somebody else at once: they write it later.
+the step's tokens are written. A source may be given to another sequence at once: it is written later.
 
 A pool is integers. The tensors are in `kv_store.py`; the pools that keep these promises in `paged_pool.py`.
 """
@@ -45,7 +45,7 @@ class PoolUsage:
     """How full the cache is, for metrics and people."""
 
     num_blocks: int
-    num_free: int  # held by nobody
+    num_free: int  # without an owner
     num_idle: int  # held by the prefix tree alone: can be had at once
     num_cached: int  # held by the prefix tree, idle ones included
     num_used: int  # held by sequences

@@ -2,7 +2,7 @@
 
 One allocation for all layers, [L, 2, num_blocks, block_size, G, H]; a *slot* is one token's place in it,
 `block * block_size + offset`, so seen flat a layer's keys are [num_slots, G, H]. The books
-(`kv_pool.py`) say who owns which block; this file only moves bytes where it is told to.
+(`kv_pool.py`) say what owns which block; this file only moves bytes where it is told to.
 
 Blocks are handed out uninitialised. Nothing may read a slot before the step that writes it: tests
 fill the store with NaN and expect no trace of it.
@@ -45,7 +45,7 @@ class KVStore:
         self.keys = [flat[layer, 0] for layer in range(num_layers)]  # [num_slots, G, H] each
         self.values = [flat[layer, 1] for layer in range(num_layers)]
         if device.type == "cuda" and num_blocks:
-            self.transfer([("copy", 0, 0)])  # compiles the kernel now rather than within somebody's request
+            self.transfer([("copy", 0, 0)])  # compiles the kernel now rather than within a request
 
     @property
     def num_bytes(self) -> int:
@@ -64,6 +64,6 @@ class KVStore:
             destination_side[:, :, destination].copy_(source_side[:, :, source], non_blocking=True)
 
     def fill(self, value: float) -> None:
-        """Overwrite everything; for tests that look for reads of what nobody wrote."""
+        """Overwrite everything; for tests that look for reads of slots that were not written."""
         self._data.fill_(value)
         self._host.fill_(value)

@@ -111,7 +111,7 @@ def fit_cache(
 ) -> CacheSize:
     """Size the cache for what is free once the weights are there, beside a step's activations and workspace.
 
-    A cache that nobody sized takes at most `share` of what is free; one that was asked for must fit.
+    A cache whose size was not given takes at most `share` of what is free; one that was asked for must fit.
     """
     if free_bytes <= 0:
         raise ConfigError(

@@ -67,7 +67,7 @@ class RemoteFull(QueueFull):
 class RemoteModel:
     """One model of an OpenAI-compatible server."""
 
-    has_chat_template = True  # as far as anybody here knows; the server says if not
+    has_chat_template = True  # assumed: only the server knows, and says if not
     sampling_defaults: Mapping[str, float] = {}  # the server applies its own to what is not sent
 
     def __init__(

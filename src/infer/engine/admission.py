@@ -2,7 +2,7 @@
 
 Three limits, from the client's to ours: the ids must exist, prompt + output must fit the model's
 context, and the sequence must fit the cache when it has it to itself. Whatever passes can always
-be finished: at worst alone, after everybody else was preempted.
+be finished: at worst alone, after all other sequences were preempted.
 """
 
 from __future__ import annotations

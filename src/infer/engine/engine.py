@@ -12,20 +12,20 @@ CPU plans step N + 1 while the device computes step N:
     device           [ step 1           ][ step 2                   ][ step 3
 
 A sampled token then has its place (`num_tokens`) before its id is known; only the device needs the id.
-Whoever stops at an id that came late has more tokens computed, which nobody sees. How many steps are
-launched ahead of the one that is read:
+A sequence that stops at an id that came late has more tokens computed, which are not reported. How many
+steps are launched ahead of the one that is read:
 
     none          requests are there whose next step depends on ids: forks, beams, what the host samples
-    1             somebody waits, or the last plan computes prompts: a newcomer stands behind few steps
-    steps_ahead   all decode and nobody waits, so the queue may be deep enough for a host that is late once
+    1             a request waits, or the last plan computes prompts: a newcomer stands behind few steps
+    steps_ahead   all decode and none waits, so the queue may be deep enough for a host that is late once
 
 Integers decide, never a clock: a run that is repeated makes the same plans.
 
 A step is atomic: nothing is counted as computed until the launch has succeeded. If it raises, the
-requests of that plan end with an error, everybody else goes on, and the books balance. An interrupt
-is raised again after that, and the next step reports who it ended.
+requests of that plan end with an error, all others go on, and the books balance. An interrupt
+is raised again after that, and the next step reports which requests it ended.
 
-The engine speaks token ids. Stop *strings* are found by whoever turns ids into text; it then calls
+The engine speaks token ids. Stop *strings* are found by the code that turns ids into text; it then calls
 `abort` for the sequence it has seen enough of.
 """
 
@@ -210,7 +210,7 @@ class Engine:
 
     def _step(self) -> list[StepOutput]:
         num_flights = len(self._flights)
-        if num_flights > self._num_ahead:  # somebody has come; whoever comes meanwhile joins the same plan
+        if num_flights > self._num_ahead:  # a request has come; others that come meanwhile join the same plan
             return self._retire(all_but=num_flights - 1)
         plan = self.scheduler.plan()
         sequences = self.scheduler.planned
@@ -224,13 +224,13 @@ class Engine:
             self._begun = sequences
         try:
             wait = self._runner.launch(plan, sequences)
-        except DeviceLost:  # every further step would fail as well: whoever supervises must start anew
+        except DeviceLost:  # every further step would fail as well: the supervisor must start anew
             raise
         except Exception as error:  # whatever the model raised, its requests end and the engine lives on
             names = [seq.group.request.request_id for seq in sequences]
             logger.exception("step %d failed for %s", plan.step, ", ".join(dict.fromkeys(names)))
             return self._retire() + self._give_up(plan, sequences, error)
-        except BaseException as error:  # Ctrl-C: whoever catches it finds the books balanced
+        except BaseException as error:  # Ctrl-C: where it is caught, the books are balanced
             self._unreported += self._give_up(plan, sequences, error)
             raise
         self.scheduler.advance(plan)
@@ -270,7 +270,7 @@ class Engine:
         self._observer.on_step(plan, result.ids)
         if result.is_whole:
             return self._requests.report(plan, sequences, result)
-        broken = [  # but for who has ended since: that nobody will see
+        broken = [  # except sequences that have ended since: theirs are not reported
             number
             for number, ids in enumerate(result.ids)
             if NO_TOKEN in ids and sequences[number].finish_reason is None
@@ -280,7 +280,7 @@ class Engine:
         return failed + self._requests.report(plan, sequences, result)
 
     def _give_up(self, plan: StepPlan, sequences: Seq[Sequence], error: BaseException) -> list[StepOutput]:
-        """End the requests of a plan that did not run; whoever else it touched starts over."""
+        """End the requests of a plan that did not run; other sequences it moved blocks for start over."""
         outputs = self._fail(sequences, f"{type(error).__name__} in step {plan.step}")
         self.scheduler.abandon(plan)
         return outputs

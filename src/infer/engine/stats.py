@@ -1,7 +1,7 @@
 """What an engine can say about itself at any moment: counts for metrics, health and the router.
 
-Counters only grow, gauges are as of now. An engine that is started again begins at zero; whoever watches
-it keeps the last snapshot of each life, and `add_counters` makes one story of them.
+Counters only grow, gauges are as of now. An engine that is started again begins at zero; its client
+keeps the last snapshot of each life, and `add_counters` makes one story of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class EngineStats:
     step_sizes: tuple[int, ...] = ()  # counters: steps by tokens, one per bucket of STEP_TOKENS
     num_queried_tokens: int = 0  # counter: prompt tokens looked up in the prefix cache
     num_hit_tokens: int = 0  # counter: of these, found
-    num_restarts: int = 0  # counter: times it was started again, known to whoever starts it
+    num_restarts: int = 0  # counter: times it was started again, counted by its client
     block_size: int = 0  # tokens
     num_blocks: int = 0
     num_used_blocks: int = 0  # held by sequences

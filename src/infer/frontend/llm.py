@@ -367,7 +367,7 @@ class TextStream(Iterator[TextDelta]):
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """From the call to the first token and to the latest piece, whenever those are read."""
+        """The times from the call to the first token and to the latest piece, whenever those are read."""
         return self._stream.first_s, self._stream.last_s
 
     def close(self) -> None:

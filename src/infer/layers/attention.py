@@ -73,11 +73,11 @@ class LastLayerStep(StepContext):
 
     @property
     def positions(self) -> torch.Tensor:
-        """The step's own, of all tokens."""
+        """Where each token of the step stands in its own sequence, those without logits included."""
         return self._step.positions
 
     def slots(self, layer: int) -> CacheSlots | None:
-        """The step's own."""
+        """The cache slots of all the step's tokens; None: `attend` itself caches keys and values."""
         return self._step.slots(layer)
 
     def attend_projected(self, *projected: Any, **options: Any) -> torch.Tensor | None:

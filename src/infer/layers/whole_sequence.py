@@ -50,7 +50,7 @@ class WholeSequence(StepContext):
 
     @property
     def positions(self) -> torch.Tensor:
-        """Of the tokens of this chunk."""
+        """The positions of this chunk's tokens in the sequence."""
         return self._positions
 
     def attend(

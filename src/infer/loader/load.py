@@ -94,7 +94,7 @@ class LoadChoice:
 
     @property
     def config(self) -> ModelConfig:
-        """The model's."""
+        """The config of the model, from its headers."""
         return self.headers.config
 
 

@@ -103,7 +103,7 @@ class ShardedTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Its size on disk, all of which is read."""
+        """The size on disk of the whole tensor, all of which is read."""
         return self.source.num_bytes
 
     def copy_to(self, out: torch.Tensor) -> None:

@@ -99,7 +99,7 @@ class ModelConfig:
 
     @property
     def all_layer_weights(self) -> int:
-        """The same of all layers."""
+        """The weights of all layers that one token is multiplied with; of experts, of those it is sent to."""
         return sum(map(self.layer_weights, range(self.num_layers)))
 
     @property

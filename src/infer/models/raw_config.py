@@ -60,7 +60,7 @@ class RawConfig:
         return float(value)
 
     def flag(self, name: str, *, default: bool) -> bool:
-        """True or false."""
+        """The boolean of a key, or the default where it is absent or null."""
         value = self.get(name)
         if value is None:
             return default

@@ -57,7 +57,7 @@ class Dense(Projection):
             )
 
     def invariant(self) -> Projection | None:
-        """The same matrix, row by row."""
+        """A projection with this matrix that gives a row the same bits whatever the other rows are."""
         projection = InvariantDense(self.spec, self.tensors)
         projection.bias = self.bias
         return projection
@@ -122,7 +122,7 @@ class Dense(Projection):
 
 
 class InvariantDense(Dense):
-    """The same matrix, multiplied so that a row's bits do not depend on the other rows; nothing is fused."""
+    """A dense matrix, multiplied so that a row's bits do not depend on the other rows; nothing is fused."""
 
     batch_invariant = True
     prepare, invariant = Projection.prepare, Projection.invariant

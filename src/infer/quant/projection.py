@@ -46,7 +46,7 @@ class Source(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape as the checkpoint's own names mean it."""
+        """The tensor's shape as the checkpoint's own names mean it."""
         ...
 
     def copy_to(self, out: torch.Tensor) -> None:
@@ -215,7 +215,7 @@ class Projection:
         """Repack, choose kernels, ask for what is to be compiled; called once, before the first step."""
 
     def invariant(self) -> Projection | None:
-        """The same weights, multiplied so that rows do not depend on each other; None: not to be had."""
+        """A projection with these weights whose rows do not depend on each other; None: there is none."""
         return self if self.batch_invariant else None
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ class Deferred:
     __slots__ = ()
 
     def tensor(self) -> torch.Tensor:
-        """Compute it."""
+        """Compute and return the tensor."""
         raise NotImplementedError
 
     @classmethod

@@ -72,7 +72,7 @@ def next_beams(group: SequenceGroup, offers: Seq[tuple[Sequence, RowLogprobs]]) 
     """Choose the next beams; hypotheses that meet their stop are added to `group.finished_beams`."""
     params = group.request.params
     width = params.num_sequences
-    # beams are equally long; until min_tokens are there, nobody may stop
+    # beams are equally long; until min_tokens are there, no beam may stop
     banned = group.stop_ids if offers[0][0].num_output <= params.min_tokens else ()
     ranked = sorted(
         (

@@ -76,7 +76,7 @@ class Chunks(Sequence[Chunk]):
         self._made: tuple[Chunk, ...] | None = None
 
     def at(self, starts: np.ndarray, stops: np.ndarray, *, is_repeated: bool) -> Chunks:
-        """The same chunks at other positions."""
+        """A copy of these chunks at other positions."""
         moved = Chunks.__new__(Chunks)
         moved.seq_ids, moved.starts, moved.stops, moved.num_samples = (
             self.seq_ids,
@@ -102,7 +102,7 @@ class Chunks(Sequence[Chunk]):
         )
 
     def select(self, numbers: np.ndarray) -> Chunks:
-        """Some of the chunks."""
+        """The chunks with these numbers, in this order."""
         return Chunks(
             self.seq_ids[numbers], self.starts[numbers], self.stops[numbers], self.num_samples[numbers],
             self.rows[numbers], sequences=[self.sequences[number] for number in numbers.tolist()],

@@ -1,10 +1,10 @@
-"""Who goes first: the scheduling policies, each a few lines.
+"""Which sequence goes first: the scheduling policies, each a few lines.
 
 A policy answers three questions and nothing else:
 
     key(seq)          the smaller, the sooner it is admitted and the later it is preempted
     prompts_first     do prompts get the step's budget before the sequences that are decoding?
-    rotates           when not everyone can decode in one step, does the turn go round?
+    rotates           when not all sequences can decode in one step, does the turn go round?
 
     fcfs                 arrival order; decoding goes on while prompts fill what is left of the budget
     prefill_first        prompts first: the best time to first token, the worst inter-token latency
@@ -12,7 +12,7 @@ A policy answers three questions and nothing else:
     priority             the request's `priority`, smaller first; then arrival
     deadline             the nearest `deadline` first; then arrival
 
-Fairness does not depend on the policy: the scheduler promotes whoever has waited too long.
+Fairness does not depend on the policy: the scheduler promotes a sequence that has waited too long.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from infer.scheduling.sequence import Sequence
 
 
 class Policy(Protocol):
-    """The three answers."""
+    """What a scheduling policy decides: a sort key, and two yes-or-no questions."""
 
     prompts_first: bool
     rotates: bool
@@ -42,7 +42,7 @@ class FirstComeFirstServed:
     rotates = False
 
     def key(self, seq: Sequence) -> tuple[float, int]:
-        """Older first."""
+        """The arrival number alone: the older, the sooner."""
         return (0.0, seq.arrival)
 
 

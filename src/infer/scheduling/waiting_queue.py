@@ -1,15 +1,15 @@
-"""Those who wait: whose turn is it, and who has waited too long?
+"""The sequences that wait: which one is next, and which has waited too long?
 
-Two heaps hold the same sequences, one by the policy's key and one by age. To take somebody out of the
-middle of a heap costs a search, so nobody does. Each waiting sequence holds a *ticket* instead:
+Two heaps hold the same sequences, one by the policy's key and one by age. To take a sequence out of the
+middle of a heap costs a search, so none is taken out. Each waiting sequence holds a *ticket* instead:
 
     by key    (key 3, ticket 7, C)   (key 5, ticket 4, A)   (key 9, ticket 6, B)
     by age    (step 2, ticket 4, A)  (step 8, ticket 6, B)  (step 9, ticket 7, C)
 
     A leaves:  A.ticket = 0, and its two entries are stale: skipped when they come up, swept out when many
 
-Whoever has waited `max_wait_steps` for its next token, preemptions included, is promoted: it gets a key
-before everybody else's, which it keeps when it runs, so that it is also the last to be preempted.
+A sequence that has waited `max_wait_steps` for its next token, preemptions included, is promoted: it gets a
+key before those of all others, which it keeps when it runs, so that it is also the last to be preempted.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from collections.abc import Sequence as Seq
 
 from infer.scheduling.sequence import Sequence
 
-RETRY_STEPS = 16  # who found no room looks again after so many steps even if no block came free
+RETRY_STEPS = 16  # a sequence that found no room looks again after so many steps even if no block came free
 MAX_STALE = 64  # entries of sequences that left, beyond one for each that waits
 
 
 class WaitingQueue:
-    """Waiting sequences by key and by age; to enter, to leave and to ask who is next cost O(log n)."""
+    """Waiting sequences by key and by age; to enter, to leave and to ask for the next cost O(log n)."""
 
     def __init__(self, max_wait_steps: int) -> None:
         self.num_tokens = 0  # of all that wait
@@ -51,7 +51,7 @@ class WaitingQueue:
         self.num_tokens += seq.num_tokens
 
     def remove(self, seq: Sequence) -> None:
-        """It is let in, or has left."""
+        """Take out a sequence that is let in, or has left."""
         seq.ticket = 0
         self._num_waiting -= 1
         self.num_tokens -= seq.num_tokens
@@ -65,7 +65,7 @@ class WaitingQueue:
             heapq.heapify(self._by_age)
 
     def refuse(self, seq: Sequence, num_free: int, step: int) -> None:
-        """Whose turn it was found no room among so many free blocks."""
+        """Remember that the sequence whose turn it was found no room among so many free blocks."""
         self._refusal = (seq.ticket, num_free, step)
 
     def is_refused(self, seq: Sequence, num_free: int, step: int) -> bool:
@@ -83,7 +83,7 @@ class WaitingQueue:
         return self.num_tokens + behind - (self.first(step).num_tokens if is_next else 0)
 
     def first(self, step: int) -> Sequence:
-        """Whose turn it is, if anybody waits; promotes the oldest if it has waited too long."""
+        """The sequence whose turn it is (one must wait); promotes the oldest if it has waited too long."""
         while self._by_age[0][1] != self._by_age[0][2].ticket:
             heapq.heappop(self._by_age)
         oldest = self._by_age[0][2]

@@ -52,7 +52,7 @@ class Detokenizer:
         return self._search.hit if self._search else None
 
     def look_for(self, stop: Sequence[str]) -> None:
-        """From here on these strings end the text; what has been shown is no part of one."""
+        """End the text at these strings from here on; what has been shown is no part of one."""
         self._search = _StopSearch(stop)
 
     def push(self, ids: Iterable[int]) -> str:

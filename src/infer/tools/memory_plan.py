@@ -69,7 +69,7 @@ CONCURRENCIES = (1, 4, 16, 64, 256)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineMemory:
-    """How much memory there is, and what part of it a cache takes if nobody says."""
+    """How much memory there is, and what part of it a cache takes unless a size is given."""
 
     kind: str  # "gpu" or "cpu"
     memory: int
@@ -287,7 +287,7 @@ def _build_on_meta(headers: ModelHeaders, dtype: torch.dtype, weight_format: str
 
 
 def stored_parameters(headers: ModelHeaders) -> int:
-    """The same from the shapes in the headers: quick, where building a network takes a second."""
+    """The number of parameters, from the headers' shapes: quick, where building a network takes a second."""
     total = 0
     for name, tensor in headers.tensors.items():
         try:

@@ -32,7 +32,7 @@ TransferKind = Annotated[str, msgspec.Meta(pattern=f"^({COPY}|{SWAP_OUT}|{SWAP_I
 
 
 class _Header(msgspec.Struct, kw_only=True):
-    """The first line."""
+    """The first line of a record."""
 
     kind: Literal["header"]
     version: int

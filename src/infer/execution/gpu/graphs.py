@@ -102,7 +102,7 @@ class StepGraphs:
         return StepSize(_at_least(self._mixed_rows, num_rows), _at_least(self._mixed_tokens, num_tokens))
 
     def _size_of_prompts(self, num_tokens: int) -> StepSize | None:
-        """Of a step without rows that decode, if it has been captured."""
+        """The size for a step without rows that decode; None unless its graph has been captured."""
         if not self._prompt_tokens or num_tokens > self._prompt_tokens[-1]:
             return None
         size = StepSize(0, _at_least(self._prompt_tokens, num_tokens))

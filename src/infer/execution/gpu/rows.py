@@ -173,6 +173,6 @@ def send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def send_into(target: torch.Tensor, values: torch.Tensor) -> None:
-    """The same to where it belongs, if that is one piece of memory: without a second copy on the device."""
+    """Copy `values` straight into `target`, which must be contiguous; the host does not wait for it."""
     assert target.is_contiguous(), "what has gaps is filled by way of a copy without them: send"
     target.copy_(values.pin_memory() if target.is_cuda else values, non_blocking=True)

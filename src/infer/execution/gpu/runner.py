@@ -138,7 +138,7 @@ class DeviceRunner:
         return True
 
     def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
-        """Launch and wait."""
+        """Launch a plan and wait for its result."""
         return self.launch(plan, sequences)()
 
     def launch(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> WaitForStep:

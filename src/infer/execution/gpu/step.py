@@ -92,7 +92,7 @@ class DeviceStep(StepContext):
         return self._positions_T
 
     def slots(self, layer: int) -> CacheSlots:
-        """Of this step's tokens."""
+        """The cache of one layer, and the slots of this step's tokens in it."""
         keeps = self._dense is not None  # cuDNN's attention reads no cache
         return CacheSlots(self._store.keys[layer], self._store.values[layer], self._slots_T, keeps)
 

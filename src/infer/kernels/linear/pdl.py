@@ -83,7 +83,7 @@ class PdlConfig:
         return 16 * self.rows_tiles
 
     def num_parts(self, N: int) -> int:
-        """Of the sums of squares that it leaves: one for each block."""
+        """How many partial sums of squares a matrix with N outputs leaves: one for each block."""
         return -(-N // self.rows)
 
     def num_turns(self, K: int) -> int:

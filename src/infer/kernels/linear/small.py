@@ -347,7 +347,7 @@ def launch_of_sum(
 def _launch_tiles(
     plan: TilePlan, x_MK: torch.Tensor, w: torch.Tensor, y_MN: torch.Tensor, epilogue: Epilogue
 ) -> None:
-    """By Triton's kernel or one of those in CUDA C++."""
+    """Launch a linear as planned: Triton's kernel or one of those in CUDA C++."""
     if isinstance(plan, PdlConfig):
         pdl.launch(plan, x_MK, w, y_MN, epilogue)
         return

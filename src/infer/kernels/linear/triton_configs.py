@@ -59,7 +59,7 @@ class SkinnyConfig:
         return self.block_k, self.split_k, self.is_wide
 
     def num_parts(self, N: int) -> int:
-        """Of the sums of squares that a matrix with N outputs leaves: one for each tile."""
+        """How many partial sums of squares a matrix with N outputs leaves: one for each tile."""
         return -(-N // self.block_n)
 
     @property

@@ -86,19 +86,19 @@ class WgmmaConfig:
     blocks: int = 1  # that an SM holds
 
     def num_tiles(self, N: int, *, gated: bool) -> int:
-        """Of the outputs of a matrix."""
+        """How many tiles the N outputs of a matrix are cut into."""
         return -(-N // self.box_rows(gated=gated))
 
     def num_parts(self, N: int) -> int:
-        """Of the sums of squares that it leaves: one for each tile."""
+        """How many partial sums of squares a matrix with N outputs leaves: one for each tile."""
         return self.num_tiles(N, gated=False)
 
     def box_rows(self, *, gated: bool) -> int:
-        """Of W, that are copied at once: of a gated layer first the gate's, then those of `up`."""
+        """The rows of W that are copied at once: of a gated layer first the gate's, then those of `up`."""
         return self.rows // 2 if gated else self.rows
 
     def num_blocks(self, N: int, *, gated: bool) -> int:
-        """Of a launch."""
+        """How many blocks a launch has."""
         return self.num_tiles(N, gated=gated) * self.split
 
     @property
@@ -108,7 +108,7 @@ class WgmmaConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Of a block, with what it takes to begin at a multiple of 1,024."""
+        """The shared memory of a block, with what it takes to begin at a multiple of 1,024."""
         stages = self.stages * (self.rows + self.width) * _CHUNK * 2
         sums = self.width * (self.rows + 4) * 4
         barriers, squares = 16 * self.stages, 3 * 8 * -(-self.width // self.split)
@@ -122,7 +122,7 @@ def token_width(num_tokens: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def choose_config(M: int, N: int, K: int, *, gated: bool) -> WgmmaConfig | None:
-    """What the rule says; None: this matrix is not for us."""
+    """The cut that the rule gives for a matrix; None: this kernel is not for it."""
     if not 0 < M <= MAX_TOKENS or N % 8 or K % 8:
         return None
     width, num_chunks = token_width(M), -(-K // _CHUNK)

@@ -49,12 +49,12 @@ class StoredTensor(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape as the checkpoint's own names mean it."""
+        """The tensor's shape as the checkpoint's own names mean it."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """Its size on disk."""
+        """The tensor's size on disk."""
         ...
 
     @property
@@ -139,7 +139,7 @@ class SafeTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Its size on disk."""
+        """The tensor's size on disk."""
         return self.stop - self.start
 
     @property

@@ -61,7 +61,7 @@ class Keys:
         return float(value)
 
     def text(self, name: str, default: str) -> str:
-        """A word."""
+        """The text of a key, or the default where it is absent."""
         return str(self.file.metadata.get(self._key(name), default))
 
     def flags(self, name: str) -> list[bool] | None:

@@ -93,13 +93,13 @@ class PackedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape as the Hugging Face name means it."""
+        """The tensor's shape as the Hugging Face name means it."""
         shape = self.stored.shape if self.index is None else self.stored.shape[1:]
         return shape[::-1] if self.transposed else shape
 
     @property
     def num_bytes(self) -> int:
-        """Its size on disk."""
+        """The tensor's size on disk."""
         return self.stored.num_bytes if self.index is None else self.stored.num_bytes // self.stored.shape[0]
 
     @property
