@@ -1,7 +1,7 @@
-"""Who holds which block of the KV cache.
+"""What holds which block of the KV cache.
 
 A *block* is the keys and values of `block_size` consecutive tokens, in every layer. This file counts
-references to blocks and remembers who took them; which tokens are inside is the prefix tree's
+references to blocks and remembers which owners took them; which tokens are inside is the prefix tree's
 question, and the numbers themselves live in tensors elsewhere.
 
     free --take()--> held(1) --share()--> held(n) --drop()--> held(n-1) ... --drop()--> free
@@ -9,7 +9,7 @@ question, and the numbers themselves live in tensors elsewhere.
                                                         +--> idle: only the prefix tree is left
 
 An owner is anything hashable: a sequence's id, or the one name `PREFIX_TREE`. An owner holds a block at
-most once, so a second drop is a bug and is refused by name. A block that nobody but the prefix tree
+most once, so a second drop is a bug and is refused by name. A block that only the prefix tree
 holds is *idle*: it costs nothing to keep and can be taken back at once. Idle blocks queue in the order
 in which their last reader left, so the head of the queue is the least recently used one.
 
@@ -64,7 +64,7 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        """How many blocks nobody holds."""
+        """How many blocks have no owner."""
         return len(self.free)
 
     @property
@@ -86,7 +86,7 @@ class BlockAllocator:
         return frozenset(self._held.get(owner, _NOTHING))
 
     def owners_of(self, block: int) -> list[Owner]:
-        """Everyone who holds this block; walks over all owners, for messages and pictures."""
+        """Every owner that holds this block; walks over all owners, for messages and pictures."""
         return [owner for owner, held in self._held.items() if block in held]
 
     def take(self, count: int, owner: Owner) -> list[int]:
@@ -219,7 +219,7 @@ class BlockAllocator:
     def _double_free(self, blocks: Sequence[int], owner: Owner) -> EngineError:
         held = self._held.get(owner, _NOTHING)
         block = next(b for i, b in enumerate(blocks) if b not in held or b in blocks[:i])
-        owners = ", ".join(repr(o) for o in self.owners_of(block)) or "nobody"
+        owners = ", ".join(repr(o) for o in self.owners_of(block)) or "no owner"
         return EngineError(
             f"{owner!r} drops {self.place} block {block} more often than it holds it; it is held by {owners}"
         )

@@ -1,6 +1,6 @@
 """The pools: block tables, the prefix tree and host memory, kept in agreement.
 
-    BlockAllocator   device and host: who owns which block, and how many owners it has
+    BlockAllocator   device and host: what owns which block, and how many owners it has
     PrefixTree       which blocks hold the start of this prompt; one more owner of each
     SequenceBooks    of every sequence: its table, and how much of it the tree knows
 

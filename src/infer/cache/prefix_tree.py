@@ -9,11 +9,11 @@ prompts share a path for as many blocks as they share tokens (block_size 2 below
 Edges are found through a dict whose keys are the token ids themselves, written one after the other in
 four bytes each: a hash decides where to look, the ids decide what matches, so no collision can hand one
 prompt the cache of another. (As bytes, because a block then is one object to compare, and because Python
-keys the hash of bytes with a secret: nobody can choose prompts that all fall into one place.) A request's
+keys the hash of bytes with a secret: no client can choose prompts that all fall into one place.) A request's
 `salt` is part of the label of its first edge: different salts never share a node.
 
 The tree is one more owner of its blocks: it holds one reference on each, a sequence that uses them
-adds its own, and a block nobody but the tree holds (*idle*) may be evicted. There is no lock and no pin.
+adds its own, and a block that only the tree holds (*idle*) may be evicted. There is no lock and no pin.
 One rule keeps eviction simple: **a sequence holds every node from the root down to its cursor**, the
 deepest node it has matched or inserted. So below an idle node everything is idle, and since a sequence
 lets go of its deepest block first, the block that has been idle for longest is a leaf. To keep the rule
@@ -180,7 +180,7 @@ class PrefixTree:
         return num_evicted
 
     def forget(self, block: int) -> None:
-        """Take a leaf out of the tree, whoever else holds its block."""
+        """Take a leaf out of the tree, whether or not sequences hold its block."""
         node = self._nodes[block]
         assert not node.children, f"cached block {block} is not a leaf"
         del self._parent_of(node).children[node.label]

@@ -13,7 +13,7 @@ about the whole batch is one comparison of two lines, whatever the number of seq
     row             3     0     1              where its block tables lie, here and on the device
 
     num_tokens - num_computed == decode_len         A and B decode, C is in its prompt
-    num_tokens > num_reserved                       nobody needs a block for this step
+    num_tokens > num_reserved                       no sequence needs a block for this step
 
 A sequence enters when it is admitted and leaves when it ends or is preempted; those behind it move by one
 column. The *row* does not move: it names the sequence's line in `tables`, which the kernels read, for as

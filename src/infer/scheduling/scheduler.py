@@ -5,13 +5,13 @@ There is no prefill phase and no decode phase. Every sequence is some number of 
 
     budget 8:   A one behind [1]   B one behind [1]   C prompt of 20 -> chunk of [6]     next step: 6 more
 
-Who is one behind goes first (its client is watching), then prompts already begun, then newcomers in the
-policy's order; the `prefill_first` policy turns that round. A newcomer gets room for all the tokens it
+A sequence one behind goes first (its client is watching), then prompts already begun, then newcomers in
+the policy's order; the `prefill_first` policy turns that round. A newcomer gets room for all the tokens it
 has, so prompts never fight each other half way. When the cache is full the running sequence with the
 largest key is preempted: it gives back its blocks and recomputes later, or leaves them in host memory.
 
-Nobody waits for ever: whoever has waited `max_wait_steps` for its next token, preemptions included, is
-promoted to the front of every policy and is then the last to be preempted; whoever is one behind is
+No sequence waits for ever: one that has waited `max_wait_steps` for its next token, preemptions included, is
+promoted to the front of every policy and is then the last to be preempted; one that is one behind is
 served at least every `max_decode_gap` steps.
 
 The scheduler sees integers only: no tensors, no tokenizer, no clock. That is why its tests need no

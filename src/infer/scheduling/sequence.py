@@ -230,7 +230,7 @@ class SequenceGroup:
 
     @property
     def asked_prompt_logprobs(self) -> tuple[RowLogprobs | None, ...] | None:
-        """Those of the prompt's tokens, of which the first has none; None unless the request asked."""
+        """The logprobs of the prompt's tokens, of which the first has none; None unless the request asked."""
         is_asked = self.request.params.prompt_logprobs is not None
         return (None, *self.prompt_logprobs) if is_asked else None
 
