@@ -106,7 +106,7 @@ class BlockAllocator:
             held = set()
             if count:
                 self._held[owner] = held
-        for _ in range(count):
+        while len(blocks) < count:
             block = free.pop()
             counts[block] = 1
             held.add(block)
@@ -115,9 +115,10 @@ class BlockAllocator:
 
     def adopt(self, block: int) -> bool:
         """Let the prefix tree hold a block as well that has one owner; False: it has several, or none."""
-        if self._ref_counts[block] != 1:
+        counts = self._ref_counts
+        if counts[block] != 1:
             return False
-        self._ref_counts[block] = 2
+        counts[block] = 2
         cached = self._held.get(PREFIX_TREE)
         if cached is None:
             self._held[PREFIX_TREE] = {block}

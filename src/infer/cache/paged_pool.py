@@ -97,9 +97,8 @@ class PagedKVCachePool:
             num_new = 0
         elif num_held + num_new > self._max_blocks:
             return None
-        first, must_copy = num_computed // size, False
-        if first < num_held and num_tokens > num_computed:  # no block after the first one is ever shared
-            must_copy = device.ref_count(blocks[first]) > 1
+        first = num_computed // size  # no block after this one is ever shared
+        must_copy = first < num_held and num_tokens > num_computed and device.ref_count(blocks[first]) > 1
         num_wanted = num_new + must_copy
         if num_wanted > len(device.free) and not self._make_room(num_wanted):
             if not (must_copy and self._take_back(blocks[first], num_new)):

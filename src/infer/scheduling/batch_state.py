@@ -86,9 +86,7 @@ class BatchState:
         self._columns = np.zeros((len(LINES), max_sequences), dtype=np.int64)
         self._cells = cells_of(self._columns)
         self._free_rows = list(range(max_sequences - 1, -1, -1))
-        self._layout: Chunks | None = (
-            None  # a plan that decodes with every column, for as long as they are these
-        )
+        self._layout: Chunks | None = None  # a plan that decodes with every column, while they are these
         self._name_lines()
 
     # -- arrivals and departures ------------------------------------------------------------------
