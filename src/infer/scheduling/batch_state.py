@@ -145,6 +145,11 @@ class BatchState:
             changes += row, index, block
         cells[NUM_RESERVED][place] = len(blocks) * size
 
+    def enter_table(self, seq: Sequence, blocks: Seq[int], group: int = 0) -> None:
+        """Copy the whole table of a sequence that has just entered to its row; it may write all of it."""
+        self.tables[group, seq.row, : len(blocks)] = blocks
+        self._cells[NUM_RESERVED][seq.place] = len(blocks) * self.block_size
+
     # -- one step ---------------------------------------------------------------------------------
 
     def begin_plan(self) -> tuple[np.ndarray, np.ndarray]:

@@ -360,7 +360,7 @@ class Scheduler:
             seq.num_cached = seq.num_computed
         self._waiting.remove(seq)
         self._run(seq)
-        self.state.write_table(seq, pool.block_table(seq_id), [])
+        self.state.enter_table(seq, pool.block_table(seq_id))
         if length:
             self._add_prompt(seq, length, draft)
         return True

@@ -68,9 +68,9 @@ class DeviceRows:
             packed = bytearray().join([self._enter(seq) for seq in arrived])
             entries_K6 = np.frombuffer(packed, dtype=np.int64).reshape(-1, NUM_FIELDS)
             parcels.append((entries_K6, lambda entries: enter_rows(self.sampling, entries)))
-        diffs = plan.table_changes + [number for seq in arrived for number in self._table(seq)]
-        if diffs:
-            parcels.append((_packed_diffs(diffs), self._put_blocks))
+        if arrived or plan.table_changes:
+            diffs = _packed_diffs(plan.table_changes, [self._table(seq) for seq in arrived])
+            parcels.append((diffs, self._put_blocks))
         tokens_3K = self._unknown_tokens(plan, sequences)
         if tokens_3K is not None:
             parcels.append((tokens_3K, self._put_tokens))
@@ -81,7 +81,7 @@ class DeviceRows:
 
     def sync_tables(self, plan: StepPlan) -> None:
         """Send the blocks alone that tables have got: the rows are those of the last step, a token on."""
-        self._put_blocks(send(torch.from_numpy(_packed_diffs(plan.table_changes)), self.device))
+        self._put_blocks(send(torch.from_numpy(_packed_diffs(plan.table_changes, ())), self.device))
 
     def _enter(self, seq: TokenSequence) -> bytes:
         """Take a sequence's row for it; returns how it is sampled."""
@@ -100,11 +100,13 @@ class DeviceRows:
             seed=sequence_seed(seq.group.seed, seq.index),
         )
 
-    def _table(self, seq: TokenSequence) -> list[int]:
-        """The whole table of a sequence, as a plan says it of single blocks."""
+    def _table(self, seq: TokenSequence) -> np.ndarray:
+        """The whole table of a sequence: a line of (row, index, block) for each block."""
         row, num_blocks = seq.row, seq.num_reserved // self._state.block_size
-        blocks = self._state.tables[0, row, :num_blocks].tolist()
-        return [number for index, block in enumerate(blocks) for number in (row, index, block)]
+        lines_K3 = np.full((num_blocks, 3), row, dtype=np.int32)
+        lines_K3[:, 1] = np.arange(num_blocks)
+        lines_K3[:, 2] = self._state.tables[0, row, :num_blocks]
+        return lines_K3
 
     def _unknown_tokens(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> np.ndarray | None:
         """Rows that decode, their tokens and their positions, where the device has not sampled them itself.
@@ -134,14 +136,17 @@ class DeviceRows:
         advance_rows(rows_K, tokens_K, positions_K, self.last_token_R, self.position_R)
 
 
-def _packed_diffs(diffs: list[int]) -> np.ndarray:
+def _packed_diffs(changes: list[int], tables: Sequence[np.ndarray]) -> np.ndarray:
     """A line of (row, index, block) for each block, padded to a power of two: few numbers of lines in all.
 
     For every other number of programs a launch is prepared anew (kernels/runtime/launch.py).
     """
-    num_diffs = len(diffs) // 3
-    diffs_K3 = np.full((next_power_of_two(num_diffs), 3), -1, dtype=np.int32)
-    diffs_K3.reshape(-1)[: len(diffs)] = diffs
+    end = len(changes) // 3
+    diffs_K3 = np.full((next_power_of_two(end + sum(map(len, tables))), 3), -1, dtype=np.int32)
+    diffs_K3.reshape(-1)[: len(changes)] = changes
+    for table_K3 in tables:
+        start, end = end, end + len(table_K3)
+        diffs_K3[start:end] = table_K3
     return diffs_K3
 
 
