@@ -36,7 +36,7 @@ def test_a_slip_is_understood(given: str, meant: str) -> None:
     "given",
     [
         "tensor_parallel_size",
-        "quantization",
+        "lora_rank",
         "host_memory",  # not kv_cache_memory
         "kv_cache_dtype",
         "length_penalty",  # not presence_penalty

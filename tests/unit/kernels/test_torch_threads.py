@@ -41,6 +41,6 @@ def test_the_runner_samples_one_row_with_one_thread(monkeypatch: pytest.MonkeyPa
         seen.append(torch.get_num_threads())
         return sample(logits_SV, rows)
 
-    monkeypatch.setattr("infer.execution.runner.sample", watched)
+    monkeypatch.setattr("infer.execution.host_sampling.sample", watched)
     run_engine(make_engine(), [([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))])
     assert seen == [1, 1, 1] and torch.get_num_threads() == 3

@@ -24,7 +24,10 @@ def test_importing_the_kernels_needs_no_triton() -> None:
     code = (
         "import sys; sys.modules['triton'] = None\n"  # makes `import triton` fail
         "import torch\n"
-        "from infer.kernels import attention, gated_activation, rope\n"
+        "from infer.kernels.attention import decode, prefill, reference\n"
+        "from infer.kernels.elementwise import gated_activation, heads, rope\n"
+        "from infer.kernels.linear import small\n"
+        "from infer.kernels.sampling import sample_rows\n"
         "from infer.kernels.elementwise.rms_norm import rms_norm\n"
         "print(rms_norm(torch.full((1, 4), 3.0), torch.ones(4), eps=0.0).tolist())"
     )
