@@ -219,7 +219,7 @@ def main(argv: list[str] | None = None) -> int:
             report("flash", seconds_fresh(prompts, None), prompts, ceiling)
             dense = DenseAttention(
                 num_heads=N, num_kv_heads=G, head_dim=H, scale=H**-0.5, dtype=prompts.q.dtype,
-                device=prompts.q.device, max_tokens=prompts.q.shape[0],
+                device=prompts.q.device, max_tokens=prompts.q.shape[0], max_len=prompts.q.shape[0],
             )  # fmt: skip
             while dense.prepare():
                 pass

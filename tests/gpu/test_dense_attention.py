@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 def test_long_prompts_equal_the_reference(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     dense = DenseAttention(
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=head_dim**-0.5,
-        dtype=torch.bfloat16, device=torch.device("cuda"), max_tokens=8192,
+        dtype=torch.bfloat16, device=torch.device("cuda"), max_tokens=8192, max_len=8192,
     )  # fmt: skip
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("measured on Hopper alone")

@@ -173,23 +173,25 @@ def test_a_thousand_greedy_decodes_are_the_same_bits(qwen3: str) -> None:
         assert [answer.token_ids for answer in llm.generate(PROMPTS, params)] == first
 
 
-def test_nothing_is_compiled_once_everything_is_prepared(qwen3: str) -> None:
-    """Batches of every size, prompts of many lengths, all ways to sample on the device."""
-    llm = LLM(qwen3, device="cuda", dtype="bfloat16", max_batch_size=16)
+def test_nothing_is_compiled_once_everything_is_prepared(tmp_path: Path) -> None:
+    """Batches of every size, prompts of all lengths alone and beside others, all ways to sample: at once."""
+    make_checkpoint("qwen3", tmp_path, sizes=Sizes(context_len=4096))
+    llm = LLM(str(tmp_path), device="cuda", dtype="bfloat16", max_batch_size=24)
     while llm.engine.prepare():
         pass
-
-    def serve() -> None:
-        for count in (1, 2, 3, 5, 8, 13, 16):
-            prompts = [[5 + i] * (1 + 7 * i) for i in range(count)]
-            for extra in ({"temperature": 0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}):
-                llm.generate(prompts, SamplingParams(max_tokens=5, ignore_eos=True, seed=1, **extra))
-
-    serve()
+    graphs = len(llm.engine._runner._graphs._graphs)  # type: ignore[attr-defined]
+    lengths = [1, 2, 15, 16, 17, 33, 100, 128, 300, 512, 513, 700, 1024, 1300, 2047, 2048, 2500, 3333, 4000]
     with count_compilations() as compiled:
-        serve()
-        llm.generate([[9] * 37], SamplingParams(max_tokens=3, ignore_eos=True))
+        for count in (1, 2, 3, 5, 8, 13, 17, 24):
+            for extra in ({"temperature": 0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}):
+                prompts = [[5 + i + count] * lengths[(3 * i + count) % len(lengths)] for i in range(count)]
+                params = [
+                    SamplingParams(max_tokens=3 + i % 9, ignore_eos=True, seed=1, **extra)
+                    for i in range(count)
+                ]
+                llm.generate(prompts, params)
     assert compiled == []
+    assert len(llm.engine._runner._graphs._graphs) == graphs  # type: ignore[attr-defined]
 
 
 def test_prompts_from_a_graph_have_the_tokens_of_prompts_that_are_launched(tmp_path: Path) -> None:

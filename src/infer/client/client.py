@@ -180,6 +180,8 @@ class InProcessClient:
     def _run(self) -> None:
         stopped = EngineStopped("the engine was closed")
         try:
+            while not self._is_closing and self._engine.prepare():
+                pass  # in this thread: cuDNN keeps its plans by thread
             while self._take_commands():
                 self._work()
                 self._stats = self._subscribers.stats()
@@ -197,8 +199,6 @@ class InProcessClient:
 
     def _take_commands(self) -> bool:
         """Run the posted commands; without work, sleep until one comes. Returns False at the end."""
-        while not (self._inbox or self._subscribers.has_work or self._is_closing) and self._engine.prepare():
-            pass  # idle time makes later steps quicker
         with self._wake:
             while not (self._inbox or self._subscribers.has_work or self._is_closing):
                 self._wake.wait()

@@ -3,10 +3,10 @@
 HTTP, JSON and detokenizing must not share an interpreter with the loop that feeds the device, so the
 scheduler and the model live here and speak through one unix socket (see messages.py).
 
-    start    one line of JSON on standard input (`Launch`), load the model, send `Ready`
+    start    one line of JSON on standard input (`Launch`), load the model, compile and capture all that
+             steps can need, send `Ready`
     turn     take every command that is there; make one step, send a `StepReport`; one embedding, another
-    idle     do what makes later steps quicker (CUDA graphs), piece by piece; then sleep in the socket until
-             a command comes: no timer, no polling, no CPU
+    idle     sleep in the socket until a command comes: no timer, no polling, no CPU
     end      `Stop`, or standard input closes because the server is gone
 
 The server holds the other end of standard input open for as long as it lives. Ctrl-C and SIGTERM are
@@ -104,11 +104,9 @@ class EngineServer:
             self._report()
 
     def _receive(self) -> list[bytes]:
-        """Return every command that has arrived; an idle engine prepares later steps, then waits for one."""
+        """Return every command that has arrived; an idle engine waits for one."""
         frames: list[bytes] = []
         if not self._subscribers.has_work:
-            while not self._link.poll(0) and self._engine.prepare():
-                pass
             frames.append(self._link.recv())
         while True:
             try:
@@ -176,6 +174,8 @@ def main(make_engine: Callable[[EngineConfig], Engine] = load_engine) -> int:
         link.connect(launch.endpoint)
         try:
             engine = make_engine(EngineConfig.from_knobs(**launch.knobs))
+            while engine.prepare():
+                pass
             freeze()  # the model and its parts live as long as the process
             link.send(encode(Ready(engine.stats())))
             EngineServer(engine, link).run()

@@ -210,7 +210,7 @@ class SchedulerConfig:
         "tokens of prompts that a step may compute while others decode, unless more than 2048 wait behind "
         "the prompt whose turn it is (continuous batching, policies that put decoding first); "
         f"default: {GPU_STEPS.mixed_tokens}, on a GPU {SMALL_MODEL_MIXED_TOKENS} where a token meets at most "
-        f"{SMALL_MODEL_WEIGHTS / 1e9:g} billion weights: such a step stays on kernels for few tokens",
+        f"{SMALL_MODEL_WEIGHTS / 1e9:g} billion weights: such a step takes it few milliseconds",
         formerly=("mixed_prefill_tokens",),
     )
     max_prefill_chunks_per_step: int | None = knob(

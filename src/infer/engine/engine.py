@@ -99,7 +99,7 @@ class Engine:
         self._unreported: list[StepOutput] = []  # of a step that was interrupted; the next one brings them
         # at most; 0: each step is read before the next is planned, as it must be where nothing is kept of it
         self._steps_ahead = steps_ahead if scheduler.keeps_cache else 0
-        self.prepare = prepare  # for idle time: makes later steps quicker; False: all is done
+        self.prepare = prepare  # one piece of what steps can need, ahead of them; False: all is done
         self._flights: deque[_Flight] = deque()  # steps that the device works on, the oldest first
         self._has_drafts = (
             False  # whether the last step launched may refuse tokens: it is read before the next

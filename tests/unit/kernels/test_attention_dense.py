@@ -33,7 +33,7 @@ def blank(monkeypatch: pytest.MonkeyPatch) -> DenseAttention:
     monkeypatch.setattr(attention_dense, "_MIN_LENS", {64: 8})
     return DenseAttention(
         num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1, dtype=torch.bfloat16, device=torch.device("cpu"),
-        max_tokens=32, attend=by_pytorch,
+        max_tokens=32, max_len=32, attend=by_pytorch,
     )  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def dense(blank: DenseAttention) -> DenseAttention:
 
 
 def test_plans_are_made_for_few_shapes_those_of_one_prompt_first(dense: DenseAttention) -> None:
-    shapes = list(dense_shapes(64, 32))
+    shapes = list(dense_shapes(64, 32, 32))
     assert shapes[:7] == [Shape(1, length) for length in range(8, 33, 4)]
     assert set(shapes[7:]) == {Shape(4, 8), Shape(2, 8), Shape(2, 16)}
     assert dense.ready == set(shapes) and not dense.prepare()
@@ -106,6 +106,25 @@ def test_every_token_sees_its_own_prompt_up_to_itself(
         assert torch.equal(dense.attend(q, k, v, batches), result)
 
 
+def test_prompts_do_not_see_infinities_of_the_next_one(dense: DenseAttention) -> None:
+    """In float16, where a value can overflow: the tokens that follow are no padding there."""
+    torch.manual_seed(0)
+    chunks = make_chunks([9, 16])
+    q, k, v = (torch.randn(25, heads, 64).half() for heads in (4, 2, 2))
+    v[9:] = torch.inf
+    result = dense.attend(q, k, v, dense.split(chunks)[0], out=torch.empty_like(q))
+    expected = attend_naive(q[:9], k[:9], v[:9], scale=0.1, window=None)
+    torch.testing.assert_close(result[:9], expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("num_tokens", "length"), [(9, 12), (64, 64), (65, 72), (129, 144), (200, 208)])
+def test_longer_prompts_are_padded_further(
+    num_tokens: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_dense, "PAD_LEN", 4)
+    assert attention_dense.padded_len(num_tokens) == length
+
+
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 64), (torch.bfloat16, 96)])
 def test_what_was_not_measured_to_be_faster_makes_no_plans(dtype: torch.dtype, head_dim: int) -> None:
     made = DenseAttention(
@@ -116,6 +135,7 @@ def test_what_was_not_measured_to_be_faster_makes_no_plans(dtype: torch.dtype, h
         dtype=dtype,
         device=torch.device("cpu"),
         max_tokens=8192,
+        max_len=8192,
     )
     assert not made.prepare() and made.split(make_chunks([4096]))[0] == []
 
@@ -123,7 +143,7 @@ def test_what_was_not_measured_to_be_faster_makes_no_plans(dtype: torch.dtype, h
 def test_a_library_that_is_missing_is_done_without() -> None:
     made = DenseAttention(  # cuDNN does not run on a CPU
         num_heads=4, num_kv_heads=2, head_dim=128, scale=0.1, dtype=torch.bfloat16,
-        device=torch.device("cpu"), max_tokens=2048,
+        device=torch.device("cpu"), max_tokens=2048, max_len=2048,
     )  # fmt: skip
     assert not made.prepare() and not made.ready
     assert made.split(make_chunks([2048])) == ([], make_chunks([2048]))

@@ -11,13 +11,13 @@ a step does not fill is padding, for which every kernel does nothing.
     30 rows, 32 prompt tokens     ──► size (32, 32), few enough for the kernels that decode
     900 prompt tokens alone       ──► size (0, 1024) of a small model; of a large one, no graph
 
-A size is captured when it is first needed, or before that in idle time (`prepare`): the first answer
-never waits for graphs it does not use. All graphs share one memory pool, because only one runs at a time.
+A server captures all sizes before it is ready (`prepare`); without that, a size is captured when it is first
+needed. All graphs share one memory pool, because only one runs at a time.
 
 More tokens are worth a graph as long as it takes longer to launch a layer than to compute it (`most_tokens`):
 launching one costs the CPU half a millisecond, and a thousand tokens in a layer of a 0.6B model cost a large
-GPU a tenth of that. Padding is computed like any other token, so these sizes are close together. They are
-captured in idle time alone: a step that is launched kernel by kernel is over before a capture would be.
+GPU a tenth of that. Padding is computed like any other token, so these sizes are close together. Only
+`prepare` captures them: a step that is launched kernel by kernel is over before a capture would be.
 
 PyTorch's own context for a capture first gives back all memory that is kept for later, the device's and the
 host's pinned one, and the steps behind it wait a quarter of a second to get it again. Here it is given back
@@ -85,10 +85,15 @@ class StepGraphs:
         captures: bool,
     ) -> None:
         self._launch, self._blank, self._captures = launch, blank, captures
-        self._rows = decode_sizes(max_rows)
+        self.decode_rows = decode_sizes(max_rows)
         self._mixed_rows = [*(rows for rows in MIXED_ROWS if rows < max_rows), max_rows]
         self._mixed_tokens = [tokens for tokens in MIXED_TOKENS if tokens <= max_tokens]
         self._prompt_tokens = [tokens for tokens in _PROMPT_TOKENS if tokens <= max_tokens]
+        self.sizes = [
+            *(StepSize(rows, 0) for rows in self.decode_rows),
+            *(StepSize(rows, tokens) for tokens in self._mixed_tokens for rows in self._mixed_rows),
+            *(StepSize(0, tokens) for tokens in self._prompt_tokens),
+        ]
         self._graphs: dict[StepSize, torch.cuda.CUDAGraph] = {}
         self._uncaptured: set[StepSize] = set()
         self._pool: Any = None  # a handle
@@ -96,10 +101,17 @@ class StepGraphs:
     def size_for(self, num_rows: int, num_tokens: int) -> StepSize | None:
         """The smallest size with room for these; None: more tokens of prompts than any graph has."""
         if not num_tokens:
-            return StepSize(_at_least(self._rows, num_rows), 0)
+            return StepSize(_at_least(self.decode_rows, num_rows), 0)
         if not self._mixed_tokens or num_tokens > self._mixed_tokens[-1]:
             return None if num_rows else self._size_of_prompts(num_tokens)
         return StepSize(_at_least(self._mixed_rows, num_rows), _at_least(self._mixed_tokens, num_tokens))
+
+    def padded_rows(self, num_rows: int) -> int:
+        """The number of rows that a step with so many rows that decode is padded to, captured or not.
+
+        Kernels of these rows are compiled for few numbers, and ahead of time.
+        """
+        return _at_least(self.decode_rows, num_rows) if num_rows else 0
 
     def _size_of_prompts(self, num_tokens: int) -> StepSize | None:
         """The size for a step without rows that decode; None unless its graph has been captured."""
@@ -129,11 +141,8 @@ class StepGraphs:
             self._launch(size)
 
     def prepare(self) -> bool:
-        """Capture one more size, the smallest that is missing; False: there is none."""
-        decode = [StepSize(rows, 0) for rows in self._rows]
-        mixed = [StepSize(rows, tokens) for tokens in self._mixed_tokens for rows in self._mixed_rows]
-        prompts = [StepSize(0, tokens) for tokens in self._prompt_tokens]
-        return any(self.ensure(size) for size in decode + mixed + prompts)
+        """Capture one more size, the first that is missing; False: there is none."""
+        return any(self.ensure(size) for size in self.sizes)
 
     def _capture(self, size: StepSize) -> None:
         """Run a step of padding, which compiles its kernels and changes nothing; then record the same."""

@@ -83,6 +83,13 @@ class DeviceRows:
         """Send the blocks alone that tables have got: the rows are those of the last step, a token on."""
         self._put_blocks(send(torch.from_numpy(_packed_diffs(plan.table_changes, ())), self.device))
 
+    def send_padding(self) -> None:
+        """Send what changes nothing: the kernels that unpack it are then compiled and loaded."""
+        entries_K6 = torch.full((1, NUM_FIELDS), PADDING, dtype=torch.int64)
+        enter_rows(self.sampling, send(entries_K6, self.device))
+        self._put_blocks(send(torch.full((1, 3), PADDING, dtype=torch.int32), self.device))
+        self._put_tokens(send(torch.full((3, 2), PADDING, dtype=torch.int64), self.device))
+
     def _enter(self, seq: TokenSequence) -> bytes:
         """Take a sequence's row for it; returns how it is sampled."""
         row, params = seq.row, seq.group.request.params

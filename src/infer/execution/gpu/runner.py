@@ -18,10 +18,12 @@ Shapes:  T tokens, S rows that decode, C tokens whose hidden states are needed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
+from torch import nn
 
 from infer.cache.kv_store import KVStore
 from infer.errors import DeviceLost
@@ -37,15 +39,16 @@ from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.dense import Batch, DenseAttention
 from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks, tokens_per_tile
 from infer.kernels.elementwise.step_state import StepInputs, advance_rows, gather_step
+from infer.kernels.runtime.compile_ahead import compile_once, compiling_ahead
 from infer.kernels.sampling.sample_rows import SampleScratch, compile_sample_rows, sample_rows
 from infer.models.model import Model
 from infer.scheduling.batch_state import BatchState
-from infer.scheduling.plan import StepPlan
+from infer.scheduling.plan import COPY, StepPlan, Transfer
 from infer.scheduling.sequence import Sequence as TokenSequence
 
 logger = logging.getLogger(__name__)
 
-_PADDING_STEP = 1024  # tokens: many, for every kernel that chooses by their number
+_FEW_TOKENS = 512  # of a ragged step: with fewer, steps are captured
 
 WaitForStep = Callable[[], StepResult]
 
@@ -94,9 +97,11 @@ class DeviceRunner:
             self._dense = DenseAttention(
                 num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
                 scale=config.scale, dtype=store.keys[0].dtype, device=device, max_tokens=max_tokens,
+                max_len=max_seq_len,
             )  # fmt: skip
         self._pads, self._max_tokens = device.type == "cuda" and self._backend != "flash", max_tokens
-        self._padded: set[int] = set()  # numbers of tokens
+        self.phases: dict[str, float] = {}  # seconds that `prepare` has taken, by what was prepared
+        self._preparations = self._prepare()
         self._host_chunks: tuple[PrefillChunk, ...] = ()  # for the reference of prefill attention alone
         self._graphs = StepGraphs(
             self._launch_kernels,
@@ -108,34 +113,89 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def prepare(self) -> bool:
-        """Do one piece of the work that makes later steps quicker; False: nothing is left to do."""
-        return (
-            self._run_padding(min(_PADDING_STEP, self._max_tokens))
-            or self._graphs.prepare()
-            or (self._dense is not None and self._dense.prepare())
-            or self._run_padding(self._max_tokens)
-        )
+        """Do one piece of what steps need before they can run without waiting; False: all is done.
 
-    def _run_padding(self, num_tokens: int) -> bool:
-        """Run a ragged step of padding, which writes nothing; False: there has been one of this size.
-
-        One of many tokens compiles their kernels, which no graph has; one of the most tokens there can be
-        makes sure of their memory.
+        A server calls it until all is done before it says that it is ready. In a program that generates once,
+        each step makes what it needs itself.
         """
-        if not self._pads or num_tokens in self._padded:
-            return False
-        self._padded.add(num_tokens)
-        self._inputs.blank()
-        batches = self._dense.split([PrefillChunk(0, num_tokens, 0, 0)])[0] if self._dense else []
-        tiles_W4 = torch.zeros((1, 4), dtype=torch.int32, device=self._device)
-        tiles = PrefillChunks.from_arrays(tiles_W4, [PrefillChunk(0, 0, 0, 0)])
+        start = time.perf_counter()
+        phase = next(self._preparations, None)
+        if phase is not None:
+            self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - start
+        return phase is not None
+
+    def _prepare(self) -> Iterator[str]:
+        """Make everything that a step can need; yields the name of the phase after each piece."""
+        if self._pads:
+            config = self._model.config
+            compile_once(self._compile_ahead, config, self._backend, self._graphs.sizes, self._store.keys[0])
+            yield "compile"
+            self._rows.send_padding()
+            self._store.transfer((Transfer(COPY, 0, 0),))
+            for num_tokens in self._ragged_sizes():
+                self._run_padding(num_tokens)
+                yield "try"
+        while self._graphs.prepare():
+            yield "capture"
+        while self._dense is not None and self._dense.prepare():
+            yield "plan_attention"
+        seconds = " ".join(f"{phase}_s={seconds:.2f}" for phase, seconds in self.phases.items())
+        logger.info("steps prepared %s", seconds)
+
+    def _ragged_sizes(self) -> list[int]:
+        """Numbers of tokens from the most there can be down to few.
+
+        The largest step makes sure of the memory for all others. Libraries and Triton choose their kernels by
+        the number of tokens, and load each of them when it is first needed.
+        """
+        sizes = [self._max_tokens]
+        while sizes[-1] > _FEW_TOKENS:
+            sizes += [sizes[-1] // 2 + 8, sizes[-1] // 2]
+        return sizes
+
+    def _compile_ahead(self) -> None:
+        """Compile the kernels of all steps that are captured, many at a time, by one layer of each kind."""
+        layers = self._model.layers
+        kinds = {self._kind(number): layer for number, layer in enumerate(layers)}
+        self._model.layers = nn.ModuleList(kinds.values())
         try:
-            self._forward(num_tokens, self._inputs.rows_S[:0], tiles, batches)
+            with compiling_ahead(self._device):
+                for size in self._graphs.sizes:
+                    self._inputs.blank()
+                    self._launch_kernels(size)
+                for num_rows in self._graphs.decode_rows:
+                    self._run_ragged_padding(_FEW_TOKENS, num_rows)
+        finally:
+            self._model.layers = layers
+
+    def _kind(self, number: int) -> tuple[object, ...]:
+        """What tells layers apart that need other kernels: the window, the parts, how weights are kept."""
+        parts = [
+            (type(part), type(getattr(part, "stored", None))) for part in self._model.layers[number].modules()
+        ]
+        return self._model.config.window(number), *parts
+
+    def _run_padding(self, num_tokens: int) -> None:
+        """Run a ragged step of padding, alone and beside rows that decode; it writes nothing."""
+        try:
+            self._run_ragged_padding(num_tokens, 0)
+            self._run_ragged_padding(num_tokens - self._graphs.decode_rows[-1], self._graphs.decode_rows[-1])
         except torch.AcceleratorError:
             raise
         except Exception:  # out of memory, say: a prompt may still find room
             logger.exception("cannot run a step of padding ahead of time num_tokens=%d", num_tokens)
-        return True
+
+    def _run_ragged_padding(self, num_tokens: int, num_rows: int) -> None:
+        if num_tokens <= 0:
+            return
+        self._inputs.blank()
+        rows_S = self._inputs.rows_S[:num_rows]
+        self._gather(rows_S)
+        chunk = PrefillChunk(num_rows, num_tokens, 0, 0)
+        batches = self._dense.split([chunk])[0] if self._dense and not num_rows else []
+        tiles_W4 = torch.zeros((1, 4), dtype=torch.int32, device=self._device)
+        tiles = PrefillChunks.from_arrays(tiles_W4, [PrefillChunk(0, 0, 0, 0)])
+        self._forward(num_rows + num_tokens, rows_S, tiles, batches)
 
     def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
         """Launch a plan and wait for its result."""
@@ -295,7 +355,8 @@ class DeviceRunner:
 
     def _launch_ragged(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> WaitForStep:
         chunks = plan.chunks
-        prompts = Prompts(plan, self._state)
+        num_decoding = int(np.count_nonzero(chunks.stops - chunks.starts == 1))
+        prompts = Prompts(plan, self._state, first=self._graphs.padded_rows(num_decoding))
         places, last_rows = needed_tokens(plan, sequences, prompts.last_places)
         hidden_CD = self._hidden_of(prompts, chunks.rows, places)
         prompt_logprobs = self._sampler.prompt_logprobs(plan, sequences, last_rows, hidden_CD)
@@ -321,10 +382,9 @@ class DeviceRunner:
     def _hidden_of(self, prompts: Prompts, rows: np.ndarray, places: list[int] | None) -> torch.Tensor:
         """Hidden states of a ragged step: of all tokens, or of those at `places`."""
         inputs = self._inputs
-        rows_S = inputs.rows_S[:0]
-        if len(prompts.decoding):
-            rows_S = send(torch.from_numpy(rows[prompts.decoding].astype(np.int32)), self._device)
-            self._gather(rows_S)
+        inputs.send_rows(rows[prompts.decoding], prompts.first)
+        rows_S = inputs.rows_S[: prompts.first]
+        self._gather(rows_S)
         batches, chunks = self._dense.split(prompts.chunks) if self._dense else ([], prompts.chunks)
         tiles: PrefillChunks | None = None
         if len(prompts.numbers):

@@ -29,12 +29,12 @@ MAX_CHUNKS = 16  # of prompts, in a step that is captured
 class Prompts:
     """The prompt chunks of a plan as arrays: what the host knows about a step."""
 
-    def __init__(self, plan: StepPlan, state: BatchState, *, first: int | None = None) -> None:
-        """`first` is the place of the first prompt token; without it they follow the rows that decode."""
+    def __init__(self, plan: StepPlan, state: BatchState, *, first: int) -> None:
+        """`first` is the place of the first prompt token, behind the rows that decode and their padding."""
         lens = plan.chunks.stops - plan.chunks.starts
         self.numbers = (lens > 1).nonzero()[0]
         self.decoding = (lens == 1).nonzero()[0]  # the other chunks
-        self.first = len(self.decoding) if first is None else first
+        self.first = first
         chunks = plan.chunks.select(self.numbers)
         layout = lay_out(chunks, chunks.sequences, state.tables[0], state.block_size)
         self.num_tokens = len(layout.tokens)  # of all prompts together
@@ -56,7 +56,7 @@ class DeviceInputs:
         self, max_rows: int, max_tokens: int, max_graph_tokens: int, tile_len: int, device: torch.device
     ) -> None:
         self.device, self.tile_len = device, tile_len
-        num_tokens = max(max_tokens, max_rows + max_graph_tokens)
+        num_tokens = max_rows + max(max_tokens, max_graph_tokens)
         self.table_3T = torch.zeros((3, num_tokens), dtype=torch.int64, device=device)
         self.lens_S = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self.rows_S = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
@@ -64,10 +64,8 @@ class DeviceInputs:
         self.samples_3C = torch.full((3, max_rows + MAX_CHUNKS), -1, dtype=torch.int64, device=device)
         tokens_T, positions_T, slots_T = self.table_3T.unbind()
         self._decode = StepInputs(tokens_T, positions_T, slots_T, self.lens_S)
-        self._rows_sent: tuple[np.ndarray | None, int] = (
-            None,
-            0,
-        )  # of the last step, and padded to what size
+        # of the last step, and padded to what size
+        self._rows_sent: tuple[np.ndarray | None, int] = (None, 0)
 
     def num_tiles(self, num_tokens: int) -> int:
         """The most tiles that chunks with this many tokens make."""

@@ -2,16 +2,18 @@
 
 cuDNN's fused attention is faster than our kernel where prompts are long, but it knows only batches of equal
 length, and for each shape it makes a plan first, which takes some 60 milliseconds. So there are few shapes,
-their plans are made in idle time (`prepare`, as graphs are captured), and a shape without a plan is not used:
+their plans are made before a server is ready (`prepare`), and a shape without a plan is not used:
 
     chunks of a step   4096, 4096           ->   one batch 2 x 4096, as they lie
                        3000                 ->   1 x 3072, padded
                        3000 after a prefix  ->   not fresh: our own kernel
                        700                  ->   short: our own kernel
 
-Padding stands behind the tokens of a prompt, and causal attention looks back, so no token sees any. It is
-made of copies of the prompt's last token: what is masked is still multiplied, and zero times NaN is NaN. What
-the padding itself attends to is thrown away.
+Padding stands behind the tokens of a prompt, and causal attention looks back, so no token sees any; what the
+padding itself attends to is thrown away. The tokens that follow in the step serve as padding where there are
+enough of them: nothing is copied. Not in float16: what is masked is still multiplied, zero times infinity is
+NaN, and in float16 an infinity of another request's prompt is thinkable. There, and at the end of a step, the
+prompt is copied and followed by copies of its last token.
 
 Shapes:  T tokens, N query heads, G kv heads, H head size.
 """
@@ -31,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
-PAD_LEN = 256
+PAD_LEN = 256  # tokens between the lengths of shapes; twice that above 4,096, and so on
 _MIN_LENS = {64: 4096, 128: 2048}  # by head size: below, our own kernel is faster on an H200
 _NUMS = (4, 2, 1)  # prompts of a batch
 
@@ -51,13 +53,25 @@ class Batch(NamedTuple):
     shape: Shape
 
 
-def dense_shapes(head_dim: int, max_tokens: int) -> Iterator[Shape]:
-    """The shapes that plans are made for, those of one prompt first."""
-    lengths = range(_MIN_LENS[head_dim], max_tokens + 1, PAD_LEN)
+def dense_shapes(head_dim: int, max_tokens: int, max_len: int) -> Iterator[Shape]:
+    """The shapes that plans are made for, those of one prompt first; no prompt has more than `max_len`."""
+    lengths = []
+    length = _MIN_LENS[head_dim]
+    while length <= min(max_tokens, padded_len(max_len)):
+        lengths.append(length)
+        length = padded_len(length + 1)
     yield from (Shape(1, length) for length in lengths)
     powers = [length for length in lengths if length & (length - 1) == 0]
     for num in _NUMS[:-1]:
         yield from (Shape(num, length) for length in powers if num * length <= max_tokens)
+
+
+def padded_len(num_tokens: int) -> int:
+    """The length of the shape for a prompt: lengths lie further apart where they are longer."""
+    step = PAD_LEN
+    while num_tokens > 16 * step:
+        step *= 2
+    return -(-num_tokens // step) * step
 
 
 class DenseAttention:
@@ -65,11 +79,13 @@ class DenseAttention:
 
     def __init__(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, dtype: torch.dtype,
-        device: torch.device, max_tokens: int, attend: Attend | None = None,
+        device: torch.device, max_tokens: int, max_len: int, attend: Attend | None = None,
     ) -> None:  # fmt: skip
         self._heads, self._scale = (num_heads, num_kv_heads, head_dim), scale
         self._dtype, self._device, self._call = dtype, device, attend or attend_by_cudnn
-        self._wanted = list(dense_shapes(head_dim, max_tokens)) if _can_run(dtype, head_dim, device) else []
+        self._wanted: list[Shape] = []
+        if _can_run(dtype, head_dim, device):
+            self._wanted = list(dense_shapes(head_dim, max_tokens, max_len))
         self._wanted.reverse()
         self.ready: set[Shape] = set()
 
@@ -116,7 +132,7 @@ class DenseAttention:
         if start != 0:
             return None
         for num in _NUMS:
-            shape = Shape(num, -(-num_tokens // PAD_LEN) * PAD_LEN)
+            shape = Shape(num, padded_len(num_tokens))
             run = chunks[index : index + num]
             lie_so = all(
                 (chunk.first, chunk.num, chunk.start) == (first + place * num_tokens, num_tokens, 0)
@@ -138,8 +154,7 @@ class DenseAttention:
         for first, num_tokens, shape in batches:
             end = first + shape.num * num_tokens
             is_whole_step = (first, end) == (0, q_TNH.shape[0])
-            own = [x if is_whole_step else x[first:end] for x in (q_TNH, k_TGH, v_TGH)]
-            q, k, v = (_padded(x, shape) for x in own)
+            q, k, v = (_padded(x, first, end, shape) for x in (q_TNH, k_TGH, v_TGH))
             result = self._attend(q, k, v, shape)[: end - first]
             if is_whole_step:
                 return result
@@ -171,7 +186,12 @@ def _can_run(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
     return not is_gpu(device) or is_hopper(device)
 
 
-def _padded(x: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """`x` followed by copies of its last token, up to the size of the shape."""
-    num_missing = shape.num * shape.length - x.shape[0]
-    return x if not num_missing else torch.cat((x, x[-1:].expand(num_missing, -1, -1)))
+def _padded(x: torch.Tensor, first: int, end: int, shape: Shape) -> torch.Tensor:
+    """The tokens of a batch and what follows them up to the size of its shape: see the module's docstring."""
+    num_tokens = shape.num * shape.length
+    if first == 0 and num_tokens == x.shape[0]:
+        return x
+    if first + num_tokens <= x.shape[0] and (end == first + num_tokens or x.dtype != torch.float16):
+        return x[first : first + num_tokens]
+    own = x[first:end]
+    return torch.cat((own, own[-1:].expand(num_tokens - len(own), -1, -1)))

@@ -29,6 +29,7 @@ import torch
 from infer.errors import ConfigError, DeviceLost
 from infer.kernels.runtime.cubin_cache import cached
 from infer.kernels.runtime.dispatch import gpu_capability
+from infer.kernels.runtime.launch_mode import compiles_only
 
 TIMEOUT = 120.0  # seconds for nvcc
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -290,6 +291,8 @@ class PreparedLaunch:
 
     def __call__(self, num_blocks: int, *arguments: Any) -> None:
         """Launch that many blocks on PyTorch's current stream; the driver copies the arguments."""
+        if compiles_only():
+            return
         stream = torch.cuda.current_stream().cuda_stream
         with self._lock:
             for value, argument in zip(self._values, arguments, strict=True):

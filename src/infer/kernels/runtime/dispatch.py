@@ -41,6 +41,7 @@ from typing import Any
 import torch
 
 from infer.kernels.cpu.library import Library, library
+from infer.kernels.runtime.launch_mode import compiles_only
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
@@ -62,14 +63,33 @@ def _import_triton() -> tuple[Any, Any]:
 triton, tl = _import_triton()
 
 
+def _make_kernel_type() -> Any:
+    """The type of a kernel: Triton's, but for a launch that only compiles (compile_ahead.py)."""
+    if triton is None or INTERPRETED:
+        return None
+
+    class Kernel(triton.JITFunction):  # type: ignore[misc, name-defined]
+        def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            return super().run(*args, grid=grid, warmup=warmup or compiles_only(), **kwargs)
+
+    return Kernel
+
+
+_Kernel = _make_kernel_type()
+async_compile_mode: Any = getattr(triton, "AsyncCompileMode", None) if _Kernel else None  # compile_ahead.py
+
+
 def jit(kernel: Callable[..., Any]) -> Any:
     """Compile with `triton.jit`; without Triton the function stays as it is and is never called."""
-    return kernel if triton is None else triton.jit(kernel)
+    return jit_for_any()(kernel)
 
 
 def jit_for_any(*names: str) -> Callable[[Callable[..., Any]], Any]:
     """`jit`, but compiled once whatever these integers are, be they 1 or multiples of 16."""
-    return jit if triton is None else triton.jit(do_not_specialize=list(names))
+    if triton is None:
+        return lambda kernel: kernel
+    made_by = _Kernel or triton.jit
+    return lambda kernel: made_by(kernel, do_not_specialize=list(names))
 
 
 def use_triton(x: torch.Tensor) -> bool:

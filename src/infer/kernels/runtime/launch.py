@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from infer.kernels.runtime.dispatch import INTERPRETED, is_amd, triton
+from infer.kernels.runtime.launch_mode import compiles_only
 
 # A compiled kernel, and what it is called with after the addresses.
 Launch = tuple[Callable[..., None], tuple[Any, ...]]
@@ -57,8 +58,10 @@ def launch_triton(
     known = _known.get(key)
     if known is None or bits % _ALIGNMENT:
         compiled = kernel[grid](*tensors, *any_integers, *numbers, **constants)
-        if not bits % _ALIGNMENT:
+        if not bits % _ALIGNMENT and not compiles_only():
             _remember(key, kernel, compiled, grid, numbers, constants)
+        return
+    if compiles_only():
         return
     run, others = known
     run(*addresses, *any_integers, *others, stream=triton.runtime.driver.active.get_current_stream(device))

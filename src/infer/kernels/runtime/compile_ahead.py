@@ -1,0 +1,88 @@
+"""Compile the kernels of steps that have not run yet, many at a time.
+
+A kernel is compiled when it is first launched, and the launch waits for it: half a second for a small one,
+two for the sampler's. A server that compiled one after the other would not be ready for half a minute. Here a
+step is gone through as if it ran, and every launch only says which variant of which kernel it would need:
+
+    with compiling_ahead(device):
+        step(size) for all sizes          launches begin to compile and do nothing else
+    ...                                   at the end of the block all of them are compiled
+    step(size)                            runs
+
+Triton keeps what it has compiled on disk, so the next start reads it from there, and need not ask again what
+to compile (`compile_once`). Kernels in CUDA C++ are compiled elsewhere (cuda_build.py); here they are not
+launched. PyTorch's own operations run, on numbers that no kernel has computed: a step must take its indices
+from its inputs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from infer.kernels.runtime.cubin_cache import cached
+from infer.kernels.runtime.dispatch import async_compile_mode, gpu_capability, triton
+from infer.kernels.runtime.launch_mode import compiling_only
+
+_MAX_THREADS = 16
+
+
+@contextmanager
+def compiling_ahead(device: torch.device) -> Iterator[None]:
+    """Let launches of this thread compile and not run; what was asked for is compiled when this ends.
+
+    A kernel that does not compile is not an error here: it is one again in the launch that needs it.
+    """
+    num_threads = min(os.cpu_count() or 1, _MAX_THREADS)
+    with (
+        torch.cuda.device(device),
+        ThreadPoolExecutor(num_threads, "compile-ahead") as pool,
+        async_compile_mode(pool, ignore_errors=True),
+        compiling_only(),
+    ):
+        yield
+
+
+def compile_once(compile_all: Callable[[], None], *facts: object) -> None:
+    """Call `compile_all`, unless Triton's cache on disk has had it before: for these facts, on this GPU.
+
+    `facts` are what decides which kernels there are, in words (`repr`); a tensor stands for its type and its
+    device. Sources and versions are always among them.
+    """
+    if async_compile_mode is None:
+        return
+    described = [
+        f"{fact.dtype} {fact.shape[1:]}" if isinstance(fact, torch.Tensor) else repr(fact) for fact in facts
+    ]
+    device = next(fact.device for fact in facts if isinstance(fact, torch.Tensor))
+    machine = (
+        torch.cuda.get_device_name(device),
+        gpu_capability(device),
+        torch.__version__,
+        triton.__version__,
+    )
+    key = [*described, repr(machine), str(triton.knobs.cache.dir)]
+
+    def compile_now() -> bytes:
+        compile_all()
+        return b"compiled"
+
+    cached([*(part.encode() for part in key), *_sources()], compile_now)
+
+
+@lru_cache(maxsize=1)
+def _sources() -> list[bytes]:
+    """What every kernel, and every choice of one, is written in."""
+    package = Path(__file__).parents[2]
+    files = [
+        path
+        for folder in ("kernels", "quant", "layers", "models", "execution")
+        for path in (package / folder).rglob("*.py")
+    ]
+    return [path.read_bytes() for path in sorted(files)]
