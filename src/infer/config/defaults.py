@@ -13,8 +13,8 @@ class StepDefaults(NamedTuple):
     """The size of a device's steps unless a knob says otherwise: long enough to be efficient.
 
     A sequence that decodes waits for the whole step. On a CPU 512 tokens of a prompt take nearly a second. On
-    a GPU they take a small model three milliseconds, once for a prompt; in shorter chunks each of its steps
-    would be slower, for all. A large model takes twelve: it gets short chunks.
+    a GPU they take a small model three milliseconds, and more tokens at once take less each: it computes all
+    prompts that are there. A large model takes twelve: it gets short chunks, unless many wait.
     """
 
     batch_size: int
@@ -27,7 +27,7 @@ CPU_STEPS = StepDefaults(batch_size=64, batched_tokens=512, chunk_size=512, mixe
 GPU_STEPS = StepDefaults(batch_size=256, batched_tokens=8192, chunk_size=None, mixed_tokens=128)
 LARGE_GPU_STEPS = GPU_STEPS._replace(batched_tokens=16384)  # the host launches half as many kernels per token
 LARGE_GPU_BYTES = 64 << 30
-SMALL_MODEL_MIXED_TOKENS = 512  # on a GPU: the most tokens beside rows that decode that are one captured step
+SMALL_MODEL_MIXED_TOKENS = 8192  # on a GPU
 SMALL_MODEL_WEIGHTS = 1_500_000_000  # of all layers that one token meets; a model with more is not small
 SIMULATED_STEPS = StepDefaults(batch_size=64, batched_tokens=2048, chunk_size=512, mixed_tokens=None)
 

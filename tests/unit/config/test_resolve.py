@@ -60,7 +60,7 @@ def test_decisions_have_reasons_and_what_was_given_has_none() -> None:
     assert reasons["max_num_batched_tokens"] == "512 is the default on a CPU"
     assert "max_batch_size" not in reasons
     assert resolved(GPU).reasons["prefill_tokens_while_decoding"] == (
-        "512 is the default for a small model on a GPU"
+        "8192 is the default for a small model on a GPU"
     )
 
 

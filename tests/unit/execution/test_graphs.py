@@ -137,17 +137,20 @@ def test_of_experts_those_count_that_a_token_is_sent_to() -> None:
     assert most_tokens(dataclasses.replace(sparse, experts=half_dense), 8192) == 1536
 
 
-def test_steps_of_prompts_alone_have_sizes_of_their_own_once_they_are_captured(
+def test_many_tokens_of_prompts_have_sizes_once_they_are_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     graphs = Steps(monkeypatch, max_tokens=1024).graphs
     assert graphs.size_for(0, 600) is None  # not captured yet: launched kernel by kernel
+    assert graphs.size_for(3, 600) is None
     while graphs.prepare():
         pass
     assert graphs.size_for(0, 600) == StepSize(0, 640)
     assert graphs.size_for(0, 1024) == StepSize(0, 1024)
-    assert graphs.size_for(0, 1025) is None
-    assert graphs.size_for(3, 600) is None
+    assert graphs.size_for(0, 1025) is None and graphs.size_for(3, 1025) is None
+    most_rows = graphs.decode_rows[-1]
+    assert graphs.size_for(3, 600) == StepSize(min(16, most_rows), 768)
+    assert graphs.size_for(most_rows, 1000) == StepSize(most_rows, 1024)
     assert graphs.size_for(3, 500) == StepSize(4, 512)
 
 

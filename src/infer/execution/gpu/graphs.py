@@ -9,7 +9,7 @@ a step does not fill is padding, for which every kernel does nothing.
     37 rows that decode           ──► size (40, 0):  rows [12, 3, 7, ..., -1, -1, -1] ──► replay
     20 rows, 100 prompt tokens    ──► size (32, 128)
     30 rows, 32 prompt tokens     ──► size (32, 32), few enough for the kernels that decode
-    900 prompt tokens alone       ──► size (0, 1024) of a small model; of a large one, no graph
+    20 rows, 900 prompt tokens    ──► size (64, 1024) of a small model; of a large one, no graph
 
 A server captures all sizes before it is ready (`prepare`); without that, a size is captured when it is first
 needed. All graphs share one memory pool, because only one runs at a time.
@@ -42,9 +42,11 @@ logger = logging.getLogger(__name__)
 
 _SMALL = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 _STEP = 32  # between the sizes above
-MIXED_ROWS = (0, 4, 16, 32, 64, 128, 256)
+MIXED_ROWS = (0, 4, 16, 32, 64, 256)
 MIXED_TOKENS = (32, 64, 128, 256, 512)
 _PROMPT_TOKENS = (640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)  # without rows
+_MANY_ROWS = (16, 64, 256)
+_MANY_TOKENS = (768, 1024, 1536, 2048, 3072, 4096)  # with rows
 _LAUNCHED_LAYER = 1e11  # weights times tokens: what a large GPU multiplies while the CPU launches a layer
 
 
@@ -89,10 +91,13 @@ class StepGraphs:
         self._mixed_rows = [*(rows for rows in MIXED_ROWS if rows < max_rows), max_rows]
         self._mixed_tokens = [tokens for tokens in MIXED_TOKENS if tokens <= max_tokens]
         self._prompt_tokens = [tokens for tokens in _PROMPT_TOKENS if tokens <= max_tokens]
+        self._many_tokens = [tokens for tokens in _MANY_TOKENS if tokens <= max_tokens]
+        self._many_rows = [*(rows for rows in _MANY_ROWS if rows < max_rows), max_rows]
         self.sizes = [
             *(StepSize(rows, 0) for rows in self.decode_rows),
             *(StepSize(rows, tokens) for tokens in self._mixed_tokens for rows in self._mixed_rows),
             *(StepSize(0, tokens) for tokens in self._prompt_tokens),
+            *(StepSize(rows, tokens) for tokens in self._many_tokens for rows in self._many_rows),
         ]
         self._graphs: dict[StepSize, torch.cuda.CUDAGraph] = {}
         self._uncaptured: set[StepSize] = set()
@@ -103,7 +108,7 @@ class StepGraphs:
         if not num_tokens:
             return StepSize(_at_least(self.decode_rows, num_rows), 0)
         if not self._mixed_tokens or num_tokens > self._mixed_tokens[-1]:
-            return None if num_rows else self._size_of_prompts(num_tokens)
+            return self._large_size(num_rows, num_tokens)
         return StepSize(_at_least(self._mixed_rows, num_rows), _at_least(self._mixed_tokens, num_tokens))
 
     def padded_rows(self, num_rows: int) -> int:
@@ -113,11 +118,12 @@ class StepGraphs:
         """
         return _at_least(self.decode_rows, num_rows) if num_rows else 0
 
-    def _size_of_prompts(self, num_tokens: int) -> StepSize | None:
-        """The size for a step without rows that decode; None unless its graph has been captured."""
-        if not self._prompt_tokens or num_tokens > self._prompt_tokens[-1]:
+    def _large_size(self, num_rows: int, num_tokens: int) -> StepSize | None:
+        """The size for many tokens of prompts; None unless its graph has been captured."""
+        sizes = self._many_tokens if num_rows else self._prompt_tokens
+        if not sizes or num_tokens > sizes[-1]:
             return None
-        size = StepSize(0, _at_least(self._prompt_tokens, num_tokens))
+        size = StepSize(_at_least(self._many_rows, num_rows) if num_rows else 0, _at_least(sizes, num_tokens))
         return size if size in self._graphs or not self._captures else None
 
     def ensure(self, size: StepSize) -> bool:

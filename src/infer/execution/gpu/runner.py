@@ -154,10 +154,16 @@ class DeviceRunner:
         return sizes
 
     def _compile_ahead(self) -> None:
-        """Compile the kernels of all steps that are captured, many at a time, by one layer of each kind."""
+        """Compile the kernels of all steps that are captured, many at a time.
+
+        Two layers of each kind need what all do: the first and the last of a step are launched otherwise.
+        """
         layers = self._model.layers
-        kinds = {self._kind(number): layer for number, layer in enumerate(layers)}
-        self._model.layers = nn.ModuleList(kinds.values())
+        kinds = [self._kind(number) for number in range(len(layers))]
+        ends = {
+            place for kind in kinds for place in (kinds.index(kind), len(kinds) - 1 - kinds[::-1].index(kind))
+        }
+        self._model.layers = nn.ModuleList(layers[number] for number in sorted(ends))
         try:
             with compiling_ahead(self._device):
                 for size in self._graphs.sizes:
