@@ -75,6 +75,7 @@ class ResolvedScheduler:
     use_chunked_prefill: bool
     prefill_chunk_size: int
     prefill_tokens_while_decoding: int | None  # None: as many as a step has room for
+    hurries: bool  # whether many waiting prompts are computed at full speed, beyond that
     max_prefill_chunks_per_step: int | None  # None: no limit
     preemption: str
     max_wait_steps: int
@@ -159,6 +160,12 @@ def resolve_scheduler(
             f"without chunked prefill a step must hold a whole sequence of up to {max_seq_len} tokens, but "
             f"max_num_batched_tokens is {budget}; raise it, lower max_seq_len, or turn use_chunked_prefill on"
         )
+    holds_prompts_back = settings.batching_mode != "static" and settings.scheduler_policy != "prefill_first"
+    if settings.itl_target_ms is not None and not (is_chunked and holds_prompts_back):
+        raise ConfigError(
+            "itl_target_ms needs prompts that come in chunks and wait for sequences that decode; use "
+            "continuous batching, chunked prefill, a cache, and a policy other than prefill_first"
+        )
     mixed = settings.prefill_tokens_while_decoding
     if mixed is None and defaults.mixed_tokens is not None and is_chunked:
         mixed = min(defaults.mixed_tokens, budget)
@@ -170,6 +177,7 @@ def resolve_scheduler(
         use_chunked_prefill=settings.use_chunked_prefill,
         prefill_chunk_size=settings.prefill_chunk_size or defaults.chunk_size or budget,
         prefill_tokens_while_decoding=mixed,
+        hurries=settings.itl_target_ms is None,
         max_prefill_chunks_per_step=settings.max_prefill_chunks_per_step,
         preemption=settings.preemption,
         max_wait_steps=settings.max_wait_steps,

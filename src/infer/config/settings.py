@@ -213,6 +213,13 @@ class SchedulerConfig:
         f"{SMALL_MODEL_WEIGHTS / 1e9:g} billion weights: such a step takes it few milliseconds",
         formerly=("mixed_prefill_tokens",),
     )
+    itl_target_ms: float | None = knob(
+        None,
+        "milliseconds between two tokens of a sequence that prompts beside it may lead to: a step takes as "
+        "many tokens of prompts as were measured to fit when the engine started, or as "
+        "prefill_tokens_while_decoding says, and never more; default: none, prompts that wait are computed "
+        "at full speed",
+    )
     max_prefill_chunks_per_step: int | None = knob(
         None,
         "chunks of prompts that one step may compute, beside the limits in tokens; default: no limit",
@@ -242,6 +249,9 @@ class SchedulerConfig:
         check_positive(self, "max_batch_size", "max_num_batched_tokens", "prefill_chunk_size")
         check_positive(self, "prefill_tokens_while_decoding", "max_prefill_chunks_per_step")
         check_positive(self, "max_wait_steps", "max_decode_gap", "max_queue")
+        target = self.itl_target_ms
+        if target is not None and not (math.isfinite(target) and target > 0):
+            raise ConfigError(f"itl_target_ms must be a number of milliseconds above 0, got {target!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

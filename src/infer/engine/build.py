@@ -11,6 +11,7 @@ model is loaded.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -26,9 +27,10 @@ from infer.config.settings import EngineConfig
 from infer.engine.cache_fit import fit_to_device
 from infer.engine.engine import Engine
 from infer.engine.gc_freeze import freeze_with, freezing
+from infer.engine.itl_target import prompt_tokens_within
 from infer.engine.machine import facts_of, machine_of
 from infer.engine.observer import EngineObserver
-from infer.engine.preemption_cost import measure_cost
+from infer.engine.preemption_cost import measure_cost, prefill_seconds
 from infer.engine.run_manifest import RunFacts, fingerprint, shareable_knobs
 from infer.engine.start_line import describe_engine
 from infer.errors import ConfigError
@@ -76,9 +78,20 @@ def build_engine(
     )
     runner = _make_runner(config, loaded, store, scheduler.state)
     wait_for_linears()
+    is_gpu = loaded.device.type == "cuda"
+    target_ms, asked = settings.scheduler.itl_target_ms, settings.scheduler.prefill_tokens_while_decoding
+    if target_ms is not None and asked is None:
+        time_step: Callable[[int], float] = partial(prefill_seconds, loaded.model, loaded.device)
+        if isinstance(runner, DeviceRunner):
+            while runner.prepare():
+                pass
+            time_step = runner.step_seconds
+        max_tokens = min(config.scheduler.max_num_batched_tokens, config.max_seq_len)
+        tokens = prompt_tokens_within(target_ms, time_step, max_tokens=max_tokens)
+        config = replace(config, scheduler=replace(config.scheduler, prefill_tokens_while_decoding=tokens))
+        scheduler.config = config.scheduler
     if observer is not None:
         observer.on_start(_facts(config, loaded, size, scheduler.cost))
-    is_gpu = loaded.device.type == "cuda"
     engine = Engine(
         scheduler,
         runner,
@@ -175,6 +188,8 @@ def _facts(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, cost: P
     knobs = shareable_knobs(config.settings)
     if config.weights in (*PACKED, "fp32"):  # what `auto` meant: a replay must keep the same form
         knobs["quantization"] = config.weights
+    if config.settings.scheduler.itl_target_ms is not None:  # a replay must keep what was measured
+        knobs["prefill_tokens_while_decoding"] = config.scheduler.prefill_tokens_while_decoding
     return RunFacts(
         version=__version__,
         model=loaded.name,

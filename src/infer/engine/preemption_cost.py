@@ -1,4 +1,4 @@
-"""What the two kinds of preemption cost on this machine, measured once when an engine is built."""
+"""What work costs on this machine, measured once when an engine is built: preemption, and prompts."""
 
 from __future__ import annotations
 
@@ -19,17 +19,23 @@ PROBE_TOKENS = 64  # of the prefill that measures what recomputing costs
 @torch.inference_mode()
 def measure_cost(model: Model, store: KVStore, block_size: int, device: torch.device) -> PreemptionCost:
     """Time one block's way to host memory and a short prefill, and return both per token."""
+    num_tokens = min(PROBE_TOKENS, model.config.context_len)
+    swap = _seconds(lambda: store.transfer([("swap_out", 0, 0)]), device) / block_size
+    recompute = prefill_seconds(model, device, num_tokens) / num_tokens
+    return PreemptionCost(swap_seconds=swap, recompute_seconds=recompute)
+
+
+@torch.inference_mode()
+def prefill_seconds(model: Model, device: torch.device, num_tokens: int) -> float:
+    """How long the model takes for the tokens of one prompt, launched kernel by kernel."""
 
     def prefill() -> None:
         step = WholeSequence(attend_sdpa, device)
         step.advance(num_tokens)
         model(tokens_T, step)
 
-    num_tokens = min(PROBE_TOKENS, model.config.context_len)
     tokens_T = torch.arange(num_tokens, device=device) % model.config.vocab_size
-    swap = _seconds(lambda: store.transfer([("swap_out", 0, 0)]), device) / block_size
-    recompute = _seconds(prefill, device) / num_tokens
-    return PreemptionCost(swap_seconds=swap, recompute_seconds=recompute)
+    return _seconds(prefill, device)
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

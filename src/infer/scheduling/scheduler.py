@@ -299,8 +299,8 @@ class Scheduler:
         """Keep a step that decodes short: few tokens of prompts, unless many wait behind them."""
         limit = self.config.prefill_tokens_while_decoding
         if limit is not None and draft.num_tokens and (prompts or self._waiting):
-            backlog = self._waiting.backlog(prompts, self.step)
-            limit = limit if backlog <= BACKLOG_TOKENS else max(limit, HURRIED_TOKENS)
+            if self.config.hurries and self._waiting.backlog(prompts, self.step) > BACKLOG_TOKENS:
+                limit = max(limit, HURRIED_TOKENS)
             draft.budget = min(draft.budget, limit)
 
     def _continue_prompts(self, prompts: list[Sequence], draft: PlanDraft) -> None:

@@ -106,7 +106,7 @@ def test_a_config_alone_is_enough(infer: Infer, shape: Path) -> None:
     ("num_layers", "where", "mixed"),
     [
         (32, ("--gpu-memory", "24GiB"), 128),
-        (6, ("--gpu-memory", "24GiB"), 32),  # 1.3 billion weights in the layers
+        (6, ("--gpu-memory", "24GiB"), 8192),  # 1.3 billion weights in the layers
         (6, ("--gpu-memory", "24GiB", "--prefill-tokens-while-decoding", "96"), 96),
         (6, ("--gpu-memory", "24GiB", "--no-use-chunked-prefill", "--max-seq-len", "4096"), None),
         (1, ("--device", "cpu", "--num-blocks", "8"), 128),

@@ -160,9 +160,9 @@ def test_a_step_is_longer_where_there_is_memory_for_it(
 @pytest.mark.parametrize(
     ("device", "model", "mixed"),
     [
-        ("cuda", MODEL_06B, 32),
-        ("cuda", MODEL_1B, 32),
-        ("cuda", BOUNDARY, 32),
+        ("cuda", MODEL_06B, 8192),
+        ("cuda", MODEL_1B, 8192),
+        ("cuda", BOUNDARY, 8192),
         ("cuda", dataclasses.replace(BOUNDARY, intermediate_size=497953), 128),
         ("cuda", MODEL_17B, 128),
         ("cuda", MODEL_8B, 128),
@@ -171,7 +171,7 @@ def test_a_step_is_longer_where_there_is_memory_for_it(
     ],
 )
 @pytest.mark.parametrize("memory", [24 << 30, 80 << 30])
-def test_beside_decoding_rows_a_small_model_on_a_gpu_computes_fewer_prompt_tokens(
+def test_beside_decoding_rows_a_small_model_on_a_gpu_computes_all_prompts(
     device: str, model: ModelConfig, mixed: int, memory: int
 ) -> None:
 
@@ -184,7 +184,7 @@ def test_beside_decoding_rows_a_small_model_on_a_gpu_computes_fewer_prompt_token
     assert resolved(use_chunked_prefill=False, max_num_batched_tokens=4096) is None
 
 
-@pytest.mark.parametrize(("model", "mixed"), [(MODEL_1B, 32), (MODEL_8B, 128)])
+@pytest.mark.parametrize(("model", "mixed"), [(MODEL_1B, 8192), (MODEL_8B, 128)])
 def test_an_engine_has_the_steps_of_its_model(headers: ModelHeaders, model: ModelConfig, mixed: int) -> None:
     choice = LoadChoice(
         headers=dataclasses.replace(headers, config=model),

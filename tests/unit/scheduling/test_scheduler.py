@@ -79,6 +79,18 @@ def test_a_long_backlog_is_computed_at_full_speed(monkeypatch: pytest.MonkeyPatc
     assert step(world) == {"a": (2, 3), "b": (0, 40), "c": (0, 23)}, "160 tokens are a backlog"
 
 
+def test_a_latency_target_is_kept_however_many_prompts_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.scheduling.scheduler.BACKLOG_TOKENS", 16)
+    world = make_world(
+        prefill_tokens_while_decoding=4, itl_target_ms=5.0, max_batch_size=8, max_num_batched_tokens=64
+    )
+    world.add("a", prompt_of(2), max_tokens=30)
+    step(world)
+    for name in "bcde":
+        world.add(name, prompt_of(40, start=ord(name)))
+    assert step(world) == {"a": (2, 3), "b": (0, 4)}
+
+
 def test_a_hurried_step_is_shorter_than_one_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.scheduling.scheduler.BACKLOG_TOKENS", 16)
     monkeypatch.setattr("infer.scheduling.scheduler.HURRIED_TOKENS", 30)

@@ -142,6 +142,30 @@ class DeviceRunner:
         seconds = " ".join(f"{phase}_s={seconds:.2f}" for phase, seconds in self.phases.items())
         logger.info("steps prepared %s", seconds)
 
+    @torch.inference_mode()
+    def step_seconds(self, num_tokens: int) -> float:
+        """How long a step with so many tokens of prompts and a few decoding rows takes, the best of three.
+
+        It is a step of padding: nothing is read from the cache.
+        """
+        num_rows = self._graphs.decode_rows[min(7, len(self._graphs.decode_rows) - 1)]
+        size, seconds = self._graphs.size_for(num_rows, num_tokens), []
+        for _ in range(3):
+            self._inputs.blank()
+            self._synchronize()
+            start = time.perf_counter()
+            if size is None:
+                self._run_ragged_padding(num_tokens, num_rows)
+            else:
+                self._graphs.run(size)
+            self._synchronize()
+            seconds.append(time.perf_counter() - start)
+        return min(seconds)
+
+    def _synchronize(self) -> None:
+        if self._pads:
+            torch.cuda.synchronize(self._device)
+
     def _ragged_sizes(self) -> list[int]:
         """Numbers of tokens from the most there can be down to few.
 
