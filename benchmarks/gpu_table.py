@@ -182,6 +182,43 @@ def gaps_under_load(engine: Engine, num_streams: int = 32, prompt_len: int = 204
     }
 
 
+def long_prompts_together(engine: Engine, prefill_rate: float) -> dict[str, float]:
+    """64 prompts of 512 to 6,000 tokens at once, 64 to 512 out: how close to prompts alone plus decoding alone.
+
+    Decoding alone is the same run again, its prompts found in the prefix cache.
+    """
+    rng = random.Random(11)
+    drawn = [
+        (tuple(rng.randint(1, 10_000) for _ in range(rng.randint(512, 6000))), rng.randint(64, 512))
+        for _ in range(64)
+    ]
+
+    def requests(tag: str) -> list[Request]:
+        return [
+            Request(
+                request_id=f"{tag}-{number}",
+                prompt=prompt,
+                params=SamplingParams(
+                    temperature=TEMPERATURE, max_tokens=max_tokens, ignore_eos=True, seed=number
+                ),
+            )
+            for number, (prompt, max_tokens) in enumerate(drawn)
+        ]
+
+    whole, decoding = [], []
+    for repeat in range(3):
+        engine.reset_prefix_cache()
+        whole.append(run(engine, requests(f"mixed-{repeat}")))
+        decoding.append(run(engine, requests(f"again-{repeat}")))
+    alone = sum(len(prompt) for prompt, _ in drawn) / prefill_rate
+    return {
+        "s": round(statistics.median(whole), 4),
+        "prompts_alone_s": round(alone, 4),
+        "decoding_alone_s": round(statistics.median(decoding), 4),
+        "ratio": round(statistics.median(whole) / (alone + statistics.median(decoding)), 3),
+    }
+
+
 def provenance() -> dict[str, Any]:
     """When, of which commit, with what and where."""
     return {
@@ -254,7 +291,11 @@ def measure(directory: Path, args: argparse.Namespace) -> None:
         found["cpu_us_per_step"] = {str(n): round(cpu_per_step(engine, n), 1) for n in (1, 64, 256)}
         found["prefix_8k"] = prefix_gain(engine)
         found["mixed_load"] = gaps_under_load(engine)
-        print({key: found[key] for key in ("cpu_us_per_step", "prefix_8k", "mixed_load")}, flush=True)
+        others = ["cpu_us_per_step", "prefix_8k", "mixed_load"]
+        if "prefill_8x4096" in found:
+            found["mixed64"] = long_prompts_together(engine, found["prefill_8x4096"]["in_tok_s"])
+            others.append("mixed64")
+        print({key: found[key] for key in others}, flush=True)
     write(found, args)
 
 
