@@ -183,7 +183,7 @@ def gaps_under_load(engine: Engine, num_streams: int = 32, prompt_len: int = 204
 
 
 def long_prompts_together(engine: Engine, prefill_rate: float) -> dict[str, float]:
-    """64 prompts of 512 to 6,000 tokens at once, 64 to 512 out: how close to prompts alone plus decoding alone.
+    """64 prompts of 512 to 6,000 tokens at once, 64 to 512 out, beside prompts alone plus decoding alone.
 
     Decoding alone is the same run again, its prompts found in the prefix cache.
     """
