@@ -15,13 +15,15 @@ import torch
 
 from benchmarks.kernels.report import run_benchmark
 from benchmarks.kernels.timing import Case
-from infer.kernels.sampling.sample_rows import SampleScratch, SampleState, sample_rows, sample_rows_reference
+from infer.kernels.sampling.sample_rows import SampleScratch, sample_rows, sample_rows_reference
+from infer.kernels.sampling.sample_state import NUM_FIELDS, SampleLine, SampleState, enter_rows
 
 VOCAB_SIZE = 151_936
 # name: temperature, top_k, top_p, min_p, how far the logits spread
 KINDS: dict[str, tuple[float, int, float, float, float]] = {
     "greedy": (0.0, 0, 1.0, 0.0, 1.0),
     "draw": (0.6, 0, 1.0, 0.0, 1.0),
+    "draw, penalties": (0.6, 0, 1.0, 0.0, 1.0),
     "min-p": (0.6, 0, 1.0, 0.05, 3.0),
     "top-k 20, top-p 0.95, peaked": (0.6, 20, 0.95, 0.0, 3.0),
     "top-p 0.95, peaked": (0.6, 0, 0.95, 0.0, 4.0),
@@ -39,12 +41,16 @@ def sample_rows_cases(device: torch.device) -> Iterator[Case]:
 
 def _case(kind: str, num_rows: int, dtype: torch.dtype, device: torch.device) -> Case:
     temperature, top_k, top_p, min_p, spread = KINDS[kind]
-    state = SampleState.empty(num_rows, device)
-    state.temperature_R.fill_(temperature)
-    state.top_k_R.fill_(top_k)
-    state.top_p_R.fill_(top_p)
-    state.min_p_R.fill_(min_p)
-    torch.arange(num_rows, out=state.seed_R)
+    state = SampleState.empty(num_rows, device, VOCAB_SIZE)
+    lines = [
+        SampleLine(
+            row, int("penalties" in kind), top_k, seed=row, temperature=temperature, top_p=top_p, min_p=min_p,
+            repetition=1.1 if "penalties" in kind else 1.0,
+        ).pack()
+        for row in range(num_rows)
+    ]  # fmt: skip
+    entries = torch.frombuffer(bytearray().join(lines), dtype=torch.int64).view(num_rows, NUM_FIELDS)
+    enter_rows(state, entries.to(device))
     scratch = SampleScratch(num_rows, VOCAB_SIZE, device)
     rows = torch.arange(num_rows, dtype=torch.int32, device=device)
     positions = torch.arange(num_rows, device=device) + 100

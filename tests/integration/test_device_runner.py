@@ -23,11 +23,11 @@ from infer.execution.gpu import graphs, step_inputs
 from infer.execution.gpu import rows as device_rows
 from infer.execution.gpu.readback import PendingStep
 from infer.execution.gpu.runner import DeviceRunner
-from infer.sampling.params import SamplingParams
+from infer.sampling.params import RowLogprobs, SamplingParams
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request, StepOutput
 from tests.support.checkpoints import FAMILIES
-from tests.support.tiny import make_engine, random_prompts, run_engine
+from tests.support.tiny import drain, make_engine, random_prompts, run_engine
 
 NUM_PROMPTS = 10
 HAS_GPU_KERNELS = machine.has_gpu_kernels
@@ -44,12 +44,46 @@ def make_params(number: int) -> SamplingParams:
 
 
 PLAIN = [(prompt, make_params(number)) for number, prompt in enumerate(random_prompts(NUM_PROMPTS))]
-ON_HOST = [
-    (PLAIN[0][0], SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=9, ignore_eos=True)),
+ON_HOST = [  # in part: the step that forks, and all of a beam search
     (PLAIN[1][0], SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=8, ignore_eos=True)),
     (PLAIN[2][0], SamplingParams(temperature=0.0, use_beam_search=True, n=2, best_of=3, max_tokens=6)),
-    (PLAIN[3][0], SamplingParams(temperature=0.0, logprobs=2, max_tokens=7, ignore_eos=True)),
 ]
+
+
+ASKING_KNOBS: list[dict[str, Any]] = [
+    {},
+    {"use_overlap": False},
+    {"use_cuda_graphs": False},
+    {"max_batch_size": 3, "prefill_chunk_size": 5},
+    {"block_size": 2, "num_blocks": 40, "preemption": "recompute", "prefill_chunk_size": 7},
+    {"block_size": 2, "num_blocks": 40, "preemption": "swap", "swap_blocks": 40},
+    {"kv_cache_backend": "naive"},
+    {"deterministic": True},
+]
+
+
+def make_asking(number: int) -> SamplingParams:
+    """More than filters: what changes logits by what came before, and what reports them."""
+    kinds: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 0.7, "frequency_penalty": 0.4, "temperature": 0.9, "seed": number},
+        {"logit_bias": dict.fromkeys(range(0, 300, 7), 6.5)},
+        {"min_tokens": 7, "stop_token_ids": tuple(range(0, 300, 3)), "temperature": 1.0, "seed": 5},
+        {"logprobs": 3, "temperature": 1.0, "seed": number},
+        {"prompt_logprobs": 2, "logprobs": 0},
+        {
+            "repetition_penalty": 0.8, "frequency_penalty": -0.3, "logit_bias": {5: 4.0, 299: -100.0},
+            "logprobs": 20, "prompt_logprobs": 0, "temperature": 0.8, "top_p": 0.9, "seed": 1,
+            "min_tokens": 3, "stop_token_ids": (1, 2, 3, 5),
+        },
+        {"n": 2, "frequency_penalty": 1.1, "logprobs": 1, "temperature": 1.0, "seed": 9},
+        {"n": 1, "best_of": 2, "presence_penalty": -0.5, "temperature": 1.0, "seed": 8},
+    ]  # fmt: skip
+    asked = kinds[number % len(kinds)]
+    return SamplingParams(**({"temperature": 0.0} | asked), max_tokens=8 + number % 12, ignore_eos=True)
+
+
+ASKING = [(prompt, make_asking(number)) for number, (prompt, _) in enumerate((*PLAIN, *PLAIN[3:]))]
 
 
 def run_on_cpu(family: str, requests: list[tuple[list[int], SamplingParams]]) -> list[list[list[int]]]:
@@ -63,6 +97,46 @@ def run_on_cpu(family: str, requests: list[tuple[list[int], SamplingParams]]) ->
 @functools.cache
 def expected(family: str, with_host: bool) -> list[list[list[int]]]:
     return run_on_cpu(family, PLAIN + ON_HOST * with_host)
+
+
+def report(
+    engine: Engine, requests: list[tuple[list[int], SamplingParams]]
+) -> tuple[dict[tuple[int, int], list[int]], dict[tuple[int, int], list[RowLogprobs | None]]]:
+    """The tokens of each output, and the logprobs of its prompt and of its tokens, one behind the other."""
+    for number, (prompt, params) in enumerate(requests):
+        engine.add(Request(request_id=str(number), prompt=tuple(prompt), params=params))
+    tokens: dict[tuple[int, int], list[int]] = {}
+    rows: dict[tuple[int, int], list[RowLogprobs | None]] = {}
+    for output in drain(engine):
+        assert output.finish_reason != "error", output
+        key = int(output.request_id), output.index
+        tokens.setdefault(key, []).extend(output.token_ids)
+        rows.setdefault(key, []).extend((*(output.prompt_logprobs or ()), *output.logprobs))
+    return tokens, rows
+
+
+@functools.cache
+def expected_report() -> Any:
+    with mock.patch.object(machine, "has_gpu_kernels", HAS_GPU_KERNELS):
+        engine = make_engine("qwen3")
+    return report(engine, ASKING)
+
+
+def check_report(engine: Engine) -> None:
+    """Raise unless an engine reports of `ASKING` what the CPU's does: the ids, and their logprobs nearly."""
+    (tokens, rows), (known_tokens, known_rows) = report(engine, ASKING), expected_report()
+    assert tokens == known_tokens
+    assert sorted(rows) == sorted(known_rows)
+    for key, known in known_rows.items():
+        assert len(rows[key]) == len(known)
+        for row, wanted in zip(rows[key], known, strict=True):
+            assert (row is None) == (wanted is None)
+            if row is None:
+                continue
+            assert (row.token_id, row.rank, len(row.top)) == (wanted.token_id, wanted.rank, len(wanted.top))
+            assert row.logprob == pytest.approx(wanted.logprob, abs=1e-4)
+            assert [i for i, _ in row.top] == [i for i, _ in wanted.top]
+            assert [v for _, v in row.top] == pytest.approx([v for _, v in wanted.top], abs=1e-4)
 
 
 @pytest.fixture
@@ -157,6 +231,7 @@ class LateDevice:
             (device_rows, "enter_rows"),
             (device_rows, "apply_table_diffs"),
             (device_rows, "advance_rows"),
+            (device_rows, "send_into"),
             (step_inputs, "send_into"),
         ):
             monkeypatch.setattr(module, name, self.later(getattr(module, name)))
@@ -177,7 +252,8 @@ class LateDevice:
 
         return run
 
-    def take(self, step: int, ids_S: torch.Tensor, num_chunks: int) -> PendingStep:
+    def take(self, step: int, ids_S: torch.Tensor, num_chunks: int, asked: None = None) -> PendingStep:
+        assert asked is None, "logprobs would be of logits that are not there yet"
         buffer = torch.zeros(len(ids_S), dtype=torch.int64)
         work = functools.partial(buffer.copy_, ids_S)
         self.queue.append(work)
@@ -197,19 +273,59 @@ class LateDevice:
 
 @pytest.mark.usefixtures("on_device")
 def test_a_device_that_is_late_gets_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = run_with_leavers(make_device_engine("qwen3", block_size=2))
+    known, asked = (
+        run_with_leavers(make_device_engine("qwen3", block_size=2)),
+        run_on_cpu("qwen3", ASKING[:4]),
+    )
     engine = make_device_engine("qwen3", block_size=2)
     with torch.inference_mode(), monkeypatch.context() as patch:
         device = LateDevice(engine._runner, patch)
         assert run_with_leavers(engine) == known
         assert run_engine(engine, PLAIN) == expected("qwen3", False), "somebody leaves in every step"
+        assert run_engine(engine, ASKING[:4]) == asked, "counted where they are sampled"
     assert device.longest > 3 * 2
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("knobs", ASKING_KNOBS, ids=str)
+def test_penalties_biases_bans_and_logprobs_are_those_of_the_cpu(knobs: dict[str, Any]) -> None:
+    engine = make_device_engine("qwen3", **knobs)
+    check_report(engine)
+    assert bool(engine.scheduler.num_preemptions) is ("num_blocks" in knobs)
+
+
+@pytest.mark.usefixtures("on_device")
+def test_a_beam_search_beside_penalties_changes_no_token() -> None:
+    """Its steps are sampled on the host, where the device counts nothing; those behind it are not."""
+    beams = (PLAIN[2][0], SamplingParams(temperature=0.0, use_beam_search=True, n=2, max_tokens=3))
+    requests = [ASKING[0], ASKING[1], beams, ASKING[6]]
+    assert run_engine(make_device_engine("qwen3"), requests) == run_on_cpu("qwen3", requests)
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 4, 6])
+def test_steps_overlap_whatever_a_request_asks_of_the_sampler(number: int) -> None:
+    """And they are sized steps, which a GPU has graphs of, but for a prompt whose logprobs are asked for."""
+    engine, (prompt, params) = make_device_engine("qwen3"), ASKING[number]
+    runner: Any = engine._runner
+    engine.add(Request(request_id="plain", prompt=(1, 2, 3), params=make_params(9)))
+    engine.step()
+    engine.add(Request(request_id="asks", prompt=tuple(prompt), params=params))
+    depths: list[int] = []
+    ragged = mock.Mock(wraps=runner._launch_ragged)
+    runner._launch_ragged = ragged
+    while engine.is_serving("asks") and len(depths) < 7:
+        engine.step()
+        depths.append(len(engine._flights))
+    assert max(depths) == STEPS_AHEAD
+    assert 0 not in depths
+    assert ragged.call_count == int(params.prompt_logprobs is not None)
 
 
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("use_overlap", [True, False])
 def test_requests_that_are_sampled_on_the_host_go_side_by_side(use_overlap: bool) -> None:
-    """Penalties, forks, beams and logprobs among plain requests."""
+    """Forks and beams among plain requests."""
     engine = make_device_engine("qwen3", use_overlap=use_overlap)
     assert run_engine(engine, PLAIN + ON_HOST) == expected("qwen3", True)
 
@@ -258,7 +374,7 @@ def test_a_request_for_the_host_may_leave_before_its_first_step_is_read() -> Non
     engine.add(Request(request_id="stays", prompt=tuple(prompt), params=params))
     for _ in range(3):
         tokens += [i for output in engine.step() for i in output.token_ids]
-    asks = SamplingParams(temperature=0.0, logprobs=1, max_tokens=20, ignore_eos=True)
+    asks = SamplingParams(temperature=0.0, n=2, max_tokens=20, ignore_eos=True)
     engine.add(Request(request_id="leaves", prompt=tuple(PLAIN[1][0]), params=asks))
     tokens += [i for output in engine.step() if output.request_id == "stays" for i in output.token_ids]
     engine.abort("leaves")

@@ -15,7 +15,7 @@ A sampled token then has its place (`num_tokens`) before its id is known; only t
 A sequence that stops at an id that came late has more tokens computed, which are not reported. How many
 steps are launched ahead of the one that is read:
 
-    none          requests are there whose next step depends on ids: forks, beams, what the host samples
+    none          requests are there whose next step depends on ids: about to fork, beams
     1             a request waits, or the last plan computes prompts: a newcomer stands behind few steps
     steps_ahead   all decode and none waits, so the queue may be deep enough for a host that is late once
 

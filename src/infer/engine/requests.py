@@ -67,7 +67,7 @@ class RequestTable:
         """Let a request leave the queue; while its steps depend on ids, none may overlap."""
         group = leader.group
         group.queue_s = perf_counter() - group.added_at
-        if leader.num_samples > 1 or group.samples_on_host:
+        if leader.num_samples > 1 or group.is_beam:
             self.waiting_for_ids.add(group.request.request_id)
 
     def _new_sequence(self, group: SequenceGroup, index: int, tokens: array[int]) -> Sequence:
@@ -88,8 +88,7 @@ class RequestTable:
     def _fork_leader(self, leader: Sequence, count: int) -> list[Sequence]:
         """All sequences of a request, once its prompt is computed."""
         leader.num_samples = 1
-        if not leader.group.samples_on_host:
-            self.waiting_for_ids.discard(leader.group.request.request_id)
+        self.waiting_for_ids.discard(leader.group.request.request_id)
         return [leader, *(self._fork(leader, index) for index in range(1, count))]
 
     # -- to go on ---------------------------------------------------------------------------------

@@ -3,13 +3,14 @@
     hidden [T]  ──►  rows that sample  ──►  logits  ──►  one id per row, several for a chunk about to fork
                 └──►  rows of a prompt whose logprobs were asked for, a few logits at a time
 
-A part that runners are given. The CPU's runner samples every step with it, a GPU's those that need ids or
-logits on the host: penalties, a logit bias, logprobs, forks, beams.
+A part that runners are given. The CPU's runner samples every step with it; a GPU's those in which ids decide
+what runs next, forks and beams, and it takes the logprobs of prompts from here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -17,21 +18,33 @@ from infer.execution.batch import reads_prompt
 from infer.execution.runner import StepResult
 from infer.kernels.runtime.torch_threads import threads_for
 from infer.models.model import Model
-from infer.sampling.logprobs import top_logprobs
+from infer.sampling.logprobs import logprob_table, read_logprobs
 from infer.sampling.params import RowLogprobs
 from infer.sampling.sampler import SampleRow, sample
 from infer.scheduling.beam import num_offers
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.sequence import Sequence as TokenSequence
+from infer.scheduling.sequence import SequenceGroup
 
 LOGPROB_ROWS = 64  # rows of logits held at once for prompt logprobs: 64 * 150k * 4 bytes = 38 MB
 
 
-class HostSampler:
-    """Draws the tokens of a step from the hidden states of a model."""
+class PromptTable(NamedTuple):
+    """The logprobs of a stretch of a prompt, maybe still on a device (sampling/logprobs.py)."""
 
-    def __init__(self, model: Model) -> None:
-        self._model = model
+    seq_id: int
+    chosen: list[int]  # its tokens
+    num_top: int  # of alternatives
+    table: torch.Tensor
+
+
+class HostSampler:
+    """Draws the tokens of a step from the hidden states of a model. `send` copies ids to its device."""
+
+    def __init__(
+        self, model: Model, send: Callable[[torch.Tensor, torch.device], torch.Tensor] = torch.Tensor.to
+    ) -> None:
+        self._model, self._send = model, send
 
     def sample(
         self,
@@ -39,7 +52,6 @@ class HostSampler:
         sequences: Sequence[TokenSequence],
         last_rows: list[int],
         hidden_TD: torch.Tensor,
-        prompt_logprobs: dict[int, list[RowLogprobs]] | None = None,
     ) -> StepResult:
         """The result of a step, given the row of `hidden_TD` that belongs to each chunk's last token."""
         places: list[int] = []
@@ -51,8 +63,7 @@ class HostSampler:
                 rows.append(sample_row(seq, seq.index + index))
         ids: list[tuple[int, ...]] = [()] * len(counts)
         logprobs: list[tuple[RowLogprobs | None, ...]] = [()] * len(counts)
-        if prompt_logprobs is None:
-            prompt_logprobs = self.prompt_logprobs(plan, sequences, last_rows, hidden_TD)
+        prompt_logprobs = read_prompts(self.prompt_tables(plan, sequences, last_rows, hidden_TD))
         if not rows:
             return StepResult(ids, logprobs, prompt_logprobs)
         # Decoding: every token is its chunk's last. Equal counts alone could be one chunk about to fork.
@@ -68,15 +79,15 @@ class HostSampler:
             first = last
         return StepResult(ids, logprobs, prompt_logprobs)
 
-    def prompt_logprobs(
+    def prompt_tables(
         self,
         plan: StepPlan,
         sequences: Sequence[TokenSequence],
         last_rows: list[int],
         hidden_TD: torch.Tensor,
-    ) -> dict[int, list[RowLogprobs]]:
+    ) -> list[PromptTable]:
         """Logprobs of the prompt tokens that follow this step's tokens, a few rows of logits at a time."""
-        found: dict[int, list[RowLogprobs]] = {}
+        found: list[PromptTable] = []
         if all(seq.group.request.params.prompt_logprobs is None for seq in sequences):
             return found
         for chunk, seq, last_row in zip(plan.chunks, sequences, last_rows, strict=True):
@@ -85,26 +96,29 @@ class HostSampler:
                 continue
             stop = min(chunk.stop, seq.num_prompt - 1)
             place = last_row + 1 - (chunk.stop - chunk.start) - chunk.start  # of position 0, were it here
-            rows: list[RowLogprobs] = []
+            chosen = seq.tokens[chunk.start + 1 : stop + 1].tolist()
+            chosen_T = self._send(torch.tensor(chosen), hidden_TD.device)
+            parts = []
             for first in range(chunk.start, stop, LOGPROB_ROWS):
                 last = min(first + LOGPROB_ROWS, stop)
                 logits = self._model.logits(hidden_TD[place + first : place + last])
-                chosen = seq.tokens[first + 1 : last + 1]
-                rows += [
-                    row for row in top_logprobs(logits, chosen, [count] * len(chosen)) if row is not None
-                ]
-            found[seq.seq_id] = rows
+                ids = chosen_T[first - chunk.start : last - chunk.start]
+                parts.append(logprob_table(logits, ids, count))
+            found.append(PromptTable(seq.seq_id, chosen, count, torch.cat(parts)))
         return found
+
+
+def read_prompts(tables: list[PromptTable]) -> dict[int, list[RowLogprobs]]:
+    """The logprobs of prompts by seq_id, from tables that are on the host."""
+    return {
+        each.seq_id: read_logprobs(each.table, each.chosen, [each.num_top] * len(each.chosen))
+        for each in tables
+    }
 
 
 def sample_row(seq: TokenSequence, index: int) -> SampleRow:
     """How to sample the next token of a sequence, or of the `index`-th sequence it is about to become."""
     params = seq.group.request.params
-    num_logprobs = params.logprobs
-    if params.use_beam_search:
-        num_logprobs = num_offers(seq.group)
-    elif num_logprobs is None and params.num_sequences > params.n:
-        num_logprobs = 0  # ranking needs the chosen token's logprob
     return SampleRow(
         params=params,
         seed=sequence_seed(seq.group.seed, index),
@@ -112,8 +126,18 @@ def sample_row(seq: TokenSequence, index: int) -> SampleRow:
         num_prompt=seq.num_prompt,
         tokens=seq.tokens,
         banned=seq.group.stop_ids if seq.num_output < params.min_tokens else (),
-        num_logprobs=num_logprobs,
+        num_logprobs=num_logprobs(seq.group),
     )
+
+
+def num_logprobs(group: SequenceGroup) -> int | None:
+    """How many alternatives to each token the engine wants to know; None: no logprobs at all."""
+    params = group.request.params
+    if params.use_beam_search:
+        return num_offers(group)
+    if params.logprobs is None and params.num_sequences > params.n:
+        return 0  # ranking needs the chosen token's logprob
+    return params.logprobs
 
 
 def sequence_seed(seed: int, index: int) -> int:

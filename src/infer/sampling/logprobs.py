@@ -3,6 +3,14 @@
 Logprobs are taken from the model's own logits, before bias, penalties, temperature and filters: they
 describe the model, not the request. The chosen token is reported beside the k likeliest, so a client sees
 k or k + 1 different tokens.
+
+A *table* holds all of that for some rows, as integers of 32 bits so that it travels as one:
+
+    logprob of the chosen token | its rank | ids of the k likeliest | their logprobs
+
+It is made where the logits are, and read on the host when it has arrived.
+
+Shapes:  S rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,19 +28,39 @@ def top_logprobs(
     """Logprobs for the rows that ask (an entry that is not None), computed together."""
     asking = [i for i, count in enumerate(num_logprobs) if count is not None]
     found: list[RowLogprobs | None] = [None] * len(chosen)
-    if not asking:
-        return found
-    logprobs = torch.log_softmax(logits_SV[asking].float(), dim=-1)
-    ids = torch.tensor([chosen[i] for i in asking], device=logprobs.device)
-    own = logprobs.gather(1, ids.unsqueeze(1))
-    ranks = (logprobs > own).sum(dim=-1) + 1
-    width = max(count for count in num_logprobs if count is not None)
-    values, top_ids = torch.topk(logprobs, min(width, logprobs.shape[1]), dim=-1)
-    table = zip(
-        asking, own.squeeze(1).tolist(), ranks.tolist(), top_ids.tolist(), values.tolist(), strict=True
-    )
-    for i, logprob, rank, row_ids, row_values in table:
-        count = num_logprobs[i] or 0
-        top = tuple(zip(row_ids[:count], row_values[:count], strict=True))
-        found[i] = RowLogprobs(chosen[i], logprob, rank, top)
+    if asking:
+        ids, counts = [chosen[i] for i in asking], [num_logprobs[i] or 0 for i in asking]
+        table = logprob_table(logits_SV[asking], torch.tensor(ids, device=logits_SV.device), max(counts))
+        for i, row in zip(asking, read_logprobs(table, ids, counts), strict=True):
+            found[i] = row
     return found
+
+
+def logprob_table(logits_SV: torch.Tensor, chosen_S: torch.Tensor, width: int) -> torch.Tensor:
+    """The table of some rows with `width` alternatives each, where they are; a negative id counts as 0."""
+    logprobs_SV = torch.log_softmax(logits_SV, dim=-1, dtype=torch.float32)
+    own_S1 = logprobs_SV.gather(1, chosen_S.clamp(min=0).unsqueeze(1))
+    rank_S1 = (logprobs_SV > own_S1).sum(dim=-1, keepdim=True) + 1
+    values_SK, ids_SK = torch.topk(logprobs_SV, min(width, logprobs_SV.shape[1]), dim=-1)
+    columns = own_S1.view(torch.int32), rank_S1.int(), ids_SK.int(), values_SK.view(torch.int32)
+    return torch.cat(columns, dim=1)
+
+
+def read_logprobs(table: torch.Tensor, chosen: Sequence[int], counts: Sequence[int]) -> list[RowLogprobs]:
+    """The rows of a table on the host, each with as many alternatives as it asks for."""
+    table = table.cpu()
+    width = table.shape[1] // 2 - 1
+    fractions = table.view(torch.float32)
+    columns = zip(
+        chosen,
+        counts,
+        fractions[:, 0].tolist(),
+        table[:, 1].tolist(),
+        table[:, 2 : 2 + width].tolist(),
+        fractions[:, 2 + width :].tolist(),
+        strict=True,
+    )
+    return [
+        RowLogprobs(token_id, logprob, rank, tuple(zip(ids[:count], values[:count], strict=True)))
+        for token_id, count, logprob, rank, ids, values in columns
+    ]

@@ -5,8 +5,8 @@ the last bit, whatever its neighbours are. Noise is a hash (kernels/sampling/gum
 what a filter keeps is a maximum or a sum of integers, which no order of summation can change.
 The order of operations is the one documented in sampling/params.py.
 
-    logits_SV ── bias, bans ── penalties ──┬── greedy ───────────────────────────────► argmax
-                                           └── / temperature ── top-k, top-p, min-p ─► Gumbel-max
+    logits_SV ─ bias, bans, mask ─ penalties ─┬── greedy ───────────────────────────────► argmax
+                                              └── / temperature ── top-k, top-p, min-p ─► Gumbel-max
 
 A row whose largest logit is not a number, or infinite, has no next token: a broken model, or a request
 that forbade everything. Its id is NO_TOKEN and its request must fail; its neighbours do not notice.
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from infer.kernels.sampling.adjust_logits import unpack_mask
 from infer.kernels.sampling.gumbel import argmax_rows, draw, gumbel_noise, noise_keys
 from infer.sampling.filters import filter_candidates, filter_rows
 from infer.sampling.logprobs import top_logprobs
@@ -42,6 +43,7 @@ class SampleRow:
     tokens: Sequence[int]  # prompt and output so far; read only where a penalty needs it
     banned: tuple[int, ...] = ()  # ids that must not come now: the stops, before min_tokens
     num_logprobs: int | None = None  # how many alternatives to report; None: no logprobs at all
+    mask_W: torch.Tensor | None = None  # int32 words, a bit for every id: 1 where it may come
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +99,15 @@ def _adjust(raw_SV: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
         if row.banned:
             _check_ids("banned", row.banned, vocab_size)
             logits_V[list(row.banned)] = float("-inf")
+        if row.mask_W is not None:
+            logits_V[~unpack_mask(row.mask_W.to(logits_V.device), vocab_size)] = float("-inf")
         apply_penalties(logits_V, row.params, row.tokens, row.num_prompt)
     return adjusted
 
 
 def _needs_adjusting(row: SampleRow) -> bool:
     params = row.params
-    return bool(params.logit_bias or row.banned) or params.has_penalties
+    return bool(params.logit_bias or row.banned) or row.mask_W is not None or params.has_penalties
 
 
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:

@@ -26,7 +26,7 @@ from typing import Final
 
 import numpy as np
 
-from infer.sampling.params import RowLogprobs, SamplingParams
+from infer.sampling.params import RowLogprobs
 from infer.scheduling.request import Request
 
 LINES: Final = (
@@ -199,7 +199,6 @@ class SequenceGroup:
         "prompt_logprobs",
         "queue_s",
         "request",
-        "samples_on_host",
         "seed",
         "sequences",
         "stop_ids",
@@ -211,7 +210,6 @@ class SequenceGroup:
         self.stop_ids = stop_ids  # tokens that end a sequence: the model's EOS set and the request's own
         self.seed = seed
         self.sequences: list[Sequence] = []
-        self.samples_on_host = _samples_on_host(request.params)
         self.added_at = 0.0  # engine-clock seconds, for metrics only: nothing is decided by them
         self.queue_s: float | None = None  # None: no step has touched it yet
         self.num_made = 0  # sequences ever made for it, dropped beams included
@@ -243,12 +241,6 @@ class SequenceGroup:
     def is_finished(self) -> bool:
         """Whether no sequence of it will make another token."""
         return all(seq.is_finished for seq in self.sequences)
-
-
-def _samples_on_host(params: SamplingParams) -> bool:
-    """Whether a next token depends on ids the host must know, or the host must see its logits."""
-    is_plain = not (params.logit_bias or params.has_penalties or params.min_tokens or params.use_beam_search)
-    return not is_plain or params.logprobs is not None or params.num_sequences > params.n
 
 
 @dataclass(frozen=True, slots=True)

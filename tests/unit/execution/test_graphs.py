@@ -9,10 +9,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from infer.execution.gpu.graphs import StepGraphs, StepSize, most_tokens
+from infer.execution.gpu.graphs import CapturedStep, StepGraphs, StepSize, most_tokens
 from infer.models.config import ExpertConfig, ModelConfig
 
 SIZE = StepSize(4, 0)
+LOGITS = torch.zeros(4, 5)
 
 
 class Recorder:
@@ -22,11 +23,11 @@ class Recorder:
         self.num_failures = num_failures
         self.num_replays = 0
 
-    def record(self, size: StepSize) -> torch.cuda.CUDAGraph:
+    def record(self, size: StepSize) -> CapturedStep:
         self.num_failures -= 1
         if self.num_failures >= 0:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return cast(torch.cuda.CUDAGraph, self)
+        return CapturedStep(cast(torch.cuda.CUDAGraph, self), LOGITS)
 
     def replay(self) -> None:
         self.num_replays += 1
@@ -40,10 +41,14 @@ class Steps:
         self.emptied = 0
         self.recorder = Recorder(num_failures)
         self.graphs = StepGraphs(
-            self.launched.append, lambda: None, max_rows=max_rows, max_tokens=max_tokens, captures=True
+            self._launch, lambda: None, max_rows=max_rows, max_tokens=max_tokens, captures=True
         )
         monkeypatch.setattr(self.graphs, "_record", self.recorder.record)
         monkeypatch.setattr(torch.cuda, "empty_cache", self._empty)
+
+    def _launch(self, size: StepSize) -> torch.Tensor:
+        self.launched.append(size)
+        return torch.ones(1)
 
     def _empty(self, *_: Any) -> None:
         self.emptied += 1
@@ -52,7 +57,7 @@ class Steps:
 def test_memory_kept_for_later_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch)
     assert steps.graphs.ensure(SIZE) and not steps.graphs.ensure(SIZE)
-    steps.graphs.run(SIZE)
+    assert steps.graphs.run(SIZE) is LOGITS
     assert (steps.emptied, steps.recorder.num_replays, steps.launched) == (0, 1, [SIZE])
 
 
@@ -79,7 +84,7 @@ def test_why_a_capture_failed_is_not_hidden_by_its_end(monkeypatch: pytest.Monke
         def capture_end(self) -> None:
             raise RuntimeError("operation failed due to a previous error during capture")
 
-    def launch(size: StepSize) -> None:
+    def launch(size: StepSize) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     for name, fake in {"synchronize": lambda: None, "graph_pool_handle": object, "CUDAGraph": Graph}.items():

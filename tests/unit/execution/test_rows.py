@@ -13,6 +13,7 @@ from infer.cache.paged_pool import PagedKVCachePool
 from infer.execution.gpu import rows as device_rows
 from infer.execution.gpu.rows import DeviceRows, send_together
 from infer.kernels.elementwise.step_state import apply_table_diffs
+from infer.kernels.sampling.sample_state import IN_PROMPT, IS_BANNED
 from infer.sampling.params import SamplingParams
 from infer.scheduling.plan import Chunk, StepPlan
 from infer.scheduling.request import Request
@@ -21,6 +22,7 @@ from tests.support.running import Running
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 2
+VOCAB_SIZE = 1001
 
 
 class World:
@@ -28,14 +30,15 @@ class World:
 
     def __init__(self, max_rows: int = 4) -> None:
         self.running = Running(PagedKVCachePool(200, BLOCK_SIZE, placement_seed=1), max_rows)
-        self.rows = DeviceRows(self.running.state, 100, CPU)
+        self.rows = DeviceRows(self.running.state, 100, VOCAB_SIZE, CPU)
         self.seqs = self.running.sequences
 
     def add(
-        self, seq_id: int, num_tokens: int = 5, params: SamplingParams | None = None, seed: int = 0
-    ) -> None:
+        self, seq_id: int, num_tokens: int = 5, params: SamplingParams | None = None, seed: int = 0,
+        stop_ids: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
         request = Request(request_id=str(seq_id), prompt=(1, 2), params=params or SamplingParams())
-        group = SequenceGroup(request, max_total=99, stop_ids=(), seed=seed)
+        group = SequenceGroup(request, max_total=99, stop_ids=stop_ids, seed=seed)
         tokens = [seq_id * 100 + place for place in range(num_tokens)]
         self.running.enter(Sequence(seq_id, group, 0, tokens), num_tokens)
 
@@ -127,11 +130,49 @@ def test_rows_are_sampled_as_their_sequences_ask() -> None:
         if number == 0:
             world.sync(world.plan(Chunk(0, 0, 5, 1)))
     world.sync(world.plan(*(Chunk(number, 0, 5, 1) for number in range(3))))
-    state = world.rows.sampling
-    torch.testing.assert_close(state.temperature_R, torch.tensor([0.7, 0.0, 1.1, 0.0]), rtol=0, atol=0)
-    assert state.top_k_R.tolist() == [40, 0, 0, 0]
-    assert state.top_p_R.tolist() == [0.9, 1.0, 1e-9, 1.0] and state.min_p_R.tolist() == [0.1, 0.0, 0.0, 0.0]
-    assert state.seed_R.tolist() == [-(2**63), 1 - 2**63, 2 - 2**63, 0]
+    lines = [world.rows.sampling.line(row) for row in range(4)]
+    assert [line.temperature for line in lines] == [0.7, 0.0, 1.1, 0.0]
+    assert [line.top_k for line in lines] == [40, 0, 0, 0]
+    assert [line.top_p for line in lines] == [0.9, 1.0, 1e-9, 1.0]
+    assert [line.min_p for line in lines] == [0.1, 0.0, 0.0, 0.0]
+    assert [line.seed for line in lines] == [-(2**63), 1 - 2**63, 2 - 2**63, 0]
+    assert not any(line.has_uses or line.num_biased for line in lines)
+
+
+def test_what_a_row_has_used_is_counted_when_it_arrives_and_when_the_host_has_sampled() -> None:
+    """The prompt is 1, 2 or so the request says; what follows it is output."""
+    asked = SamplingParams(presence_penalty=0.5, logit_bias={7: -1.5, 0: 2.0}, min_tokens=4)
+    world = World()
+    world.add(1, params=asked, stop_ids=(9, 101))
+    seq, sampling = world.seqs[1], world.rows.sampling
+    plan = world.plan(Chunk(1, 0, 5, 1))
+    world.sync(plan)
+    line = sampling.line(seq.row)
+    assert (line.has_uses, line.num_biased, line.ban_end, line.presence) == (1, 2, 2 + 4, 0.5)
+    expected = {100: IN_PROMPT, 101: IN_PROMPT | IS_BANNED, 102: 1, 103: 1, 104: 1, 9: IS_BANNED}
+
+    def uses() -> dict[int, int]:
+        uses_V = sampling.uses_RV[seq.row]
+        return {int(token_id): int(uses_V[token_id]) for token_id in uses_V.nonzero()}
+
+    assert uses() == expected
+    ids, amounts = sampling.biases_R2E[seq.row, :, :2].unbind()
+    assert (ids.tolist(), amounts.view(torch.float32).tolist()) == ([7, 0], [-1.5, 2.0])
+    seq.tokens.extend([104, 8])  # two more that the device has not seen
+    world.sync(plan)
+    assert uses() == expected, "the row is known"
+    world.rows.sampled_on_host(plan.chunks.rows)
+    world.sync(plan)
+    assert uses() == expected | {104: 2, 8: 1}
+
+
+def test_rows_that_ask_for_logprobs_say_how_many() -> None:
+    world = World()
+    world.add(1, params=SamplingParams(logprobs=3))
+    world.add(2)
+    world.add(3, params=SamplingParams(n=1, best_of=2))
+    world.sync(world.plan(*(Chunk(number, 0, 5, 1) for number in (1, 2, 3))))
+    assert world.rows.num_logprobs[[world.seqs[number].row for number in (1, 2, 3)]].tolist() == [3, -1, 0]
 
 
 def test_only_tokens_that_the_device_has_not_sampled_are_sent() -> None:

@@ -78,14 +78,26 @@ def test_while_a_prompt_is_computed_one_step_is_ahead() -> None:
     assert world.verify() == 2
 
 
-@pytest.mark.parametrize("params", [{"logprobs": 1}, {"n": 2}, {"repetition_penalty": 1.5}])
-def test_who_needs_the_host_is_waited_for(params: dict[str, Any]) -> None:
+@pytest.mark.parametrize("params", [{"n": 2}, {"use_beam_search": True, "temperature": 0.0}])
+def test_a_request_whose_ids_decide_what_runs_next_is_waited_for(params: dict[str, Any]) -> None:
     world = make_world()
     world.add("a", prompt_of(5), max_tokens=30)
     num_ahead(world, 5)
     world.add("b", prompt_of(5, start=2), max_tokens=4, **params)
     num_ahead(world, 2)
     assert num_ahead(world, 1) == [0], "read at once, and all before it"
+    world.run()
+    assert world.verify() == 2
+
+
+@pytest.mark.parametrize("params", [{"logprobs": 1}, {"prompt_logprobs": 1}, {"repetition_penalty": 1.5}])
+def test_a_request_that_asks_more_of_the_sampler_is_not_waited_for(params: dict[str, Any]) -> None:
+    world = make_world()
+    world.add("a", prompt_of(5), max_tokens=30)
+    num_ahead(world, 5)
+    world.add("b", prompt_of(5, start=2), max_tokens=12, **params)
+    num_ahead(world, 3)
+    assert num_ahead(world, 3) == [2, 3, 3]
     world.run()
     assert world.verify() == 2
 

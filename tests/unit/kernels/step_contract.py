@@ -6,6 +6,7 @@ As in `kernel_contract.py`, the promises are written once and tested twice: unde
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 
@@ -25,14 +26,10 @@ from infer.kernels.elementwise.heads import (
 from infer.kernels.elementwise.rms_norm import rms_norm
 from infer.kernels.elementwise.rope import rope
 from infer.kernels.elementwise.step_state import (
-    NUM_FIELDS,
     StepInputs,
     advance_rows,
     apply_table_diffs,
-    enter_rows,
-    enter_rows_reference,
     gather_step,
-    sampling_entry,
 )
 from infer.kernels.runtime.dispatch import use_triton
 from infer.kernels.sampling.sample_rows import (
@@ -40,9 +37,21 @@ from infer.kernels.sampling.sample_rows import (
     NO_TOKEN,
     TILE,
     SampleScratch,
-    SampleState,
     sample_rows,
     sample_rows_reference,
+)
+from infer.kernels.sampling.sample_state import (
+    IN_PROMPT,
+    IS_BANNED,
+    MAX_COUNT,
+    NUM_FIELDS,
+    SampleLine,
+    SampleState,
+    count_uses,
+    enter_rows,
+    enter_rows_reference,
+    num_mask_words,
+    pack_biases,
 )
 from infer.sampling.params import SamplingParams
 from infer.sampling.sampler import SampleRow, sample
@@ -63,48 +72,102 @@ def random_params(random_source: random.Random) -> SamplingParams:
     )
 
 
+def asking_params(source: random.Random, vocab_size: int) -> SamplingParams:
+    """A mixture of what changes logits, over any way to sample."""
+    pick, ids = source.choice, [source.randrange(vocab_size) for _ in range(40)]
+    return dataclasses.replace(
+        random_params(source),
+        repetition_penalty=pick([1.0, 1.0, 1.3, 0.7]),
+        presence_penalty=pick([0.0, 0.0, 1.5, -0.3]),
+        frequency_penalty=pick([0.0, 0.0, 0.37, -2.0]),
+        logit_bias=pick([{}, {}, {token: source.uniform(-8, 8) for token in (*ids, vocab_size - 1, 0)}]),
+        min_tokens=pick([0, 3]),
+        max_tokens=9,
+    )
+
+
 def as_tensor(entries: Sequence[bytes]) -> torch.Tensor:
     """Entries one below the other, as they are sent."""
     return torch.frombuffer(bytearray().join(entries), dtype=torch.int64).view(-1, NUM_FIELDS)
 
 
-class SampledRows:
-    """Rows with their parameters, in a state that holds them in another order among strangers."""
+def bit_of(token_id: int) -> int:
+    """The bit of an id in its word of a mask, as an int32."""
+    bit = 1 << token_id % 32
+    return bit - (bit >> 31 << 32)
 
-    def __init__(self, params: Sequence[SamplingParams], device: str, *, seed: int = 0) -> None:
-        source = random.Random(seed)
+
+class SampledRows:
+    """Rows with their parameters, in a state that holds them in another order among strangers.
+
+    With a vocabulary, rows may have tokens behind them, biases, bans and masks.
+    """
+
+    def __init__(
+        self, params: Sequence[SamplingParams], device: str, *, seed: int = 0, vocab_size: int = 0
+    ) -> None:
+        source = self.source = random.Random(seed)
         self.params = list(params)
         self.seeds = [source.randrange(-(2**63) + 1, 2**63) * source.choice([1, 1, 3]) for _ in params]
         self.positions = [source.choice([0, 1, 77, 131071, 2**31 + 5]) for _ in params]
         num_state_rows = len(self.params) + 3
         self.rows = source.sample(range(num_state_rows), len(self.params))
-        self.state = SampleState.empty(num_state_rows, device)
-        entries = [
-            sampling_entry(
-                row,
-                temperature=each.temperature,
-                top_k=each.top_k,
-                top_p=each.top_p,
-                min_p=each.min_p,
-                seed=row_seed,
-            )
-            for row, each, row_seed in zip(self.rows, self.params, self.seeds, strict=True)
-        ]
+        self.vocab_size = vocab_size
+        self.state = SampleState.empty(num_state_rows, device, vocab_size)
+        self.tokens = [self.some_ids(60) if vocab_size else [] for _ in params]
+        self.num_prompts = [source.randrange(len(tokens) + 1) for tokens in self.tokens]
+        self.banned = [tuple(self.some_ids(5)) if each.min_tokens else () for each in params]
+        self.masks: list[torch.Tensor | None] = [None] * len(self.params)
+        entries = [self.enter(number) for number in range(len(self.params))]
         enter_rows_reference(self.state, as_tensor(entries).to(device))
         self.rows_S = torch.tensor(self.rows, dtype=torch.int32, device=device)
         self.positions_S = torch.tensor(self.positions, device=device)
 
+    def some_ids(self, count: int) -> list[int]:
+        """Ids of the vocabulary, most of them twice or more, the last one among them."""
+        few = [self.vocab_size - 1, *(self.source.randrange(self.vocab_size) for _ in range(count // 3))]
+        return [self.source.choice(few) for _ in range(self.source.randrange(count + 1))]
+
+    def enter(self, number: int) -> bytes:
+        """Fill the tables of a row; returns its line."""
+        row, params, tokens = self.rows[number], self.params[number], self.tokens[number]
+        end, banned = self.num_prompts[number], self.banned[number]
+        has_uses = params.has_penalties or bool(banned)
+        if has_uses:
+            uses = count_uses(self.vocab_size, tokens[:end], tokens[end:], banned)
+            self.state.uses_RV[row] = torch.from_numpy(uses)
+        if params.logit_bias:
+            self.state.biases_R2E[row] = torch.from_numpy(pack_biases(dict(params.logit_bias)))
+        return SampleLine(
+            row, int(has_uses), params.top_k, self.seeds[number],
+            self.positions[number] + 1 if banned and number % 3 else 0, len(params.logit_bias),
+            params.temperature, params.top_p, params.min_p, params.repetition_penalty,
+            params.presence_penalty, params.frequency_penalty,
+        ).pack()  # fmt: skip
+
+    def mask_some(self, numbers: Sequence[int]) -> None:
+        """Give rows a mask each; bits behind the vocabulary are set, for nobody may look at them."""
+        generator = torch.Generator().manual_seed(3)
+        for line, number in enumerate(numbers):
+            words = num_mask_words(self.vocab_size)
+            mask_W = torch.randint(-(2**31), 2**31, (words,), generator=generator).int()
+            mask_W[self.source.randrange(words)] = -1
+            self.masks[number] = mask_W
+            self.state.masks_RW[line] = mask_W
+            self.state.mask_row_R[self.rows[number]] = line
+
     def tensors(self) -> list[torch.Tensor]:
         """Everything a captured step reads, in a fixed order."""
-        state = self.state
-        how = [state.temperature_R, state.top_k_R, state.top_p_R, state.min_p_R, state.seed_R]
-        return [*how, self.rows_S, self.positions_S]
+        return [*self.state.tensors, self.rows_S, self.positions_S]
 
     def expected(self, logits_SV: torch.Tensor) -> list[int]:
         rows = [
-            SampleRow(each, seed, position, num_prompt=0, tokens=())
-            for each, seed, position in zip(self.params, self.seeds, self.positions, strict=True)
-        ]
+            SampleRow(
+                self.params[number], self.seeds[number], self.positions[number], self.num_prompts[number],
+                self.tokens[number], self.banned[number] if number % 3 else (), mask_W=self.masks[number],
+            )
+            for number in range(len(self.params))
+        ]  # fmt: skip
         return sample(logits_SV, rows).ids
 
     def check(self, logits_SV: torch.Tensor) -> None:
@@ -233,6 +296,34 @@ class StepContract:
         rows = SampledRows([random_params(source) for _ in range(self.num_rows)], self.device)
         rows.check(self.randn(self.num_rows, self.vocab_size, spread=spread).to(dtype))
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_biases_bans_penalties_and_masks_are_those_of_the_sampler(self, dtype: torch.dtype) -> None:
+        """In one batch with rows that ask for nothing, at a vocabulary that is no multiple of 32."""
+        source, vocab_size = random.Random(21), 4096 + 37
+        params = [asking_params(source, vocab_size) for _ in range(self.num_rows + 4)]
+        params[1] = SamplingParams(temperature=0.8)
+        rows = SampledRows(params, self.device, seed=4, vocab_size=vocab_size)
+        rows.mask_some(range(0, len(params), 4))
+        rows.check(self.randn(len(params), vocab_size, spread=3.0).to(dtype))
+
+    @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 4100])
+    def test_a_mask_of_any_vocabulary(self, vocab_size: int) -> None:
+        params = [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9)]
+        rows = SampledRows(params, self.device, vocab_size=vocab_size)
+        rows.mask_some([2, 0])
+        logits = self.randn(3, vocab_size)
+        rows.check(logits)
+        for line in range(2):  # only the last token is left, then none
+            rows.state.masks_RW[line] = 0
+            rows.state.masks_RW[line, -1] = bit_of(vocab_size - 1)
+        scratch = SampleScratch(3, vocab_size, self.device)
+        ids = sample_rows(logits, rows.state, rows.rows_S, rows.positions_S, scratch)
+        assert ids.tolist()[0] == ids.tolist()[2] == vocab_size - 1
+        behind = -(1 << vocab_size % 32) if vocab_size % 32 else 0  # the bits behind the vocabulary
+        rows.state.masks_RW[:, -1] = behind
+        ids = sample_rows(logits, rows.state, rows.rows_S, rows.positions_S, scratch)
+        assert ids.tolist()[0] == ids.tolist()[2] == NO_TOKEN
+
     def test_with_many_rows_a_program_takes_several_tiles(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Two of the three tiles of a row at a time: the last program has one; some rows are flat."""
         monkeypatch.setattr("infer.kernels.sampling.sample_rows._ROWS_PER_TILE", 3)
@@ -352,25 +443,37 @@ class StepContract:
         assert tables.tolist() == [[0, 0, 0, 4], [0, 0, 0, 0], [0, 9, 0, 0]]
 
     def test_rows_enter_with_how_they_are_sampled(self) -> None:
-        """Each in the types of the state: what does not fit is brought as near as possible."""
+        """Each in the types of the state: what does not fit is brought as near as possible; masks go."""
         tiny = torch.finfo(torch.float32).tiny
-        entries = [
-            sampling_entry(3, temperature=0.1, top_k=40, top_p=0.1, min_p=0.3, seed=2**64 - 1),
-            sampling_entry(-1, temperature=7.0, top_k=7, top_p=7.0, min_p=7.0, seed=7),
-            sampling_entry(0, temperature=1e-45, top_k=2**40, top_p=1.0, min_p=0.0, seed=2**63),
-            sampling_entry(4, temperature=0.0, top_k=-1, top_p=1e-9, min_p=1e-4, seed=-5),
+        lines = [
+            SampleLine(3, 1, 40, 2**64 - 1, 77, 2, 0.1, 0.1, 0.3, 1.2, -0.5, 0.25),
+            SampleLine(-1, top_k=7, seed=7, temperature=7.0, top_p=7.0, min_p=7.0),
+            SampleLine(0, top_k=2**40, seed=2**63, temperature=1e-45),
+            SampleLine(4, top_k=-1, seed=-5, top_p=1e-9, min_p=1e-4),
         ]
         state = SampleState.empty(5, self.device)
+        state.mask_row_R.fill_(1)
+        enter_rows(state, as_tensor([line.pack() for line in lines]).to(self.device))
+        assert state.line(3) == lines[0]._replace(seed=-1)
+        assert state.line(0) == lines[2]._replace(top_k=2**31 - 1, seed=-(2**63), temperature=tiny)
+        assert state.line(4) == lines[3]._replace(top_k=0)
+        assert state.line(1) == state.line(2) == SampleLine(0)
+        assert state.mask_row_R.tolist() == [-1, 1, 1, -1, -1]
+
+    def test_sampled_tokens_are_counted_for_rows_that_ask(self) -> None:
+        state = SampleState.empty(5, self.device, vocab_size=7)
+        entries = [SampleLine(row, has_uses=int(row != 1)).pack() for row in range(5)]
         enter_rows(state, as_tensor(entries).to(self.device))
-        expected = {
-            "temperature_R": torch.tensor([tiny, 0.0, 0.0, 0.1, 0.0], dtype=torch.float32),
-            "top_k_R": torch.tensor([2**31 - 1, 0, 0, 40, 0], dtype=torch.int32),
-            "top_p_R": torch.tensor([1.0, 1.0, 1.0, 0.1, 1e-9], dtype=torch.float64),
-            "min_p_R": torch.tensor([0.0, 0.0, 0.0, 0.3, 1e-4], dtype=torch.float64),
-            "seed_R": torch.tensor([-(2**63), 0, 0, -1, -5]),
-        }
-        for name, values in expected.items():
-            assert torch.equal(getattr(state, name).cpu(), values), name
+        state.uses_RV[3, 2], state.uses_RV[4, 6] = IN_PROMPT | 5, IS_BANNED | MAX_COUNT
+        rows = torch.tensor([3, 1, -1, 0, 4, 2], dtype=torch.int32, device=self.device)
+        ids = torch.tensor([2, 3, 4, NO_TOKEN, 6, 5], device=self.device)
+        nothing = torch.zeros(5, dtype=torch.int64, device=self.device)
+        expected = state.uses_RV.clone()
+        expected[3, 2], expected[2, 5] = IN_PROMPT | 6, 1
+        advance_rows(rows, ids, ids, nothing, nothing.clone())
+        assert (state.uses_RV != expected).sum() == 2, "none of the host's tokens is counted"
+        advance_rows(rows, ids, ids, nothing, nothing.clone(), state)
+        assert torch.equal(state.uses_RV, expected)
 
     def test_rows_are_given_tokens_from_the_host(self) -> None:
         """Rows in 64 bits, as the host sends them, with one of padding for the sake of alignment."""

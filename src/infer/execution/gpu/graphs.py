@@ -32,6 +32,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +58,13 @@ class StepSize(NamedTuple):
     num_tokens: int  # of prompts
 
 
+class CapturedStep(NamedTuple):
+    """A step to be replayed, and where it writes its logits."""
+
+    graph: torch.cuda.CUDAGraph
+    logits_SV: torch.Tensor  # borrowed
+
+
 def decode_sizes(max_rows: int) -> list[int]:
     """The numbers of rows that decode steps are captured for; the last one holds the largest batch."""
     sizes = [size for size in _SMALL if size < max_rows]
@@ -75,11 +83,14 @@ def most_tokens(config: ModelConfig, max_tokens: int) -> int:
 
 
 class StepGraphs:
-    """One captured step per size. `launch` enqueues a step's kernels; `blank` makes its inputs padding."""
+    """One captured step per size. `launch` enqueues a step's kernels and returns the logits they write.
+
+    `blank` makes the inputs of a step padding.
+    """
 
     def __init__(
         self,
-        launch: Callable[[StepSize], None],
+        launch: Callable[[StepSize], torch.Tensor],
         blank: Callable[[], None],
         *,
         max_rows: int,
@@ -99,7 +110,7 @@ class StepGraphs:
             *(StepSize(0, tokens) for tokens in self._prompt_tokens),
             *(StepSize(rows, tokens) for tokens in self._many_tokens for rows in self._many_rows),
         ]
-        self._graphs: dict[StepSize, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[StepSize, CapturedStep] = {}
         self._uncaptured: set[StepSize] = set()
         self._pool: Any = None  # a handle
 
@@ -139,12 +150,16 @@ class StepGraphs:
             self._uncaptured.add(size)
         return True
 
-    def run(self, size: StepSize) -> None:
-        """Launch a step of this size over the inputs that are there; `ensure` comes before."""
-        if size in self._graphs:
-            self._graphs[size].replay()
-        else:
-            self._launch(size)
+    def run(self, size: StepSize) -> torch.Tensor:
+        """Launch a step of this size over the inputs that are there; `ensure` comes before.
+
+        Returns the logits that were sampled: to be read in the same stream, before the next step.
+        """
+        if size not in self._graphs:
+            return self._launch(size)
+        captured = self._graphs[size]
+        captured.graph.replay()
+        return captured.logits_SV
 
     def prepare(self) -> bool:
         """Capture one more size, the first that is missing; False: there is none."""
@@ -160,7 +175,7 @@ class StepGraphs:
             torch.cuda.empty_cache()
             self._graphs[size] = self._record(size)
 
-    def _record(self, size: StepSize) -> torch.cuda.CUDAGraph:
+    def _record(self, size: StepSize) -> CapturedStep:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
@@ -168,13 +183,28 @@ class StepGraphs:
         with _no_garbage_collection(), torch.cuda.stream(_stream_of(torch.cuda.current_device())):
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
-                self._launch(size)
+                logits_SV = self._launch(size)
             except BaseException:
                 with suppress(Exception):  # of a capture that has failed: why it did is worth more
                     graph.capture_end()
                 raise
             graph.capture_end()
-        return graph
+        return CapturedStep(graph, borrow(logits_SV))
+
+
+def borrow(x: torch.Tensor) -> torch.Tensor:
+    """A tensor over the memory of another on a GPU that does not keep it: other graphs may use it in turn."""
+    itemsize = x.element_size()
+    memory = SimpleNamespace(
+        __cuda_array_interface__={
+            "version": 3,
+            "shape": tuple(x.shape),
+            "strides": tuple(stride * itemsize for stride in x.stride()),
+            "typestr": f"<i{itemsize}",
+            "data": (x.data_ptr(), False),
+        }
+    )
+    return torch.as_tensor(memory, device=x.device).view(x.dtype)
 
 
 @lru_cache(maxsize=16)

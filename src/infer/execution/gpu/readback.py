@@ -4,80 +4,168 @@ Steps are launched ahead of the one that is read, so there are several buffers, 
 written again before it has been read. Their memory is pinned, which lets the device copy while the host
 does something else, and an event behind each copy says when it is done.
 
+Logprobs come with the ids of the rows that ask for them. They take longer than the whole sampler, so the
+logits of these rows are copied and looked at in a stream of their own, beside the next step. Those of many
+rows, of which a copy would be large, are looked at in the stream of the steps.
+
 The other way needs no such care: what the host sends goes through memory of its own each time, which
 torch's allocator keeps until the copy has run (`rows.send`), however many steps it stands behind.
+
+Shapes:  S rows of a step, V vocabulary, K rows that ask for logprobs.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from infer.errors import DeviceLost
+from infer.execution.gpu.rows import send
+from infer.execution.host_sampling import LOGPROB_ROWS, PromptTable, read_prompts
 from infer.execution.runner import StepResult
+from infer.sampling.logprobs import logprob_table, read_logprobs
 from infer.sampling.params import RowLogprobs
 from infer.sampling.sampler import NO_TOKEN
+
+
+class Asked(NamedTuple):
+    """The rows of a step that ask for logprobs."""
+
+    places: list[int]  # among the ids
+    counts: list[int]  # of alternatives
+    logits_SV: torch.Tensor  # of the step: the next one may write to their memory
+
+
+class Arrival(NamedTuple):
+    """A tensor on its way to the host: read it once the event has come."""
+
+    tensor: torch.Tensor
+    event: torch.cuda.Event | None
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, when it is there."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.tensor
 
 
 class PendingStep:
     """A step that was launched and whose ids are on their way; call it to wait for its result."""
 
-    __slots__ = ("_buffer", "_event", "_places", "_prompt_logprobs", "_step", "num_chunks")
+    __slots__ = ("_asked", "_ids", "_places", "_prompts", "_step", "_table", "num_chunks")
 
     def __init__(
         self, step: int, buffer: torch.Tensor, event: torch.cuda.Event | None, num_chunks: int
     ) -> None:
-        self._step, self._buffer, self._event = step, buffer, event
+        self._step, self._ids = step, Arrival(buffer, event)
         self.num_chunks = num_chunks
         self._places: list[tuple[int, int]] | None = None
-        self._prompt_logprobs: dict[int, list[RowLogprobs]] = {}
+        self._prompts: list[PromptTable] = []
+        self._asked: Asked | None = None
+        self._table: Arrival | None = None
 
-    def scatter(
-        self, places: list[tuple[int, int]], prompt_logprobs: dict[int, list[RowLogprobs]] | None = None
-    ) -> PendingStep:
-        """Let only some chunks have an id: pairs of a chunk's number and its id's place in the buffer."""
-        self._places, self._prompt_logprobs = places, prompt_logprobs or {}
+    def scatter(self, places: list[tuple[int, int]], prompts: list[PromptTable] | None = None) -> PendingStep:
+        """Let only some chunks have an id: pairs of a chunk's number and its id's place in the buffer.
+
+        Logprobs of prompts must arrive before the ids do.
+        """
+        self._places, self._prompts = places, prompts or []
         return self
+
+    def attach(self, asked: Asked, table: Arrival) -> None:
+        """Let the result have logprobs, from a table on its way."""
+        self._asked, self._table = asked, table
 
     def __call__(self) -> StepResult:
         """Wait for the ids; raises `DeviceLost` where the device failed."""
         try:
-            if self._event is not None:
-                self._event.synchronize()
-            arrived: list[int] = self._buffer.tolist()
+            arrived: list[int] = self._ids.wait().tolist()
+            rows = self._logprobs(arrived)
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {self._step}") from error
         if self._places is None:  # one id for each chunk, in order
-            is_whole = NO_TOKEN not in arrived
-            return StepResult(list(zip(arrived)), [(None,)] * len(arrived), {}, is_whole)
+            return StepResult(list(zip(arrived)), list(zip(rows)), {}, NO_TOKEN not in arrived)
         ids: list[tuple[int, ...]] = [()] * self.num_chunks
         logprobs: list[tuple[RowLogprobs | None, ...]] = [()] * self.num_chunks
         for number, place in self._places:
-            ids[number], logprobs[number] = (arrived[place],), (None,)
+            ids[number], logprobs[number] = (arrived[place],), (rows[place],)
         is_whole = all(NO_TOKEN not in row for row in ids)
-        return StepResult(ids, logprobs, self._prompt_logprobs, is_whole)
+        return StepResult(ids, logprobs, read_prompts(self._prompts), is_whole)
+
+    def _logprobs(self, ids: list[int]) -> list[RowLogprobs | None]:
+        """The logprobs of each id whose row asked and has a token."""
+        rows: list[RowLogprobs | None] = [None] * len(ids)
+        if self._asked is not None and self._table is not None:
+            places, counts, _ = self._asked
+            table = self._table.wait()
+            found = read_logprobs(table, [ids[place] for place in places], counts)
+            for place, row in zip(places, found, strict=True):
+                rows[place] = row if ids[place] != NO_TOKEN else None
+        return rows
 
 
 class Readback:
     """Pinned memory for the ids of the last few steps, and the events that say they have arrived."""
 
     def __init__(self, max_rows: int, device: torch.device, *, steps_ahead: int) -> None:
-        self._is_cuda = device.type == "cuda"
+        self._device, self._is_cuda = device, device.type == "cuda"
         num_buffers = steps_ahead + 2  # of the steps ahead, of the one that is read, and a spare
         self._buffers = [
             torch.zeros(max_rows, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(num_buffers)
         ]
         self._events = [_event() if self._is_cuda else None for _ in range(num_buffers)]
         self._next = 0
+        self._aside: torch.cuda.Stream | None = None  # of logprobs, made for the first of them
 
-    def take(self, step: int, ids_S: torch.Tensor, num_chunks: int) -> PendingStep:
-        """Begin to copy the ids of a step to the host."""
+    def take(
+        self, step: int, ids_S: torch.Tensor, num_chunks: int, asked: Asked | None = None
+    ) -> PendingStep:
+        """Begin to copy the ids of a step to the host, and logprobs for the rows that ask."""
         number = self._next
         self._next = (number + 1) % len(self._buffers)
         buffer, event = self._buffers[number][: ids_S.shape[0]], self._events[number]
         buffer.copy_(ids_S, non_blocking=True)
         if event is not None:
             event.record()
-        return PendingStep(step, buffer, event, num_chunks)
+        pending = PendingStep(step, buffer, event, num_chunks)
+        if asked is not None:
+            with torch.inference_mode():
+                pending.attach(asked._replace(logits_SV=_NOTHING), self._take_logprobs(asked, ids_S))
+        return pending
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Begin to copy a tensor to pinned memory of its own; an event behind it says when it is there."""
+        if not self._is_cuda:
+            return tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+    def _take_logprobs(self, asked: Asked, ids_S: torch.Tensor) -> Arrival:
+        width, num_rows = max(asked.counts), len(asked.places)
+        places_K = send(torch.tensor(asked.places), self._device)
+        if not self._is_cuda or num_rows > LOGPROB_ROWS:
+            parts = [
+                logprob_table(asked.logits_SV[places], ids_S[places], width)
+                for places in torch.split(places_K, LOGPROB_ROWS)
+            ]
+            return self._arrival(torch.cat(parts))
+        logits_KV, chosen_K = asked.logits_SV[places_K], ids_S[places_K]
+        steps = torch.cuda.current_stream(self._device)
+        self._aside = aside = self._aside or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        aside.wait_stream(steps)
+        for tensor in (logits_KV, chosen_K):
+            tensor.record_stream(aside)
+        with torch.cuda.stream(aside):
+            return self._arrival(logprob_table(logits_KV, chosen_K, width))
+
+    def _arrival(self, table: torch.Tensor) -> Arrival:
+        fetched, event = self.fetch(table), _event() if self._is_cuda else None
+        if event is not None:
+            event.record()
+        return Arrival(fetched, event)
+
+
+_NOTHING = torch.empty(0)  # in place of logits that are not needed any more
 
 
 def _event() -> torch.cuda.Event:

@@ -1,7 +1,7 @@
 """State that lives on the device: a row per running sequence, for as long as it runs.
 
     row      last token   position   block table            how it is sampled
-    0        a6           6          [ 4, 9 ]               temperature, top-k, top-p, min-p, seed
+    0        a6           6          [ 4, 9 ]               temperature, top-k, ..., ids used so far
     1        b18          18         [ 7, 2, 5 ]            ...
 
 The rows are those of the batch state (scheduling/batch_state.py), which has the tables on the host. A decode
@@ -24,37 +24,40 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from infer.execution.host_sampling import sequence_seed
-from infer.kernels.elementwise.step_state import (
-    NUM_FIELDS,
-    advance_rows,
-    apply_table_diffs,
-    enter_rows,
-    sampling_entry,
-)
+from infer.execution.host_sampling import num_logprobs, sequence_seed
+from infer.kernels.elementwise.step_state import advance_rows, apply_table_diffs
 from infer.kernels.runtime.dispatch import next_power_of_two
-from infer.kernels.sampling.sample_rows import SampleState
+from infer.kernels.sampling.sample_state import (
+    NUM_FIELDS,
+    SampleLine,
+    SampleState,
+    count_uses,
+    enter_rows,
+    pack_biases,
+)
 from infer.scheduling.batch_state import BatchState
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.sequence import Sequence as TokenSequence
 
 PADDING = -1  # in place of a row
+NOBODY = -1  # in place of a tenancy: the row is entered anew
+NO_LOGPROBS = -1
 ALIGNMENT = 16  # bytes
 
 
 class DeviceRows:
     """The rows of the running sequences on the device, brought up to date before each step."""
 
-    def __init__(self, state: BatchState, max_blocks: int, device: torch.device) -> None:
+    def __init__(self, state: BatchState, max_blocks: int, vocab_size: int, device: torch.device) -> None:
         max_rows = state.tables.shape[1]
         self.device = device
         self.tables_RB = torch.zeros((max_rows, max_blocks), dtype=torch.int32, device=device)
         self.last_token_R = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.position_R = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.sampling = SampleState.empty(max_rows, device)
-        self.needs_host = np.zeros(
-            max_rows, dtype=bool
-        )  # rows whose tokens are not all sampled on the device
+        self.sampling = SampleState.empty(max_rows, device, vocab_size)
+        self.is_ragged = np.zeros(max_rows, dtype=bool)  # rows that not every size of a step can serve
+        self.num_logprobs = np.full(max_rows, NO_LOGPROBS, dtype=np.int64)  # alternatives asked for
+        self._has_uses = np.zeros(max_rows, dtype=bool)  # rows whose tokens are counted on the device
         self.has_newest = np.zeros(max_rows, dtype=bool)  # rows whose newest token the device has sampled
         self._state = state
         self._tenancy = np.zeros(max_rows, dtype=np.int64)  # of the sequence that each row was entered for
@@ -66,8 +69,8 @@ class DeviceRows:
         arrived = [sequences[number] for number in new]
         if arrived:
             packed = bytearray().join([self._enter(seq) for seq in arrived])
-            entries_K6 = np.frombuffer(packed, dtype=np.int64).reshape(-1, NUM_FIELDS)
-            parcels.append((entries_K6, lambda entries: enter_rows(self.sampling, entries)))
+            entries_KF = np.frombuffer(packed, dtype=np.int64).reshape(-1, NUM_FIELDS)
+            parcels.append((entries_KF, lambda entries: enter_rows(self.sampling, entries)))
         if arrived or plan.table_changes:
             diffs = _packed_diffs(plan.table_changes, [self._table(seq) for seq in arrived])
             parcels.append((diffs, self._put_blocks))
@@ -85,27 +88,44 @@ class DeviceRows:
 
     def send_padding(self) -> None:
         """Send what changes nothing: the kernels that unpack it are then compiled and loaded."""
-        entries_K6 = torch.full((1, NUM_FIELDS), PADDING, dtype=torch.int64)
-        enter_rows(self.sampling, send(entries_K6, self.device))
+        entries_KF = torch.full((1, NUM_FIELDS), PADDING, dtype=torch.int64)
+        enter_rows(self.sampling, send(entries_KF, self.device))
         self._put_blocks(send(torch.full((1, 3), PADDING, dtype=torch.int32), self.device))
         self._put_tokens(send(torch.full((3, 2), PADDING, dtype=torch.int64), self.device))
 
+    def sampled_on_host(self, rows: np.ndarray) -> None:
+        """Note that the device does not know the newest tokens of these rows; its counts are made anew."""
+        self.has_newest[rows] = False
+        self._tenancy[rows[self._has_uses[rows]]] = NOBODY
+
     def _enter(self, seq: TokenSequence) -> bytes:
         """Take a sequence's row for it; returns how it is sampled."""
-        row, params = seq.row, seq.group.request.params
+        row, group, params = seq.row, seq.group, seq.group.request.params
         self._tenancy[row] = self._state.tenancy[row]
         self.has_newest[row] = False
-        self.needs_host[row] = (
-            seq.group.samples_on_host or params.num_sequences > 1 or params.prompt_logprobs is not None
-        )
-        return sampling_entry(
+        self.is_ragged[row] = seq.is_beam or params.num_sequences > 1 or params.prompt_logprobs is not None
+        count, banned = num_logprobs(group), group.stop_ids if params.min_tokens else ()
+        self.num_logprobs[row] = NO_LOGPROBS if count is None else count
+        self._has_uses[row] = has_uses = params.has_penalties or bool(banned)
+        if has_uses:
+            uses_V, (prompt, output) = self.sampling.uses_RV[row], _split(seq)
+            send_into(uses_V, torch.from_numpy(count_uses(len(uses_V), prompt, output, banned)))
+        if params.logit_bias:
+            send_into(self.sampling.biases_R2E[row], torch.from_numpy(pack_biases(dict(params.logit_bias))))
+        return SampleLine(
             row,
-            temperature=0.0 if params.is_greedy else params.temperature,
+            has_uses=int(has_uses),
             top_k=params.top_k,
+            seed=sequence_seed(group.seed, seq.index),
+            ban_end=seq.num_prompt + params.min_tokens,
+            num_biased=len(params.logit_bias),
+            temperature=0.0 if params.is_greedy else params.temperature,
             top_p=params.top_p,
             min_p=params.min_p,
-            seed=sequence_seed(seq.group.seed, seq.index),
-        )
+            repetition=params.repetition_penalty,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+        ).pack()
 
     def _table(self, seq: TokenSequence) -> np.ndarray:
         """The whole table of a sequence: a line of (row, index, block) for each block."""
@@ -141,6 +161,12 @@ class DeviceRows:
     def _put_tokens(self, tokens_3K: torch.Tensor) -> None:
         rows_K, tokens_K, positions_K = tokens_3K.unbind()
         advance_rows(rows_K, tokens_K, positions_K, self.last_token_R, self.position_R)
+
+
+def _split(seq: TokenSequence) -> tuple[np.ndarray, np.ndarray]:
+    """The prompt and the output so far, as ids."""
+    tokens = np.frombuffer(seq.tokens, dtype=np.uintc)
+    return tokens[: seq.num_prompt], tokens[seq.num_prompt :]
 
 
 def _packed_diffs(changes: list[int], tables: Sequence[np.ndarray]) -> np.ndarray:

@@ -7,8 +7,8 @@
     wait     for that event; ids become a `StepResult`                                       (readback.py)
 
 No launch reads anything back, so the engine may plan and launch the next steps before it waits for this
-one: the tokens they continue with are on the device. Rows whose sampling needs the host (penalties,
-logprobs, beams) are given to the host's sampler; the engine does not overlap steps while there are any.
+one: the tokens they continue with are on the device. Where ids decide what runs next (the step that forks,
+beams) a step is sampled on the host; the engine does not overlap steps while there is such a request.
 
 On a CPU the same code runs on the kernels' references, which is how it is tested without a GPU.
 
@@ -29,8 +29,8 @@ from infer.cache.kv_store import KVStore
 from infer.errors import DeviceLost
 from infer.execution.batch import needed_tokens, reads_prompt
 from infer.execution.gpu.graphs import StepGraphs, StepSize, most_tokens
-from infer.execution.gpu.readback import Readback
-from infer.execution.gpu.rows import DeviceRows, send
+from infer.execution.gpu.readback import Asked, Readback
+from infer.execution.gpu.rows import NO_LOGPROBS, DeviceRows, send
 from infer.execution.gpu.step import DeviceStep, prepare_backend
 from infer.execution.gpu.step_inputs import MAX_CHUNKS, DeviceInputs, Prompts
 from infer.execution.host_sampling import HostSampler
@@ -71,8 +71,8 @@ class DeviceRunner:
     ) -> None:
         config, device = model.config, store.device
         self._model, self._store, self._state, self._device = model, store, state, device
-        self._sampler = HostSampler(model)
-        self._rows = DeviceRows(state, -(-max_seq_len // state.block_size), device)
+        self._sampler = HostSampler(model, send)
+        self._rows = DeviceRows(state, -(-max_seq_len // state.block_size), config.vocab_size, device)
         self._scratch = SampleScratch(max_batch_size + MAX_CHUNKS, config.vocab_size, device)
         self._backend = prepare_backend(attention_backend, config, store, state.block_size, max_batch_size)
         compile_sample_rows(self._rows.sampling, self._scratch, store.keys[0].dtype)  # beside what follows
@@ -255,7 +255,7 @@ class DeviceRunner:
             return lambda: result
         self._rows.sync(plan, sequences)
         size = self._size_of(plan)
-        if size is None or self._needs_host(plan, sequences):
+        if size is None or self._is_ragged(plan, sequences):
             return self._launch_ragged(plan, sequences)
         if size.num_tokens:
             return self._launch_mixed(plan, size)
@@ -275,17 +275,28 @@ class DeviceRunner:
         num_rows = len(lens) - num_prompts
         return self._graphs.size_for(num_rows, int(lens.sum()) - num_rows)
 
-    def _needs_host(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> bool:
-        """Whether a chunk of the plan is sampled on the host, or its logits are needed there."""
-        chunks = plan.chunks
-        if not np.count_nonzero(self._rows.needs_host[chunks.rows]):
+    def _is_ragged(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> bool:
+        """Whether a chunk of the plan forks, is a beam's, or has all its hidden states read."""
+        if not np.count_nonzero(self._rows.is_ragged[plan.chunks.rows]):
             return False
-        return any(
-            num_samples > 1 or seq.group.samples_on_host or reads_prompt(start, seq)
-            for num_samples, start, seq in zip(
-                chunks.num_samples.tolist(), chunks.starts.tolist(), sequences, strict=True
-            )
-        )
+        starts = plan.chunks.starts.tolist()
+        return self._needs_host(plan, sequences) or any(map(reads_prompt, starts, sequences))
+
+    def _needs_host(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> bool:
+        """Whether ids of the plan decide what runs next: a chunk is about to fork, or there are beams."""
+        chunks = plan.chunks
+        if not np.count_nonzero(self._rows.is_ragged[chunks.rows]):
+            return False
+        return int(chunks.num_samples.max()) > 1 or any(seq.is_beam for seq in sequences)
+
+    def _asked(self, logits_SV: torch.Tensor, rows: np.ndarray, where: np.ndarray | None) -> Asked | None:
+        """The rows that ask for logprobs, sampled from the logits at their own places or at `where`."""
+        counts = self._rows.num_logprobs[rows]
+        if not len(rows) or counts.max() == NO_LOGPROBS:
+            return None
+        (asking,) = (counts != NO_LOGPROBS).nonzero()
+        places = asking if where is None else where[asking]
+        return Asked(places.tolist(), counts[asking].tolist(), logits_SV)
 
     # -- steps of a size that is, or could be, a graph ------------------------------------------------
 
@@ -294,9 +305,10 @@ class DeviceRunner:
         rows = plan.chunks.rows
         self._graphs.ensure(size)
         self._inputs.send_rows(rows, size.num_rows)
-        self._graphs.run(size)
+        logits_SV = self._graphs.run(size)
         self._decoded = rows, size
-        return self._readback.take(plan.step, self._scratch.ids_S[: len(rows)], len(rows))
+        ids_S, asked = self._scratch.ids_S[: len(rows)], self._asked(logits_SV, rows, None)
+        return self._readback.take(plan.step, ids_S, len(rows), asked)
 
     def _launch_mixed(self, plan: StepPlan, size: StepSize) -> WaitForStep:
         """Launch few tokens of prompts beside the rows that decode."""
@@ -319,14 +331,18 @@ class DeviceRunner:
         if self._device.type != "cuda":
             self._host_chunks = tuple(prompts.chunks)
         self._rows.has_newest[chunks.rows] = chunks.draws
-        self._graphs.run(size)
-        num_ids = int(where[-1]) + 1 if len(where) else 0
-        pending = self._readback.take(plan.step, self._scratch.ids_S[:num_ids], len(chunks))
+        logits_SV = self._graphs.run(size)
+        ids_S = self._scratch.ids_S[: int(where[-1]) + 1 if len(where) else 0]
+        asked = self._asked(logits_SV, chunks.rows[sampling], where)
+        pending = self._readback.take(plan.step, ids_S, len(chunks), asked)
         return pending.scatter([*zip(sampling.tolist(), where.tolist(), strict=True)])
 
     @torch.inference_mode()
-    def _launch_kernels(self, size: StepSize) -> None:
-        """All kernels of a step of this size: everything is read from the device and advanced there."""
+    def _launch_kernels(self, size: StepSize) -> torch.Tensor:
+        """All kernels of a step of this size: everything is read from the device and advanced there.
+
+        Returns the logits.
+        """
         inputs, num_rows = self._inputs, size.num_rows
         rows_S, num_tokens = inputs.rows_S[:num_rows], num_rows + size.num_tokens
         decode = self._gather(rows_S)
@@ -340,7 +356,9 @@ class DeviceRunner:
             samples_3C = inputs.samples_3C[:, : num_rows + MAX_CHUNKS]
             hidden_SD = self._forward(num_tokens, rows_S, tiles, (), samples_3C[0])
             _, rows_S, positions_S = samples_3C.unbind()
-        self._sample_rows(self._model.logits(hidden_SD), rows_S, positions_S)
+        logits_SV = self._model.logits(hidden_SD)
+        self._sample_rows(logits_SV, rows_S, positions_S)
+        return logits_SV
 
     def _gather(self, rows_S: torch.Tensor) -> StepInputs:
         """Tokens, positions, slots and lengths of rows that decode, from their state."""
@@ -358,7 +376,7 @@ class DeviceRunner:
         """Sample a token for each row at its position; the rows' state goes on from there."""
         state, rows_S, positions_S = self._rows, rows_S.int(), positions_S.contiguous()
         ids_S = sample_rows(logits_SV, state.sampling, rows_S, positions_S, self._scratch)
-        advance_rows(rows_S, ids_S, positions_S, state.last_token_R, state.position_R)
+        advance_rows(rows_S, ids_S, positions_S, state.last_token_R, state.position_R, state.sampling)
         return ids_S
 
     def _forward(
@@ -389,24 +407,33 @@ class DeviceRunner:
         prompts = Prompts(plan, self._state, first=self._graphs.padded_rows(num_decoding))
         places, last_rows = needed_tokens(plan, sequences, prompts.last_places)
         hidden_CD = self._hidden_of(prompts, chunks.rows, places)
-        prompt_logprobs = self._sampler.prompt_logprobs(plan, sequences, last_rows, hidden_CD)
-        drawn = chunks.draws.nonzero()[0]
-        on_host = any(sequences[number].group.samples_on_host for number in drawn.tolist())
-        if on_host or not len(drawn) or chunks.num_samples.max() > 1:
-            self._rows.has_newest[chunks.rows] = False
-            result = self._sampler.sample(plan, sequences, last_rows, hidden_CD, prompt_logprobs)
+        if self._needs_host(plan, sequences):
+            self._rows.sampled_on_host(chunks.rows)
+            result = self._sampler.sample(plan, sequences, last_rows, hidden_CD)
             return lambda: result
 
+        prompts_asked = [
+            each._replace(table=self._readback.fetch(each.table))
+            for each in self._sampler.prompt_tables(plan, sequences, last_rows, hidden_CD)
+        ]
+        drawn = chunks.draws.nonzero()[0]
         self._rows.has_newest[chunks.rows] = chunks.draws
-        packed = np.stack(
-            [np.array(last_rows, dtype=np.int64)[drawn], chunks.rows[drawn], chunks.stops[drawn]]
-        )
-        last_S, rows_S, positions_S = send(torch.from_numpy(packed), self._device).unbind()
-        hidden_SD = hidden_CD[last_S] if places is None else hidden_CD
-        ids_S = self._sample_rows(self._model.logits(hidden_SD), rows_S, positions_S)
-        pending = self._readback.take(plan.step, ids_S, len(chunks))
+        if not len(drawn) and not prompts_asked:  # the middle of a prompt: there is nothing to wait for
+            nothing = StepResult([()] * len(chunks), [()] * len(chunks), {})
+            return lambda: nothing
+        ids_S, asked = self._scratch.ids_S[:0], None
+        if len(drawn):
+            packed = np.stack(
+                [np.array(last_rows, dtype=np.int64)[drawn], chunks.rows[drawn], chunks.stops[drawn]]
+            )
+            last_S, rows_S, positions_S = send(torch.from_numpy(packed), self._device).unbind()
+            hidden_SD = hidden_CD[last_S] if places is None else hidden_CD
+            logits_SV = self._model.logits(hidden_SD)
+            ids_S = self._sample_rows(logits_SV, rows_S, positions_S)
+            asked = self._asked(logits_SV, chunks.rows[drawn], None)
+        pending = self._readback.take(plan.step, ids_S, len(chunks), asked)
         return pending.scatter(
-            [(number, place) for place, number in enumerate(drawn.tolist())], prompt_logprobs
+            [(number, place) for place, number in enumerate(drawn.tolist())], prompts_asked
         )
 
     def _hidden_of(self, prompts: Prompts, rows: np.ndarray, places: list[int] | None) -> torch.Tensor:

@@ -7,29 +7,34 @@ computed, and its block table. A step names its rows; everything else it needs f
                                    ▲                                                             │
                                    └──────────────────── next replay, no copy in ────────────────┘
 
-The host only says which rows are new and how they are sampled (`enter_rows`) and when a table grows
+The host only says which rows are new and how they are sampled (sample_state.py) and when a table grows
 (`apply_table_diffs`), and reads the ids, some steps late if it likes.
 A row of -1 is padding up to the size a graph was captured for: token 0 at position 0, written to no slot
 (-1) and attending to nothing (length 0).
 
 Kernels take no number that differs between steps: one program per row, so the grid says how many.
 
-Shapes:  S rows of a step, R rows of state, B blocks of the longest table, K changes, 6 fields of an entry.
+Shapes:  S rows of a step, R rows of state, B blocks of the longest table, K changes.
 """
 
 from __future__ import annotations
 
-from struct import Struct
 from typing import NamedTuple
 
 import torch
 
 from infer.kernels.runtime.dispatch import jit, tl, use_triton
 from infer.kernels.runtime.launch import launch_triton
-from infer.kernels.sampling.sample_rows import SMALLEST_TEMPERATURE, SampleState
+from infer.kernels.sampling.sample_state import (
+    MAX_COUNT,
+    NUM_FIELDS,
+    SampleLine,
+    SampleState,
+    constant,
+    field,
+)
 
-_ENTRY = Struct("=3q3d")  # row, top-k, seed, then temperature, top-p and min-p; eight bytes each
-NUM_FIELDS = _ENTRY.size // 8
+_HAS_USES, _FIELDS, _MAX_COUNT = field("has_uses"), constant(NUM_FIELDS), constant(MAX_COUNT)
 
 
 class StepInputs(NamedTuple):
@@ -118,23 +123,38 @@ def advance_rows_reference(
     positions_S: torch.Tensor,
     last_token_R: torch.Tensor,
     position_R: torch.Tensor,
+    counted: SampleState | None = None,
 ) -> None:
     """The specification of `advance_rows`."""
     is_real_S = rows_S >= 0
-    real = rows_S[is_real_S].long()
-    last_token_R[real] = ids_S[is_real_S].clamp(min=0).to(last_token_R.dtype)
+    real, ids = rows_S[is_real_S].long(), ids_S[is_real_S]
+    last_token_R[real] = ids.clamp(min=0).to(last_token_R.dtype)
     position_R[real] = positions_S[is_real_S].to(position_R.dtype)
+    if counted is not None:
+        is_counted = (counted.lines_RF[real, SampleLine._fields.index("has_uses")] > 0) & (ids >= 0)
+        place = real[is_counted], ids[is_counted]
+        uses = counted.uses_RV[place]
+        counted.uses_RV[place] = uses + ((uses & MAX_COUNT) < MAX_COUNT).to(uses.dtype)
 
 
 @jit
-def _advance_rows_kernel(rows_ptr, ids_ptr, positions_ptr, last_token_ptr, position_ptr):
+def _advance_rows_kernel(
+    rows_ptr, ids_ptr, positions_ptr, last_token_ptr, position_ptr, lines_ptr, uses_ptr, V,
+    COUNTS: tl.constexpr,
+):  # fmt: skip
     index = tl.program_id(0)
     row = tl.load(rows_ptr + index).to(tl.int64)
     is_real = row >= 0
-    token = tl.maximum(tl.load(ids_ptr + index), 0)
+    token = tl.load(ids_ptr + index)
     position = tl.load(positions_ptr + index)
-    tl.store(last_token_ptr + row, token.to(last_token_ptr.dtype.element_ty), mask=is_real)
+    tl.store(last_token_ptr + row, tl.maximum(token, 0).to(last_token_ptr.dtype.element_ty), mask=is_real)
     tl.store(position_ptr + row, position.to(position_ptr.dtype.element_ty), mask=is_real)
+    if COUNTS:
+        is_counted = is_real & (tl.load(lines_ptr + row * _FIELDS + _HAS_USES, mask=is_real, other=0) > 0)
+        use_ptr, is_counted = uses_ptr + row * V + token, is_counted & (token >= 0)
+        use = tl.load(use_ptr, mask=is_counted, other=0)
+        is_counted = is_counted & ((use & _MAX_COUNT) < _MAX_COUNT)
+        tl.store(use_ptr, (use + 1).to(tl.int16), mask=is_counted)
 
 
 def advance_rows(
@@ -143,19 +163,25 @@ def advance_rows(
     positions_S: torch.Tensor,
     last_token_R: torch.Tensor,
     position_R: torch.Tensor,
+    counted: SampleState | None = None,
 ) -> None:
     """Make the sampled ids the rows' last tokens, at `positions_S`; no row may come twice, -1 is padding.
 
     A row that has no next token (its id is negative) goes on with token 0: its request has failed, but a
     step already under way must still find a token in the embedding.
+    With a state of the sampler, the ids are counted there for the rows that ask for it.
     """
     if not use_triton(rows_S):
-        advance_rows_reference(rows_S, ids_S, positions_S, last_token_R, position_R)
+        advance_rows_reference(rows_S, ids_S, positions_S, last_token_R, position_R, counted)
     elif rows_S.shape[0]:
         assert rows_S.is_contiguous() and ids_S.is_contiguous(), "rows and ids must be contiguous"
         assert positions_S.is_contiguous(), "positions must be contiguous"
-        tensors = rows_S, ids_S, positions_S, last_token_R, position_R
-        launch_triton(_advance_rows_kernel, (rows_S.shape[0],), tensors, (), num_warps=1)
+        uses = (position_R, position_R) if counted is None else (counted.lines_RF, counted.uses_RV)
+        tensors = rows_S, ids_S, positions_S, last_token_R, position_R, *uses
+        launch_triton(
+            _advance_rows_kernel, (rows_S.shape[0],), tensors, (uses[1].shape[-1],),
+            COUNTS=counted is not None, num_warps=1,
+        )  # fmt: skip
 
 
 def apply_table_diffs_reference(tables_RB: torch.Tensor, diffs_K3: torch.Tensor) -> None:
@@ -181,57 +207,3 @@ def apply_table_diffs(tables_RB: torch.Tensor, diffs_K3: torch.Tensor) -> None:
         assert diffs_K3.is_contiguous() and tables_RB.stride(1) == 1, "diffs and tables must be contiguous"
         grid, numbers = (diffs_K3.shape[0],), (tables_RB.stride(0),)
         launch_triton(_apply_table_diffs_kernel, grid, (tables_RB, diffs_K3), numbers, num_warps=1)
-
-
-def sampling_entry(
-    row: int, *, temperature: float, top_k: int, top_p: float, min_p: float, seed: int
-) -> bytes:
-    """How one row is sampled, as the bytes of an entry: what `enter_rows` takes one below the other.
-
-    As the state's types can hold it: a tiny temperature does not become 0, which is greedy.
-    """
-    temperature = max(temperature, SMALLEST_TEMPERATURE) if temperature else 0.0
-    top_k, seed = min(max(top_k, 0), 2**31 - 1), ((seed + 2**63) % 2**64) - 2**63
-    return _ENTRY.pack(row, top_k, seed, temperature, top_p, min_p)
-
-
-def enter_rows_reference(state: SampleState, entries_K6: torch.Tensor) -> None:
-    """The specification of `enter_rows`."""
-    entries_K6 = entries_K6[entries_K6[:, 0] >= 0]
-    row, top_k, seed, *_ = entries_K6.unbind(1)
-    *_, temperature, top_p, min_p = entries_K6.view(torch.float64).unbind(1)
-    state.temperature_R[row] = temperature.to(state.temperature_R.dtype)
-    state.top_k_R[row] = top_k.to(state.top_k_R.dtype)
-    state.top_p_R[row] = top_p
-    state.min_p_R[row] = min_p
-    state.seed_R[row] = seed
-
-
-@jit
-def _enter_rows_kernel(
-    entries_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, NUM_FIELDS: tl.constexpr,
-):  # fmt: skip
-    entry = entries_ptr + tl.program_id(0) * NUM_FIELDS
-    row = tl.load(entry)
-    is_real = row >= 0
-    temperature = tl.load(entry + 3).to(tl.float64, bitcast=True)
-    top_p = tl.load(entry + 4).to(tl.float64, bitcast=True)
-    min_p = tl.load(entry + 5).to(tl.float64, bitcast=True)
-    tl.store(top_k_ptr + row, tl.load(entry + 1).to(tl.int32), mask=is_real)
-    tl.store(seed_ptr + row, tl.load(entry + 2), mask=is_real)
-    tl.store(temperature_ptr + row, temperature.to(tl.float32), mask=is_real)
-    tl.store(top_p_ptr + row, top_p, mask=is_real)
-    tl.store(min_p_ptr + row, min_p, mask=is_real)
-
-
-def enter_rows(state: SampleState, entries_K6: torch.Tensor) -> None:
-    """Set how rows are sampled, each by its entry (`sampling_entry`); no row may come twice, -1: nothing."""
-    if not use_triton(entries_K6):
-        enter_rows_reference(state, entries_K6)
-    elif entries_K6.shape[0]:
-        assert entries_K6.is_contiguous(), "entries must be contiguous"
-        launch_triton(
-            _enter_rows_kernel, (entries_K6.shape[0],),
-            (entries_K6, state.temperature_R, state.top_k_R, state.top_p_R, state.min_p_R, state.seed_R),
-            (), NUM_FIELDS=NUM_FIELDS, num_warps=1,
-        )  # fmt: skip

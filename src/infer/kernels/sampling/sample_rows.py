@@ -1,7 +1,7 @@
 """Sample every row of a batch on the device: no copy to the host, no sort, nothing of size [S, V] written.
 
-The result is that of sampling/sampler.py for rows without bias, bans, penalties or logprobs, id for id:
-the same noise (gumbel.py), the same temperature, the same filters (sampling/filters.py).
+The result is that of sampling/sampler.py, id for id: the same bias, bans and penalties (adjust_logits.py),
+the same temperature, the same filters (sampling/filters.py), the same noise (gumbel.py).
 
     survey ──► candidates ──► buckets ──► wide
       │            │                        │
@@ -44,11 +44,9 @@ Shapes:  S sampled rows, V vocabulary, R rows of state, C candidates, B buckets.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -63,10 +61,24 @@ from infer.kernels.runtime.dispatch import (
     triton,
     use_triton,
 )  # fmt: skip
+from infer.kernels.sampling.adjust_logits import (
+    adjust_row_reference,
+    adjust_tile,
+    float_field,
+    is_adjusted,
+    libdevice,
+)
 from infer.kernels.sampling.gumbel import argmax_rows, gumbel_noise
 from infer.kernels.sampling.gumbel import noise_keys as noise_keys_on_host
+from infer.kernels.sampling.sample_state import (
+    MAX_BIASED,
+    NUM_FIELDS,
+    SMALLEST_TEMPERATURE,
+    SampleState,
+    constant,
+    field,
+)
 
-libdevice: Any = None if triton is None else importlib.import_module("triton.language.extra.libdevice")
 logger = logging.getLogger(__name__)
 
 NO_TOKEN = -1  # the id of a row whose largest logit is not finite, as in sampling/sampler.py
@@ -74,36 +86,8 @@ GROUP = 512  # tokens of a group, whose peak is known
 TILE = 4096  # tokens of one program
 MAX_CANDIDATES = 2048
 NUM_BUCKETS = 2048
-SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny  # below, float32 would divide by zero
 COMPILING = "compile-sample-rows"  # the thread that does
 _ROWS_PER_TILE = 16  # so many rows, and a program of the kernels after the survey takes one more tile
-
-
-@dataclass(frozen=True, slots=True)
-class SampleState:
-    """How each row of state is sampled; a captured step reads it anew in every replay."""
-
-    temperature_R: torch.Tensor  # float32; 0: greedy
-    top_k_R: torch.Tensor  # int32; 0: off
-    top_p_R: torch.Tensor  # float64, for the edge must not move by a rounding; 1: off
-    min_p_R: torch.Tensor  # float64; 0: off
-    seed_R: torch.Tensor  # int64: the seed modulo 2^64, as two's complement
-
-    @classmethod
-    def empty(cls, num_rows: int, device: torch.device | str) -> SampleState:
-        """State of so many rows, all of them greedy."""
-        return cls(
-            torch.zeros(num_rows, dtype=torch.float32, device=device),
-            torch.zeros(num_rows, dtype=torch.int32, device=device),
-            torch.ones(num_rows, dtype=torch.float64, device=device),
-            torch.zeros(num_rows, dtype=torch.float64, device=device),
-            torch.zeros(num_rows, dtype=torch.int64, device=device),
-        )
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The columns, in the order of the kernels' arguments."""
-        return self.temperature_R, self.top_k_R, self.top_p_R, self.min_p_R, self.seed_R
 
 
 class SampleScratch:
@@ -134,6 +118,7 @@ class SampleScratch:
             empty(),  # low and
             empty(),  # high: the edge of a wide row is one of these keys
             empty(dtype=torch.int64),  # base: what the tokens before count or weigh
+            torch.empty((max_rows, vocab_size), dtype=torch.float32, device=device),  # adjusted logits
             self.ids_S,
         )
 
@@ -143,58 +128,56 @@ def sample_rows_reference(
 ) -> torch.Tensor:
     """The specification of `sample_rows`, one row at a time."""
     ids = [
-        _sample_row(logits_V.float(), state, row, position) if row >= 0 else 0
+        _sample_row(logits_V, state, row, position) if row >= 0 else 0
         for logits_V, row, position in zip(logits_SV, rows_S.tolist(), positions_S.tolist(), strict=True)
     ]
     return torch.tensor(ids, dtype=torch.int64, device=logits_SV.device)
 
 
 def _sample_row(logits_V: torch.Tensor, state: SampleState, row: int, position: int) -> int:
-    peak = logits_V.amax()
+    line = state.line(row)._replace(row=row)
+    logits_V = adjust_row_reference(logits_V, state, line, position)
+    peak, device = logits_V.amax(), logits_V.device
     if not peak.isfinite():
         return NO_TOKEN
-    temperature, top_k = state.temperature_R[row], int(state.top_k_R[row])
-    if temperature == 0.0 or top_k == 1:
+    if line.temperature == 0.0 or line.top_k == 1:
         return int(argmax_rows(logits_V.unsqueeze(0)))
-    scaled_V = (logits_V - peak) / temperature.clamp(min=SMALLEST_TEMPERATURE)
+    scaled_V = (logits_V - peak) / torch.tensor(max(line.temperature, SMALLEST_TEMPERATURE), device=device)
     sorted_V = scaled_V.sort(descending=True).values
-    floor = state.min_p_R[row].log().float()
-    if 0 < top_k < len(logits_V):
-        floor = torch.maximum(floor, sorted_V[top_k - 1])
-        sorted_V = sorted_V[sorted_V >= sorted_V[top_k - 1]]
-    if state.top_p_R[row] < 1.0:
+    floor = torch.tensor(line.min_p, dtype=torch.float64, device=device).log().float()
+    if 0 < line.top_k < len(logits_V):
+        floor = torch.maximum(floor, sorted_V[line.top_k - 1])
+        sorted_V = sorted_V[sorted_V >= sorted_V[line.top_k - 1]]
+    if line.top_p < 1.0:
         reach_V = sorted_V.exp().mul(2.0**44).to(torch.int64).cumsum(0)
-        last = int((reach_V.double() < state.top_p_R[row] * reach_V[-1].double()).sum())
+        last = int((reach_V.double() < line.top_p * reach_V[-1].double()).sum())
         floor = torch.maximum(floor, sorted_V[last])
-    keys_12 = torch.tensor([noise_keys_on_host(int(state.seed_R[row]), position)], dtype=torch.int32)
-    ids_1V = torch.arange(len(logits_V), device=logits_V.device).unsqueeze(0)
-    score_1V = gumbel_noise(keys_12.to(logits_V.device), ids_1V) + scaled_V
+    keys_12 = torch.tensor([noise_keys_on_host(line.seed, position)], dtype=torch.int32, device=device)
+    ids_1V = torch.arange(len(logits_V), device=device).unsqueeze(0)
+    score_1V = gumbel_noise(keys_12, ids_1V) + scaled_V
     return int(argmax_rows(score_1V.masked_fill(scaled_V < floor, -torch.inf)))
 
 
 # -- constants of the kernels -----------------------------------------------------------------------
 
-
-def _constant(value: float) -> Any:
-    """A global that kernels may read."""
-    return value if tl is None else tl.constexpr(value)
-
-
 # Beyond a depth of 31 a token weighs nothing (exp(-31) * 2^44 < 1), and no noise makes up for it either:
 # noise lies between -2.9 and 22.2. So no filter has to look further.
-_DEEPEST_KEY = _constant(0x41F80000)  # the bits of 31.0
-_INFINITE_KEY = _constant(0x7F800000)  # the bits of infinity: the depth of a token that is -inf
-_TINY = _constant(SMALLEST_TEMPERATURE)
-_MASS_OF_LARGEST = _constant(2.0**44)
-_TO_UNIFORM = _constant(2.0**-31 * (1 - 2.0**-24))
-_MARGIN = _constant(1e-3)  # a hundred times the rounding error of a bound
-_SLACK = _constant(1 << 17)  # of a threshold: at most 1.6 % deeper than it had to be
-_BUCKETS = _constant(NUM_BUCKETS)
-_MAX_CANDIDATES = _constant(MAX_CANDIDATES)
-_GROUP = _constant(GROUP)
-_GROUPS = _constant(TILE // GROUP)  # of a tile
-_NO_TOKEN = _constant(NO_TOKEN)
-_BUCKETS_PER_DEPTH = _constant(64.0)  # a power of two: the multiplication does not round
+_DEEPEST_KEY = constant(0x41F80000)  # the bits of 31.0
+_INFINITE_KEY = constant(0x7F800000)  # the bits of infinity: the depth of a token that is -inf
+_TINY = constant(SMALLEST_TEMPERATURE)
+_MASS_OF_LARGEST = constant(2.0**44)
+_TO_UNIFORM = constant(2.0**-31 * (1 - 2.0**-24))
+_MARGIN = constant(1e-3)  # a hundred times the rounding error of a bound
+_SLACK = constant(1 << 17)  # of a threshold: at most 1.6 % deeper than it had to be
+_BUCKETS = constant(NUM_BUCKETS)
+_MAX_CANDIDATES = constant(MAX_CANDIDATES)
+_GROUP = constant(GROUP)
+_GROUPS = constant(TILE // GROUP)  # of a tile
+_NO_TOKEN = constant(NO_TOKEN)
+_FIELDS, _MAX_BIASED = constant(NUM_FIELDS), constant(MAX_BIASED)
+_TOP_K, _SEED, _TEMPERATURE = field("top_k"), field("seed"), field("temperature")
+_TOP_P, _MIN_P = field("top_p"), field("min_p")
+_BUCKETS_PER_DEPTH = constant(64.0)  # a power of two: the multiplication does not round
 
 # Triton's own exp and log need not be PyTorch's on a GPU; its interpreter knows only those, and there they
 # are exact.
@@ -251,6 +234,26 @@ def _is_last(num_done_ptr, num_programs):
 
 
 @jit
+def _line_of(lines_ptr, mask_rows_ptr, row_ptr):
+    """The line of a row, and whether its logits are adjusted."""
+    row = tl.load(row_ptr).to(tl.int64)
+    line_ptr = lines_ptr + row * _FIELDS
+    return line_ptr, is_adjusted(line_ptr, tl.load(mask_rows_ptr + row))
+
+
+@jit
+def _temperature(line_ptr):
+    return tl.maximum(float_field(line_ptr, _TEMPERATURE).to(tl.float32), _TINY)
+
+
+@jit
+def _filters(line_ptr):
+    """Top-k, top-p and min-p of a row."""
+    top_k = tl.load(line_ptr + _TOP_K).to(tl.int32)
+    return top_k, float_field(line_ptr, _TOP_P), float_field(line_ptr, _MIN_P)
+
+
+@jit
 def _limits_top_k(top_k, V):
     return (top_k > 0) & (top_k < V)
 
@@ -265,8 +268,13 @@ def _min_p_edge(min_p):
 
 
 @jit
-def _load_logits(x_ptr, ids, n):
-    return tl.load(x_ptr + ids, mask=ids < n, other=float("-inf")).to(tl.float32)
+def _load_logits(x_ptr, own_ptr, is_own, ids, n):
+    """Logits of a row: those at `own_ptr` if it has its own, adjusted ones. Or numbers of any list of n."""
+    if is_own:
+        x = tl.load(own_ptr + ids, mask=ids < n, other=float("-inf"))
+    else:
+        x = tl.load(x_ptr + ids, mask=ids < n, other=float("-inf")).to(tl.float32)
+    return x
 
 
 # -- depths and masses ------------------------------------------------------------------------------
@@ -279,16 +287,23 @@ def _key_of(x, peak, temperature):
 
 
 @jit
+def _keys(x_ptr, own_ptr, is_own, ids, n, peak, temperature):
+    return _key_of(_load_logits(x_ptr, own_ptr, is_own, ids, n), peak, temperature)
+
+
+@jit
 def _mass_of(keys):
     return (_exp(-(keys.to(tl.float32, bitcast=True))) * _MASS_OF_LARGEST).to(tl.int64)
 
 
 @jit
-def _mass_up_to(x_ptr, n, peak, temperature, last):
+def _mass_up_to(x_ptr, own_ptr, is_own, n, peak, temperature, last):
     """The mass of those of n tokens whose key is at most `last`."""
     total = tl.zeros((), tl.int64)
     for start in range(0, n, _GROUP):
-        keys = _key_of(_load_logits(x_ptr, start + tl.arange(0, _GROUP), n), peak, temperature)
+        keys = _key_of(
+            _load_logits(x_ptr, own_ptr, is_own, start + tl.arange(0, _GROUP), n), peak, temperature
+        )
         total += tl.sum(tl.where(keys <= last, _mass_of(keys), 0), axis=0)
     return total
 
@@ -298,7 +313,7 @@ def _mass_up_to(x_ptr, n, peak, temperature, last):
 
 @jit
 def _search_edge(
-    x_ptr, n, peak, temperature, low, high, base, limit,
+    x_ptr, own_ptr, is_own, n, peak, temperature, low, high, base, limit,
     BY_MASS: tl.constexpr, SLACK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The smallest key from `low` to `high` up to which n tokens reach the limit; if none does, the largest.
@@ -309,7 +324,9 @@ def _search_edge(
     """
     smallest, largest = tl.full((), _INFINITE_KEY, tl.int32), tl.zeros((), tl.int32)
     for start in range(0, n, BLOCK):
-        keys = _key_of(_load_logits(x_ptr, start + tl.arange(0, BLOCK), n), peak, temperature)
+        keys = _key_of(
+            _load_logits(x_ptr, own_ptr, is_own, start + tl.arange(0, BLOCK), n), peak, temperature
+        )
         inside = (keys >= low) & (keys <= high)
         smallest = tl.minimum(smallest, tl.min(tl.where(inside, keys, _INFINITE_KEY), axis=0))
         largest = tl.maximum(largest, tl.max(tl.where(inside, keys, 0), axis=0))
@@ -320,7 +337,9 @@ def _search_edge(
         pivots = low + tl.arange(0, 8) * step
         reach = tl.zeros((8,), tl.int64) + base
         for start in range(0, n, BLOCK):
-            keys = _key_of(_load_logits(x_ptr, start + tl.arange(0, BLOCK), n), peak, temperature)
+            keys = _key_of(
+                _load_logits(x_ptr, own_ptr, is_own, start + tl.arange(0, BLOCK), n), peak, temperature
+            )
             if BY_MASS:
                 weights = _mass_of(keys)
                 reach += tl.sum(tl.where(keys[:, None] < pivots[None, :], weights[:, None], 0), axis=0)
@@ -333,18 +352,32 @@ def _search_edge(
 
 
 @jit
-def _edge_of(x_ptr, n, peak, temperature, low, high, base, mass, by_k, top_k, top_p):
+def _edge_of(x_ptr, own_ptr, is_own, n, peak, temperature, low, high, base, mass, by_k, top_k, top_p):
     """The key up to which top-k and top-p keep tokens. `mass` is the row's; top-k brings its own."""
     edge = high
     if by_k:
         edge = _search_edge(
-            x_ptr, n, peak, temperature, low, high, base, top_k.to(tl.float64), False, 0, _GROUP
+            x_ptr,
+            own_ptr,
+            is_own,
+            n,
+            peak,
+            temperature,
+            low,
+            high,
+            base,
+            top_k.to(tl.float64),
+            False,
+            0,
+            _GROUP,
         )
     if top_p < 1.0:
         if by_k:
-            mass = _mass_up_to(x_ptr, n, peak, temperature, edge)
+            mass = _mass_up_to(x_ptr, own_ptr, is_own, n, peak, temperature, edge)
         limit = top_p * mass.to(tl.float64)
-        edge = _search_edge(x_ptr, n, peak, temperature, low, edge, base, limit, True, 0, _GROUP)
+        edge = _search_edge(
+            x_ptr, own_ptr, is_own, n, peak, temperature, low, edge, base, limit, True, 0, _GROUP
+        )
     return edge
 
 
@@ -414,7 +447,9 @@ def _better_of(x, ids, peak, temperature, edge, key0, key1, best, token, V):
 
 
 @jit
-def _draw_from_groups(x_ptr, V, bounds, peak, temperature, edge, key0, key1, BLOCK_GROUPS: tl.constexpr):
+def _draw_from_groups(
+    x_ptr, own_ptr, is_own, V, bounds, peak, temperature, edge, key0, key1, BLOCK_GROUPS: tl.constexpr,
+):  # fmt: skip
     """The token with the best score of those up to the edge. `bounds`: what no score of a group exceeds.
 
     Groups are scored exactly, the most promising first, until no other can hold the best: one or two.
@@ -425,7 +460,7 @@ def _draw_from_groups(x_ptr, V, bounds, peak, temperature, edge, key0, key1, BLO
     while (bound > float("-inf")) & (bound + _MARGIN >= best):
         group = tl.min(tl.where(bounds == bound, groups, BLOCK_GROUPS), axis=0)
         ids = group * _GROUP + tl.arange(0, _GROUP)
-        x = _load_logits(x_ptr, ids, V)
+        x = _load_logits(x_ptr, own_ptr, is_own, ids, V)
         best, token = _better_of(x, ids, peak, temperature, edge, key0, key1, best, token, V)
         bounds = tl.where(groups == group, float("-inf"), bounds)
         bound = tl.max(bounds, axis=0)
@@ -439,7 +474,7 @@ def _draw_from_candidates(values_ptr, ids_ptr, count, V, peak, temperature, edge
     for start in range(0, count, _GROUP):
         places = start + tl.arange(0, _GROUP)
         ids = tl.load(ids_ptr + places, mask=places < count, other=V)
-        x = _load_logits(values_ptr, places, count)
+        x = _load_logits(values_ptr, values_ptr, False, places, count)
         best, token = _better_of(x, ids, peak, temperature, edge, key0, key1, best, token, V)
     return token
 
@@ -468,9 +503,9 @@ def _own_tiles(tiles_per_program, num_groups):
 
 @jit_for_any("tiles_per_program")
 def _survey_kernel(
-    logits_ptr, rows_ptr, positions_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
+    logits_ptr, rows_ptr, positions_ptr, lines_ptr, mask_rows_ptr, uses_ptr, biases_ptr, masks_ptr,
     num_done_ptr, peaks_ptr, bounds_ptr, peak_ptr, threshold_ptr, num_candidates_ptr, values_ptr,
-    candidate_ids_ptr, mass_ptr, is_wide_ptr, buckets_ptr, low_ptr, high_ptr, base_ptr, ids_ptr,
+    candidate_ids_ptr, mass_ptr, is_wide_ptr, buckets_ptr, low_ptr, high_ptr, base_ptr, own_ptr, ids_ptr,
     stride, V, num_groups, num_real_groups, usual_rank, tiles_per_program, BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """The largest logit of each group; greedy rows and rows without a filter are sampled from that.
@@ -479,24 +514,32 @@ def _survey_kernel(
     filter needs a second number per group, a bound on its scores, here relative to the group's own peak.
     """
     s = tl.program_id(1).to(tl.int64)
-    row = tl.load(rows_ptr + s)
+    row = tl.load(rows_ptr + s).to(tl.int64)
     if row < 0:
         if tl.program_id(0) == 0:
             tl.store(ids_ptr + s, tl.zeros((), tl.int64))
             tl.store(threshold_ptr + s, -1)
             tl.store(is_wide_ptr + s, 0)
     else:
-        temperature, top_k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
-        top_p, min_p = tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+        line_ptr, x_ptr, own_ptr = lines_ptr + row * _FIELDS, logits_ptr + s * stride, own_ptr + s * V
+        top_k, top_p, min_p = _filters(line_ptr)
+        temperature, position = float_field(line_ptr, _TEMPERATURE), tl.load(positions_ptr + s).to(tl.int64)
         by_k = _limits_top_k(top_k, V)
         is_greedy = (temperature <= 0.0) | (top_k == 1)
         is_filtered = by_k | (top_p < 1.0) | (min_p > 0.0)
-        temperature = tl.maximum(temperature, _TINY)
-        key0, key1 = _noise_keys(tl.load(seed_ptr + row), tl.load(positions_ptr + s).to(tl.int64))
-        x_ptr = logits_ptr + s * stride
+        temperature = tl.maximum(temperature.to(tl.float32), _TINY)
+        key0, key1 = _noise_keys(tl.load(line_ptr + _SEED), position)
 
         groups, ids = _tile_ids(tl.program_id(0))
-        x = _load_logits(x_ptr, ids, V)
+        x = _load_logits(x_ptr, x_ptr, False, ids, V)
+        mask_row = tl.load(mask_rows_ptr + row)
+        is_own = is_adjusted(line_ptr, mask_row)
+        if is_own:
+            first = tl.program_id(0) * _GROUPS * _GROUP
+            x = adjust_tile(
+                x, ids, first, first + _GROUPS * _GROUP, V, line_ptr, mask_row, position, uses_ptr + row * V,
+                biases_ptr + row * 2 * _MAX_BIASED, masks_ptr, own_ptr,
+            )  # fmt: skip
         x = tl.where(x != x, float("inf"), x)
         peaks = tl.max(x, axis=1)
         tl.store(peaks_ptr + s * num_groups + groups, peaks)
@@ -517,15 +560,16 @@ def _survey_kernel(
                 if is_greedy:
                     group = tl.min(tl.where(all_peaks == peak, all_groups, num_groups), axis=0)
                     best_ids = group * _GROUP + tl.arange(0, _GROUP)
-                    token = tl.min(tl.where(_load_logits(x_ptr, best_ids, V) == peak, best_ids, V), axis=0)
+                    best = _load_logits(x_ptr, own_ptr, is_own, best_ids, V)
+                    token = tl.min(tl.where(best == peak, best_ids, V), axis=0)
                 elif is_filtered:
                     threshold = tl.minimum(_min_p_edge(min_p), _DEEPEST_KEY)
                     if by_k | (top_p < 1.0):
                         rank = tl.where(by_k, tl.minimum(top_k, num_real_groups), usual_rank).to(tl.float64)
                         low, high = tl.zeros((), tl.int32), tl.full((), _DEEPEST_KEY, tl.int32)
                         threshold = _search_edge(
-                            peaks_ptr, num_groups, peak, temperature, low, high, low.to(tl.int64), rank,
-                            False, _SLACK, BLOCK_GROUPS,
+                            peaks_ptr, peaks_ptr, False, num_groups, peak, temperature, low, high,
+                            low.to(tl.int64), rank, False, _SLACK, BLOCK_GROUPS,
                         )  # fmt: skip
                         is_reached = _key_of(all_peaks, peak, temperature) <= threshold
                         if tl.sum(is_reached.to(tl.int32), axis=0).to(tl.float64) < rank:
@@ -537,7 +581,17 @@ def _survey_kernel(
                     all_bounds += (all_peaks - peak) * (1.0 / temperature)
                     edge = tl.full((), _INFINITE_KEY, tl.int32)
                     token = _draw_from_groups(
-                        x_ptr, V, all_bounds, peak, temperature, edge, key0, key1, BLOCK_GROUPS
+                        x_ptr,
+                        own_ptr,
+                        is_own,
+                        V,
+                        all_bounds,
+                        peak,
+                        temperature,
+                        edge,
+                        key0,
+                        key1,
+                        BLOCK_GROUPS,
                     )
             tl.store(ids_ptr + s, token.to(tl.int64))
             tl.store(peak_ptr + s, peak)
@@ -549,22 +603,22 @@ def _survey_kernel(
 
 @jit_for_any("tiles_per_program")
 def _candidates_kernel(
-    logits_ptr, rows_ptr, positions_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
+    logits_ptr, rows_ptr, positions_ptr, lines_ptr, mask_rows_ptr, uses_ptr, biases_ptr, masks_ptr,
     num_done_ptr, peaks_ptr, bounds_ptr, peak_ptr, threshold_ptr, num_candidates_ptr, values_ptr,
-    candidate_ids_ptr, mass_ptr, is_wide_ptr, buckets_ptr, low_ptr, high_ptr, base_ptr, ids_ptr,
+    candidate_ids_ptr, mass_ptr, is_wide_ptr, buckets_ptr, low_ptr, high_ptr, base_ptr, own_ptr, ids_ptr,
     stride, V, num_groups, num_real_groups, usual_rank, tiles_per_program, BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Gather the tokens up to the threshold and weigh the row; if they suffice, sample one of them."""
     s = tl.program_id(1).to(tl.int64)
     threshold = tl.load(threshold_ptr + s)
     if threshold >= 0:
-        row = tl.load(rows_ptr + s)
-        temperature = tl.maximum(tl.load(temperature_ptr + row), _TINY)
-        top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+        line_ptr, is_own = _line_of(lines_ptr, mask_rows_ptr, rows_ptr + s)
+        temperature = _temperature(line_ptr)
+        top_k, top_p, min_p = _filters(line_ptr)
         by_k = _limits_top_k(top_k, V)
         weighs_row = (top_p < 1.0) & (by_k == 0)  # the mass of a top-k is that of its candidates
         peak = tl.load(peak_ptr + s)
-        x_ptr = logits_ptr + s * stride
+        x_ptr, own_ptr = logits_ptr + s * stride, own_ptr + s * V
         values_ptr += s * _MAX_CANDIDATES
         candidate_ids_ptr += s * _MAX_CANDIDATES
 
@@ -573,7 +627,7 @@ def _candidates_kernel(
             groups, ids = _tile_ids(tile)
             nearest = tl.min(_key_of(tl.load(peaks_ptr + s * num_groups + groups), peak, temperature), axis=0)
             if nearest <= tl.where(weighs_row, _DEEPEST_KEY, threshold):
-                x = _load_logits(x_ptr, ids, V)
+                x = _load_logits(x_ptr, own_ptr, is_own, ids, V)
                 keys = _key_of(x, peak, temperature)
                 if weighs_row:
                     tl.atomic_add(mass_ptr + s, tl.sum(tl.sum(_mass_of(keys), axis=1), axis=0), sem="relaxed")
@@ -587,18 +641,18 @@ def _candidates_kernel(
             if is_enough & by_k:
                 is_enough = (count >= top_k) | (threshold >= _DEEPEST_KEY)
             if is_enough & weighs_row:
-                reach = _mass_up_to(values_ptr, count, peak, temperature, threshold)
+                reach = _mass_up_to(values_ptr, values_ptr, False, count, peak, temperature, threshold)
                 is_enough = reach.to(tl.float64) >= top_p * mass.to(tl.float64)
-            edge = _min_p_edge(tl.load(min_p_ptr + row))
+            edge = _min_p_edge(min_p)
             zero = tl.zeros((), tl.int32)
             if is_enough:
                 if by_k | by_p:
                     by_filters = _edge_of(
-                        values_ptr, count, peak, temperature, zero, threshold, zero.to(tl.int64), mass,
-                        by_k, top_k, top_p,
+                        values_ptr, values_ptr, False, count, peak, temperature, zero, threshold,
+                        zero.to(tl.int64), mass, by_k, top_k, top_p,
                     )  # fmt: skip
                     edge = tl.minimum(edge, by_filters)
-                key0, key1 = _noise_keys(tl.load(seed_ptr + row), tl.load(positions_ptr + s).to(tl.int64))
+                key0, key1 = _noise_keys(tl.load(line_ptr + _SEED), tl.load(positions_ptr + s).to(tl.int64))
                 token = _draw_from_candidates(
                     values_ptr, candidate_ids_ptr, count, V, peak, temperature, edge, key0, key1
                 )
@@ -620,21 +674,21 @@ def _key_of_bucket(bucket):
 
 @jit_for_any("tiles_per_program")
 def _buckets_kernel(
-    logits_ptr, rows_ptr, positions_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
+    logits_ptr, rows_ptr, positions_ptr, lines_ptr, mask_rows_ptr, uses_ptr, biases_ptr, masks_ptr,
     num_done_ptr, peaks_ptr, bounds_ptr, peak_ptr, threshold_ptr, num_candidates_ptr, values_ptr,
-    candidate_ids_ptr, mass_ptr, is_wide_ptr, buckets_ptr, low_ptr, high_ptr, base_ptr, ids_ptr,
+    candidate_ids_ptr, mass_ptr, is_wide_ptr, buckets_ptr, low_ptr, high_ptr, base_ptr, own_ptr, ids_ptr,
     stride, V, num_groups, num_real_groups, usual_rank, tiles_per_program, BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """For wide rows: what each bucket of similar depths counts or weighs, and the bucket with the edge."""
     s = tl.program_id(1).to(tl.int64)
     if tl.load(is_wide_ptr + s) > 0:
-        row = tl.load(rows_ptr + s)
-        top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+        line_ptr, is_own = _line_of(lines_ptr, mask_rows_ptr, rows_ptr + s)
+        top_k, top_p, min_p = _filters(line_ptr)
         by_k, by_p = _limits_top_k(top_k, V), top_p < 1.0
         if by_k | by_p:
-            temperature = tl.maximum(tl.load(temperature_ptr + row), _TINY)
+            temperature = _temperature(line_ptr)
             peak = tl.load(peak_ptr + s)
-            buckets_ptr += s * _BUCKETS
+            buckets_ptr, x_ptr = buckets_ptr + s * _BUCKETS, logits_ptr + s * stride
             first_tile, end_tile = _own_tiles(tiles_per_program, num_groups)
             for tile in range(first_tile, end_tile):
                 groups, ids = _tile_ids(tile)
@@ -642,7 +696,7 @@ def _buckets_kernel(
                     _key_of(tl.load(peaks_ptr + s * num_groups + groups), peak, temperature), axis=0
                 )
                 if nearest <= _DEEPEST_KEY:
-                    keys = _key_of(_load_logits(logits_ptr + s * stride, ids, V), peak, temperature)
+                    keys = _keys(x_ptr, own_ptr + s * V, is_own, ids, V, peak, temperature)
                     is_near = keys <= _DEEPEST_KEY
                     depths = tl.where(is_near, keys, 0).to(tl.float32, bitcast=True)
                     places = (depths * _BUCKETS_PER_DEPTH).to(tl.int32)
@@ -670,31 +724,31 @@ def _buckets_kernel(
 
 @jit_for_any("tiles_per_program")
 def _wide_kernel(
-    logits_ptr, rows_ptr, positions_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
+    logits_ptr, rows_ptr, positions_ptr, lines_ptr, mask_rows_ptr, uses_ptr, biases_ptr, masks_ptr,
     num_done_ptr, peaks_ptr, bounds_ptr, peak_ptr, threshold_ptr, num_candidates_ptr, values_ptr,
-    candidate_ids_ptr, mass_ptr, is_wide_ptr, buckets_ptr, low_ptr, high_ptr, base_ptr, ids_ptr,
+    candidate_ids_ptr, mass_ptr, is_wide_ptr, buckets_ptr, low_ptr, high_ptr, base_ptr, own_ptr, ids_ptr,
     stride, V, num_groups, num_real_groups, usual_rank, tiles_per_program, BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """For wide rows: gather the tokens that may be the edge, bound the scores of each group, and sample."""
     s = tl.program_id(1).to(tl.int64)
     if tl.load(is_wide_ptr + s) > 0:
-        row = tl.load(rows_ptr + s)
-        temperature = tl.maximum(tl.load(temperature_ptr + row), _TINY)
-        top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+        line_ptr, is_own = _line_of(lines_ptr, mask_rows_ptr, rows_ptr + s)
+        temperature = _temperature(line_ptr)
+        top_k, top_p, min_p = _filters(line_ptr)
         by_k = _limits_top_k(top_k, V)
         has_edge = by_k | (top_p < 1.0)
-        edge = _min_p_edge(tl.load(min_p_ptr + row))
+        edge = _min_p_edge(min_p)
         low, high = tl.load(low_ptr + s), tl.load(high_ptr + s)
         peak = tl.load(peak_ptr + s)
-        key0, key1 = _noise_keys(tl.load(seed_ptr + row), tl.load(positions_ptr + s).to(tl.int64))
-        x_ptr = logits_ptr + s * stride
+        key0, key1 = _noise_keys(tl.load(line_ptr + _SEED), tl.load(positions_ptr + s).to(tl.int64))
+        x_ptr, own_ptr = logits_ptr + s * stride, own_ptr + s * V
         values_ptr += s * _MAX_CANDIDATES
         candidate_ids_ptr += s * _MAX_CANDIDATES
 
         first_tile, end_tile = _own_tiles(tiles_per_program, num_groups)
         for tile in range(first_tile, end_tile):
             groups, ids = _tile_ids(tile)
-            x = _load_logits(x_ptr, ids, V)
+            x = _load_logits(x_ptr, own_ptr, is_own, ids, V)
             keys = _key_of(x, peak, temperature)
             bounds = _noise_bound(ids, key0, key1) - keys.to(tl.float32, bitcast=True)
             bounds = tl.where(keys <= tl.minimum(high, edge), bounds, float("-inf"))
@@ -710,19 +764,21 @@ def _wide_kernel(
                 by_filters = high
                 if count <= _MAX_CANDIDATES:
                     by_filters = _edge_of(
-                        values_ptr, count, peak, temperature, low, high, base, mass,
+                        values_ptr, values_ptr, False, count, peak, temperature, low, high, base, mass,
                         by_k, top_k, top_p,
                     )  # fmt: skip
                 else:  # thousands of equal tokens: walk over the whole row
                     by_filters = _edge_of(
-                        x_ptr, V, peak, temperature, low, high, tl.zeros((), tl.int64), mass,
+                        x_ptr, own_ptr, is_own, V, peak, temperature, low, high, tl.zeros((), tl.int64), mass,
                         by_k, top_k, top_p,
                     )  # fmt: skip
                 edge = tl.minimum(edge, by_filters)
             all_groups = tl.arange(0, BLOCK_GROUPS)
             in_row = all_groups < num_groups
             all_bounds = tl.load(bounds_ptr + s * num_groups + all_groups, mask=in_row, other=float("-inf"))
-            token = _draw_from_groups(x_ptr, V, all_bounds, peak, temperature, edge, key0, key1, BLOCK_GROUPS)
+            token = _draw_from_groups(
+                x_ptr, own_ptr, is_own, V, all_bounds, peak, temperature, edge, key0, key1, BLOCK_GROUPS
+            )
             tl.store(ids_ptr + s, token.to(tl.int64))
 
 

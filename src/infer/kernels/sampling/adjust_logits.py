@@ -1,0 +1,132 @@
+"""What a request changes in its own logits before they are sampled: bias, bans, a mask, penalties.
+
+    logit + bias ── -inf where banned or masked ── repetition ── presence and frequency
+
+in float32 and in this order, number for number as sampling/sampler.py does it. The sampler's first kernel
+calls `adjust_tile` on the way: a row that asks for nothing costs nothing, and one that does has its adjusted
+logits written beside the model's own, where the other kernels find them.
+
+Shapes:  V vocabulary; a tile is [groups, tokens].
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from infer.kernels.runtime.dispatch import INTERPRETED, jit, tl, triton
+from infer.kernels.sampling.sample_state import (
+    IN_PROMPT,
+    IS_BANNED,
+    MAX_BIASED,
+    MAX_COUNT,
+    SampleLine,
+    SampleState,
+    constant,
+    field,
+)
+
+libdevice: Any = None if triton is None else importlib.import_module("triton.language.extra.libdevice")
+
+_HAS_USES, _BAN_END, _NUM_BIASED = field("has_uses"), field("ban_end"), field("num_biased")
+_REPETITION, _PRESENCE, _FREQUENCY = field("repetition"), field("presence"), field("frequency")
+_MAX_BIASED, _IN_PROMPT, _COUNT = constant(MAX_BIASED), constant(IN_PROMPT), constant(MAX_COUNT)
+
+
+def adjust_row_reference(
+    logits_V: torch.Tensor, state: SampleState, line: SampleLine, position: int
+) -> torch.Tensor:
+    """The specification: a row's logits in float32 as its line asks for them, at a position."""
+    x_V = logits_V.float().clone()
+    if line.num_biased:
+        ids_E, amounts_E = state.biases_R2E[line.row, :, : line.num_biased].unbind()
+        x_V[ids_E.long()] += amounts_E.view(torch.float32)
+    mask_row = int(state.mask_row_R[line.row])
+    if mask_row >= 0:
+        x_V[~unpack_mask(state.masks_RW[mask_row], len(x_V))] = -torch.inf
+    if not line.has_uses:
+        return x_V
+    uses_V = state.uses_RV[line.row].int()
+    if position < line.ban_end:
+        x_V[(uses_V & IS_BANNED) != 0] = -torch.inf
+    count_V, repetition = uses_V & MAX_COUNT, torch.tensor(line.repetition, device=x_V.device)
+    penalized_V = torch.where(x_V > 0, x_V / repetition, x_V * repetition)
+    x_V = torch.where((uses_V & (IN_PROMPT | MAX_COUNT)) != 0, penalized_V, x_V)
+    return torch.where(count_V > 0, x_V - (line.presence + line.frequency * count_V.float()), x_V)
+
+
+def unpack_mask(mask_W: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Which ids a mask allows."""
+    bits_W32 = mask_W.unsqueeze(1) >> torch.arange(32, dtype=torch.int32, device=mask_W.device)
+    return (bits_W32 & 1).flatten()[:vocab_size] != 0
+
+
+if INTERPRETED:
+
+    @jit
+    def _times(x, y):
+        return x * y
+else:
+
+    @jit
+    def _times(x, y):
+        return libdevice.mul_rn(x, y)  # never part of a multiply-add, which would not round between
+
+
+@jit
+def float_field(line_ptr, FIELD: tl.constexpr):
+    """A fraction of a line, in float64."""
+    return tl.load(line_ptr + FIELD).to(tl.float64, bitcast=True)
+
+
+@jit
+def is_adjusted(line_ptr, mask_row):
+    """Whether a row asks for something that changes its logits."""
+    return ((tl.load(line_ptr + _HAS_USES) | tl.load(line_ptr + _NUM_BIASED)) > 0) | (mask_row >= 0)
+
+
+@jit
+def _add_biases(x, ids, first, end, V, num_biased, biases_ptr, adjusted_ptr):
+    """A tile from `first` to `end` with its biases added, by way of memory: a program owns its tile there."""
+    tl.store(adjusted_ptr + ids, x, mask=ids < V)
+    tl.debug_barrier()
+    entries = tl.arange(0, _MAX_BIASED)
+    biased = tl.load(biases_ptr + entries, mask=entries < num_biased, other=-1)
+    is_own = (biased >= first) & (biased < end)
+    amounts = tl.load(biases_ptr + _MAX_BIASED + entries, mask=is_own, other=0).to(tl.float32, bitcast=True)
+    values = tl.load(adjusted_ptr + biased, mask=is_own, other=0.0)
+    tl.store(adjusted_ptr + biased, values + amounts, mask=is_own)
+    tl.debug_barrier()
+    return tl.load(adjusted_ptr + ids, mask=ids < V, other=float("-inf"))
+
+
+@jit
+def adjust_tile(
+    x, ids, first, end, V, line_ptr, mask_row, position, uses_ptr, biases_ptr, masks_ptr, out_ptr
+):
+    """The tile of a row from id `first` to `end` as its line asks for it, also written to `out_ptr`.
+
+    `uses_ptr` and `biases_ptr` are the row's own, `masks_ptr` those of all rows.
+    """
+    num_biased = tl.load(line_ptr + _NUM_BIASED).to(tl.int32)
+    if num_biased > 0:
+        x = _add_biases(x, ids, first, end, V, num_biased, biases_ptr, out_ptr)
+    if mask_row >= 0:
+        word_ptr = masks_ptr + mask_row.to(tl.int64) * ((V + 31) // 32) + ids // 32
+        bits = tl.load(word_ptr, mask=ids < V, other=0) >> (ids % 32)
+        x = tl.where((bits & 1) == 0, float("-inf"), x)
+    if tl.load(line_ptr + _HAS_USES) > 0:
+        uses = tl.load(uses_ptr + ids, mask=ids < V, other=0).to(tl.int32)
+        bans = position < tl.load(line_ptr + _BAN_END)
+        x = tl.where((uses < 0) & bans, float("-inf"), x)
+        repetition = float_field(line_ptr, _REPETITION).to(tl.float32)
+        presence = float_field(line_ptr, _PRESENCE).to(tl.float32)
+        frequency = float_field(line_ptr, _FREQUENCY).to(tl.float32)
+        count = uses & _COUNT
+        repeated = tl.where(x > 0.0, tl.div_rn(x, repetition), _times(x, repetition))
+        x = tl.where((uses & (_IN_PROMPT | _COUNT)) != 0, repeated, x)
+        x = tl.where(count > 0, x - (presence + _times(frequency, count.to(tl.float32))), x)
+    tl.store(out_ptr + ids, x, mask=ids < V)
+    return x

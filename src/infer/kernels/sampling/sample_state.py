@@ -1,0 +1,169 @@
+"""How each row of state is sampled, kept on the device: what a captured step reads anew in every replay.
+
+A row has a *line* of twelve numbers, entered when its sequence arrives, and more where it asks for more:
+
+    line     whether uses matter, top-k, seed, where bans end, number of biased ids, temperature, top-p, ...
+    uses     of every id of the vocabulary: how often the output has it, whether the prompt has it, whether it
+             is banned before `min_tokens` (16 bits); kept up by `advance_rows` as tokens are sampled, so a
+             penalty counts a token that the host has not seen yet
+    biases   the ids of a logit bias, and what is added to each
+    mask     a bit for every id of the vocabulary, 1: allowed. Masks lie in lines of their own, because few
+             rows have one and it changes with every token; `mask_row_R` says which line is whose.
+
+What a row does not ask for is never read: without uses, biases and a mask it is sampled from the model's
+logits as they are.
+
+Shapes:  R rows of state, F fields of a line, V vocabulary, E ids of a bias, W words of a mask, K entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from struct import Struct
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from infer.kernels.runtime.dispatch import jit, next_power_of_two, tl, use_triton
+from infer.kernels.runtime.launch import launch_triton
+
+SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny  # below, float32 would divide by zero
+MAX_BIASED = 1024  # ids of one logit bias
+IN_PROMPT, IS_BANNED, MAX_COUNT = 1 << 14, -1 << 15, (1 << 14) - 1  # of a use; a count stays at the largest
+
+
+class SampleLine(NamedTuple):
+    """How one row is sampled: the fields of its line, in order."""
+
+    row: int
+    has_uses: int = 0  # 1: penalties or bans are asked for, and the row's uses are counted
+    top_k: int = 0  # 0: off
+    seed: int = 0  # modulo 2^64, as two's complement
+    ban_end: int = 0  # ids are banned from the positions before this one
+    num_biased: int = 0
+    temperature: float = 0.0  # 0: greedy
+    top_p: float = 1.0  # in float64, for the edge must not move by a rounding; 1: off
+    min_p: float = 0.0
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+
+    def pack(self) -> bytes:
+        """The line as an entry of `enter_rows`, with what kernels could not hold brought as near as possible.
+
+        A tiny temperature does not become 0, which is greedy.
+        """
+        return _LINE.pack(
+            *self._replace(
+                top_k=min(max(self.top_k, 0), 2**31 - 1),
+                seed=((self.seed + 2**63) % 2**64) - 2**63,
+                temperature=max(self.temperature, SMALLEST_TEMPERATURE) if self.temperature else 0.0,
+            )
+        )
+
+
+_LINE = Struct("=6q6d")
+NUM_FIELDS = _LINE.size // 8
+
+
+def constant(value: float) -> Any:
+    """A global that kernels may read."""
+    return value if tl is None else tl.constexpr(value)
+
+
+def field(name: str) -> Any:
+    """The place of a field in a line, for kernels."""
+    return constant(SampleLine._fields.index(name))
+
+
+@dataclass(frozen=True, slots=True)
+class SampleState:
+    """How each row of state is sampled; see the module's docstring."""
+
+    lines_RF: torch.Tensor  # int64; the last fields are float64
+    mask_row_R: torch.Tensor  # int32: the row's line of `masks_RW`; -1: none
+    uses_RV: torch.Tensor  # int16
+    biases_R2E: torch.Tensor  # int32: ids, and float32 in the same bits
+    masks_RW: torch.Tensor  # int32
+
+    @classmethod
+    def empty(cls, num_rows: int, device: torch.device | str, vocab_size: int = 0) -> SampleState:
+        """State of so many rows, all of them greedy; without a vocabulary none can ask for more."""
+        num_biased = MAX_BIASED if vocab_size else 0
+        greedy = torch.frombuffer(bytearray(SampleLine(0).pack()), dtype=torch.int64)
+        return cls(
+            greedy.to(device).repeat(num_rows, 1),
+            torch.full((num_rows,), -1, dtype=torch.int32, device=device),
+            torch.zeros((num_rows, vocab_size), dtype=torch.int16, device=device),
+            torch.zeros((num_rows, 2, num_biased), dtype=torch.int32, device=device),
+            torch.zeros((num_rows, num_mask_words(vocab_size)), dtype=torch.int32, device=device),
+        )
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The columns, in the order of the kernels' arguments."""
+        return self.lines_RF, self.mask_row_R, self.uses_RV, self.biases_R2E, self.masks_RW
+
+    def line(self, row: int) -> SampleLine:
+        """The line of a row, read from the device."""
+        return SampleLine(*_LINE.unpack(self.lines_RF[row].cpu().numpy().tobytes()))
+
+
+def num_mask_words(vocab_size: int) -> int:
+    """The words of a mask: one of 32 bits for every 32 ids, and for what is left."""
+    return -(-vocab_size // 32)
+
+
+def count_uses(
+    vocab_size: int, prompt: Sequence[int] | np.ndarray, output: Sequence[int] | np.ndarray,
+    banned: Collection[int],
+) -> np.ndarray:  # fmt: skip
+    """The uses of a row that arrives. An id without a logit is not counted: it may have an embedding."""
+    prompt_ids, output_ids = np.asarray(prompt, dtype=np.int64), np.asarray(output, dtype=np.int64)
+    counts = np.bincount(output_ids[output_ids < vocab_size], minlength=vocab_size)
+    uses = np.minimum(counts, MAX_COUNT).astype(np.int16)
+    uses[prompt_ids[prompt_ids < vocab_size]] |= IN_PROMPT
+    uses[list(banned)] |= IS_BANNED
+    return uses
+
+
+def pack_biases(biases: dict[int, float]) -> np.ndarray:
+    """The ids of a logit bias and what is added to each, as a row of `biases_R2E`."""
+    assert len(biases) <= MAX_BIASED, f"{len(biases)} biased ids, at most {MAX_BIASED} fit"
+    packed_2E = np.zeros((2, MAX_BIASED), dtype=np.int32)
+    packed_2E[0, : len(biases)] = list(biases)
+    packed_2E[1, : len(biases)] = np.array(list(biases.values()), dtype=np.float32).view(np.int32)
+    return packed_2E
+
+
+def enter_rows_reference(state: SampleState, entries_KF: torch.Tensor) -> None:
+    """The specification of `enter_rows`."""
+    entries_KF = entries_KF[entries_KF[:, 0] >= 0]
+    state.lines_RF[entries_KF[:, 0]] = entries_KF
+    state.mask_row_R[entries_KF[:, 0]] = -1
+
+
+@jit
+def _enter_rows_kernel(
+    entries_ptr, lines_ptr, mask_row_ptr, NUM_FIELDS: tl.constexpr, BLOCK_FIELDS: tl.constexpr,
+):  # fmt: skip
+    entry_ptr = entries_ptr + tl.program_id(0) * NUM_FIELDS
+    row = tl.load(entry_ptr)
+    fields = tl.arange(0, BLOCK_FIELDS)
+    values = tl.load(entry_ptr + fields, mask=fields < NUM_FIELDS, other=0)
+    tl.store(lines_ptr + row * NUM_FIELDS + fields, values, mask=(fields < NUM_FIELDS) & (row >= 0))
+    tl.store(mask_row_ptr + row, tl.full((), -1, tl.int32), mask=row >= 0)
+
+
+def enter_rows(state: SampleState, entries_KF: torch.Tensor) -> None:
+    """Set how rows are sampled, each by its packed line; no row may come twice, -1: nothing."""
+    if not use_triton(entries_KF):
+        enter_rows_reference(state, entries_KF)
+    elif entries_KF.shape[0]:
+        assert entries_KF.is_contiguous(), "entries must be contiguous"
+        launch_triton(
+            _enter_rows_kernel, (entries_KF.shape[0],), (entries_KF, state.lines_RF, state.mask_row_R), (),
+            NUM_FIELDS=NUM_FIELDS, BLOCK_FIELDS=next_power_of_two(NUM_FIELDS), num_warps=1,
+        )  # fmt: skip
