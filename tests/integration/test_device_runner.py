@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -292,6 +293,33 @@ def test_penalties_biases_bans_and_logprobs_are_those_of_the_cpu(knobs: dict[str
     engine = make_device_engine("qwen3", **knobs)
     check_report(engine)
     assert bool(engine.scheduler.num_preemptions) is ("num_blocks" in knobs)
+
+
+@pytest.mark.usefixtures("on_device")
+def test_a_row_under_a_mask_has_the_tokens_it_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words filled on the host for two of the rows; a row that comes later in one's place has none."""
+    engine = make_device_engine("qwen3", max_batch_size=4)
+    rows: device_rows.DeviceRows = engine._runner._rows  # type: ignore[attr-defined]
+    allowed = {"1": set(range(0, 300, 5)), "2": {299, 7, 64}}
+    sync = rows.sync
+
+    def sync_and_mask(plan: StepPlan, sequences: Any) -> None:
+        sync(plan, sequences)
+        masked = [seq for seq in sequences if seq.request_id in allowed]
+        lines = rows.mask_lines(len(masked))
+        for line, seq in zip(lines.numpy().view("uint32"), masked, strict=True):
+            for token_id in allowed[seq.request_id]:
+                line[token_id // 32] |= 1 << token_id % 32
+        rows.send_masks(np.array([seq.row for seq in masked], dtype=np.int64), lines)
+
+    monkeypatch.setattr(rows, "sync", sync_and_mask)
+    made = run_engine(engine, PLAIN)
+    for number, known in enumerate(expected("qwen3", False)):
+        if str(number) in allowed:
+            assert set(made[number][0]) <= allowed[str(number)]
+            assert made[number] != known
+        else:
+            assert made[number] == known
 
 
 @pytest.mark.usefixtures("on_device")

@@ -26,7 +26,7 @@ import torch
 
 from infer.execution.host_sampling import num_logprobs, sequence_seed
 from infer.kernels.elementwise.step_state import advance_rows, apply_table_diffs
-from infer.kernels.runtime.dispatch import next_power_of_two
+from infer.kernels.runtime.dispatch import is_gpu, next_power_of_two
 from infer.kernels.sampling.sample_state import (
     NUM_FIELDS,
     SampleLine,
@@ -92,6 +92,25 @@ class DeviceRows:
         enter_rows(self.sampling, send(entries_KF, self.device))
         self._put_blocks(send(torch.full((1, 3), PADDING, dtype=torch.int32), self.device))
         self._put_tokens(send(torch.full((3, 2), PADDING, dtype=torch.int64), self.device))
+
+    def mask_lines(self, count: int) -> torch.Tensor:
+        """Pinned memory for the token masks of one step, a line for each, to be filled on the host.
+
+        A line has 32 ids to a word, the lowest in the lowest bit, 1: allowed.
+        """
+        num_words = self.sampling.masks_RW.shape[1]
+        return torch.zeros((count, num_words), dtype=torch.int32, pin_memory=is_gpu(self.device))
+
+    def send_masks(self, rows: np.ndarray, lines_KW: torch.Tensor) -> None:
+        """Let steps launched from now on sample each of these rows under its mask, and no other under any.
+
+        Comes after `sync`, in which a row that arrives loses the mask of the sequence before it.
+        """
+        places = np.full(len(self.num_logprobs), -1, dtype=np.int32)
+        places[rows] = np.arange(len(rows))
+        if len(rows):
+            send_into(self.sampling.masks_RW[: len(rows)], lines_KW)
+        send_into(self.sampling.mask_row_R, torch.from_numpy(places))
 
     def sampled_on_host(self, rows: np.ndarray) -> None:
         """Note that the device does not know the newest tokens of these rows; its counts are made anew."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from infer.kernels.runtime.dispatch import INTERPRETED, jit, tl, triton
+from infer.kernels.runtime.dispatch import INTERPRETED, is_amd, jit, tl, triton
 from infer.kernels.sampling.sample_state import (
     IN_PROMPT,
     IS_BANNED,
@@ -63,7 +63,7 @@ def unpack_mask(mask_W: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return (bits_W32 & 1).flatten()[:vocab_size] != 0
 
 
-if INTERPRETED:
+if INTERPRETED or is_amd():  # where there is no such function
 
     @jit
     def _times(x, y):

@@ -44,21 +44,19 @@ Shapes:  S sampled rows, V vocabulary, R rows of state, C candidates, B buckets.
 
 from __future__ import annotations
 
-import logging
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
 
 import torch
 
+from infer.kernels.runtime.compile_ahead import compiling_ahead
 from infer.kernels.runtime.dispatch import (
     INTERPRETED,
+    async_compile_mode,
     is_gpu,
     jit,
     jit_for_any,
     next_power_of_two,
     tl,
-    triton,
     use_triton,
 )  # fmt: skip
 from infer.kernels.sampling.adjust_logits import (
@@ -78,8 +76,6 @@ from infer.kernels.sampling.sample_state import (
     constant,
     field,
 )
-
-logger = logging.getLogger(__name__)
 
 NO_TOKEN = -1  # the id of a row whose largest logit is not finite, as in sampling/sampler.py
 GROUP = 512  # tokens of a group, whose peak is known
@@ -806,69 +802,42 @@ def sample_rows(
     assert rows_S.is_contiguous() and positions_S.is_contiguous(), "rows and positions must be contiguous"
     if S == 0:
         return ids_S
-    arguments = _arguments(logits_SV, state, rows_S, positions_S, scratch)
-    for kernel, grid, num_warps in _launches(S, scratch):
-        kernel[grid](*arguments, BLOCK_GROUPS=scratch.block_groups, num_warps=num_warps)
+    num_real_groups = -(-V // GROUP)
+    usual_rank = max(1, num_real_groups * 7 // 8)  # about two candidates per group of a shuffled vocabulary
+    tiles_per_program = _tiles_per_program(S)
+    over_tiles = -(-scratch.num_tiles // tiles_per_program), S
+    for kernel, grid, num_warps in (
+        (_survey_kernel, (scratch.num_tiles, S), 4),
+        (_candidates_kernel, over_tiles, 8),
+        (_buckets_kernel, over_tiles, 8),
+        (_wide_kernel, over_tiles, 8),
+    ):
+        kernel[grid](  # each has all the arguments, though none needs all of them
+            logits_SV, rows_S, positions_S, *state.tensors, *scratch.tensors, logits_SV.stride(0), V,
+            scratch.num_groups, num_real_groups, usual_rank, tiles_per_program,
+            BLOCK_GROUPS=scratch.block_groups, num_warps=num_warps,
+        )  # fmt: skip
     return ids_S
 
 
 def compile_sample_rows(state: SampleState, scratch: SampleScratch, dtype: torch.dtype) -> None:
-    """Begin to compile the kernels, each in a thread of its own; `sample_rows` waits for what it needs.
+    """Begin to compile the kernels in the background; `sample_rows` waits for what it needs.
 
     They are the longest of all that a first token needs, and the last of it that is needed.
     """
     device = scratch.ids_S.device
-    if INTERPRETED or not is_gpu(device) or not hasattr(triton, "AsyncCompileMode"):
+    if async_compile_mode is None or not is_gpu(device):
         return
     logits_1V = torch.empty((1, scratch.vocab_size), dtype=dtype, device=device)
     rows_1 = torch.full((1,), -1, dtype=torch.int32, device=device)
-    arguments = _arguments(logits_1V, state, rows_1, rows_1.long(), scratch)
-    launches = _launches(1, scratch)
+    positions_1 = rows_1.long()
 
     def compile_all() -> None:
-        pool = ThreadPoolExecutor(len(launches))
-        try:
-            with torch.cuda.device(device), pool, triton.AsyncCompileMode(pool, ignore_errors=True):
-                for kernel, grid, num_warps in launches:
-                    kernel.warmup(
-                        *arguments, BLOCK_GROUPS=scratch.block_groups, grid=grid, num_warps=num_warps
-                    )
-        except Exception:  # it happens again in the launch that needs the kernel
-            logger.debug("the sampler could not be compiled in the background", exc_info=True)
+        with compiling_ahead(device):
+            sample_rows(logits_1V, state, rows_1, positions_1, scratch)
 
     threading.Thread(target=compile_all, name=COMPILING, daemon=True).start()
 
 
-class _Launch(NamedTuple):
-    kernel: Any
-    grid: tuple[int, ...]
-    num_warps: int
-
-
-def _launches(num_rows: int, scratch: SampleScratch) -> tuple[_Launch, ...]:
-    """The kernels of `sample_rows`, in order."""
-    over_tiles = -(-scratch.num_tiles // _tiles_per_program(num_rows)), num_rows
-    return (
-        _Launch(_survey_kernel, (scratch.num_tiles, num_rows), 4),
-        _Launch(_candidates_kernel, over_tiles, 8),
-        _Launch(_buckets_kernel, over_tiles, 8),
-        _Launch(_wide_kernel, over_tiles, 8),
-    )
-
-
 def _tiles_per_program(num_rows: int) -> int:
     return min(max(num_rows // _ROWS_PER_TILE, 1), 8)
-
-
-def _arguments(
-    logits_SV: torch.Tensor, state: SampleState, rows_S: torch.Tensor, positions_S: torch.Tensor,
-    scratch: SampleScratch,
-) -> tuple[Any, ...]:  # fmt: skip
-    """The arguments of every kernel, though none needs all of them."""
-    S, V = logits_SV.shape
-    num_real_groups = -(-V // GROUP)
-    usual_rank = max(1, num_real_groups * 7 // 8)  # about two candidates per group of a shuffled vocabulary
-    return (
-        logits_SV, rows_S, positions_S, *state.tensors, *scratch.tensors, logits_SV.stride(0), V,
-        scratch.num_groups, num_real_groups, usual_rank, _tiles_per_program(S),
-    )  # fmt: skip
