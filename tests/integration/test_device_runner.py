@@ -179,6 +179,7 @@ def run_with_leavers(engine: Engine) -> list[list[int]]:
     def add(number: int, prompt: list[int]) -> None:
         params = SamplingParams(
             temperature=float(number % 2),
+            frequency_penalty=0.5 * (number % 3),
             seed=number,
             max_tokens=24,
             stop_token_ids=(*range(number, 256, 11),),

@@ -1,5 +1,7 @@
 """From logits to token ids.
 
-gumbel.py        noise as a hash, and draws by Gumbel-max, in PyTorch: the host's sampler and the reference
-sample_rows.py   every row of a batch sampled on the device, with the same ids, in Triton
+gumbel.py          noise as a hash, and draws by Gumbel-max, in PyTorch: the host's sampler and the reference
+sample_state.py    how each row is sampled, kept on the device
+adjust_logits.py   bias, bans, a mask and penalties, applied to a row's logits on their way to the sampler
+sample_rows.py     every row of a batch sampled on the device, with the same ids, in Triton
 """
