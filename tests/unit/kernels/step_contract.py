@@ -72,16 +72,17 @@ def random_params(random_source: random.Random) -> SamplingParams:
     )
 
 
-def asking_params(source: random.Random, vocab_size: int) -> SamplingParams:
-    """A mixture of what changes logits, over any way to sample."""
+def asking_params(source: random.Random, vocab_size: int, number: int) -> SamplingParams:
+    """What changes logits, over any way to sample; the lowest bits of the number say what."""
     pick, ids = source.choice, [source.randrange(vocab_size) for _ in range(40)]
+    penalized, biased, banned = (bool(number & bit) for bit in (1, 2, 4))
     return dataclasses.replace(
         random_params(source),
-        repetition_penalty=pick([1.0, 1.0, 1.3, 0.7]),
-        presence_penalty=pick([0.0, 0.0, 1.5, -0.3]),
-        frequency_penalty=pick([0.0, 0.0, 0.37, -2.0]),
-        logit_bias=pick([{}, {}, {token: source.uniform(-8, 8) for token in (*ids, vocab_size - 1, 0)}]),
-        min_tokens=pick([0, 3]),
+        repetition_penalty=pick([1.0, 1.3, 0.7]) if penalized else 1.0,
+        presence_penalty=pick([0.0, 1.5, -0.3]) if penalized else 0.0,
+        frequency_penalty=pick([0.37, -2.0]) if penalized else 0.0,
+        logit_bias={token: source.uniform(-8, 8) for token in (*ids, vocab_size - 1, 0)} if biased else {},
+        min_tokens=3 * banned,
         max_tokens=9,
     )
 
@@ -296,17 +297,15 @@ class StepContract:
         rows = SampledRows([random_params(source) for _ in range(self.num_rows)], self.device)
         rows.check(self.randn(self.num_rows, self.vocab_size, spread=spread).to(dtype))
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    def test_biases_bans_penalties_and_masks_are_those_of_the_sampler(self, dtype: torch.dtype) -> None:
+    def test_biases_bans_penalties_and_masks_are_those_of_the_sampler(self) -> None:
         """In one batch with rows that ask for nothing, at a vocabulary that is no multiple of 32."""
         source, vocab_size = random.Random(21), 4096 + 37
-        params = [asking_params(source, vocab_size) for _ in range(self.num_rows + 4)]
-        params[1] = SamplingParams(temperature=0.8)
+        params = [asking_params(source, vocab_size, number) for number in range(self.num_rows + 2)]
         rows = SampledRows(params, self.device, seed=4, vocab_size=vocab_size)
-        rows.mask_some(range(0, len(params), 4))
-        rows.check(self.randn(len(params), vocab_size, spread=3.0).to(dtype))
+        rows.mask_some(range(2, len(params), 3))
+        rows.check(self.randn(len(params), vocab_size, spread=3.0).bfloat16())
 
-    @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 4100])
+    @pytest.mark.parametrize("vocab_size", [1, 32, 33])
     def test_a_mask_of_any_vocabulary(self, vocab_size: int) -> None:
         params = [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9)]
         rows = SampledRows(params, self.device, vocab_size=vocab_size)
