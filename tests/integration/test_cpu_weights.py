@@ -21,7 +21,7 @@ from infer.config.settings import EngineConfig, LoadConfig
 from infer.engine.build import build_engine
 from infer.engine.engine import Engine
 from infer.execution.model_runner import ModelRunner
-from infer.frontend.prompts import PromptEncoder
+from infer.frontend.prompts import make_encoder
 from infer.kernels.attention.reference import attend_naive, attend_sdpa
 from infer.kernels.cpu.library import library
 from infer.layers.linear import Linear
@@ -158,7 +158,7 @@ never forget what they did here."""
 def test_packed_weights_are_as_sure_of_a_text_as_float32() -> None:
     """The default model, a file of 4-bit weights: one percent of perplexity is 0.01 of its logarithm."""
     source = resolve_model(None, show_progress=False)
-    tokens = torch.tensor(PromptEncoder(LoadConfig(), read_headers(source)).tokenizer.encode(TEXT))
+    tokens = torch.tensor(make_encoder(LoadConfig(), read_headers(source)).tokenizer.encode(TEXT))
 
     @torch.inference_mode()
     def surprise(model: Model) -> float:

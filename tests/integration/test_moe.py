@@ -14,7 +14,7 @@ from infer.engine import machine
 from infer.engine.build import build_engine
 from infer.engine.cache_fit import layer_sizes
 from infer.execution.gpu.runner import DeviceRunner
-from infer.frontend.prompts import PromptEncoder
+from infer.frontend.prompts import make_encoder
 from infer.kernels.cpu.library import library
 from infer.layers.linear import ExpertLinear, Linear
 from infer.layers.moe import MixtureOfExperts, Router
@@ -140,5 +140,5 @@ def test_the_plan_knows_what_packed_experts_take(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("family", "mark"), [("mixtral", "[INST]"), ("qwen3_moe", "<|im_start|>")])
 def test_a_chat_has_the_template_of_its_dense_sibling(family: str, mark: str, tmp_path: Path) -> None:
     make_checkpoint(family, tmp_path, sizes=SIZES)
-    encoder = PromptEncoder(LoadConfig(), read_headers(resolve_model(str(tmp_path), show_progress=False)))
+    encoder = make_encoder(LoadConfig(), read_headers(resolve_model(str(tmp_path), show_progress=False)))
     assert encoder.tokenizer.token_id(mark) in encoder.encode_chat([{"role": "user", "content": "hello"}])

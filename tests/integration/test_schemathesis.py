@@ -19,7 +19,8 @@ from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
 from schemathesis.checks import not_a_server_error  # noqa: E402
 
 from infer.config.settings import LoadConfig  # noqa: E402
-from infer.frontend.prompts import PromptEncoder, find_headers  # noqa: E402
+from infer.frontend.prompts import find_source, make_encoder  # noqa: E402
+from infer.loader.load import read_headers  # noqa: E402
 from infer.sampling.params import SamplingParams  # noqa: E402
 from scripts.make_checkpoint import make_checkpoint  # noqa: E402
 from tests.support.app import Site  # noqa: E402
@@ -50,7 +51,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     directory: Path = tmp_path_factory.mktemp("schema") / "llama"
     make_checkpoint("llama", directory)
     config = LoadConfig(model=str(directory))
-    encoder = PromptEncoder(config, find_headers(config, show_progress=False))
+    encoder = make_encoder(config, read_headers(find_source(config, show_progress=False)))
     yield Site(ShortClient(), encoder=encoder, access_log=False)
 
 

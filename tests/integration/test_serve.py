@@ -84,6 +84,19 @@ def test_a_second_server_on_the_port_fails_at_once_and_says_so(
     assert "cannot listen on 127.0.0.1" in done.stderr and "Traceback" not in done.stderr
 
 
+def uses_torch(pid: int) -> bool:
+    return "/libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_only_the_engine_has_torch_in_memory(server: ServerProcess) -> None:
+    assert ask(server.url, "The river", 2).status_code == 200
+    body = {"model": "tiny", "input": "The river"}
+    embedded = httpx.post(f"{server.url}/v1/embeddings", json=body, headers={"authorization": "Bearer k"})
+    assert embedded.status_code == 200
+    (engine,) = server.children()
+    assert uses_torch(engine) and not uses_torch(server.process.pid)
+
+
 def test_an_idle_server_sleeps(server: ServerProcess) -> None:
     pids = [server.process.pid, *server.children()]
     assert len(pids) >= 2, "the engine has a process of its own"
@@ -208,3 +221,12 @@ def test_a_mistake_ends_with_one_line_and_code_2(arguments: list[str], message: 
     done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=60)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_what_the_device_cannot_do_ends_with_one_line_and_code_2_too(checkpoint: str) -> None:
+    """The engine finds it out, in a process of its own; the server says it as its own mistake."""
+    arguments = (checkpoint, "--use-overlap", "--log-level", "error")
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    says = "use_overlap needs the kernels of a GPU, and the model is on cpu; leave it out"
+    assert done.stderr == f"infer: error: {says}\n"

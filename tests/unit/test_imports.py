@@ -1,4 +1,4 @@
-"""What a command costs before it does anything: `import infer` and `--help` must not import torch."""
+"""What a command costs before it does anything: `import infer`, `--help` and a server import no torch."""
 
 from __future__ import annotations
 
@@ -37,6 +37,17 @@ def test_light_imports_stay_light(code: str) -> None:
 def test_help_needs_no_torch(arguments: list[str]) -> None:
     code = f"from infer.cli.main import main\ntry: main({arguments})\nexcept SystemExit: pass"
     assert heavy_modules_after(code) == set()
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        "infer.server.serve, infer.server.app, infer.server.fleet.fleet, infer.client.process_client",
+        "infer.client.process",  # which imports it beside reading its orders
+    ],
+)
+def test_a_server_is_imported_without_torch(modules: str) -> None:
+    assert not heavy_modules_after(f"import {modules}") & {"torch", "transformers", "huggingface_hub"}
 
 
 def test_a_mistake_in_the_flags_is_reported_without_torch() -> None:

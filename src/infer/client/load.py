@@ -7,25 +7,20 @@ from functools import partial
 import torch
 
 from infer.config.settings import EngineConfig
-from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, ModelHeaders, load_model
 from infer.tools.memory_plan import check_settings
 
 
-def load_weights(
-    config: EngineConfig, headers: ModelHeaders | None = None, *, show_progress: bool = False
-) -> LoadedModel:
-    """Load the model of a config; settings that no engine could be built with are refused before that.
+def load_weights(config: EngineConfig, headers: ModelHeaders, *, show_progress: bool = False) -> LoadedModel:
+    """Load the model of a config, whose headers these are.
 
-    `headers` is the model's, where it has been found and read already.
+    Settings that no engine could be built with are refused before a weight is read.
     """
     load = config.load
     if load.num_threads is not None:
         torch.set_num_threads(load.num_threads)
-    if headers is None:
-        source = resolve_model(load.model, revision=load.revision, show_progress=show_progress)
     return load_model(
-        source if headers is None else headers.source,
+        headers.source,
         dtype=load.dtype,
         device=load.device,
         quantization=load.quantization,

@@ -97,9 +97,12 @@ class Failure(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The model is loaded and requests are welcome."""
+    """The model is loaded and requests are welcome; what the text side must know of it."""
 
     stats: EngineStats
+    family: str = ""  # of the model's network, by which a chat template is chosen
+    context_len: int = 0  # tokens of the longest sequence served
+    model_len: int = 0  # tokens of the model's own context
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):

@@ -50,6 +50,7 @@ from infer.config.settings import EngineConfig
 from infer.engine.engine import Engine
 from infer.engine.gc_freeze import freeze
 from infer.errors import InferError
+from infer.loader.find.source import resolve_model
 from infer.log import setup_logging
 from infer.scheduling.request import StepOutput
 
@@ -157,8 +158,10 @@ def load_engine(config: EngineConfig) -> Engine:
     """Find the model, load it and build its engine, without a tokenizer: text stays with the server."""
     from infer.client.load import load_weights  # here: a test's engine has no model, and needs no torch
     from infer.engine.build import build_engine
+    from infer.loader.load import read_headers
 
-    return build_engine(config, load_weights(config))
+    source = resolve_model(config.load.model, revision=config.load.revision, show_progress=False)
+    return build_engine(config, load_weights(config, read_headers(source)))
 
 
 def main(make_engine: Callable[[EngineConfig], Engine] = load_engine) -> int:
@@ -177,7 +180,7 @@ def main(make_engine: Callable[[EngineConfig], Engine] = load_engine) -> int:
             while engine.prepare():
                 pass
             freeze()  # the model and its parts live as long as the process
-            link.send(encode(Ready(engine.stats())))
+            link.send(encode(Ready(engine.stats(), engine.family, engine.context_len, engine.model_len)))
             EngineServer(engine, link).run()
         except BaseException as error:
             if not isinstance(error, InferError):

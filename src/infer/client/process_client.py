@@ -29,6 +29,7 @@ from infer.client.messages import (
     Command,
     Embed,
     Message,
+    Ready,
     ResetPrefixCache,
     StepReport,
     Unsubscribe,
@@ -53,10 +54,10 @@ class ProcessClient:
     def __init__(
         self,
         process: EngineProcess,
-        stats: EngineStats,
+        ready: Ready,
         *,
         stuck_timeout: float,
-        start_again: Callable[[], Coroutine[Any, Any, tuple[EngineProcess, EngineStats]]] | None,
+        start_again: Callable[[], Coroutine[Any, Any, tuple[EngineProcess, Ready]]] | None,
         policy: RestartPolicy,
     ) -> None:
         self._stuck_timeout = stuck_timeout
@@ -68,7 +69,8 @@ class ProcessClient:
         self._past = EngineStats()  # the counters of engines that died
         self._down: str | None = None  # why calls are refused
         self._is_lost = False  # down, and not to be started again
-        self._adopt(process, stats)
+        self.ready = ready  # what the engine says of its model
+        self._adopt(process, ready.stats)
         self._supervisor = asyncio.ensure_future(self._supervise())
 
     @classmethod
@@ -89,13 +91,13 @@ class ProcessClient:
         start it again.
         """
 
-        async def start() -> tuple[EngineProcess, EngineStats]:
+        async def start() -> tuple[EngineProcess, Ready]:
             return await EngineProcess.start(config, module=module, on_log=on_log)
 
-        process, stats = await start()
+        process, ready = await start()
         return cls(
             process,
-            stats,
+            ready,
             stuck_timeout=stuck_timeout,
             start_again=start if restart else None,
             policy=policy or RestartPolicy(),
@@ -265,13 +267,13 @@ class ProcessClient:
         while (delay := self._policy.next_delay(time.monotonic())) is not None:
             await asyncio.sleep(delay)
             try:
-                process, stats = await self._start_again()
+                process, ready = await self._start_again()
             except Exception as error:  # whatever it was, the next try may succeed
                 logger.error("engine restart failed reason=%r", str(error))
                 reason = f"the engine could not be started again ({type(error).__name__})"
                 continue
             self._past = replace(self._past, num_restarts=self._past.num_restarts + 1)
-            self._adopt(process, stats)
+            self._adopt(process, ready.stats)
             logger.warning("engine restarted pid=%d", process.pid)
             return True
         self._down = f"the engine stays down after {self._policy.max_restarts} restarts; the last: {reason}"

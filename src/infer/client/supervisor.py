@@ -43,7 +43,6 @@ from infer.client.messages import (
     to_error,
 )
 from infer.config.settings import EngineConfig
-from infer.engine.stats import EngineStats
 from infer.errors import EngineError, EngineStopped
 from infer.log import LEVELS
 
@@ -85,7 +84,7 @@ class EngineProcess:
         self._on_message: Callable[[Message], None] | None = None
         self._last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._last_words: Failure | None = None
-        self._ready: asyncio.Future[EngineStats] = self._loop.create_future()
+        self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self.exited = asyncio.Event()
         self._exit_code: int | None = None
 
@@ -119,7 +118,7 @@ class EngineProcess:
         *,
         module: str = ENGINE_MODULE,
         on_log: Callable[[str], None] | None = None,
-    ) -> tuple[EngineProcess, EngineStats]:
+    ) -> tuple[EngineProcess, Ready]:
         """Spawn an engine and wait until its model is loaded; raises what went wrong in there."""
         process = cls(config, module=module, on_log=on_log)
         exited = asyncio.ensure_future(process.exited.wait())
@@ -178,7 +177,7 @@ class EngineProcess:
             if isinstance(message, Failure):
                 self._last_words = message
             elif isinstance(message, Ready):
-                self._ready.set_result(message.stats)
+                self._ready.set_result(message)
             elif self._on_message is not None:
                 self._on_message(message)
 

@@ -97,6 +97,7 @@ def build_engine(
         runner,
         context_len=config.max_seq_len,
         model_len=loaded.config.context_len,
+        family=loaded.config.family,
         dtype=config.dtype,
         weights=config.weights,
         vocab_size=loaded.config.vocab_size,

@@ -42,11 +42,10 @@ from infer.engine.observer import EngineObserver
 from infer.engine.requests import RequestTable
 from infer.engine.stats import STEP_TOKENS, EngineStats, Histogram
 from infer.errors import ContextOverflow, DeviceLost, EngineError, RequestError
-from infer.execution.embedding import POOLINGS
 from infer.execution.runner import Runner, StepResult
-from infer.sampling.sampler import NO_TOKEN
+from infer.sampling.params import NO_TOKEN
 from infer.scheduling.plan import StepPlan
-from infer.scheduling.request import Request, StepOutput
+from infer.scheduling.request import POOLINGS, Request, StepOutput
 from infer.scheduling.scheduler import Scheduler
 from infer.scheduling.sequence import Sequence
 
@@ -75,6 +74,7 @@ class Engine:
         *,
         context_len: int,
         model_len: int | None = None,
+        family: str = "",
         dtype: str = "",
         weights: str = "",
         vocab_size: int,
@@ -87,7 +87,8 @@ class Engine:
         self.scheduler = scheduler
         self.context_len = context_len
         self._form = dtype, weights  # of its numbers, for `stats`
-        self._model_len = model_len or context_len  # the model's own context, where less is served
+        self.model_len = model_len or context_len  # the model's own context, where less is served
+        self.family = family  # of the model's network
         self._runner = runner
         self._embedder = embedder
         self._vocab_size = vocab_size
@@ -124,7 +125,7 @@ class Engine:
                 eos_ids=self._eos_ids,
             )
         except ContextOverflow as error:
-            raise error.of(self._model_len) from None
+            raise error.of(self.model_len) from None
         self._observer.on_add(self.scheduler.step, request)
         self._requests.add(group, tokens)
 
@@ -189,7 +190,7 @@ class Engine:
         """The final hidden state of a prompt's last token, or the mean over its tokens; nothing is cached."""
         check_token_ids(Request(request_id="", prompt=prompt), self._vocab_size)
         if len(prompt) > self.context_len:
-            raise ContextOverflow(len(prompt), 0, self.context_len, model_len=self._model_len)
+            raise ContextOverflow(len(prompt), 0, self.context_len, model_len=self.model_len)
         if pooling not in POOLINGS:
             raise RequestError(
                 f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}", param="pooling"

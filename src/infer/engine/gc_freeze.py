@@ -22,8 +22,6 @@ import gc
 import weakref
 from collections.abc import Callable
 
-import torch
-
 
 def freeze() -> None:
     """Collect what is garbage now, and never look again at what is not."""
@@ -39,6 +37,8 @@ def freeze_with(owner: object) -> None:
 
 def collect() -> None:
     """Find what is left of an engine that has gone, and give its memory back to the device."""
+    import torch  # here: an engine without a model, and the process around it, need none
+
     gc.collect()
     torch.cuda.empty_cache()  # nothing where there is no GPU
 

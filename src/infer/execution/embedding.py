@@ -13,7 +13,6 @@ from infer.kernels.attention.reference import attend_sdpa
 from infer.layers.whole_sequence import WholeSequence
 from infer.models.model import Model
 
-POOLINGS = ("last", "mean")
 CHUNK_LEN = 512  # tokens of a prompt that are computed at once
 
 

@@ -21,17 +21,19 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack, cast
 
-from infer.client.load import load_weights
 from infer.config.settings import EngineConfig, LoadConfig
 from infer.errors import ConfigError, ContextOverflow, RequestError, closest, spell_context, spell_limit
-from infer.loader.find.source import resolve_model
-from infer.loader.load import LoadedModel, ModelHeaders, check_length, read_headers
+from infer.loader.find.source import ModelSource, resolve_model
+from infer.loader.text_headers import TextHeaders, read_text_headers
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
 from infer.tokenizer.chat_template import ChatTemplate, find_template
 from infer.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from infer.loader.load import LoadedModel, ModelHeaders  # they import torch, which a server does without
 
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[int]
@@ -49,14 +51,24 @@ class RequestOptions(TypedDict, total=False):
 class PromptEncoder:
     """Turns text and messages into requests for one model. Safe to share between threads."""
 
-    def __init__(self, config: LoadConfig, headers: ModelHeaders) -> None:
+    def __init__(
+        self,
+        config: LoadConfig,
+        headers: TextHeaders,
+        tokenizer: Tokenizer,
+        *,
+        family: str,
+        context_len: int,
+        model_len: int,
+    ) -> None:
+        """Take what the engine says of its model: its family, the context it serves and the model's own."""
         self.name = headers.source.name
-        self.context_len = check_length(config.max_seq_len, headers.config)
-        self.model_len = headers.config.context_len  # the model's own context, where less is served
+        self.context_len = context_len
+        self.model_len = model_len
         self.sampling_defaults = headers.defaults.sampling  # what the model's authors recommend
         self.pooling = headers.pooling  # how they make embeddings
-        self.tokenizer = _load_tokenizer(config, headers)
-        self._template = _find_template(config, headers.config.family, self.tokenizer)
+        self.tokenizer = tokenizer
+        self._template = _find_template(config, family, tokenizer)
         # A base model often has the tokens of its family's chat format, but it comes without a template.
         self.ships_chat_template = (
             config.chat_template is not None or self.tokenizer.published_chat_template is not None
@@ -310,18 +322,41 @@ def to_unit(vector: list[float]) -> list[float]:
 
 def open_model(config: EngineConfig, *, show_progress: bool) -> tuple[PromptEncoder, LoadedModel]:
     """Find and load a model: its text side, and the weights for an engine."""
-    headers = find_headers(config.load, show_progress=show_progress)
-    encoder = PromptEncoder(config.load, headers)
+    from infer.client.load import load_weights
+    from infer.loader.load import read_headers
+
+    headers = read_headers(find_source(config.load, show_progress=show_progress))
+    encoder = make_encoder(config.load, headers)
     return encoder, load_weights(config, headers, show_progress=show_progress)
 
 
-def find_headers(config: LoadConfig, *, show_progress: bool) -> ModelHeaders:
-    """Find a model, fetching it if need be, and read everything but its weights."""
-    source = resolve_model(config.model, revision=config.revision, show_progress=show_progress)
-    return read_headers(source)
+def make_encoder(config: LoadConfig, headers: ModelHeaders) -> PromptEncoder:
+    """The encoder of a model whose headers are read here: no engine needs to say what it serves."""
+    from infer.loader.load import check_length
+
+    context_len = check_length(config.max_seq_len, headers.config)
+    return PromptEncoder(
+        config,
+        headers,
+        _load_tokenizer(config, headers),
+        family=headers.config.family,
+        context_len=context_len,
+        model_len=headers.config.context_len,
+    )
 
 
-def _load_tokenizer(config: LoadConfig, headers: ModelHeaders) -> Tokenizer:
+def find_source(config: LoadConfig, *, show_progress: bool) -> ModelSource:
+    """Find a model, fetching it if need be."""
+    return resolve_model(config.model, revision=config.revision, show_progress=show_progress)
+
+
+def open_text(config: LoadConfig, source: ModelSource) -> tuple[TextHeaders, Tokenizer]:
+    """Read what a `PromptEncoder` needs of a model's files; what it needs beside that its engine says."""
+    headers = read_text_headers(source)
+    return headers, _load_tokenizer(config, headers)
+
+
+def _load_tokenizer(config: LoadConfig, headers: TextHeaders) -> Tokenizer:
     if config.tokenizer is not None:
         path = Path(config.tokenizer).expanduser()
         if not path.exists():

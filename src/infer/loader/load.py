@@ -24,21 +24,15 @@ import torch
 from infer.errors import ConfigError
 from infer.layers.linear import without_weights
 from infer.loader.dtype import avoid_refused_products, stored_dtype, warn_if_slow
-from infer.loader.find import default_model
 from infer.loader.find.source import ModelSource
 from infer.loader.formats.checkpoint import StoredTensor, open_checkpoint
 from infer.loader.formats.gguf import read_gguf
 from infer.loader.formats.gguf_config import hf_config_from_gguf
 from infer.loader.formats.gguf_tensors import gguf_checkpoint
-from infer.loader.formats.hf_config import (
-    GenerationDefaults,
-    merge_eos_ids,
-    read_generation_defaults,
-    read_hf_config,
-)
+from infer.loader.formats.hf_config import merge_eos_ids, read_hf_config
 from infer.loader.placement import Move, plan_moves
-from infer.loader.pooling import Pooling, read_pooling
 from infer.loader.quantization import AS_STORED, choose_format, make_projections, stored_matrices
+from infer.loader.text_headers import TextHeaders, read_text_headers
 from infer.log import progress
 from infer.models.config import ModelConfig
 from infer.models.model import Model
@@ -64,16 +58,12 @@ class LoadedModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelHeaders:
+class ModelHeaders(TextHeaders):
     """What a model's files say before any weight is read: enough to plan with, and to tokenize for it."""
 
-    source: ModelSource
     family: Family
     config: ModelConfig
     tensors: Mapping[str, StoredTensor]
-    defaults: GenerationDefaults
-    gguf_metadata: Mapping[str, Any] | None  # of a GGUF file: the tokenizer is in there
-    pooling: Pooling = Pooling()  # frozen, so all may share it
     quantization: Mapping[str, Any] = field(default_factory=dict)  # `quantization_config` of its config.json
 
     @property
@@ -100,23 +90,21 @@ class LoadChoice:
 
 def read_headers(source: ModelSource) -> ModelHeaders:
     """Read the config and the headers of the weights; steps 1 and 2 above."""
-    if source.is_gguf:
-        file = read_gguf(source.path)
+    file = read_gguf(source.path) if source.is_gguf else None
+    if file is not None:
         raw, tensors = hf_config_from_gguf(file), gguf_checkpoint(file)
-        defaults = GenerationDefaults(sampling=default_model.sampling_of(source.path))
     else:
-        file = None
         raw, tensors = read_hf_config(source.path), open_checkpoint(source.path)
-        defaults = read_generation_defaults(source.path)
     family = find_family(raw)
+    text = read_text_headers(source, file)
     return ModelHeaders(
         source=source,
         family=family,
         config=family.read_config(raw),
         tensors=tensors,
-        defaults=defaults,
-        gguf_metadata=file.metadata if file is not None else None,
-        pooling=Pooling() if source.is_gguf else read_pooling(source.path),
+        defaults=text.defaults,
+        gguf_metadata=text.gguf_metadata,
+        pooling=text.pooling,
         quantization=raw.get("quantization_config") or {},
     )
 

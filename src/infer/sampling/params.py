@@ -28,6 +28,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_INT = 2**63 - 1  # of any parameter: what a tensor and every wire format can hold
 MAX_SEED = MAX_INT
 MAX_LOGPROBS = 20
+NO_TOKEN = -1  # the id of a row without a finite logit; no vocabulary has it: to forget it fails loudly
 
 
 class _CheckedNames(type):

@@ -25,10 +25,9 @@ from infer.kernels.sampling.adjust_logits import unpack_mask
 from infer.kernels.sampling.gumbel import argmax_rows, draw, gumbel_noise, noise_keys
 from infer.sampling.filters import filter_candidates, filter_rows
 from infer.sampling.logprobs import top_logprobs
-from infer.sampling.params import RowLogprobs, SamplingParams
+from infer.sampling.params import NO_TOKEN, RowLogprobs, SamplingParams
 from infer.sampling.penalties import apply_penalties
 
-NO_TOKEN = -1  # no vocabulary has it: an engine that forgets to look fails loudly
 _SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny  # below, float32 would divide by zero
 
 

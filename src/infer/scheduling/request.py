@@ -12,6 +12,8 @@ import msgspec
 
 from infer.sampling.params import RowLogprobs, SamplingParams
 
+POOLINGS = ("last", "mean")  # which hidden states of a prompt make its embedding
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:

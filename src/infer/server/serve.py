@@ -3,9 +3,11 @@
     bind ──► answer 503 "starting" ──► models load ──► ready ──► signal ──► drain ──► close ──► exit 0
 
 The port is taken before models are loaded, so that a second server on it fails at once and not after a
-minute, and a health check sees "starting" instead of a refused connection. Only a model that cannot be found,
-and knobs that the device cannot have, are refused earlier still: a server that will never be ready should not
-listen. After SIGTERM or Ctrl-C new requests get 503, running ones have `drain_timeout` seconds to end and are
+minute, and a health check sees "starting" instead of a refused connection. Only a model that cannot be found
+is refused earlier still: a server that will never be ready should not listen. What the device cannot do is
+refused by the first engine: this process imports no torch.
+
+After SIGTERM or Ctrl-C new requests get 503, running ones have `drain_timeout` seconds to end and are
 then cut off with an error; a second signal exits at once. If a model cannot be loaded the server ends with
 that error, and if every engine is down for good it ends with `EngineLost`, so that a service manager can
 start it again.
@@ -30,11 +32,9 @@ from typing import Any
 
 import uvicorn
 
-from infer.config.resolve import Machine, check_machine
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.errors import ConfigError, EngineLost
 from infer.loader.find.source import check_model
-from infer.loader.load import choose_device
 from infer.server.app import build_app
 from infer.server.connection import GuardedConnection
 from infer.server.fleet.fleet import Fleet
@@ -65,15 +65,8 @@ def serve(
     """Serve these models until a signal comes; `announce` gets the URL once requests are accepted."""
     for engine in models.values():
         check_model(engine.load.model, revision=engine.load.revision)
-        _check_device(engine)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(run(models, config, announce=announce))
-
-
-def _check_device(config: EngineConfig) -> None:
-    """Refuse a device that is not there, and what was asked for and cannot be had on it."""
-    device = choose_device(config.load.device)
-    check_machine(config, Machine(device=str(device), has_gpu_kernels=device.type == "cuda"))
 
 
 async def run(

@@ -14,6 +14,7 @@ from infer.client.messages import (
     Add,
     Command,
     Embed,
+    Ready,
     StepReport,
     Stop,
     Withdraw,
@@ -144,7 +145,7 @@ def test_the_client_withdraws_an_embedding_whose_caller_leaves() -> None:
         process = SilentProcess()
         client = ProcessClient(
             cast(EngineProcess, process),
-            EngineStats(),
+            Ready(EngineStats()),
             stuck_timeout=0.0,
             start_again=None,
             policy=RestartPolicy(),

@@ -16,8 +16,7 @@ import pytest
 from infer.engine.engine import MAX_EMPTY_STEPS
 from infer.errors import EngineError, QueueFull, RequestError
 from infer.execution.runner import StepResult
-from infer.sampling.params import SamplingParams
-from infer.sampling.sampler import NO_TOKEN
+from infer.sampling.params import NO_TOKEN, SamplingParams
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request
 from infer.scheduling.sequence import Sequence

@@ -14,7 +14,7 @@ import torch
 
 from infer.execution.gpu.readback import Readback
 from infer.execution.runner import StepResult
-from infer.sampling.sampler import NO_TOKEN
+from infer.sampling.params import NO_TOKEN
 from infer.scheduling.plan import Chunk, StepPlan
 from infer.scheduling.sequence import Sequence as TokenSequence
 from tests.support.oracle import OracleWorld, prompt_of

@@ -11,7 +11,8 @@ import pytest
 
 from infer.config.settings import LoadConfig
 from infer.errors import ContextOverflow, RequestError
-from infer.frontend.prompts import PromptEncoder, find_headers
+from infer.frontend.prompts import PromptEncoder, find_source, make_encoder
+from infer.loader.load import read_headers
 from infer.sampling.params import SamplingParams
 from scripts.make_checkpoint import make_checkpoint
 
@@ -26,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def encoder_of(folder: Path, **knobs: Any) -> PromptEncoder:
     config = LoadConfig(model=str(folder), **knobs)
-    return PromptEncoder(config, find_headers(config, show_progress=False))
+    return make_encoder(config, read_headers(find_source(config, show_progress=False)))
 
 
 def test_a_model_that_came_without_a_template_may_not_know_its_familys(folder: Path) -> None:

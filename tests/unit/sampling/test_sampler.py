@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from infer.sampling.params import SamplingParams
-from infer.sampling.sampler import NO_TOKEN, SampleRow, sample
+from infer.sampling.params import NO_TOKEN, SamplingParams
+from infer.sampling.sampler import SampleRow, sample
 from tests.unit.sampling.sampling_rows import GREEDY, PLAIN, random_logits, row
 
 VOCAB = 1500

@@ -70,32 +70,6 @@ def test_a_model_that_does_not_exist_is_refused_before_anybody_can_connect(
 
 
 @pytest.mark.parametrize(
-    ("knobs", "says"),
-    [
-        (
-            {"use_overlap": True},
-            "use_overlap needs the kernels of a GPU, and the model is on cpu; leave it out",
-        ),
-        ({"use_cuda_graphs": True}, "use_cuda_graphs needs the kernels of a GPU"),
-        ({"attention_backend": "triton"}, "attention_backend=triton needs a GPU"),
-        ({"device": "cuda:99"}, "device is 'cuda:99', but this machine has"),
-    ],
-)
-def test_what_this_device_cannot_do_is_refused_before_anybody_can_connect(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, knobs: dict[str, Any], says: str
-) -> None:
-    def listen(config: ServerConfig) -> socket.socket:
-        raise AssertionError("it listens")
-
-    monkeypatch.setattr(serving, "bind", listen)
-    good = tmp_path / "good.gguf"
-    good.write_bytes(b"GGUF")
-    config = EngineConfig.from_knobs(**({"model": str(good), "device": "cpu"} | knobs))
-    with pytest.raises(ConfigError, match=says):
-        serve({"": config}, ServerConfig(), announce=print)
-
-
-@pytest.mark.parametrize(
     ("knobs", "warns"),
     [
         ({}, False),

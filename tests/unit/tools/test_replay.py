@@ -21,8 +21,7 @@ from infer.errors import ConfigError
 from infer.execution.runner import StepResult
 from infer.loader.find.source import resolve_model
 from infer.loader.load import load_model
-from infer.sampling.params import SamplingParams
-from infer.sampling.sampler import NO_TOKEN
+from infer.sampling.params import NO_TOKEN, SamplingParams
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.sequence import Sequence

@@ -25,8 +25,7 @@ from infer.execution.gpu.rows import send
 from infer.execution.host_sampling import LOGPROB_ROWS, PromptTable, read_prompts
 from infer.execution.runner import StepResult
 from infer.sampling.logprobs import logprob_table, read_logprobs
-from infer.sampling.params import RowLogprobs
-from infer.sampling.sampler import NO_TOKEN
+from infer.sampling.params import NO_TOKEN, RowLogprobs
 
 
 class Asked(NamedTuple):

@@ -77,7 +77,7 @@ from infer.kernels.sampling.sample_state import (
     field,
 )
 
-NO_TOKEN = -1  # the id of a row whose largest logit is not finite, as in sampling/sampler.py
+NO_TOKEN = -1  # the id of a row whose largest logit is not finite, as in sampling/params.py
 GROUP = 512  # tokens of a group, whose peak is known
 TILE = 4096  # tokens of one program
 MAX_CANDIDATES = 2048

@@ -15,20 +15,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
 
 from infer.client.client import EngineClient, InProcessClient, failure_of
 from infer.config.defaults import SERVER_MAX_QUEUE
 from infer.config.settings import EngineConfig
 from infer.errors import EngineLost, NameTaken, RequestError, UnknownModel
+from infer.frontend.prompts import PromptEncoder, find_source, open_model, open_text
 from infer.server.fleet.metered_client import MeteredClient
 from infer.server.metrics import ServerMetrics
 from infer.server.state import ServedModel, ServerState
-
-if TYPE_CHECKING:
-    from infer.frontend.prompts import PromptEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -167,8 +165,7 @@ class Fleet:
 
     async def _start_threads(self, config: EngineConfig) -> tuple[PromptEncoder, list[EngineClient]]:
         def build() -> tuple[PromptEncoder, list[EngineClient]]:
-            from infer.engine.build import build_engine
-            from infer.frontend.prompts import open_model
+            from infer.engine.build import build_engine  # here: it imports torch
 
             encoder, loaded = open_model(config, show_progress=True)
             timeout = self.state.config.stuck_timeout
@@ -180,26 +177,28 @@ class Fleet:
     async def _start_processes(self, config: EngineConfig) -> tuple[PromptEncoder, list[EngineClient]]:
         from infer.client.process_client import ProcessClient
 
-        def open_headers() -> Callable[[], PromptEncoder]:
-            from infer.frontend.prompts import PromptEncoder, find_headers
-
-            headers = find_headers(config.load, show_progress=True)
-            return lambda: PromptEncoder(config.load, headers)
-
-        open_encoder = await asyncio.to_thread(open_headers)  # first: it fetches what every engine will read
+        # first: it fetches what every engine will read
+        source = await asyncio.to_thread(find_source, config.load, show_progress=True)
         server = self.state.config
         starts = [
             ProcessClient.start(config, stuck_timeout=server.stuck_timeout, restart=server.restart_engine)
             for _ in range(server.replicas)
         ]
-        opening = asyncio.create_task(asyncio.to_thread(open_encoder))  # beside the engines, not before them
+        # beside the engines, not before them
+        opening = asyncio.create_task(asyncio.to_thread(open_text, config.load, source))
         results = await asyncio.gather(opening, *starts, return_exceptions=True)
-        engines: list[EngineClient] = [result for result in results if isinstance(result, ProcessClient)]
-        failures = [result for result in results if isinstance(result, BaseException)]
-        if failures:
+        engines = [result for result in results if isinstance(result, ProcessClient)]
+        try:
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
+            ready = engines[0].ready
+            make = partial(PromptEncoder, family=ready.family, context_len=ready.context_len)
+            encoder = await asyncio.to_thread(make, config.load, *opening.result(), model_len=ready.model_len)
+        except BaseException:
             await asyncio.gather(*(engine.close() for engine in engines))
-            raise failures[0]
-        return opening.result(), engines
+            raise
+        return encoder, list(engines)
 
     async def _close(self, model: ServedModel) -> None:
         for client in model.clients:
