@@ -20,6 +20,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from infer.cache.memory import CacheSize
+from infer.client import spawn
 from infer.client.process import main as engine_main
 from infer.client.process_client import ProcessClient
 from infer.client.supervisor import RestartPolicy
@@ -75,5 +76,6 @@ if __name__ == "__main__":
         sys.exit(engine_main(make_engine))
     from infer.cli.main import main
 
+    spawn.ENGINE_MODULE = THIS
     ProcessClient.start = start_faulty  # type: ignore[method-assign]
     sys.exit(main(["serve", *sys.argv[1:]]))

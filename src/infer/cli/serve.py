@@ -15,8 +15,10 @@ from typing import Any
 
 from infer.cli import flags
 from infer.cli.interrupts import importing
+from infer.client.spawn import SpareEngines
 from infer.config.settings import EngineConfig, ServerConfig, knob_table
 from infer.errors import ConfigError, EngineLost
+from infer.loader.find.source import check_model
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +64,14 @@ def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes; exit code 1 if every engine is down for good."""
     knobs = flags.knobs_from(args, with_server=True)
     models, config = read_models(args, knobs)
-    with importing():
-        from infer.server.serve import serve
-
+    for engine in models.values():
+        check_model(engine.load.model, revision=engine.load.revision)
     try:
-        serve(models, config, announce=lambda url: print(f"ready: {url}", flush=True))
+        with SpareEngines(0 if config.in_process else config.replicas) as spares:
+            with importing():
+                from infer.server.serve import serve
+
+            serve(models, config, announce=lambda url: print(f"ready: {url}", flush=True), spares=spares)
     except EngineLost as error:
         logger.critical("server ends error=%s", error)
         return 1

@@ -6,5 +6,6 @@ subscribers.py     request ids to readers, and how much may wait for one
 messages.py        what crosses between processes
 process.py         the engine's process
 process_client.py  the side that asks it
-supervisor.py      starts, watches and restarts it
+spawn.py           starts it, before it is needed
+supervisor.py      watches and restarts it
 """

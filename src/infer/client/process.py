@@ -3,8 +3,8 @@
 HTTP, JSON and detokenizing must not share an interpreter with the loop that feeds the device, so the
 scheduler and the model live here and speak through one unix socket (see messages.py).
 
-    start    one line of JSON on standard input (`Launch`), load the model, compile and capture all that
-             steps can need, send `Ready`
+    start    import PyTorch; take one line of JSON on standard input (`Launch`) meanwhile, load the model,
+             compile and capture all that steps can need, send `Ready`
     turn     take every command that is there; make one step, send a `StepReport`; one embedding, another
     idle     sleep in the socket until a command comes: no timer, no polling, no CPU
     end      `Stop`, or standard input closes because the server is gone
@@ -212,5 +212,12 @@ def _exit_with_the_server(launch: Launch) -> None:
     os._exit(EXIT_ORPHANED)
 
 
+def import_engine() -> None:
+    """Import what `load_engine` will need, and waits for: the server is not yet ready to give orders."""
+    from infer.client import load  # noqa: F401
+    from infer.engine import build  # noqa: F401
+
+
 if __name__ == "__main__":
+    threading.Thread(target=import_engine, name="infer-import", daemon=True).start()
     sys.exit(main())

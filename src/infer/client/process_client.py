@@ -36,8 +36,9 @@ from infer.client.messages import (
     Withdraw,
     to_error,
 )
+from infer.client.spawn import ENGINE_MODULE, Spawn, spawn_engine
 from infer.client.subscribers import OnEnd, OutputQueue, read_outputs
-from infer.client.supervisor import ENGINE_MODULE, STOP_TIMEOUT, EngineProcess, RestartPolicy
+from infer.client.supervisor import STOP_TIMEOUT, EngineProcess, RestartPolicy
 from infer.config.settings import EngineConfig
 from infer.engine.stats import EngineStats, add_counters
 from infer.errors import EngineError, EngineLost, EngineStopped
@@ -82,17 +83,18 @@ class ProcessClient:
         restart: bool = True,
         on_log: Callable[[str], None] | None = None,
         module: str = ENGINE_MODULE,
+        spawn: Spawn = spawn_engine,
         policy: RestartPolicy | None = None,
     ) -> ProcessClient:
         """Start an engine and wait for its model; what stops it from starting is raised here.
 
         A `stuck_timeout` of 0 means never. `on_log` gets each line that the process writes, from a thread;
-        by default they go to standard error. `module` is what the child runs, and `policy` is when to
-        start it again.
+        by default they go to standard error. `module` is what the child runs, `spawn` gives a child
+        that runs it, perhaps since a while ago, and `policy` is when to start it again.
         """
 
         async def start() -> tuple[EngineProcess, Ready]:
-            return await EngineProcess.start(config, module=module, on_log=on_log)
+            return await EngineProcess.start(config, module=module, spawn=spawn, on_log=on_log)
 
         process, ready = await start()
         return cls(

@@ -19,12 +19,11 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,13 +41,13 @@ from infer.client.messages import (
     encode,
     to_error,
 )
+from infer.client.spawn import ENGINE_MODULE, Spawn, spawn_engine
 from infer.config.settings import EngineConfig
 from infer.errors import EngineError, EngineStopped
 from infer.log import LEVELS
 
 logger = logging.getLogger(__name__)
 
-ENGINE_MODULE = "infer.client.process"
 STOP_TIMEOUT = 5.0  # seconds from Stop to SIGKILL: one step in flight may end
 MAX_TMP_LEN = 70  # characters: a unix socket's path may have about 100
 NUM_LAST_LINES = 20
@@ -78,7 +77,14 @@ class RestartPolicy:
 class EngineProcess:
     """A child process with an engine in it. `start` it, `send` to it, and always `close` it."""
 
-    def __init__(self, config: EngineConfig, *, module: str, on_log: Callable[[str], None] | None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        module: str,
+        spawn: Spawn,
+        on_log: Callable[[str], None] | None,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_log = on_log or _write_to_stderr
         self._on_message: Callable[[Message], None] | None = None
@@ -98,7 +104,7 @@ class EngineProcess:
             self._link.set_hwm(0)  # a send must never block the event loop
             self._link.linger = 0
             self._link.bind(endpoint)
-            self._process = _spawn([sys.executable, "-P", "-m", module])
+            self._process = spawn(module)
             self._loop.add_reader(self._link.fileno(), self.receive)
             resources.callback(self._loop.remove_reader, self._link.fileno())
             self._resources = resources.pop_all()
@@ -117,10 +123,11 @@ class EngineProcess:
         config: EngineConfig,
         *,
         module: str = ENGINE_MODULE,
+        spawn: Spawn = spawn_engine,
         on_log: Callable[[str], None] | None = None,
     ) -> tuple[EngineProcess, Ready]:
         """Spawn an engine and wait until its model is loaded; raises what went wrong in there."""
-        process = cls(config, module=module, on_log=on_log)
+        process = cls(config, module=module, spawn=spawn, on_log=on_log)
         exited = asyncio.ensure_future(process.exited.wait())
         try:
             events: list[asyncio.Future[Any]] = [process._ready, exited]
@@ -248,19 +255,6 @@ def _private_directory(resources: contextlib.ExitStack) -> str:
     directory = tempfile.mkdtemp(prefix="infer-", dir=base if len(base) <= MAX_TMP_LEN else "/tmp")  # 0700
     resources.callback(shutil.rmtree, directory, ignore_errors=True)
     return directory
-
-
-def _spawn(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    # -P and our own path: the child imports what we import, never from the working directory
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=environment,
-        start_new_session=True,  # Ctrl-C in a terminal is for us, and `kill` reaches its children
-    )
 
 
 def _log_level() -> str:

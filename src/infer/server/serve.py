@@ -32,9 +32,9 @@ from typing import Any
 
 import uvicorn
 
+from infer.client.spawn import SpareEngines
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.errors import ConfigError, EngineLost
-from infer.loader.find.source import check_model
 from infer.server.app import build_app
 from infer.server.connection import GuardedConnection
 from infer.server.fleet.fleet import Fleet
@@ -60,21 +60,30 @@ class _Server(uvicorn.Server):
 
 
 def serve(
-    models: Mapping[str, EngineConfig], config: ServerConfig, *, announce: Callable[[str], None]
+    models: Mapping[str, EngineConfig],
+    config: ServerConfig,
+    *,
+    announce: Callable[[str], None],
+    spares: SpareEngines | None = None,
 ) -> None:
-    """Serve these models until a signal comes; `announce` gets the URL once requests are accepted."""
-    for engine in models.values():
-        check_model(engine.load.model, revision=engine.load.revision)
+    """Serve these models until a signal comes; `announce` gets the URL once requests are accepted.
+
+    `spares` are engine processes that have been started already.
+    """
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(run(models, config, announce=announce))
+        runner.run(run(models, config, announce=announce, spares=spares))
 
 
 async def run(
-    models: Mapping[str, EngineConfig], config: ServerConfig, *, announce: Callable[[str], None]
+    models: Mapping[str, EngineConfig],
+    config: ServerConfig,
+    *,
+    announce: Callable[[str], None],
+    spares: SpareEngines | None = None,
 ) -> None:
     """Serve models as `serve` does, in an event loop that runs already."""
     state = ServerState(config=config, is_starting=True)
-    fleet = Fleet(state, ServerMetrics(config.metrics_prefix))
+    fleet = Fleet(state, ServerMetrics(config.metrics_prefix), spares)
     server = _Server(_uvicorn_config(state, fleet))  # first: if it fails, nothing is to be cleaned up
     listener = bind(config)
     warn_if_open(config)

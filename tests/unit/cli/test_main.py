@@ -19,6 +19,7 @@ from infer.cli import fetch
 from infer.cli.interrupts import importing
 from infer.cli.parser import MODELS_HINT
 from infer.log import progress, setup_logging
+from tests.support.server_process import is_alive, wait_until
 from tests.unit.cli.fake_llm import FakeLLM
 
 Infer = Callable[..., Any]
@@ -257,7 +258,6 @@ def test_ctrl_c_while_importing_ends_quietly(door: str) -> None:
     [
         ["generate", "hi"],
         ["chat"],
-        ["serve"],
         ["plan"],
         ["doctor"],
         ["replay", "a-record"],
@@ -270,6 +270,27 @@ def test_ctrl_c_while_torch_is_imported_ends_quietly(arguments: list[str]) -> No
     command = [sys.executable, "-c", IMPATIENT.format(pressed_at="torch", door=door)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+NOTING = """
+from infer.client import spawn
+start = spawn.spawn_engine
+def note(module):
+    process = start(module)
+    print(process.pid, flush=True)
+    return process
+spawn.spawn_engine = note
+from infer.__main__ import main
+sys.exit(main(["serve"]))
+"""
+
+
+def test_ctrl_c_while_a_server_is_imported_ends_its_engine_process_too() -> None:
+    """It was started ahead, and nothing is cleaned up: it ends because its standard input does."""
+    command = [sys.executable, "-c", IMPATIENT.format(pressed_at="fastapi", door=NOTING)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (130, "")
+    wait_until(lambda: not is_alive(int(done.stdout)))
 
 
 @pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import signal
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from infer.cli import flags
-from infer.cli.main import build_parser
+from infer.cli.main import build_parser, main
 from infer.cli.serve import read_models, split_name
+from infer.client.spawn import spawn_engine
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.errors import ConfigError
 
@@ -61,6 +65,35 @@ def test_a_name_ends_at_the_first_equals_sign_unless_it_is_a_path(
 def test_models_without_names_of_their_own_are_refused(arguments: list[str]) -> None:
     with pytest.raises(ConfigError):
         read(*arguments)
+
+
+def test_a_model_that_does_not_exist_is_refused_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("subprocess.Popen", None)
+    monkeypatch.setitem(sys.modules, "infer.server.serve", None)  # to import it is an error
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.gguf").write_bytes(b"GGUF")
+    assert main(["serve", "--model", "a=good.gguf", "--model", "b=nope"]) == 2
+    assert "model 'nope' is not a file or directory here" in capsys.readouterr().err
+
+
+def test_a_start_that_fails_leaves_no_engine_process_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The port is taken by another: the engine process has been started ahead by then."""
+    started = []
+
+    def spawn(module: str) -> subprocess.Popen[bytes]:
+        started.append(spawn_engine(module))
+        return started[-1]
+
+    monkeypatch.setattr("infer.client.spawn.spawn_engine", spawn)
+    (tmp_path / "good.gguf").write_bytes(b"GGUF")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main(["serve", str(tmp_path / "good.gguf"), "--port", str(port), "--replicas", "2"]) == 2
+    assert [process.returncode for process in started] == [-signal.SIGKILL] * 2
 
 
 def test_help_needs_neither_torch_nor_a_web_framework() -> None:

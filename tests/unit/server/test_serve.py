@@ -19,7 +19,7 @@ from infer.errors import ConfigError, ModelSourceError
 from infer.server import serve as serving
 from infer.server.fleet.fleet import Fleet
 from infer.server.metrics import ServerMetrics
-from infer.server.serve import _loop_factory, _loop_name, bind, drain, run, serve, warn_if_open
+from infer.server.serve import _loop_factory, _loop_name, bind, drain, run, warn_if_open
 from infer.server.state import ServerState
 
 
@@ -53,20 +53,6 @@ def test_a_certificate_that_cannot_be_used_leaves_no_socket_behind(tmp_path: Pat
     with pytest.raises(ConfigError, match="cannot use tls_cert and tls_key"):
         asyncio.run(run({}, config, announce=print))
     assert not path.exists()
-
-
-def test_a_model_that_does_not_exist_is_refused_before_anybody_can_connect(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def listen(config: ServerConfig) -> socket.socket:
-        raise AssertionError("it listens")
-
-    monkeypatch.setattr(serving, "bind", listen)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "good.gguf").write_bytes(b"GGUF")
-    models = {"a": EngineConfig.from_knobs(model="good.gguf"), "b": EngineConfig.from_knobs(model="nope")}
-    with pytest.raises(ModelSourceError, match="model 'nope' is not a file or directory here"):
-        serve(models, ServerConfig(), announce=print)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import partial
 
 from infer.client.client import EngineClient, InProcessClient, failure_of
+from infer.client.spawn import SpareEngines
 from infer.config.defaults import SERVER_MAX_QUEUE
 from infer.config.settings import EngineConfig
 from infer.errors import EngineLost, NameTaken, RequestError, UnknownModel
@@ -37,8 +38,11 @@ UNLOAD_POLL_S = 0.02
 class Fleet:
     """Starts and stops the engines behind a `ServerState`."""
 
-    def __init__(self, state: ServerState, metrics: ServerMetrics) -> None:
+    def __init__(
+        self, state: ServerState, metrics: ServerMetrics, spares: SpareEngines | None = None
+    ) -> None:
         self.state = state
+        self._spares = spares or SpareEngines(0)
         self.metrics = metrics
         self._watcher: asyncio.Task[None] | None = None
         self._is_loading: set[str] = set()
@@ -181,7 +185,12 @@ class Fleet:
         source = await asyncio.to_thread(find_source, config.load, show_progress=True)
         server = self.state.config
         starts = [
-            ProcessClient.start(config, stuck_timeout=server.stuck_timeout, restart=server.restart_engine)
+            ProcessClient.start(
+                config,
+                stuck_timeout=server.stuck_timeout,
+                restart=server.restart_engine,
+                spawn=self._spares.take,
+            )
             for _ in range(server.replicas)
         ]
         # beside the engines, not before them

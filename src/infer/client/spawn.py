@@ -1,0 +1,54 @@
+"""Engine processes are started before there is anything for them to do: importing PyTorch takes seconds.
+
+    infer serve      parse ──► SpareEngines ──► import FastAPI, take the port ──► find the model ──► orders
+                                    │                                                                  │
+    engine process                  └──► import PyTorch ···························· (process.py) ◄────┘
+
+A process that waits for its orders costs nothing but memory. It ends when its standard input does, so it
+never outlives the server, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+ENGINE_MODULE = "infer.client.process"
+Spawn = Callable[[str], subprocess.Popen[bytes]]  # the module that runs in it -> the process
+
+
+def spawn_engine(module: str) -> subprocess.Popen[bytes]:
+    """Start an engine process; it waits for its orders (`Launch`) on standard input."""
+    # -P and our own path: the child imports what we import, never from the working directory
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        start_new_session=True,  # Ctrl-C in a terminal is for us, and `kill` reaches its children
+    )
+
+
+class SpareEngines(contextlib.AbstractContextManager["SpareEngines"]):
+    """Engine processes that wait for their orders. Those that are not taken end with the context."""
+
+    def __init__(self, number: int) -> None:
+        self._waiting: list[subprocess.Popen[bytes]] = []
+        for _ in range(number):
+            self._waiting.append(spawn_engine(ENGINE_MODULE))
+
+    def take(self, module: str) -> subprocess.Popen[bytes]:
+        """Return a process that waits, or a new one if none is left or another module is to run."""
+        return self._waiting.pop(0) if self._waiting and module == ENGINE_MODULE else spawn_engine(module)
+
+    def __exit__(self, *error: object) -> None:
+        for process in self._waiting:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # it leads a group of its own
+            process.communicate()
+        self._waiting.clear()
