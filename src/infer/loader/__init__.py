@@ -6,5 +6,6 @@
     placement.py      where to?         each tensor to its parameter, or its part of a fused one
     load.py           go                the device, the number format (dtype.py, quantization.py), the copying
 
+read_ahead.py asks the disk for weights while PyTorch is still being imported.
 random_weights.py stands in for all of it where only the shapes of a model matter.
 """

@@ -25,6 +25,7 @@ from infer.config.defaults import SERVER_MAX_QUEUE
 from infer.config.settings import EngineConfig
 from infer.errors import EngineLost, NameTaken, RequestError, UnknownModel
 from infer.frontend.prompts import PromptEncoder, find_source, open_model, open_text
+from infer.loader.read_ahead import start_reading_ahead
 from infer.server.fleet.metered_client import MeteredClient
 from infer.server.metrics import ServerMetrics
 from infer.server.state import ServedModel, ServerState
@@ -183,6 +184,7 @@ class Fleet:
 
         # first: it fetches what every engine will read
         source = await asyncio.to_thread(find_source, config.load, show_progress=True)
+        start_reading_ahead(source)
         server = self.state.config
         starts = [
             ProcessClient.start(
