@@ -61,7 +61,13 @@ class KVStore:
                 copy_block(device, source, destination)
                 continue
             source_side, destination_side = sides[kind]
-            destination_side[:, :, destination].copy_(source_side[:, :, source], non_blocking=True)
+            try:
+                destination_side[:, :, destination].copy_(source_side[:, :, source], non_blocking=True)
+            except (
+                torch.OutOfMemoryError
+            ):  # it is gathered on the device on its way; plane by plane it is not
+                for to, of in zip(destination_side.flatten(0, 1), source_side.flatten(0, 1), strict=True):
+                    to[destination].copy_(of[source], non_blocking=True)
 
     def fill(self, value: float) -> None:
         """Overwrite everything; for tests that look for reads of slots that were not written."""

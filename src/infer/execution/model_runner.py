@@ -17,6 +17,7 @@ from infer.cache.kv_store import KVStore
 from infer.errors import DeviceLost
 from infer.execution.batch import PagedStep, StepBatch, needed_tokens
 from infer.execution.cpu_step import CpuSteps, can_run
+from infer.execution.halves import SmallerSteps
 from infer.execution.host_sampling import HostSampler
 from infer.execution.runner import StepResult, SyncRunner
 from infer.kernels.cpu.library import library
@@ -43,6 +44,7 @@ class ModelRunner(SyncRunner):
         self._store = store
         self._state = state
         self._sampler = HostSampler(model)
+        self._smaller = SmallerSteps(self.run)
         self._use_reference = attention_backend == "naive"
         self._cpu: CpuSteps | None = None
         if attention_backend == "auto" and can_run(model, store) and (c := library()):
@@ -59,10 +61,16 @@ class ModelRunner(SyncRunner):
                 self._store.transfer(plan.transfers)
                 if not plan.chunks:  # beams coming back compute their next tokens together, once all are here
                     return StepResult([], [], {})
-                hidden_TD, last_rows = self._hidden(plan, sequences)
-                return self._sampler.sample(plan, sequences, last_rows, hidden_TD)
+                try:
+                    return self._compute(plan, sequences)
+                except torch.OutOfMemoryError as error:
+                    return self._smaller.run(plan, sequences, error)
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {plan.step}") from error
+
+    def _compute(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
+        hidden_TD, last_rows = self._hidden(plan, sequences)
+        return self._sampler.sample(plan, sequences, last_rows, hidden_TD)
 
     def _hidden(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> tuple[torch.Tensor, list[int]]:
         """Hidden states of the needed tokens, and where the last one of each chunk is among them."""

@@ -16,11 +16,12 @@ Shapes:  S rows of a step, V vocabulary, K rows that ask for logprobs.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import NamedTuple
 
 import torch
 
-from infer.errors import DeviceLost
+from infer.errors import DeviceLost, EngineError
 from infer.execution.gpu.rows import send
 from infer.execution.host_sampling import LOGPROB_ROWS, PromptTable, read_prompts
 from infer.execution.runner import StepResult
@@ -76,6 +77,10 @@ class PendingStep:
         """Let the result have logprobs, from a table on its way."""
         self._asked, self._table = asked, table
 
+    def settle(self) -> None:
+        """Wait for the ids and keep them: the buffer may be written again."""
+        self._ids = Arrival(self._ids.wait().clone(), None)
+
     def __call__(self) -> StepResult:
         """Wait for the ids; raises `DeviceLost` where the device failed."""
         try:
@@ -116,6 +121,7 @@ class Readback:
         self._events = [_event() if self._is_cuda else None for _ in range(num_buffers)]
         self._next = 0
         self._aside: torch.cuda.Stream | None = None  # of logprobs, made for the first of them
+        self._last: deque[PendingStep] = deque(maxlen=num_buffers)  # those whose buffers are still theirs
 
     def take(
         self, step: int, ids_S: torch.Tensor, num_chunks: int, asked: Asked | None = None
@@ -128,10 +134,16 @@ class Readback:
         if event is not None:
             event.record()
         pending = PendingStep(step, buffer, event, num_chunks)
+        self._last.append(pending)
         if asked is not None:
             with torch.inference_mode():
                 pending.attach(asked._replace(logits_SV=_NOTHING), self._take_logprobs(asked, ids_S))
         return pending
+
+    def settle(self) -> None:
+        """Let every step so far keep its ids: more buffers are about to be taken than there are."""
+        while self._last:
+            self._last.popleft().settle()
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """Begin to copy a tensor to pinned memory of its own; an event behind it says when it is there."""
@@ -140,14 +152,21 @@ class Readback:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
     def _take_logprobs(self, asked: Asked, ids_S: torch.Tensor) -> Arrival:
+        """The step has been sampled and cannot be repeated: without memory, it is done row by row."""
+        try:
+            return self._look_at_logprobs(asked, ids_S)
+        except torch.OutOfMemoryError:
+            pass  # and with it go the tensors of the attempt
+        try:
+            return self._arrival(torch.cat(_logprob_parts(asked, ids_S, 1)))
+        except torch.OutOfMemoryError as error:
+            raise EngineError("there is no memory for the logprobs of a step that was sampled") from error
+
+    def _look_at_logprobs(self, asked: Asked, ids_S: torch.Tensor) -> Arrival:
         width, num_rows = max(asked.counts), len(asked.places)
-        places_K = send(torch.tensor(asked.places), self._device)
         if not self._is_cuda or num_rows > LOGPROB_ROWS:
-            parts = [
-                logprob_table(asked.logits_SV[places], ids_S[places], width)
-                for places in torch.split(places_K, LOGPROB_ROWS)
-            ]
-            return self._arrival(torch.cat(parts))
+            return self._arrival(torch.cat(_logprob_parts(asked, ids_S, LOGPROB_ROWS)))
+        places_K = send(torch.tensor(asked.places), self._device)
         logits_KV, chosen_K = asked.logits_SV[places_K], ids_S[places_K]
         steps = torch.cuda.current_stream(self._device)
         self._aside = aside = self._aside or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -162,6 +181,15 @@ class Readback:
         if event is not None:
             event.record()
         return Arrival(fetched, event)
+
+
+def _logprob_parts(asked: Asked, ids_S: torch.Tensor, num_rows: int) -> list[torch.Tensor]:
+    """The tables of so many rows at a time, in the stream of the steps."""
+    width = max(asked.counts)
+    return [
+        logprob_table(asked.logits_SV[part_K], ids_S[part_K], width)
+        for part_K in torch.split(send(torch.tensor(asked.places), ids_S.device), num_rows)
+    ]
 
 
 _NOTHING = torch.empty(0)  # in place of logits that are not needed any more

@@ -77,10 +77,13 @@ class DeviceRows:
         tokens_3K = self._unknown_tokens(plan, sequences)
         if tokens_3K is not None:
             parcels.append((tokens_3K, self._put_tokens))
-        if parcels:
-            sent = send_together([array for array, _ in parcels], self.device)
+        try:
+            sent = send_together([array for array, _ in parcels], self.device) if parcels else []
             for (_, unpack), tensor in zip(parcels, sent, strict=True):
                 unpack(tensor)
+        except torch.OutOfMemoryError:  # what came by itself is overwritten when it is sent again
+            self._tenancy[[seq.row for seq in arrived]] = NOBODY
+            raise
 
     def sync_tables(self, plan: StepPlan) -> None:
         """Send the blocks alone that tables have got: the rows are those of the last step, a token on."""

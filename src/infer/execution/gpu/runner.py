@@ -3,7 +3,8 @@
     launch   transfers, differences of state, then one of
                sized     rows that decode and few tokens of prompts, padded: a CUDA graph    (graphs.py)
                ragged    anything else: the same kernels, launched one by one
-             and a copy of the sampled ids to pinned memory, with an event behind it
+             and a copy of the sampled ids to pinned memory, with an event behind it;
+             a step for which there is no memory is run in halves                            (halves.py)
     wait     for that event; ids become a `StepResult`                                       (readback.py)
 
 No launch reads anything back, so the engine may plan and launch the next steps before it waits for this
@@ -33,6 +34,7 @@ from infer.execution.gpu.readback import Asked, Readback
 from infer.execution.gpu.rows import NO_LOGPROBS, DeviceRows, send
 from infer.execution.gpu.step import DeviceStep, prepare_backend
 from infer.execution.gpu.step_inputs import MAX_CHUNKS, DeviceInputs, Prompts
+from infer.execution.halves import SmallerSteps
 from infer.execution.host_sampling import HostSampler
 from infer.execution.runner import StepResult
 from infer.kernels.attention.decode_work import DecodeWork
@@ -102,6 +104,7 @@ class DeviceRunner:
         self._pads, self._max_tokens = device.type == "cuda" and self._backend != "flash", max_tokens
         self.phases: dict[str, float] = {}  # seconds that `prepare` has taken, by what was prepared
         self._preparations = self._prepare()
+        self._smaller = SmallerSteps(self.run)
         self._host_chunks: tuple[PrefillChunk, ...] = ()  # for the reference of prefill attention alone
         self._graphs = StepGraphs(
             self._launch_kernels,
@@ -235,21 +238,33 @@ class DeviceRunner:
         """Begin a plan; see the module's docstring for the order."""
         decoded, self._decoded = self._decoded, None
         try:
-            if decoded is not None and decoded[0] is plan.chunks.rows:  # all that decoded last: a token on
-                if plan.transfers:
-                    self._store.transfer(plan.transfers)
-                if plan.table_changes:
-                    self._rows.sync_tables(plan)
-                return self._launch_decode(plan, decoded[1])
-            with torch.inference_mode():
-                return self._launch(plan, sequences)
+            if plan.transfers:
+                self._store.transfer(plan.transfers)
+            try:
+                if (
+                    decoded is not None and decoded[0] is plan.chunks.rows
+                ):  # all that decoded last: a token on
+                    if plan.table_changes:
+                        self._rows.sync_tables(plan)
+                    return self._launch_decode(plan, decoded[1])
+                with torch.inference_mode():
+                    return self._launch(plan, sequences)
+            except torch.OutOfMemoryError as error:
+                return self._launch_smaller(plan, sequences, error)
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {plan.step}") from error
 
+    def _launch_smaller(
+        self, plan: StepPlan, sequences: Sequence[TokenSequence], error: torch.OutOfMemoryError
+    ) -> WaitForStep:
+        """Run a step that found no memory in halves; nothing of it has been sampled."""
+        self._decoded = None
+        self._readback.settle()  # the halves take the buffers of steps that have not been read
+        result = self._smaller.run(plan, sequences, error)
+        return lambda: result
+
     def _launch(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> WaitForStep:
         rows = plan.chunks.rows
-        if plan.transfers:
-            self._store.transfer(plan.transfers)
         if not len(rows):  # beams coming back compute their next tokens together, once all are here
             result = StepResult([], [], {})
             return lambda: result
@@ -330,8 +345,8 @@ class DeviceRunner:
         )
         if self._device.type != "cuda":
             self._host_chunks = tuple(prompts.chunks)
-        self._rows.has_newest[chunks.rows] = chunks.draws
         logits_SV = self._graphs.run(size)
+        self._rows.has_newest[chunks.rows] = chunks.draws
         ids_S = self._scratch.ids_S[: int(where[-1]) + 1 if len(where) else 0]
         asked = self._asked(logits_SV, chunks.rows[sampling], where)
         pending = self._readback.take(plan.step, ids_S, len(chunks), asked)
@@ -408,8 +423,8 @@ class DeviceRunner:
         places, last_rows = needed_tokens(plan, sequences, prompts.last_places)
         hidden_CD = self._hidden_of(prompts, chunks.rows, places)
         if self._needs_host(plan, sequences):
-            self._rows.sampled_on_host(chunks.rows)
             result = self._sampler.sample(plan, sequences, last_rows, hidden_CD)
+            self._rows.sampled_on_host(chunks.rows)
             return lambda: result
 
         prompts_asked = [
@@ -417,7 +432,8 @@ class DeviceRunner:
             for each in self._sampler.prompt_tables(plan, sequences, last_rows, hidden_CD)
         ]
         drawn = chunks.draws.nonzero()[0]
-        self._rows.has_newest[chunks.rows] = chunks.draws
+        if not len(drawn):
+            self._rows.has_newest[chunks.rows] = False
         if not len(drawn) and not prompts_asked:  # the middle of a prompt: there is nothing to wait for
             nothing = StepResult([()] * len(chunks), [()] * len(chunks), {})
             return lambda: nothing
@@ -430,6 +446,7 @@ class DeviceRunner:
             hidden_SD = hidden_CD[last_S] if places is None else hidden_CD
             logits_SV = self._model.logits(hidden_SD)
             ids_S = self._sample_rows(logits_SV, rows_S, positions_S)
+            self._rows.has_newest[chunks.rows] = chunks.draws
             asked = self._asked(logits_SV, chunks.rows[drawn], None)
         pending = self._readback.take(plan.step, ids_S, len(chunks), asked)
         return pending.scatter(

@@ -128,13 +128,15 @@ def advance_rows_reference(
     """The specification of `advance_rows`."""
     is_real_S = rows_S >= 0
     real, ids = rows_S[is_real_S].long(), ids_S[is_real_S]
-    last_token_R[real] = ids.clamp(min=0).to(last_token_R.dtype)
-    position_R[real] = positions_S[is_real_S].to(position_R.dtype)
+    tokens = ids.clamp(min=0).to(last_token_R.dtype)
+    positions = positions_S[is_real_S].to(position_R.dtype)
     if counted is not None:
         is_counted = (counted.lines_RF[real, SampleLine._fields.index("has_uses")] > 0) & (ids >= 0)
         place = real[is_counted], ids[is_counted]
         uses = counted.uses_RV[place]
         counted.uses_RV[place] = uses + ((uses & MAX_COUNT) < MAX_COUNT).to(uses.dtype)
+    last_token_R[real] = tokens  # when all there is to allocate has been: all are written, or none
+    position_R[real] = positions
 
 
 @jit
