@@ -2,6 +2,7 @@
 
 InferError
 ├── ConfigError             the operator asked for something impossible      -> exit code 2
+│   └── NoRoom              weights and steps leave no memory for a KV cache
 ├── CheckpointError         the files on disk are not what is expected       -> exit code 2
 │   └── ModelSourceError    the model could not be found or fetched          -> exit code 2
 ├── RequestError            the client asked for something impossible        -> HTTP 400 or 422
@@ -39,6 +40,10 @@ class InferError(Exception):
 
 class ConfigError(InferError):
     """The operator asked for something impossible."""
+
+
+class NoRoom(ConfigError):
+    """Weights and steps leave no memory for a KV cache."""
 
 
 class CheckpointError(InferError):

@@ -1,8 +1,8 @@
 """Memory that runs out in the middle of a step: for every allocation that can fail, no token differs.
 
 The allocator of a GPU is played by a dispatch mode: each operation that makes a tensor of its own counts, and
-so does a copy with gaps, which is gathered on the way to another device. The runner of a GPU runs on the CPU
-over the kernels' references.
+so does a copy with gaps from one memory to another, which is gathered on the way. The runner of a GPU runs on
+the CPU over the kernels' references.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class FailingAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         allocates = any(value.alias_info is None for value in func._schema.returns)
         if func._schema.name == "aten::copy_":
-            allocates = not (args[0].is_contiguous() and args[1].is_contiguous())
+            is_within = args[0].untyped_storage().data_ptr() == args[1].untyped_storage().data_ptr()
+            allocates = not (is_within or args[0].is_contiguous() and args[1].is_contiguous())
         if allocates:
             self.count += 1
             if self._fails(self.count):

@@ -25,7 +25,6 @@ ALLOWED = {
     "bench/target.py": 4,
     "cache/kv_store.py": 2,
     "engine/build.py": 2,
-    "engine/cache_fit.py": 1,
     "engine/machine.py": 4,
     "engine/preemption_cost.py": 1,
     "execution/cpu_step.py": 1,

@@ -126,7 +126,7 @@ def bench_memory(target: Target, *, seed: int, tell: Tell) -> Report:
                 layer_sizes(config),
                 max_seq_len=loaded.max_seq_len,
                 bytes_per_element=loaded.dtype.itemsize,
-            )
+            ).activations
         ),
         "graph_bytes": 0.0,
         "process_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),

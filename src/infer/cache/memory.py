@@ -2,12 +2,14 @@
 
     weights        every parameter once, in the chosen number format, and the tables computed from them
     activations    the largest step: its hidden states, its widest layer, its logits
+    graphs         on a GPU the same of the largest step that is captured, and the runner's own buffers
     KV cache       2 * layers * kv heads * head size * bytes, for every token of every block
     workspace      attention gathers the keys and values of one layer at a time: a share of the KV cache
 
 `infer plan` prints this; start-up uses the same figures to size the cache and to say what does not fit.
 Nothing here is measured: it is arithmetic on sizes, so a plan for another machine is as good as one
-for this.
+for this. On a GPU, start-up puts what its largest step took in place of what was computed here
+(engine/rehearsal.py).
 """
 
 from __future__ import annotations
@@ -16,14 +18,66 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from infer.config.knobs import parse_bytes
 from infer.config.resolve import ResolvedScheduler
 from infer.config.settings import CacheConfig
-from infer.errors import ConfigError
+from infer.errors import ConfigError, NoRoom
 
 ALLOCATOR_FACTOR = 2  # what a layer really takes: matrix libraries and allocators need room of their own
 FLOAT32_BYTES = 4
+GRAPH_FACTOR = 1.25  # what a pool of captured steps takes, for the largest of them
+SPLITS_PER_ROW = 16  # of a row that decodes: parts of its attention that are added up
+GPU_RUNTIME_BYTES = (
+    800 << 20
+)  # CUDA's context, libraries and graph nodes; 693 MiB before any graph on an H200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """The memory of a device now: what there is, what of it is free, what this process has and may have."""
+
+    total: int
+    free: int
+    held: int  # by this process, its runtime included
+    limit: int | None = None  # of what this process may hold; None: what is free
+
+    @property
+    def others(self) -> int:
+        """What other processes hold."""
+        return max(self.total - self.free - self.held, 0)
+
+    @property
+    def room(self) -> int:
+        """What this process may still take; below 0: it has more than it may."""
+        return self.free if self.limit is None else min(self.free, self.limit - self.held)
+
+    def describe(self, room: int) -> str:
+        """Say how much is left when `room` is, and why it is not more."""
+        if self.limit is not None and self.limit - self.held < self.free:
+            return f"{format_bytes(room)} of the {format_bytes(self.limit)} of device_memory are left"
+        others = f" beside {format_bytes(self.others)} of other processes" if self.limit is not None else ""
+        return f"{format_bytes(room)} are free{others}"
+
+
+class StepBytes(NamedTuple):
+    """What the steps of an engine take beside weights and KV cache."""
+
+    layers: int  # of the step with the most tokens, while its layers are computed
+    logits: int  # of the step with the most rows, while they are sampled
+    graphs: int = 0  # kept by the steps that are captured, all together
+    buffers: int = 0  # of the runner, as long as it lives
+
+    @property
+    def activations(self) -> int:
+        """The most that a step takes at any time."""
+        return max(self.layers, self.logits)
+
+    @property
+    def total(self) -> int:
+        """All that must be left beside the KV cache."""
+        return self.activations + self.graphs + self.buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +117,21 @@ class LayerSizes:
     vocab_size: int
 
 
-def activation_bytes(sizes: LayerSizes, *, num_tokens: int, num_rows: int, bytes_per_element: int) -> int:
-    """Bytes of a step of `num_tokens` of which `num_rows` sample; layers come one after the other.
+def layer_bytes(sizes: LayerSizes, *, num_tokens: int, bytes_per_element: int) -> int:
+    """Bytes that live at the same time while `num_tokens` are computed, layer after layer.
 
-    Live at the same time, per token: four vectors of the hidden size (a block's input and output, the
-    residual stream before and after) and either the MLP's gate, up, activated gate and product, or
-    attention's q, k, v, the turned q and k and the result. After the last layer, per row that samples:
-    its logits in the model's format, and in float32 the scaled logits, their noise and the sum.
+    Per token: four vectors of the hidden size (a block's input and output, the residual stream before and
+    after) and either the MLP's gate, up, activated gate and product, or attention's q, k, v, the turned q and
+    k and the result.
     """
     q_size, kv_size = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     widest = max(4 * sizes.intermediate_size, 3 * q_size + 3 * kv_size)
-    layer = num_tokens * (4 * sizes.hidden_size + widest) * bytes_per_element
-    logits = num_rows * sizes.vocab_size * (bytes_per_element + 3 * FLOAT32_BYTES)
-    return max(ALLOCATOR_FACTOR * layer, logits)
+    return num_tokens * (4 * sizes.hidden_size + widest) * bytes_per_element
+
+
+def logit_bytes(sizes: LayerSizes, *, num_rows: int, bytes_per_element: int) -> int:
+    """Bytes of sampling `num_rows`: logits as the model has them; in float32 scaled ones, noise, the sum."""
+    return num_rows * sizes.vocab_size * (bytes_per_element + 3 * FLOAT32_BYTES)
 
 
 def workspace_share(num_layers: int, *, gathers: bool = True) -> float:
@@ -87,49 +143,67 @@ def workspace_share(num_layers: int, *, gathers: bool = True) -> float:
 
 
 def step_bytes(
-    scheduler: ResolvedScheduler, sizes: LayerSizes, *, max_seq_len: int, bytes_per_element: int
-) -> int:
-    """Bytes of activations of the largest step this scheduler may plan."""
-    return activation_bytes(
-        sizes,
-        num_tokens=min(scheduler.max_num_batched_tokens, scheduler.max_batch_size * max_seq_len),
-        num_rows=scheduler.max_batch_size,
-        bytes_per_element=bytes_per_element,
+    scheduler: ResolvedScheduler,
+    sizes: LayerSizes,
+    *,
+    max_seq_len: int,
+    bytes_per_element: int,
+    graph_tokens: int | None = None,
+) -> StepBytes:
+    """What the steps that this scheduler may plan take; `graph_tokens` of prompts are captured at most.
+
+    None: nothing is captured, and no state is kept on the device.
+    """
+    num_rows, each = scheduler.max_batch_size, bytes_per_element
+    num_tokens = min(scheduler.max_num_batched_tokens, num_rows * max_seq_len)
+    layers = ALLOCATOR_FACTOR * layer_bytes(sizes, num_tokens=num_tokens, bytes_per_element=each)
+    logits = logit_bytes(sizes, num_rows=num_rows, bytes_per_element=each)
+    if graph_tokens is None:
+        return StepBytes(layers, logits)
+    captured = layer_bytes(sizes, num_tokens=num_rows + graph_tokens, bytes_per_element=each)
+    return StepBytes(
+        layers,
+        logits,
+        graphs=int(GRAPH_FACTOR * max(captured, num_rows * sizes.vocab_size * each)),
+        buffers=SPLITS_PER_ROW * num_rows * sizes.num_heads * sizes.head_dim * FLOAT32_BYTES,
     )
 
 
 def fit_cache(
     cache: CacheConfig,
     scheduler: ResolvedScheduler,
-    sizes: LayerSizes,
+    step: StepBytes,
     *,
     max_seq_len: int,
-    bytes_per_element: int,
+    bytes_per_token: int,
     free_bytes: int,
     share: float,
-    gathers: bool = True,
+    workspace: float = 0.0,
+    left: str = "",
 ) -> CacheSize:
-    """Size the cache for what is free once the weights are there, beside a step's activations and workspace.
+    """Size the cache for what is free once the weights are there, beside what steps and attention need.
 
     A cache whose size was not given takes at most `share` of what is free; one that was asked for must fit.
+    `workspace` is what attention needs of the cache's size once more, `left` says why no more is free.
     """
     if free_bytes <= 0:
-        raise ConfigError(
+        raise NoRoom(
             f"the weights take {format_bytes(-free_bytes)} more than is free; 'infer plan' shows what fits"
         )
-    activations = step_bytes(scheduler, sizes, max_seq_len=max_seq_len, bytes_per_element=bytes_per_element)
-    room = int((free_bytes - activations) / (1 + workspace_share(sizes.num_layers, gathers=gathers)))
-    bytes_per_token = kv_bytes_per_token(
-        sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, bytes_per_element
-    )
+    room = int((free_bytes - step.total) / (1 + workspace))
+    left = left or f"{format_bytes(free_bytes)} are free"
     parts = (
-        f"{format_bytes(free_bytes)} are free once the weights are there, and a step's activations "
-        f"take up to {format_bytes(activations)}"
+        f"{left} once the weights are there, and a step's activations "
+        f"take up to {format_bytes(step.activations)}"
     )
+    if step.total > step.activations:
+        parts += f", graphs and buffers {format_bytes(step.total - step.activations)}"
     if room < cache.block_size * bytes_per_token:
-        raise ConfigError(
-            f"there is no room for a KV cache: {parts}; lower max_num_batched_tokens and max_batch_size, "
-            "or without chunked prefill max_seq_len; 'infer plan' shows what fits"
+        missing = format_bytes(cache.block_size * bytes_per_token - room)
+        raise NoRoom(
+            f"there is no room for a KV cache: {parts}; {missing} are missing for its first block: lower "
+            "max_num_batched_tokens and max_batch_size, or without chunked prefill max_seq_len; "
+            "'infer plan' shows what fits"
         )
     size = size_cache(
         cache,
@@ -212,6 +286,16 @@ def size_cache(
             + "; 'infer plan' shows what fits"
         )
     return CacheSize(num_blocks, block_size, bytes_per_token)
+
+
+def host_memory(root: Path = Path("/")) -> tuple[int, int]:
+    """Return the memory of the machine in all, and what of it this process has in use."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    try:
+        resident = int((root / "proc/self/statm").read_text(encoding="ascii").split()[1]) * page
+    except (OSError, ValueError, IndexError):
+        resident = 0
+    return page * os.sysconf("SC_PHYS_PAGES"), resident
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:

@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
     load = config.load
     try:
-        machine = find_machine(load.device, args.gpu_memory)
+        machine = find_machine(load.device, args.gpu_memory, config.cache.device_memory)
     except ConfigError as error:
         if "device" not in knobs:
             raise
@@ -127,9 +127,11 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
         "weight_format": plan.weight_format,
         "machine": plan.machine.kind,
         "memory": plan.machine.memory,
+        "other_processes": plan.machine.others,
         "runtime": plan.machine.runtime,
         "weights": plan.weights,
         "activations": plan.activations,
+        "graphs": plan.graphs,
         "workspace": plan.workspace,
         "kv_cache": plan.cache.num_bytes,
         "kv_bytes_per_token": plan.cache.bytes_per_token,
@@ -155,6 +157,7 @@ def to_text(plan: MemoryPlan, model: str | None) -> str:
     rows = [
         ("weights", plan.weights, f"{plan.num_parameters / 1e6:,.0f} M parameters in {plan.weight_format}"),
         ("activations", plan.activations, "of the largest step"),
+        *([("graphs", plan.graphs, "captured steps, and the buffers of all steps")] if plan.graphs else []),
         (
             "KV cache",
             cache.num_bytes,
@@ -167,7 +170,8 @@ def to_text(plan: MemoryPlan, model: str | None) -> str:
     if plan.machine.runtime:
         rows.append(("runtime", plan.machine.runtime, "of the GPU"))
     rows.append(("in all", plan.total, f"of {format_bytes(plan.machine.memory)}"))
-    lines = [f"{plan.model} on {where} with {format_bytes(plan.machine.memory)} free", ""]
+    held = f", other processes hold {format_bytes(plan.machine.others)}" if plan.machine.others else ""
+    lines = [f"{plan.model} on {where} with {format_bytes(plan.machine.memory)} for it{held}", ""]
     lines += [f"  {name:12}{format_bytes(size):>11}   {note}" for name, size, note in rows]
     if plan.host_cache:
         lines.append(f"  {'host memory':12}{format_bytes(plan.host_cache):>11}   for swapped sequences")

@@ -185,6 +185,19 @@ def parse_bytes(text: str, name: str = "a size") -> int:
     return int(size)
 
 
+def parse_memory(text: str, total: int, name: str) -> int:
+    """Return the bytes of a size such as 12GiB, or of a share of `total` such as 0.9."""
+    if re.fullmatch(r"\s*(0?\.\d+|1(\.0*)?)\s*", text) and float(text) > 0:
+        return int(float(text) * total)
+    try:
+        return parse_bytes(text, name)
+    except ConfigError:
+        raise ConfigError(
+            f"{name} must be a size such as 12GiB, or a share of the device's memory above 0 and at most 1 "
+            f"such as 0.9, got {text!r}"
+        ) from None
+
+
 def check_choice(section: Any, name: str) -> None:
     """Refuse a value that is not among the knob's choices."""
     choices = next(f for f in fields(section) if f.name == name).metadata["choices"]

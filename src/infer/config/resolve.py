@@ -126,7 +126,7 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> Resolv
         keeps_cache=cache.keeps_cache,
         use_prefix_caching=cache.caches_prefixes,
         attention_backend="invariant" if run.deterministic and on_gpu else backend,
-        gathers_kv=not (backend == "auto" and machine.has_c_attention),
+        gathers_kv=not on_gpu and not (backend == "auto" and machine.has_c_attention),
         uses_gpu_runner=on_gpu,
         use_cuda_graphs=on_gpu and run.use_cuda_graphs is not False,
         steps_ahead=steps_ahead,

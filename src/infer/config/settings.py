@@ -42,6 +42,7 @@ from infer.config.knobs import (
     own_names,
     parse_bytes,
     parse_knob,
+    parse_memory,
 )
 from infer.config.resolve import Machine, ModelFacts, ResolvedConfig, resolve
 from infer.errors import ConfigError
@@ -118,9 +119,16 @@ class CacheConfig:
     )
     kv_cache_share: float | None = knob(
         None,
-        "share of the memory that is free beside the weights that the KV cache may take, where neither "
-        f"num_blocks nor kv_cache_memory says how much; default: {CPU_SHARE}, on a GPU {GPU_SHARE}",
+        "share of the memory that is left beside weights and steps that the KV cache may take, where neither "
+        f"num_blocks nor kv_cache_memory says how much; default: {CPU_SHARE}, on a GPU all of it",
+    )
+    device_memory: str | None = knob(
+        None,
+        "memory of the device that the engine may take for weights, CUDA graphs, workspaces and KV cache "
+        "together: a size such as 12GiB, or a share of all there is such as 0.9; default: on a GPU "
+        f"{GPU_SHARE}, on a CPU no limit",
         aliases=("gpu_memory_utilization", "mem_fraction_static"),
+        is_size=True,
     )
     swap_blocks: int = knob(
         0,
@@ -153,6 +161,8 @@ class CacheConfig:
             raise ConfigError(f"swap_blocks must be an integer >= 0, got {self.swap_blocks!r}")
         if self.kv_cache_share is not None and not 0 < self.kv_cache_share <= 1:
             raise ConfigError(f"kv_cache_share must be above 0 and at most 1, got {self.kv_cache_share!r}")
+        if self.device_memory is not None:
+            parse_memory(self.device_memory, 1, "device_memory")
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory, "kv_cache_memory")
             if self.num_blocks is not None:

@@ -20,23 +20,26 @@ import torch
 from infer import __version__
 from infer.cache.kv_pool import KVCachePool
 from infer.cache.kv_store import KVStore
-from infer.cache.memory import CacheSize, format_bytes
+from infer.cache.memory import CacheSize, StepBytes, format_bytes
 from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
 from infer.config.resolve import ResolvedConfig
 from infer.config.settings import EngineConfig
-from infer.engine.cache_fit import fit_to_device
+from infer.engine.cache_fit import compute_step, fit_to_device, graph_tokens
+from infer.engine.device_memory import Arena, enforce_limit
 from infer.engine.engine import Engine
 from infer.engine.gc_freeze import freeze_with, freezing
 from infer.engine.itl_target import prompt_tokens_within
 from infer.engine.machine import facts_of, machine_of
 from infer.engine.observer import EngineObserver
 from infer.engine.preemption_cost import measure_cost, prefill_seconds
+from infer.engine.rehearsal import rehearse
 from infer.engine.run_manifest import RunFacts, fingerprint, shareable_knobs
 from infer.engine.start_line import describe_engine
 from infer.errors import ConfigError
 from infer.execution.embedding import embed_prompt
 from infer.execution.gpu.runner import DeviceRunner
 from infer.execution.model_runner import ModelRunner
+from infer.kernels.runtime.dispatch import is_gpu
 from infer.layers.bind import bind
 from infer.loader.load import LoadChoice, LoadedModel
 from infer.loader.quantization import PACKED
@@ -63,7 +66,9 @@ def build_engine(
     if steps_ahead is not None and config.steps_ahead:
         config = replace(config, steps_ahead=steps_ahead)
     wait_for_linears = bind(loaded.model, loaded.device, deterministic=config.deterministic)
-    size = fit_to_device(config, loaded)
+    step = _rehearse(config, loaded, wait_for_linears)
+    size = fit_to_device(config, loaded, step=step)
+    arena = None if step is None else Arena(step.activations, loaded.device)
     store = _make_store(config, loaded, size)
     pool = make_pool(settings, size)
     if cost is None and config.scheduler.preemption == "auto" and settings.cache.swap_blocks:
@@ -77,8 +82,9 @@ def build_engine(
         max_seq_len=config.max_seq_len,
     )
     runner = _make_runner(config, loaded, store, scheduler.state)
+    runner.arena = arena
     wait_for_linears()
-    is_gpu = loaded.device.type == "cuda"
+    on_gpu = is_gpu(loaded.device)
     target_ms, asked = settings.scheduler.itl_target_ms, settings.scheduler.prefill_tokens_while_decoding
     if target_ms is not None and asked is None:
         time_step: Callable[[int], float] = partial(prefill_seconds, loaded.model, loaded.device)
@@ -105,9 +111,9 @@ def build_engine(
         observer=observer,
         embedder=partial(embed_prompt, loaded.model, loaded.device),
         steps_ahead=config.steps_ahead,
-        prepare=freezing(runner.prepare) if is_gpu else runner.prepare,
+        prepare=freezing(runner.prepare) if on_gpu else runner.prepare,
     )
-    if is_gpu:  # on a CPU no step waits for the garbage collector, and tests build tiny models by the hundred
+    if on_gpu:  # on a CPU no step waits for the garbage collector, and tests build tiny models by the hundred
         freeze_with(engine)
     logger.info("%s", describe_engine(loaded.name, config, size))
     logger.debug("engine settings %s", " ".join(f'{name}="{why}"' for name, why in config.reasons.items()))
@@ -116,7 +122,7 @@ def build_engine(
 
 def resolve_for(settings: EngineConfig, loaded: LoadedModel | LoadChoice) -> ResolvedConfig:
     """Return the decisions for this model on its device; settings that cannot work there are refused."""
-    return settings.resolve(machine_of(loaded), facts_of(loaded))
+    return settings.resolve(machine_of(loaded, settings.cache.device_memory), facts_of(loaded))
 
 
 def make_pool(settings: EngineConfig, size: CacheSize, *, placement_seed: int | None = None) -> KVCachePool:
@@ -157,6 +163,34 @@ def _make_store(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize) ->
             f"memory could not be allocated ({str(error).splitlines()[0]}); ask for less with "
             "kv_cache_memory, num_blocks or swap_blocks"
         ) from error
+
+
+def _rehearse(
+    config: ResolvedConfig, loaded: LoadedModel, wait_for_linears: Callable[[], None]
+) -> StepBytes | None:
+    """Return what the largest step takes of a GPU, by running it; None: it is only computed."""
+    if not (config.uses_gpu_runner and is_gpu(loaded.device)):
+        return None
+    cache = config.settings.cache
+    enforce_limit(loaded.device, cache.device_memory)
+    if config.attention_backend == "flash":  # which cannot attend to padding
+        return compute_step(config, loaded)
+
+    def make_runner() -> DeviceRunner:
+        store = _make_store(config, loaded, CacheSize(1, cache.block_size, 0))
+        state = BatchState(2 * config.scheduler.max_batch_size, 1, block_size=cache.block_size)
+        runner = _make_runner(config, loaded, store, state)
+        assert isinstance(runner, DeviceRunner)
+        wait_for_linears()
+        return runner
+
+    return rehearse(
+        make_runner,
+        loaded.device,
+        config.scheduler,
+        compute_step(config, loaded),
+        graph_tokens(config, loaded.config),
+    )
 
 
 def _make_runner(

@@ -1,48 +1,83 @@
 """The size of the KV cache on this machine, from the memory that is free now.
 
 The arithmetic is that of `infer plan` (cache/memory.py). A start asks twice: before the weights are read,
-with their bytes taken off what is free, to refuse early; and once they are loaded.
+with their bytes taken off what is free, to refuse early; and once they are loaded, on a GPU with what the
+largest step was seen to take (rehearsal.py).
 """
 
 from __future__ import annotations
 
-import torch
-
 from infer.cache.memory import (
     CacheSize,
     LayerSizes,
+    StepBytes,
     check_host_blocks,
     fit_cache,
     free_host_bytes,
+    kv_bytes_per_token,
+    step_bytes,
+    workspace_share,
 )
-from infer.config.defaults import CPU_SHARE, GPU_SHARE
+from infer.config.defaults import CPU_SHARE
 from infer.config.resolve import ResolvedConfig
+from infer.engine.device_memory import look
+from infer.execution.gpu.graphs import most_tokens
+from infer.kernels.runtime.dispatch import is_gpu
 from infer.loader.load import LoadChoice, LoadedModel
 from infer.models.config import ModelConfig
 
 
 def fit_to_device(
-    config: ResolvedConfig, loaded: LoadedModel | LoadChoice, *, weight_bytes: int = 0
+    config: ResolvedConfig,
+    loaded: LoadedModel | LoadChoice,
+    *,
+    weight_bytes: int = 0,
+    step: StepBytes | None = None,
 ) -> CacheSize:
     """Return the size of the cache here and now; a cache that does not fit is refused.
 
-    `weight_bytes` are of weights that will be loaded: what is free now is free less these.
+    `weight_bytes` are of weights that will be loaded: what is free now is free less these. `step` is what
+    steps were measured to take; without it, it is computed.
     """
-    is_gpu = loaded.device.type == "cuda"
-    free_host = free_host_bytes() - (0 if is_gpu else weight_bytes)
-    cache = config.settings.cache
+    on_gpu = is_gpu(loaded.device)
+    free_host = free_host_bytes()
+    cache, model = config.settings.cache, loaded.config
+    memory = look(loaded.device, cache.device_memory, free_host=free_host)
+    free_bytes = memory.room - weight_bytes
     size = fit_cache(
         cache,
+        config.scheduler,
+        step or compute_step(config, loaded),
+        max_seq_len=config.max_seq_len,
+        bytes_per_token=kv_bytes_per_token(
+            model.num_layers, model.num_kv_heads, model.head_dim, loaded.dtype.itemsize
+        ),
+        free_bytes=free_bytes,
+        share=cache.kv_cache_share or (1.0 if on_gpu else CPU_SHARE),
+        workspace=workspace_share(model.num_layers, gathers=config.gathers_kv),
+        left=memory.describe(free_bytes),
+    )
+    free_host -= 0 if on_gpu else weight_bytes + size.num_bytes
+    check_host_blocks(cache.swap_blocks, size, free_host)
+    return size
+
+
+def compute_step(config: ResolvedConfig, loaded: LoadedModel | LoadChoice) -> StepBytes:
+    """Return what the largest steps take, by arithmetic."""
+    return step_bytes(
         config.scheduler,
         layer_sizes(loaded.config),
         max_seq_len=config.max_seq_len,
         bytes_per_element=loaded.dtype.itemsize,
-        free_bytes=torch.cuda.mem_get_info(loaded.device)[0] - weight_bytes if is_gpu else free_host,
-        share=cache.kv_cache_share or (GPU_SHARE if is_gpu else CPU_SHARE),
-        gathers=config.gathers_kv,
+        graph_tokens=graph_tokens(config, loaded.config),
     )
-    check_host_blocks(cache.swap_blocks, size, free_host if is_gpu else free_host - size.num_bytes)
-    return size
+
+
+def graph_tokens(config: ResolvedConfig, model: ModelConfig) -> int | None:
+    """Return how many tokens of prompts the largest captured step has; None: none is captured."""
+    if not config.use_cuda_graphs:
+        return None
+    return most_tokens(model, config.scheduler.max_num_batched_tokens)
 
 
 def layer_sizes(config: ModelConfig) -> LayerSizes:

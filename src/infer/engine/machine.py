@@ -5,16 +5,18 @@ from __future__ import annotations
 import torch
 
 from infer.config.resolve import Machine, ModelFacts
+from infer.engine.device_memory import device_limit
 from infer.execution.cpu_step import attention_gathers
 from infer.loader.load import LoadChoice, LoadedModel
 
 
-def machine_of(loaded: LoadedModel | LoadChoice) -> Machine:
-    """Return what the device of this model has."""
+def machine_of(loaded: LoadedModel | LoadChoice, device_memory: str | None = None) -> Machine:
+    """Return what the device of this model has, or of it what a `device_memory` lets an engine have."""
     device = loaded.device
     memory = None
     if device.type == "cuda" and torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(device).total_memory
+        memory = memory if device_memory is None else device_limit(device_memory, memory)
     return Machine(
         device=str(device),
         gpu_memory=memory,

@@ -45,6 +45,7 @@ class ModelRunner(SyncRunner):
         self._state = state
         self._sampler = HostSampler(model)
         self._smaller = SmallerSteps(self.run)
+        self.arena: object = None  # what holds the memory of its steps, if anything does
         self._use_reference = attention_backend == "naive"
         self._cpu: CpuSteps | None = None
         if attention_backend == "auto" and can_run(model, store) and (c := library()):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from infer.cache.memory import format_bytes, free_host_bytes
+from infer.engine.device_memory import look
 from infer.kernels.cpu.build import CBuildError, compiler_version, cpu_flags, find_compiler
 from infer.kernels.cpu.library import library, why_not
 from infer.loader.dtype import cpu_has_amx
@@ -48,6 +49,7 @@ def examine_machine() -> MachineReport:
         ("C kernels", f"{c.variant}, {c.path}" if c else f"none: {why_not()}"),
         ("weights", _weights(c is not None, num_gpus)),
         ("GPU", torch.cuda.get_device_name(0) if num_gpus else "none that PyTorch can use"),
+        *([("GPU memory", _gpu_memory())] if num_gpus else []),
         ("memory", f"{format_bytes(free_host_bytes())} available"),
         ("models", _cached_models()),
         ("PyTorch", f"{torch.__version__}, Python {platform.python_version()}"),
@@ -81,6 +83,16 @@ def _advice(
             "keeps its 4 bits; --quantization int4 rounds any other file to them, which costs accuracy"
         )
     return advice
+
+
+def _gpu_memory() -> str:
+    """What an engine would find on the first GPU, as `infer plan` counts it."""
+    found = look(torch.device("cuda", 0), None, free_host=0)
+    return (
+        f"{format_bytes(found.free)} of {format_bytes(found.total)} free, other processes hold "
+        f"{format_bytes(found.others)}, an engine takes up to {format_bytes(max(found.room, 0))} "
+        "(knob device_memory)"
+    )
 
 
 def _weights(has_kernels: bool, num_gpus: int) -> str:

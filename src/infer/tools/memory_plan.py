@@ -1,9 +1,9 @@
 """Will it fit? The memory of a model on a machine, from its config and headers alone.
 
-    memory = weights + activations of the largest step + KV cache (+ workspace) + what the runtime takes
+    memory = weights + activations of the largest step + graphs + KV cache (+ workspace) + runtime
 
-Weights, activations and bytes per token are arithmetic (cache/memory.py); what is left is the cache,
-and the cache divided by a context is how many sequences of that length run at once. The plan ends in
+Weights, activations and bytes per token are arithmetic (cache/memory.py); what `device_memory` leaves is the
+cache, and the cache divided by a context is how many sequences of that length run at once. The plan ends in
 flags: started with them, the engine has exactly the cache that was planned.
 
 The number of parameters is counted on a model built without memory (PyTorch's `meta` device), so it is
@@ -24,7 +24,10 @@ from pathlib import Path
 import torch
 
 from infer.cache.memory import (
+    GPU_RUNTIME_BYTES,
     CacheSize,
+    DeviceMemory,
+    StepBytes,
     check_host_blocks,
     fit_cache,
     free_host_bytes,
@@ -33,14 +36,24 @@ from infer.cache.memory import (
     workspace_share,
 )
 from infer.cache.memory import format_bytes as format_bytes
-from infer.config.defaults import CPU_SHARE, GPU_SHARE
+from infer.config.defaults import CPU_SHARE
 from infer.config.knobs import parse_bytes
-from infer.config.resolve import Machine, ModelFacts, ResolvedScheduler, resolve_scheduler, step_defaults
+from infer.config.resolve import (
+    GPU_BACKENDS,
+    Machine,
+    ModelFacts,
+    ResolvedScheduler,
+    resolve_scheduler,
+    step_defaults,
+)
 from infer.config.settings import EngineConfig
 from infer.engine.build import resolve_for
 from infer.engine.cache_fit import fit_to_device, layer_sizes
-from infer.errors import CheckpointError, ConfigError
+from infer.engine.device_memory import device_limit, look
+from infer.errors import CheckpointError, ConfigError, NoRoom
 from infer.execution.cpu_step import attention_gathers
+from infer.execution.gpu.graphs import most_tokens
+from infer.kernels.runtime.dispatch import is_gpu
 from infer.loader.dtype import DTYPES, stored_dtype
 from infer.loader.find.source import ModelSource, resolve_model
 from infer.loader.formats.hf_config import MAX_CONFIG_BYTES, GenerationDefaults, read_json
@@ -60,7 +73,7 @@ from infer.models.model import Model
 from infer.models.registry import find_family
 from infer.models.weight_map import find_target
 
-GPU_RUNTIME_BYTES = 700 << 20  # CUDA's context and libraries; 693 MiB measured on an H200 with PyTorch 2.11
+SEE_PLAN = "'infer plan' shows what fits"
 SMALL_STEP, SMALL_BATCH = 256, 8  # tokens and sequences of a step, tried when a larger one does not fit
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/\w[\w.-]*", re.ASCII)
 CONTEXTS = tuple(2**power for power in range(9, 21))
@@ -69,13 +82,14 @@ CONCURRENCIES = (1, 4, 16, 64, 256)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineMemory:
-    """How much memory there is, and what part of it a cache takes unless a size is given."""
+    """How much memory there is for an engine, and what part of it a cache takes unless a size is given."""
 
     kind: str  # "gpu" or "cpu"
-    memory: int
+    memory: int  # for this engine: what is free, or what `device_memory` leaves
     cache_share: float  # of what is left once the weights are there
-    runtime: int = 0
-    total: int | None = None  # of a GPU here, where `memory` is what is free of it
+    runtime: int = 0  # of `memory`, for what a GPU's runtime takes
+    total: int | None = None  # of a GPU for this engine, whatever is free of it
+    others: int = 0  # held by other processes
 
     @property
     def device(self) -> torch.device:
@@ -90,6 +104,24 @@ class MachineMemory:
         facts = ModelFacts(max_seq_len=max_seq_len, num_layer_weights=model.all_layer_weights)
         return resolve_scheduler(config, max_seq_len, step_defaults(machine, facts))
 
+    def keeps_state(self, config: EngineConfig) -> bool:
+        """Whether the state of a batch would live on the device, with kernels that read the cache in place."""
+        return self.kind == "gpu" and config.cache.attention_backend in ("auto", *GPU_BACKENDS)
+
+    def steps_of(
+        self, config: EngineConfig, model: ModelConfig, max_seq_len: int, bytes_per_element: int
+    ) -> StepBytes:
+        """Return what the steps of an engine take there, as its start would compute it."""
+        scheduler = self.scheduler_for(config, model, max_seq_len)
+        captures = self.keeps_state(config) and config.run.use_cuda_graphs is not False
+        return step_bytes(
+            scheduler,
+            layer_sizes(model),
+            max_seq_len=max_seq_len,
+            bytes_per_element=bytes_per_element,
+            graph_tokens=most_tokens(model, scheduler.max_num_batched_tokens) if captures else None,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
@@ -103,6 +135,7 @@ class MemoryPlan:
     machine: MachineMemory
     weights: int
     activations: int
+    graphs: int  # and buffers, of the runner of a GPU
     workspace: int
     host_cache: int  # for sequences preempted by swapping
     cache: CacheSize
@@ -115,7 +148,8 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """All of it, on the device."""
-        return self.weights + self.activations + self.cache.num_bytes + self.workspace + self.machine.runtime
+        steps = self.activations + self.graphs + self.workspace
+        return self.weights + steps + self.cache.num_bytes + self.machine.runtime
 
     @property
     def longest_sequence(self) -> int:
@@ -153,7 +187,12 @@ def check_settings(config: EngineConfig, choice: LoadChoice) -> None:
     resolved = resolve_for(config, choice)
     dtype = str(choice.dtype).removeprefix("torch.")
     weights = weight_bytes(choice.headers, stored_parameters(choice.headers), dtype, choice.weights)
-    fit_to_device(resolved, choice, weight_bytes=weights)
+    try:
+        fit_to_device(resolved, choice, weight_bytes=weights)
+    except NoRoom as error:
+        machine = machine_on(choice.device, config.cache.device_memory)
+        advice = _what_fits(config, choice.headers, machine, dtype)
+        raise ConfigError(f"{str(error).removesuffix('; ' + SEE_PLAN)}; {advice}") from None
 
 
 def plan_memory(
@@ -166,28 +205,28 @@ def plan_memory(
     num_parameters, num_table_bytes = count_parameters(headers)
     weight_format = plan_format(config, headers, machine)
     weights = weight_bytes(headers, num_parameters, dtype, weight_format) + num_table_bytes
-    sizes = layer_sizes(model_config)
-    activations = step_bytes(scheduler, sizes, max_seq_len=max_seq_len, bytes_per_element=bytes_each)
+    step = machine.steps_of(config, model_config, max_seq_len, bytes_each)
+    activations = step.activations
     bytes_per_token = kv_bytes_per_token(
         model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, bytes_each
     )
-    gathers = attention_gathers(
+    gathers = not machine.keeps_state(config) and attention_gathers(
         config.cache.attention_backend, machine.device, DTYPES[dtype], model_config.head_dim
     )
     share = workspace_share(model_config.num_layers, gathers=gathers)
     left = machine.memory - weights - machine.runtime
     parts = f"{format_bytes(weights)} of weights and {format_bytes(activations)} of activations"
-    if (left - activations) / (1 + share) < config.cache.block_size * bytes_per_token:
-        raise ConfigError(_too_small(config, headers, machine, dtype, parts))
+    if (left - step.total) / (1 + share) < config.cache.block_size * bytes_per_token:
+        raise ConfigError(_too_small(config, headers, machine, dtype, parts, step))
     cache = fit_cache(
         config.cache,
         scheduler,
-        sizes,
+        step,
         max_seq_len=max_seq_len,
-        bytes_per_element=bytes_each,
+        bytes_per_token=bytes_per_token,
         free_bytes=left,
         share=config.cache.kv_cache_share or machine.cache_share,
-        gathers=gathers,
+        workspace=share,
     )
     if machine.kind == "cpu":
         check_host_blocks(config.cache.swap_blocks, cache, left - activations - cache.num_bytes)
@@ -200,6 +239,7 @@ def plan_memory(
         machine=machine,
         weights=weights,
         activations=activations,
+        graphs=step.total - activations,
         workspace=int(cache.num_bytes * share),
         host_cache=config.cache.swap_blocks * cache.block_size * bytes_per_token,
         cache=cache,
@@ -219,32 +259,43 @@ def plan_memory(
 
 
 def _too_small(
-    config: EngineConfig, headers: ModelHeaders, machine: MachineMemory, dtype: str, parts: str
+    config: EngineConfig,
+    headers: ModelHeaders,
+    machine: MachineMemory,
+    dtype: str,
+    parts: str,
+    step: StepBytes,
 ) -> str:
     """What does not fit, and the first change that would make it fit, or how far the last one is from it."""
-    model, runtime = headers.config, machine.runtime
+    graphs, runtime = step.total - step.activations, machine.runtime
+    return (
+        f"{headers.source.name} in {dtype} needs {parts}"
+        + (f", graphs and buffers {format_bytes(graphs)}" if graphs else "")
+        + (f", and the GPU's runtime {format_bytes(runtime)}" if runtime else "")
+        + f", but there are {format_bytes(machine.memory)}"
+        + (f" beside {format_bytes(machine.others)} of other processes" if machine.others else "")
+        + f"; {_what_fits(config, headers, machine, dtype)}"
+    )
+
+
+def _what_fits(config: EngineConfig, headers: ModelHeaders, machine: MachineMemory, dtype: str) -> str:
+    """The first change of knobs with which the model fits, or how far the last one is from it."""
+    model = headers.config
     max_seq_len = check_length(config.load.max_seq_len, model)
     num_parameters, num_table_bytes = count_parameters(headers)
     advice = "give more memory"
     for name, settings, changed in _smaller(config, dtype):
         bytes_each = DTYPES[name].itemsize
-        scheduler = machine.scheduler_for(settings, model, max_seq_len)
-        step = step_bytes(
-            scheduler, layer_sizes(model), max_seq_len=max_seq_len, bytes_per_element=bytes_each
-        )
+        step = machine.steps_of(settings, model, max_seq_len, bytes_each)
         token = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, bytes_each)
         weight_format = plan_format(settings, headers, machine) if name == dtype else name
         weights = weight_bytes(headers, num_parameters, name, weight_format) + num_table_bytes
-        needed = weights + step + 2 * config.cache.block_size * token + runtime
+        needed = weights + step.total + 2 * config.cache.block_size * token + machine.runtime
         if needed <= machine.memory:
-            advice = f"what would fit: {changed}"
-            break
-        advice = f"with {changed} it needs {format_bytes(needed)}"
-    return (
-        f"{headers.source.name} in {dtype} needs {parts}"
-        + (f", and the GPU's runtime {format_bytes(runtime)}" if runtime else "")
-        + f", but there are {format_bytes(machine.memory)}; {advice}"
-    )
+            return f"what would fit: {changed}"
+        missing = format_bytes(needed - machine.memory)
+        advice = f"with {changed} it needs {format_bytes(needed)}, {missing} more than there are"
+    return advice
 
 
 def _smaller(config: EngineConfig, dtype: str) -> list[tuple[str, EngineConfig, str]]:
@@ -335,16 +386,34 @@ def _headers_of_config(path: Path, name: str) -> ModelHeaders:
     )
 
 
-def find_machine(device: str, gpu_memory: str | None) -> MachineMemory:
-    """A GPU of the given memory, or the device that would be used here with what is free on it."""
+def find_machine(device: str, gpu_memory: str | None, device_memory: str | None = None) -> MachineMemory:
+    """A GPU of the given memory, or the device that would be used here with what is free on it.
+
+    An engine gets as much of either as `device_memory` lets it have.
+    """
     if gpu_memory is not None:
-        memory = parse_bytes(gpu_memory, "gpu_memory")
-        return MachineMemory(kind="gpu", memory=memory, cache_share=GPU_SHARE, runtime=GPU_RUNTIME_BYTES)
-    chosen = choose_device(device)
-    if chosen.type == "cuda":
-        free, total = torch.cuda.mem_get_info(chosen)  # the runtime has taken its part already
-        return MachineMemory(kind="gpu", memory=free, cache_share=GPU_SHARE, total=total)
-    return MachineMemory(kind="cpu", memory=free_host_bytes(), cache_share=CPU_SHARE)
+        total = parse_bytes(gpu_memory, "gpu_memory")
+        limit = device_limit(device_memory, total)
+        return MachineMemory(
+            kind="gpu",
+            memory=limit,
+            cache_share=1.0,
+            runtime=GPU_RUNTIME_BYTES,
+            total=total if device_memory is None else limit,
+        )
+    return machine_on(choose_device(device), device_memory)
+
+
+def machine_on(device: torch.device, device_memory: str | None) -> MachineMemory:
+    """What an engine would find on a device of this machine now."""
+    found: DeviceMemory = look(device, device_memory, free_host=free_host_bytes())
+    if not is_gpu(device):
+        return MachineMemory(kind="cpu", memory=found.room, cache_share=CPU_SHARE)
+    # of the runtime, this process has the part that it needs to ask: `held` counts all of it
+    total = found.total if device_memory is None else device_limit(device_memory, found.total)
+    return MachineMemory(
+        kind="gpu", memory=max(found.room, 0), cache_share=1.0, total=total, others=found.others
+    )
 
 
 def plan_dtype(config: EngineConfig, headers: ModelHeaders, machine: MachineMemory) -> str:
@@ -369,8 +438,8 @@ def plan_format(config: EngineConfig, headers: ModelHeaders, machine: MachineMem
 def _format_on(device: torch.device, config: EngineConfig, headers: ModelHeaders) -> WeightFormat:
     matrices = stored_matrices(headers.tensors, headers.family.weight_map)
     load = config.load
-    is_gpu = device.type == "cuda"  # which need not be here, and is taken to know bfloat16
-    dtype = "bfloat16" if load.dtype == "auto" and is_gpu else load.dtype
+    # a GPU need not be here, and is taken to know bfloat16
+    dtype = "bfloat16" if load.dtype == "auto" and is_gpu(device) else load.dtype
     return choose_format(load.quantization, dtype, device, _stored(headers), matrices)
 
 

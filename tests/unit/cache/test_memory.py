@@ -9,19 +9,21 @@ import pytest
 
 from infer.cache.memory import (
     CacheSize,
+    DeviceMemory,
     LayerSizes,
-    activation_bytes,
+    StepBytes,
     check_host_blocks,
     fit_cache,
     format_bytes,
     free_host_bytes,
     kv_bytes_per_token,
     size_cache,
+    step_bytes,
     workspace_share,
 )
 from infer.config.resolve import resolve_scheduler
 from infer.config.settings import CacheConfig, EngineConfig
-from infer.errors import ConfigError
+from infer.errors import ConfigError, NoRoom
 
 SIZES = LayerSizes(
     hidden_size=576,
@@ -32,6 +34,8 @@ SIZES = LayerSizes(
     head_dim=64,
     vocab_size=49152,
 )
+
+SCHEDULER = resolve_scheduler(EngineConfig.from_knobs(max_batch_size=8, max_num_batched_tokens=2048), 8192)
 
 
 def size(cache: CacheConfig, *, free_bytes: int = 0, max_seq_len: int = 100) -> CacheSize:
@@ -96,9 +100,13 @@ def test_a_cache_that_was_asked_for_names_the_knob_that_asked(knobs: dict[str, A
 def test_activations_grow_with_the_step_or_with_the_rows_that_sample() -> None:
     """The first figure was measured: 125 MiB for 2048 tokens of SmolLM2-135M in float32."""
 
-    def mebibytes(sizes: LayerSizes = SIZES, **step: int) -> float:
-        given = {"num_tokens": 2048, "num_rows": 8, "bytes_per_element": 4} | step
-        return activation_bytes(sizes, **given) / 2**20
+    def mebibytes(
+        sizes: LayerSizes = SIZES, num_tokens: int = 2048, num_rows: int = 8, bytes_per_element: int = 4
+    ) -> float:
+        scheduler = replace(SCHEDULER, max_num_batched_tokens=num_tokens, max_batch_size=num_rows)
+        step = step_bytes(scheduler, sizes, max_seq_len=8192, bytes_per_element=bytes_per_element)
+        assert step.total == step.activations  # nothing is captured on a CPU
+        return step.activations / 2**20
 
     assert mebibytes() == pytest.approx(125, rel=0.1)
     assert mebibytes(num_tokens=1024) == mebibytes() / 2
@@ -123,21 +131,24 @@ def test_sizes_are_written_for_people() -> None:
     ]
 
 
+STEP = step_bytes(SCHEDULER, SIZES, max_seq_len=8192, bytes_per_element=4)
+
+
 def fit(free_bytes: int, *, gathers: bool = True, **knobs: Any) -> CacheSize:
     return fit_cache(
         CacheConfig(**knobs),
-        resolve_scheduler(EngineConfig.from_knobs(max_batch_size=8, max_num_batched_tokens=2048), 8192),
-        SIZES,
+        SCHEDULER,
+        STEP,
         max_seq_len=8192,
-        bytes_per_element=4,
+        bytes_per_token=46080,
         free_bytes=free_bytes,
         share=0.9,
-        gathers=gathers,
+        workspace=workspace_share(30, gathers=gathers),
     )
 
 
 def test_the_cache_leaves_room_for_a_step_and_its_workspace() -> None:
-    activations = activation_bytes(SIZES, num_tokens=2048, num_rows=8, bytes_per_element=4)
+    activations = STEP.activations
     size = fit(1 << 30)
     assert size.num_bytes * (1 + workspace_share(30)) + activations <= 1 << 30
     assert size.num_bytes > 0.75 * (1 << 30)
@@ -183,6 +194,50 @@ def test_more_memory_than_there_is_is_refused_with_how_much_there_is(asked: str,
 def test_no_room_at_all_is_said() -> None:
     assert refusal(100 << 20).startswith(
         "there is no room for a KV cache: 100.0 MiB are free once the weights"
+    )
+
+
+def test_captured_steps_and_buffers_are_counted_on_a_gpu() -> None:
+    step = step_bytes(SCHEDULER, SIZES, max_seq_len=8192, bytes_per_element=2, graph_tokens=512)
+    assert step.total == step.activations + step.graphs + step.buffers
+    per_token = (4 * 576 + 4 * 1536) * 2
+    assert step.graphs == int(1.25 * (8 + 512) * per_token)
+    assert step.buffers == 16 * 8 * 9 * 64 * 4
+    assert StepBytes(5, 7, 2, 1).activations == 7
+    less = fit_cache(
+        CacheConfig(), SCHEDULER, step, max_seq_len=8192, bytes_per_token=23040, free_bytes=1 << 28, share=1.0
+    )
+    assert less.num_bytes <= (1 << 28) - step.total < less.num_bytes + 16 * 23040
+
+
+def test_a_device_has_room_for_what_is_free_and_allowed() -> None:
+    memory = DeviceMemory(total=100 << 30, free=60 << 30, held=10 << 30, limit=90 << 30)
+    assert memory.others == 30 << 30
+    assert memory.room == 60 << 30
+    assert memory.describe(memory.room) == "60.0 GiB are free beside 30.0 GiB of other processes"
+    memory = replace(memory, limit=24 << 30)
+    assert memory.room == 14 << 30
+    assert memory.describe(memory.room - (4 << 30)) == "10.0 GiB of the 24.0 GiB of device_memory are left"
+    assert replace(memory, limit=None).describe(5 << 30) == "5.0 GiB are free"
+
+
+def test_a_refusal_names_the_limit_and_what_is_missing() -> None:
+    memory = DeviceMemory(total=100 << 30, free=60 << 30, held=10 << 30, limit=(10 << 30) + (100 << 20))
+    with pytest.raises(NoRoom) as caught:
+        fit_cache(
+            CacheConfig(),
+            SCHEDULER,
+            STEP,
+            max_seq_len=8192,
+            bytes_per_token=46080,
+            free_bytes=memory.room,
+            share=1.0,
+            left=memory.describe(memory.room),
+        )
+    assert str(caught.value).startswith(
+        "there is no room for a KV cache: 100.0 MiB of the 10.1 GiB of device_memory are left once the "
+        "weights are there, and a step's activations take up to 132.0 MiB; 32.7 MiB are missing for its "
+        "first block: "
     )
 
 

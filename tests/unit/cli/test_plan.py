@@ -81,7 +81,7 @@ def test_the_weights_are_those_that_loading_makes(infer: Infer, model: Path) -> 
 def test_every_family_can_be_planned(infer: Infer, family: str, tmp_path: Path) -> None:
     make_checkpoint(family, tmp_path / family)
     loaded = load_model(resolve_model(str(tmp_path / family)), dtype="float32", device="cpu").model
-    plan = planned(infer, tmp_path / family, "--gpu-memory", "100MiB")
+    plan = planned(infer, tmp_path / family, "--gpu-memory", "200MiB")
     assert plan["dtype"] == "float32"
     assert plan["num_parameters"] == sum(parameter.numel() for parameter in loaded.parameters())
 
@@ -93,8 +93,8 @@ def test_a_config_alone_is_enough(infer: Infer, shape: Path) -> None:
         assert plan["num_parameters"] == 8_030_261_248
         assert plan["dtype"] == "bfloat16"
         assert plan["kv_bytes_per_token"] == 128 << 10
-        assert plan["total"] <= 24 << 30
-        assert plan["num_cache_tokens"] > 40_000
+        assert plan["total"] <= plan["memory"] == int(0.9 * (24 << 30))
+        assert plan["num_cache_tokens"] > 30_000
         assert plan["stored_bytes"] == 0
     text = infer("plan", str(shape), "--gpu-memory", "24GiB").out
     assert "8,030 M parameters in bfloat16" in text
@@ -159,7 +159,7 @@ def test_a_gpu_that_is_not_here_can_be_planned_for_by_its_memory(infer: Infer, s
     "knobs",
     [
         ["--gpu-memory", "48MiB"],
-        ["--gpu-memory", "16MiB", "--block-size", "8", "--max-batch-size", "4", "--dtype", "float32"],
+        ["--gpu-memory", "24MiB", "--block-size", "8", "--max-batch-size", "4", "--dtype", "float32"],
         ["--gpu-memory", "48MiB", "--kv-cache-backend", "contiguous", "--max-seq-len", "50"],
         ["--gpu-memory", "48MiB", "--num-blocks", "11"],
         ["--gpu-memory", "48MiB", "--kv-cache-memory", "200KiB"],
@@ -245,7 +245,7 @@ def test_swapping_is_counted_as_host_memory(infer: Infer, model: Path) -> None:
     ("arguments", "message"),
     [
         (["--gpu-memory", "8GiB"], "with max_num_batched_tokens=256, max_batch_size=8 it needs 15."),
-        (["--gpu-memory", "15.4GiB"], "what would fit: max_num_batched_tokens=256, max_batch_size=8"),
+        (["--gpu-memory", "17.2GiB"], "what would fit: max_num_batched_tokens=256, max_batch_size=8"),
         (["--gpu-memory", "24GiB", "--dtype", "float32"], "what would fit: dtype=bfloat16"),
         (["--gpu-memory", "24GiB", "--max-seq-len", "100000"], "what would fit: max_seq_len="),
         (
@@ -269,7 +269,7 @@ def test_what_does_not_fit_says_what_would(
 
 def test_what_would_fit_does_fit(infer: Infer, shape: Path) -> None:
     small = ["--max-num-batched-tokens", "256", "--max-batch-size", "8"]
-    assert infer("plan", str(shape), "--gpu-memory", "15.4GiB", *small).code == 0
+    assert infer("plan", str(shape), "--gpu-memory", "17.2GiB", *small).code == 0
     outcome = infer("plan", str(shape), "--gpu-memory", "24GiB", "--max-seq-len", "100000")
     longest = outcome.err.strip().rpartition("max_seq_len=")[2]
     assert infer("plan", str(shape), "--gpu-memory", "24GiB", "--max-seq-len", longest).code == 0

@@ -74,7 +74,7 @@ SPELLINGS = [
     ("max_model_len", 128, "max_seq_len", 128),
     ("max_num_seqs", 7, "max_batch_size", 7),
     ("num_gpu_blocks", 7, "num_blocks", 7),
-    ("gpu_memory_utilization", 0.5, "kv_cache_share", 0.5),
+    ("gpu_memory_utilization", 0.5, "device_memory", "0.5"),
     ("chunked_prefill", False, "use_chunked_prefill", False),
     ("enable_chunked_prefill", False, "use_chunked_prefill", False),
     ("prefix_caching", False, "use_prefix_caching", False),

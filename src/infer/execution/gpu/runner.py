@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -42,6 +43,7 @@ from infer.kernels.attention.dense import Batch, DenseAttention
 from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks, tokens_per_tile
 from infer.kernels.elementwise.step_state import StepInputs, advance_rows, gather_step
 from infer.kernels.runtime.compile_ahead import compile_once, compiling_ahead
+from infer.kernels.runtime.dispatch import async_compile_mode
 from infer.kernels.sampling.sample_rows import SampleScratch, compile_sample_rows, sample_rows
 from infer.models.model import Model
 from infer.scheduling.batch_state import BatchState
@@ -105,6 +107,7 @@ class DeviceRunner:
         self.phases: dict[str, float] = {}  # seconds that `prepare` has taken, by what was prepared
         self._preparations = self._prepare()
         self._smaller = SmallerSteps(self.run)
+        self.arena: object = None  # what holds the memory of its steps, if anything does
         self._host_chunks: tuple[PrefillChunk, ...] = ()  # for the reference of prefill attention alone
         self._graphs = StepGraphs(
             self._launch_kernels,
@@ -181,7 +184,17 @@ class DeviceRunner:
         return sizes
 
     def _compile_ahead(self) -> None:
-        """Compile the kernels of all steps that are captured, many at a time.
+        """Compile the kernels of all steps that are captured, many at a time."""
+        with self._compiling():
+            for size in self._graphs.sizes:
+                self._inputs.blank()
+                self._launch_kernels(size)
+            for num_rows in self._graphs.decode_rows:
+                self._run_ragged_padding(_FEW_TOKENS, num_rows)
+
+    @contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """Let steps compile their kernels and not run.
 
         Two layers of each kind need what all do: the first and the last of a step are launched otherwise.
         """
@@ -193,11 +206,7 @@ class DeviceRunner:
         self._model.layers = nn.ModuleList(layers[number] for number in sorted(ends))
         try:
             with compiling_ahead(self._device):
-                for size in self._graphs.sizes:
-                    self._inputs.blank()
-                    self._launch_kernels(size)
-                for num_rows in self._graphs.decode_rows:
-                    self._run_ragged_padding(_FEW_TOKENS, num_rows)
+                yield
         finally:
             self._model.layers = layers
 
@@ -229,6 +238,26 @@ class DeviceRunner:
         tiles_W4 = torch.zeros((1, 4), dtype=torch.int32, device=self._device)
         tiles = PrefillChunks.from_arrays(tiles_W4, [PrefillChunk(0, 0, 0, 0)])
         self._forward(num_rows + num_tokens, rows_S, tiles, batches)
+
+    @torch.inference_mode()
+    def compute_padding(self) -> None:
+        """Compute the layers of the largest step there can be, all of it padding."""
+        num_rows = min(self._graphs.decode_rows[-1], self._max_tokens - 1)
+        if self._pads and async_compile_mode is not None:
+            with self._compiling():
+                self._run_ragged_padding(self._max_tokens - num_rows, num_rows)
+        self._run_ragged_padding(self._max_tokens - num_rows, num_rows)
+
+    @torch.inference_mode()
+    def sample_padding(self) -> None:
+        """Sample as many rows as a step can have, all of them padding."""
+        self._inputs.blank()
+        rows_S = self._inputs.rows_S
+        dtype = self._store.keys[0].dtype
+        hidden_SD = torch.zeros(
+            (len(rows_S), self._model.config.hidden_size), dtype=dtype, device=self._device
+        )
+        self._sample_rows(self._model.logits(hidden_SD), rows_S, torch.zeros_like(rows_S, dtype=torch.int64))
 
     def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
         """Launch a plan and wait for its result."""

@@ -1,0 +1,91 @@
+"""The memory of an engine's device as it is now, and the arena from which its steps are served.
+
+    total of the GPU
+    ├── other processes
+    └── this one, up to `device_memory`
+        ├── runtime      CUDA's context and libraries
+        ├── weights
+        ├── arena        one block, as large as the largest step needs; every step takes its tensors from it
+        ├── graphs       the pool of the captured steps, and the runner's buffers
+        └── KV cache     the rest
+
+**The arena** is a block that PyTorch's allocator holds and has free: it splits it for tensors of any size and
+joins the pieces again. It gives blocks back to the driver when an allocation fails elsewhere, but only those
+that are free from end to end, so a small tensor in the arena, the pin, keeps all of it. Steps of any size
+then find their memory whatever other processes do meanwhile. Tensors of up to 1 MiB come from blocks of
+2 MiB; a few of these are pinned in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from infer.cache.memory import GPU_RUNTIME_BYTES, DeviceMemory, host_memory
+from infer.config.defaults import GPU_SHARE
+from infer.config.knobs import parse_memory
+from infer.kernels.runtime.dispatch import is_gpu
+
+PIN_BYTES = 2 << 20  # above 1 MiB: what is smaller is not taken from large blocks
+SMALL_BLOCK = 2 << 20
+NUM_SMALL_BLOCKS = 8
+
+
+def look(device: torch.device, asked: str | None, *, free_host: int) -> DeviceMemory:
+    """Return what a device has now; `asked` is `device_memory`, `free_host` what a CPU has free."""
+    if not is_gpu(device):
+        total, resident = host_memory()
+        limit = None if asked is None else parse_memory(asked, total, "device_memory")
+        return DeviceMemory(total=total, free=free_host, held=resident, limit=limit)
+    free, total = torch.cuda.mem_get_info(device)
+    return DeviceMemory(
+        total=total,
+        free=free,
+        held=torch.cuda.memory_reserved(device) + GPU_RUNTIME_BYTES,
+        limit=device_limit(asked, total),
+    )
+
+
+def device_limit(asked: str | None, total: int) -> int:
+    """Return the bytes that an engine may take of a GPU."""
+    return min(parse_memory(str(GPU_SHARE) if asked is None else asked, total, "device_memory"), total)
+
+
+def enforce_limit(device: torch.device, asked: str | None) -> None:
+    """Let PyTorch's allocator refuse what would exceed a `device_memory` that was asked for."""
+    if asked is None:
+        return
+    total = torch.cuda.mem_get_info(device)[1]
+    share = (device_limit(asked, total) - GPU_RUNTIME_BYTES) / total
+    torch.cuda.set_per_process_memory_fraction(min(max(share, 0.0), 1.0), device)
+
+
+def peak_of(work: Callable[[], object], device: torch.device) -> int:
+    """Return the most bytes that tensors take at the same time while `work` runs, beside those before it."""
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    work()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+class Arena:
+    """Free memory of a GPU that stays with this process for as long as the arena lives."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes = num_bytes
+        torch.cuda.empty_cache()  # so that no block from elsewhere is taken for a part of it
+        block = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        first = block.data_ptr()
+        del block
+        taken: list[torch.Tensor] = []
+        while not taken or not first <= taken[-1].data_ptr() < first + num_bytes:  # else in a gap elsewhere
+            taken.append(torch.empty(PIN_BYTES, dtype=torch.uint8, device=device))
+        quarters = [
+            torch.empty(SMALL_BLOCK // 4, dtype=torch.uint8, device=device)
+            for _ in range(4 * NUM_SMALL_BLOCKS)
+        ]
+        blocks = {tensor.data_ptr() // SMALL_BLOCK: tensor for tensor in quarters}
+        self._pins = [taken[-1], *blocks.values()]

@@ -1,0 +1,59 @@
+"""What the steps of an engine take of a GPU's memory, found out by running the largest one there can be.
+
+Before the KV cache takes the rest of the memory, a runner with hardly a cache computes the largest step that
+the settings allow: as many tokens as `max_num_batched_tokens`, then the logits of `max_batch_size` rows,
+which are sampled. All of it is padding, so nothing is written. The peaks of both parts, a little more for the
+gaps that tensors of other sizes leave, are the arena of all later steps (device_memory.py). The step also
+compiles the kernels that the first prompts need.
+
+Captured steps have a pool of their own. The largest of them has fewer tokens than the largest step, and its
+share of the tokens is its share of the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from infer.cache.memory import GRAPH_FACTOR, StepBytes, format_bytes
+from infer.config.resolve import ResolvedScheduler
+from infer.engine import device_memory
+from infer.errors import ConfigError
+from infer.execution.gpu.runner import DeviceRunner
+
+GAP_FACTOR = 1.25  # what an arena needs for tensors of all sizes, for each byte of the largest step
+
+
+def rehearse(
+    make_runner: Callable[[], DeviceRunner],
+    device: torch.device,
+    scheduler: ResolvedScheduler,
+    computed: StepBytes,
+    graph_tokens: int | None,
+) -> StepBytes:
+    """Return what steps take, as measured; `computed` is what it is compared with where the two meet."""
+    torch.cuda.empty_cache()
+    num_rows, num_tokens = scheduler.max_batch_size, scheduler.max_num_batched_tokens
+    try:
+        made: list[DeviceRunner] = []
+        buffers = device_memory.peak_of(lambda: made.append(make_runner()), device)
+        runner = made.pop()
+        layers = device_memory.peak_of(runner.compute_padding, device)
+        logits = device_memory.peak_of(runner.sample_padding, device)
+    except torch.OutOfMemoryError as error:
+        memory = device_memory.look(device, None, free_host=0)
+        raise ConfigError(
+            f"a step of max_num_batched_tokens={num_tokens} and max_batch_size={num_rows} does not fit "
+            f"beside the weights: {format_bytes(memory.free)} are free and {format_bytes(memory.others)} "
+            f"are held by other processes ({str(error).splitlines()[0]}); set max_num_batched_tokens="
+            f"{max(num_tokens // 4, 1)} and max_batch_size={max(num_rows // 4, 1)}, or raise device_memory"
+        ) from None
+    graphs = 0
+    if graph_tokens is not None:
+        share = min((num_rows + graph_tokens) / num_tokens, 1.0)
+        graphs = int(GRAPH_FACTOR * max(layers * share, logits))
+    # the host's sampler, for requests that need it, copies the logits more often than the device's
+    return StepBytes(
+        int(GAP_FACTOR * layers), int(GAP_FACTOR * max(logits, computed.logits)), graphs, buffers
+    )

@@ -1,0 +1,184 @@
+"""The memory of a GPU that is not there: what an engine may take, what it measures, what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from infer.cache.memory import GPU_RUNTIME_BYTES, StepBytes
+from infer.config.knobs import parse_memory
+from infer.config.settings import EngineConfig
+from infer.engine import build, cache_fit, device_memory, machine, rehearsal
+from infer.engine.build import build_engine
+from infer.errors import ConfigError
+from infer.execution.gpu.runner import DeviceRunner
+from infer.tools import memory_plan
+from infer.tools.doctor import _gpu_memory
+from tests.support.tiny import drain, tiny_model
+
+GIB = 1 << 30
+GPU = torch.device("cuda", 0)
+
+
+class FakeCuda:
+    """The figures of a GPU with 80 GiB, of which this process has reserved 10 and others hold some."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, others: int = 0, reserved: int = 10 * GIB) -> None:
+        self.total, self.others, self.reserved = 80 * GIB, others, reserved
+        self.fraction: float | None = None
+        for name in ("mem_get_info", "memory_reserved", "set_per_process_memory_fraction"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return self.total - self.others - self.reserved - GPU_RUNTIME_BYTES, self.total
+
+    def memory_reserved(self, device: Any = None) -> int:
+        return self.reserved
+
+    def set_per_process_memory_fraction(self, fraction: float, device: Any = None) -> None:
+        self.fraction = fraction
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit"),
+    [
+        (None, 72 * GIB),
+        ("0.5", 40 * GIB),
+        ("1", 80 * GIB),
+        ("1.0", 80 * GIB),
+        ("12GiB", 12 * GIB),
+        ("90GiB", 80 * GIB),
+    ],
+)
+def test_an_engine_may_take_a_size_or_a_share(
+    asked: str | None, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = FakeCuda(monkeypatch)
+    memory = device_memory.look(GPU, asked, free_host=0)
+    assert (memory.limit, memory.others) == (limit, 0)
+    assert memory.room == min(limit - 10 * GIB - GPU_RUNTIME_BYTES, memory.free)
+    device_memory.enforce_limit(GPU, asked)
+    if asked is None:
+        assert cuda.fraction is None, "without a limit that was asked for, PyTorch is given none"
+    else:
+        assert cuda.fraction == pytest.approx((limit - GPU_RUNTIME_BYTES) / cuda.total)
+
+
+def test_what_other_processes_hold_is_not_counted_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(monkeypatch, others=65 * GIB)
+    memory = device_memory.look(GPU, None, free_host=0)
+    assert memory.others == 65 * GIB
+    assert memory.room == memory.free == 5 * GIB - GPU_RUNTIME_BYTES
+    assert "other processes hold 65.0 GiB" in _gpu_memory()
+    found = memory_plan.machine_on(GPU, "60GiB")
+    assert (found.memory, found.others, found.total) == (memory.free, 65 * GIB, 60 * GIB)
+
+
+@pytest.mark.parametrize("text", ["0", "0.0", "1.5", "12", "-1", "much", "", "nan", "0GiB"])
+def test_what_is_neither_a_size_nor_a_share_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"device_memory must be a size such as 12GiB, or a share .* got"):
+        EngineConfig.from_knobs(device_memory=text)
+
+
+def test_a_share_may_be_written_as_a_number() -> None:
+    assert EngineConfig.from_knobs(device_memory=0.25).cache.device_memory == "0.25"
+    assert EngineConfig.from_knobs(gpu_memory_utilization=0.9).cache.device_memory == "0.9"
+    assert EngineConfig.from_knobs(mem_fraction_static=".8").cache.device_memory == ".8"
+    assert parse_memory(".5", 100, "device_memory") == 50
+
+
+def test_a_cpu_has_a_limit_only_if_one_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_memory, "host_memory", lambda: (100 * GIB, 2 * GIB))
+    cpu = torch.device("cpu")
+    assert device_memory.look(cpu, None, free_host=50 * GIB).room == 50 * GIB
+    assert device_memory.look(cpu, "12GiB", free_host=50 * GIB).room == 10 * GIB
+    assert device_memory.look(cpu, "0.9", free_host=50 * GIB).room == 50 * GIB
+
+
+class FakeArena:
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes = num_bytes
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The build of an engine for a GPU, on the CPU; what it measures is given, and told in order."""
+    told: list[str] = []
+
+    def peak_of(work: Callable[[], object], device: torch.device) -> int:
+        work()
+        told.append("measured")
+        return {1: 30 << 20, 2: 400 << 20, 3: 100 << 20}[told.count("measured")]
+
+    monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
+    monkeypatch.setattr(build, "is_gpu", lambda device: True)
+    monkeypatch.setattr(build, "freeze_with", lambda engine: None)
+    monkeypatch.setattr(build, "enforce_limit", lambda device, asked: told.append(f"limit {asked}"))
+    monkeypatch.setattr(build, "Arena", FakeArena)
+    monkeypatch.setattr(rehearsal.device_memory, "peak_of", peak_of)
+    monkeypatch.setattr(device_memory, "host_memory", lambda: (80 * GIB, 0))
+    monkeypatch.setattr(cache_fit, "free_host_bytes", lambda: 80 * GIB)
+    return told
+
+
+def test_the_largest_step_runs_before_the_cache_takes_the_rest(
+    fake_gpu: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[StepBytes] = []
+    fit = build.fit_to_device
+
+    def spy(*given: Any, step: StepBytes, **more: Any) -> Any:
+        seen.append(step)
+        return fit(*given, step=step, **more)
+
+    monkeypatch.setattr(build, "fit_to_device", spy)
+    config = EngineConfig.from_knobs(max_num_batched_tokens=2048, max_batch_size=4, num_blocks=8)
+    engine = build_engine(config, tiny_model("llama"))
+    assert fake_gpu == ["limit None", "measured", "measured", "measured"]
+    [step] = seen
+    assert isinstance(engine._runner, DeviceRunner)
+    arena = engine._runner.arena
+    assert isinstance(arena, FakeArena)
+    assert arena.num_bytes == step.activations == step.layers == 500 << 20  # a quarter for gaps
+    assert (step.logits, step.buffers) == (125 << 20, 30 << 20)
+    share = (4 + 1024) / 2048  # the largest captured step has 1,024 tokens of prompts
+    assert step.graphs == int(1.25 * share * (400 << 20))
+
+
+def test_a_step_that_does_not_fit_is_refused_with_what_would(
+    fake_gpu: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: DeviceRunner) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
+
+    monkeypatch.setattr(DeviceRunner, "compute_padding", fail)
+    config = EngineConfig.from_knobs(max_num_batched_tokens=4096, max_batch_size=64, device_memory="9GiB")
+    with pytest.raises(ConfigError) as caught:
+        build_engine(config, tiny_model("llama"))
+    assert str(caught.value).startswith(
+        "a step of max_num_batched_tokens=4096 and max_batch_size=64 does not fit beside the weights: "
+    )
+    assert str(caught.value).endswith(
+        "(CUDA out of memory. Tried to allocate 2.00 GiB); set max_num_batched_tokens=1024 and "
+        "max_batch_size=16, or raise device_memory"
+    )
+
+
+def test_a_cache_fills_what_device_memory_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_memory, "host_memory", lambda: (80 * GIB, 1 * GIB))
+    monkeypatch.setattr(cache_fit, "free_host_bytes", lambda: 70 * GIB)
+
+    def num_blocks(**knobs: Any) -> int:
+        config = EngineConfig.from_knobs(max_num_batched_tokens=64, kv_cache_share=1.0, **knobs)
+        engine = build_engine(config, tiny_model("llama"))
+        drain(engine)
+        return engine.scheduler.pool.num_blocks
+
+    unlimited = num_blocks()
+    limited = num_blocks(device_memory=str(GIB + (1 << 20)))
+    assert limited < unlimited
+    with pytest.raises(ConfigError, match="there is no room for a KV cache: .* of device_memory are left"):
+        num_blocks(device_memory=str(GIB + (1 << 16)))
