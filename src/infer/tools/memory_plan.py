@@ -105,7 +105,7 @@ class MachineMemory:
         return resolve_scheduler(config, max_seq_len, step_defaults(machine, facts))
 
     def keeps_state(self, config: EngineConfig) -> bool:
-        """Whether the state of a batch would live on the device, with kernels that read the cache in place."""
+        """Whether the state of a batch would live on the device, and kernels read the cache in place."""
         return self.kind == "gpu" and config.cache.attention_backend in ("auto", *GPU_BACKENDS)
 
     def steps_of(

@@ -11,7 +11,7 @@ import torch
 from infer.cache.memory import GPU_RUNTIME_BYTES, StepBytes
 from infer.config.knobs import parse_memory
 from infer.config.settings import EngineConfig
-from infer.engine import build, cache_fit, device_memory, machine, rehearsal
+from infer.engine import build, cache_fit, device_memory, machine
 from infer.engine.build import build_engine
 from infer.errors import ConfigError
 from infer.execution.gpu.runner import DeviceRunner
@@ -118,7 +118,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(build, "freeze_with", lambda engine: None)
     monkeypatch.setattr(build, "enforce_limit", lambda device, asked: told.append(f"limit {asked}"))
     monkeypatch.setattr(build, "Arena", FakeArena)
-    monkeypatch.setattr(rehearsal.device_memory, "peak_of", peak_of)
+    monkeypatch.setattr(device_memory, "peak_of", peak_of)
     monkeypatch.setattr(device_memory, "host_memory", lambda: (80 * GIB, 0))
     monkeypatch.setattr(cache_fit, "free_host_bytes", lambda: 80 * GIB)
     return told
@@ -128,7 +128,7 @@ def test_the_largest_step_runs_before_the_cache_takes_the_rest(
     fake_gpu: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[StepBytes] = []
-    fit = build.fit_to_device
+    fit = cache_fit.fit_to_device
 
     def spy(*given: Any, step: StepBytes, **more: Any) -> Any:
         seen.append(step)
