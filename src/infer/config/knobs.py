@@ -69,10 +69,11 @@ class KnobRow:
         return (*self.aliases, *self.opposites, *self.formerly)
 
 
-def knob_rows(section: str, section_type: type) -> list[KnobRow]:
+@functools.cache
+def knob_rows(section: str, section_type: type) -> tuple[KnobRow, ...]:
     """Return one row for every field of a section, in their order."""
     hints = get_type_hints(section_type)
-    return [_row(section, knob_field, hints[knob_field.name]) for knob_field in fields(section_type)]
+    return tuple(_row(section, knob_field, hints[knob_field.name]) for knob_field in fields(section_type))
 
 
 def _row(section: str, knob_field: Field[Any], hint: Any) -> KnobRow:

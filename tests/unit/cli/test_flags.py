@@ -146,24 +146,24 @@ def test_a_wrong_flag_is_refused_with_its_reason(
     assert message in outcome.err
 
 
-def subcommands(parser: argparse.ArgumentParser, words: list[str]) -> Iterator[tuple[list[str], Any]]:
-    """Every parser below this one, with the words that lead to it."""
-    yield words, parser
+def subcommands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """This parser and every one below it."""
+    yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for name, below in action.choices.items():
-                yield from subcommands(below, [*words, name])
+            for below in action.choices.values():
+                yield from subcommands(below)
 
 
 def test_every_flag_that_takes_a_number_says_what_a_number_is(capsys: pytest.CaptureFixture[str]) -> None:
     num_checked = 0
-    for words, parser in subcommands(build_parser(), []):
+    for parser in subcommands(build_parser()):
         for action in parser._actions:
             if action.type in (None, Path, str) or not action.option_strings:
                 continue
             flag = action.option_strings[0]
             with pytest.raises(SystemExit):
-                build_parser().parse_args([*words, flag, "x"])
+                parser.parse_args([flag, "x"])
             told = capsys.readouterr().err.splitlines()[-1]
             assert re.search(rf"error: {flag} must be .+, for example [\d=.,-]+, got 'x'$", told), told
             num_checked += 1
