@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,17 +14,25 @@ import pytest
 from infer.kernels.attention.decode_cuda import Defines
 
 HERE = Path(__file__).parent
+BUILDS = HERE.parents[2] / ".pytest_cache" / "emulated"  # shared by the processes of a run, and by later runs
 # A multiplication and an addition stay two roundings, also on processors that always have one for both.
 FLAGS = ("-std=c++17", "-w", "-fPIC", "-ffp-contract=off")
 
 
 def compile_library(emulator: str, source: Path, defines: Defines, *flags: str) -> ctypes.CDLL:
-    """By the system's C++ compiler; its `emulate` is a launch."""
+    """By the system's C++ compiler, once for each text; its `emulate` is a launch."""
     compiler = find_compiler()
-    with tempfile.TemporaryDirectory() as scratch:
-        library = Path(scratch) / "emulated.so"
-        build_library(compiler, library, emulator, source, defines, *flags)
-        return ctypes.CDLL(str(library))
+    files = sorted([*HERE.glob("*.[ch]pp"), source, *source.parent.glob("*.cuh")])
+    spelled = repr((compiler, os.stat(compiler).st_mtime_ns, emulator, defines, FLAGS, flags))
+    key = hashlib.sha256(b"\0".join([spelled.encode(), *(file.read_bytes() for file in files)])).hexdigest()
+    library = BUILDS / f"{key}.so"
+    if not library.exists():
+        BUILDS.mkdir(parents=True, exist_ok=True)
+        made = library.with_suffix(f".{os.getpid()}.so")
+        build_library(compiler, made, emulator, source, defines, *flags)
+        made.with_suffix(".o").unlink()
+        made.replace(library)
+    return ctypes.CDLL(str(library))
 
 
 def find_compiler() -> str:
