@@ -29,7 +29,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.machine import facts
+from benchmarks.machine import facts, parse, write
 from infer.config.settings import EngineConfig
 from infer.engine import build, machine
 from infer.engine.engine import Engine
@@ -126,8 +126,7 @@ def main() -> None:
     parser.add_argument(
         "--profile", type=int, metavar="ROWS", help="attribute a step of so many rows instead"
     )
-    parser.add_argument("--out", type=Path, help="write the report to this JSON file")
-    args = parser.parse_args()
+    args = parse(parser)
     torch.set_num_threads(1)
     if args.profile is not None:
         profile(args.profile)
@@ -149,17 +148,15 @@ def main() -> None:
     print(f"slope {slope:.2f} us per row")
     for name, is_met in met.items():
         print(f"{'met ' if is_met else 'MISSED'} {name}")
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        report = {
-            "benchmark": "engine_cpu",
-            "machine": facts(),
-            "repeats": args.repeats,
-            "rows": rows,
-            "slope_us_per_row": slope,
-            "targets_met": met,
-        }
-        args.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    report = {
+        "benchmark": "engine_cpu",
+        "machine": facts(),
+        "repeats": args.repeats,
+        "rows": rows,
+        "slope_us_per_row": slope,
+        "targets_met": met,
+    }
+    write(report, args.out)
 
 
 if __name__ == "__main__":

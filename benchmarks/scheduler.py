@@ -16,12 +16,10 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import json
 import time
-from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import facts
+from benchmarks.machine import facts, parse, write
 from infer.cache.paged_pool import PagedKVCachePool
 from infer.config.defaults import SIMULATED_STEPS
 from infer.config.resolve import resolve_scheduler
@@ -112,8 +110,7 @@ def main() -> None:
     """Print the figures, and write them where `--out` says."""
     parser = argparse.ArgumentParser(description="microseconds per step of the scheduler, without a model")
     parser.add_argument("--repeats", type=int, default=40)
-    parser.add_argument("--out", type=Path, help="write the report to this JSON file")
-    args = parser.parse_args()
+    args = parse(parser)
     figures = measure_all(args.repeats)
     print(", ".join(facts().values()), f"block_size {BLOCK_SIZE}, best of {args.repeats}\n", sep=", ")
     for row in figures["rows"]:
@@ -125,10 +122,7 @@ def main() -> None:
         print(f"{name:<20} {us:>9.1f} us per step at 64 running, 100 waiting")
     for name, is_met in figures["targets_met"].items():
         print(f"{'met ' if is_met else 'MISSED'} {name}")
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        report = {"benchmark": "scheduler", "machine": facts(), "repeats": args.repeats, **figures}
-        args.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write({"benchmark": "scheduler", "machine": facts(), "repeats": args.repeats, **figures}, args.out)
 
 
 if __name__ == "__main__":
