@@ -101,7 +101,7 @@ def test_an_idle_server_sleeps(server: ServerProcess) -> None:
     pids = [server.process.pid, *server.children()]
     assert len(pids) >= 2, "the engine has a process of its own"
     before = sum(map(cpu_seconds, pids))
-    time.sleep(3)
+    time.sleep(3)  # what is measured are these seconds
     assert (sum(map(cpu_seconds, pids)) - before) / 3 < 0.02  # ticks are 10 ms: 1 % would be 3 of them
 
 

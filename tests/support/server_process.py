@@ -89,7 +89,7 @@ def is_alive(pid: int) -> bool:
     """Whether a process exists and is more than a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except OSError:
         return False
 
 

@@ -116,7 +116,7 @@ def test_workers_without_work_use_no_processor_time() -> None:
         workers = set(os.listdir("/proc/self/task")) - others
         assert len(workers) == 3
         Crew(library).run()
-        time.sleep(0.1)
+        time.sleep(0.1)  # workers look for work a little longer before they sleep
         before = processor_ticks(workers)
         time.sleep(0.5)  # three workers that went on looking would use up to two cores' worth of this
         assert processor_ticks(workers) - before < 10
