@@ -147,7 +147,7 @@ def test_a_wrong_flag_is_refused_with_its_reason(
 
 
 def subcommands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """This parser and every one below it."""
+    """Yield a parser and every one below it."""
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

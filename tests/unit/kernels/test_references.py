@@ -8,6 +8,7 @@ Derived from the code: a public function of kernels/ that asks whether Triton or
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,12 +24,13 @@ WITHOUT_REFERENCE = {
 }
 
 
-def functions(file: Path) -> Iterator[ast.FunctionDef]:
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.FunctionDef):
-            yield node
+@functools.cache
+def functions(file: Path) -> list[ast.FunctionDef]:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
 
 
+@functools.cache
 def calls(function: ast.FunctionDef) -> set[str]:
     found = (node.func for node in ast.walk(function) if isinstance(node, ast.Call))
     return {name.id for name in found if isinstance(name, ast.Name)}
