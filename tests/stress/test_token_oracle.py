@@ -10,6 +10,7 @@ wrong with a block, a copy or a position becomes a wrong token.
 
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter
 from typing import Any
@@ -257,11 +258,16 @@ def test_a_step_that_raises_ends_its_own_requests_only(number: int, fails_early:
     world.check_idle()
 
 
+NUM_LONG = int(os.environ.get("NUM_LONG_RUNS", "1"))  # of every row: a second and a half each; more by hand
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
-def test_thousands_of_requests_get_their_own_tokens(seed: int) -> None:
-    for number, row in enumerate(pairwise_rows()):
-        world = make_world(row | (SQUEEZED if seed % 2 else {}), placement_seed=seed)
+@rows
+def test_thousands_of_requests_get_their_own_tokens(number: int) -> None:
+    """Runs three times as long as those above, every second one squeezed, with blocks that lie elsewhere."""
+    for seed in range(number, number + NUM_LONG):
+        squeeze = SQUEEZED if seed % 2 else {}
+        world = make_world(pairwise_rows()[number] | squeeze, placement_seed=seed)
         Traffic(world, f"long {number} {seed}", num_requests=300).run()
         world.verify()
         world.check_idle()
