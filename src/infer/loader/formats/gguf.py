@@ -50,51 +50,24 @@ class GGMLType(IntEnum):
 
 
 _T = GGMLType
-# (numbers per block, bytes per block)
-BLOCK: dict[GGMLType, tuple[int, int]] = {
-    _T.F32: (1, 4),
-    _T.F16: (1, 2),
-    _T.BF16: (1, 2),
-    _T.F64: (1, 8),
-    _T.I8: (1, 1),
-    _T.I16: (1, 2),
-    _T.I32: (1, 4),
-    _T.I64: (1, 8),
-    _T.Q4_0: (32, 18),
-    _T.Q4_1: (32, 20),
-    _T.Q5_0: (32, 22),
-    _T.Q5_1: (32, 24),
-    _T.Q8_0: (32, 34),
-    _T.Q8_1: (32, 40),
-    _T.IQ4_NL: (32, 18),
-    _T.MXFP4: (32, 17),
-    _T.Q2_K: (256, 84),
-    _T.Q3_K: (256, 110),
-    _T.Q4_K: (256, 144),
-    _T.Q5_K: (256, 176),
-    _T.Q6_K: (256, 210),
-    _T.Q8_K: (256, 292),
-    _T.IQ2_XXS: (256, 66),
-    _T.IQ2_XS: (256, 74),
-    _T.IQ3_XXS: (256, 98),
-    _T.IQ1_S: (256, 50),
-    _T.IQ3_S: (256, 110),
-    _T.IQ2_S: (256, 82),
-    _T.IQ4_XS: (256, 136),
-    _T.IQ1_M: (256, 56),
-    _T.TQ1_0: (256, 54),
-    _T.TQ2_0: (256, 66),
-}
+_BLOCK_BYTES: dict[int, dict[GGMLType, int]] = {  # numbers per block -> bytes per block
+    1: {
+        _T.F64: 8, _T.F32: 4, _T.F16: 2, _T.BF16: 2, _T.I64: 8, _T.I32: 4, _T.I16: 2, _T.I8: 1,
+    },
+    32: {
+        _T.Q4_0: 18, _T.Q4_1: 20, _T.Q5_0: 22, _T.Q5_1: 24, _T.Q8_0: 34, _T.Q8_1: 40,
+        _T.IQ4_NL: 18, _T.MXFP4: 17,
+    },
+    256: {
+        _T.Q2_K: 84, _T.Q3_K: 110, _T.Q4_K: 144, _T.Q5_K: 176, _T.Q6_K: 210, _T.Q8_K: 292,
+        _T.IQ1_S: 50, _T.IQ1_M: 56, _T.IQ2_XXS: 66, _T.IQ2_XS: 74, _T.IQ2_S: 82, _T.IQ3_XXS: 98,
+        _T.IQ3_S: 110, _T.IQ4_XS: 136, _T.TQ1_0: 54, _T.TQ2_0: 66,
+    },
+}  # fmt: skip
+BLOCK = {kind: (numbers, size) for numbers, sizes in _BLOCK_BYTES.items() for kind, size in sizes.items()}
 
 # The types of metadata values: the number in the file -> a NumPy type.
-_NUMBERS = {
-    0: "<u1",
-    1: "<i1",
-    2: "<u2",
-    3: "<i2",
-    4: "<u4",
-    5: "<i4",
-    6: "<f4",
+_NUMBERS = dict(enumerate(("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4"))) | {
     10: "<u8",
     11: "<i8",
     12: "<f8",

@@ -32,6 +32,7 @@ Shapes:  B blocks; the other dimensions are written out as numbers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
@@ -44,6 +45,7 @@ from infer.quant.packed import QuantizedRows
 _CHUNK_WEIGHTS = 1 << 20  # 4 MiB of float32: a chunk stays in the CPU's cache between the passes over it
 _GROUP = 32  # what kernels/cpu multiplies with: so many numbers share a scale
 
+_T = TypeVar("_T")
 _Scaled = tuple[torch.Tensor, torch.Tensor]  # integers, scales
 _Shifted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # integers, scales, minima
 
@@ -233,38 +235,19 @@ def _tq2_0(blocks: torch.Tensor) -> _Scaled:
     return _minus(fields(blocks[:, :64], 2, 32), 1), half(blocks[:, 64:])
 
 
-_SCALED: dict[GGMLType, Callable[[torch.Tensor], _Scaled]] = {
-    GGMLType.Q4_0: _q4_0,
-    GGMLType.Q5_0: _q5_0,
-    GGMLType.Q8_0: _q8_0,
-    GGMLType.Q3_K: _q3_k,
-    GGMLType.Q6_K: _q6_k,
-    GGMLType.IQ1_S: gguf_grids.iq1_s,
-    GGMLType.IQ1_M: gguf_grids.iq1_m,
-    GGMLType.IQ2_XXS: gguf_grids.iq2_xxs,
-    GGMLType.IQ2_XS: gguf_grids.iq2_xs,
-    GGMLType.IQ2_S: gguf_grids.iq2_s,
-    GGMLType.IQ3_XXS: gguf_grids.iq3_xxs,
-    GGMLType.IQ3_S: gguf_grids.iq3_s,
-    GGMLType.IQ4_NL: _iq4_nl,
-    GGMLType.IQ4_XS: _iq4_xs,
-    GGMLType.MXFP4: _mxfp4,
-    GGMLType.TQ1_0: _tq1_0,
-    GGMLType.TQ2_0: _tq2_0,
-}
+def _by_type(*functions: Callable[[torch.Tensor], _T]) -> dict[GGMLType, Callable[[torch.Tensor], _T]]:
+    """Functions by the type each of them is named after."""
+    return {GGMLType[function.__name__.lstrip("_").upper()]: function for function in functions}
+
+
+_SCALED = _by_type(
+    *(_q4_0, _q5_0, _q8_0, _q3_k, _q6_k, _iq4_nl, _iq4_xs, _mxfp4, _tq1_0, _tq2_0),
+    *(gguf_grids.iq1_s, gguf_grids.iq1_m, gguf_grids.iq2_xxs, gguf_grids.iq2_xs, gguf_grids.iq2_s),
+    *(gguf_grids.iq3_xxs, gguf_grids.iq3_s),
+)
 _SHORT_GROUPS = {GGMLType.Q3_K, GGMLType.Q6_K, GGMLType.IQ1_M, GGMLType.IQ2_XS, GGMLType.IQ2_S}  # of 16
-_SHIFTED: dict[GGMLType, Callable[[torch.Tensor], _Shifted]] = {
-    GGMLType.Q4_1: _q4_1,
-    GGMLType.Q5_1: _q5_1,
-    GGMLType.Q2_K: _q2_k,
-    GGMLType.Q4_K: _q4_k,
-    GGMLType.Q5_K: _q5_k,
-}
+_SHIFTED = _by_type(_q4_1, _q5_1, _q2_k, _q4_k, _q5_k)
 # Integers of 4 bits or less, in groups of 32 and up: what int4 keeps.
 FOUR_BITS = {GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q4_K, GGMLType.TQ1_0, GGMLType.TQ2_0}
-_DENSE: dict[GGMLType, Callable[[torch.Tensor], torch.Tensor]] = {
-    GGMLType.F32: _f32,
-    GGMLType.F16: half,
-    GGMLType.BF16: _bf16,
-}
+_DENSE = _by_type(_f32, _bf16) | {GGMLType.F16: half}
 SUPPORTED = tuple(kind.name for kind in sorted({*_SCALED, *_SHIFTED, *_DENSE}))
