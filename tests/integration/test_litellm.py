@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +14,17 @@ from infer.sampling.params import SamplingParams
 from scripts.make_checkpoint import make_checkpoint
 from tests.support.live_server import LiveServer, serve_model
 
-os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else its import asks the network for prices
-litellm: Any = pytest.importorskip("litellm")
-
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:pydantic.*")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10)
 MESSAGES = [{"role": "user", "content": "Where is the river?"}]
 both_prefixes = pytest.mark.parametrize("prefix", ["openai", "hosted_vllm"])
+
+
+@functools.cache
+def litellm() -> Any:
+    """The library, imported by the first test that runs: each process that collects would take seconds."""
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else its import asks the network
+    return pytest.importorskip("litellm")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +36,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 
 def complete(live: LiveServer, prefix: str, **fields: Any) -> Any:
-    return litellm.completion(
+    return litellm().completion(
         model=f"{prefix}/{live.model}",
         api_base=live.base_url,
         api_key="any",
@@ -62,13 +67,13 @@ def test_a_stream_joins_to_the_offline_answer(live: LiveServer, prefix: str) -> 
 
 @both_prefixes
 def test_an_error_becomes_litellms_own_with_our_words(live: LiveServer, prefix: str) -> None:
-    with pytest.raises(litellm.exceptions.ContextWindowExceededError, match="set max_tokens <= ") as caught:
+    with pytest.raises(litellm().exceptions.ContextWindowExceededError, match="set max_tokens <= ") as caught:
         complete(live, prefix, max_tokens=10_000)
     assert "maximum context length is 256 tokens" in str(caught.value)
 
 
 def test_a_text_completion_continues_the_prompt(live: LiveServer) -> None:
-    answer = litellm.text_completion(
+    answer = litellm().text_completion(
         model=f"text-completion-openai/{live.model}",
         api_base=live.base_url,
         api_key="any",
