@@ -1,6 +1,6 @@
 """The contracts of the attention kernels under Triton's interpreter, in a process of their own.
 
-Run by `test_attention_decode.py` and `test_attention_prefill.py`, for the reason `interpreted.py` gives.
+Run by `tests/integration/test_interpreted_kernels.py`, which says why.
 By hand:  TRITON_INTERPRET=1 python -m pytest tests/unit/kernels/attention_interpreted.py
 """
 

@@ -1,7 +1,6 @@
-"""The kernel contract under Triton's interpreter; run by `test_triton.py` in a process of its own.
+"""The kernel contract under Triton's interpreter; in a process of its own.
 
-pytest does not collect this file by itself (its name does not begin with `test_`): the interpreter is
-chosen when a kernel is *imported*, so one process can either interpret kernels or behave like a user's.
+Run by `tests/integration/test_interpreted_kernels.py`, which says why.
 By hand:  TRITON_INTERPRET=1 python -m pytest tests/unit/kernels/interpreted.py
 """
 

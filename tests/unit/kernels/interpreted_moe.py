@@ -1,4 +1,4 @@
-"""The contract of the expert kernels under Triton's interpreter; run by `test_moe.py`, in its own process.
+"""The contract of the expert kernels under Triton's interpreter, in a process of its own.
 
 By hand:  TRITON_INTERPRET=1 python -m pytest tests/unit/kernels/interpreted_moe.py
 """

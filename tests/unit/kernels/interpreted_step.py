@@ -1,4 +1,4 @@
-"""The contract of the step's kernels under Triton's interpreter; run by `test_step_kernels.py`.
+"""The contract of the step's kernels under Triton's interpreter, in a process of its own.
 
 By hand:  TRITON_INTERPRET=1 python -m pytest tests/unit/kernels/interpreted_step.py
 """

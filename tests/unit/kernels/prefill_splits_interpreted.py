@@ -1,6 +1,6 @@
 """The contract of splits in attention of chunks under Triton's interpreter, in a process of its own.
 
-Run by `test_attention_prefill.py`, for the reason `interpreted.py` gives.
+Run by `tests/integration/test_interpreted_kernels.py`, which says why.
 By hand:  TRITON_INTERPRET=1 python -m pytest tests/unit/kernels/prefill_splits_interpreted.py
 """
 

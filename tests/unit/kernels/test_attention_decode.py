@@ -1,8 +1,7 @@
-"""Attention of decoding rows: the reference here, the kernel under Triton's interpreter."""
+"""Attention of decoding rows: the reference, and how rows are cut into splits."""
 
 from __future__ import annotations
 
-import importlib.util
 from types import SimpleNamespace
 from typing import cast
 
@@ -16,20 +15,9 @@ from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.reference import attend_naive
 from infer.kernels.elementwise.heads import norm_rope_write
 from tests.unit.kernels.attention_contract import Heads, make_paged
-from tests.unit.kernels.interpreter import assert_passes_interpreted
 from tests.unit.kernels.projected_contract import make_transform
 
 HEADS = Heads(6, 2, 8)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_the_kernel_keeps_its_contract_under_the_interpreter() -> None:
-    assert_passes_interpreted("attention_interpreted.py", "TestInterpretedDecode")
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_the_kernel_that_takes_the_projection_keeps_its_contract_under_the_interpreter() -> None:
-    assert_passes_interpreted("attention_interpreted.py", "TestInterpretedProjected")
 
 
 @pytest.mark.parametrize("window", [None, 5])

@@ -1,8 +1,6 @@
-"""Attention of chunks: the reference and the list of tiles here, the kernel under Triton's interpreter."""
+"""Attention of chunks: the reference, and the list of tiles."""
 
 from __future__ import annotations
-
-import importlib.util
 
 import pytest
 import torch
@@ -18,17 +16,6 @@ from infer.kernels.attention.prefill import (
 )
 from infer.kernels.attention.reference import attend_naive
 from tests.unit.kernels.attention_contract import Heads, make_paged
-from tests.unit.kernels.interpreter import assert_passes_interpreted
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_the_kernel_keeps_its_contract_under_the_interpreter() -> None:
-    assert_passes_interpreted("attention_interpreted.py", "TestInterpretedPrefill")
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_tiles_whose_keys_are_shared_keep_the_contract_under_the_interpreter() -> None:
-    assert_passes_interpreted("prefill_splits_interpreted.py", "TestInterpretedSplits")
 
 
 @pytest.mark.parametrize("window", [None, 4])

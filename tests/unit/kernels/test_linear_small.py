@@ -1,8 +1,7 @@
-"""The linears of few tokens: kernels under Triton's interpreter, references on the CPU, the table."""
+"""The linears of few tokens: references on the CPU, and the table."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -27,14 +26,8 @@ from infer.kernels.linear.triton_configs import (
     invariant_config,
     skinny_config,
 )
-from tests.unit.kernels.interpreter import assert_passes_interpreted
 
 SHAPES = [(1024, 2048), (6144, 4096), (12288, 4096), (151936, 1024), (70, 150), (1, 1)]
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_the_kernels_keep_their_contract_under_the_interpreter() -> None:
-    assert_passes_interpreted("interpreted_linear.py")
 
 
 def test_on_the_cpu_the_fused_forms_are_the_plain_ones_one_after_the_other() -> None:

@@ -1,20 +1,12 @@
-"""Mixtures of experts: kernels under Triton's interpreter, the reference on the CPU, the rules for tiles."""
+"""Mixtures of experts: the reference on the CPU, and the rules for tiles."""
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 
-import pytest
 import torch
 
 from infer.kernels.moe.grouped import by_expert, choose_tiles, experts_mlp, max_blocks, route
-from tests.unit.kernels.interpreter import assert_passes_interpreted
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_the_kernels_keep_their_contract_under_the_interpreter() -> None:
-    assert_passes_interpreted("interpreted_moe.py", "TestInterpretedExperts")
 
 
 def test_an_expert_nobody_chose_is_not_computed() -> None:

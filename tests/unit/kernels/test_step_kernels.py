@@ -1,23 +1,15 @@
-"""The kernels of a decode step, run by Triton's interpreter in a process of its own, and their references."""
+"""The references of the kernels of a decode step."""
 
 from __future__ import annotations
 
-import importlib.util
 import random
 
-import pytest
 import torch
 
 from infer.kernels.runtime.dispatch import use_triton
 from infer.kernels.sampling.sample_rows import NO_TOKEN
 from infer.sampling import sampler
-from tests.unit.kernels.interpreter import assert_passes_interpreted
 from tests.unit.kernels.step_contract import SampledRows, StepContract, random_params
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_step_kernels_keep_their_contract_under_the_interpreter() -> None:
-    assert_passes_interpreted("interpreted_step.py")
 
 
 class TestReferences(StepContract):

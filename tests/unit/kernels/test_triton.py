@@ -1,23 +1,13 @@
-"""The Triton kernels, run by Triton's interpreter in a process of their own."""
+"""The kernels without Triton, and what they say of themselves."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from tests.unit.kernels.interpreter import assert_passes_interpreted
-
 HERE = Path(__file__).parent
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_triton_kernels_keep_their_contract_under_the_interpreter() -> None:
-    assert_passes_interpreted("interpreted.py")
 
 
 def test_importing_the_kernels_needs_no_triton() -> None:

@@ -1,0 +1,40 @@
+"""The Triton kernels keep their contracts under Triton's interpreter: each file of them in its own process.
+
+The interpreter is chosen when a kernel is *imported*, so one process can either interpret kernels or behave
+like a user's. pytest does not collect the files by themselves, as no name begins with `test_`. By hand:
+
+    TRITON_INTERPRET=1 python -m pytest tests/unit/kernels/attention_interpreted.py
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+KERNELS = Path(__file__).parents[1] / "unit" / "kernels"
+FILES = sorted(file.name for file in KERNELS.glob("*interpreted*.py"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("file", FILES)
+def test_every_test_passes_and_none_is_skipped(file: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(KERNELS / file)],
+        env=os.environ
+        | {"TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        cwd=KERNELS.parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\d+ passed", done.stdout) and "skipped" not in done.stdout, done.stdout
+
+
+def test_the_files_are_found() -> None:
+    assert {"attention_interpreted.py", "interpreted.py", "interpreted_step.py"} <= set(FILES)
