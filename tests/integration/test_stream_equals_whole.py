@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
@@ -29,7 +30,7 @@ from infer.server.app import build_app
 from infer.server.state import ServedModel, ServerState
 from scripts.make_checkpoint import make_checkpoint
 
-NUM_REQUESTS = 2048
+NUM_REQUESTS = int(os.environ.get("NUM_STREAMED_REQUESTS", "512"))  # thousands by hand
 AT_ONCE = 64
 VOCAB_SIZE = 512
 WORDS = ("the", "river", "é", "🙂", "line\n", " ", "count", "日本", "<s>", "a")
