@@ -31,6 +31,7 @@ import msgspec
 from infer import __version__
 from infer.bench.metrics import merge_repeats, middle
 from infer.errors import ConfigError
+from infer.kernels.cpu.build import cpu_name
 from infer.tools.typed_json import read_json
 
 SCHEMA = "infer-bench"
@@ -240,7 +241,7 @@ def _from_engine(raw: Mapping[str, Any], where: Path) -> Report:
 def machine() -> dict[str, str | int]:
     """Return facts about the hardware; reports that differ in them compare machines, not programs."""
     found: dict[str, str | int] = {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20,
         "system": f"{platform.system()} {platform.machine()}",
@@ -309,17 +310,6 @@ def revision_of(model: Path) -> str:
     listed = "".join(f"{digest}  {name}\n" for name, digest in digests.items())
     whole = digests[model.name] if model.is_file() else hashlib.sha256(listed.encode()).hexdigest()
     return f"sha256:{whole}"
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
-        platform.machine(),
-    )
 
 
 def command_line(arguments: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from infer.bench.workloads import DEFAULT_VOCAB, FIRST_ID, WORDS, Session, Turn, Workload
+from infer.bench.workloads import DEFAULT_VOCAB, FIRST_ID, WORDS, Turn, Workload
 
 
 def fit(workload: Workload, *, context_len: int, vocab_size: int | None = None) -> Workload:
@@ -33,15 +33,12 @@ def fit(workload: Workload, *, context_len: int, vocab_size: int | None = None) 
             max_tokens=max(1, int(turn.max_tokens * scale)),
         )
 
-    def shorter(session: Session) -> Session:
-        words = session.system.split()
-        system = " ".join(words[: int(len(words) * scale)])
-        return replace(session, system=system, turns=tuple(shrink(turn) for turn in session.turns))
+    def shorten(system: str) -> str:
+        words = system.split()
+        return " ".join(words[: int(len(words) * scale)])
 
-    about = workload.about + (
-        f"; shortened to {scale:.0%} for a context of {context_len}" if scale < 1 else ""
-    )
-    return replace(workload, about=about, sessions=tuple(shorter(session) for session in workload.sessions))
+    said = f"; shortened to {scale:.0%} for a context of {context_len}" if scale < 1 else ""
+    return replace(workload.change(shrink, shorten), about=workload.about + said)
 
 
 def vary(workload: Workload, repeat: int, vocab_size: int = DEFAULT_VOCAB) -> Workload:
@@ -52,7 +49,6 @@ def vary(workload: Workload, repeat: int, vocab_size: int = DEFAULT_VOCAB) -> Wo
     if repeat == 0:
         return workload
     size = vocab_size - FIRST_ID
-
     shift = 37 * repeat % len(WORDS)
     other_word = dict(zip(WORDS, WORDS[shift:] + WORDS[:shift], strict=True))
 
@@ -63,10 +59,4 @@ def vary(workload: Workload, repeat: int, vocab_size: int = DEFAULT_VOCAB) -> Wo
         ids = tuple(FIRST_ID + (token_id - FIRST_ID + 7919 * repeat) % size for token_id in turn.ids)
         return replace(turn, ids=ids, text=change(turn.text))
 
-    return replace(
-        workload,
-        sessions=tuple(
-            replace(session, system=change(session.system), turns=tuple(map(other, session.turns)))
-            for session in workload.sessions
-        ),
-    )
+    return workload.change(other, change)

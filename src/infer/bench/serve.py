@@ -191,10 +191,7 @@ def _as_text(workload: Workload) -> Workload:
     def words(turn: Turn) -> Turn:
         return replace(turn, ids=(), text=" ".join(WORDS[token_id % len(WORDS)] for token_id in turn.ids))
 
-    sessions = tuple(
-        replace(session, turns=tuple(map(words, session.turns))) for session in workload.sessions
-    )
-    return replace(workload, sessions=sessions)
+    return workload.change(words)
 
 
 def _warm_up(endpoint: Endpoint, plan: Plan) -> None:

@@ -88,6 +88,14 @@ class Workload:
     sessions: tuple[Session, ...]
     is_chat: bool = False
 
+    def change(self, turn: Callable[[Turn], Turn], system: Callable[[str], str] = str) -> Workload:
+        """Return the same workload with every turn and every system prompt changed."""
+        sessions = (
+            replace(session, system=system(session.system), turns=tuple(map(turn, session.turns)))
+            for session in self.sessions
+        )
+        return replace(self, sessions=tuple(sessions))
+
     @property
     def num_requests(self) -> int:
         """The number of turns of all sessions."""

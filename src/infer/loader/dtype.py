@@ -33,6 +33,7 @@ from pathlib import Path
 import torch
 
 from infer.errors import ConfigError
+from infer.kernels.cpu.build import cpu_flags
 from infer.loader.formats.checkpoint import FLOATS, StoredTensor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -103,9 +104,5 @@ def stored_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype | None:
 
 def cpu_has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Whether this CPU multiplies bfloat16 matrices in hardware (Intel AMX)."""
-    try:
-        with open(cpuinfo) as lines:
-            flags = next((line for line in lines if line.startswith("flags")), "")
-    except OSError:  # not Linux
-        return False
-    return "amx_bf16" in flags.split()
+    flags = (line for line in cpu_flags(cpuinfo).splitlines() if line.startswith("flags"))
+    return any("amx_bf16" in line.split() for line in flags)

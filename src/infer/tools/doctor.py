@@ -14,7 +14,7 @@ import torch
 
 from infer.cache.memory import format_bytes, free_host_bytes
 from infer.engine.device_memory import look
-from infer.kernels.cpu.build import CBuildError, compiler_version, cpu_flags, find_compiler
+from infer.kernels.cpu.build import CBuildError, compiler_version, cpu_flags, cpu_name, find_compiler
 from infer.kernels.cpu.library import library, why_not
 from infer.loader.dtype import cpu_has_amx
 from infer.loader.find.default_model import models_dir
@@ -105,11 +105,7 @@ def _weights(has_kernels: bool, num_gpus: int) -> str:
 
 
 def _processor() -> str:
-    names = [
-        line.partition(":")[2].strip() for line in cpu_flags().splitlines() if line.startswith("model name")
-    ]
-    name = names[0] if names else platform.processor() or "unknown"
-    return f"{name}, {platform.machine()}, {os.cpu_count()} processors"
+    return f"{cpu_name()}, {platform.machine()}, {os.cpu_count()} processors"
 
 
 def _compiler(compiler: str | None) -> str:

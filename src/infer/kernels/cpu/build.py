@@ -77,6 +77,12 @@ def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
         return ""
 
 
+def cpu_name() -> str:
+    """The processor as the system calls it, or its architecture where it has no other name."""
+    lines = [line for line in cpu_flags().splitlines() if line.startswith("model name")]
+    return lines[0].partition(":")[2].strip() if lines else platform.processor() or platform.machine()
+
+
 def _tuning_flag() -> str:
     return "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 
