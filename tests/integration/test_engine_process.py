@@ -287,8 +287,8 @@ def test_a_death_that_is_not_yet_known_raises_the_same() -> None:
         async with running() as client:
             leaving = client.generate(make_request(1, max_tokens=380))
             await anext(leaving)
-            assert (pid := client.pid) is not None
-            os.kill(pid, signal.SIGKILL)
+            assert client.pid is not None
+            os.kill(pid := client.pid, signal.SIGKILL)
             wait_until(lambda: not is_alive(pid))  # the event loop hears of nothing meanwhile
             await leaving.aclose()
             with pytest.raises(EngineStopped):
