@@ -15,7 +15,7 @@ import asyncio
 import os
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 from urllib.parse import unquote, urlsplit
@@ -68,13 +68,16 @@ class Endpoint:
         host = parts.hostname or ""
         return parts.scheme == "unix" or host in ("localhost", "::1") or host.startswith("127.")
 
-    def message(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
-        """Return an HTTP request as bytes."""
+    def message(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, headers: Sequence[str] = ()
+    ) -> bytes:
+        """Return an HTTP request as bytes; `headers` are further lines of its head."""
         parts = urlsplit(self.url)
         base = "" if parts.scheme == "unix" else parts.path.rstrip("/").removesuffix("/v1")
         payload = b"" if body is None else orjson.dumps(body)
         lines = [f"{method} {base}{path} HTTP/1.1", f"host: {parts.netloc or 'localhost'}"]
         lines += ["content-type: application/json", f"content-length: {len(payload)}"]
+        lines += headers
         if self.api_key is not None:
             lines.append(f"authorization: Bearer {self.api_key}")
         return "\r\n".join(lines).encode() + b"\r\n\r\n" + payload
@@ -201,6 +204,7 @@ class Connection(asyncio.Protocol):
         self._now = 0.0
         self.can_reuse = False
         self.has_answered = False  # of the last request: whether any byte came back
+        self.timing = ""  # of the last request: its `server-timing` header
 
     @property
     def is_open(self) -> bool:
@@ -211,7 +215,7 @@ class Connection(asyncio.Protocol):
         """Send a request and read its answer to the end, a plain body where there is no reader to take it."""
         assert self._transport is not None
         self._reader, self._body, self._is_stream, self.can_reuse = reader, b"", True, False
-        self.has_answered = False
+        self.has_answered, self.timing = False, ""
         self._parser = httptools.HttpResponseParser(self)
         self._ended = asyncio.get_running_loop().create_future()
         self._transport.write(message)
@@ -259,9 +263,11 @@ class Connection(asyncio.Protocol):
     # -- called by the parser -----------------------------------------------------------------------
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Find out whether this is a stream of events."""
+        """Find out whether this is a stream of events, and keep what the server says of its stages."""
         if name.lower() == b"content-type":
             self._is_stream = b"event-stream" in value
+        elif name.lower() == b"server-timing":
+            self.timing = value.decode("latin-1")
 
     def on_body(self, body: bytes) -> None:
         """Take a piece of the answer."""

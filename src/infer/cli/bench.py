@@ -72,6 +72,16 @@ SERVE_HOW: Flags = {
     "--processes": ("N", positive, None, "client processes; default: one per 128 streams"),
 }
 
+TRACE: Flags = {
+    "--model": ("NAME", str, "", "default: the first one it serves"),
+    "--api-key": ("KEY", str, None, "bearer token"),
+    "--wait": ("S", zero_or_more, 0.0, "seconds for the server to start"),
+    "--prompt-len": ("N", positive, 512, "token ids of each prompt"),
+    "--requests": ("N", positive, 9, "warm requests behind the cold one"),
+    "--seed": ("N", int, 42, "seed of the prompts"),
+}
+TRACE_HELP = "what each stage of a request takes, from socket to socket, for a cold and for warm ones"
+
 # benchmarks of an engine here, without a server: (help, repeats, its own flags)
 ENGINE: dict[str, tuple[str, int | None, Flags]] = {
     "offline": ("throughput of whole workloads, beside the machine's roofline", 3, OFFLINE),
@@ -106,6 +116,10 @@ def add_parser(commands: Benches) -> None:
     startup = _new(benches, "startup", "fresh processes: imports, help, first token", _startup)
     model: Flags = {"--model": ("MODEL", str, None, "default: the default model")}
     _add_flags(startup.add_argument_group("what to run"), model, repeats=3, has_seed=False)
+    trace = _new(benches, "trace", TRACE_HELP, _trace, usage="--url URL [options]")
+    group = trace.add_argument_group("what to run")
+    group.add_argument("--url", required=True, help="http://host:port, https://... or unix:///path/of/socket")
+    _add_values(group, TRACE)
     policies = _new(benches, "policies", "every scheduling policy under two simulated loads", _policies)
     count: Flags = {"--num-requests": ("N", positive, 200, "")}
     _add_flags(policies.add_argument_group("what to run"), count, repeats=None)
@@ -114,7 +128,7 @@ def add_parser(commands: Benches) -> None:
     compare.add_argument("after", metavar="AFTER", type=Path)
     compare.add_argument("--all", action="store_true", help="show what did not change as well")
     _add_values(compare, {"--noise": ("SHARE", zero_or_more, 0.02, "least band of noise")})
-    for made in (startup, policies, compare):
+    for made in (startup, trace, policies, compare):
         flags.add_common_flags(made)
 
 
@@ -216,6 +230,16 @@ def _serve(args: argparse.Namespace) -> int:
         note=args.note,
     )
     return _finish(args, bench_server(endpoint, plan, tell=notice))
+
+
+def _trace(args: argparse.Namespace) -> int:
+    from infer.bench.sse_client import Endpoint
+    from infer.bench.trace import bench_trace
+
+    endpoint = Endpoint(url=args.url, model=args.model, api_key=args.api_key)
+    sizes = {"prompt_len": args.prompt_len, "num_warm": args.requests}
+    write_out(bench_trace(endpoint, **sizes, seed=args.seed, wait_s=args.wait))
+    return 0
 
 
 # -- an engine ----------------------------------------------------------------------------------------

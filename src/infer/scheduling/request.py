@@ -40,7 +40,9 @@ class StepOutput(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"; None: it goes on
     stop_reason: int | None = None  # the stop token that ended it, where it was not the model's own EOS
     cumulative_logprob: float = 0.0  # of the whole output; 0 unless logprobs, best_of or beams ask for it
+    added_at: float = 0.0  # perf_counter seconds when the engine took the request; in the first and the last
     queue_s: float = 0.0  # seconds the request waited before its first step; in the first and the last
+    made_at: float = 0.0  # perf_counter seconds when this output was made; in the first and the last
     num_cached: int = 0  # prompt tokens that came from the prefix cache; in the first and the last
     prompt_logprobs: tuple[RowLogprobs | None, ...] | None = None  # once, with the first token
     error: str | None = None  # what went wrong, with finish_reason "error"

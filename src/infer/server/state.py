@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from infer.client.client import EngineClient
@@ -63,6 +64,21 @@ class RequestRecord:
     is_complete: bool = False  # the whole answer was handed to the connection
     is_gone: bool = False  # the client left before that
     error: ApiError | None = None  # sent in place of an answer, or at the end of half of one
+    marks: list[tuple[str, float]] | None = None  # ends of stages, if the client asked for a trace
+
+    def mark(self, stage: str, at: float | None = None) -> None:
+        """Note that a stage has ended, now or at a time of `perf_counter`, where a trace was asked for."""
+        if self.marks is not None:
+            self.marks.append((stage, perf_counter() if at is None else at))
+
+    @property
+    def timing(self) -> str:
+        """What each stage took so far, as the value of a `server-timing` header."""
+        before, parts = self.arrived_at, []
+        for stage, at in self.marks or ():
+            parts.append(f"{stage};dur={1000 * (at - before):.3f}")
+            before = at
+        return ", ".join(parts)
 
 
 _RECORD: ContextVar[RequestRecord | None] = ContextVar("infer_request_record", default=None)
@@ -83,6 +99,13 @@ def recording(record: RequestRecord) -> Iterator[None]:
 def current_record() -> RequestRecord | None:
     """The record of the HTTP request that this code works for; None outside of one."""
     return _RECORD.get()
+
+
+def mark(stage: str) -> None:
+    """Note that a stage of the current HTTP request has ended, where its client asked for a trace."""
+    record = _RECORD.get()
+    if record is not None:
+        record.mark(stage)
 
 
 def current_id() -> str:

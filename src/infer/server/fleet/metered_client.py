@@ -98,6 +98,7 @@ class _RequestTimes:
         self._record = record
         self._meter = meter
         self._submitted_at = perf_counter()
+        record.mark("submit", self._submitted_at)
         self._last_at: dict[int, float] = {}  # by sequence
         self._first_at: float | None = None
         self._queue_s = 0.0
@@ -132,6 +133,11 @@ class _RequestTimes:
     def _begin(self, now: float, output: StepOutput) -> None:
         self._first_at = now
         self._queue_s = output.queue_s
+        if output.made_at:
+            self._record.mark("to_engine", output.added_at)
+            self._record.mark("wait", output.added_at + output.queue_s)
+            self._record.mark("compute", output.made_at)
+        self._record.mark("from_engine", now)
         self._meter.first_token_s.observe(now - self._record.arrived_at)
         self._meter.num_prompt_tokens += len(self._request.prompt)
         self._meter.num_cached_tokens += output.num_cached

@@ -7,6 +7,9 @@ The id is the client's `x-request-id` if it is short and plain, else a fresh one
 Polls of `/health` and `/metrics` come every few seconds for as long as the server lives: while all is well
 they are logged at level debug. A `/health` that is not well is logged when its status changes.
 
+A request with the header `x-infer-trace` is told how long each of its stages took, up to its first token, in
+the header `server-timing` of its answer (`infer bench trace` prints it).
+
 What a request costs is gathered in its `RequestRecord` (state.py). Of a refusal it holds the error, and the
 line quotes the part of it that is ours (redaction.py).
 
@@ -35,6 +38,7 @@ logger = logging.getLogger(__name__)
 PLAIN_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")  # fullmatch only: nothing that could forge a log line
 MAX_LOGGED_PATH = 200
 METRICS_PATH = "/metrics"
+TRACE_HEADER = b"x-infer-trace"
 
 
 class AccessLog:
@@ -52,6 +56,8 @@ class AccessLog:
             await self._app(scope, receive, send)
             return
         record = RequestRecord(request_id=_request_id(scope), arrived_at=perf_counter())
+        if any(name == TRACE_HEADER for name, _ in scope["headers"]):
+            record.marks = []
         self._metrics.num_active += 1
         try:
             with recording(record):
@@ -67,6 +73,9 @@ class AccessLog:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 message["headers"] = [*message.get("headers", ()), id_header]
+                if record.marks is not None:
+                    record.mark("send")
+                    message["headers"].append((b"server-timing", record.timing.encode()))
             elif message["type"] == "http.response.body" and not message.get("more_body"):
                 record.is_complete = True
             try:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from infer.config.knobs import parse_bytes
 from infer.server.middleware.auth import is_admin, is_open, route_path
 from infer.server.protocol.errors import RETRY_LATER_S, ApiError
-from infer.server.state import ServerState
+from infer.server.state import ServerState, mark
 
 BODY_TIMEOUT_S = 30.0
 WATCHING = ("/health", "/metrics", "/version")
@@ -57,6 +57,7 @@ class BodyLimit:
             await ApiError(status=408, message=message, headers=CLOSE).send(send)
             return
         if body is not None:  # None: the client left before its end
+            mark("receive")
             await self._app(scope, _replay(body, receive), send)
 
     async def _read(self, receive: Receive) -> bytes | None:

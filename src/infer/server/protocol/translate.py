@@ -23,7 +23,7 @@ from infer.frontend.prompts import PromptEncoder
 from infer.sampling.params import SamplingParams, check_num_sequences
 from infer.scheduling.request import Request
 from infer.server.protocol.schemas import ChatRequest, CompletionRequest, Prompts, SamplingBody
-from infer.server.state import ServedModel, ServerState, engine_id
+from infer.server.state import ServedModel, ServerState, engine_id, mark
 
 DEFAULT_COMPLETION_TOKENS = 16  # as everywhere; a chat answer may fill the context
 
@@ -55,6 +55,7 @@ class Job:
 
 async def open_completion(body: CompletionRequest, state: ServerState) -> Job:
     """The job of a completion body; raises a `RequestError` that names the wrong field."""
+    mark("parse")
     model = state.get_model(body.model)
     prompts = split_prompts(body.prompt, state.config.max_prompts, "prompt")
     check_queue(model, len(prompts))
@@ -82,6 +83,7 @@ async def open_completion(body: CompletionRequest, state: ServerState) -> Job:
 
 async def open_chat(body: ChatRequest, state: ServerState) -> Job:
     """The job of a chat body; raises a `RequestError` that names the wrong field."""
+    mark("parse")
     model = state.get_model(body.model)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -114,6 +116,7 @@ def make_job(
     params: SamplingParams,
 ) -> Job:
     """The job of a body: a fresh id, and a numbered request for each prompt."""
+    mark("tokenize")
     check_supported(body, params)
     job_id = f"{prefix}-{uuid.uuid4().hex}"
     limits = [limit for limit in (body.timeout, config.request_timeout) if limit]
