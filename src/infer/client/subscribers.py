@@ -48,7 +48,7 @@ class OutputQueue:
     def __init__(self) -> None:
         self.on_end: OnEnd | None = None
         self._messages: deque[tuple[int, StepOutput | BaseException]] = deque()
-        self._arrived = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # waits for the next message
         self._num_unread = 0
         self._is_over = False
 
@@ -72,13 +72,14 @@ class OutputQueue:
             size = _size_of(message)
             self._num_unread += size
         self._messages.append((size, message))
-        self._arrived.set()
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def get(self) -> StepOutput | BaseException:
         """Wait for the oldest output that has not been read, and return it."""
         while not self._messages:
-            self._arrived.clear()
-            await self._arrived.wait()
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         size, message = self._messages.popleft()
         self._num_unread -= size
         return message
@@ -87,6 +88,8 @@ class OutputQueue:
 def _size_of(output: StepOutput) -> int:
     """The number of tokens of an output and of logprobs that came with them."""
     size = 1 + len(output.token_ids)
+    if not output.logprobs and output.prompt_logprobs is None:
+        return size
     for row in (*output.logprobs, *(output.prompt_logprobs or ())):
         size += 1 if row is None else 1 + len(row.top)
     return size

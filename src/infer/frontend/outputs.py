@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from infer.errors import RequestError
 from infer.sampling.params import RowLogprobs, SamplingParams
 from infer.scheduling.request import Request, StepOutput
@@ -31,9 +33,11 @@ def check_streams(params: SamplingParams, advice: str) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextDelta:
-    """The text and tokens that one step added to one output of a request."""
+class TextDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The text and tokens that one step added to one output of a request.
+
+    One is made for every token, so it is no dataclass.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -130,6 +134,8 @@ class _SequenceText:
         # A stop string counts only once min_tokens are there; the search begins then.
         stop = request.params.stop if request.params.min_tokens == 0 else ()
         self._detokenizer = Detokenizer(tokenizer, stop=stop, prompt_ids=prompt_ids)
+        # Most outputs are a token and nothing else.
+        self._is_plain = not request.params.stop and request.params.num_sequences == request.params.n
         self._pieces: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[RowLogprobs] = []
@@ -142,6 +148,11 @@ class _SequenceText:
         return "".join(self._pieces)
 
     def take(self, output: StepOutput) -> TextDelta:
+        if output.finish_reason is None and self._is_plain and not output.logprobs:
+            self.token_ids += output.token_ids
+            text = self._detokenizer.push(output.token_ids)
+            self._pieces.append(text)
+            return TextDelta(text=text, token_ids=output.token_ids, index=output.index)
         text = ""
         num_taken = 0
         for token_id in output.token_ids:

@@ -57,15 +57,18 @@ class Detokenizer:
 
     def push(self, ids: Iterable[int]) -> str:
         """Add tokens; return the text that can be shown because of them. After a stop: nothing."""
-        if self.stopped is not None:
+        if self._search is not None and self._search.hit is not None:
             return ""
-        # A model may have more rows than its tokenizer has tokens (padding); such an id has no text.
-        known = [i for i in ids if i < self._tokenizer.vocab_size]
-        data = b"".join(map(self._tokenizer.visible_bytes, known))
+        data = b"".join(map(self._bytes_of, ids))
         while self._num_to_strip and data:
             self._num_to_strip = self._num_to_strip - 1 if data[:1] == b" " else 0
             data = data[1:] if data[:1] == b" " else data
         return self._show(self._utf8.decode(data))
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        """The bytes of a token; a model may have more rows than its tokenizer has tokens (padding)."""
+        tokenizer = self._tokenizer
+        return tokenizer.visible_bytes(token_id) if token_id < tokenizer.vocab_size else b""
 
     def breaks_off(self, token_id: int) -> bool:
         """Whether this token cannot continue the character begun before it, which then shows as U+FFFD."""

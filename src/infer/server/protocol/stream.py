@@ -73,8 +73,11 @@ class Generation:
         streams = [client.generate(request) for client, request in pairs]
         self._merged = merge(streams) if len(streams) > 1 else None
         self._first = streams[0]
-        loop_time = asyncio.get_running_loop().time()
-        self._deadline = None if job.time_limit_s is None else loop_time + job.time_limit_s
+        self._reader: asyncio.Task[Any] | None = None  # the task that waits for an output
+        self._is_late = False
+        self._timer: asyncio.TimerHandle | None = None  # one for all outputs: a timeout for each costs more
+        if job.time_limit_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(job.time_limit_s, self._end_in_time)
         self._num_prompt = sum(len(request.prompt) for request in job.requests)
         self._num_cached = [0] * len(job.requests)
         self._num_open = len(job.requests)
@@ -93,17 +96,19 @@ class Generation:
         builder, request_id = self._builders[where], self.job.requests[where].request_id
         self._num_cached[where] = max(self._num_cached[where], output.num_cached)
         pieces: list[Piece] = []
-        for part in one_token_each(output):
+        parts = (output,) if len(output.token_ids) < 2 else one_token_each(output)
+        for part in parts:
             delta, can_stop = builder.take(part)
             if can_stop:
                 self._clients[where].abort(request_id, part.index)
             if delta is None:
                 continue
-            self._failure = _failure_of(delta)
-            if self._failure is not None:
-                break
+            if delta.finish_reason is not None:
+                self._failure = _failure_of(delta)
+                if self._failure is not None:
+                    break
+                self._num_open -= builder.is_finished
             self.num_output += len(delta.token_ids)
-            self._num_open -= delta.finish_reason is not None and builder.is_finished
             pieces.append(Piece(where, part, delta))
         if self._failure is not None and not pieces:
             raise self._failure
@@ -125,6 +130,8 @@ class Generation:
 
     async def aclose(self) -> None:
         """Abort every request that has not ended."""
+        if self._timer is not None:
+            self._timer.cancel()
         await (self._first if self._merged is None else self._merged).aclose()
 
     def usage(self, num_output: int | None = None) -> dict[str, Any]:
@@ -138,18 +145,33 @@ class Generation:
         }
 
     async def _next_output(self) -> tuple[int, StepOutput]:
+        if self._is_late:
+            raise self._timeout()
+        self._reader = asyncio.current_task()
         try:
-            async with asyncio.timeout_at(self._deadline):
-                return (0, await anext(self._first)) if self._merged is None else await anext(self._merged)
-        except TimeoutError:
-            raise RequestTimeout(
-                f"the answer was not complete after {self.job.time_limit_s:g} s; "
-                "ask for fewer tokens or allow a longer timeout"
-            ) from None
+            return (0, await anext(self._first)) if self._merged is None else await anext(self._merged)
+        except asyncio.CancelledError:
+            if self._is_late and self._reader is not None and self._reader.uncancel() == 0:
+                raise self._timeout() from None
+            raise
         except RequestError as error:
             raise blame(error, "messages" if self.job.is_chat else "prompt") from None
         except StopAsyncIteration:
             raise EngineError("the engine ended a request without its last token") from None
+        finally:
+            self._reader = None
+
+    def _end_in_time(self) -> None:
+        """Wake the reader, if there is one, and let it raise: the time is up."""
+        self._is_late = True
+        if self._reader is not None:
+            self._reader.cancel()
+
+    def _timeout(self) -> RequestTimeout:
+        return RequestTimeout(
+            f"the answer was not complete after {self.job.time_limit_s:g} s; "
+            "ask for fewer tokens or allow a longer timeout"
+        )
 
 
 async def merge(
@@ -188,9 +210,6 @@ async def merge(
 def one_token_each(output: StepOutput) -> Iterator[StepOutput]:
     """An output as outputs of one token each: a step may make several, and clients count a frame as one."""
     last = len(output.token_ids) - 1
-    if last < 1:
-        yield output
-        return
     for i, token_id in enumerate(output.token_ids):
         yield msgspec.structs.replace(
             output,

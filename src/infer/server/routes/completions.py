@@ -175,7 +175,8 @@ class CompletionWriter(ChunkWriter):
 
     def is_slow(self, piece: Piece) -> bool:
         """The first piece of a choice whose prompt is echoed: the prompt may be long."""
-        return self._view.choice(piece.prompt, piece.delta.index) in self._not_echoed
+        waiting = self._not_echoed
+        return bool(waiting) and self._view.choice(piece.prompt, piece.delta.index) in waiting
 
     def frames(self, piece: Piece) -> list[bytes]:
         """The frame of one token, behind the echoed prompt if it is the first of its choice."""
