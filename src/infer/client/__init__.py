@@ -3,6 +3,7 @@
 client.py          `EngineClient`, and the engine in a thread
 load.py            the weights of an engine
 subscribers.py     request ids to readers, and how much may wait for one
+link.py            one end of the socket between them
 messages.py        what crosses between processes
 process.py         the engine's process
 process_client.py  the side that asks it

@@ -1,9 +1,10 @@
-"""What crosses between a server and an engine in its own process, as msgpack.
+"""What crosses between an API process of a server and an engine in its own process, as msgpack.
 
     server                                         engine
     Add, Unsubscribe, Abort, ResetPrefixCache  ──►
     Embed, Withdraw                            ──►
-                                               ◄── StepReport  one per step, for all requests
+                                               ◄── StepReport  one per step, for all requests of this server
+                                                               process; the others get the counts now and then
                                (once, at first) ◄── Ready  or  Failure
     Stop                                       ──►
 
@@ -32,9 +33,10 @@ from infer.scheduling.request import Request, StepOutput
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of an engine process: the first line of its standard input, as JSON."""
 
-    endpoint: str  # the unix socket to connect to
+    endpoints: list[str]  # the unix sockets to connect to, one for each API process
     knobs: dict[str, Any]  # of the EngineConfig
     log_level: str
+    spawned_at: float = 0.0  # perf_counter seconds, a clock that processes share; 0: not told
 
 
 class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -103,6 +105,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     family: str = ""  # of the model's network, by which a chat template is chosen
     context_len: int = 0  # tokens of the longest sequence served
     model_len: int = 0  # tokens of the model's own context
+    phases: dict[str, float] = {}  # seconds of each phase of the start, in order
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):

@@ -1,7 +1,7 @@
 """The engine as a process of its own: `python -m infer.client.process`, started by `supervisor.py`.
 
 HTTP, JSON and detokenizing must not share an interpreter with the loop that feeds the device, so the
-scheduler and the model live here and speak through one unix socket (see messages.py).
+scheduler and the model live here and speak through a unix socket to each API process (see messages.py).
 
     start    import PyTorch; take one line of JSON on standard input (`Launch`) meanwhile, load the model,
              compile and capture all that steps can need, send `Ready`
@@ -18,11 +18,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 import zmq
@@ -49,6 +53,7 @@ from infer.client.subscribers import Subscribers
 from infer.config.settings import EngineConfig
 from infer.engine.engine import Engine
 from infer.engine.gc_freeze import freeze
+from infer.engine.phases import Phases
 from infer.errors import InferError
 from infer.loader.find.source import resolve_model
 from infer.log import setup_logging
@@ -58,139 +63,196 @@ logger = logging.getLogger(__name__)
 
 STDIN = 0
 LINGER_MS = 2000  # for the last message to reach the server
+STATS_INTERVAL = 0.25  # seconds between two reports to an API process that has no outputs in them
 EXIT_FAILED = 1
 EXIT_ORPHANED = 3
 
 
-class EngineServer:
-    """The loop around an engine that serves one socket."""
+@dataclass(slots=True, eq=False)
+class Link:
+    """The socket to one API process, and what is to be reported there."""
 
-    def __init__(self, engine: Engine, link: zmq.Socket[bytes]) -> None:
+    socket: zmq.Socket[bytes]
+    num_commands: int = 0
+    is_owed: bool = False  # commands were taken since the last report
+    reported_at: float = 0.0
+    tickets: list[int] = field(default_factory=list)
+    outputs: list[StepOutput] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+
+
+Address: TypeAlias = tuple[Link, int]  # which API process, and its ticket
+
+
+class EngineServer:
+    """The loop around an engine that serves a socket for each API process."""
+
+    def __init__(self, engine: Engine, sockets: Sequence[zmq.Socket[bytes]]) -> None:
         self._engine = engine
-        self._subscribers: Subscribers[int, int] = Subscribers(engine)
-        self._link = link
-        self._num_commands = 0
-        self._made: list[tuple[int, StepOutput]] = []
-        self._answers: list[Answer] = []
+        self._subscribers: Subscribers[Address, Address] = Subscribers(engine)
+        self._links = [Link(socket) for socket in sockets]
+        self._poll = _poll_all(sockets) if len(sockets) > 1 else None
 
     def run(self) -> None:
         """Serve until told to stop."""
         while True:
-            for frame in self._receive():
-                self._num_commands += 1
+            for link, frame in self._receive():
+                link.num_commands += 1
+                link.is_owed = True
                 try:
                     command = decode_command(frame)
                 except (InferError, msgspec.DecodeError) as error:  # one mistake must not stop every request
                     logger.warning("command refused reason=%r", str(error))
                     answer = refuse_command(frame, error)
-                    self._answers += [] if answer is None else [answer]
+                    link.answers += [] if answer is None else [answer]
                     continue
                 if isinstance(command, Stop):
                     return
-                self._carry_out(command)
+                self._carry_out(link, command)
             self._work()
 
     def _work(self) -> None:
         """Run one step and report it, then make one embedding: tokens do not wait for an embedding."""
         if self._engine.has_work:
-            self._made += self._subscribers.step()
+            self._keep(self._subscribers.step())
         self._report()
         embedded = self._subscribers.embed_next()
         if embedded is not None:
-            ticket, result = embedded
+            (link, ticket), result = embedded
             if isinstance(result, Exception):
-                self._answer_error(ticket, result)
+                self._answer_error(link, ticket, result)
             else:
-                self._answers.append(Answer(ticket, result, None))
+                link.answers.append(Answer(ticket, result, None))
             self._report()
 
-    def _receive(self) -> list[bytes]:
+    def _receive(self) -> list[tuple[Link, bytes]]:
         """Return every command that has arrived; an idle engine waits for one."""
-        frames: list[bytes] = []
+        frames: list[tuple[Link, bytes]] = []
         if not self._subscribers.has_work:
-            frames.append(self._link.recv())
-        while True:
-            try:
-                frames.append(self._link.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return frames
+            if self._poll is not None:
+                self._poll(None)
+            else:
+                frames.append((self._links[0], self._links[0].socket.recv()))
+        for link in self._links:
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    frames.append((link, link.socket.recv(zmq.NOBLOCK)))
+        return frames
 
-    def _carry_out(self, command: Command) -> None:
+    def _keep(self, made: Sequence[tuple[Address, StepOutput]]) -> None:
+        """Put outputs where their reports are made."""
+        for (link, ticket), output in made:
+            link.tickets.append(ticket)
+            link.outputs.append(output)
+
+    def _carry_out(self, link: Link, command: Command) -> None:
         if isinstance(command, Add):
-            refused = self._subscribers.add(command.request, command.ticket)
+            refused = self._subscribers.add(command.request, (link, command.ticket))
             if refused is not None:
-                self._answer_error(command.ticket, refused)
+                self._answer_error(link, command.ticket, refused)
         elif isinstance(command, Unsubscribe):
-            self._subscribers.unsubscribe(command.request_id, command.ticket)
+            self._subscribers.unsubscribe(command.request_id, (link, command.ticket))
         elif isinstance(command, Abort):
-            self._made += self._subscribers.abort(command.request_id, command.index)
+            self._keep(self._subscribers.abort(command.request_id, command.index))
         elif isinstance(command, Embed):
             refused = self._subscribers.embed(
-                command.ticket, command.prompt, command.pooling, command.request_id
+                (link, command.ticket), command.prompt, command.pooling, command.request_id
             )
             if refused is not None:
-                self._answer_error(command.ticket, refused)
+                self._answer_error(link, command.ticket, refused)
         elif isinstance(command, Withdraw):
-            self._subscribers.withdraw(command.ticket)
+            self._subscribers.withdraw((link, command.ticket))
         elif isinstance(command, ResetPrefixCache):
             try:
-                self._answers.append(Answer(command.ticket, self._engine.reset_prefix_cache(), None))
+                link.answers.append(Answer(command.ticket, self._engine.reset_prefix_cache(), None))
             except Exception as error:  # it belongs to this call alone
                 logger.exception("prefix cache not reset")
-                self._answer_error(command.ticket, error)
+                self._answer_error(link, command.ticket, error)
 
-    def _answer_error(self, ticket: int, error: Exception) -> None:
-        self._answers.append(Answer(ticket, None, to_failure(error)))
+    def _answer_error(self, link: Link, ticket: int, error: Exception) -> None:
+        link.answers.append(Answer(ticket, None, to_failure(error)))
 
     def _report(self) -> None:
-        report = StepReport(
-            num_commands=self._num_commands,
-            stats=self._subscribers.stats(),
-            tickets=[ticket for ticket, _ in self._made],
-            outputs=[output for _, output in self._made],
-            answers=self._answers,
-        )
-        self._made, self._answers = [], []
-        self._link.send(encode(report))
+        """Send every API process what is for it, and the counts: to those without outputs now and then."""
+        stats, is_idle = self._subscribers.stats(), not self._subscribers.has_work
+        now = time.monotonic() if len(self._links) > 1 else 0.0
+        for link in self._links:
+            if len(self._links) > 1:
+                is_due = is_idle or now - link.reported_at >= STATS_INTERVAL
+                if not (is_due or link.is_owed or link.outputs or link.answers):
+                    continue
+            report = StepReport(
+                num_commands=link.num_commands,
+                stats=stats,
+                tickets=link.tickets,
+                outputs=link.outputs,
+                answers=link.answers,
+            )
+            link.tickets, link.outputs, link.answers = [], [], []
+            link.is_owed, link.reported_at = False, now
+            link.socket.send(encode(report))
+
+
+def _poll_all(sockets: Sequence[zmq.Socket[bytes]]) -> Callable[[int | None], object]:
+    """A function that waits until one of several sockets has a command, at most some milliseconds."""
+    poller = zmq.Poller()
+    for socket in sockets:
+        poller.register(socket, zmq.POLLIN)
+    return poller.poll
 
 
 def load_engine(config: EngineConfig) -> Engine:
     """Find the model, load it and build its engine, without a tokenizer: text stays with the server."""
-    from infer.client.load import load_weights  # here: a test's engine has no model, and needs no torch
-    from infer.engine.build import build_engine
-    from infer.loader.load import read_headers
+    phases = Phases()
+    with phases("import"):  # here: a test's engine has no model, and needs no torch
+        from infer.client.load import load_weights
+        from infer.engine.build import build_engine
+        from infer.loader.load import read_headers
 
-    source = resolve_model(config.load.model, revision=config.load.revision, show_progress=False)
-    return build_engine(config, load_weights(config, read_headers(source)))
+    with phases("find"):
+        source = resolve_model(config.load.model, revision=config.load.revision, show_progress=False)
+        headers = read_headers(source)
+    with phases("load weights"):
+        loaded = load_weights(config, headers)
+    return build_engine(config, loaded, phases=phases)
 
 
 def main(make_engine: Callable[[EngineConfig], Engine] = load_engine) -> int:
     """Run the engine process from its first line of input to its end; returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    launch = msgspec.json.decode(_read_line(), type=Launch)
+    launch = msgspec.json.decode(read_line(), type=Launch)
+    spawn_s = time.perf_counter() - (launch.spawned_at or time.perf_counter())
     threading.Thread(target=_exit_with_the_server, args=(launch,), name="infer-lifeline", daemon=True).start()
     setup_logging(launch.log_level)
-    with zmq.Context() as context, context.socket(zmq.PAIR) as link:
-        link.set_hwm(0)  # what is on its way is bounded by max_tokens of the requests being served
-        link.linger = LINGER_MS
-        link.connect(launch.endpoint)
+    with zmq.Context() as context, contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(context.socket(zmq.PAIR)) for _ in launch.endpoints]
+        for socket, endpoint in zip(sockets, launch.endpoints, strict=True):
+            socket.set_hwm(0)  # what is on its way is bounded by max_tokens of the requests being served
+            socket.linger = LINGER_MS
+            socket.connect(endpoint)
         try:
             engine = make_engine(EngineConfig.from_knobs(**launch.knobs))
-            while engine.prepare():
-                pass
+            with engine.phases("capture"):
+                while engine.prepare():
+                    pass
             freeze()  # the model and its parts live as long as the process
-            link.send(encode(Ready(engine.stats(), engine.family, engine.context_len, engine.model_len)))
-            EngineServer(engine, link).run()
+            phases = {"spawn": spawn_s, **engine.phases.seconds()}
+            served = engine.family, engine.context_len, engine.model_len
+            ready = encode(Ready(engine.stats(), *served, phases))
+            for socket in sockets:
+                socket.send(ready)
+            EngineServer(engine, sockets).run()
         except BaseException as error:
             if not isinstance(error, InferError):
                 logger.exception("engine process died")
-            link.send(encode(to_failure(error)))
+            for socket in sockets:
+                socket.send(encode(to_failure(error)))
             return EXIT_FAILED
     return 0
 
 
-def _read_line() -> bytes:
+def read_line() -> bytes:
     """The first line of standard input, unbuffered: a daemon thread reads on from there."""
     line = bytearray()
     while not line.endswith(b"\n"):
@@ -205,10 +267,8 @@ def _exit_with_the_server(launch: Launch) -> None:
     """Wait for the end of standard input, which comes however the server ends; clean up in its place."""
     while os.read(STDIN, 4096):
         pass
-    socket = Path(launch.endpoint.removeprefix("ipc://"))
-    with contextlib.suppress(OSError):  # the server may have had the time to do it
-        socket.unlink()
-        socket.parent.rmdir()
+    # the server may have had the time to do it
+    shutil.rmtree(Path(launch.endpoints[0].removeprefix("ipc://")).parent, ignore_errors=True)
     os._exit(EXIT_ORPHANED)
 
 

@@ -19,10 +19,11 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
+from infer.client.link import EngineLink
 from infer.client.messages import (
     Abort,
     Add,
@@ -47,6 +48,7 @@ from infer.scheduling.request import Request, StepOutput
 logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL = 1.0  # seconds between two looks at a silent engine
+STARTED_AGAIN = "; it is being started again"
 
 
 class ProcessClient:
@@ -54,24 +56,25 @@ class ProcessClient:
 
     def __init__(
         self,
-        process: EngineProcess,
+        process: EngineLink,
         ready: Ready,
         *,
         stuck_timeout: float,
-        start_again: Callable[[], Coroutine[Any, Any, tuple[EngineProcess, Ready]]] | None,
+        start_again: Callable[[], Coroutine[Any, Any, tuple[EngineLink, Ready]]] | None,
         policy: RestartPolicy,
+        on_down: Callable[[str], None] | None = None,
     ) -> None:
         self._stuck_timeout = stuck_timeout
         self._start_again = start_again
         self._policy = policy
+        self._on_down = on_down
         self._tickets = itertools.count(1)
         self._readers: dict[int, OutputQueue] = {}
         self._calls: dict[int, asyncio.Future[int | list[float]]] = {}
         self._past = EngineStats()  # the counters of engines that died
         self._down: str | None = None  # why calls are refused
         self._is_lost = False  # down, and not to be started again
-        self.ready = ready  # what the engine says of its model
-        self._adopt(process, ready.stats)
+        self._adopt(process, ready)
         self._supervisor = asyncio.ensure_future(self._supervise())
 
     @classmethod
@@ -85,16 +88,24 @@ class ProcessClient:
         module: str = ENGINE_MODULE,
         spawn: Spawn = spawn_engine,
         policy: RestartPolicy | None = None,
+        num_links: int = 1,
+        on_spawn: Callable[[Sequence[str]], None] | None = None,
+        on_down: Callable[[str], None] | None = None,
     ) -> ProcessClient:
         """Start an engine and wait for its model; what stops it from starting is raised here.
 
         A `stuck_timeout` of 0 means never. `on_log` gets each line that the process writes, from a thread;
         by default they go to standard error. `module` is what the child runs, `spawn` gives a child
         that runs it, perhaps since a while ago, and `policy` is when to start it again.
+
+        With `num_links` above 1 other processes serve the same engine: `on_spawn` gets the endpoints of
+        their links each time an engine is started, and `on_down` the reason each time it is gone.
         """
 
-        async def start() -> tuple[EngineProcess, Ready]:
-            return await EngineProcess.start(config, module=module, spawn=spawn, on_log=on_log)
+        async def start() -> tuple[EngineLink, Ready]:
+            return await EngineProcess.start(
+                config, module=module, spawn=spawn, on_log=on_log, num_links=num_links, on_spawn=on_spawn
+            )
 
         process, ready = await start()
         return cls(
@@ -103,6 +114,7 @@ class ProcessClient:
             stuck_timeout=stuck_timeout,
             start_again=start if restart else None,
             policy=policy or RestartPolicy(),
+            on_down=on_down,
         )
 
     @property
@@ -215,9 +227,10 @@ class ProcessClient:
 
     # -- life and death ---------------------------------------------------------------------------
 
-    def _adopt(self, process: EngineProcess, stats: EngineStats) -> None:
+    def _adopt(self, process: EngineLink, ready: Ready) -> None:
         self._process = process
-        self._stats = stats
+        self.ready = ready  # what the engine says of its model, and of its start
+        self._stats = ready.stats
         self._num_sent = self._num_taken = 0
         self._progress_at = time.monotonic()
         self._down = None
@@ -229,6 +242,8 @@ class ProcessClient:
             total = self.stats()
             self._past = total
             self._stats = EngineStats(num_blocks=total.num_blocks, block_size=total.block_size)
+            if self._on_down is not None:
+                self._on_down(reason.removesuffix(STARTED_AGAIN))
         self._down = reason
         for queue in self._readers.values():
             queue.put_nowait(EngineStopped(reason))
@@ -243,7 +258,7 @@ class ProcessClient:
         while True:
             reason = await self._watch()
             logger.error("engine down reason=%r", reason)
-            self._lose(reason + ("" if self._start_again is None else "; it is being started again"))
+            self._lose(reason + ("" if self._start_again is None else STARTED_AGAIN))
             await self._process.close()
             if not await self._restart(reason):
                 self._is_lost = True
@@ -275,8 +290,8 @@ class ProcessClient:
                 reason = f"the engine could not be started again ({type(error).__name__})"
                 continue
             self._past = replace(self._past, num_restarts=self._past.num_restarts + 1)
-            self._adopt(process, ready.stats)
-            logger.warning("engine restarted pid=%d", process.pid)
+            self._adopt(process, ready)
+            logger.warning("engine restarted pid=%s", process.pid)
             return True
         self._down = f"the engine stays down after {self._policy.max_restarts} restarts; the last: {reason}"
         logger.error("engine lost reason=%r", self._down)
@@ -296,5 +311,5 @@ class ProcessClient:
     def _is_stuck(self) -> bool:
         if not 0 < self._stuck_timeout < self._silent_s():
             return False
-        self._process.receive()  # its reports may be here, unread
+        self._process.receive_all()  # its reports may be here, unread
         return self._silent_s() > self._stuck_timeout

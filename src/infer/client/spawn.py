@@ -15,7 +15,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 ENGINE_MODULE = "infer.client.process"
 Spawn = Callable[[str], subprocess.Popen[bytes]]  # the module that runs in it -> the process
@@ -23,12 +23,18 @@ Spawn = Callable[[str], subprocess.Popen[bytes]]  # the module that runs in it -
 
 def spawn_engine(module: str) -> subprocess.Popen[bytes]:
     """Start an engine process; it waits for its orders (`Launch`) on standard input."""
+    return spawn(module)
+
+
+def spawn(module: str, *, pass_fds: Sequence[int] = (), is_piped: bool = True) -> subprocess.Popen[bytes]:
+    """Start a process that runs a module, with its output in a pipe or going where ours goes."""
     # -P and our own path: the child imports what we import, never from the working directory
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module],
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stdout=subprocess.PIPE if is_piped else None,
+        stderr=subprocess.STDOUT if is_piped else None,
+        pass_fds=pass_fds,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         start_new_session=True,  # Ctrl-C in a terminal is for us, and `kill` reaches its children
     )

@@ -23,24 +23,15 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import msgspec
-import zmq
 
-from infer.client.messages import (
-    Command,
-    Failure,
-    Launch,
-    Message,
-    Ready,
-    Stop,
-    decode_message,
-    encode,
-    to_error,
-)
+from infer.client.link import EngineLink
+from infer.client.messages import Launch, Ready, Stop, to_error
 from infer.client.spawn import ENGINE_MODULE, Spawn, spawn_engine
 from infer.config.settings import EngineConfig
 from infer.errors import EngineError, EngineStopped
@@ -74,7 +65,7 @@ class RestartPolicy:
         return delay
 
 
-class EngineProcess:
+class EngineProcess(EngineLink):
     """A child process with an engine in it. `start` it, `send` to it, and always `close` it."""
 
     def __init__(
@@ -83,35 +74,25 @@ class EngineProcess:
         *,
         module: str,
         spawn: Spawn,
+        num_links: int,
         on_log: Callable[[str], None] | None,
     ) -> None:
-        self._loop = asyncio.get_running_loop()
         self._on_log = on_log or _write_to_stderr
-        self._on_message: Callable[[Message], None] | None = None
         self._last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
-        self._last_words: Failure | None = None
-        self._ready: asyncio.Future[Ready] = self._loop.create_future()
-        self.exited = asyncio.Event()
         self._exit_code: int | None = None
 
         with contextlib.ExitStack() as resources:
             self.directory = _private_directory(resources)
-            endpoint = f"ipc://{self.directory}/engine"
-            context = zmq.Context()
-            resources.callback(context.term)
-            self._link = context.socket(zmq.PAIR)
-            resources.callback(self._link.close)
-            self._link.set_hwm(0)  # a send must never block the event loop
-            self._link.linger = 0
-            self._link.bind(endpoint)
+            self.endpoints = [f"ipc://{self.directory}/engine-{number}" for number in range(num_links)]
+            super().__init__(self.endpoints[0], resources)
             self._process = spawn(module)
-            self._loop.add_reader(self._link.fileno(), self.receive)
-            resources.callback(self._loop.remove_reader, self._link.fileno())
             self._resources = resources.pop_all()
         self._log_thread = threading.Thread(target=self._pass_lines_on, name="infer-engine-log", daemon=True)
         self._log_thread.start()
         threading.Thread(target=self._wait_for_exit, name="infer-engine-wait", daemon=True).start()
-        launch = Launch(endpoint=endpoint, knobs=config.knobs(), log_level=_log_level())
+        launch = Launch(
+            endpoints=self.endpoints, knobs=config.knobs(), log_level=log_level(), spawned_at=perf_counter()
+        )
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # dead already: its exit says so
             self._process.stdin.write(msgspec.json.encode(launch) + b"\n")
@@ -125,17 +106,24 @@ class EngineProcess:
         module: str = ENGINE_MODULE,
         spawn: Spawn = spawn_engine,
         on_log: Callable[[str], None] | None = None,
+        num_links: int = 1,
+        on_spawn: Callable[[Sequence[str]], None] | None = None,
     ) -> tuple[EngineProcess, Ready]:
-        """Spawn an engine and wait until its model is loaded; raises what went wrong in there."""
-        process = cls(config, module=module, spawn=spawn, on_log=on_log)
+        """Spawn an engine and wait until its model is loaded; raises what went wrong in there.
+
+        With more than one link, `on_spawn` gets the endpoints that other processes are to bind.
+        """
+        process = cls(config, module=module, spawn=spawn, num_links=num_links, on_log=on_log)
+        if on_spawn is not None:
+            on_spawn(process.endpoints[1:])
         exited = asyncio.ensure_future(process.exited.wait())
         try:
-            events: list[asyncio.Future[Any]] = [process._ready, exited]
+            events: list[asyncio.Future[Any]] = [process.ready, exited]
             await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
-            if not process._ready.done():
+            if not process.ready.done():
                 await asyncio.to_thread(process._log_thread.join)
                 raise process._start_error()
-            return process, process._ready.result()
+            return process, process.ready.result()
         except BaseException:
             await process.close(timeout=0.0)
             raise
@@ -151,42 +139,12 @@ class EngineProcess:
     def exit_reason(self) -> str:
         """How the process ended, for the clients of its requests: no paths, no traceback."""
         assert self._exit_code is not None, "it is still running"
-        if self._last_words is not None and self._last_words.kind == EngineError.__name__:
-            return f"the engine process died: {self._last_words.message}"
+        if self.last_words is not None and self.last_words.kind == EngineError.__name__:
+            return f"the engine process died: {self.last_words.message}"
         if self._exit_code < 0:
             number = -self._exit_code
             return f"the engine process was ended by signal {number} ({signal.strsignal(number)})"
         return f"the engine process ended with exit code {self._exit_code}"
-
-    def listen(self, on_message: Callable[[Message], None]) -> None:
-        """Give every message that comes after `Ready` to this function."""
-        self._on_message = on_message
-        self.receive()
-
-    def send(self, command: Command) -> None:
-        """Queue a command; it never blocks."""
-        try:
-            self._link.send(encode(command), zmq.NOBLOCK)
-        except zmq.Again:  # no peer at the other end: its exit is about to be known
-            raise EngineStopped("the engine process has ended") from None
-        # The descriptor signals edges, and sending may have used one up that was meant for receive().
-        if int(self._link.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._loop.call_soon(self.receive)
-
-    def receive(self) -> None:
-        """Take every message that has arrived."""
-        while not self._link.closed:
-            try:
-                frame = self._link.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            message = decode_message(frame)
-            if isinstance(message, Failure):
-                self._last_words = message
-            elif isinstance(message, Ready):
-                self._ready.set_result(message)
-            elif self._on_message is not None:
-                self._on_message(message)
 
     def kill(self) -> None:
         """End it at once, with all it may have started."""
@@ -216,8 +174,8 @@ class EngineProcess:
 
     def _start_error(self) -> Exception:
         """Why it is gone before it was ready."""
-        if self._last_words is not None and self._last_words.kind != EngineError.__name__:
-            return to_error(self._last_words)
+        if self.last_words is not None and self.last_words.kind != EngineError.__name__:
+            return to_error(self.last_words)
         lines = "\n".join(self._last_lines)
         return EngineError(f"{self.exit_reason} while it started; its last lines were:\n{lines}")
 
@@ -246,7 +204,7 @@ class EngineProcess:
 
     def _set_exited(self, code: int) -> None:
         self._exit_code = code
-        self.receive()  # its last words may still be in the socket
+        self.receive_all()  # its last words may still be in the socket
         self.exited.set()
 
 
@@ -257,7 +215,8 @@ def _private_directory(resources: contextlib.ExitStack) -> str:
     return directory
 
 
-def _log_level() -> str:
+def log_level() -> str:
+    """The level of our log, for a child process."""
     level = logging.getLogger("infer").getEffectiveLevel()
     return next((name for name in reversed(LEVELS) if getattr(logging, name.upper()) <= level), LEVELS[0])
 

@@ -332,6 +332,9 @@ class EngineConfig:
         return {name: getattr(getattr(self, row.section), name) for name, row in knob_table().items()}
 
 
+MAX_API_PROCESSES = 64
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """How the server listens, which clients it takes, and how much work."""
@@ -357,6 +360,9 @@ class ServerConfig:
     drain_timeout: float = knob(
         30.0, "seconds that running requests get when the server stops", aliases=("shutdown_timeout",)
     )
+    api_processes: int | None = knob(
+        None, "processes that answer HTTP; default: one per 4 cores beside a GPU, at most 8, else 1"
+    )
     replicas: int = knob(1, "engines that serve the model side by side", aliases=("data_parallel_size",))
     in_process: bool = knob(False, "run the engine in the server's own process, for debugging")
     restart_engine: bool = knob(True, "start an engine that died again")
@@ -367,6 +373,13 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "max_prompts", "max_n", "replicas")
+        if self.api_processes is not None and not 1 <= self.api_processes <= MAX_API_PROCESSES:
+            raise ConfigError(f"api_processes must be in 1..{MAX_API_PROCESSES}, got {self.api_processes}")
+        if self.in_process and (self.api_processes or 1) > 1:
+            raise ConfigError(
+                f"api_processes is {self.api_processes}, but with in_process the engine is a thread of the "
+                "only process; leave one of the two out"
+            )
         if self.max_n > MAX_SEQUENCES:
             raise ConfigError(f"max_n must be at most {MAX_SEQUENCES}, got {self.max_n}")
         parse_bytes(self.max_body_size, "max_body_size")

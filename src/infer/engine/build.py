@@ -31,6 +31,7 @@ from infer.engine.gc_freeze import freeze_with, freezing
 from infer.engine.itl_target import prompt_tokens_within
 from infer.engine.machine import facts_of, machine_of
 from infer.engine.observer import EngineObserver
+from infer.engine.phases import Phases
 from infer.engine.preemption_cost import measure_cost, prefill_seconds
 from infer.engine.rehearsal import rehearse
 from infer.engine.run_manifest import RunFacts, fingerprint, shareable_knobs
@@ -57,19 +58,24 @@ def build_engine(
     observer: EngineObserver | None = None,
     cost: PreemptionCost | None = None,
     steps_ahead: int | None = None,
+    phases: Phases | None = None,
 ) -> Engine:
     """Return an engine for this model; `cost` and `steps_ahead` replace this machine's, to repeat a run.
 
+    `phases` gets the time that each part of it takes, and is the engine's.
     A model may serve one engine after the other; `deterministic` of the last one built is the model's.
     """
     config = resolve_for(settings, loaded)
     if steps_ahead is not None and config.steps_ahead:
         config = replace(config, steps_ahead=steps_ahead)
-    wait_for_linears = bind(loaded.model, loaded.device, deterministic=config.deterministic)
-    step = _rehearse(config, loaded, wait_for_linears)
-    size = fit_to_device(config, loaded, step=step)
-    arena = None if step is None else Arena(step.activations, loaded.device)
-    store = _make_store(config, loaded, size)
+    phases = phases or Phases()
+    with phases("compile"):
+        wait_for_linears = bind(loaded.model, loaded.device, deterministic=config.deterministic)
+    with phases("plan memory"):
+        step = _rehearse(config, loaded, wait_for_linears)
+        size = fit_to_device(config, loaded, step=step)
+        arena = None if step is None else Arena(step.activations, loaded.device)
+        store = _make_store(config, loaded, size)
     pool = make_pool(settings, size)
     if cost is None and config.scheduler.preemption == "auto" and settings.cache.swap_blocks:
         wait_for_linears()
@@ -81,16 +87,19 @@ def build_engine(
         keeps_cache=config.keeps_cache,
         max_seq_len=config.max_seq_len,
     )
-    runner = _make_runner(config, loaded, store, scheduler.state)
-    runner.arena = arena
-    wait_for_linears()
+    with phases("warm up"):
+        runner = _make_runner(config, loaded, store, scheduler.state)
+        runner.arena = arena
+    with phases("compile"):
+        wait_for_linears()
     on_gpu = is_gpu(loaded.device)
     target_ms, asked = settings.scheduler.itl_target_ms, settings.scheduler.prefill_tokens_while_decoding
     if target_ms is not None and asked is None:
         time_step: Callable[[int], float] = partial(prefill_seconds, loaded.model, loaded.device)
         if isinstance(runner, DeviceRunner):
-            while runner.prepare():
-                pass
+            with phases("capture"):
+                while runner.prepare():
+                    pass
             time_step = runner.step_seconds
         max_tokens = min(config.scheduler.max_num_batched_tokens, config.max_seq_len)
         tokens = prompt_tokens_within(target_ms, time_step, max_tokens=max_tokens)
@@ -112,6 +121,7 @@ def build_engine(
         embedder=partial(embed_prompt, loaded.model, loaded.device),
         steps_ahead=config.steps_ahead,
         prepare=freezing(runner.prepare) if on_gpu else runner.prepare,
+        phases=phases,
     )
     if on_gpu:  # on a CPU no step waits for the garbage collector, and tests build tiny models by the hundred
         freeze_with(engine)

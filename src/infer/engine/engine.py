@@ -39,6 +39,7 @@ from typing import NamedTuple
 
 from infer.engine.admission import admit, check_token_ids
 from infer.engine.observer import EngineObserver
+from infer.engine.phases import Phases
 from infer.engine.requests import RequestTable
 from infer.engine.stats import STEP_TOKENS, EngineStats, Histogram
 from infer.errors import ContextOverflow, DeviceLost, EngineError, RequestError
@@ -83,8 +84,10 @@ class Engine:
         embedder: Embedder | None = None,
         steps_ahead: int = 0,
         prepare: Callable[[], bool] = lambda: False,
+        phases: Phases | None = None,
     ) -> None:
         self.scheduler = scheduler
+        self.phases = phases or Phases()  # of its start
         self.context_len = context_len
         self._form = dtype, weights  # of its numbers, for `stats`
         self.model_len = model_len or context_len  # the model's own context, where less is served

@@ -6,6 +6,7 @@
     Auth          closed unless listed open
     BodyLimit     reads bodies, up to a size and for a time
     Gate          503 while starting or draining
+    Forward       only in API processes beside process 0: what is about the whole server is asked there
     routes        completions, chat, models, tokens, embeddings; health, metrics; admin; the page
 
 All layers are plain ASGI: a streamed chunk passes through function calls, not through queues and tasks.
@@ -21,11 +22,13 @@ from starlette.middleware.cors import CORSMiddleware
 
 from infer import __version__
 from infer.config.settings import EngineConfig, ServerConfig
+from infer.errors import ConfigError
 from infer.server.fleet.fleet import Fleet
 from infer.server.fleet.metered_client import MeteredClient
 from infer.server.metrics import ServerMetrics
 from infer.server.middleware.access_log import AccessLog
 from infer.server.middleware.auth import Auth
+from infer.server.middleware.forward import Ask, Forward
 from infer.server.middleware.host_check import HostCheck
 from infer.server.middleware.limits import BodyLimit, Gate
 from infer.server.protocol.errors import install_error_handlers
@@ -42,6 +45,11 @@ def create_app(config: EngineConfig | None = None, server: ServerConfig | None =
     drains, and guards its connections.
     """
     engine_config, server_config = config or EngineConfig(), server or ServerConfig()
+    if (server_config.api_processes or 1) > 1:
+        raise ConfigError(
+            f"api_processes is {server_config.api_processes}, but this application is one process of its "
+            "host; leave it out, or start the server with infer serve"
+        )
     state = ServerState(config=server_config)
     fleet = Fleet(state, ServerMetrics(server_config.metrics_prefix))
 
@@ -62,10 +70,12 @@ def build_app(
     *,
     lifespan: Lifespan | None = None,
     check_host: bool = False,
+    ask: Ask | None = None,
 ) -> FastAPI:
     """The application around a state; its engines are started and stopped by the caller.
 
-    `check_host` adds the check of the Host header that a server on loopback needs (host_check.py).
+    `check_host` adds the check of the Host header that a server on loopback needs (host_check.py). In an API
+    process other than 0, `ask` reaches process 0 (forward.py).
     """
     config = state.config
     fleet = fleet or Fleet(state, ServerMetrics(config.metrics_prefix))
@@ -93,6 +103,8 @@ def build_app(
         app.include_router(pages.make_router())
     install_error_handlers(app)
     # the last added is the outermost
+    if ask is not None:
+        app.add_middleware(Forward, ask=ask)
     app.add_middleware(Gate, state=state)
     app.add_middleware(BodyLimit, max_body_size=config.max_body_size)
     app.add_middleware(Auth, config=config)

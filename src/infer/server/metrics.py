@@ -14,7 +14,8 @@ instead, and such a dashboard works as it is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -43,6 +44,9 @@ TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
+NUMBERS = ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens")
+
+
 class EngineMeter:
     """The counts and times of the requests of one engine."""
 
@@ -68,6 +72,30 @@ class EngineMeter:
         self.longest_output = Histogram(TOKENS)
         self.max_tokens = Histogram(TOKENS)
         self.choices = Histogram(CHOICES)
+
+    def snapshot(self) -> dict[str, Any]:
+        """What was counted here, as plain data for another process."""
+        histograms = {name: (found.counts, found.total) for name, found in self._histograms().items()}
+        numbers = {name: getattr(self, name) for name in NUMBERS}
+        return {
+            "labels": self.labels,
+            "numbers": numbers,
+            "finished": dict(self.finished),
+            "histograms": histograms,
+        }
+
+    def add(self, snapshot: Mapping[str, Any]) -> None:
+        """Add what another process counted for the same engine."""
+        for name, value in snapshot["numbers"].items():
+            setattr(self, name, getattr(self, name) + value)
+        self.finished.update(snapshot["finished"])
+        mine = self._histograms()
+        for name, (counts, total) in snapshot["histograms"].items():
+            mine[name].counts = [a + b for a, b in zip(mine[name].counts, counts, strict=True)]
+            mine[name].total += total
+
+    def _histograms(self) -> dict[str, Histogram]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, Histogram)}
 
     @property
     def step_tokens(self) -> Histogram:
@@ -165,6 +193,37 @@ class ServerMetrics(Collector):
         if error_code is not None:
             self._errors[error_code] += 1
         self._num_gone += is_gone
+
+    def snapshot(self) -> dict[str, Any]:
+        """What was counted in this process, as plain data for another one."""
+        return {
+            "meters": [meter.snapshot() for meter in self.meters],
+            "http": [(*row, count) for row, count in self._http.items()],
+            "errors": dict(self._errors),
+            "num_gone": self._num_gone,
+            "num_active": self.num_active,
+        }
+
+    def sum_with(self, snapshots: Iterable[Mapping[str, Any]]) -> ServerMetrics:
+        """The counts of this process and of others; what the engines count themselves is taken from here."""
+        total = ServerMetrics(self._prefix)
+        total._prefix, total.startup_s = self._prefix, self.startup_s
+        for meter in self.meters:
+            summed = EngineMeter(*meter.labels, meter.client)
+            summed.cache = meter.cache
+            total.meters.append(summed)
+        by_labels = {meter.labels: meter for meter in total.meters}
+        for snapshot in (self.snapshot(), *snapshots):
+            for counted in snapshot["meters"]:
+                found = by_labels.get(tuple(counted["labels"]))
+                if found is not None:  # else its model is being unloaded
+                    found.add(counted)
+            for *row, count in snapshot["http"]:
+                total._http[row[0], row[1], row[2]] += count
+            total._errors.update(snapshot["errors"])
+            total._num_gone += snapshot["num_gone"]
+            total.num_active += snapshot["num_active"]
+        return total
 
     def text(self) -> bytes:
         """The page at /metrics."""

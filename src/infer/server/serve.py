@@ -27,6 +27,7 @@ import ssl
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,11 @@ from infer.server.app import build_app
 from infer.server.connection import GuardedConnection
 from infer.server.fleet.fleet import Fleet
 from infer.server.metrics import ServerMetrics
+from infer.server.middleware.forward import Ask
 from infer.server.middleware.host_check import is_loopback, needs_host_check
+from infer.server.processes.accept import Acceptor
+from infer.server.processes.board import Board, SharedState
+from infer.server.processes.workers import Workers, num_processes
 from infer.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -48,15 +53,49 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BACKLOG = 2048
 LAST_WRITES_S = 5  # for answers that are finished but not yet read
 KEEP_ALIVE_S = 30  # longer than a client's pause between two requests of a conversation
+_IMPORTED_AT = time.perf_counter()
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: `run` tells it when to stop."""
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers (`run` tells it when to stop), on a socket that may be shared."""
+
+    _shared: tuple[socket.socket, Board] | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to `run`."""
         yield
+
+    def share(self, listener: socket.socket, board: Board) -> None:
+        """Take connections from a listening socket that other API processes take them from too."""
+        self._shared = listener, board
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to listen."""
+        await super().startup(sockets)
+        if self._shared is not None:
+            listener, board = self._shared
+            make = partial(_CountedConnection, board, self.config, self.server_state, self.lifespan.state)
+            self._acceptor = Acceptor(listener, board, make, self.config.ssl)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen no more, and let the last answers be read."""
+        if self._shared is not None:
+            self._acceptor.close()
+        await super().shutdown(sockets)
+
+
+class _CountedConnection(GuardedConnection):
+    """A connection that is on the board of all API processes until it is lost."""
+
+    def __init__(self, board: Board, *args: Any) -> None:
+        super().__init__(*args)
+        self._board = board
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Take it off the board."""
+        self._board.count_connection(-1)
+        super().connection_lost(exc)
 
 
 def serve(
@@ -70,8 +109,15 @@ def serve(
 
     `spares` are engine processes that have been started already.
     """
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(run(models, config, announce=announce, spares=spares))
+
+
+def _is_on_gpu(models: Mapping[str, EngineConfig]) -> bool:
+    """Whether every model is on a GPU, as far as can be told without importing torch."""
+    has_gpu = Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+    devices = [str(engine.load.device) for engine in models.values()]
+    return all(device.startswith("cuda") or (device == "auto" and has_gpu) for device in devices)
 
 
 async def run(
@@ -82,26 +128,39 @@ async def run(
     spares: SpareEngines | None = None,
 ) -> None:
     """Serve models as `serve` does, in an event loop that runs already."""
-    state = ServerState(config=config, is_starting=True)
-    fleet = Fleet(state, ServerMetrics(config.metrics_prefix), spares)
-    server = _Server(_uvicorn_config(state, fleet))  # first: if it fails, nothing is to be cleaned up
+    number = num_processes(config, on_gpu=_is_on_gpu(models))
+    state = ServerState(config=config) if number == 1 else SharedState(config, Board(number))
+    state.is_starting = True
+    workers = Workers(config, state.board) if isinstance(state, SharedState) else None
+    fleet = Fleet(state, ServerMetrics(config.metrics_prefix), spares, workers)
+    server = HttpServer(uvicorn_config(state, fleet))  # first: if it fails, nothing is to be cleaned up
     listener = bind(config)
     warn_if_open(config)
     stopping = _stop_on_signals(state)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    if isinstance(state, SharedState) and workers is not None:
+        server.share(listener, state.board)
+        await workers.start(server.config.loaded_app, listener, models)
+    serving = asyncio.create_task(server.serve(sockets=[listener] if workers is None else []))
     starting = asyncio.create_task(fleet.start(models))
     losing = asyncio.create_task(fleet.wait_lost())
     ends: set[asyncio.Future[Any]] = {stopping, serving, losing}
+    if workers is not None:
+        ends.add(workers.lost)
     url = url_of(config, listener)
-    logger.info("listening on url=%s models=%d event_loop=%s", url, len(models), _loop_name())
+    loop_name = _loop_name()
+    level = logging.INFO if loop_name == "uvloop" else logging.WARNING
+    said = "listening on url=%s models=%d api_processes=%d seconds=%.2f event_loop=%s"
+    logger.log(level, said, url, len(models), number, _process_age(), loop_name)
     try:
-        await asyncio.wait({starting, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({starting, *(ends - {losing})}, return_when=asyncio.FIRST_COMPLETED)
+        _raise_if_lost(workers)
         if starting.done():
             starting.result()  # raises what went wrong
             gc.collect()
             gc.freeze()  # what start-up made stays: no collection needs to walk through it between two tokens
             announce(url)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            _raise_if_lost(workers)
             if losing.done():
                 raise EngineLost(losing.result())
             await drain(state, config.drain_timeout)
@@ -112,23 +171,28 @@ async def run(
         await asyncio.gather(starting, losing, return_exceptions=True)
         await fleet.close()  # requests inside get `EngineStopped`
         server.should_exit = True
-        await serving
+        await asyncio.gather(serving, *([] if workers is None else [workers.close()]))
         stopping.cancel()
         if config.uds is not None:
             Path(config.uds).unlink(missing_ok=True)
     logger.info("stopped")
 
 
+def _raise_if_lost(workers: Workers | None) -> None:
+    if workers is not None and workers.lost.done():
+        raise EngineLost(workers.lost.result())
+
+
 async def drain(state: ServerState, timeout_s: float) -> None:
     """Take no new requests and wait until those inside have left, at most `timeout_s` seconds."""
     state.is_draining = True
-    hint = "; a second signal (Ctrl-C) ends them at once" if state.num_active else ""
-    logger.info("draining requests=%d timeout_s=%g%s", state.num_active, timeout_s, hint)
+    hint = "; a second signal (Ctrl-C) ends them at once" if state.total_active else ""
+    logger.info("draining requests=%d timeout_s=%g%s", state.total_active, timeout_s, hint)
     give_up_at = time.monotonic() + timeout_s
-    while state.num_active and time.monotonic() < give_up_at:
+    while state.total_active and time.monotonic() < give_up_at:
         await asyncio.sleep(0.02)
-    if state.num_active:
-        logger.warning("drain timed out cut_off_requests=%d", state.num_active)
+    if state.total_active:
+        logger.warning("drain timed out cut_off_requests=%d", state.total_active)
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -197,10 +261,11 @@ def url_of(config: ServerConfig, listener: socket.socket) -> str:
     return f"{'https' if config.tls_cert else 'http'}://{shown}:{port}"
 
 
-def _uvicorn_config(state: ServerState, fleet: Fleet) -> uvicorn.Config:
+def uvicorn_config(state: ServerState, fleet: Fleet, *, ask: Ask | None = None) -> uvicorn.Config:
+    """The settings of the HTTP server around an application; `ask` as in `build_app`."""
     config = state.config
     made = uvicorn.Config(
-        build_app(state, fleet, check_host=needs_host_check(config)),
+        build_app(state, fleet, check_host=needs_host_check(config), ask=ask),
         http=GuardedConnection,
         ws="none",
         lifespan="off",
@@ -228,7 +293,7 @@ def _stop_on_signals(state: ServerState) -> asyncio.Future[None]:
 
     def on_signal() -> None:
         if stopping.done():
-            logger.warning("second signal ended_requests=%d", state.num_active)
+            logger.warning("second signal ended_requests=%d", state.total_active)
             os._exit(130)  # engine processes notice it and follow
         stopping.set_result(None)
 
@@ -237,13 +302,23 @@ def _stop_on_signals(state: ServerState) -> asyncio.Future[None]:
     return stopping
 
 
+def _process_age() -> float:
+    """Seconds since this process was started, imports included; since this module's import where unknown."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return time.perf_counter() - _IMPORTED_AT
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
 def _loop_name() -> str:
     """The event loop that runs, and what it means if it is the slower one."""
     is_fast = type(asyncio.get_running_loop()).__module__.startswith("uvloop")
     return "uvloop" if is_fast else "asyncio (uvloop is not installed: each request takes longer)"
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """What makes the fastest event loop that is installed; None: asyncio's own."""
     try:
         import uvloop
     except ImportError:  # it has no build for every platform

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from infer.server.protocol.errors import ApiError
 
 
+RAW_SEND = "infer.send"  # a key of a scope: the connection's own `send`, for the frames of a stream
+
+
 @dataclass(slots=True, eq=False)
 class ServedModel:
     """One model under the name clients use, with the engines that run it."""
@@ -131,6 +134,11 @@ class ServerState:
     is_starting: bool = False  # the first models are being loaded
     is_draining: bool = False  # no new requests
     num_active: int = 0  # requests inside, streams not read to their end included
+
+    @property
+    def total_active(self) -> int:
+        """The requests inside all API processes of the server."""
+        return self.num_active
 
     def get_model(self, name: str | None) -> ServedModel:
         """The model of a name, held by the current request; without a name, the default model."""

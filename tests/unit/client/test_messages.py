@@ -218,6 +218,6 @@ def test_a_subclass_from_elsewhere_arrives_as_the_class_we_know() -> None:
 
 def test_the_launch_line_gives_the_config_back() -> None:
     config = EngineConfig.from_knobs(model="dir with \n newline", num_blocks=7, use_prefix_caching=False)
-    line = msgspec.json.encode(Launch(endpoint="ipc:///x", knobs=config.knobs(), log_level="info"))
+    line = msgspec.json.encode(Launch(endpoints=["ipc:///x"], knobs=config.knobs(), log_level="info"))
     assert b"\n" not in line
     assert EngineConfig.from_knobs(**msgspec.json.decode(line, type=Launch).knobs) == config

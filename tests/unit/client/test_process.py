@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import pytest
 import zmq
 
 from infer.cache.paged_pool import PagedKVCachePool
+from infer.client import process
 from infer.client.messages import (
     Add,
     Command,
@@ -30,7 +32,7 @@ from infer.config.settings import EngineConfig
 from infer.engine.engine import Engine
 from infer.engine.stats import EngineStats
 from infer.sampling.params import SamplingParams
-from infer.scheduling.request import Request
+from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.scheduler import Scheduler
 from tests.support.oracle import VOCAB_SIZE, OracleRunner
 
@@ -41,6 +43,10 @@ class ScriptedLink:
     def __init__(self, *turns: Sequence[Command]) -> None:
         self._turns = deque(deque(turn) for turn in turns)
         self.reports: list[StepReport] = []
+
+    @property
+    def has_turns(self) -> bool:
+        return bool(self._turns)
 
     def poll(self, timeout: int) -> int:
         return zmq.POLLIN  # there is always a command, or the end
@@ -70,16 +76,28 @@ def serve(*turns: Sequence[Command], max_queue: int | None = None) -> tuple[list
             raise ZeroDivisionError
         return [float(prompt[0])]
 
+    link = ScriptedLink(*turns)
+    EngineServer(make_engine(max_queue, embed), [cast("zmq.Socket[bytes]", cast(Any, link))]).run()
+    return link.reports, embedded
+
+
+def make_engine(
+    max_queue: int | None = None, embed: Callable[[Sequence[int], str], list[float]] | None = None
+) -> Engine:
     pool = PagedKVCachePool(64, 4)
     scheduler = Scheduler(
         pool, resolve_scheduler(EngineConfig.from_knobs(max_queue=max_queue), 256, SIMULATED_STEPS)
     )
-    engine = Engine(
-        scheduler, OracleRunner(pool, scheduler.state), context_len=200, vocab_size=VOCAB_SIZE, embedder=embed
-    )
-    link = ScriptedLink(*turns)
-    EngineServer(engine, cast("zmq.Socket[bytes]", cast(Any, link))).run()
-    return link.reports, embedded
+    runner = OracleRunner(pool, scheduler.state)
+    return Engine(scheduler, runner, context_len=200, vocab_size=VOCAB_SIZE, embedder=embed)
+
+
+def make_request(name: str) -> Request:
+    return Request(request_id=name, prompt=(1, 2), params=SamplingParams(max_tokens=5))
+
+
+def in_pairs(report: StepReport) -> list[tuple[int, StepOutput]]:
+    return list(zip(report.tickets, report.outputs, strict=True))
 
 
 def add(ticket: int, max_tokens: int = 5) -> Add:
@@ -121,6 +139,34 @@ def test_embeddings_and_requests_share_the_places_to_wait() -> None:
         (9, "QueueFull"),
     ]
     assert embedded == [1, 2]
+
+
+def test_api_processes_share_one_queue_and_get_their_own_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both use ticket 1; of four requests two find a place to wait, in the order in which they came."""
+    links = [
+        ScriptedLink([add(1), Add(2, make_request("a"))], [], [], []),
+        ScriptedLink([Add(1, make_request("b")), Add(2, make_request("c"))], [], [], []),
+    ]
+
+    def poll(timeout: int | None) -> bool:
+        if timeout is None and not any(link.has_turns for link in links):
+            raise StopIteration  # all is said and done
+        return True
+
+    monkeypatch.setattr(process, "_poll_all", lambda sockets: poll)
+    with pytest.raises(StopIteration):
+        EngineServer(make_engine(max_queue=2), cast("Any", links)).run()
+    outputs = [
+        [(ticket, output.request_id) for report in link.reports for ticket, output in in_pairs(report)]
+        for link in links
+    ]
+    assert set(outputs[0]) == {(1, "r1"), (2, "a")} and outputs[1] == []
+    refused = [answer for report in links[1].reports for answer in report.answers]
+    assert [answer.ticket for answer in refused] == [1, 2]
+    assert all(answer.failure is not None and answer.failure.kind == "QueueFull" for answer in refused)
+    assert len(links[1].reports) < len(links[0].reports), "counts alone are sent now and then"
+    assert [link.reports[-1].stats.num_running for link in links] == [0, 0], "both learn that it is idle"
+    assert [link.reports[-1].num_commands for link in links] == [2, 2]
 
 
 class SilentProcess:

@@ -19,7 +19,7 @@ from infer.errors import ConfigError, ModelSourceError
 from infer.server import serve as serving
 from infer.server.fleet.fleet import Fleet
 from infer.server.metrics import ServerMetrics
-from infer.server.serve import _loop_factory, _loop_name, bind, drain, run, warn_if_open
+from infer.server.serve import _loop_name, bind, drain, loop_factory, run, warn_if_open
 from infer.server.state import ServerState
 
 
@@ -134,7 +134,7 @@ def test_the_name_of_the_loop_says_when_the_fast_one_is_missing() -> None:
 
     with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
         assert "uvloop is not installed" in runner.run(name())
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         assert runner.run(name()) == "uvloop"
 
 

@@ -15,20 +15,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from infer.client.client import EngineClient, InProcessClient, failure_of
+from infer.client.process_client import ProcessClient
 from infer.client.spawn import SpareEngines
 from infer.config.defaults import SERVER_MAX_QUEUE
 from infer.config.settings import EngineConfig
+from infer.engine.phases import spell_phases
 from infer.errors import EngineLost, NameTaken, RequestError, UnknownModel
 from infer.frontend.prompts import PromptEncoder, find_source, open_model, open_text
 from infer.loader.read_ahead import start_reading_ahead
 from infer.server.fleet.metered_client import MeteredClient
 from infer.server.metrics import ServerMetrics
 from infer.server.state import ServedModel, ServerState
+
+if TYPE_CHECKING:
+    from infer.server.processes.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +46,16 @@ class Fleet:
     """Starts and stops the engines behind a `ServerState`."""
 
     def __init__(
-        self, state: ServerState, metrics: ServerMetrics, spares: SpareEngines | None = None
+        self,
+        state: ServerState,
+        metrics: ServerMetrics,
+        spares: SpareEngines | None = None,
+        workers: Workers | None = None,
     ) -> None:
         self.state = state
         self._spares = spares or SpareEngines(0)
         self.metrics = metrics
+        self._workers = workers  # the other API processes of this server
         self._watcher: asyncio.Task[None] | None = None
         self._is_loading: set[str] = set()
         self._leaving: list[ServedModel] = []  # without a name, until the requests that hold them end
@@ -69,6 +80,7 @@ class Fleet:
             self._is_loading.discard(name)
         self.state.models[model.name] = model
         self.state.default_model = self.state.default_model or model.name
+        self._tell_names()
         if self._watcher is None:
             self._watcher = asyncio.create_task(self._watch())
         return model
@@ -85,13 +97,17 @@ class Fleet:
         if self.state.default_model == name:
             self.state.default_model = next(iter(self.state.models), None)
             logger.warning("default model changed model=%s", self.state.default_model or "none")
+        self._tell_names()
         self._leaving.append(model)
         try:
+            leaving = [] if self._workers is None else [self._workers.unserve(name)]
+            elsewhere = asyncio.gather(*leaving)
             give_up_at = time.monotonic() + self.state.config.drain_timeout
             while model.num_held and time.monotonic() < give_up_at:
                 await asyncio.sleep(UNLOAD_POLL_S)
             if model.num_held:
                 logger.warning("unload timed out model=%s cut_off_requests=%d", name, model.num_held)
+            await elsewhere
         finally:  # also if the operator hangs up meanwhile
             await self._close(model)
             self._leaving.remove(model)
@@ -107,6 +123,13 @@ class Fleet:
             what = "is served" if alias in self.state.models else "is being loaded"
             raise NameTaken(f"a model named {alias!r} {what}; an alias must be another name", param="alias")
         self.state.aliases[alias] = name
+        self._tell_names()
+
+    async def metrics_text(self) -> bytes:
+        """The page at /metrics: the counts of all API processes together."""
+        if self._workers is None:
+            return self.metrics.text()
+        return self.metrics.sum_with(await self._workers.scrape()).text()
 
     async def reset_prefix_caches(self, name: str | None) -> int:
         """Empty the prefix caches of one model or of all; returns how many blocks were forgotten."""
@@ -116,6 +139,8 @@ class Fleet:
             for client in model.clients:
                 num_forgotten += await client.reset_prefix_cache()
                 model.router.forget(client)
+            if self._workers is not None:
+                self._workers.forget_prefixes(model.name)
         return num_forgotten
 
     async def close(self) -> None:
@@ -141,8 +166,12 @@ class Fleet:
 
     async def _load(self, name: str, config: EngineConfig) -> ServedModel:
         started = time.perf_counter()
+        number = self.state.config.replicas
+        shared = [] if self._workers is None else self._workers.new_engines(number)
         encoder, engines = await (
-            self._start_threads(config) if self.state.config.in_process else self._start_processes(config)
+            self._start_threads(config)
+            if self.state.config.in_process
+            else self._start_processes(config, shared)
         )
         if not name:
             name = encoder.name
@@ -157,16 +186,25 @@ class Fleet:
             client.meter.cache = config.cache
             clients.append(client)
         seconds = time.perf_counter() - started
-        logger.info("model loaded model=%s engines=%d seconds=%.2f", name, len(clients), seconds)
+        phases = engines[0].ready.phases if isinstance(engines[0], ProcessClient) else {}
+        told = "".join(f" {text}" for text in [spell_phases(phases)] if text)
+        logger.info("model loaded model=%s engines=%d seconds=%.2f%s", name, len(clients), seconds, told)
         if encoder.template_warning is not None:
             logger.warning("%s", encoder.template_warning)
-        return ServedModel(
+        model = ServedModel(
             name=name,
             encoder=encoder,
             clients=clients,
             created=int(time.time()),
             max_queue=config.scheduler.max_queue,
         )
+        if self._workers is not None:
+            await self._workers.serve(model, config, shared)
+        return model
+
+    def _tell_names(self) -> None:
+        if self._workers is not None:
+            self._workers.set_names(self.state.aliases, self.state.default_model)
 
     async def _start_threads(self, config: EngineConfig) -> tuple[PromptEncoder, list[EngineClient]]:
         def build() -> tuple[PromptEncoder, list[EngineClient]]:
@@ -179,22 +217,19 @@ class Fleet:
 
         return await asyncio.to_thread(build)
 
-    async def _start_processes(self, config: EngineConfig) -> tuple[PromptEncoder, list[EngineClient]]:
-        from infer.client.process_client import ProcessClient
-
+    async def _start_processes(
+        self, config: EngineConfig, shared: Sequence[int]
+    ) -> tuple[PromptEncoder, list[EngineClient]]:
         # first: it fetches what every engine will read
         source = await asyncio.to_thread(find_source, config.load, show_progress=True)
         start_reading_ahead(source)
         server = self.state.config
-        starts = [
-            ProcessClient.start(
-                config,
-                stuck_timeout=server.stuck_timeout,
-                restart=server.restart_engine,
-                spawn=self._spares.take,
-            )
-            for _ in range(server.replicas)
-        ]
+        options: dict[str, Any] = {"stuck_timeout": server.stuck_timeout, "restart": server.restart_engine}
+        options["spawn"] = self._spares.take
+        hooks: list[dict[str, Any]] = [{} for _ in range(server.replicas)]
+        if self._workers is not None:
+            hooks = [self._workers.hooks(engine) for engine in shared]
+        starts = [ProcessClient.start(config, **options, **followed) for followed in hooks]
         # beside the engines, not before them
         opening = asyncio.create_task(asyncio.to_thread(open_text, config.load, source))
         results = await asyncio.gather(opening, *starts, return_exceptions=True)

@@ -31,7 +31,7 @@ from infer.server.metrics import ServerMetrics
 from infer.server.middleware.auth import HEALTH_PATH, route_path
 from infer.server.middleware.redaction import redacted_reason
 from infer.server.protocol.errors import ApiError
-from infer.server.state import RequestRecord, recording
+from infer.server.state import RAW_SEND, RequestRecord, recording
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ PLAIN_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")  # fullmatch only: nothing tha
 MAX_LOGGED_PATH = 200
 METRICS_PATH = "/metrics"
 TRACE_HEADER = b"x-infer-trace"
+FORWARDED = "infer.forwarded"  # a key of a scope: no client can set it
 
 
 class AccessLog:
@@ -56,6 +57,10 @@ class AccessLog:
             await self._app(scope, receive, send)
             return
         record = RequestRecord(request_id=_request_id(scope), arrived_at=perf_counter())
+        if FORWARDED in scope:  # from another API process, which logs and counts it
+            with recording(record):
+                await self._app(scope, receive, send)
+            return
         if any(name == TRACE_HEADER for name, _ in scope["headers"]):
             record.marks = []
         self._metrics.num_active += 1
@@ -68,6 +73,7 @@ class AccessLog:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
         id_header = (b"x-request-id", record.request_id.encode())
+        scope[RAW_SEND] = send
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -105,7 +111,7 @@ class AccessLog:
         method = scope["method"]
         self._metrics.count_http(
             method,
-            _route_of(scope),
+            route_of(scope),
             record.status,
             is_gone=record.is_gone,
             error_code=None if record.error is None else str(record.error.code or record.error.status),
@@ -145,7 +151,7 @@ def _request_id(scope: Scope) -> str:
     return f"req-{secrets.token_hex(12)}"
 
 
-def _route_of(scope: Scope) -> str:
+def route_of(scope: Scope) -> str:
     """The route as it was declared, so that a metric has as many rows as there are routes."""
     route = scope.get("route")
     return str(route.path) if route is not None else "unmatched"

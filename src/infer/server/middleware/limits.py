@@ -105,15 +105,15 @@ class Gate:
         if scope["type"] != "http" or self._is_always_open(route_path(scope)):
             await self._app(scope, receive, send)
             return
-        if self._state.is_starting or self._state.is_draining:
-            what = "shutting down" if self._state.is_draining else "starting"
-            message = f"the server is {what}; try again in a few seconds"
-            headers = {"retry-after": str(RETRY_LATER_S)}
-            await ApiError(status=503, message=message, headers=headers).send(send)
-            return
-        self._state.num_active += 1
+        self._state.num_active += 1  # before the look at the flags: a drain of all processes misses none
         try:
-            await self._app(scope, receive, send)
+            if self._state.is_starting or self._state.is_draining:
+                what = "shutting down" if self._state.is_draining else "starting"
+                message = f"the server is {what}; try again in a few seconds"
+                headers = {"retry-after": str(RETRY_LATER_S)}
+                await ApiError(status=503, message=message, headers=headers).send(send)
+            else:
+                await self._app(scope, receive, send)
         finally:
             self._state.num_active -= 1
 

@@ -223,10 +223,10 @@ def _check_prompts(value: Any) -> Any:
     if isinstance(value, str):
         return value
     if isinstance(value, list):
-        kinds = {type(each) for each in value}
+        kinds = set(map(type, value))
         if kinds <= {int} or kinds == {str}:
             return value
-        if kinds == {list} and all(type(i) is int for ids in value for i in ids):
+        if kinds == {list} and all(set(map(type, ids)) <= {int} for ids in value):
             return value
     raise PydanticCustomError(
         "prompt_type", "must be a string, a list of strings, a list of token ids or a list of such lists"

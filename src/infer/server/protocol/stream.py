@@ -38,7 +38,7 @@ from infer.scheduling.request import StepOutput
 from infer.server.protocol.errors import to_api_error
 from infer.server.protocol.schemas import SamplingBody
 from infer.server.protocol.translate import Job
-from infer.server.state import current_id
+from infer.server.state import RAW_SEND, current_id, current_record
 
 logger = logging.getLogger(__name__)
 
@@ -370,10 +370,12 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send every frame, for as long as the client is connected."""
-        with suppress(ClientDisconnect, OSError):  # OSError: a send found the connection closed
-            await unless_disconnected(receive, self._send_frames(send))
+        with suppress(ClientDisconnect):
+            # No layer does anything with a frame, so frames go past all of them; the first message and the
+            # last one do not.
+            await unless_disconnected(receive, self._send_frames(send, scope.get(RAW_SEND, send)))
 
-    async def _send_frames(self, send: Send) -> None:
+    async def _send_frames(self, send: Send, send_frame: Send) -> None:
         pause, frames = PauseTimer(), self._first
         try:
             async with asyncio.timeout(self._time_limit_s):
@@ -381,7 +383,7 @@ class EventStream(Response):
                 await send({**start, "headers": self.raw_headers})
                 while frames:
                     for frame in frames:
-                        await send({"type": "http.response.body", "body": frame, "more_body": True})
+                        await send_frame({"type": "http.response.body", "body": frame, "more_body": True})
                         if pause.is_due():
                             await asyncio.sleep(0)
                     try:
@@ -389,7 +391,11 @@ class EventStream(Response):
                     except Exception as error:  # the status is sent: a failure can only be a frame
                         frames, self._has_ended = [self._writer.error(error)], True
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except TimeoutError:
+        except OSError as error:
+            if not isinstance(error, TimeoutError):  # a send found the connection closed
+                if (record := current_record()) is not None:
+                    record.is_gone = True
+                return
             logger.warning("stream closed, not read in time request_id=%s", current_id())
         finally:
             await self._generation.aclose()

@@ -103,4 +103,4 @@ async def drain(body: DrainBody, http: Request) -> dict[str, Any]:
     """Take no new requests; those inside go on. Poll until `num_active` is 0."""
     state = _fleet(http).state
     state.is_draining = body.drain
-    return {"is_draining": state.is_draining, "num_active": state.num_active}
+    return {"is_draining": state.is_draining, "num_active": state.total_active}

@@ -11,7 +11,8 @@ from fastapi import APIRouter, Request, Response
 
 from infer import __version__
 from infer.client.client import failure_of
-from infer.server.metrics import CONTENT_TYPE, ServerMetrics
+from infer.server.fleet.fleet import Fleet
+from infer.server.metrics import CONTENT_TYPE
 from infer.server.protocol.errors import RETRY_LATER_S, ApiError
 from infer.server.state import ServerState
 
@@ -52,5 +53,5 @@ async def get_version() -> dict[str, str]:
 @router.get("/metrics", response_model=None)
 async def get_metrics(http: Request) -> Response:
     """Counts and times in Prometheus' text format."""
-    metrics: ServerMetrics = http.app.state.metrics
-    return Response(metrics.text(), media_type=CONTENT_TYPE)
+    fleet: Fleet = http.app.state.fleet
+    return Response(await fleet.metrics_text(), media_type=CONTENT_TYPE)

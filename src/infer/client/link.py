@@ -1,0 +1,146 @@
+"""One end of the socket between an API process and an engine process.
+
+    EngineLink       the socket: commands out, messages in
+    AttachedEngine   an engine that another process of this server started, watches and ends
+    EngineProcess    (supervisor.py) one that this process started
+
+Every API process has a socket of its own to every engine, bound at this end; the engine connects to all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import zmq
+
+from infer.client.messages import Command, Failure, Message, Ready, decode_message, encode
+from infer.errors import EngineStopped
+
+
+class EngineLink(ABC):
+    """A socket to one engine process, and when that process has ended."""
+
+    def __init__(self, endpoint: str, resources: contextlib.ExitStack) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_message: Callable[[Message], None] | None = None
+        self._is_receiving = False  # `receive` is about to be called
+        self.last_words: Failure | None = None
+        self.ready: asyncio.Future[Ready] = self._loop.create_future()
+        self.exited = asyncio.Event()
+        context = zmq.Context()
+        resources.callback(context.term)
+        self._socket = context.socket(zmq.PAIR)
+        resources.callback(self._socket.close)
+        self._socket.set_hwm(0)  # a send must never block the event loop
+        self._socket.linger = 0
+        self._socket.bind(endpoint)
+        self._loop.add_reader(self._socket.fileno(), self.receive)
+        resources.callback(self._loop.remove_reader, self._socket.fileno())
+
+    @property
+    @abstractmethod
+    def pid(self) -> int | None:
+        """The id of the engine's process, where it is known here."""
+
+    @property
+    @abstractmethod
+    def exit_reason(self) -> str:
+        """How the process ended, for the clients of its requests: no paths, no traceback."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the process at once, where it is ours to end."""
+
+    @abstractmethod
+    async def close(self, *, timeout: float = 0.0) -> None:
+        """Let go of it: end it within `timeout` seconds where it is ours, and leave nothing behind."""
+
+    def listen(self, on_message: Callable[[Message], None]) -> None:
+        """Give every message that comes after `Ready` to this function."""
+        self._on_message = on_message
+        self.receive()
+
+    def send(self, command: Command) -> None:
+        """Queue a command; it never blocks."""
+        try:
+            self._socket.send(encode(command), zmq.NOBLOCK)
+        except zmq.Again:  # no peer at the other end: its exit is about to be known
+            raise EngineStopped("the engine process has ended") from None
+        # The descriptor signals edges, and sending may have used one up that was meant for receive().
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._receive_soon()
+
+    def receive(self) -> None:
+        """Take the next message, if there is one; the one behind it waits for the loop's next turn.
+
+        A loop that is behind would otherwise take many steps at once, and every stream would get a burst.
+        """
+        self._is_receiving = False
+        if self._take_next():
+            self._receive_soon()
+
+    def receive_all(self) -> None:
+        """Take every message that has arrived."""
+        while self._take_next():
+            pass
+
+    def _receive_soon(self) -> None:
+        if not self._is_receiving:
+            self._is_receiving = True
+            self._loop.call_soon(self.receive)
+
+    def _take_next(self) -> bool:
+        """Take a message; returns False if there is none."""
+        if self._socket.closed:
+            return False
+        try:
+            frame = self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        message = decode_message(frame)
+        if isinstance(message, Failure):
+            self.last_words = message
+        elif isinstance(message, Ready):
+            self.ready.set_result(message)
+        elif self._on_message is not None:
+            self._on_message(message)
+        return True
+
+
+class AttachedEngine(EngineLink):
+    """An engine process that another process supervises, and says when it has ended."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._reason = ""
+        with contextlib.ExitStack() as resources:
+            super().__init__(endpoint, resources)
+            self._resources = resources.pop_all()
+
+    @property
+    def pid(self) -> int | None:
+        """None: only the process that started it knows."""
+        return None
+
+    @property
+    def exit_reason(self) -> str:
+        """The reason that the supervising process gave."""
+        return self._reason
+
+    def set_exited(self, reason: str) -> None:
+        """Note that it has ended: the supervising process says so."""
+        self._reason = reason
+        self.exited.set()
+
+    def kill(self) -> None:
+        """Do nothing: it is not ours to end."""
+
+    def close_now(self) -> None:
+        """Close the socket."""
+        self._resources.close()
+
+    async def close(self, *, timeout: float = 0.0) -> None:
+        """Close the socket."""
+        self.close_now()

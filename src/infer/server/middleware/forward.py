@@ -1,0 +1,75 @@
+"""What only process 0 of a server can answer is asked there.
+
+`/health`, `/metrics` and the operator's routes are about the whole server. Another API process hands such a
+request on, with all its headers, and the answer back; so it is the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from infer.server.middleware.access_log import FORWARDED, METRICS_PATH, route_of
+from infer.server.middleware.auth import HEALTH_PATH, is_admin, route_path
+
+Ask: TypeAlias = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    path: str
+
+
+class Forward:
+    """ASGI layer: requests about the whole server are answered by process 0, which `ask` reaches."""
+
+    def __init__(self, app: ASGIApp, ask: Ask) -> None:
+        self._app = app
+        self._ask = ask
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass one request on to the routes here, or to process 0."""
+        path = route_path(scope) if scope["type"] == "http" else ""
+        if path not in (HEALTH_PATH, METRICS_PATH) and not is_admin(path):
+            await self._app(scope, receive, send)
+            return
+        request = {name: scope[name] for name in ("method", "path", "query_string", "headers")}
+        request["body"] = (await receive()).get("body", b"")  # whole: BodyLimit has read it
+        answer = await self._ask(request)
+        scope["route"] = _Route(answer["route"])
+        start = {"type": "http.response.start", "status": answer["status"], "headers": answer["headers"]}
+        await send(start)
+        await send({"type": "http.response.body", "body": answer["body"], "more_body": False})
+
+
+async def answer_forwarded(app: ASGIApp, request: dict[str, Any]) -> dict[str, Any]:
+    """Answer a request that another API process has handed on."""
+    scope: Scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "scheme": "http",
+        "method": request["method"],
+        "path": request["path"],
+        "raw_path": request["path"].encode(),
+        "root_path": "",
+        "query_string": request["query_string"],
+        "headers": [(bytes(name), bytes(value)) for name, value in request["headers"]],
+        FORWARDED: True,
+    }
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": request["body"], "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)
+    start, *rest = sent
+    body = b"".join(message.get("body", b"") for message in rest)
+    headers = [(bytes(name), bytes(value)) for name, value in start["headers"]]
+    return {"status": start["status"], "headers": headers, "body": body, "route": route_of(scope)}

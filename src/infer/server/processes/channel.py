@@ -1,0 +1,109 @@
+"""Questions and answers between two processes of a server, over a socket pair.
+
+    [number, name, body]           a question; number 0: no answer is wanted
+    [-number, failure, result]     the answer to it
+
+Bodies are plain data (msgpack). Messages are handled in the order in which they were sent; an answer that
+takes time is waited for beside them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from infer.client.messages import Failure, to_error, to_failure
+from infer.errors import EngineStopped
+
+_SIZE_BYTES = 4
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder().decode
+
+Answerer = Callable[[str, Any], Any]  # (name, body) -> the answer, or an awaitable of it
+
+
+class Channel:
+    """One end of a socket pair. `open` it, `run` it, and `call` or `tell` the other end."""
+
+    def __init__(self, link: socket.socket, answer: Answerer) -> None:
+        self._link = link
+        self._answer = answer
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    async def open(self) -> None:
+        """Get ready to send; must come first."""
+        self._reader, self._writer = await asyncio.open_connection(sock=self._link)
+
+    async def run(self) -> None:
+        """Take messages until the other end is gone."""
+        reader = self._reader
+        try:
+            while True:
+                size = int.from_bytes(await reader.readexactly(_SIZE_BYTES), "little")
+                self._take(*_decode(await reader.readexactly(size)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            self._is_closed = True
+            for done in self._calls.values():
+                if not done.done():
+                    done.set_exception(EngineStopped("a process of the server has ended"))
+            for task in self._tasks:
+                task.cancel()
+            self._writer.close()
+
+    def tell(self, name: str, body: Any = None) -> None:
+        """Send a message that wants no answer."""
+        self._send([0, name, body])
+
+    async def call(self, name: str, body: Any = None) -> Any:
+        """Ask and wait for the answer; raises what went wrong at the other end."""
+        number = next(self._numbers)
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[number] = done
+        try:
+            self._send([number, name, body])
+            return await done
+        finally:
+            del self._calls[number]
+
+    def _send(self, message: list[Any]) -> None:
+        if self._is_closed:
+            raise EngineStopped("a process of the server has ended")
+        data = _encode(message)
+        self._writer.write(len(data).to_bytes(_SIZE_BYTES, "little") + data)
+
+    def _take(self, number: int, name: Any, body: Any) -> None:
+        if number < 0:
+            done = self._calls.get(-number)
+            if done is None or done.done():
+                return
+            if name is not None:
+                done.set_exception(to_error(msgspec.convert(name, Failure)))
+            else:
+                done.set_result(body)
+            return
+        answer = self._answer(name, body)
+        if inspect.isawaitable(answer):
+            task = asyncio.ensure_future(self._reply(number, answer))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        elif number:
+            self._send([-number, None, answer])
+
+    async def _reply(self, number: int, answer: Awaitable[Any]) -> None:
+        try:
+            result, failure = await answer, None
+        except Exception as error:  # raised again where it was asked
+            result, failure = None, to_failure(error)
+        if number and not self._is_closed:
+            self._send([-number, failure, result])

@@ -1,0 +1,224 @@
+"""One API process beside process 0: `python -m infer.server.processes.worker`, started by `workers.py`.
+
+It has the routes, the tokenizer of every model and a socket of its own to every engine, and takes connections
+from the same listening socket. Process 0 starts and watches the engines, and tells this one about them:
+
+    spawned, down        an engine was started and connects to this endpoint; it is gone
+    serve, unserve       a model is served by these engines; it is not any more
+    names, forget        aliases and the default model; a prefix cache was emptied
+    scrape, stop         what was counted here; the end
+
+The end of standard input is the end of process 0, however it came, and ends this process too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from infer.client.client import EngineClient
+from infer.client.link import AttachedEngine, EngineLink
+from infer.client.messages import Ready
+from infer.client.process import STDIN, read_line
+from infer.client.process_client import ProcessClient
+from infer.client.supervisor import RestartPolicy
+from infer.config.settings import EngineConfig, ServerConfig
+from infer.frontend.prompts import PromptEncoder, find_source, open_text
+from infer.loader.text_headers import TextHeaders
+from infer.log import setup_logging
+from infer.server.fleet.fleet import UNLOAD_POLL_S, Fleet
+from infer.server.fleet.metered_client import MeteredClient
+from infer.server.metrics import ServerMetrics
+from infer.server.processes.board import Board, SharedState
+from infer.server.processes.channel import Channel
+from infer.server.serve import HttpServer, loop_factory, uvicorn_config
+from infer.server.state import ServedModel
+from infer.tokenizer.tokenizer import Tokenizer
+
+EXIT_ORPHANED = 3
+
+
+class WorkerLaunch(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of an API process: the first line of its standard input, as JSON."""
+
+    number: int
+    num_processes: int
+    knobs: dict[str, Any]  # of the ServerConfig
+    models: list[dict[str, Any]]  # knobs of the models that will be served first
+    listener: int  # file descriptors
+    channel: int
+    board: int
+    log_level: str
+
+
+class EngineFeed:
+    """The lives of one engine, as process 0 tells them."""
+
+    def __init__(self) -> None:
+        self._starting: AttachedEngine | None = None
+        self._running: AttachedEngine | None = None
+        self._lives: asyncio.Queue[tuple[EngineLink, Ready]] = asyncio.Queue()
+
+    def spawned(self, endpoint: str) -> None:
+        """Bind the endpoint that a new engine connects to."""
+        if self._starting is not None:  # it died before it was ready
+            self._starting.close_now()
+        link = self._starting = AttachedEngine(endpoint)
+        link.ready.add_done_callback(lambda ready: self._set_ready(link, ready.result()))
+
+    def down(self, reason: str) -> None:
+        """Note that the engine is gone."""
+        if self._running is not None:
+            self._running.set_exited(reason)
+            self._running = None
+
+    async def next(self) -> tuple[EngineLink, Ready]:
+        """Wait for the next life of the engine."""
+        return await self._lives.get()
+
+    def _set_ready(self, link: AttachedEngine, ready: Ready) -> None:
+        self._starting, self._running = None, link
+        self._lives.put_nowait((link, ready))
+
+
+class Worker:
+    """What process 0 may ask of an API process, message by message."""
+
+    def __init__(self, state: SharedState, metrics: ServerMetrics, models: list[dict[str, Any]]) -> None:
+        self._state = state
+        self._metrics = metrics
+        self._feeds: dict[int, EngineFeed] = {}
+        self.stopping = asyncio.Event()
+        self._texts = {repr(knobs): self._open(knobs) for knobs in models}
+
+    def answer(self, name: str, body: dict[str, Any] | None) -> Any:
+        """Answer a message."""
+        return getattr(self, f"on_{name}")(**(body or {}))
+
+    def on_spawned(self, engine: int, endpoint: str) -> None:
+        """Bind the endpoint of an engine that was started."""
+        self._feeds.setdefault(engine, EngineFeed()).spawned(endpoint)
+
+    def on_down(self, engine: int, reason: str) -> None:
+        """End the requests of an engine that is gone."""
+        self._feeds[engine].down(reason)
+
+    async def on_serve(
+        self, name: str, knobs: dict[str, Any], engines: list[int], created: int, max_queue: int | None
+    ) -> None:
+        """Serve a model with these engines, which are ready."""
+        text = await (self._texts.pop(repr(knobs), None) or self._open(knobs))
+        clients: list[EngineClient] = []
+        for engine in engines:
+            link, ready = await self._feeds[engine].next()
+            client = ProcessClient(
+                link,
+                ready,
+                stuck_timeout=0.0,  # process 0 decides
+                start_again=self._feeds[engine].next,
+                policy=RestartPolicy(max_restarts=sys.maxsize, first_delay=0.0),
+            )
+            clients.append(MeteredClient(client, name, self._metrics))
+        config = EngineConfig.from_knobs(**knobs).load
+        make = partial(PromptEncoder, family=ready.family, context_len=ready.context_len)
+        encoder = await asyncio.to_thread(make, config, *text, model_len=ready.model_len)
+        self._state.models[name] = ServedModel(
+            name=name, encoder=encoder, clients=clients, created=created, max_queue=max_queue
+        )
+        gc.collect()
+        gc.freeze()  # what start-up made stays
+
+    async def on_unserve(self, name: str) -> None:
+        """Serve a model no longer; answers when no request here holds it."""
+        model = self._state.models.pop(name)
+        give_up_at = time.monotonic() + self._state.config.drain_timeout
+        while model.num_held and time.monotonic() < give_up_at:
+            await asyncio.sleep(UNLOAD_POLL_S)
+        for client in model.clients:
+            self._metrics.remove(client)
+            await client.close()
+
+    def on_names(self, aliases: dict[str, str], default: str | None) -> None:
+        """Take over what models are called."""
+        self._state.aliases, self._state.default_model = aliases, default
+
+    def on_forget(self, name: str) -> None:
+        """Forget which engine has which prefixes of a model."""
+        if (model := self._state.models.get(name)) is not None:
+            for client in model.clients:
+                model.router.forget(client)
+
+    def on_scrape(self) -> dict[str, Any]:
+        """What was counted here."""
+        return self._metrics.snapshot()
+
+    def on_stop(self) -> None:
+        """End."""
+        self.stopping.set()
+
+    def _open(self, knobs: dict[str, Any]) -> asyncio.Task[tuple[TextHeaders, Tokenizer]]:
+        """Open the text side of a model, in a thread."""
+        config = EngineConfig.from_knobs(**knobs).load
+        return asyncio.create_task(
+            asyncio.to_thread(lambda: open_text(config, find_source(config, show_progress=False)))
+        )
+
+
+async def run(launch: WorkerLaunch) -> None:
+    """Answer requests until process 0 says that it is the end."""
+    knobs = dict(launch.knobs)
+    for name, value in knobs.items():
+        knobs[name] = tuple(value) if isinstance(value, list) else value
+    config = ServerConfig(**knobs)
+    state = SharedState(config, Board(launch.num_processes, launch.number, launch.board))
+    metrics = ServerMetrics(config.metrics_prefix)
+    worker = Worker(state, metrics, launch.models)
+    channel = Channel(socket.socket(fileno=launch.channel), worker.answer)
+
+    async def ask(request: dict[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] = await channel.call("http", request)
+        return answer
+
+    await channel.open()
+    listening = asyncio.create_task(channel.run())
+    server = HttpServer(uvicorn_config(state, Fleet(state, metrics), ask=ask))
+    server.share(socket.socket(fileno=launch.listener), state.board)
+    serving = asyncio.create_task(server.serve(sockets=[]))
+    ends = [asyncio.create_task(worker.stopping.wait()), listening]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    server.should_exit = True
+    await serving
+
+
+def main() -> int:
+    """Run the process from its first line of input to its end; returns the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # they are the business of process 0
+    launch = msgspec.json.decode(read_line(), type=WorkerLaunch)
+    threading.Thread(target=_exit_with_the_server, name="infer-lifeline", daemon=True).start()
+    setup_logging(launch.log_level)
+    logging.getLogger("infer.client.process_client").setLevel(logging.CRITICAL)  # process 0 says the same
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(run(launch))
+    return 0
+
+
+def _exit_with_the_server() -> None:
+    while os.read(STDIN, 4096):
+        pass
+    os._exit(EXIT_ORPHANED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

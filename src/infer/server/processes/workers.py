@@ -1,0 +1,191 @@
+"""The API processes beside process 0, from its side: started, told about engines and models, asked, ended.
+
+    process 0 ── listening socket, board (shared memory) ──► process 1 ... N-1
+       │ ▲            channel: see worker.py                    │
+       │ └── /health, /metrics, /admin/... asked at another ────┘
+       └── starts and watches the engines; each engine has a socket to every process
+
+A process that dies takes the requests it served with it, and the server ends with a line that says so: a
+service manager starts it whole again. Restarting one process would have to explain counts that went backwards
+and requests that an engine still computes for it; an API process dies of a bug or of the machine, not of
+load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp
+
+from infer.client.spawn import spawn
+from infer.client.supervisor import log_level
+from infer.config.settings import EngineConfig, ServerConfig
+from infer.errors import EngineStopped
+from infer.server.fleet.fleet import with_server_defaults
+from infer.server.middleware.forward import answer_forwarded
+from infer.server.processes.board import Board
+from infer.server.processes.channel import Channel
+from infer.server.state import ServedModel
+
+logger = logging.getLogger(__name__)
+
+WORKER_MODULE = "infer.server.processes.worker"
+CORES_PER_PROCESS = 4
+MAX_DEFAULT = 8
+STOP_TIMEOUT = 8.0  # seconds: longer than answers that are finished may take to be read
+
+
+def num_processes(config: ServerConfig, *, on_gpu: bool) -> int:
+    """How many API processes to run: as asked for, else one for every four cores of a machine with a GPU.
+
+    An engine on a CPU computes with the same cores, and no faster than one process can send.
+    """
+    if config.api_processes is not None:
+        return config.api_processes
+    if config.in_process or not on_gpu:
+        return 1
+    return max(1, min(MAX_DEFAULT, len(os.sched_getaffinity(0)) // CORES_PER_PROCESS))
+
+
+@dataclass(slots=True, eq=False)
+class _Process:
+    number: int
+    child: subprocess.Popen[bytes]
+    channel: Channel
+    running: asyncio.Task[None] | None = None
+
+
+class Workers:
+    """All API processes but this one."""
+
+    def __init__(self, config: ServerConfig, board: Board) -> None:
+        self.num_processes = board.num_processes
+        self._config = config
+        self._board = board
+        self._processes: list[_Process] = []
+        self._engines = itertools.count()
+        self._is_closing = False
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def start(self, app: ASGIApp, listener: socket.socket, models: Mapping[str, EngineConfig]) -> None:
+        """Start the processes; requests they hand on are answered by `app`."""
+        knobs = [with_server_defaults(model).knobs() for model in models.values()]
+        for number in range(1, self.num_processes):
+            ours, theirs = socket.socketpair()
+            fds = {"listener": listener.fileno(), "channel": theirs.fileno(), "board": self._board.fd}
+            child = spawn(WORKER_MODULE, pass_fds=tuple(fds.values()), is_piped=False)
+            theirs.close()
+            launch = {
+                "number": number,
+                "num_processes": self.num_processes,
+                "knobs": asdict(self._config),
+                "models": knobs,
+                "log_level": log_level(),
+                **fds,
+            }
+            assert child.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # dead already: the end of its channel says so
+                child.stdin.write(msgspec.json.encode(launch) + b"\n")
+                child.stdin.flush()
+            process = _Process(number, child, Channel(ours, partial(_answer, app)))
+            await process.channel.open()
+            process.running = asyncio.create_task(self._run(process))
+            self._processes.append(process)
+
+    # -- what the fleet tells and asks ----------------------------------------------------
+
+    def new_engines(self, number: int) -> list[int]:
+        """Numbers for engines that are about to be started; their restarts keep them."""
+        return list(itertools.islice(self._engines, number))
+
+    def hooks(self, engine: int) -> dict[str, Any]:
+        """The options of `ProcessClient.start` by which the other processes follow an engine's life."""
+        return {
+            "num_links": self.num_processes,
+            "on_spawn": partial(self._tell_spawned, engine),
+            "on_down": lambda reason: self._tell("down", {"engine": engine, "reason": reason}),
+        }
+
+    async def serve(self, model: ServedModel, config: EngineConfig, engines: Sequence[int]) -> None:
+        """Let every process serve a model; returns when all do."""
+        body = {
+            "name": model.name,
+            "knobs": config.knobs(),
+            "engines": list(engines),
+            "created": model.created,
+            "max_queue": model.max_queue,
+        }
+        await asyncio.gather(*(process.channel.call("serve", body) for process in self._processes))
+
+    async def unserve(self, name: str) -> None:
+        """Let no process serve a model; returns when no request holds it any more."""
+        await asyncio.gather(
+            *(process.channel.call("unserve", {"name": name}) for process in self._processes)
+        )
+
+    def set_names(self, aliases: Mapping[str, str], default: str | None) -> None:
+        """Tell every process what models are called."""
+        self._tell("names", {"aliases": dict(aliases), "default": default})
+
+    def forget_prefixes(self, name: str) -> None:
+        """Tell every process that the caches of a model are empty."""
+        self._tell("forget", {"name": name})
+
+    async def scrape(self) -> list[dict[str, Any]]:
+        """What each process has counted."""
+        return list(await asyncio.gather(*(process.channel.call("scrape") for process in self._processes)))
+
+    async def close(self) -> None:
+        """End every process: those that do not end by themselves are killed."""
+        self._is_closing = True
+        self._tell("stop", None)
+        waits = [asyncio.to_thread(_wait, process.child) for process in self._processes]
+        await asyncio.gather(*waits)
+        running = [process.running for process in self._processes if process.running is not None]
+        await asyncio.gather(*running, return_exceptions=True)
+
+    # -- life and death -----------------------------------------------------------------------------
+
+    def _tell(self, name: str, body: dict[str, Any] | None) -> None:
+        for process in self._processes:
+            with contextlib.suppress(EngineStopped):
+                process.channel.tell(name, body)
+
+    def _tell_spawned(self, engine: int, endpoints: Sequence[str]) -> None:
+        for process, endpoint in zip(self._processes, endpoints, strict=True):
+            with contextlib.suppress(EngineStopped):  # one that is gone needs no news
+                process.channel.tell("spawned", {"engine": engine, "endpoint": endpoint})
+
+    async def _run(self, process: _Process) -> None:
+        await process.channel.run()
+        if self._is_closing or self.lost.done():
+            return
+        code = await asyncio.to_thread(_wait, process.child)
+        how = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
+        self.lost.set_result(f"API process {process.number} ended with {how}")
+
+
+def _answer(app: ASGIApp, name: str, body: dict[str, Any]) -> Any:
+    assert name == "http", name
+    return answer_forwarded(app, body)
+
+
+def _wait(child: subprocess.Popen[bytes]) -> int:
+    try:
+        return child.wait(STOP_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        return child.wait()

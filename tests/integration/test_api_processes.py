@@ -1,0 +1,221 @@
+"""Several API processes on one port are one server: same answers, one count, one drain, one end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from infer.frontend.llm import LLM
+from infer.sampling.params import SamplingParams
+from tests.support.server_process import ServerProcess, is_alive, start_server, wait_until
+
+NUM = 3
+KEY, ROOT = {"authorization": "Bearer k"}, {"authorization": "Bearer root"}
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    limits = ("--num-blocks", "256", "--max-batch-size", "4")
+    keys = ("--api-key", "k", "--admin-key", "root")
+    arguments = (f"tiny={checkpoint}", *limits, *keys, "--api-processes", str(NUM))
+    with start_server(tmp_path_factory.mktemp("logs"), *arguments) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def clients(server: ServerProcess) -> Iterator[list[httpx.Client]]:
+    """A client with an open connection to each API process, process 0 first."""
+    with ExitStack() as stack:
+        found: dict[int, httpx.Client] = {}
+        for _ in range(100):
+            client = stack.enter_context(httpx.Client(base_url=server.url, timeout=60, headers=KEY))
+            assert client.get("/version").status_code == 200
+            found.setdefault(process_of(client, server), client)
+            if len(found) == NUM:
+                yield [found[pid] for pid in sorted(found, key=lambda pid: pid != server.process.pid)]
+                return
+        pytest.fail(f"100 connections went to {len(found)} of {NUM} processes")
+
+
+def process_of(client: httpx.Client, server: ServerProcess) -> int:
+    """The process that holds the other end of a client's connection, as the kernel tells."""
+    (connection,) = client._transport._pool.connections  # type: ignore[attr-defined]
+    stream = connection._connection._network_stream
+    port = stream.get_extra_info("client_addr")[1]
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if int(fields[2].split(":")[1], 16) == port:
+            inode = fields[9]
+            break
+    else:
+        pytest.fail(f"no socket is connected to port {port}")
+    for pid in [server.process.pid, *server.children()]:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            if fd.is_symlink() and os.readlink(fd) == f"socket:[{inode}]":
+                return pid
+    pytest.fail(f"no process holds socket {inode}")
+
+
+def complete(client: httpx.Client, prompt: str, num_tokens: int) -> httpx.Response:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": num_tokens, **GREEDY}
+    return client.post("/v1/completions", json=body)
+
+
+def pages(clients: list[httpx.Client], path: str) -> list[str]:
+    return [client.get(path).text for client in clients]
+
+
+def figure(client: httpx.Client, name: str) -> float:
+    lines = client.get("/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+def test_every_process_gives_the_offline_answer(
+    server: ServerProcess, clients: list[httpx.Client], checkpoint: str
+) -> None:
+    oracle = LLM(checkpoint, dtype="float32", num_threads=1, num_blocks=256)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    expected = oracle.generate("The river", params)[0].text
+    for client in clients:
+        answer = complete(client, "The river", 12)
+        assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == expected
+    log = server.log.read_text()
+    assert log.count("listening on") == log.count("model loaded") == 1
+
+
+def test_every_process_refuses_what_has_no_key(server: ServerProcess, clients: list[httpx.Client]) -> None:
+    for client in clients:
+        assert client.get("/v1/models", headers={"authorization": "Bearer x"}).status_code == 401
+        assert client.post("/admin/drain", json={}).status_code == 401, "not the admin's key"
+
+
+def test_health_and_models_are_the_same_everywhere(clients: list[httpx.Client]) -> None:
+    assert set(pages(clients, "/health")) == {'{"status":"ok"}'}
+    assert len(set(pages(clients, "/v1/models"))) == 1
+
+
+def test_a_scrape_of_any_process_counts_all_of_them(clients: list[httpx.Client]) -> None:
+    name = 'infer_http_requests_total{method="POST",route="/v1/completions",status="200"}'
+    before, tokens = figure(clients[0], name), figure(clients[0], "infer_generation_tokens_total")
+    for client in clients:
+        assert complete(client, "count me", 5).status_code == 200
+    for client in clients:
+        assert figure(client, name) == before + NUM
+        assert figure(client, "infer_generation_tokens_total") == tokens + 5 * NUM
+        assert figure(client, 'infer_request_success_total{engine="0",finished_reason="length"') >= NUM
+    counted = figure(clients[1], 'infer_http_requests_total{method="GET",route="/metrics"')
+    assert figure(clients[2], 'infer_http_requests_total{method="GET",route="/metrics"') == counted + 1
+
+
+def test_every_request_has_one_line_in_the_log(server: ServerProcess, clients: list[httpx.Client]) -> None:
+    for number, client in enumerate(clients):
+        client.get("/v1/models", headers={"x-request-id": f"once-{number}"})
+        client.post("/admin/reset_prefix_cache", json={}, headers=ROOT | {"x-request-id": f"admin-{number}"})
+    for number in range(NUM):
+        wait_until(partial(logged, server, f"request_id=admin-{number}"))
+        assert server.log.read_text().count(f"request_id=once-{number}") == 1
+        assert server.log.read_text().count(f"request_id=admin-{number}") == 1
+
+
+def test_an_alias_set_at_one_process_is_known_to_all(clients: list[httpx.Client]) -> None:
+    answer = clients[1].post("/admin/models/alias", json={"alias": "gpt", "name": "tiny"}, headers=ROOT)
+    assert answer.status_code == 200, answer.text
+    for client in clients:
+        wait_until(partial(has_model, client, "gpt"))
+
+
+def test_a_model_loaded_at_one_process_is_served_and_unloaded_by_all(
+    clients: list[httpx.Client], checkpoint: str
+) -> None:
+    knobs = {"num_blocks": 64, "dtype": "float32", "device": "cpu", "num_threads": 1}
+    body = {"name": "more", "model": checkpoint, "knobs": knobs}
+    assert clients[2].post("/admin/models/load", json=body, headers=ROOT).status_code == 200
+    for client in clients:
+        ask = {"model": "more", "prompt": "a", "max_tokens": 2}
+        assert client.post("/v1/completions", json=ask).status_code == 200
+    assert clients[1].post("/admin/models/unload", json={"name": "more"}, headers=ROOT).status_code == 200
+    assert all(client.get("/v1/models/more").status_code == 404 for client in clients)
+
+
+def test_draining_one_drains_all(clients: list[httpx.Client]) -> None:
+    assert clients[1].post("/admin/drain", json={}, headers=ROOT).json()["is_draining"]
+    for client in clients:
+        assert complete(client, "a", 1).status_code == 503
+        assert client.get("/health").status_code == 503
+    assert not clients[2].post("/admin/drain", json={"drain": False}, headers=ROOT).json()["is_draining"]
+    assert all(complete(client, "a", 1).status_code == 200 for client in clients)
+
+
+def test_an_engine_that_dies_is_down_and_back_for_all(
+    server: ServerProcess, clients: list[httpx.Client]
+) -> None:
+    engine = next(pid for pid in server.children() if "client.process" in cmdline(pid))
+    os.kill(engine, signal.SIGKILL)
+    wait_until(lambda: clients[1].get("/health").status_code == 503)
+    wait_until(lambda: clients[1].get("/health").status_code == 200, 60)
+    for client in clients:
+        wait_until(partial(is_served, client))
+        assert figure(client, "infer_engine_restarts_total") == 1
+
+
+def test_sigterm_lets_all_processes_finish_what_they_serve(
+    server: ServerProcess, clients: list[httpx.Client]
+) -> None:
+    children = server.children()
+    body = {"model": "tiny", "prompt": "last", "max_tokens": 200, "stream": True, **GREEDY}
+    with ExitStack() as stack:
+        lines = [
+            stack.enter_context(client.stream("POST", "/v1/completions", json=body)).iter_lines()
+            for client in clients
+        ]
+        assert all(next(each).startswith("data: {") for each in lines)
+        server.process.terminate()
+        for each in lines:
+            rest = [line for line in each if line]
+            assert len(rest) == 200 and rest[-1] == "data: [DONE]"
+    assert server.process.wait(30) == 0
+    assert not any(map(is_alive, children))
+    assert server.log.read_text().endswith("stopped\n") and "Traceback" not in server.log.read_text()
+
+
+def test_a_process_that_dies_ends_the_server_with_a_line(checkpoint: str, tmp_path: Path) -> None:
+    arguments = (checkpoint, "--num-blocks", "64", "--api-processes", "2")
+    with start_server(tmp_path, *arguments) as server:
+        children = server.children()
+        os.kill(next(pid for pid in children if "processes.worker" in cmdline(pid)), signal.SIGKILL)
+        assert server.process.wait(30) == 1
+        assert "API process 1 ended with signal 9" in server.log.read_text()
+        wait_until(lambda: not any(map(is_alive, children)))
+
+
+@pytest.mark.slow
+def test_processes_end_with_process_0_however_that_ends(checkpoint: str, tmp_path: Path) -> None:
+    with start_server(tmp_path, checkpoint, "--num-blocks", "64", "--api-processes", "2") as server:
+        children = server.children()
+        assert server.stop(signal.SIGKILL) == -signal.SIGKILL
+        wait_until(lambda: not any(map(is_alive, children)))
+
+
+def logged(server: ServerProcess, text: str) -> bool:
+    return text in server.log.read_text()
+
+
+def has_model(client: httpx.Client, name: str) -> bool:
+    return client.get(f"/v1/models/{name}").status_code == 200
+
+
+def is_served(client: httpx.Client) -> bool:
+    return complete(client, "a", 3).status_code == 200
+
+
+def cmdline(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()

@@ -1,0 +1,198 @@
+"""The parts by which several API processes are one server, each by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from infer.config.settings import ServerConfig
+from infer.errors import ConfigError, EngineStopped, UnknownModel
+from infer.server.app import build_app, create_app
+from infer.server.metrics import ServerMetrics
+from infer.server.middleware.forward import answer_forwarded
+from infer.server.processes.accept import Acceptor
+from infer.server.processes.board import Board, SharedState
+from infer.server.processes.channel import Channel
+from infer.server.processes.workers import num_processes
+from tests.support.app import Site
+from tests.support.fake_client import FakeClient
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(2, 1), (4, 1), (7, 1), (8, 2), (16, 4), (64, 8)])
+def test_a_machine_with_a_gpu_has_a_process_for_every_four_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, expected: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    assert num_processes(ServerConfig(), on_gpu=True) == expected
+    assert num_processes(ServerConfig(), on_gpu=False) == 1
+    assert num_processes(ServerConfig(in_process=True), on_gpu=True) == 1
+    assert num_processes(ServerConfig(api_processes=3), on_gpu=False) == 3
+
+
+def test_numbers_that_cannot_be_had_are_refused() -> None:
+    for number in (0, -1, 65):
+        with pytest.raises(ConfigError, match=f"api_processes must be in 1..64, got {number}"):
+            ServerConfig(api_processes=number)
+    with pytest.raises(ConfigError, match="api_processes is 2, but with in_process"):
+        ServerConfig(api_processes=2, in_process=True)
+    with pytest.raises(ConfigError, match="one process of its host"):
+        create_app(server=ServerConfig(api_processes=2))
+
+
+def test_states_on_one_board_agree() -> None:
+    first = SharedState(ServerConfig(), Board(2))
+    first.is_starting = True
+    other = SharedState(ServerConfig(), Board(2, 1, os.dup(first.board.fd)))
+    assert other.is_starting and first.is_starting, "a newcomer changes nothing"
+    first.is_starting, first.is_draining = False, True
+    assert not other.is_starting and other.is_draining
+    first.num_active += 2
+    other.num_active += 3
+    assert (first.num_active, other.num_active) == (2, 3)
+    assert first.total_active == other.total_active == 5
+
+
+def test_the_busier_process_knows_that_it_is() -> None:
+    first = Board(2)
+    other = Board(2, 1, os.dup(first.fd))
+    assert not first.has_more_connections and not other.has_more_connections
+    first.count_connection(1)
+    assert first.has_more_connections and not other.has_more_connections
+    other.count_connection(1)
+    assert not first.has_more_connections
+
+
+class Greeting(asyncio.Protocol):
+    """Says one word and hangs up."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        transport.write(b"hello")
+        transport.close()
+
+
+def test_a_process_that_hangs_keeps_no_connection_from_the_others() -> None:
+    """The other process on the board has no connections, ever: it is stuck."""
+
+    async def main() -> list[bytes]:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.setblocking(False)
+            board = Board(2)
+            acceptor = Acceptor(listener, board, Greeting, None)
+            answers = []
+            for _ in range(3):
+                reader, writer = await asyncio.open_connection(*listener.getsockname())
+                answers.append(await reader.read())
+                writer.close()
+            acceptor.close()
+            assert board.has_more_connections, "connections were counted"
+            return answers
+
+    assert asyncio.run(main()) == [b"hello"] * 3
+
+
+def over_channel(
+    answer: Callable[[str, Any], Any], ask: Callable[[Channel], Awaitable[Any]], *, hang_up: bool = False
+) -> Any:
+    async def main() -> Any:
+        ours, theirs = socket.socketpair()
+        near, far = Channel(ours, lambda name, body: None), Channel(theirs, answer)
+        await near.open()
+        await far.open()
+        running = [asyncio.create_task(channel.run()) for channel in (near, far)]
+        if hang_up:
+            await asyncio.sleep(0)  # it has begun to read
+            running[1].cancel()
+        try:
+            return await ask(near)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    return asyncio.run(main())
+
+
+def test_a_channel_answers_questions_and_keeps_the_order_of_messages() -> None:
+    seen: list[tuple[str, Any]] = []
+
+    def answer(name: str, body: Any) -> Any:
+        seen.append((name, body))
+        return asyncio.sleep(0, result=[*body, 3]) if name == "later" else len(seen)
+
+    async def ask(channel: Channel) -> tuple[Any, Any]:
+        channel.tell("news", {"a": b"bytes"})
+        return await channel.call("later", [1, 2]), await channel.call("now")
+
+    assert over_channel(answer, ask) == ([1, 2, 3], 3)
+    assert seen == [("news", {"a": b"bytes"}), ("later", [1, 2]), ("now", None)]
+
+
+def test_an_error_crosses_a_channel_as_what_it_is() -> None:
+    async def fail(body: Any) -> None:
+        raise UnknownModel("no such model", param="name")
+
+    with pytest.raises(UnknownModel, match="no such model") as caught:
+        over_channel(lambda name, body: fail(body), lambda channel: channel.call("x"))
+    assert caught.value.param == "name"
+
+
+def test_a_question_to_a_process_that_is_gone_is_an_error() -> None:
+    async def never(body: Any) -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(EngineStopped):
+        over_channel(lambda name, body: never(body), lambda channel: channel.call("x"), hang_up=True)
+
+
+def observe(metrics: ServerMetrics, values: list[float]) -> None:
+    meter = metrics.meters[0]
+    for value in values:
+        meter.first_token_s.observe(value)
+        meter.output_tokens.observe(100 * value)
+        meter.num_output_tokens += 7
+        meter.finished["length"] += 1
+        metrics.count_http("POST", "/x", 200 if value < 1 else 503, is_gone=value > 2, error_code="c")
+        metrics.num_active += 1
+
+
+def test_the_sum_over_processes_is_what_one_process_would_have_counted() -> None:
+    client = FakeClient()
+    one, *parts = [ServerMetrics("infer") for _ in range(4)]
+    for metrics in (one, *parts):
+        metrics.add("m", client)
+    for number, part in enumerate(parts):
+        values = [0.25 * number, 0.5 + number, 4.0]
+        observe(part, values)
+        observe(one, values)
+    assert parts[0].sum_with([part.snapshot() for part in parts[1:]]).text() == one.text()
+    assert parts[0].sum_with([]).text() == parts[0].text()
+
+
+def test_what_is_about_the_whole_server_is_answered_by_process_0() -> None:
+    keys = {"admin_key": "root", "api_key": ("k",)}
+    first, other = Site(**keys), Site(**keys)
+    app = build_app(other.state, ask=lambda request: answer_forwarded(first.app, request))
+
+    def ask(method: str, path: str, key: str, **options: Any) -> httpx.Response:
+        other.app = app
+        return other.request(method, path, headers={"authorization": f"Bearer {key}"}, **options)
+
+    first.state.is_draining = True
+    health = ask("GET", "/health", "k")
+    assert health.status_code == 503 and "draining" in health.json()["error"]["message"]
+    drained = ask("POST", "/admin/drain", "root", json={"drain": False})
+    assert drained.json() == {"is_draining": False, "num_active": 0} and not first.state.is_draining
+    assert ask("POST", "/admin/drain", "k", json={}).status_code == 401
+    assert ask("POST", "/admin/nothing", "root", json={}).status_code == 404
+    page = ask("GET", "/metrics", "k").text
+    assert "infer_http_requests_total{" not in page, "process 0 has served nothing itself"
+    counted = app.state.metrics.text().decode()
+    assert 'infer_http_requests_total{method="POST",route="/admin/drain",status="200"} 1.0' in counted
+    assert 'route="unmatched",status="404"' in counted
