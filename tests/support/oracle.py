@@ -1,9 +1,9 @@
 """A model whose next token is a hash of everything it can see through the cache.
 
 `OracleRunner` keeps token ids where a real runner keeps keys and values. It writes each chunk's tokens
-to their slots, then reads the whole sequence back through the block table that the batch state keeps for
-real runners, and hashes what it finds. Of a sequence with drafts it says how many are right, as a runner that
-verifies them will: the ids of a step are those drafts and one token more.
+to their slots, then reads the whole sequence back through the block tables that the batch state keeps for
+real runners, each as far as its window reaches, and hashes what it finds. Of a sequence with drafts it says
+how many are right, as a runner that verifies them will: the ids of a step are those and one token more.
 A block mixed up, a copy forgotten, a position off by one, a stale swap: each shows as a wrong token.
 What nobody wrote holds POISON, and reading it raises.
 
@@ -122,19 +122,20 @@ class OracleRunner(SyncRunner):
         self._transfer(plan)
         if is_failing:
             raise RuntimeError("the oracle was told to fail")
+        assert isinstance(self.pool, PagedKVCachePool)
+        self.device[self.pool._device.free] = POISON
         size = self.pool.block_size
         tables = [
-            self.state.tables[0, row, : -(-stop // size)]
+            self.state.tables[:, row, : -(-stop // size)]
             for row, stop in zip(plan.chunks.rows.tolist(), plan.chunks.stops.tolist(), strict=True)
         ]
         for chunk, seq, table in zip(plan.chunks, sequences, tables, strict=True):
             for position in range(chunk.start, chunk.stop):
-                self.device[table[position // size], position % size] = self._token(seq, position)
+                self.device[table[:, position // size], position % size] = self._token(seq, position)
         ids: list[tuple[int, ...]] = []
         logprobs: list[tuple[RowLogprobs | None, ...]] = []
         for chunk, seq, table in zip(plan.chunks, sequences, tables, strict=True):
-            seen = self.device[table].reshape(-1)[: chunk.stop].tolist()
-            assert POISON not in seen, f"{seq} reads a slot nobody wrote: {seen}"
+            seen = self._read(seq, table, chunk.start, chunk.stop)
             samples = [sample_row(seq, seq.index + i) for i in range(chunk.num_samples)]
             lengths = [chunk.stop] * len(samples)
             for place in range(chunk.stop - len(seq.drafts), chunk.stop):  # drafts: how many are right?
@@ -161,6 +162,19 @@ class OracleRunner(SyncRunner):
                 )
             )
         return StepResult(ids, logprobs, _prompt_logprobs(plan, sequences))
+
+    def _read(self, seq: Sequence, tables: np.ndarray, start: int, stop: int) -> list[int]:
+        """What the tokens from `start` on can see; of what no layer can, what it is known to be."""
+        seen: list[int] = []
+        for table, window in zip(tables, self.pool.windows, strict=True):
+            first = 0 if window is None else max(start - window + 1, 0)
+            if not seen:
+                seen = [*seq.tokens[:first], *[POISON] * (stop - first)]
+            found = self.device[table].reshape(-1)[first:stop].tolist()
+            assert POISON not in found, f"{seq} reads a slot nobody wrote, from {first} on: {found}"
+            assert seen[first] == POISON or seen[first:] == found, f"the tables of {seq} do not agree"
+            seen[first:] = found
+        return seen
 
     def _token(self, seq: Sequence, position: int) -> int:
         """An input token; one that was drawn in the step before may not have been reported yet."""
@@ -217,8 +231,15 @@ class OracleWorld:
         placement_seed: int | None = None,
         cost: PreemptionCost | None = None,
         steps_ahead: int = 0,
+        windows: tuple[int | None, ...] = (None,),
         **scheduler_knobs: Any,
     ) -> None:
+        settings = SchedulerConfig(**({"max_batch_size": 8, "max_num_batched_tokens": 64} | scheduler_knobs))
+        config = resolve_scheduler(
+            EngineConfig(scheduler=settings, cache=CacheConfig(swap_blocks=num_host_blocks)),
+            1,
+            SIMULATED_STEPS,
+        )
         self.pool: KVCachePool
         if kv_cache_backend == "contiguous":
             self.pool = SlottedKVCachePool(
@@ -234,15 +255,13 @@ class OracleWorld:
                 use_prefix_caching=use_prefix_caching and kv_cache_backend == "paged",
                 num_host_blocks=num_host_blocks,
                 placement_seed=placement_seed,
+                windows=windows,
+                max_chunk=config.max_chunk,
             )
-        settings = SchedulerConfig(**({"max_batch_size": 8, "max_num_batched_tokens": 64} | scheduler_knobs))
-        config = resolve_scheduler(
-            EngineConfig(scheduler=settings, cache=CacheConfig(swap_blocks=num_host_blocks)),
-            1,
-            SIMULATED_STEPS,
-        )
         keeps_cache = kv_cache_backend != "naive"
-        self.scheduler = Scheduler(self.pool, config, cost=cost, keeps_cache=keeps_cache)
+        self.scheduler = Scheduler(
+            self.pool, config, cost=cost, keeps_cache=keeps_cache, max_seq_len=context_len
+        )
         self.runner = OracleRunner(self.pool, self.scheduler.state, num_host_blocks)
         self.observer = PlanList()
         self.eos_ids = eos_ids

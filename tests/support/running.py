@@ -15,7 +15,9 @@ class Running:
 
     def __init__(self, pool: PagedKVCachePool, max_sequences: int = 16) -> None:
         self.pool = pool
-        self.state = BatchState(max_sequences, pool.num_blocks, block_size=pool.block_size)
+        self.state = BatchState(
+            max_sequences, pool.num_blocks, block_size=pool.block_size, num_tables=len(pool.windows)
+        )
         self.sequences: dict[int, Sequence] = {}
 
     def enter(self, seq: Sequence, num_tokens: int) -> None:
@@ -26,7 +28,7 @@ class Running:
             self.state.enter(seq)
             self.sequences[seq.seq_id] = seq
         assert self.pool.reserve(seq.seq_id, num_tokens, seq.num_computed) == []
-        self.state.write_table(seq, self.pool.block_table(seq.seq_id), [])
+        self.state.write_tables(seq, self.pool.block_tables(seq.seq_id), [])
 
     def plan(
         self, *chunks: Chunk, step: int = 1, sequences: Mapping[int, Sequence] | None = None

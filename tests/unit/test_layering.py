@@ -56,6 +56,7 @@ INTEGERS_ONLY = [
     "cache/block_allocator.py",
     "cache/prefix_tree.py",
     "cache/kv_pool.py",
+    "cache/layout.py",
     "cache/paged_pool.py",
     "cache/sequence_books.py",
     *(f"scheduling/{file.name}" for file in sorted((PACKAGE / "scheduling").glob("[!_]*.py"))),

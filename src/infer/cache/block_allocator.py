@@ -1,8 +1,8 @@
 """What holds which block of the KV cache.
 
-A *block* is the keys and values of `block_size` consecutive tokens, in every layer. This file counts
-references to blocks and remembers which owners took them; which tokens are inside is the prefix tree's
-question, and the numbers themselves live in tensors elsewhere.
+A *block* is the keys and values of `block_size` consecutive tokens, in the layers of one table
+(cache/layout.py). This file counts references to blocks and remembers which owners took them; which tokens
+are inside is the prefix tree's question, and the numbers themselves live in tensors elsewhere.
 
     free --take()--> held(1) --share()--> held(n) --drop()--> held(n-1) ... --drop()--> free
                                                         |
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -76,10 +76,9 @@ class BlockAllocator:
         """How many owners hold this block."""
         return self._ref_counts[block]
 
-    def holds(self, owner: Owner, blocks: Iterable[int], after: int | None) -> bool:
-        """Whether this owner holds all of these blocks, and the one before them if there is one."""
-        held = self._held.get(owner, _NOTHING)
-        return (after is None or after in held) and held.issuperset(blocks)
+    def is_idle(self, block: int) -> bool:
+        """Whether only the prefix tree holds this block."""
+        return block in self._idle
 
     def blocks_of(self, owner: Owner) -> frozenset[int]:
         """Every block this owner holds; a copy, for audits and pictures."""
@@ -113,18 +112,14 @@ class BlockAllocator:
             blocks.append(block)
         return blocks
 
-    def adopt(self, block: int) -> bool:
-        """Let the prefix tree hold a block as well that has one owner; False: it has several, or none."""
-        counts = self._ref_counts
-        if counts[block] != 1:
-            return False
-        counts[block] = 2
+    def adopt(self, block: int) -> None:
+        """Let the prefix tree hold a block as well that a sequence holds, and that it does not hold yet."""
+        self._ref_counts[block] += 1
         cached = self._held.get(PREFIX_TREE)
         if cached is None:
             self._held[PREFIX_TREE] = {block}
         else:
             cached.add(block)
-        return True
 
     def share(self, blocks: Sequence[int], owner: Owner) -> None:
         """Add one reference of `owner` to each block; each must be held already, and not by `owner`."""

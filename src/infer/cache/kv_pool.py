@@ -4,7 +4,7 @@ A pool knows, for every sequence, which blocks hold its tokens and how far they 
 scheduler makes the same few calls whatever the layout of the cache:
 
     match_prefix   a sequence comes in: attach the cached start of its prompt
-    reserve        make room up to a length; every token below it may then be written
+    reserve        make room up to a length, and let go of what lies behind a window
     commit         tokens are computed: full blocks become visible to the prefix tree
     fork           a second sequence goes on from the same tokens
     swap_out/in    move a sequence's tokens to host memory and back
@@ -71,12 +71,30 @@ class KVCachePool(Protocol):
         ...
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """How far the layers of each block table see back, in tokens; None: to the start."""
+        ...
+
+    @property
+    def max_chunk(self) -> int | None:
+        """The most tokens of a sequence that a step may compute; None: any number."""
+        ...
+
+    @property
     def num_free_blocks(self) -> int:
         """Blocks that can be had at once, those included that only the prefix tree holds."""
         ...
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether one sequence of this length fits when it has the cache to itself."""
+        ...
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """How many blocks a sequence of this length holds at most, in all of its tables."""
+        ...
+
+    def longest(self, num_sequences: int = 1) -> int:
+        """How many tokens each of so many sequences can have when they have the cache to themselves."""
         ...
 
     def match_prefix(self, seq_id: int, tokens: Sequence[int], salt: str | None = None) -> int:
@@ -90,8 +108,10 @@ class KVCachePool(Protocol):
     def reserve(self, seq_id: int, num_tokens: int, num_computed: int) -> list[BlockPair] | None:
         """Let a sequence write from `num_computed` to `num_tokens`; returns block copies, None: no room.
 
-        Cached blocks that no sequence uses are evicted as needed; after None every sequence has what it had.
-        A pair in the answer means that one entry of the sequence's table has changed.
+        Of more tokens than `max_chunk` at least that many may be written: the rest has to be asked for again.
+        Blocks behind a window are let go of, cached ones that no sequence uses are evicted as needed; after
+        None every sequence has what it needs and had.
+        A pair in the answer means that one entry of a table of the sequence has changed.
         """
         ...
 
@@ -121,8 +141,8 @@ class KVCachePool(Protocol):
         """Bring a sequence back; returns (host, device) pairs to copy, None: no room."""
         ...
 
-    def block_table(self, seq_id: int) -> list[int]:
-        """The sequence's blocks in order; the live list, to be read and not changed."""
+    def block_tables(self, seq_id: int) -> list[list[int]]:
+        """The sequence's tables: its blocks in order, NO_BLOCK behind a window; live, to be read only."""
         ...
 
     def reset_prefix_cache(self) -> int:

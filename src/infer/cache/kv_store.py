@@ -1,13 +1,15 @@
 """The tensors behind the books: where keys and values really are.
 
 One allocation for all layers, [L, 2, num_blocks, block_size, G, H]; a *slot* is one token's place in it,
-`block * block_size + offset`, so seen flat a layer's keys are [num_slots, G, H]. The books
-(`kv_pool.py`) say what owns which block; this file only moves bytes where it is told to.
+`block * block_size + offset`, so seen flat a layer's keys are [num_slots, G, H]. Layers with other windows
+lie in other blocks, so L is the number of layers to a block, and a layer's *plane* its place among them
+(`layout.py`). The books (`kv_pool.py`) say what owns which block; this file only moves bytes where it is
+told to.
 
 Blocks are handed out uninitialised. Nothing may read a slot before the step that writes it: tests
 fill the store with NaN and expect no trace of it.
 
-Shapes:  L layers, G kv heads, H head size.
+Shapes:  L layers to a block, G kv heads, H head size.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
+from infer.cache.layout import KVLayout
 from infer.kernels.elementwise.copy_block import copy_block
 
 
@@ -25,7 +28,7 @@ class KVStore:
     def __init__(
         self,
         *,
-        num_layers: int,
+        layout: KVLayout,
         num_blocks: int,
         block_size: int,
         num_kv_heads: int,
@@ -35,15 +38,16 @@ class KVStore:
         num_host_blocks: int = 0,
     ) -> None:
         self.device = device
-        shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
+        self.tables = layout.tables  # of each layer: which block table says where its blocks are
+        shape = (layout.num_planes, 2, num_blocks, block_size, num_kv_heads, head_dim)
         self._data = torch.empty(shape, dtype=dtype, device=device)
-        host_shape = (num_layers, 2, num_host_blocks, *shape[3:])
+        host_shape = (layout.num_planes, 2, num_host_blocks, *shape[3:])
         self._host = torch.empty(
             host_shape, dtype=dtype, pin_memory=device.type == "cuda" and num_host_blocks > 0
         )
-        flat = self._data.view(num_layers, 2, num_blocks * block_size, num_kv_heads, head_dim)
-        self.keys = [flat[layer, 0] for layer in range(num_layers)]  # [num_slots, G, H] each
-        self.values = [flat[layer, 1] for layer in range(num_layers)]
+        flat = self._data.view(layout.num_planes, 2, num_blocks * block_size, num_kv_heads, head_dim)
+        self.keys = [flat[plane, 0] for plane in layout.planes]  # [num_slots, G, H] each
+        self.values = [flat[plane, 1] for plane in layout.planes]
         if device.type == "cuda" and num_blocks:
             self.transfer([("copy", 0, 0)])  # compiles the kernel now rather than within a request
 

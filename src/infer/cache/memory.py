@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from infer.cache.layout import KVLayout
 from infer.config.knobs import parse_bytes
 from infer.config.resolve import ResolvedScheduler
 from infer.config.settings import CacheConfig
@@ -86,17 +87,23 @@ class CacheSize:
 
     num_blocks: int
     block_size: int
-    bytes_per_token: int
+    bytes_per_token: int  # in the blocks of all tables
+    num_tables: int = 1  # blocks that hold a token: one for each group of layers (cache/layout.py)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens the whole cache holds."""
-        return self.num_blocks * self.block_size
+        """Tokens the whole cache holds in all layers; more, where some let go of what is behind a window."""
+        return self.num_blocks // self.num_tables * self.block_size
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Memory one block takes."""
+        return self.block_size * self.bytes_per_token // self.num_tables
 
     @property
     def num_bytes(self) -> int:
         """Memory the whole cache takes."""
-        return self.num_tokens * self.bytes_per_token
+        return self.num_blocks * self.bytes_per_block
 
 
 def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, bytes_per_element: int) -> int:
@@ -180,6 +187,7 @@ def fit_cache(
     share: float,
     workspace: float = 0.0,
     left: str = "",
+    layout: KVLayout | None = None,
 ) -> CacheSize:
     """Size the cache for what is free once the weights are there, beside what steps and attention need.
 
@@ -211,6 +219,7 @@ def fit_cache(
         max_seq_len=max_seq_len,
         bytes_per_token=bytes_per_token,
         free_bytes=min(int(free_bytes * share), room),
+        layout=layout,
     )
     asked = size.num_bytes
     if cache.num_blocks is None and cache.kv_cache_memory is not None:
@@ -261,31 +270,35 @@ def size_cache(
     max_seq_len: int,
     bytes_per_token: int,
     free_bytes: int,
+    layout: KVLayout | None = None,
 ) -> CacheSize:
     """Decide how many blocks there are: as told, or as fits, and never more than could be used at once."""
+    layout = layout or KVLayout.whole(1)
+    num_tables = len(layout.windows)
     if cache.num_blocks is not None:
-        num_tokens = cache.num_blocks * cache.block_size
+        num_slots = cache.num_blocks * cache.block_size * num_tables
     else:
         budget = parse_bytes(cache.kv_cache_memory) if cache.kv_cache_memory is not None else free_bytes
-        wanted = scheduler.max_batch_size * (-(-max_seq_len // cache.block_size) * cache.block_size)
-        num_tokens = min(budget // bytes_per_token, wanted)
+        blocks_each = layout.blocks_of(max_seq_len, cache.block_size, scheduler.max_chunk)
+        wanted = scheduler.max_batch_size * blocks_each * cache.block_size
+        num_slots = min(budget * num_tables // bytes_per_token, wanted)
     is_contiguous = cache.kv_cache_backend == "contiguous"
     block_size = max_seq_len if is_contiguous else cache.block_size
-    num_blocks = num_tokens // block_size
+    num_blocks = num_slots // block_size // num_tables * num_tables
     if is_contiguous:
         num_blocks = min(num_blocks, scheduler.max_batch_size)
     if num_blocks < 1:
         unit = f"sequence of max_seq_len {max_seq_len}" if is_contiguous else f"block of {block_size} tokens"
         given = _asker(cache) or "what is left for the KV cache"
         if not given.startswith("kv_cache_memory"):  # which says itself how much it is
-            given += f" ({format_bytes(max(num_tokens * bytes_per_token, 0))})"
+            given += f" ({format_bytes(max(num_slots * bytes_per_token // num_tables, 0))})"
         raise ConfigError(
             f"{given} is too little: one {unit} takes {format_bytes(block_size * bytes_per_token)}; "
             + "give it more with kv_cache_memory or num_blocks"
             + (", or lower max_seq_len" if is_contiguous else "")
             + "; 'infer plan' shows what fits"
         )
-    return CacheSize(num_blocks, block_size, bytes_per_token)
+    return CacheSize(num_blocks, block_size, bytes_per_token, num_tables)
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int]:

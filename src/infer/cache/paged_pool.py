@@ -2,13 +2,17 @@
 
     BlockAllocator   device and host: what owns which block, and how many owners it has
     PrefixTree       which blocks hold the start of this prompt; one more owner of each
-    SequenceBooks    of every sequence: its table, and how much of it the tree knows
+    SequenceBooks    of every sequence: its tables, and how much of them the tree knows
 
 **A decode step asks nothing**, as long as no block boundary is crossed: the batch state knows up to where a
 sequence may write (`reserve`) and when its next block is full (`commit`).
 
-**Room is made in this order:** free blocks; cached ones that no sequence uses, least recently used first; the
-duplicates that sequences hold of cached blocks. To preempt a sequence is the scheduler's decision.
+**Windows move when a sequence asks for blocks**: `reserve` first lets go of those that lie wholly behind the
+window of their layers, also between the chunks of a prompt. A table with a window gets no more of a long
+prompt at once than the window and one chunk take.
+
+**Room is made in this order:** free blocks; cached ones that no sequence uses, least recently used first. To
+preempt a sequence is the scheduler's decision.
 
 Two pools share this code. The paged one has many small blocks. The slotted one is the contiguous
 layout of old: one block of `max_seq_len` tokens per sequence, nothing cached between requests.
@@ -20,13 +24,18 @@ from collections.abc import Mapping, Sequence
 
 from infer.cache.block_allocator import PREFIX_TREE, BlockAllocator, Leak, Owner
 from infer.cache.kv_pool import NEVER, BlockPair, PoolUsage, blocks_for
-from infer.cache.prefix_tree import PrefixTree
+from infer.cache.layout import blocks_of_sequence, longest_table, window_blocks
+from infer.cache.prefix_tree import NO_BLOCK, ROOT, PrefixNode, PrefixTree
 from infer.cache.sequence_books import SequenceBooks
 from infer.errors import ConfigError, EngineError
 
 
 class PagedKVCachePool:
-    """Many small blocks, shared where prompts start alike, copied when written; one thread uses it."""
+    """Many small blocks, shared where prompts start alike, copied when written; one thread uses it.
+
+    `windows` are those of the tables that each sequence has (cache/layout.py); `max_chunk` is the most tokens
+    of a sequence that a step computes, None: any number.
+    """
 
     def __init__(
         self,
@@ -37,6 +46,8 @@ class PagedKVCachePool:
         num_host_blocks: int = 0,
         max_blocks_per_sequence: int | None = None,
         placement_seed: int | None = None,
+        windows: Sequence[int | None] = (None,),
+        max_chunk: int | None = None,
     ) -> None:
         if num_blocks < 1 or block_size < 1 or num_host_blocks < 0:
             raise ConfigError(
@@ -45,26 +56,47 @@ class PagedKVCachePool:
             )
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.windows = tuple(windows)
+        self.max_chunk = max_chunk
         self._use_prefix_caching = use_prefix_caching
-        self._max_blocks = min(num_blocks, max_blocks_per_sequence or num_blocks)
+        self._longest_table = longest_table(windows, num_blocks, block_size, max_chunk)
+        if max_blocks_per_sequence is not None:
+            self._longest_table = min(self._longest_table, max_blocks_per_sequence)
+        self._sliding = [(table, window) for table, window in enumerate(windows) if window is not None]
+        self._most_held = [window_blocks(window, block_size, max_chunk) for window in windows]
         self._device = BlockAllocator(num_blocks, placement_seed=placement_seed)
         self._host = BlockAllocator(num_host_blocks, place="host", placement_seed=placement_seed)
-        self._tree = PrefixTree(self._device, block_size)
+        self._tree = PrefixTree(self._device, block_size, windows)
         self._sequences: dict[int, SequenceBooks] = {}
 
     @property
     def num_free_blocks(self) -> int:
-        """Free and idle blocks; `reserve` may find a few more by giving up duplicates."""
+        """Free and idle blocks."""
         return self._device.num_free + self._device.num_idle
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether one sequence of this length fits when it has the cache to itself."""
-        return blocks_for(num_tokens, self.block_size) <= self._max_blocks
+        return blocks_for(num_tokens, self.block_size) <= self._longest_table
 
-    def block_table(self, seq_id: int) -> list[int]:
-        """The sequence's blocks in order; the live list, to be read and not changed."""
+    def blocks_of(self, num_tokens: int) -> int:
+        """How many blocks a sequence of this length holds at most, in all of its tables."""
+        table_len = blocks_for(num_tokens, self.block_size)
+        return blocks_of_sequence(self.windows, table_len, self.block_size, self.max_chunk)
+
+    def longest(self, num_sequences: int = 1) -> int:
+        """How many tokens each of so many sequences can have when they have the cache to themselves."""
+        share = self.num_blocks // num_sequences
+        table_len = longest_table(self.windows, share, self.block_size, self.max_chunk)
+        return min(table_len, self._longest_table) * self.block_size
+
+    def block_table(self, seq_id: int, table: int = 0) -> list[int]:
+        """One of the sequence's tables; the live list, to be read and not changed."""
+        return self._books(seq_id).tables[table]
+
+    def block_tables(self, seq_id: int) -> list[list[int]]:
+        """The sequence's tables: its blocks in order, NO_BLOCK behind a window; live, to be read only."""
         books = self._sequences.get(seq_id) or self._books(seq_id)
-        return books.blocks
+        return books.tables
 
     def match_prefix(self, seq_id: int, tokens: Sequence[int], salt: str | None = None) -> int:
         """Enter a sequence and share the cached blocks of its prompt, at least one token short of all."""
@@ -72,84 +104,113 @@ class PagedKVCachePool:
         if not self._use_prefix_caching:
             return 0
         size = self.block_size
-        blocks = self._tree.match(tokens, salt)
+        path = self._tree.match(tokens, salt)
         # A model must run at least one token to have something to sample from. When every token is
         # cached the last block stays attached, and `reserve` copies it for that one token to be written.
-        num_cached = max(0, min(len(blocks) * size, len(tokens) - 1))
-        del blocks[blocks_for(num_cached, size) :]
-        self._device.share(blocks, seq_id)
-        num_full = num_cached // size
-        books.blocks += blocks
-        books.num_entered = num_full
-        books.cursor = blocks[num_full - 1] if num_full else None
+        num_cached = max(0, min(len(path) * size, len(tokens) - 1))
+        if self._sliding:
+            num_cached = self._continuable(path, len(tokens))
+        del path[blocks_for(num_cached, size) :]
+        books.tables = [[node.blocks[table] for node in path] for table in range(len(self.windows))]
+        for table, window in self._sliding:
+            books.starts[table] = start = max(num_cached - window + 1, 0) // size
+            books.tables[table][:start] = [NO_BLOCK] * start
+        self._device.share(books.holdings()[::-1], seq_id)
+        books.num_entered = num_cached // size
+        if books.num_entered:
+            books.cursor = path[books.num_entered - 1].number
         books.uncounted = (len(tokens), num_cached)
+        return num_cached
+
+    def _continuable(self, path: list[PrefixNode], num_tokens: int) -> int:
+        """From where a prompt can go on: all blocks within the windows before that token must be there."""
+        num_cached = 0
+        runs = dict.fromkeys(self._sliding, 0)  # of each such table: how many nodes in a row have a block
+        for depth, node in enumerate(path, start=1):
+            candidate = min(depth * self.block_size, num_tokens - 1)
+            is_whole = True
+            for table, window in self._sliding:
+                run = runs[table, window] + 1 if node.blocks[table] >= 0 else 0
+                runs[table, window] = run
+                is_whole &= run >= depth - max(candidate - window + 1, 0) // self.block_size
+            if is_whole:
+                num_cached = candidate
         return num_cached
 
     def reserve(self, seq_id: int, num_tokens: int, num_computed: int) -> list[BlockPair] | None:
         """Take blocks for tokens without a slot, and a private copy of a shared one about to be written."""
         device, size, books = self._device, self.block_size, self._sequences.get(seq_id)
-        if books is None or books.host_blocks is not None:
+        if books is None or books.host_tables is not None:
             raise self._not_resident(seq_id)
-        blocks = books.blocks
-        num_held = len(blocks)
-        num_new = -(-num_tokens // size) - num_held
-        if num_new < 0:
-            num_new = 0
-        elif num_held + num_new > self._max_blocks:
+        table_len = -(-num_tokens // size)
+        if table_len > self._longest_table:
             return None
+        if self._sliding:
+            self._slide(books, num_computed)
         first = num_computed // size  # no block after this one is ever shared
-        must_copy = first < num_held and num_tokens > num_computed and device.ref_count(blocks[first]) > 1
-        num_wanted = num_new + must_copy
+        num_wanted, shared = 0, list[list[int]]()
+        for table, start, most in zip(books.tables, books.starts, self._most_held, strict=True):
+            num_held = len(table)
+            num_wanted += max(min(table_len, start + most) - num_held, 0)
+            if first < num_held and num_tokens > num_computed and device.ref_count(table[first]) > 1:
+                shared.append(table)
+        num_wanted += len(shared)
         if num_wanted > len(device.free) and not self._make_room(num_wanted):
-            if not (must_copy and self._take_back(blocks[first], num_new)):
+            if not (shared and self._take_back([t[first] for t in shared], num_wanted - len(shared))):
                 return None
-            must_copy = False
+            shared = []
 
         copies: list[BlockPair] = []
-        if must_copy:
-            source, (destination,) = blocks[first], device.take(1, seq_id)
-            blocks[first] = destination
+        for table in shared:
+            source, (destination,) = table[first], device.take(1, seq_id)
+            table[first] = destination
             device.drop([source], seq_id)
             copies.append((source, destination))
-        if num_new:
-            blocks += device.take(num_new, seq_id)
+        for table, start, most in zip(books.tables, books.starts, self._most_held, strict=True):
+            num_new = min(table_len, start + most) - len(table)
+            if num_new > 0:
+                table += device.take(num_new, seq_id)
         if books.uncounted is not None:
             self._tree.record(*books.uncounted)
             books.uncounted = None
         return copies
 
+    def _slide(self, books: SequenceBooks, num_computed: int) -> None:
+        """Let go of the blocks that no token from `num_computed` on can see."""
+        for table, window in self._sliding:
+            start, now = books.starts[table], max(num_computed - window + 1, 0) // self.block_size
+            if now > start:
+                blocks = books.tables[table]
+                self._device.drop(blocks[start:now], books.seq_id)
+                blocks[start:now] = [NO_BLOCK] * (now - start)
+                books.starts[table] = now
+
     def commit(self, seq_id: int, tokens: Sequence[int], num_computed: int) -> int:
         """Enter the blocks filled since the last commit into the tree, and only those."""
         size, books = self.block_size, self._sequences.get(seq_id)
-        if books is None or books.host_blocks is not None:
+        if books is None or books.host_tables is not None:
             raise self._not_resident(seq_id)
-        blocks = books.blocks
-        if num_computed > len(blocks) * size:
+        tables = books.tables
+        if num_computed > len(tables[0]) * size:
             raise EngineError(
                 f"sequence {seq_id} commits {num_computed} tokens but has room for "
-                f"{len(blocks) * size}; reserve comes before commit"
+                f"{len(tables[0]) * size}; reserve comes before commit"
             )
         if not books.enters_tree:
             return NEVER
-        start, stop = books.num_entered, num_computed // size
-        if stop > start:
-            filled = blocks[start:stop]
-            entered = self._tree.insert(tokens, filled, seq_id, books.salt, books.cursor)
-            books.cursor, books.num_entered = entered.cursor, start + entered.num_entered
-            if entered.twins:
-                books.twins += entered.twins
-            if entered.num_entered < stop - start:  # a fork shares a block that neither had entered
-                books.enters_tree = False
-                return NEVER
-            start = stop
-        return (start + 1) * size
+        stop = num_computed // size
+        if stop > books.num_entered:
+            books.cursor = self._tree.insert(tokens, tables, stop, books.salt, books.cursor)
+            books.num_entered = stop
+        return (books.num_entered + 1) * size
 
     def fork(self, parent_id: int, child_id: int, num_computed: int) -> None:
         """Share the parent's computed blocks; the first of the two to write copies the last one."""
         parent = self._resident(parent_id)
         child = self._enter(child_id, parent.salt)
-        child.blocks = parent.blocks[: blocks_for(num_computed, self.block_size)]
-        child.twins = list(parent.twins)
+        num_blocks = blocks_for(num_computed, self.block_size)
+        child.tables = [table[:num_blocks] for table in parent.tables]
+        child.starts = list(parent.starts)
         child.enters_tree = parent.enters_tree
         child.cursor, child.num_entered = parent.cursor, parent.num_entered
         self._device.share(child.holdings(), child_id)
@@ -159,39 +220,54 @@ class PagedKVCachePool:
         books = self._sequences.pop(seq_id, None)
         if books is not None:
             self._device.drop(books.holdings(), seq_id)
-            self._host.drop(books.host_blocks or (), seq_id)
+            self._host.drop(books.host_holdings(), seq_id)
 
     def swap_out(self, seq_id: int, num_computed: int) -> list[BlockPair] | None:
-        """Take a host block for every block with computed tokens, and let go of all device blocks."""
+        """Take a host block for every block that is needed to go on, and let go of all device blocks."""
         books = self._resident(seq_id)
-        filled = books.blocks[: blocks_for(num_computed, self.block_size)]
-        if not self._host.num_blocks or len(filled) > self._host.num_free:
+        self._slide(books, num_computed)
+        num_blocks = blocks_for(num_computed, self.block_size)
+        sources = [
+            block
+            for table, start in zip(books.tables, books.starts, strict=True)
+            for block in table[start:num_blocks]
+        ]
+        if not self._host.num_blocks or len(sources) > self._host.num_free:
             return None
-        books.host_blocks = self._host.take(len(filled), seq_id)
+        targets = self._host.take(len(sources), seq_id)
         self._device.drop(books.holdings(), seq_id)
-        books.blocks, books.twins = [], []
-        books.cursor, books.num_entered = None, 0
-        return list(zip(filled, books.host_blocks, strict=True))
+        left = iter(targets)
+        books.host_tables = [
+            [NO_BLOCK if index < start else next(left) for index in range(num_blocks)]
+            for start in books.starts
+        ]
+        books.tables = [[] for _ in self.windows]
+        books.starts = [0] * len(self.windows)
+        books.cursor, books.num_entered = ROOT, 0
+        return list(zip(sources, targets, strict=True))
 
     def swap_in(self, seq_id: int) -> list[BlockPair] | None:
         """Take fresh device blocks and give back the host ones; the next commit enters the tree anew."""
         books = self._books(seq_id)
-        host_blocks = books.host_blocks
-        if host_blocks is None:
+        if books.host_tables is None:
             raise EngineError(f"sequence {seq_id} is not swapped out; swap_out comes before swap_in")
-        if not self._make_room(len(host_blocks)):
+        sources = books.host_holdings()
+        if not self._make_room(len(sources)):
             return None
-        books.blocks = self._device.take(len(host_blocks), seq_id)
-        self._host.drop(host_blocks, seq_id)
-        books.host_blocks = None
-        return list(zip(host_blocks, books.blocks, strict=True))
+        targets = self._device.take(len(sources), seq_id)
+        left = iter(targets)
+        books.starts = [table.count(NO_BLOCK) for table in books.host_tables]
+        books.tables = [
+            [NO_BLOCK if block < 0 else next(left) for block in table] for table in books.host_tables
+        ]
+        self._host.drop(sources, seq_id)
+        books.host_tables = None
+        return list(zip(sources, targets, strict=True))
 
     def reset_prefix_cache(self) -> int:
         """Empty the tree. Sequences in the pool keep their blocks but enter nothing any more."""
         for books in self._sequences.values():
-            self._device.drop([cached for _, cached in books.twins], books.seq_id)
-            books.twins = []
-            books.cursor, books.num_entered = None, 0
+            books.cursor, books.num_entered = ROOT, 0
             books.enters_tree = False
         return self._tree.reset()
 
@@ -201,8 +277,9 @@ class PagedKVCachePool:
         filled: dict[int, int] = {}  # of the blocks that are not full: two sequences may share one
         for seq_id, books in self._sequences.items():
             count = num_computed.get(seq_id, 0)
-            for index, block in enumerate(books.blocks[count // size :], count // size):
-                filled[block] = max(filled.get(block, 0), count - index * size, 0)
+            for table in books.tables:
+                for index, block in enumerate(table[count // size :], count // size):
+                    filled[block] = max(filled.get(block, 0), count - index * size, 0)
         # A sequence that will compute the last token of a cached block sees it unfilled: it is not.
         return sum(size - n for block, n in filled.items() if block not in self._tree)
 
@@ -232,8 +309,9 @@ class PagedKVCachePool:
     def is_shared(self, seq_id: int, start: int, stop: int) -> bool:
         """Whether a block that holds one of the tokens `start` to `stop` has another owner as well."""
         size = self.block_size
-        blocks = self._books(seq_id).blocks[start // size : blocks_for(stop, size)]
-        return any(self._device.ref_count(block) > 1 for block in blocks)
+        indices = slice(start // size, blocks_for(stop, size))
+        tables = self._books(seq_id).tables
+        return any(self._device.ref_count(block) > 1 for table in tables for block in table[indices])
 
     def check(self) -> None:
         """Raise EngineError unless every book agrees with every other; walks over everything."""
@@ -241,7 +319,7 @@ class PagedKVCachePool:
         self._host.check()
         self._tree.check()
         for books in self._sequences.values():
-            books.check(self._device, self._host, self._tree)
+            books.check(self._device, self._host, self._tree, self._most_held)
 
     def _books(self, seq_id: int) -> SequenceBooks:
         books = self._sequences.get(seq_id)
@@ -251,7 +329,7 @@ class PagedKVCachePool:
 
     def _resident(self, seq_id: int) -> SequenceBooks:
         books = self._sequences.get(seq_id)
-        if books is None or books.host_blocks is not None:
+        if books is None or books.host_tables is not None:
             raise self._not_resident(seq_id)
         return books
 
@@ -264,7 +342,11 @@ class PagedKVCachePool:
         if seq_id in self._sequences:
             raise EngineError(f"sequence {seq_id} is in the cache already; release it first")
         books = self._sequences[seq_id] = SequenceBooks(
-            seq_id=seq_id, salt=salt, enters_tree=self._use_prefix_caching
+            seq_id=seq_id,
+            salt=salt,
+            enters_tree=self._use_prefix_caching,
+            tables=[[] for _ in self.windows],
+            starts=[0] * len(self.windows),
         )
         return books
 
@@ -274,39 +356,24 @@ class PagedKVCachePool:
         if count <= device.num_free:
             return True
         if count > device.num_free + device.num_idle:
-            self._shed_twins()
-            if count > device.num_free + device.num_idle:
-                return False
+            return False
         self._tree.evict(count - device.num_free)
         return True
 
-    def _take_back(self, block: int, num_new: int) -> bool:
-        """When there is no room for a copy: write in place if only the tree shares the block.
+    def _take_back(self, blocks: list[int], num_new: int) -> bool:
+        """When there is no room for copies: write in place where only the tree shares the blocks.
 
-        Without this a fully cached prompt as large as the cache could never start. The room was one
-        block short, so making room for the rest evicts every idle block and leaves this one a leaf.
+        Without this a fully cached prompt as large as the cache could never start.
         """
-        if block not in self._tree or self._device.ref_count(block) > 2 or not self._make_room(num_new):
+        tree, device = self._tree, self._device
+        if any(block not in tree or device.ref_count(block) > 2 for block in blocks):
             return False
-        self._tree.forget(block)
+        if not self._make_room(num_new):
+            return False
+        for block in blocks:
+            if block in tree:  # not yet gone with another of its group
+                tree.forget(block)
         return True
-
-    def _shed_twins(self) -> None:
-        """Let go of cached duplicates: the last resort before a sequence has to be preempted."""
-        for books in self._sequences.values():
-            kept: list[tuple[int, int]] = []
-            for block, cached in reversed(books.twins):
-                if cached == books.cursor:  # nothing of ours hangs below it: step back to its parent
-                    books.cursor = self._tree.parent(cached)
-                    books.num_entered -= 1
-                elif self._device.ref_count(cached) == 2 and self._device.ref_count(block) == 1:
-                    # Only the tree and we hold the cached one, only we hold ours: it takes its place.
-                    self._tree.exchange(cached, block)
-                else:
-                    kept.append((block, cached))
-                    continue
-                self._device.drop([cached], books.seq_id)
-            books.twins = kept[::-1]
 
 
 class SlottedKVCachePool(PagedKVCachePool):

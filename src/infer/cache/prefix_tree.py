@@ -12,89 +12,99 @@ prompt the cache of another. (As bytes, because a block then is one object to co
 keys the hash of bytes with a secret: no client can choose prompts that all fall into one place.) A request's
 `salt` is part of the label of its first edge: different salts never share a node.
 
-The tree is one more owner of its blocks: it holds one reference on each, a sequence that uses them
-adds its own, and a block that only the tree holds (*idle*) may be evicted. There is no lock and no pin.
-One rule keeps eviction simple: **a sequence holds every node from the root down to its cursor**, the
-deepest node it has matched or inserted. So below an idle node everything is idle, and since a sequence
-lets go of its deepest block first, the block that has been idle for longest is a leaf. To keep the rule
-true, only a block that its sequence holds alone is inserted: another holder might not hold the path.
+A node has a block for every table of the cache (cache/layout.py), or none where there is none any more:
+blocks behind a window are evicted long before those of layers that see everything. The blocks of one group
+come and go together. What a prompt can be continued from is for the pool to say.
 
-Two sequences may compute the same tokens side by side. The first to finish a block puts it into the
-tree; the other finds a node there already. It keeps its own block in its table and also holds the
-cached one, its *twin*, because its path leads through it.
+The tree is one more owner of its blocks: it holds one reference on each, a sequence that uses them
+adds its own, and a block that only the tree holds (*idle*) may be evicted. There is no lock and no pin. The
+one that has been idle for longest goes first, but in a group without a window no block before an idle one
+that follows it: without its start the rest of a prefix is of no use.
+
+Two sequences may compute the same tokens side by side. The first to finish a block puts it into the tree;
+the other finds it there and keeps its own to itself. A sequence remembers the deepest node of its path by
+number; should that be gone when its next block is full, its path is entered anew from the root.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Final
 
 import msgspec
 import numpy as np
 
-from infer.cache.block_allocator import PREFIX_TREE, BlockAllocator, Owner
+from infer.cache.block_allocator import PREFIX_TREE, BlockAllocator
 from infer.errors import EngineError
 
 Label = bytes | tuple[str | None, bytes]  # of a first edge: the salt and the ids
+Blocks = tuple[int, ...]  # of each table: a block, or NO_BLOCK
 
-ROOT: Final = -1  # where others have a block
+ROOT: Final = 0  # the number of the root
+NO_BLOCK: Final = -1
 ID_TYPE: Final = "I"  # of the ids in a label: 32 bits
 ID_BYTES: Final = array(ID_TYPE).itemsize
 
 
-class _Node(msgspec.Struct, eq=False, gc=False):  # no circles: the collector need not look at them
-    block: int
+class PrefixNode(msgspec.Struct, eq=False, gc=False):  # no circles: the collector need not look at them
+    """The end of a cached prefix."""
+
+    number: int  # never used again
+    blocks: Blocks
     label: Label  # the tokens of the edge that leads here
-    parent: int  # its block
+    parent: int  # its number
     depth: int  # blocks from the root to here
-    children: dict[Label, _Node] = msgspec.field(default_factory=dict)
-
-
-class Insertion(msgspec.Struct, frozen=True, gc=False):
-    """What became of the blocks given to `PrefixTree.insert`."""
-
-    cursor: int | None  # the deepest cached block of the path; None: the root
-    num_entered: int  # of the blocks given: fewer than all when one was shared with another sequence
-    twins: list[tuple[int, int]]  # (a duplicate, the cached block the owner holds from here on as well)
+    children: dict[Label, PrefixNode] = msgspec.field(default_factory=dict)
 
 
 class PrefixTree:
     """Prefix to blocks, least recently used out first; one engine thread uses it."""
 
-    def __init__(self, allocator: BlockAllocator, block_size: int) -> None:
+    def __init__(
+        self, allocator: BlockAllocator, block_size: int, windows: Sequence[int | None] = (None,)
+    ) -> None:
         self.block_size = block_size
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self.num_evicted_blocks = 0
         self._allocator = allocator
         self._label_type = np.dtype((np.void, block_size * ID_BYTES))
-        self._root = _Node(ROOT, b"", ROOT, 0)
-        self._nodes: dict[int, _Node] = {}  # by block
+        self._sees_all = windows[0] is None  # whether there are layers without a window: they come first
+        self._groups = _groups_of(windows)
+        self._nothing: Blocks = (NO_BLOCK,) * len(windows)
+        self._root = PrefixNode(ROOT, self._nothing, b"", ROOT, 0)
+        self._nodes = {ROOT: self._root}  # by number
+        self._by_block: dict[int, PrefixNode] = {}
+        self._last_number = ROOT
 
     @property
     def num_cached_blocks(self) -> int:
         """How many blocks the tree holds, alone or with sequences."""
-        return len(self._nodes)
+        return len(self._by_block)
 
     def __contains__(self, block: int) -> bool:
-        return block in self._nodes
+        return block in self._by_block
 
-    def match(self, tokens: Sequence[int], salt: str | None = None) -> list[int]:
-        """The blocks of the longest cached prefix, in order; changes nothing and holds nothing."""
-        size = self.block_size
-        node = None
+    def match(self, tokens: Sequence[int], salt: str | None = None) -> list[PrefixNode]:
+        """The nodes of the longest cached prefix, in order; changes nothing and holds nothing.
+
+        Layers without a window have a block in each of them; others may miss some.
+        """
+        size, sees_all = self.block_size, self._sees_all
+        node: PrefixNode | None = None
         for label in self._labels(tokens[:size]):  # a prompt shorter than a block has none
             node = self._root.children.get((salt, label))
-        if node is None:
+        if node is None or (sees_all and node.blocks[0] < 0):
             return []
-        blocks = [node.block]
+        path = [node]
         for label in self._labels(tokens[size:]):
             node = node.children.get(label)
-            if node is None:
+            if node is None or (sees_all and node.blocks[0] < 0):
                 break
-            blocks.append(node.block)
-        return blocks
+            path.append(node)
+        return path
 
     def _labels(self, tokens: Sequence[int]) -> list[bytes]:
         """The ids of one block after the other, never of a part."""
@@ -104,94 +114,118 @@ class PrefixTree:
         labels: list[bytes] = np.frombuffer(array(ID_TYPE, tokens), self._label_type, num_blocks).tolist()
         return labels
 
-    def parent(self, block: int) -> int | None:
-        """The cached block before this one; None for the first of a prefix."""
-        parent = self._nodes[block].parent
-        return None if parent == ROOT else parent
+    def depth_of(self, number: int) -> int | None:
+        """How many blocks lie on the way to a node; None: it is gone."""
+        node = self._nodes.get(number)
+        return None if node is None else node.depth
 
     def insert(
         self,
         tokens: Sequence[int],
-        blocks: Sequence[int],
-        owner: Owner,
+        tables: Sequence[Sequence[int]],
+        stop: int,
         salt: str | None = None,
-        after: int | None = None,
-    ) -> Insertion:
-        """Cache full blocks of `owner`, which hold the tokens that follow the cached block `after`.
+        after: int = ROOT,
+    ) -> int:
+        """Cache the blocks up to index `stop` of a sequence's tables, from the node `after` on.
 
-        `tokens` is the whole sequence; it is read only where `blocks` lie. Where the tree has a block
-        for these tokens already, that one stays, and `owner` gets a reference to it. The insertion ends
-        early at a block that `owner` does not hold alone.
+        `tokens` is the whole sequence; it is read only where the blocks lie. Where the tree has a block for
+        these tokens already, that one stays. Returns the number of the deepest node.
         """
-        allocator, nodes, size = self._allocator, self._nodes, self.block_size
-        node = self._root if after is None else nodes[after]
-        depth, num_ids, label_size = node.depth, len(blocks) * size, size * ID_BYTES
-        first = depth * size
-        part = tokens[first : first + num_ids]
+        nodes, size = self._nodes, self.block_size
+        node = nodes.get(after) or self._root
+        depth, label_size = node.depth, size * ID_BYTES
+        part = tokens[depth * size : stop * size]
         ids = (part if isinstance(part, array) else array(ID_TYPE, part)).tobytes()
-        if len(ids) < num_ids * ID_BYTES or not allocator.holds(owner, blocks, after):
-            raise self._wrong_insertion(node, tokens, blocks, owner)
-        twins: list[tuple[int, int]] = []
+        if len(ids) < (stop - depth) * label_size:
+            raise EngineError(f"blocks of {stop * size} tokens are cached, but there are only {len(tokens)}")
         place = 0
-        for block in blocks:
+        for blocks in zip(*[table[depth:stop] for table in tables], strict=True):
             ids_of_block = ids[place : place + label_size]
             label: Label = ids_of_block if depth else (salt, ids_of_block)
             child = node.children.get(label)
             if child is None:
-                if not allocator.adopt(block):
-                    break
-                node.children[label] = nodes[block] = child = _Node(block, label, node.block, depth + 1)
-            elif child.block != block:
-                twins.append((block, child.block))
+                self._last_number = number = self._last_number + 1
+                node.children[label] = nodes[number] = child = PrefixNode(
+                    number, self._nothing, label, node.number, depth + 1
+                )
+            if child.blocks != blocks:
+                self._complete(child, blocks)
             node = child
             depth += 1
             place += label_size
-        if twins:
-            allocator.share([cached for _, cached in twins], owner)
-        return Insertion(node.block if depth else None, place // label_size, twins)
+        if node.blocks == self._nothing:  # it has fallen behind its window before it was entered
+            self._prune(node)
+        return node.number
 
-    def exchange(self, cached: int, duplicate: int) -> None:
-        """Let a duplicate stand in for a cached block; the tree's reference moves to it."""
-        node = self._nodes[cached]
-        self._allocator.share([duplicate], PREFIX_TREE)
-        self._allocator.drop([cached], PREFIX_TREE)
-        del self._nodes[cached]
-        node.block = duplicate
-        self._nodes[duplicate] = node
-        for child in node.children.values():
-            child.parent = duplicate
+    def _complete(self, node: PrefixNode, blocks: Blocks) -> None:
+        """Take over the blocks that a node has none for."""
+        adopt, by_block = self._allocator.adopt, self._by_block
+        if node.blocks == self._nothing:
+            node.blocks = blocks
+        else:
+            pairs = list(zip(node.blocks, blocks, strict=True))
+            node.blocks = tuple([new if kept < 0 else kept for kept, new in pairs])
+            blocks = tuple([new for kept, new in pairs if kept < 0])
+        for block in blocks:
+            if block >= 0:
+                adopt(block)
+                by_block[block] = node
 
     def evict(self, count: int) -> int:
-        """Free up to `count` blocks that only the tree holds, least recently used first; returns how many."""
+        """Free about `count` blocks that only the tree holds, least recently used first; returns how many.
+
+        The blocks of a group go together, so there may be a few more than were asked for.
+        """
         allocator = self._allocator
-        num_evicted = num_skipped = 0
+        num_evicted = 0
         while num_evicted < count and (block := allocator.oldest_idle()) is not None:
-            if self._nodes[block].children:
-                # Its last owner let go of it before its children: they queue behind it, so it steps back.
-                allocator.requeue_idle(block)
-                num_skipped += 1
-                if num_skipped > allocator.num_idle:
-                    raise EngineError(f"no idle block of {allocator.num_idle} is a leaf of the prefix tree")
+            node = self._by_block[block]
+            if node.children and self._has_idle_after(node, block):
+                allocator.requeue_idle(block)  # it was let go of before them: they queue behind it
                 continue
-            self.forget(block)
-            num_evicted += 1
-            num_skipped = 0
+            num_evicted += self.forget(block)
         self.num_evicted_blocks += num_evicted
         return num_evicted
 
-    def forget(self, block: int) -> None:
-        """Take a leaf out of the tree, whether or not sequences hold its block."""
-        node = self._nodes[block]
-        assert not node.children, f"cached block {block} is not a leaf"
-        del self._parent_of(node).children[node.label]
-        del self._nodes[block]
-        self._allocator.drop([block], PREFIX_TREE)
+    def _has_idle_after(self, node: PrefixNode, block: int) -> bool:
+        """Whether the rest of a prefix, which would be of no use without this block, waits behind it."""
+        table = node.blocks.index(block)
+        if not self._sees_all or self._groups[table].start:
+            return False
+        is_idle = self._allocator.is_idle
+        return any(is_idle(child.blocks[table]) for child in node.children.values())
+
+    def forget(self, block: int) -> int:
+        """Take a block and the others of its group out of a node, whether or not sequences hold them too.
+
+        Returns how many.
+        """
+        node = self._by_block[block]
+        blocks = node.blocks
+        group = self._groups[blocks.index(block)]
+        gone = blocks[group]
+        for each in gone:
+            del self._by_block[each]
+        node.blocks = (*blocks[: group.start], *self._nothing[group], *blocks[group.stop :])
+        self._allocator.drop(gone, PREFIX_TREE)
+        self._prune(node)
+        return len(gone)
+
+    def _prune(self, node: PrefixNode) -> None:
+        """Remove a node that nothing is left of, and those above it that led only there."""
+        while node.number != ROOT and not node.children and node.blocks == self._nothing:
+            parent = self._nodes[node.parent]
+            del parent.children[node.label]
+            del self._nodes[node.number]
+            node = parent
 
     def reset(self) -> int:
         """Forget everything; blocks that sequences hold stay theirs. Returns how many were forgotten."""
-        blocks = list(self._nodes)
+        blocks = list(self._by_block)
         self._root.children.clear()
-        self._nodes.clear()
+        self._nodes = {ROOT: self._root}
+        self._by_block.clear()
         self._allocator.drop(blocks, PREFIX_TREE)
         return len(blocks)
 
@@ -201,37 +235,36 @@ class PrefixTree:
         self.num_hit_tokens += num_hit
 
     def check(self) -> None:
-        """Raise EngineError unless nodes, references and the idle rule agree; walks over everything."""
-        reached: dict[int, _Node] = {}
+        """Raise EngineError unless nodes, labels and references agree; walks over everything."""
+        reached = {ROOT: self._root}
+        by_block: dict[int, PrefixNode] = {}
         stack = [self._root]
         while stack:
             node = stack.pop()
             for label, child in node.children.items():
                 ids = label if isinstance(label, bytes) else label[1]
-                if child.label != label or child.parent != node.block or child.depth != node.depth + 1:
-                    raise EngineError(f"cached block {child.block} is linked wrongly in the prefix tree")
+                if child.label != label or child.parent != node.number or child.depth != node.depth + 1:
+                    raise EngineError(f"{child.blocks} are linked wrongly in the prefix tree")
                 if len(ids) != self.block_size * ID_BYTES or isinstance(label, bytes) == (child.depth == 1):
-                    raise EngineError(
-                        f"cached block {child.block} has a label of {len(ids)} bytes: {label!r}"
-                    )
-                is_idle = self._allocator.ref_count(child.block) == 1
-                if node is not self._root and self._allocator.ref_count(node.block) == 1 and not is_idle:
-                    raise EngineError(f"idle block {node.block} has a child, {child.block}, that is in use")
-                reached[child.block] = child
+                    raise EngineError(f"cached {child.blocks} have a label of {len(ids)} bytes: {label!r}")
+                if child.blocks == self._nothing and not child.children:
+                    raise EngineError(f"nothing is left of node {child.number} of the prefix tree")
+                for group in self._groups:
+                    if len({block < 0 for block in child.blocks[group]}) > 1:
+                        raise EngineError(f"of a group only a part is cached: {child.blocks}")
+                reached[child.number] = child
+                by_block |= {block: child for block in child.blocks if block >= 0}
                 stack.append(child)
-        if reached != self._nodes or frozenset(reached) != self._allocator.blocks_of(PREFIX_TREE):
+        if reached != self._nodes or by_block != self._by_block:
+            raise EngineError("the prefix tree's nodes are not those that its root leads to")
+        if frozenset(by_block) != self._allocator.blocks_of(PREFIX_TREE):
             raise EngineError("the prefix tree's nodes are not the blocks it holds")
 
-    def _parent_of(self, node: _Node) -> _Node:
-        return self._root if node.parent == ROOT else self._nodes[node.parent]
 
-    def _wrong_insertion(
-        self, node: _Node, tokens: Sequence[int], blocks: Sequence[int], owner: Owner
-    ) -> EngineError:
-        num_needed = (node.depth + len(blocks)) * self.block_size
-        if len(tokens) < num_needed:
-            return EngineError(f"{owner!r} caches blocks of {num_needed} tokens but has only {len(tokens)}")
-        path = blocks if node is self._root else (node.block, *blocks)
-        held = self._allocator.blocks_of(owner)
-        block = next(block for block in path if block not in held)
-        return EngineError(f"{owner!r} caches a path through block {block}, which it does not hold")
+def _groups_of(windows: Sequence[int | None]) -> list[slice]:
+    """Of each table: the tables of its group."""
+    groups: list[slice] = []
+    for _, tables in groupby(windows):
+        size = len(list(tables))
+        groups += [slice(len(groups), len(groups) + size)] * size
+    return groups

@@ -197,6 +197,6 @@ def _context_table(plan: MemoryPlan) -> list[str]:
     for context in plan.contexts():
         at_once = plan.at_once(context)
         fits = "".join(f"{'yes' if at_once >= count else '-':>6}" for count in columns)
-        each = format_bytes(context * plan.cache.bytes_per_token)
+        each = format_bytes(plan.kv_bytes(context))
         lines.append(f"  {context:>9}{each:>12}{at_once:>10}   {fits}")
     return lines

@@ -83,6 +83,11 @@ class ResolvedScheduler:
     max_queue: int | None  # None: no limit
     seed: int
 
+    @property
+    def max_chunk(self) -> int | None:
+        """The most tokens of one sequence that a step computes; None: all it has."""
+        return self.prefill_chunk_size if self.use_chunked_prefill else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:

@@ -122,7 +122,7 @@ def longest_total(request: Request, context_len: int, pool: KVCachePool) -> int:
     if num_prompt >= context_len or max_total > context_len:
         raise ContextOverflow(num_prompt, params.max_tokens or 1, context_len)
     width = params.num_sequences if params.use_beam_search else 1
-    capacity = pool.num_blocks // width * pool.block_size + 1
+    capacity = pool.longest(width) + 1
     if params.max_tokens is None and num_prompt < capacity:
         max_total = min(max_total, capacity)
     if max_total <= capacity and pool.can_ever_fit(max_total - 1):
@@ -130,7 +130,7 @@ def longest_total(request: Request, context_len: int, pool: KVCachePool) -> int:
     beams = f" in each of {width} beams" if width > 1 else ""
     raise RequestError(
         f"prompt and max_tokens need {max_total - 1} tokens of cache{beams}, but the whole cache holds "
-        f"{pool.num_blocks * pool.block_size}; shorten the prompt or lower max_tokens (the settings "
+        f"{pool.longest()}; shorten the prompt or lower max_tokens (the settings "
         "kv_cache_memory and num_blocks give the cache its size)",
         param="max_tokens",
     )

@@ -11,7 +11,7 @@ model is loaded.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,11 +20,12 @@ import torch
 from infer import __version__
 from infer.cache.kv_pool import KVCachePool
 from infer.cache.kv_store import KVStore
+from infer.cache.layout import KVLayout
 from infer.cache.memory import CacheSize, StepBytes, format_bytes
 from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
 from infer.config.resolve import ResolvedConfig
 from infer.config.settings import EngineConfig
-from infer.engine.cache_fit import compute_step, fit_to_device, graph_tokens
+from infer.engine.cache_fit import compute_step, fit_to_device, graph_tokens, kv_layout
 from infer.engine.device_memory import Arena, enforce_limit
 from infer.engine.engine import Engine
 from infer.engine.gc_freeze import freeze_with, freezing
@@ -75,8 +76,9 @@ def build_engine(
         step = _rehearse(config, loaded, wait_for_linears)
         size = fit_to_device(config, loaded, step=step)
         arena = None if step is None else Arena(step.activations, loaded.device)
-        store = _make_store(config, loaded, size)
-    pool = make_pool(settings, size)
+        layout = kv_layout(loaded.config, settings.cache, config.max_seq_len)
+        store = _make_store(config, loaded, size, layout)
+    pool = make_pool(settings, size, windows=layout.windows, max_chunk=config.scheduler.max_chunk)
     if cost is None and config.scheduler.preemption == "auto" and settings.cache.swap_blocks:
         wait_for_linears()
         cost = measure_cost(loaded.model, store, size.block_size, loaded.device)
@@ -135,8 +137,15 @@ def resolve_for(settings: EngineConfig, loaded: LoadedModel | LoadChoice) -> Res
     return settings.resolve(machine_of(loaded, settings.cache.device_memory), facts_of(loaded))
 
 
-def make_pool(settings: EngineConfig, size: CacheSize, *, placement_seed: int | None = None) -> KVCachePool:
-    """Return the books of a cache of this size."""
+def make_pool(
+    settings: EngineConfig,
+    size: CacheSize,
+    *,
+    windows: Sequence[int | None] = (None,),
+    max_chunk: int | None = None,
+    placement_seed: int | None = None,
+) -> KVCachePool:
+    """Return the books of a cache of this size, whose tables have these windows (cache/layout.py)."""
     cache = settings.cache
     if cache.kv_cache_backend == "contiguous":
         return SlottedKVCachePool(
@@ -149,23 +158,27 @@ def make_pool(settings: EngineConfig, size: CacheSize, *, placement_seed: int | 
         size.num_blocks,
         size.block_size,
         use_prefix_caching=cache.caches_prefixes,
-        num_host_blocks=cache.swap_blocks,
+        num_host_blocks=cache.swap_blocks * len(windows),
         placement_seed=placement_seed,
+        windows=windows,
+        max_chunk=max_chunk,
     )
 
 
-def _make_store(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize) -> KVStore:
+def _make_store(
+    config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, layout: KVLayout
+) -> KVStore:
     swap_blocks = config.settings.cache.swap_blocks
     try:
         return KVStore(
-            num_layers=loaded.config.num_layers,
+            layout=layout,
             num_blocks=size.num_blocks,
             block_size=size.block_size,
             num_kv_heads=loaded.config.num_kv_heads,
             head_dim=loaded.config.head_dim,
             dtype=loaded.dtype,
             device=loaded.device,
-            num_host_blocks=swap_blocks,
+            num_host_blocks=swap_blocks * len(layout.windows),
         )
     except RuntimeError as error:  # what was free is taken, or a limit that cannot be asked for is reached
         raise ConfigError(
@@ -187,8 +200,14 @@ def _rehearse(
         return compute_step(config, loaded)
 
     def make_runner() -> DeviceRunner:
-        store = _make_store(config, loaded, CacheSize(1, cache.block_size, 0))
-        state = BatchState(2 * config.scheduler.max_batch_size, 1, block_size=cache.block_size)
+        layout = kv_layout(loaded.config, cache, config.max_seq_len)
+        store = _make_store(config, loaded, CacheSize(1, cache.block_size, 0), layout)
+        state = BatchState(
+            2 * config.scheduler.max_batch_size,
+            1,
+            block_size=cache.block_size,
+            num_tables=len(layout.windows),
+        )
         runner = _make_runner(config, loaded, store, state)
         assert isinstance(runner, DeviceRunner)
         wait_for_linears()

@@ -7,6 +7,7 @@ largest step was seen to take (rehearsal.py).
 
 from __future__ import annotations
 
+from infer.cache.layout import KVLayout
 from infer.cache.memory import (
     CacheSize,
     LayerSizes,
@@ -20,6 +21,7 @@ from infer.cache.memory import (
 )
 from infer.config.defaults import CPU_SHARE
 from infer.config.resolve import ResolvedConfig
+from infer.config.settings import CacheConfig
 from infer.engine.device_memory import look
 from infer.execution.gpu.graphs import most_tokens
 from infer.kernels.runtime.dispatch import is_gpu
@@ -42,6 +44,7 @@ def fit_to_device(
     on_gpu = is_gpu(loaded.device)
     free_host = free_host_bytes()
     cache, model = config.settings.cache, loaded.config
+    layout = kv_layout(model, cache, config.max_seq_len)
     memory = look(loaded.device, cache.device_memory, free_host=free_host)
     free_bytes = memory.room - weight_bytes
     size = fit_cache(
@@ -50,12 +53,13 @@ def fit_to_device(
         step or compute_step(config, loaded),
         max_seq_len=config.max_seq_len,
         bytes_per_token=kv_bytes_per_token(
-            model.num_layers, model.num_kv_heads, model.head_dim, loaded.dtype.itemsize
+            layout.num_layers, model.num_kv_heads, model.head_dim, loaded.dtype.itemsize
         ),
         free_bytes=free_bytes,
         share=cache.kv_cache_share or (1.0 if on_gpu else CPU_SHARE),
-        workspace=workspace_share(model.num_layers, gathers=config.gathers_kv),
+        workspace=workspace_share(layout.num_planes, gathers=config.gathers_kv),
         left=memory.describe(free_bytes),
+        layout=layout,
     )
     free_host -= 0 if on_gpu else weight_bytes + size.num_bytes
     check_host_blocks(cache.swap_blocks, size, free_host)
@@ -78,6 +82,13 @@ def graph_tokens(config: ResolvedConfig, model: ModelConfig) -> int | None:
     if not config.use_cuda_graphs:
         return None
     return most_tokens(model, config.scheduler.max_num_batched_tokens)
+
+
+def kv_layout(model: ModelConfig, cache: CacheConfig, max_seq_len: int) -> KVLayout:
+    """Return which layers share blocks; only a paged cache has tables that can let go of some."""
+    if cache.kv_cache_backend != "paged":
+        return KVLayout.whole(model.num_layers)
+    return KVLayout.of([model.window(layer) for layer in range(model.num_layers)], max_seq_len)
 
 
 def layer_sizes(config: ModelConfig) -> LayerSizes:

@@ -3,7 +3,7 @@
     chunks      A[5:6]   B[17:18]   C[0:4]
     tokens_T    a5       b17        c0 c1 c2 c3
     positions   5        17         0  1  2  3
-    slots       where the block table of each sequence puts these positions
+    slots       where the block tables of each sequence put these positions: a line for each table
 
 The block tables lie in the batch state, a row for each running sequence (scheduling/batch_state.py); the
 rest is made anew every step from the plan's columns.
@@ -11,7 +11,8 @@ rest is made anew every step from the plan's columns.
 `PagedStep` is the `StepContext` the model sees. Sequences that compute one token attend together, grouped by
 length so that padding never more than doubles the work; each longer chunk attends alone.
 
-Shapes:  T tokens, S rows that decode together, L positions (padded), R rows of tables, B blocks of a row.
+Shapes:  T tokens, S rows that decode together, L positions (padded), K tables, R rows of them, B blocks of a
+row.
 """
 
 from __future__ import annotations
@@ -71,13 +72,13 @@ class TokenLayout(NamedTuple):
 
     tokens: np.ndarray  # their ids
     positions: np.ndarray  # where each stands in its sequence
-    slots: np.ndarray  # where its key and value go
+    slots: np.ndarray  # of each table, where its key and value go: [K, T]
     lens: np.ndarray  # tokens of each chunk
     ends: np.ndarray  # of each chunk: the place behind its last token
 
 
 def lay_out(
-    chunks: Chunks, sequences: Sequence[TokenSequence], tables_RB: np.ndarray, block_size: int
+    chunks: Chunks, sequences: Sequence[TokenSequence], tables_KRB: np.ndarray, block_size: int
 ) -> TokenLayout:
     """Lay the tokens of chunks end to end, and look up their slots in the block tables."""
     starts, stops = chunks.starts, chunks.stops
@@ -92,7 +93,7 @@ def lay_out(
         rows = chunks.rows.repeat(lens)
         positions = np.arange(len(ids)) + (stops - ends).repeat(lens)
     blocks, offsets = np.divmod(positions, block_size)
-    slots = tables_RB[rows, blocks] * block_size + offsets
+    slots = tables_KRB[:, rows, blocks] * block_size + offsets
     return TokenLayout(np.frombuffer(ids, dtype=np.uintc), positions, slots, lens, ends)
 
 
@@ -101,7 +102,7 @@ class _DecodeGroup:
     """Rows of about one length that attend together."""
 
     rows_S: torch.Tensor  # which of the T tokens
-    table_SB: np.ndarray
+    table_rows_S: np.ndarray  # of the block tables
     lens_S: np.ndarray  # positions each may see
 
 
@@ -111,7 +112,7 @@ class _LongChunk:
 
     first: int  # its place among the T tokens
     last: int
-    table_B: np.ndarray
+    table_row: int  # of the block tables
     stop: int  # positions in the cache after this step
 
 
@@ -123,40 +124,41 @@ class StepBatch:
     ) -> None:
         self.block_size = state.block_size
         self.device = device
-        tables_RB, chunks = state.tables[0], plan.chunks
-        layout = lay_out(chunks, sequences, tables_RB, state.block_size)
-        short: list[tuple[int, int, np.ndarray]] = []  # (kv length, place, table row)
+        self.tables, chunks = state.tables, plan.chunks
+        layout = lay_out(chunks, sequences, state.tables, state.block_size)
+        short: list[tuple[int, int, int]] = []  # (kv length, place, table row)
         self.long_chunks: list[_LongChunk] = []
         self.last_rows: list[int] = (layout.ends - 1).tolist()  # of each chunk: the place of its last token
         columns = zip(
-            layout.lens.tolist(), layout.ends.tolist(), chunks.rows, chunks.stops.tolist(), strict=True
+            layout.lens.tolist(),
+            layout.ends.tolist(),
+            chunks.rows.tolist(),
+            chunks.stops.tolist(),
+            strict=True,
         )
         for length, end, row, stop in columns:
-            table_B = tables_RB[row, : -(-stop // state.block_size)]
             if length == 1:
-                short.append((stop, end - 1, table_B))
+                short.append((stop, end - 1, row))
             else:
-                self.long_chunks.append(_LongChunk(end - length, end, table_B, stop))
+                self.long_chunks.append(_LongChunk(end - length, end, row, stop))
         self.tokens_T = torch.from_numpy(layout.tokens.astype(np.int64)).to(device)
         self.positions_T = torch.from_numpy(layout.positions).to(device)
-        self.slots_T = torch.from_numpy(layout.slots).to(device)
+        self.slots_KT = torch.from_numpy(layout.slots).to(device)
         self.decode_groups = _group_by_length(short, device)
 
 
-def _group_by_length(short: list[tuple[int, int, np.ndarray]], device: torch.device) -> list[_DecodeGroup]:
+def _group_by_length(short: list[tuple[int, int, int]], device: torch.device) -> list[_DecodeGroup]:
     """Split rows into groups in which the longest is at most about twice the shortest."""
-    groups: list[list[tuple[int, int, np.ndarray]]] = []
+    groups: list[list[tuple[int, int, int]]] = []
     for item in sorted(short, key=lambda row: row[0]):
         if not groups or item[0] > 2 * max(groups[-1][0][0], MIN_GROUP_LEN):
             groups.append([])
         groups[-1].append(item)
     made = []
     for group in groups:
-        table = np.zeros((len(group), max(len(blocks) for _, _, blocks in group)), dtype=np.int64)
-        for i, (_, _, blocks) in enumerate(group):
-            table[i, : len(blocks)] = blocks
         rows = torch.tensor([place for _, place, _ in group], device=device)
-        made.append(_DecodeGroup(rows, table, np.array([length for length, _, _ in group])))
+        lens_S, _, table_rows_S = np.array(group).T
+        made.append(_DecodeGroup(rows, table_rows_S, lens_S))
     return made
 
 
@@ -168,7 +170,7 @@ class PagedStep(StepContext):
         self._store = store
         self._use_reference = use_reference
         self._attend_one: Callable[..., torch.Tensor] = attend_naive if use_reference else attend_sdpa
-        self._slots: dict[tuple[int, int | None], tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._slots: dict[tuple[int, int | None, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     @property
     def positions(self) -> torch.Tensor:
@@ -186,17 +188,18 @@ class PagedStep(StepContext):
         window: int | None,
     ) -> torch.Tensor:
         """Cache the keys and values of this step, then attend; see layers/attention.py."""
-        keys, values = self._store.keys[layer], self._store.values[layer]
-        keys[self._batch.slots_T] = k_TGH
-        values[self._batch.slots_T] = v_TGH
+        keys, values, table = self._store.keys[layer], self._store.values[layer], self._store.tables[layer]
+        slots_T = self._batch.slots_KT[table]
+        keys[slots_T] = k_TGH
+        values[slots_T] = v_TGH
         out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
         for number, chunk in enumerate(self._batch.long_chunks):
-            slots_L = self._chunk_slots(number, chunk, window)
+            slots_L = self._chunk_slots(number, chunk, window, table)
             out_TNH[chunk.first : chunk.last] = self._attend_one(
                 q_TNH[chunk.first : chunk.last], keys[slots_L], values[slots_L], scale=scale, window=window
             )
         for number, group in enumerate(self._batch.decode_groups):
-            slots_SL, is_seen_SL = self._group_slots(number, group, window)
+            slots_SL, is_seen_SL = self._group_slots(number, group, window, table)
             q_SNH = q_TNH[group.rows_S]
             if self._use_reference:
                 out_TNH[group.rows_S] = self._attend_each(q_SNH, keys, values, slots_SL, is_seen_SL, scale)
@@ -219,23 +222,24 @@ class PagedStep(StepContext):
             rows.append(attend_naive(q_NH[None], keys[slots_L], values[slots_L], scale=scale, window=None))
         return torch.cat(rows)
 
-    def _chunk_slots(self, number: int, chunk: _LongChunk, window: int | None) -> torch.Tensor:
+    def _chunk_slots(self, number: int, chunk: _LongChunk, window: int | None, table: int) -> torch.Tensor:
         """Slots of the positions that any token of the chunk may see, in order."""
-        key = (-1 - number, window)
+        key = (-1 - number, window, table)
         if key not in self._slots:
             num_new = chunk.last - chunk.first
             first_seen = 0 if window is None else max(chunk.stop - num_new - window + 1, 0)
             positions = np.arange(first_seen, chunk.stop)
             block_size = self._batch.block_size
-            slots = chunk.table_B[positions // block_size] * block_size + positions % block_size
+            blocks = self._batch.tables[table, chunk.table_row, positions // block_size]
+            slots = blocks * block_size + positions % block_size
             self._slots[key] = (torch.from_numpy(slots).to(self._batch.device), None)
         return self._slots[key][0]
 
     def _group_slots(
-        self, number: int, group: _DecodeGroup, window: int | None
+        self, number: int, group: _DecodeGroup, window: int | None, table: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Slots [S, L] of what each row may see, and which of them count; computed once for all layers."""
-        key = (number, window)
+        """Slots [S, L] of what each row may see, and which of them count; computed once for a table."""
+        key = (number, window, table)
         if key not in self._slots:
             seen_S = group.lens_S if window is None else np.minimum(group.lens_S, window)
             offsets = np.arange(seen_S.max())
@@ -243,7 +247,7 @@ class PagedStep(StepContext):
             # Padding repeats the last position: it has been written, so nothing uninitialised is read.
             positions = np.minimum(first_S[:, None] + offsets, group.lens_S[:, None] - 1)
             block_size = self._batch.block_size
-            blocks = np.take_along_axis(group.table_SB, positions // block_size, axis=1)
+            blocks = self._batch.tables[table, group.table_rows_S[:, None], positions // block_size]
             is_seen = offsets < seen_S[:, None]
             slots = torch.from_numpy(blocks * block_size + positions % block_size).to(self._batch.device)
             mask = None if is_seen.all() else torch.from_numpy(is_seen).to(self._batch.device)

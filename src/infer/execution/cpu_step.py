@@ -5,7 +5,7 @@ A step's inputs are five small tables of integers, kept where they are and overw
     chunks      A[5:6]   B[17:18]   C[0:4]
     tokens      a5       b17        c0 c1 c2 c3
     positions   5        17         0  1  2  3
-    slots       where the block table of each sequence puts these positions
+    slots       where the block tables of each sequence put these positions: a line for each table
     items       (0, 1, row of A, 5)   (1, 1, row of B, 17)   (2, 4, row of C, 0)        csrc/attention.c
 
 Because nothing moves, the operations of a whole step can be recorded once and replayed in one call
@@ -15,7 +15,7 @@ last layer computes only the tokens that are needed (models/model.py).
 
 Whatever way a token takes, its result has the same bits: each operation works row by row.
 
-Shapes:  T tokens, I items, R rows of tables, B blocks of a row.
+Shapes:  T tokens, I items, K tables, R rows of each, B blocks of a row.
 """
 
 from __future__ import annotations
@@ -40,19 +40,20 @@ from infer.scheduling.sequence import Sequence as TokenSequence
 class StepInputs:
     """The tables of one step; room for `capacity` tokens, at addresses that do not change."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, num_tables: int) -> None:
         self.capacity = capacity
-        self.tokens, self.positions, self.slots = (np.zeros(capacity, dtype=np.int64) for _ in range(3))
+        self.tokens, self.positions = np.zeros((2, capacity), dtype=np.int64)
+        self.slots = np.zeros((num_tables, capacity), dtype=np.int64)
         self.items = np.zeros((capacity, 4), dtype=np.int64)
         self.num_rows = self.num_items = 0
 
     def fill(self, plan: StepPlan, sequences: Sequence[TokenSequence], state: BatchState) -> list[int]:
         """Write a plan down; returns where each chunk's last token is."""
-        layout = lay_out(plan.chunks, sequences, state.tables[0], state.block_size)
+        layout = lay_out(plan.chunks, sequences, state.tables, state.block_size)
         self.num_rows = num_rows = len(layout.tokens)
         self.tokens[:num_rows] = layout.tokens
         self.positions[:num_rows] = layout.positions
-        self.slots[:num_rows] = layout.slots
+        self.slots[:, :num_rows] = layout.slots
         num_items = -(-layout.lens // operations.ITEM_TOKENS)  # of each chunk: attention takes it in pieces
         last_items = num_items.cumsum()
         self.num_items = int(last_items[-1])
@@ -82,9 +83,9 @@ class CpuStep(StepContext):
         self._library, self._store, self._block_size = library, store, state.block_size
         self._positions_T = torch.from_numpy(inputs.positions)[:num_rows]
         self.tokens_T = torch.from_numpy(inputs.tokens)[:num_rows]
-        self._slots_T = torch.from_numpy(inputs.slots)[:num_rows]
+        self._slots_KT = torch.from_numpy(inputs.slots)[:, :num_rows]
         self._items_I4 = torch.from_numpy(inputs.items)[: inputs.num_items]
-        self._table_RB = torch.from_numpy(state.tables[0])
+        self._tables_KRB = torch.from_numpy(state.tables)
 
     @property
     def positions(self) -> torch.Tensor:
@@ -102,14 +103,14 @@ class CpuStep(StepContext):
         window: int | None,
     ) -> torch.Tensor:
         """Cache the keys and values of this step, then attend; see layers/attention.py."""
-        keys, values = self._store.keys[layer], self._store.values[layer]
-        operations.write_cache(self._library, k_TGH, v_TGH, keys, values, self._slots_T)
+        keys, values, table = self._store.keys[layer], self._store.values[layer], self._store.tables[layer]
+        operations.write_cache(self._library, k_TGH, v_TGH, keys, values, self._slots_KT[table])
         return operations.attend(
             self._library,
             q_TNH,
             keys,
             values,
-            self._table_RB,
+            self._tables_KRB[table],
             self._items_I4,
             block_size=self._block_size,
             scale=scale,
@@ -132,7 +133,7 @@ class CpuSteps:
     ) -> None:
         self._library, self._model, self._store, self._state = library, model, store, state
         library.set_threads(torch.get_num_threads())  # may have changed since the library was loaded
-        self._inputs = StepInputs(max_rows)
+        self._inputs = StepInputs(max_rows, len(state.tables))
         self._program: Program | None = None
         self._hidden_TD = torch.empty(0)
         if use_program:
@@ -144,7 +145,11 @@ class CpuSteps:
         The states of a recorded step are overwritten by the next one.
         """
         num_rows = plan.num_tokens
-        inputs = self._inputs if num_rows <= self._inputs.capacity else StepInputs(num_rows)
+        inputs = (
+            self._inputs
+            if num_rows <= self._inputs.capacity
+            else StepInputs(num_rows, len(self._state.tables))
+        )
         last_rows = inputs.fill(plan, sequences, self._state)
         if self._program is not None and inputs is self._inputs:
             self._program.run(num_rows, inputs.num_items)

@@ -17,7 +17,7 @@ about the whole batch is one comparison of two lines, whatever the number of seq
 
 A sequence enters when it is admitted and leaves when it ends or is preempted; those behind it move by one
 column. The *row* does not move: it names the sequence's line in `tables`, which the kernels read, for as
-long as it runs. There is one table per group of layers with the same attention window.
+long as it runs. There are as many tables as the cache has (cache/layout.py): usually one.
 
 **Several tokens per step.** A step may compute drafts, tokens that were proposed and may be refused:
 
@@ -74,13 +74,13 @@ class BatchState:
     row: np.ndarray
     seq_id: np.ndarray
 
-    def __init__(self, max_sequences: int, max_blocks: int, *, block_size: int, num_groups: int = 1) -> None:
+    def __init__(self, max_sequences: int, max_blocks: int, *, block_size: int, num_tables: int = 1) -> None:
         self.block_size = block_size
         self.sequences: list[Sequence] = []  # running, by sort key: one per column
         self.version = 0  # another after every arrival and departure
         self.num_drafts = 0  # proposed and not yet launched, of all sequences
         self.num_steady = 0  # coming steps that may repeat a plan which decodes with every column
-        self.tables = np.zeros((num_groups, max_sequences, max_blocks), dtype=np.int64)
+        self.tables = np.zeros((num_tables, max_sequences, max_blocks), dtype=np.int64)
         self.tenancy = np.zeros(max_sequences, dtype=np.int64)  # how often each row has been given out
         self._table_cells = self.tables.data
         self._columns = np.zeros((len(LINES), max_sequences), dtype=np.int64)
@@ -133,22 +133,35 @@ class BatchState:
         self.num_steady = 0
         self._layout = None
 
-    def write_table(self, seq: Sequence, blocks: Seq[int], changes: list[int], group: int = 0) -> None:
+    def write_tables(self, seq: Sequence, tables: Seq[Seq[int]], changes: list[int]) -> None:
         """Copy a sequence's blocks to its row, but those that it may write already; it may write them all.
 
-        What has changed is added to `changes`, for a mirror: a row, an index and a block for each.
+        That is, up to the end of its shortest table. What has changed is added to `changes`, for a mirror: a
+        row, an index and a block for each, the rows of all tables counted through.
         """
-        cells, table, place, size = self._cells, self._table_cells, seq.place, self.block_size
-        row = cells[ROW][place]
-        for index in range(cells[NUM_RESERVED][place] // size, len(blocks)):
-            table[group, row, index] = block = blocks[index]
-            changes += row, index, block
-        cells[NUM_RESERVED][place] = len(blocks) * size
+        cells, place, size = self._cells, seq.place, self.block_size
+        row, first = cells[ROW][place], cells[NUM_RESERVED][place] // size
+        stop = len(tables[0]) if len(tables) == 1 else min(map(len, tables))
+        for number, blocks in enumerate(tables):
+            counted = row + number * len(self.tenancy)
+            for index in range(first, stop):
+                self._table_cells[number, row, index] = block = blocks[index]
+                changes += counted, index, block
+        cells[NUM_RESERVED][place] = stop * size
 
-    def enter_table(self, seq: Sequence, blocks: Seq[int], group: int = 0) -> None:
-        """Copy the whole table of a sequence that has just entered to its row; it may write all of it."""
-        self.tables[group, seq.row, : len(blocks)] = blocks
-        self._cells[NUM_RESERVED][seq.place] = len(blocks) * self.block_size
+    def enter_tables(self, seq: Sequence, tables: Seq[Seq[int]]) -> None:
+        """Copy the tables of a sequence that has just entered to its row; it may write all of them.
+
+        Where there is no block, because it would lie behind a window, the first one stands instead: a kernel
+        may read it beside those it needs, and gives what it reads no weight.
+        """
+        stop = min(map(len, tables))
+        for number, blocks in enumerate(tables):
+            line = self.tables[number, seq.row, :stop]
+            line[:] = blocks[:stop]
+            if stop and blocks[0] < 0:
+                line[line < 0] = next(block for block in blocks if block >= 0)
+        self._cells[NUM_RESERVED][seq.place] = stop * self.block_size
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -268,16 +281,21 @@ class BatchState:
         if not len({*rows, *self._free_rows}) == num_rows == self.tables.shape[1]:
             raise EngineError("a row of block tables is in use twice, or lost")
         for place, seq in enumerate(self.sequences):
-            blocks = pool.block_table(seq.seq_id)
-            num_slots, num_reserved = len(blocks) * self.block_size, int(self.num_reserved[place])
+            blocks_of_tables = pool.block_tables(seq.seq_id)
+            num_slots = min(map(len, blocks_of_tables)) * self.block_size
+            num_reserved = int(self.num_reserved[place])
+            num_blocks = -(-num_reserved // self.block_size)
+            written = [
+                (int(self.tables[number, seq.row, index]), block)
+                for number, blocks in enumerate(blocks_of_tables)
+                for index, block in enumerate(blocks[:num_blocks])
+                if block >= 0
+            ]
             claims = {
                 "its column is its own": seq.place == place and self.seq_id[place] == seq.seq_id,
                 "its computed tokens have a place": seq.num_computed <= num_slots,
-                "its table has what is reserved": num_reserved <= num_slots,
-                "its row holds its table": self.tables[
-                    0, seq.row, : -(-num_reserved // self.block_size)
-                ].tolist()
-                == blocks[: -(-num_reserved // self.block_size)],
+                "its tables have what is reserved": num_reserved <= num_slots,
+                "its row holds its tables": all(here == there for here, there in written),
                 "nothing else holds a block that it may write": num_reserved <= seq.num_computed
                 or not pool.is_shared(seq.seq_id, seq.num_computed, num_reserved),
             }

@@ -151,7 +151,10 @@ class StepPlan:
     preempted: tuple[int, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     table_changes: list[int] = field(default_factory=list, compare=False)
-    """Blocks that tables of sequences which ran already have got: for each its row, its index, the block."""
+    """Blocks that tables of sequences which ran already have got: for each its row, its index, the block.
+
+    Rows are counted through all tables: of the second table they begin where those of the first end.
+    """
 
     @property
     def num_tokens(self) -> int:
@@ -186,11 +189,11 @@ class PlanDraft:
         self.budget -= num_tokens
         self.num_tokens += num_tokens
 
-    def drop(self, row: int, num_tokens: int) -> None:
-        """Take back the part of a sequence that is preempted: its tokens, and what its table has got."""
+    def drop(self, row: int, num_tokens: int, num_rows: int) -> None:
+        """Take back the part of a sequence that is preempted: its tokens, and what its tables have got."""
         self.spend(-num_tokens)
         changes = self.table_changes
-        kept = [place for place in range(0, len(changes), 3) if changes[place] != row]
+        kept = [place for place in range(0, len(changes), 3) if changes[place] % num_rows != row]
         self.table_changes = [number for place in kept for number in changes[place : place + 3]]
 
     def transfer(self, kind: str, pairs: list[tuple[int, int]]) -> None:

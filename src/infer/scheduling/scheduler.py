@@ -56,11 +56,16 @@ class Scheduler:
         self.cost = cost or PreemptionCost()
         self.keeps_cache = keeps_cache  # False: every step starts from an empty cache (the naive baseline)
         self.step = 0
-        max_blocks = pool.num_blocks
-        if max_seq_len is not None:
-            max_blocks = min(max_blocks, -(-max_seq_len // pool.block_size))
+        longest = pool.longest() if max_seq_len is None else min(max_seq_len, pool.longest())
+        max_blocks = -(-longest // pool.block_size)
         # twice: when a beam search makes its step, new beams begin before old ones end
-        self.state = BatchState(2 * config.max_batch_size, max_blocks, block_size=pool.block_size)
+        self.state = BatchState(
+            2 * config.max_batch_size,
+            max_blocks,
+            block_size=pool.block_size,
+            num_tables=len(pool.windows),
+        )
+        self._max_drafts = min(self._token_budget, pool.max_chunk or self._token_budget) - 1
         self.running = self.state.sequences  # by sort_key: the first is the most urgent
         self.planned: list[Sequence] = []  # the sequences of the last plan: one for each of its chunks
         self.num_planned_tokens = 0  # how many tokens the model will see in the last plan
@@ -98,7 +103,7 @@ class Scheduler:
         child.sort_key = (parent.sort_key[0], child.arrival)
         self._by_id[child.seq_id] = child
         self._run(child)
-        self.state.write_table(child, self.pool.block_table(child.seq_id), [])
+        self.state.enter_tables(child, self.pool.block_tables(child.seq_id))
         for seq in (parent, child):  # either must ask before it writes
             seq.cells[NUM_RESERVED][seq.place] = seq.num_computed
         self.state.num_steady = 0
@@ -218,7 +223,7 @@ class Scheduler:
 
     def propose(self, seq: Sequence, drafts: Seq[int]) -> None:
         """Let a running sequence that is one token behind compute drafts with its next step."""
-        self.state.propose(seq, drafts[: self._token_budget - 1])
+        self.state.propose(seq, drafts[: self._max_drafts])
 
     def retract(self, plan: StepPlan, ids: Seq[Seq[int]]) -> None:
         """Take back the drafts that a step has refused: of each chunk, all but those followed by an id.
@@ -241,10 +246,13 @@ class Scheduler:
                 seq.is_swapped = False
                 self._forget_cache(seq)
         moved = {transfer.destination for transfer in plan.transfers if transfer.kind != SWAP_OUT}
-        for seq in [s for s in self.running if not moved.isdisjoint(self.pool.block_table(s.seq_id))]:
+        for seq in [s for s in self.running if self._holds(s, moved)]:
             self._stop_running(seq)  # beams that came in without a chunk of their own
             self._forget_cache(seq)
             self._waiting.push(seq, self.step)
+
+    def _holds(self, seq: Sequence, blocks: set[int]) -> bool:
+        return not all(map(blocks.isdisjoint, self.pool.block_tables(seq.seq_id)))
 
     def _forget_cache(self, seq: Sequence) -> None:
         self.pool.release(seq.seq_id)
@@ -326,7 +334,11 @@ class Scheduler:
             ):  # its last id is on its way
                 break
             # Beams that came back one by one could wait for each other for ever, each holding blocks.
-            if len(group) > 1 and sum(map(self._num_blocks, group)) > self.pool.num_free_blocks:
+            if (
+                len(group) > 1
+                and sum(self.pool.blocks_of(member.num_tokens) for member in group)
+                > self.pool.num_free_blocks
+            ):
                 break
             if not all(self._admit_one(member, draft) for member in group):
                 break
@@ -337,7 +349,7 @@ class Scheduler:
         if seq.is_swapped:
             # What can be evicted counts as free, so with enough of it neither swap_in nor reserve can fail.
             can_start = seq.is_beam or self._chunk_len(seq, draft.budget) > 0
-            has_room = self._num_blocks(seq) <= pool.num_free_blocks
+            has_room = pool.blocks_of(seq.num_tokens) <= pool.num_free_blocks
             pairs = pool.swap_in(seq_id) if can_start and has_room else None
             if pairs is None:
                 return False
@@ -360,7 +372,7 @@ class Scheduler:
             seq.num_cached = seq.num_computed
         self._waiting.remove(seq)
         self._run(seq)
-        self.state.enter_table(seq, pool.block_table(seq_id))
+        self.state.enter_tables(seq, pool.block_tables(seq_id))
         if length:
             self._add_prompt(seq, length, draft)
         return True
@@ -383,9 +395,6 @@ class Scheduler:
             return min(pending, budget, self.config.prefill_chunk_size)
         return pending if pending <= budget else 0
 
-    def _num_blocks(self, seq: Sequence) -> int:
-        return -(-seq.num_tokens // self.pool.block_size)
-
     def _add_prompt(self, seq: Sequence, length: int, draft: PlanDraft) -> None:
         seq.cells[NUM_PLANNED][seq.place] = length
         seq.cells[TURN][seq.place] = draft.num_turns
@@ -395,12 +404,12 @@ class Scheduler:
 
     def _reserve(self, places: list[int], num_tokens: list[int], draft: PlanDraft) -> None:
         """Make room for the first so many tokens of each column, in order, preempting from the back."""
-        pool, write_table, running = self.pool, self.state.write_table, self.running
+        pool, write_tables, running = self.pool, self.state.write_tables, self.running
         for seq, count in zip([running[place] for place in places], num_tokens, strict=True):
             while seq.is_running:
                 copies = pool.reserve(seq.seq_id, count, seq.cells[NUM_COMPUTED][seq.place])
                 if copies is not None:
-                    write_table(seq, pool.block_table(seq.seq_id), draft.table_changes)
+                    write_tables(seq, pool.block_tables(seq.seq_id), draft.table_changes)
                     if copies:
                         draft.transfer(COPY, copies)
                     break
@@ -410,7 +419,7 @@ class Scheduler:
         """Take back a sequence's blocks and its part of the plan; the beams of one search go together."""
         group = [victim] if not victim.is_beam else [s for s in victim.group.sequences if s.is_running]
         for seq in group:
-            draft.drop(seq.row, seq.cells[NUM_PLANNED][seq.place])
+            draft.drop(seq.row, seq.cells[NUM_PLANNED][seq.place], len(self.state.tenancy))
             self._stop_running(seq)
             pairs = None
             if self.cost.prefers_swap(self.config.preemption, seq.num_computed):

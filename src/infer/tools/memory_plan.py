@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from infer.cache.layout import KVLayout
 from infer.cache.memory import (
     GPU_RUNTIME_BYTES,
     CacheSize,
@@ -48,7 +49,7 @@ from infer.config.resolve import (
 )
 from infer.config.settings import EngineConfig
 from infer.engine.build import resolve_for
-from infer.engine.cache_fit import fit_to_device, layer_sizes
+from infer.engine.cache_fit import fit_to_device, kv_layout, layer_sizes
 from infer.engine.device_memory import device_limit, look
 from infer.errors import CheckpointError, ConfigError, NoRoom
 from infer.execution.cpu_step import attention_gathers
@@ -139,6 +140,8 @@ class MemoryPlan:
     workspace: int
     host_cache: int  # for sequences preempted by swapping
     cache: CacheSize
+    layout: KVLayout  # which layers share its blocks
+    max_chunk: int | None  # tokens of a prompt that a step computes; None: all
     max_seq_len: int
     context_len: int  # the model's own
     max_batch_size: int
@@ -154,12 +157,20 @@ class MemoryPlan:
     @property
     def longest_sequence(self) -> int:
         """The longest sequence that can be served with this cache: the last token is never cached."""
-        return min(self.max_seq_len, self.cache.num_tokens + 1)
+        longest = self.layout.longest(self.cache.num_blocks, self.cache.block_size, self.max_chunk)
+        return min(self.max_seq_len, longest + 1)
+
+    def kv_bytes(self, context: int) -> int:
+        """Bytes of keys and values of one sequence of this length while it decodes."""
+        num_blocks = self.layout.blocks_of(context, self.cache.block_size, 1)
+        return min(num_blocks * self.cache.bytes_per_block, context * self.cache.bytes_per_token)
 
     def at_once(self, context: int) -> int:
         """How many sequences of this length can run together."""
-        blocks_each = -(-context // self.cache.block_size)
-        return min(self.cache.num_blocks // blocks_each, self.max_batch_size)
+        size = self.cache.block_size
+        left = self.cache.num_blocks - self.layout.blocks_of(context, size, self.max_chunk)  # in its prompt
+        others = left // self.layout.blocks_of(context, size, 1)  # they decode
+        return min(max(others + 1, 0), self.max_batch_size)
 
     def contexts(self) -> list[int]:
         """The lengths worth a row of a table."""
@@ -207,13 +218,14 @@ def plan_memory(
     weights = weight_bytes(headers, num_parameters, dtype, weight_format) + num_table_bytes
     step = machine.steps_of(config, model_config, max_seq_len, bytes_each)
     activations = step.activations
+    layout = kv_layout(model_config, config.cache, max_seq_len)
     bytes_per_token = kv_bytes_per_token(
-        model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, bytes_each
+        layout.num_layers, model_config.num_kv_heads, model_config.head_dim, bytes_each
     )
     gathers = not machine.keeps_state(config) and attention_gathers(
         config.cache.attention_backend, machine.device, DTYPES[dtype], model_config.head_dim
     )
-    share = workspace_share(model_config.num_layers, gathers=gathers)
+    share = workspace_share(layout.num_planes, gathers=gathers)
     left = machine.memory - weights - machine.runtime
     parts = f"{format_bytes(weights)} of weights and {format_bytes(activations)} of activations"
     if (left - step.total) / (1 + share) < config.cache.block_size * bytes_per_token:
@@ -227,6 +239,7 @@ def plan_memory(
         free_bytes=left,
         share=config.cache.kv_cache_share or machine.cache_share,
         workspace=share,
+        layout=layout,
     )
     if machine.kind == "cpu":
         check_host_blocks(config.cache.swap_blocks, cache, left - activations - cache.num_bytes)
@@ -243,6 +256,8 @@ def plan_memory(
         workspace=int(cache.num_bytes * share),
         host_cache=config.cache.swap_blocks * cache.block_size * bytes_per_token,
         cache=cache,
+        layout=layout,
+        max_chunk=scheduler.max_chunk,
         max_seq_len=max_seq_len,
         context_len=model_config.context_len,
         max_batch_size=scheduler.max_batch_size,
@@ -251,7 +266,7 @@ def plan_memory(
     )
     if config.load.max_seq_len is not None and plan.longest_sequence < max_seq_len:
         raise ConfigError(
-            f"one sequence of max_seq_len {max_seq_len} needs {format_bytes(max_seq_len * bytes_per_token)} "
+            f"one sequence of max_seq_len {max_seq_len} needs {format_bytes(plan.kv_bytes(max_seq_len))} "
             f"of KV cache, but beside {parts} the cache gets {format_bytes(cache.num_bytes)} of "
             f"{format_bytes(machine.memory)}; what would fit: max_seq_len={plan.longest_sequence}"
         )

@@ -226,7 +226,7 @@ def replay_config(facts: RunFacts, model: str | None, *, device: str | None = No
     cache = replace(
         config.cache,
         kv_cache_memory=None,
-        num_blocks=facts.cache.num_tokens if is_contiguous else facts.cache.num_blocks,
+        num_blocks=facts.cache.num_tokens // (1 if is_contiguous else facts.cache.block_size),
         block_size=1 if is_contiguous else facts.cache.block_size,
     )
     load = replace(
@@ -245,13 +245,14 @@ def describe_state(engine: Engine) -> str:
     scheduler = engine.scheduler
     waiting = sorted((s for s in scheduler.sequences() if not s.is_running), key=lambda seq: seq.sort_key)
     lines = [f"after step {scheduler.step}: {len(scheduler.running)} running, {len(waiting)} waiting"]
-    lines += [_describe(seq, scheduler.pool.block_table(seq.seq_id)) for seq in scheduler.running]
+    lines += [_describe(seq, scheduler.pool.block_tables(seq.seq_id)) for seq in scheduler.running]
     lines += [_describe(seq, []) for seq in waiting]
     lines.append("cache: " + ", ".join(f"{k} {v:g}" for k, v in asdict(scheduler.usage()).items()))
     return "\n".join(lines)
 
 
-def _describe(seq: Sequence, blocks: list[int]) -> str:
+def _describe(seq: Sequence, tables: list[list[int]]) -> str:
+    blocks = [block for table in tables for block in table if block >= 0]
     shown = " ".join(map(str, blocks[:MAX_SHOWN_BLOCKS])) + (" ..." if len(blocks) > MAX_SHOWN_BLOCKS else "")
     where = f"blocks {shown}" if blocks else "in host memory" if seq.is_swapped else "no blocks"
     return (

@@ -40,16 +40,16 @@ def test_one_block_at_a_time_is_the_same_as_many(seed: int | None) -> None:
     one.check()
 
 
-def test_the_tree_adopts_only_what_has_one_owner() -> None:
-    allocator = BlockAllocator(3)
-    own, shared, free = range(3)
-    allocator.take(2, 1)
-    allocator.share([shared], 2)
-    assert not allocator.adopt(shared)
-    assert not allocator.adopt(free)
-    assert allocator.adopt(own)
-    assert not allocator.adopt(own), "it has two owners now"
-    assert allocator.owners_of(own) == [1, PREFIX_TREE]
+def test_the_tree_adopts_a_block_beside_all_its_owners() -> None:
+    allocator = BlockAllocator(2)
+    (block,) = allocator.take(1, 1)
+    allocator.share([block], 2)
+    allocator.adopt(block)
+    assert allocator.owners_of(block) == [1, 2, PREFIX_TREE]
+    allocator.drop([block], 1)
+    assert not allocator.is_idle(block)
+    allocator.drop([block], 2)
+    assert allocator.is_idle(block)
     allocator.check()
 
 

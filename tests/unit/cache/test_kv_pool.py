@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
 from infer.cache.kv_pool import blocks_for
-from infer.cache.sequence_books import SequenceBooks
+from infer.cache.prefix_tree import NO_BLOCK
 from infer.errors import ConfigError, EngineError
 from tests.unit.cache.counting_pool import CountingPool, CountingSlottedPool
 from tests.unit.cache.traffic import RandomTraffic, Traffic
@@ -218,7 +219,7 @@ def test_of_two_equal_prompts_computed_together_one_is_cached_and_both_can_go_on
     assert pool.match_prefix(3, [*PROMPT, 0]) == 12, "what the second added hangs below the first's blocks"
 
 
-def test_duplicates_give_way_when_memory_is_short() -> None:
+def test_what_another_computed_as_well_gives_way_when_memory_is_short() -> None:
     pool = make_pool(num_blocks=5)
     for seq_id in (1, 2):
         pool.match_prefix(seq_id, PROMPT[:8])
@@ -228,34 +229,32 @@ def test_duplicates_give_way_when_memory_is_short() -> None:
     pool.release(1)
     assert pool.reserve(2, 12) == []
     pool.commit(2, PROMPT, 12)
-    assert pool.num_free_blocks == 0, "two blocks of the first are held as twins"
+    assert pool.num_free_blocks == 2, "the two blocks of the first, which are cached"
 
     assert pool.reserve(2, 20) == [], "alone in the cache, a sequence gets all of it"
 
     pool.check()
     pool.commit(2, [*PROMPT, 1, 2, 3, 4, 5, 6, 7, 8], 20)
-    assert pool.usage().num_cached == 5
-
-
-def test_a_duplicate_that_a_fork_shares_does_not_enter_the_tree() -> None:
-    """The fork may have given up its path to that block, and whoever holds a cached block holds its path."""
-    pool = make_pool(num_blocks=9)
-    for seq_id in (1, 2):
-        pool.match_prefix(seq_id, PROMPT)
-        pool.reserve(seq_id, 12)
-    for seq_id in (1, 2):
-        pool.commit(seq_id, PROMPT, 12)
-    pool.fork(2, 3)
-    pool.reserve(3, 16)
-    pool.commit(3, [*PROMPT, 1, 2, 3, 4], 16)
-    assert pool.match_prefix(4, [*PROMPT[:8], 0]) == 8
-    pool.match_prefix(9, [0] * 36)
-    assert pool.reserve(9, 36) is None, "sequence 2 gives up its twins, 3 cannot"
-    pool.release(1)
-    assert pool.reserve(9, 36) is None, "now nobody but 3 needs the third cached block"
-    pool.release(4)
-    pool.release(3)
     pool.check()
+    pool.release(2)
+    assert compute(pool, 3, PROMPT) == 0, "the start is gone"
+    assert compute(pool, 4, PROMPT) == 11, "and has been computed again"
+
+
+def test_a_block_that_a_fork_shares_is_cached_like_any_other() -> None:
+    pool = make_pool(num_blocks=9)
+    compute(pool, 1, PROMPT[:7])
+    pool.fork(1, 2)
+    pool.reserve(1, 8)
+    for seq_id in (1, 2):
+        pool.commit(seq_id, PROMPT, 7)
+    pool.commit(1, PROMPT, 8)
+    pool.check()
+    assert pool.match_prefix(3, [*PROMPT[:8], 0]) == 8
+    for seq_id in (3, 2, 1):
+        pool.release(seq_id)
+        pool.check()
+    assert pool.num_free_blocks == 9
 
 
 def test_a_swapped_sequence_comes_back_in_other_blocks_and_is_cached_again() -> None:
@@ -446,16 +445,101 @@ def test_random_traffic_keeps_every_book_right(placement_seed: int | None) -> No
     assert life.traffic.pool.num_free_blocks == 7
 
 
-@pytest.mark.parametrize("with_twin", [[], [0], [5], [0, 5], [2, 3], [0, 1, 2, 3, 4, 5]], ids=str)
-def test_a_sequence_names_its_deepest_block_first_and_each_twin_behind_its_own(with_twin: list[int]) -> None:
-    twins = [(10 + place, 20 + place) for place in with_twin]
-    blocks = [10, 11, 12, 13, 14, 15]
-    books = SequenceBooks(seq_id=1, salt=None, blocks=blocks, enters_tree=True, twins=twins)
-    expected = []
-    for place in reversed(range(6)):
-        expected += [10 + place, 20 + place] if place in with_twin else [10 + place]
-    assert books.holdings() == expected
-    assert blocks == [10, 11, 12, 13, 14, 15]
+WINDOW = 6  # of four layers to a block, so a token sees itself and five more
+
+
+def make_sliding(
+    num_blocks: int = 12, windows: tuple[int | None, ...] = (WINDOW,), **options: Any
+) -> CountingPool:
+    return CountingPool(num_blocks, 4, windows=windows, max_chunk=4, **options)
+
+
+@pytest.mark.parametrize("windows", [(WINDOW,), (None, WINDOW, WINDOW)], ids=str)
+def test_a_long_sequence_holds_no_more_than_its_windows(windows: tuple[int | None, ...]) -> None:
+    """Chunks of four tokens, then one by one: three blocks for 6 + 4 tokens, and one that they share."""
+    pool = make_sliding(200, windows)
+    tokens = list(range(300))
+    pool.match_prefix(1, tokens)
+    stops = [*range(4, 101, 4), *range(101, 301)]
+    for stop in stops:
+        assert pool.reserve(1, stop) == []
+        pool.commit(1, tokens, stop)
+        pool.check()
+        for table, window in zip(pool.block_tables(1), windows, strict=True):
+            held = [block for block in table if block != NO_BLOCK]
+            first = 0 if window is None else max(pool.computed[1] - window + 1, 0) // 4
+            assert len(held) <= (blocks_for(stop, 4) if window is None else 4)
+            assert set(table[first : blocks_for(stop, 4)]) <= set(held), "what is seen is there"
+    assert pool.blocks_of(300) == 75 * windows.count(None) + 4 * windows.count(WINDOW)
+    pool.release(1)
+    pool.reset_prefix_cache()
+    assert pool.num_free_blocks == 200
+
+
+def test_a_cache_far_too_small_for_full_attention_serves_a_long_sequence() -> None:
+    pool, full = make_sliding(4), make_pool(4)
+    assert pool.can_ever_fit(10_000) and not full.can_ever_fit(17)
+    assert pool.longest() > 10**9 and full.longest() == 16
+    tokens = list(range(400))
+    traffic = Traffic(pool)
+    seq_id = traffic.admit(tokens, chunk_len=4)
+    assert seq_id is not None
+    while traffic.sequences[seq_id].num_computed < 400:
+        assert traffic.run(seq_id, 4)
+        traffic.verify_all()
+
+
+def test_a_prompt_goes_on_only_from_where_its_windows_are_whole() -> None:
+    pool = make_sliding(40, (None, WINDOW))
+    tokens = list(range(40))
+    for seq_id in (1, 2):
+        pool.match_prefix(seq_id, tokens if seq_id == 1 else tokens[:20])
+        for stop in range(4, 41 if seq_id == 1 else 21, 4):
+            pool.reserve(seq_id, stop)
+            pool.commit(seq_id, tokens, stop)
+    assert pool.match_prefix(3, [*tokens[:12], 99]) == 12, "nothing has been evicted"
+    pool.release(3)
+    pool.release(2)
+    behind = len([block for block in pool.block_table(1, 1) if block == NO_BLOCK])
+    assert behind == 7 and pool._tree.evict(behind) == behind
+    assert pool.match_prefix(4, [*tokens[:12], 99]) == 0, "the last six tokens before it are gone"
+    assert pool.match_prefix(5, [*tokens, 99]) == 40
+    assert pool.block_table(5)[:10] == pool.block_table(1), "all there are of layers without a window"
+    assert pool.block_table(5, 1) == [*[NO_BLOCK] * 8, *pool.block_table(1, 1)[8:]]
+    pool.check()
+
+
+def test_only_what_a_window_reaches_is_swapped() -> None:
+    pool = make_sliding(12, (None, WINDOW), num_host_blocks=9)
+    tokens = list(range(28))
+    pool.match_prefix(1, tokens)
+    for stop in range(4, 29, 4):
+        pool.reserve(1, stop)
+        pool.commit(1, tokens, stop)
+    out = pool.swap_out(1)
+    assert out is not None and len(out) == 7 + 2
+    pool.check()
+    assert pool.swap_in(1) is not None
+    assert [len([b for b in table if b != NO_BLOCK]) for table in pool.block_tables(1)] == [7, 2]
+    assert pool.reserve(1, 29) == []
+    pool.check()
+
+
+def test_a_fork_shares_what_its_windows_reach_and_copies_in_every_table() -> None:
+    pool = make_sliding(20, (None, WINDOW))
+    tokens = list(range(18))
+    pool.match_prefix(1, tokens)
+    for stop in (4, 8, 12, 16, 18):
+        pool.reserve(1, stop)
+        pool.commit(1, tokens, stop)
+    pool.fork(1, 2)
+    before = [list(table) for table in pool.block_tables(1)]
+    assert pool.reserve(2, 19) == [
+        (before[0][4], pool.block_table(2)[4]),
+        (before[1][4], pool.block_table(2, 1)[4]),
+    ]
+    assert pool.block_tables(1) == before
+    pool.check()
 
 
 def test_blocks_are_counted_upwards() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from infer.cache.kv_store import KVStore
+from infer.cache.layout import KVLayout
 
 NUM_LAYERS, BLOCK_SIZE = 3, 2
 
@@ -12,7 +13,7 @@ NUM_LAYERS, BLOCK_SIZE = 3, 2
 def make_store() -> KVStore:
     """Every block holds numbers of its own: 100 * layer + block for keys, the negative for values."""
     store = KVStore(
-        num_layers=NUM_LAYERS, num_blocks=4, block_size=BLOCK_SIZE, num_kv_heads=2, head_dim=4,
+        layout=KVLayout.whole(NUM_LAYERS), num_blocks=4, block_size=BLOCK_SIZE, num_kv_heads=2, head_dim=4,
         dtype=torch.float32, device=torch.device("cpu"), num_host_blocks=2,
     )  # fmt: skip
     store.fill(float("nan"))

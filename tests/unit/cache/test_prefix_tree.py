@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import hypothesis.strategies as st
@@ -10,15 +11,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from infer.cache import prefix_tree
 from infer.cache.block_allocator import PREFIX_TREE, BlockAllocator
-from infer.cache.prefix_tree import Insertion, PrefixTree
+from infer.cache.prefix_tree import NO_BLOCK, ROOT, PrefixTree
 from infer.errors import EngineError
 
 THE_CAT, SAT_ON, RAN_TO, THE_MAT = [1, 2], [3, 4], [5, 6], [1, 7]
 
 
-def make_tree(num_blocks: int = 8) -> tuple[BlockAllocator, PrefixTree]:
+def make_tree(
+    num_blocks: int = 8, windows: tuple[int | None, ...] = (None,)
+) -> tuple[BlockAllocator, PrefixTree]:
     allocator = BlockAllocator(num_blocks)
-    return allocator, PrefixTree(allocator, block_size=2)
+    return allocator, PrefixTree(allocator, block_size=2, windows=windows)
 
 
 def cache(
@@ -26,19 +29,24 @@ def cache(
 ) -> list[int]:
     """Compute a prompt from nothing, as a sequence that saw no cache would, and insert it."""
     blocks = allocator.take(len(tokens) // 2, owner)
-    tree.insert(tokens, blocks, owner, salt=salt)
+    tree.insert(tokens, [blocks], len(blocks), salt=salt)
     tree.check()
     return blocks
+
+
+def match(tree: PrefixTree, tokens: Sequence[int], salt: str | None = None) -> list[int]:
+    """The blocks of the longest cached prefix in the first table."""
+    return [node.blocks[0] for node in tree.match(tokens, salt)]
 
 
 def test_the_longest_cached_prefix_is_found_block_by_block() -> None:
     allocator, tree = make_tree()
     blocks = cache(allocator, tree, THE_CAT + SAT_ON + THE_MAT, owner=1)
-    assert tree.match(THE_CAT + SAT_ON + THE_MAT) == blocks
-    assert tree.match(THE_CAT + SAT_ON + RAN_TO) == blocks[:2]
-    assert tree.match(THE_CAT + SAT_ON + [1]) == blocks[:2]
-    assert tree.match(THE_CAT + [3]) == blocks[:1]
-    assert tree.match([1]) == tree.match([]) == tree.match(SAT_ON) == []
+    assert match(tree, THE_CAT + SAT_ON + THE_MAT) == blocks
+    assert match(tree, THE_CAT + SAT_ON + RAN_TO) == blocks[:2]
+    assert match(tree, THE_CAT + SAT_ON + [1]) == blocks[:2]
+    assert match(tree, THE_CAT + [3]) == blocks[:1]
+    assert match(tree, [1]) == match(tree, []) == match(tree, SAT_ON) == []
 
 
 def test_two_prompts_share_a_path_as_long_as_they_agree() -> None:
@@ -46,11 +54,12 @@ def test_two_prompts_share_a_path_as_long_as_they_agree() -> None:
     sat = cache(allocator, tree, THE_CAT + SAT_ON, owner=1)
     allocator.share(sat[:1], 2)
     (ran,) = allocator.take(1, 2)
-    entered = tree.insert(THE_CAT + RAN_TO, [ran], 2, after=sat[0])
-    assert entered == Insertion(ran, 1, [])
-    assert tree.match(THE_CAT + RAN_TO) == [sat[0], ran]
+    (cat,) = tree.match(THE_CAT)
+    number = tree.insert(THE_CAT + RAN_TO, [[sat[0], ran]], 2, after=cat.number)
+    assert tree.depth_of(number) == 2
+    assert match(tree, THE_CAT + RAN_TO) == [sat[0], ran]
     assert tree.num_cached_blocks == 3
-    assert (tree.parent(ran), tree.parent(sat[1]), tree.parent(sat[0])) == (sat[0], sat[0], None)
+    tree.check()
 
 
 class Clashing(bytes):
@@ -77,9 +86,9 @@ def test_equal_hashes_do_not_make_equal_prefixes(monkeypatch: pytest.MonkeyPatch
     labels = tree._labels
     monkeypatch.setattr(tree, "_labels", lambda tokens: [Clashing(label) for label in labels(tokens)])
     blocks = cache(allocator, tree, THE_CAT + SAT_ON, owner=1)
-    assert tree.match(THE_CAT + SAT_ON) == blocks
-    assert tree.match(THE_CAT + RAN_TO) == blocks[:1]
-    assert tree.match(RAN_TO + SAT_ON) == []
+    assert match(tree, THE_CAT + SAT_ON) == blocks
+    assert match(tree, THE_CAT + RAN_TO) == blocks[:1]
+    assert match(tree, RAN_TO + SAT_ON) == []
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -89,19 +98,19 @@ def test_ids_that_differ_in_any_bit_are_another_prefix(place: int) -> None:
     for bit in range(32):
         tokens = THE_CAT + SAT_ON
         tokens[place] ^= 1 << bit
-        assert tree.match(tokens) == blocks[: place // 2]
+        assert match(tree, tokens) == blocks[: place // 2]
 
 
 def test_one_block_behind_a_path_is_found_like_many() -> None:
     """The labels are the same, whatever kind of sequence the ids come in."""
     allocator, tree = make_tree()
     tokens = THE_CAT + SAT_ON + THE_MAT
-    blocks = allocator.take(3, 1)
-    tree.insert(tokens, blocks[:1], 1)
-    tree.insert(tokens, blocks[1:2], 1, after=blocks[0])
-    tree.insert(array("I", tokens), blocks[2:], 1, after=blocks[1])
+    tables = [allocator.take(3, 1)]
+    first = tree.insert(tokens, tables, 1)
+    second = tree.insert(tokens, tables, 2, after=first)
+    tree.insert(array("I", tokens), tables, 3, after=second)
     for same in (tokens, tuple(tokens), array("I", tokens)):
-        assert tree.match(same) == blocks
+        assert match(tree, same) == tables[0]
     tree.check()
 
 
@@ -110,23 +119,22 @@ def test_a_salt_is_a_world_of_its_own() -> None:
     plain = cache(allocator, tree, THE_CAT + SAT_ON, owner=1)
     salted = cache(allocator, tree, THE_CAT + SAT_ON, owner=2, salt="tenant")
     assert set(plain).isdisjoint(salted)
-    assert tree.match(THE_CAT + SAT_ON) == plain
-    assert tree.match(THE_CAT + SAT_ON, "tenant") == salted
-    assert tree.match(THE_CAT + SAT_ON, "other") == tree.match(THE_CAT + SAT_ON, "") == []
+    assert match(tree, THE_CAT + SAT_ON) == plain
+    assert match(tree, THE_CAT + SAT_ON, "tenant") == salted
+    assert match(tree, THE_CAT + SAT_ON, "other") == match(tree, THE_CAT + SAT_ON, "") == []
 
 
-def test_a_duplicate_stays_its_owners_who_also_holds_the_cached_twin() -> None:
+def test_a_duplicate_stays_its_owners_and_what_follows_hangs_below_the_cached_one() -> None:
     allocator, tree = make_tree()
     first = cache(allocator, tree, THE_CAT + SAT_ON, owner=1)
     second = allocator.take(3, 2)
 
-    entered = tree.insert(THE_CAT + SAT_ON + RAN_TO, second, 2)
+    tree.insert(THE_CAT + SAT_ON + RAN_TO, [second], 3)
 
-    assert entered.twins == [(second[0], first[0]), (second[1], first[1])]
-    assert (entered.cursor, entered.num_entered) == (second[2], 3)
-    assert tree.match(THE_CAT + SAT_ON + RAN_TO) == [*first, second[2]]
-    assert allocator.owners_of(first[0]) == [1, PREFIX_TREE, 2]
-    allocator.drop([second[2], first[1], second[1], first[0], second[0]], 2)
+    assert match(tree, THE_CAT + SAT_ON + RAN_TO) == [*first, second[2]]
+    assert allocator.owners_of(first[0]) == [1, PREFIX_TREE]
+    assert allocator.owners_of(second[0]) == [2]
+    allocator.drop(second[::-1], 2)
     allocator.drop(first[::-1], 1)
     assert allocator.num_free == 5
     assert tree.evict(99) == 3
@@ -136,43 +144,98 @@ def test_a_duplicate_stays_its_owners_who_also_holds_the_cached_twin() -> None:
 def test_inserting_the_same_blocks_again_changes_nothing() -> None:
     allocator, tree = make_tree()
     blocks = cache(allocator, tree, THE_CAT + SAT_ON, owner=1)
-    assert tree.insert(THE_CAT + SAT_ON, blocks, 1) == Insertion(blocks[1], 2, [])
+    assert tree.depth_of(tree.insert(THE_CAT + SAT_ON, [blocks], 2)) == 2
     assert tree.num_cached_blocks == 2
     assert allocator.ref_count(blocks[0]) == 2
 
 
-def test_a_block_shared_with_another_sequence_is_not_entered() -> None:
+def test_a_gap_is_filled_by_the_next_that_computes_it() -> None:
+    """The start of a prefix may go while another sequence that computed it as well is further ahead."""
     allocator, tree = make_tree()
-    blocks = allocator.take(3, 1)
-    allocator.share([blocks[1]], 2)
-    assert tree.insert(THE_CAT + SAT_ON + THE_MAT, blocks, 1) == Insertion(blocks[0], 1, [])
-    assert tree.match(THE_CAT + SAT_ON + THE_MAT) == blocks[:1]
+    first = cache(allocator, tree, THE_CAT + SAT_ON, owner=1)
+    second = allocator.take(3, 2)
+    tree.insert(THE_CAT + SAT_ON + RAN_TO, [second], 3)
+    allocator.drop(first[::-1], 1)
+    assert tree.evict(2) == 2
     tree.check()
+    assert match(tree, THE_CAT + SAT_ON + RAN_TO) == [], "without its start the rest is of no use"
+
+    third = cache(allocator, tree, THE_CAT + SAT_ON, owner=3)
+
+    assert match(tree, THE_CAT + SAT_ON + RAN_TO) == [*third, second[2]]
+
+
+def test_a_path_whose_end_is_gone_is_entered_anew() -> None:
+    allocator, tree = make_tree()
+    first = cache(allocator, tree, THE_CAT, owner=1)
+    second = allocator.take(2, 2)
+    number = tree.insert(THE_CAT + SAT_ON, [second], 1)
+    allocator.drop(first, 1)
+    assert tree.evict(1) == 1
+    assert tree.depth_of(number) is None
+    tree.insert(THE_CAT + SAT_ON, [second], 2, after=number)
+    tree.check()
+    assert match(tree, THE_CAT + SAT_ON) == second
 
 
 def test_blocks_come_one_by_one_beside_others() -> None:
     allocator, tree = make_tree()
     (root,) = cache(allocator, tree, THE_CAT, owner=1)
+    (number,) = [node.number for node in tree.match(THE_CAT)]
     (sat,) = allocator.take(1, 1)
-    assert tree.insert(THE_CAT + SAT_ON, [sat], 1, after=root) == Insertion(sat, 1, [])
+    tree.insert(THE_CAT + SAT_ON, [[root, sat]], 2, after=number)
     (ran,) = allocator.take(1, 1)
-    assert tree.insert(THE_CAT + RAN_TO, [ran], 1, after=root) == Insertion(ran, 1, []), "beside another"
-    assert tree.match(THE_CAT + SAT_ON) == [root, sat]
-    assert tree.match(THE_CAT + RAN_TO) == [root, ran]
-    assert tree.parent(sat) == tree.parent(ran) == root
+    tree.insert(THE_CAT + RAN_TO, [[root, ran]], 2, after=number)
+    assert match(tree, THE_CAT + SAT_ON) == [root, sat]
+    assert match(tree, THE_CAT + RAN_TO) == [root, ran]
     tree.check()
 
 
-def test_an_insertion_needs_its_tokens_and_its_path() -> None:
+def test_an_insertion_needs_its_tokens() -> None:
     allocator, tree = make_tree()
-    blocks = cache(allocator, tree, THE_CAT, owner=1)
-    more = allocator.take(1, 2)
-    with pytest.raises(EngineError, match="caches blocks of 4 tokens but has only 3"):
-        tree.insert([1, 2, 3], more, 2, after=blocks[0])
-    with pytest.raises(EngineError, match=f"path through block {blocks[0]}, which it does not hold"):
-        tree.insert(THE_CAT + SAT_ON, more, 2, after=blocks[0])
-    with pytest.raises(EngineError, match=f"path through block {more[0]}, which it does not hold"):
-        tree.insert(THE_CAT + SAT_ON, more, 1, after=blocks[0])
+    blocks = allocator.take(2, 1)
+    with pytest.raises(EngineError, match="blocks of 4 tokens are cached, but there are only 3"):
+        tree.insert([1, 2, 3], [blocks], 2)
+
+
+def test_the_blocks_of_a_group_go_together_and_the_node_stays_for_the_others() -> None:
+    """Tables: one that sees everything, two with one window."""
+    allocator, tree = make_tree(9, (None, 4, 4))
+    tables = [allocator.take(3, 1) for _ in range(3)]
+    number = tree.insert(THE_CAT + SAT_ON + THE_MAT, tables, 3)
+    allocator.drop([tables[1][0], tables[2][0]], 1)  # behind the window
+    assert tree.evict(1) == 2
+    tree.check()
+    assert [node.blocks for node in tree.match(THE_CAT + SAT_ON)] == [
+        (tables[0][0], NO_BLOCK, NO_BLOCK),
+        (tables[0][1], tables[1][1], tables[2][1]),
+    ]
+    allocator.drop([*tables[1][1:], *tables[2][1:], *tables[0][::-1]], 1)
+    assert tree.evict(99) == 7
+    assert (tree.depth_of(number), tree.num_cached_blocks) == (None, 0)
+    tree.check()
+
+
+def test_a_block_behind_a_window_goes_first_though_others_follow_it() -> None:
+    allocator, tree = make_tree(3, (4,))
+    blocks = allocator.take(3, 1)
+    tree.insert(THE_CAT + SAT_ON + THE_MAT, [blocks], 3)
+    allocator.drop(blocks[:1], 1)
+    allocator.drop(blocks[:0:-1], 1)
+    assert tree.evict(1) == 1
+    assert [node.blocks[0] for node in tree.match(THE_CAT + SAT_ON + THE_MAT)] == [NO_BLOCK, *blocks[1:]]
+
+
+def test_nothing_is_left_of_a_block_that_was_let_go_of_before_it_was_entered() -> None:
+    allocator, tree = make_tree(3, (1,))
+    (block,) = allocator.take(1, 1)
+    number = tree.insert(THE_CAT + SAT_ON, [[block, NO_BLOCK]], 2)
+    assert tree.depth_of(number) is None
+    tree.check()
+    assert [node.blocks for node in tree.match(THE_CAT + SAT_ON)] == [(block,)]
+    assert tree.insert(THE_CAT, [[NO_BLOCK]], 1, salt="other") != ROOT
+    tree.check()
+    assert tree.match(THE_CAT, "other") == []
 
 
 def test_the_least_recently_used_leaf_goes_first() -> None:
@@ -183,7 +246,7 @@ def test_the_least_recently_used_leaf_goes_first() -> None:
     allocator.drop(cat[::-1], 1)
     assert allocator.num_idle == 4
 
-    used_again = tree.match(THE_MAT)
+    used_again = match(tree, THE_MAT)
     allocator.share(used_again, 3)
     allocator.drop(used_again, 3)
 
@@ -201,7 +264,7 @@ def test_a_block_that_a_sequence_holds_is_never_evicted() -> None:
     allocator.drop(blocks[:0:-1], 1)
     assert allocator.num_idle == 2
     assert tree.evict(99) == 2
-    assert tree.match(THE_CAT + SAT_ON) == blocks[:1]
+    assert match(tree, THE_CAT + SAT_ON) == blocks[:1]
 
 
 def test_eviction_copes_with_blocks_dropped_in_the_wrong_order() -> None:
@@ -210,19 +273,8 @@ def test_eviction_copes_with_blocks_dropped_in_the_wrong_order() -> None:
     allocator.drop(blocks, 1)  # root first: the oldest idle block is not a leaf
     assert tree.evict(2) == 2
     tree.check()
-    assert tree.match(THE_CAT + SAT_ON) == blocks[:1]
+    assert match(tree, THE_CAT + SAT_ON) == blocks[:1]
     assert tree.evict(2) == 1
-
-
-def test_a_duplicate_can_take_the_place_of_the_cached_block() -> None:
-    allocator, tree = make_tree()
-    old = cache(allocator, tree, THE_CAT + SAT_ON, owner=1)
-    (new,) = allocator.take(1, 1)
-    tree.exchange(old[0], new)
-    allocator.drop([old[0]], 1)
-    tree.check()
-    assert tree.match(THE_CAT + SAT_ON) == [new, old[1]]
-    assert allocator.ref_count(old[0]) == 0
 
 
 def test_a_reset_forgets_all_and_leaves_sequences_their_blocks() -> None:
@@ -232,7 +284,7 @@ def test_a_reset_forgets_all_and_leaves_sequences_their_blocks() -> None:
     allocator.drop(gone, 2)
     assert tree.reset() == 2
     assert (tree.num_cached_blocks, allocator.num_idle) == (0, 0)
-    assert tree.match(THE_CAT) == []
+    assert match(tree, THE_CAT) == []
     assert (allocator.owners_of(kept[0]), allocator.num_free) == ([1], 7)
 
 
@@ -249,7 +301,7 @@ class TreeAgainstADict(RuleBasedStateMachine):
         super().__init__()
         self.allocator, self.tree = make_tree(num_blocks=10)
         self.cached: dict[tuple[str | None, tuple[int, ...]], int] = {}
-        self.paths: dict[int, list[int]] = {}  # by owner: everything it holds, root first
+        self.held: dict[int, list[int]] = {}  # by owner: everything it holds, root first
         self.idle: list[int] = []
         self.next_owner = 0
 
@@ -264,57 +316,58 @@ class TreeAgainstADict(RuleBasedStateMachine):
     @rule(tokens=prompts, salt=salts, looks_first=st.booleans())
     def run(self, tokens: list[int], salt: str | None, looks_first: bool) -> None:
         """A sequence computes a prompt, with the cached start or, racing with others, without."""
-        found = self.tree.match(tokens, salt) if looks_first else []
+        path = self.tree.match(tokens, salt) if looks_first else []
+        found = [node.blocks[0] for node in path]
         count = len(tokens) // 2 - len(found)
         if count > self.allocator.num_free:
             return
         owner, self.next_owner = self.next_owner, self.next_owner + 1
         self.allocator.share(found, owner)
-        blocks = self.allocator.take(count, owner)
-        after = found[-1] if found else None
-        entered = self.tree.insert(tokens, blocks, owner, salt=salt, after=after)
-
-        twins: list[tuple[int, int]] = []
-        path = list(found)
-        for i, block in enumerate(blocks, start=len(found)):
-            known = self.cached.setdefault((salt, tuple(tokens[: 2 * i + 2])), block)
-            if known != block:
-                twins.append((block, known))
-                path.append(known)
-            path.append(block)
-        assert entered.twins == twins
-        self.paths[owner] = path
-        self.idle = [block for block in self.idle if block not in path]
+        blocks = found + self.allocator.take(count, owner)
+        after = path[-1].number if path else ROOT
+        self.tree.insert(tokens, [blocks], len(blocks), salt=salt, after=after)
+        for i, block in enumerate(blocks):
+            self.cached.setdefault((salt, tuple(tokens[: 2 * i + 2])), block)
+        self.held[owner] = blocks
+        self.idle = [block for block in self.idle if block not in blocks]
 
     @rule(tokens=prompts, salt=salts)
     def match(self, tokens: list[int], salt: str | None) -> None:
-        assert self.tree.match([*tokens, 0], salt) == self.longest([*tokens, 0], salt)
+        assert match(self.tree, [*tokens, 0], salt) == self.longest([*tokens, 0], salt)
 
-    @precondition(lambda self: self.paths)
+    @precondition(lambda self: self.held)
     @rule(pick=st.integers(0, 99))
     def finish(self, pick: int) -> None:
-        owner = sorted(self.paths)[pick % len(self.paths)]
-        path = self.paths.pop(owner)
-        self.allocator.drop(path[::-1], owner)
-        in_use = {block for other in self.paths.values() for block in other}
-        self.idle += [b for b in path[::-1] if b not in in_use and b in self.cached.values()]
+        owner = sorted(self.held)[pick % len(self.held)]
+        blocks = self.held.pop(owner)
+        self.allocator.drop(blocks[::-1], owner)
+        in_use = {block for other in self.held.values() for block in other}
+        self.idle += [b for b in blocks[::-1] if b not in in_use and b in self.cached.values()]
 
     @rule(count=st.integers(1, 4))
     def evict(self, count: int) -> None:
-        victims, self.idle = self.idle[:count], self.idle[count:]
-        assert self.tree.evict(count) == len(victims)
-        self.cached = {prefix: block for prefix, block in self.cached.items() if block not in victims}
+        num_evicted = 0
+        while num_evicted < count and self.idle:
+            block = self.idle.pop(0)
+            ((salt, tokens),) = [prefix for prefix, cached in self.cached.items() if cached == block]
+            if any(
+                own_salt == salt and others[:-2] == tokens and other in self.idle
+                for (own_salt, others), other in self.cached.items()
+            ):
+                self.idle.append(block)
+            else:
+                del self.cached[salt, tokens]
+                num_evicted += 1
+        assert self.tree.evict(count) == num_evicted
 
     @invariant()
     def agree(self) -> None:
         self.allocator.check()
         self.tree.check()
-        held = {block for path in self.paths.values() for block in path} | set(self.cached.values())
+        held = {block for blocks in self.held.values() for block in blocks} | set(self.cached.values())
         assert self.tree.num_cached_blocks == len(self.cached)
         assert self.allocator.num_idle == len(self.idle)
         assert self.allocator.num_free == 10 - len(held)
-        for (salt, tokens), block in self.cached.items():
-            assert self.tree.match(tokens, salt)[-1] == block
 
 
 TestTreeAgainstADict = TreeAgainstADict.TestCase

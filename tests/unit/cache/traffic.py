@@ -2,9 +2,10 @@
 
 The pool under test keeps books only. Here a fake memory stands behind it: every slot remembers the whole
 history (salt and tokens up to and including its own) that was written into it. Transfers are carried out
-in the order in which the pool returns them, chunks are written through the block table, and after each
-the sequence must read back its own history at every position. A block that was freed too early, shared
-while written, copied too late or matched wrongly makes somebody read somebody else's history.
+in the order in which the pool returns them, chunks are written through the block tables, and after each
+the sequence must read back its own history at every position that a window still reaches. A block that was
+freed too early, shared while written, copied too late or matched wrongly makes somebody read somebody
+else's history.
 """
 
 from __future__ import annotations
@@ -69,12 +70,14 @@ class Traffic:
         """Reserve room for the next tokens of a sequence; False when the pool has none."""
         seq = self.sequences[seq_id]
         stop = min(len(seq.tokens), seq.num_computed + chunk_len)
-        num_free, num_blocks = self.pool.num_free_blocks, len(self.pool.block_table(seq_id))
+        num_free = self.pool.num_free_blocks
+        lengths = [len(table) for table in self.pool.block_tables(seq_id)]
         copies = self.pool.reserve(seq_id, stop, seq.num_computed)
         if copies is None:
             self.num_refused += 1
-            num_new = max(0, -(-stop // self.pool.block_size) - num_blocks)
-            assert num_free < num_new + 1 or not self.pool.can_ever_fit(stop), (
+            table_len = -(-stop // self.pool.block_size)
+            num_new = sum(max(0, table_len - length) for length in lengths)
+            assert num_free < num_new + len(lengths) or not self.pool.can_ever_fit(stop), (
                 "refused although there is room"
             )
             if all(other.is_swapped for i, other in self.sequences.items() if i != seq_id):
@@ -144,10 +147,12 @@ class Traffic:
 
     def verify_reads(self, seq_id: int) -> None:
         """Every computed token must be read back through the table as what it was written."""
-        seq, size, table = self.sequences[seq_id], self.pool.block_size, self.pool.block_table(seq_id)
-        for position in range(seq.num_computed):
-            found = self._device.get(table[position // size], {}).get(position % size)
-            assert found == seq.history(position), f"sequence {seq_id} reads {found} at {position}"
+        seq, size, tables = self.sequences[seq_id], self.pool.block_size, self.pool.block_tables(seq_id)
+        for table, window in zip(tables, self.pool.windows, strict=True):
+            first = 0 if window is None else max(seq.num_computed - window + 1, 0)
+            for position in range(first, seq.num_computed):
+                found = self._device.get(table[position // size], {}).get(position % size)
+                assert found == seq.history(position), f"sequence {seq_id} reads {found} at {position}"
 
     def verify_all(self) -> None:
         """The pool's own check, then everybody's reads."""
@@ -159,11 +164,13 @@ class Traffic:
 
     def _write(self, seq_id: int, position: int) -> None:
         seq, size = self.sequences[seq_id], self.pool.block_size
-        block = self.pool.block_table(seq_id)[position // size]
-        sharers = [i for i in self.sequences if i != seq_id and block in self.pool.block_table(i)]
-        assert not sharers, f"sequence {seq_id} writes block {block}, which {sharers} read"
-        assert block not in self.pool._tree, f"sequence {seq_id} writes the cached block {block}"
-        self._device.setdefault(block, {})[position % size] = seq.history(position)
+        others = {i: sum(self.pool.block_tables(i), []) for i in self.sequences if i != seq_id}
+        for table in self.pool.block_tables(seq_id):
+            block = table[position // size]
+            sharers = [i for i, blocks in others.items() if block in blocks]
+            assert not sharers, f"sequence {seq_id} writes block {block}, which {sharers} read"
+            assert block not in self.pool._tree, f"sequence {seq_id} writes the cached block {block}"
+            self._device.setdefault(block, {})[position % size] = seq.history(position)
 
 
 class RandomTraffic:
@@ -173,7 +180,7 @@ class RandomTraffic:
         self.traffic = Traffic(pool)
         self.counts: dict[str, int] = {}  # how often each operation succeeded
         self._rng = random.Random(seed)
-        self._max_len = pool.num_blocks * pool.block_size
+        self._max_len = min(pool.longest(), pool.num_blocks * pool.block_size)
         self._documents = [
             [self._rng.randrange(3) for _ in range(self._max_len + 2)] for _ in range(num_documents)
         ]

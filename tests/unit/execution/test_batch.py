@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from infer.cache.kv_store import KVStore
+from infer.cache.layout import KVLayout
 from infer.cache.paged_pool import PagedKVCachePool
 from infer.execution.batch import PagedStep, StepBatch
 from infer.kernels.attention.reference import attend_naive
@@ -26,7 +27,7 @@ class World:
     def __init__(self, block_size: int = 4, num_blocks: int = 64, seed: int = 3) -> None:
         self.pool = PagedKVCachePool(num_blocks, block_size, use_prefix_caching=False, placement_seed=seed)
         self.store = KVStore(
-            num_layers=1,
+            layout=KVLayout.whole(1),
             num_blocks=num_blocks,
             block_size=block_size,
             num_kv_heads=NUM_KV_HEADS,
@@ -101,7 +102,7 @@ def test_chunks_are_laid_end_to_end() -> None:
     assert batch.last_rows == [0, 1, 5]
     table = {seq_id: world.pool.block_table(seq_id) for seq_id in (1, 2, 3)}
     places = [(1, 5), (2, 17), (3, 0), (3, 1), (3, 2), (3, 3)]
-    assert batch.slots_T.tolist() == [table[seq][p // 4] * 4 + p % 4 for seq, p in places]
+    assert batch.slots_KT.tolist() == [[table[seq][p // 4] * 4 + p % 4 for seq, p in places]]
     assert len(batch.long_chunks) == 1
     assert sum(len(group.lens_S) for group in batch.decode_groups) == 2
 

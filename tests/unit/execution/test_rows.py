@@ -69,7 +69,7 @@ class World:
         """Raise unless the device has every table."""
         for seq in self.seqs.values():
             blocks = self.running.pool.block_table(seq.seq_id)
-            assert self.rows.tables_RB[seq.row, : len(blocks)].tolist() == blocks
+            assert self.rows.tables_KRB[0, seq.row, : len(blocks)].tolist() == blocks
 
 
 def test_a_table_is_sent_once_and_then_only_where_it_changes() -> None:
@@ -87,7 +87,7 @@ def test_a_table_is_sent_once_and_then_only_where_it_changes() -> None:
     pool, state = world.running.pool, world.running.state
     pool.reserve(1, 9, 5)
     changes: list[int] = []
-    state.write_table(world.seqs[1], pool.block_table(1), changes)
+    state.write_tables(world.seqs[1], pool.block_tables(1), changes)
     assert len(changes) == 6
     assert world.sync(world.plan(Chunk(1, 5, 9, 1), changes=changes)) == [changes[:3], changes[3:]]
     world.check()

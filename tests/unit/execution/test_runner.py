@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from infer.cache.kv_store import KVStore
+from infer.cache.layout import KVLayout
 from infer.cache.paged_pool import PagedKVCachePool
 from infer.execution.embedding import embed_prompt
 from infer.execution.host_sampling import LOGPROB_ROWS, sample_row, sequence_seed
@@ -26,7 +27,7 @@ def make_runner(num_host_blocks: int = 0) -> tuple[ModelRunner, Running, KVStore
     config = model.config
     pool = PagedKVCachePool(40, 4, num_host_blocks=num_host_blocks)
     store = KVStore(
-        num_layers=config.num_layers,
+        layout=KVLayout.whole(config.num_layers),
         num_blocks=40,
         block_size=4,
         num_kv_heads=config.num_kv_heads,

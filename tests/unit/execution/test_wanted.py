@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from infer.cache.kv_store import KVStore
+from infer.cache.layout import KVLayout
 from infer.cache.paged_pool import PagedKVCachePool
 from infer.execution.batch import needed_tokens
 from infer.execution.embedding import embed_prompt
@@ -71,7 +72,8 @@ class Harness:
         config, cpu = model.config, torch.device("cpu")
         self.running = Running(PagedKVCachePool(40, 4))
         store = KVStore(
-            num_layers=config.num_layers, num_blocks=40, block_size=4, num_kv_heads=config.num_kv_heads,
+            layout=KVLayout.whole(config.num_layers),
+            num_blocks=40, block_size=4, num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim, dtype=torch.float32, device=cpu,
         )  # fmt: skip
         store.fill(float("nan"))

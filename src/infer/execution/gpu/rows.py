@@ -49,9 +49,10 @@ class DeviceRows:
     """The rows of the running sequences on the device, brought up to date before each step."""
 
     def __init__(self, state: BatchState, max_blocks: int, vocab_size: int, device: torch.device) -> None:
-        max_rows = state.tables.shape[1]
+        num_tables, max_rows, _ = state.tables.shape
         self.device = device
-        self.tables_RB = torch.zeros((max_rows, max_blocks), dtype=torch.int32, device=device)
+        self.tables_KRB = torch.zeros((num_tables, max_rows, max_blocks), dtype=torch.int32, device=device)
+        self._all_tables = self.tables_KRB.flatten(0, 1)  # their rows counted through, as a plan says them
         self.last_token_R = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.position_R = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.sampling = SampleState.empty(max_rows, device, vocab_size)
@@ -150,12 +151,14 @@ class DeviceRows:
         ).pack()
 
     def _table(self, seq: TokenSequence) -> np.ndarray:
-        """The whole table of a sequence: a line of (row, index, block) for each block."""
+        """The whole tables of a sequence: a line of (row, index, block) for each block."""
         row, num_blocks = seq.row, seq.num_reserved // self._state.block_size
-        lines_K3 = np.full((num_blocks, 3), row, dtype=np.int32)
-        lines_K3[:, 1] = np.arange(num_blocks)
-        lines_K3[:, 2] = self._state.tables[0, row, :num_blocks]
-        return lines_K3
+        num_tables, num_rows, _ = self._state.tables.shape
+        lines_KB3 = np.empty((num_tables, num_blocks, 3), dtype=np.int32)
+        lines_KB3[:, :, 0] = row + num_rows * np.arange(num_tables)[:, None]
+        lines_KB3[:, :, 1] = np.arange(num_blocks)
+        lines_KB3[:, :, 2] = self._state.tables[:, row, :num_blocks]
+        return lines_KB3.reshape(-1, 3)
 
     def _unknown_tokens(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> np.ndarray | None:
         """Rows that decode, their tokens and their positions, where the device has not sampled them itself.
@@ -178,7 +181,7 @@ class DeviceRows:
         return tokens_3K
 
     def _put_blocks(self, diffs_K3: torch.Tensor) -> None:
-        apply_table_diffs(self.tables_RB, diffs_K3)
+        apply_table_diffs(self._all_tables, diffs_K3)
 
     def _put_tokens(self, tokens_3K: torch.Tensor) -> None:
         rows_K, tokens_K, positions_K = tokens_3K.unbind()

@@ -92,7 +92,9 @@ class DeviceRunner:
         )
         tile_len = tokens_per_tile(config.num_heads, config.num_kv_heads)
         max_graph_tokens = most_tokens(config, max_tokens) if use_cuda_graphs else 0
-        self._inputs = DeviceInputs(max_batch_size, max_tokens, max_graph_tokens, tile_len, device)
+        self._inputs = DeviceInputs(
+            max_batch_size, max_tokens, max_graph_tokens, tile_len, device, len(state.tables)
+        )
         self._readback = Readback(max_batch_size + MAX_CHUNKS, device, steps_ahead=steps_ahead)
         # of a step that decoded and nothing else, its rows and size: the next is often the same, one token on
         self._decoded: tuple[np.ndarray, StepSize] | None = None
@@ -408,11 +410,12 @@ class DeviceRunner:
         """Tokens, positions, slots and lengths of rows that decode, from their state."""
         state, decode = self._rows, self._inputs.decode(len(rows_S))
         if len(rows_S):
-            gather_step(
-                rows_S, state.last_token_R, state.position_R, state.tables_RB,
-                block_size=self._state.block_size, out=decode,
-            )  # fmt: skip
-        return decode
+            for tables_RB, out in zip(state.tables_KRB, decode, strict=True):
+                gather_step(
+                    rows_S, state.last_token_R, state.position_R, tables_RB,
+                    block_size=self._state.block_size, out=out,
+                )  # fmt: skip
+        return decode[0]
 
     def _sample_rows(
         self, logits_SV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Tensor
@@ -432,15 +435,15 @@ class DeviceRunner:
         places_C: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hidden states of all tokens, or of those at `places_C`."""
-        table_3T = self._inputs.table_3T
+        table_XT = self._inputs.table_XT
         step = DeviceStep(
-            self._store, self._rows.tables_RB, self._work, block_size=self._state.block_size,
-            positions_T=table_3T[1, :num_tokens], slots_T=table_3T[2, :num_tokens],
+            self._store, self._rows.tables_KRB, self._work, block_size=self._state.block_size,
+            positions_T=table_XT[1, :num_tokens], slots_KT=table_XT[2:, :num_tokens],
             rows_S=rows_S, lens_S=self._inputs.lens_S[: len(rows_S)], chunks=tiles, windows=self._windows,
             dense=(self._dense, batches) if self._dense and batches else None, backend=self._backend,
         )  # fmt: skip
         step.logit_indices = places_C
-        hidden_CD: torch.Tensor = self._model(table_3T[0, :num_tokens], step)
+        hidden_CD: torch.Tensor = self._model(table_XT[0, :num_tokens], step)
         return hidden_CD
 
     # -- any other step -----------------------------------------------------------------------------
@@ -491,8 +494,8 @@ class DeviceRunner:
         batches, chunks = self._dense.split(prompts.chunks) if self._dense else ([], prompts.chunks)
         tiles: PrefillChunks | None = None
         if len(prompts.numbers):
-            inputs.table_3T[:, prompts.first : prompts.end].copy_(
-                send(torch.from_numpy(prompts.table_3P), self._device)
+            inputs.table_XT[:, prompts.first : prompts.end].copy_(
+                send(torch.from_numpy(prompts.table_XP), self._device)
             )
         if chunks:
             tiles_W4 = build_prefill_chunks(chunks, tokens_per_tile=inputs.tile_len)

@@ -23,7 +23,7 @@ programmatic dependent launch (kernels/runtime/dispatch.py) need not know of bra
 
 Which kernel is faster for how many rows is known to kernels/attention/decode.py.
 
-Shapes:  T tokens, S of them rows that decode, N query heads, G kv heads, H head size.
+Shapes:  T tokens, S of them rows that decode, K block tables, N query heads, G kv heads, H head size.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class DeviceStep(StepContext):
     def __init__(
         self,
         store: KVStore,
-        tables_RB: torch.Tensor,
+        tables_KRB: torch.Tensor,
         work: DecodeWork,
         *,
         block_size: int,
         positions_T: torch.Tensor,
-        slots_T: torch.Tensor,
+        slots_KT: torch.Tensor,
         rows_S: torch.Tensor,
         lens_S: torch.Tensor,
         chunks: PrefillChunks | None = None,
@@ -71,9 +71,10 @@ class DeviceStep(StepContext):
         windows: Sequence[int | None] = (None,),
         backend: str = "triton",
     ) -> None:
-        self._store, self._tables_RB, self._work = store, tables_RB, work
+        self._store, self._work = store, work
+        self._tables = tables_KRB.unbind()  # for each block table of the layout: [R, B]
         self._block_size = block_size
-        self._positions_T, self._slots_T = positions_T, slots_T
+        self._positions_T, self._slots = positions_T, slots_KT.unbind()
         self._rows_S, self._lens_S = rows_S, lens_S
         self._chunks, self._dense = chunks, dense
         self._backend = backend
@@ -94,7 +95,8 @@ class DeviceStep(StepContext):
     def slots(self, layer: int) -> CacheSlots:
         """The cache of one layer, and the slots of this step's tokens in it."""
         keeps = self._dense is not None  # cuDNN's attention reads no cache
-        return CacheSlots(self._store.keys[layer], self._store.values[layer], self._slots_T, keeps)
+        slots_T = self._slots[self._store.tables[layer]]
+        return CacheSlots(self._store.keys[layer], self._store.values[layer], slots_T, keeps)
 
     def attend_projected(
         self, layer: int, qkv_TX: torch.Tensor, transform: HeadTransform, *, scale: float, window: int | None
@@ -107,8 +109,9 @@ class DeviceStep(StepContext):
         if not is_projected_faster(num_rows, transform.num_kv_heads):
             return None
         return attend_projected(
-            qkv_TX, transform, self._store.keys[layer], self._store.values[layer], self._tables_RB,
-            self._rows_S, self._lens_S, self._work, block_size=self._block_size, scale=scale, window=window,
+            qkv_TX, transform, self._store.keys[layer], self._store.values[layer],
+            self._tables[self._store.tables[layer]], self._rows_S, self._lens_S, self._work,
+            block_size=self._block_size, scale=scale, window=window,
         )  # fmt: skip
 
     def attend(
@@ -124,23 +127,23 @@ class DeviceStep(StepContext):
         """Attend to what the cache holds; this step's own keys and values are there already."""
         if self._dense is not None and self._chunks is None and not self._num_rows:
             return self._dense[0].attend(q_TNH, k_TGH, v_TGH, self._dense[1])
-        keys, values = self._store.keys[layer], self._store.values[layer]
-        num_rows = self._num_rows
+        keys, values, table = self._store.keys[layer], self._store.values[layer], self._store.tables[layer]
+        tables_RB, num_rows = self._tables[table], self._num_rows
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         branch = self._branch(q_TNH)
         if branch is not None:
             branch.wait_stream(torch.cuda.current_stream())
         if num_rows:
             attend_decode(
-                q_TNH[:num_rows], keys, values, self._tables_RB, self._rows_S, self._lens_S, self._work,
+                q_TNH[:num_rows], keys, values, tables_RB, self._rows_S, self._lens_S, self._work,
                 block_size=self._block_size, scale=scale, window=window, out=out_TNH[:num_rows],
             )  # fmt: skip
         with nullcontext() if branch is None else torch.cuda.stream(branch):
             for chunks in filter(None, (self._tokens, self._chunks)):
                 attend_prefill(
-                    q_TNH, keys, values, self._tables_RB, chunks,
+                    q_TNH, keys, values, tables_RB, chunks,
                     block_size=self._block_size, scale=scale, window=window, out=out_TNH,
-                    fresh_slots_T=self._slots_T if self._backend == "flash" else None,
+                    fresh_slots_T=self._slots[table] if self._backend == "flash" else None,
                     invariant=self._backend == "invariant",
                 )  # fmt: skip
         if branch is not None:

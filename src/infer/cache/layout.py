@@ -1,0 +1,116 @@
+"""Which layers share a block, and how many blocks a sequence needs.
+
+A layer with a sliding window of w tokens never reads a token that lies w or more behind the newest one, so
+the blocks behind the window can be freed while the sequence grows. Layers with the same window make a
+*group*; a group may need blocks that another has freed, so each has block tables of its own:
+
+    layers      0 1 2 3 4   6 7 8 9 10    5 11           Gemma 3: five local layers, then a global one
+    table       1 1 2 2 3   3 4 4 5 5     0  0           here with two layers to a block
+    plane       0 1 0 1 0   1 0 1 0 1     0  1           where a layer lies within the blocks of its table
+
+All tables take their blocks from one pool: a block holds the keys and values of `block_size` tokens in
+`num_planes` layers, whichever. So memory that long sequences free in the local layers serves global ones, and
+nothing has to be divided in advance. Groups seldom have the same number of layers; what the last table of a
+group leaves unused of each block is the price (docs/decisions/0007-groups-of-layers-share-one-pool.md).
+
+A model whose layers all see the same has one table and one block for all layers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+MAX_TABLES: Final = 8  # more of them waste fewer bytes, and cost the host more time
+ENDLESS: Final = 1 << 40  # blocks: more than any memory has
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Where the layers of a model keep their keys and values."""
+
+    windows: tuple[int | None, ...]  # of each table: how far its layers see back, in tokens; those of one
+    # group follow each other, and groups without a window come first
+    tables: tuple[int, ...]  # of each layer: which table says where its blocks are
+    planes: tuple[int, ...]  # of each layer: its place within a block
+    num_planes: int  # layers to a block
+
+    @classmethod
+    def whole(cls, num_layers: int) -> KVLayout:
+        """One table for all layers, nothing freed before the end."""
+        return cls((None,), (0,) * num_layers, tuple(range(num_layers)), num_layers)
+
+    @classmethod
+    def of(cls, layer_windows: Sequence[int | None], max_seq_len: int) -> KVLayout:
+        """The layout of layers with these windows; one that no sequence outgrows is no window."""
+        groups: dict[int | None, list[int]] = {}
+        for layer, window in enumerate(layer_windows):
+            seen = None if window is None or window >= max_seq_len else window
+            groups.setdefault(seen, []).append(layer)
+        by_window = sorted(groups.items(), key=lambda group: group[0] or 0)
+        num_planes = _choose_planes({window: len(layers) for window, layers in by_window})
+        windows: list[int | None] = []
+        tables, planes = [0] * len(layer_windows), [0] * len(layer_windows)
+        for window, layers in by_window:
+            for place, layer in enumerate(layers):
+                tables[layer], planes[layer] = len(windows) + place // num_planes, place % num_planes
+            windows += [window] * -(-len(layers) // num_planes)
+        return cls(tuple(windows), tuple(tables), tuple(planes), num_planes)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that the blocks of all tables have room for."""
+        return self.num_planes * len(self.windows)
+
+    def blocks_of(self, num_tokens: int, block_size: int, max_chunk: int | None) -> int:
+        """How many blocks a sequence of this length holds at most; see `blocks_of_sequence`."""
+        return blocks_of_sequence(self.windows, -(-num_tokens // block_size), block_size, max_chunk)
+
+    def longest(self, num_blocks: int, block_size: int, max_chunk: int | None) -> int:
+        """How many tokens of one sequence this many blocks hold."""
+        return block_size * longest_table(self.windows, num_blocks, block_size, max_chunk)
+
+
+def window_blocks(window: int | None, block_size: int, max_chunk: int | None) -> int:
+    """The most blocks a table holds of a sequence, however long: those of a window and of a step's tokens.
+
+    At most `max_chunk` tokens of a sequence are computed in a step; None: all there are.
+    """
+    if window is None or max_chunk is None:
+        return ENDLESS
+    return -(-(window - 1 + max_chunk) // block_size) + 1
+
+
+def blocks_of_sequence(
+    windows: Sequence[int | None], table_len: int, block_size: int, max_chunk: int | None
+) -> int:
+    """How many blocks a sequence holds at most while its tables reach this length."""
+    return sum(min(table_len, window_blocks(window, block_size, max_chunk)) for window in windows)
+
+
+def longest_table(
+    windows: Sequence[int | None], num_blocks: int, block_size: int, max_chunk: int | None
+) -> int:
+    """The length that the tables of one sequence can reach with this many blocks."""
+    lengths = range(ENDLESS)
+    return (
+        bisect_right(
+            lengths, num_blocks, key=lambda length: blocks_of_sequence(windows, length, block_size, max_chunk)
+        )
+        - 1
+    )
+
+
+def _choose_planes(group_sizes: dict[int | None, int]) -> int:
+    """Layers to a block: such that little of it is unused, first of blocks that are never freed early."""
+    max_tables = max(MAX_TABLES, len(group_sizes))
+
+    def waste(num_planes: int) -> tuple[int, int, int]:
+        unused = {window: -size % num_planes for window, size in group_sizes.items()}
+        num_tables = sum(-(-size // num_planes) for size in group_sizes.values())
+        return unused.get(None, 0), sum(unused.values()), num_tables
+
+    sizes = range(1, max(group_sizes.values()) + 1)
+    return min((size for size in sizes if waste(size)[2] <= max_tables), key=waste)
