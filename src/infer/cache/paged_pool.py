@@ -148,13 +148,18 @@ class PagedKVCachePool:
         if self._sliding:
             self._slide(books, num_computed)
         first = num_computed // size  # no block after this one is ever shared
-        num_wanted, shared = 0, list[list[int]]()
+        num_wanted = 0
+        short: list[tuple[list[int], int]] = []  # tables, and how many blocks they lack
+        shared: list[list[int]] = []
         for table, start, most in zip(books.tables, books.starts, self._most_held, strict=True):
             num_held = len(table)
-            num_wanted += max(min(table_len, start + most) - num_held, 0)
+            num_new = min(table_len, start + most) - num_held
+            if num_new > 0:
+                num_wanted += num_new
+                short.append((table, num_new))
             if first < num_held and num_tokens > num_computed and device.ref_count(table[first]) > 1:
+                num_wanted += 1
                 shared.append(table)
-        num_wanted += len(shared)
         if num_wanted > len(device.free) and not self._make_room(num_wanted):
             if not (shared and self._take_back([t[first] for t in shared], num_wanted - len(shared))):
                 return None
@@ -166,14 +171,32 @@ class PagedKVCachePool:
             table[first] = destination
             device.drop([source], seq_id)
             copies.append((source, destination))
-        for table, start, most in zip(books.tables, books.starts, self._most_held, strict=True):
-            num_new = min(table_len, start + most) - len(table)
-            if num_new > 0:
-                table += device.take(num_new, seq_id)
+        for table, num_new in short:
+            table += device.take(num_new, seq_id)
         if books.uncounted is not None:
             self._tree.record(*books.uncounted)
             books.uncounted = None
         return copies
+
+    def extend(self, seq_ids: list[int], num_tokens: list[int], num_computed: list[int]) -> list[int] | None:
+        """Give each of these sequences its next block, if that is all they need and there are as many."""
+        sequences, size = self._sequences, self.block_size
+        if len(self.windows) > 1 or self._sliding or len(seq_ids) > len(self._device.free):
+            return None
+        tables = [sequences[seq_id].tables[0] for seq_id in seq_ids]
+        for table, count, stop in zip(tables, num_computed, num_tokens, strict=True):
+            num_held = len(table)
+            if (
+                not num_held
+                or count != num_held * size
+                or stop > count + size
+                or num_held >= self._longest_table
+            ):
+                return None
+        blocks = self._device.take_each(seq_ids)
+        for table, block in zip(tables, blocks, strict=True):
+            table.append(block)
+        return blocks
 
     def _slide(self, books: SequenceBooks, num_computed: int) -> None:
         """Let go of the blocks that no token from `num_computed` on can see."""

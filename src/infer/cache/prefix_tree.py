@@ -132,27 +132,36 @@ class PrefixTree:
         `tokens` is the whole sequence; it is read only where the blocks lie. Where the tree has a block for
         these tokens already, that one stays. Returns the number of the deepest node.
         """
-        nodes, size = self._nodes, self.block_size
+        nodes, size, label_size = self._nodes, self.block_size, self._label_type.itemsize
         node = nodes.get(after) or self._root
-        depth, label_size = node.depth, size * ID_BYTES
+        depth = node.depth
         part = tokens[depth * size : stop * size]
-        ids = (part if isinstance(part, array) else array(ID_TYPE, part)).tobytes()
+        ids = part.tobytes() if isinstance(part, array) else array(ID_TYPE, part).tobytes()
         if len(ids) < (stop - depth) * label_size:
             raise EngineError(f"blocks of {stop * size} tokens are cached, but there are only {len(tokens)}")
-        place = 0
-        for blocks in zip(*[table[depth:stop] for table in tables], strict=True):
+        adopt, by_block, place = self._allocator.adopt, self._by_block, 0
+        first = tables[0][depth:stop]
+        lines = (
+            [(block,) for block in first]
+            if len(tables) == 1
+            else zip(first, *[t[depth:stop] for t in tables[1:]], strict=True)
+        )
+        for blocks in lines:
             ids_of_block = ids[place : place + label_size]
             label: Label = ids_of_block if depth else (salt, ids_of_block)
             child = node.children.get(label)
+            depth += 1
             if child is None:
                 self._last_number = number = self._last_number + 1
-                node.children[label] = nodes[number] = child = PrefixNode(
-                    number, self._nothing, label, node.number, depth + 1
-                )
-            if child.blocks != blocks:
+                child = PrefixNode(number, blocks, label, node.number, depth)
+                node.children[label] = nodes[number] = child
+                for block in blocks:
+                    if block >= 0:
+                        adopt(block)
+                        by_block[block] = child
+            elif child.blocks != blocks:
                 self._complete(child, blocks)
             node = child
-            depth += 1
             place += label_size
         if node.blocks == self._nothing:  # it has fallen behind its window before it was entered
             self._prune(node)
@@ -160,17 +169,12 @@ class PrefixTree:
 
     def _complete(self, node: PrefixNode, blocks: Blocks) -> None:
         """Take over the blocks that a node has none for."""
-        adopt, by_block = self._allocator.adopt, self._by_block
-        if node.blocks == self._nothing:
-            node.blocks = blocks
-        else:
-            pairs = list(zip(node.blocks, blocks, strict=True))
-            node.blocks = tuple([new if kept < 0 else kept for kept, new in pairs])
-            blocks = tuple([new for kept, new in pairs if kept < 0])
-        for block in blocks:
-            if block >= 0:
-                adopt(block)
-                by_block[block] = node
+        pairs = list(zip(node.blocks, blocks, strict=True))
+        node.blocks = tuple([new if kept < 0 else kept for kept, new in pairs])
+        for kept, new in pairs:
+            if kept < 0 <= new:
+                self._allocator.adopt(new)
+                self._by_block[new] = node
 
     def evict(self, count: int) -> int:
         """Free about `count` blocks that only the tree holds, least recently used first; returns how many.

@@ -141,7 +141,10 @@ class Engine:
             raise EngineError(f"request {request_id!r} has no sequence {index} (yet); abort the whole of it")
         self._observer.on_abort(self.scheduler.step, request_id, index)
         ended = [seq for seq in group.unfinished if index in (None, seq.index)]
-        return self._requests.end(group, ended, "abort")
+        outputs = self._requests.end(group, ended, "abort")
+        if not self.has_work:
+            self._let_go()
+        return outputs
 
     def is_serving(self, request_id: str) -> bool:
         """Whether a request is waiting or running."""
@@ -207,10 +210,16 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Plan, run, commit, report; returns what the step made, in the order of the plan."""
         outputs = self._step()
+        if not self.has_work:
+            self._let_go()
         if self._unreported:
             outputs = self._unreported + outputs
             self._unreported = []
         return outputs
+
+    def _let_go(self) -> None:
+        """Keep nothing of the last batch alive while there is no work."""
+        self._begun = self.scheduler.planned = []
 
     def _step(self) -> list[StepOutput]:
         num_flights = len(self._flights)

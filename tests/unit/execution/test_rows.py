@@ -112,7 +112,7 @@ def test_tables_follow_whatever_happens_to_them(seed: int) -> None:
             seq.tokens.extend([7] * source.randrange(1, 9))
             assert world.running.pool.reserve(seq_id, len(seq.tokens), num_before) == []
             blocks = world.running.pool.block_table(seq_id)
-            world.running.state.write_table(seq, blocks, changes)
+            world.running.state.write_tables(seq, [blocks], changes)
         world.sync(world.plan(Chunk(seq_id, 0, len(seq.tokens), 1), changes=changes))
         world.check()
 

@@ -499,3 +499,29 @@ def test_a_limit_of_one_chunk_changes_no_token(policy: str, mode: str) -> None:
         world.add(str(number), prompt_of(7, start=20 * number), max_tokens=9)
     world.run()
     assert world.verify() == 5
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_an_idle_engine_keeps_nothing_of_its_last_batch(is_aborted: bool) -> None:
+    world = make_world()
+    world.add("a", prompt_of(6), max_tokens=4)
+    world.step()
+    assert world.engine._begun and world.scheduler.planned
+    if is_aborted:
+        world.abort("a")
+    world.run()
+    assert world.engine._begun == world.scheduler.planned == []
+
+
+def test_blocks_for_many_are_reserved_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight sequences cross a block boundary in the same step; alone they would be eight calls."""
+    world = make_world(block_size=4, max_batch_size=8)
+    calls: list[str] = []
+    for name in ("reserve", "extend"):
+        plain = getattr(world.pool, name)
+        monkeypatch.setattr(world.pool, name, lambda *args, p=plain, n=name: (calls.append(n), p(*args))[1])
+    for number in range(8):
+        world.add(str(number), prompt_of(4, number + 1), max_tokens=12)
+    world.run()
+    assert calls == [*["reserve"] * 8, *["extend"] * 3]
+    world.verify()
