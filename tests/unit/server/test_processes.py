@@ -176,7 +176,7 @@ def test_the_sum_over_processes_is_what_one_process_would_have_counted() -> None
 
 
 def test_what_is_about_the_whole_server_is_answered_by_process_0() -> None:
-    keys = {"admin_key": "root", "api_key": ("k",)}
+    keys: dict[str, Any] = {"admin_key": "root", "api_key": ("k",)}
     first, other = Site(**keys), Site(**keys)
     app = build_app(other.state, ask=lambda request: answer_forwarded(first.app, request))
 
