@@ -110,9 +110,10 @@ def test_steps_stay_in_graphs_and_overlap(checkpoint: str) -> None:
     llm = LLM(checkpoint, device="cuda", dtype="bfloat16")
     while llm.engine.prepare():
         pass
-    engine, runner = llm.engine, llm.engine._runner
-    host, launch = Mock(wraps=runner._sampler.sample), Mock(wraps=runner._graphs._launch)  # type: ignore[union-attr]
-    runner._sampler.sample, runner._graphs._launch = host, launch  # type: ignore[union-attr]
+    engine = llm.engine
+    runner: Any = engine._runner
+    host, launch = Mock(wraps=runner._sampler.sample), Mock(wraps=runner._graphs._launch)
+    runner._sampler.sample, runner._graphs._launch = host, launch
     kinds = [params for params in PARAMS if params.n == 1]
     for number, params in enumerate(kinds):
         engine.add(Request(request_id=str(number), prompt=tuple(PROMPTS[number]), params=params))
