@@ -30,6 +30,7 @@ ALLOCATOR_FACTOR = 2  # what a layer really takes: matrix libraries and allocato
 FLOAT32_BYTES = 4
 GRAPH_FACTOR = 1.25  # what a pool of captured steps takes, for the largest of them
 SPLITS_PER_ROW = 16  # of a row that decodes: parts of its attention that are added up
+SAMPLER_BYTES = 6  # for each id of a row: its adjusted logit, and how often it was used
 GPU_RUNTIME_BYTES = (
     800 << 20
 )  # CUDA's context, libraries and graph nodes; 693 MiB before any graph on an H200
@@ -168,11 +169,12 @@ def step_bytes(
     if graph_tokens is None:
         return StepBytes(layers, logits)
     captured = layer_bytes(sizes, num_tokens=num_rows + graph_tokens, bytes_per_element=each)
+    splits = SPLITS_PER_ROW * num_rows * sizes.num_heads * sizes.head_dim * FLOAT32_BYTES
     return StepBytes(
         layers,
         logits,
         graphs=int(GRAPH_FACTOR * max(captured, num_rows * sizes.vocab_size * each)),
-        buffers=SPLITS_PER_ROW * num_rows * sizes.num_heads * sizes.head_dim * FLOAT32_BYTES,
+        buffers=splits + num_rows * sizes.vocab_size * SAMPLER_BYTES,
     )
 
 

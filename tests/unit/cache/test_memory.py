@@ -202,7 +202,7 @@ def test_captured_steps_and_buffers_are_counted_on_a_gpu() -> None:
     assert step.total == step.activations + step.graphs + step.buffers
     per_token = (4 * 576 + 4 * 1536) * 2
     assert step.graphs == int(1.25 * (8 + 512) * per_token)
-    assert step.buffers == 16 * 8 * 9 * 64 * 4
+    assert step.buffers == 16 * 8 * 9 * 64 * 4 + 8 * 49152 * 6
     assert StepBytes(5, 7, 2, 1).activations == 7
     less = fit_cache(
         CacheConfig(), SCHEDULER, step, max_seq_len=8192, bytes_per_token=23040, free_bytes=1 << 28, share=1.0
