@@ -222,10 +222,11 @@ class BatchState:
         Of all: if there are none, in how many more steps that decode a token of each there will be none.
         """
         if places is not None:
-            return places[(self.num_tokens > self.num_reserved)[places]]
-        room = self.num_reserved - self.num_tokens
+            is_short: np.ndarray = self.num_tokens[places] > self.num_reserved[places]
+            return places[is_short]
+        room: np.ndarray = self.num_reserved - self.num_tokens
         self.num_roomy = max(int(room.min()), 0)
-        return (room < 0).nonzero()[0] if self.num_roomy == 0 else _NONE
+        return _NONE if self.num_roomy else np.flatnonzero(room < 0)
 
     def advance(self, chunks: Chunks) -> None:
         """Count a step that is under way; sampled tokens get their place before they are known."""
@@ -247,9 +248,9 @@ class BatchState:
             if self._fills_at[0] == self.version and self._fills_at[1] > 0:
                 self._fills_at[1] -= 1
                 return _NONE
-            num_missing = self.next_commit - chunks.ends
+            num_missing: np.ndarray = self.next_commit - chunks.ends
             self._fills_at = [self.version, max(int(num_missing.min()), 1) - 1]
-            return (num_missing <= 0).nonzero()[0]
+            return np.flatnonzero(num_missing <= 0)
         self._fills_at[1] = 0
         running = np.array([seq.is_running for seq in chunks.sequences], dtype=bool).nonzero()[0]
         is_due = chunks.ends[running] >= self.next_commit[self.places_of(chunks.sequences)]
