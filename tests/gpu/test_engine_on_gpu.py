@@ -66,6 +66,28 @@ def test_a_gpu_makes_the_tokens_of_the_cpu(checkpoint: str) -> None:
         assert tokens_of(checkpoint, "cuda", **knobs) == expected, knobs
 
 
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+@pytest.mark.parametrize(
+    "knobs", [{}, {"use_cuda_graphs": False}, {"deterministic": True}, {"attention_backend": "cuda"}], ids=str
+)
+def test_sequences_far_longer_than_their_windows(tmp_path: Path, family: str, knobs: dict[str, Any]) -> None:
+    """Blocks behind a window are freed and given to others while prompts and outputs grow."""
+    make_checkpoint(family, tmp_path, sizes=Sizes(num_layers=5, context_len=512, window=24))
+    prompts = [
+        [(11 * i + 7 * j) % 200 + 10 for j in range(length)] for i, length in enumerate((300, 5, 170, 90))
+    ]
+    prompts.append(prompts[0][:250] + prompts[1])  # begins alike, far beyond the window
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    small: dict[str, Any] = {"block_size": 16, "prefill_chunk_size": 32, "max_batch_size": 4}
+    small["num_blocks"] = {"mistral": 14, "gemma3": 60}[family]
+
+    def tokens_on(device: str, **more: Any) -> list[list[int]]:
+        llm = LLM(str(tmp_path), device=device, dtype="float32", **more)
+        return [answer.token_ids for answer in llm.generate(prompts, params)]
+
+    assert tokens_on("cuda", **small, **knobs) == tokens_on("cpu", kv_cache_backend="contiguous")
+
+
 def test_sampling_with_a_seed_is_the_same_on_both(checkpoint: str) -> None:
     params = SamplingParams(temperature=0.9, top_p=0.9, seed=11, max_tokens=24, ignore_eos=True)
     on_cpu = LLM(checkpoint, device="cpu", dtype="float32").generate(PROMPTS, params)

@@ -11,7 +11,7 @@ the blocks behind the window can be freed while the sequence grows. Layers with 
 All tables take their blocks from one pool: a block holds the keys and values of `block_size` tokens in
 `num_planes` layers, whichever. So memory that long sequences free in the local layers serves global ones, and
 nothing has to be divided in advance. Groups seldom have the same number of layers; what the last table of a
-group leaves unused of each block is the price (docs/decisions/0007-groups-of-layers-share-one-pool.md).
+group leaves unused of each block is the price (docs/decisions/0008-groups-of-layers-share-one-pool.md).
 
 A model whose layers all see the same has one table and one block for all layers.
 """

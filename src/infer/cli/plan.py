@@ -161,7 +161,9 @@ def to_text(plan: MemoryPlan, model: str | None) -> str:
         (
             "KV cache",
             cache.num_bytes,
-            f"{cache.num_blocks} blocks of {cache.block_size} tokens: {cache.num_tokens:,} tokens, "
+            f"{cache.num_blocks} blocks of {cache.block_size} tokens"
+            + (f" in {plan.layout.num_planes} layers" if cache.num_tables > 1 else "")
+            + f": {cache.num_tokens:,} tokens, "
             f"{format_bytes(cache.bytes_per_token)} each",
         ),
     ]

@@ -165,9 +165,7 @@ def make_pool(
     )
 
 
-def _make_store(
-    config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, layout: KVLayout
-) -> KVStore:
+def _make_store(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, layout: KVLayout) -> KVStore:
     swap_blocks = config.settings.cache.swap_blocks
     try:
         return KVStore(
