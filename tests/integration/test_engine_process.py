@@ -357,6 +357,21 @@ def test_a_stuck_engine_is_replaced() -> None:
     run(main())
 
 
+def test_an_engine_frozen_while_idle_is_noticed_and_replaced() -> None:
+    async def main() -> None:
+        async with running(stuck_timeout=0.4) as client:
+            assert await collect(client, make_request(1))
+            pid = client.pid
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP)  # no request is open: only a ping can tell
+            await until(lambda: "no progress" in reason_of(client))
+            await until(lambda: is_healthy(client))
+            assert client.pid != pid
+            assert await collect(client, make_request(2))
+
+    run(main())
+
+
 # -- start and end --------------------------------------------------------------------------------
 
 

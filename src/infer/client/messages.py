@@ -2,7 +2,7 @@
 
     server                                         engine
     Add, Unsubscribe, Abort, ResetPrefixCache  ──►
-    Embed, Withdraw                            ──►
+    Embed, Withdraw, Ping                      ──►
                                                ◄── StepReport  one per step, for all requests of this server
                                                                process; the others get the counts now and then
                                (once, at first) ◄── Ready  or  Failure
@@ -81,11 +81,15 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True, array_like=True):
     ticket: int
 
 
+class Ping(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Report that the loop is alive: sent to an engine that has had nothing to report for a while."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """End the process."""
 
 
-Command: TypeAlias = Add | Unsubscribe | Abort | Embed | Withdraw | ResetPrefixCache | Stop
+Command: TypeAlias = Add | Unsubscribe | Abort | Embed | Withdraw | ResetPrefixCache | Ping | Stop
 
 # -- from the engine ------------------------------------------------------------------------------
 

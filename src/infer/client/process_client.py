@@ -7,9 +7,10 @@
 While the engine is down every call raises `EngineStopped`, and open requests get the same within moments of
 the death: what a request had produced is lost, and only its sender knows whether to repeat it.
 
-Whether the engine is *stuck* needs no heartbeat. Each of its reports says how many of our commands it has
-taken and what it still has to do; if either says that it owes us something, a report must come within
-`stuck_timeout` seconds. One that has nothing to do may be silent, and sleeps.
+Whether the engine is *stuck* is read from its reports. Each says how many of our commands it has taken and
+what it still has to do; if either says that it owes us something, a report must come within `stuck_timeout`
+seconds. One that has nothing to do sleeps and is silent; after `PING_INTERVAL` seconds of silence it is sent
+a `Ping`, which it owes a report like any command. So an engine that freezes while idle is found as well.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from infer.client.messages import (
     Command,
     Embed,
     Message,
+    Ping,
     Ready,
     ResetPrefixCache,
     StepReport,
@@ -49,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL = 1.0  # seconds between two looks at a silent engine
 STARTED_AGAIN = "; it is being started again"
+PING_INTERVAL = 5.0  # seconds of silence after which an idle engine is asked whether it is alive
 
 
 class ProcessClient:
@@ -271,12 +274,19 @@ class ProcessClient:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval):
                     await self._process.exited.wait()
+            self._ping_if_idle()
             if self._start_again is not None and self._is_stuck():
                 silent_s = self._silent_s()
                 self._process.kill()
                 await self._process.exited.wait()
                 return f"the engine made no progress for {silent_s:.0f} s and was ended"
         return self._process.exit_reason
+
+    def _ping_if_idle(self) -> None:
+        idle_s = 0.0 if self._owes_us else time.monotonic() - self._progress_at
+        if idle_s > min(PING_INTERVAL, self._stuck_timeout) > 0:
+            with contextlib.suppress(EngineStopped):  # its exit is about to be known
+                self._send(Ping())
 
     async def _restart(self, reason: str) -> bool:
         if self._start_again is None:

@@ -20,6 +20,7 @@ from infer.client.messages import (
     Failure,
     Launch,
     Message,
+    Ping,
     Ready,
     ResetPrefixCache,
     StepReport,
@@ -115,6 +116,7 @@ COMMANDS = st.one_of(
     st.builds(Embed, ticket=COUNTS, prompt=tuples_of(IDS), pooling=TEXT, request_id=TEXT),
     st.builds(Withdraw, ticket=COUNTS),
     st.builds(ResetPrefixCache, ticket=COUNTS),
+    st.builds(Ping),
     st.builds(Stop),
 )
 MESSAGES = st.one_of(
