@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from infer import LLM, SamplingParams
+from infer.client.client import embed
 from infer.client.process_client import ProcessClient
 from infer.client.supervisor import RestartPolicy
 from infer.config.settings import EngineConfig
@@ -121,8 +122,8 @@ def test_a_real_model_answers_as_it_does_offline(checkpoint: str) -> None:
                         assert [row for output in mine for row in output.logprobs] == line.logprobs
                 if offline.prompt_logprobs is not None:
                     assert list(outputs[0].prompt_logprobs or ()) == offline.prompt_logprobs
-            embedding = await client.embed((5, 6, 7), "mean")
-            assert len(embedding) > 1 and all(isinstance(value, float) for value in embedding)
+            embedding = await embed(client, Request(request_id="e", prompt=(5, 6, 7), pooling="mean"))
+            assert [embedding] == llm.embed([5, 6, 7], pooling="mean", normalize=False)
             assert await client.reset_prefix_cache() > 0
             assert client.stats().num_cached_blocks == 0
 
@@ -172,7 +173,7 @@ def test_refusals_keep_their_class_their_words_and_their_field() -> None:
             with pytest.raises(RequestError, match="wrong type.*priority"):
                 await collect(client, Request(request_id="odd", prompt=(1,), priority=odd))
             with pytest.raises(RequestError, match="pooling must be one of"):
-                await client.embed((1,), "median")
+                await embed(client, Request(request_id="e", prompt=(1,), pooling="median"))
 
             tasks = [asyncio.create_task(collect(client, make_request(i, max_tokens=300))) for i in range(6)]
             done = await asyncio.gather(*tasks, return_exceptions=True)
@@ -257,7 +258,7 @@ def test_when_the_engine_dies_everybody_is_told_and_a_new_one_serves(order: int,
             with pytest.raises(EngineStopped):
                 await collect(client, make_request(1))
             with pytest.raises(EngineStopped):
-                await client.embed((1,), "last")
+                await embed(client, Request(request_id="e", prompt=(1,), pooling="last"))
             assert is_idle(client)
 
             await until(lambda: is_healthy(client))

@@ -7,6 +7,8 @@ import json
 import math
 import re
 import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from infer.errors import (
     ConfigError,
     ContextOverflow,
     DeviceLost,
+    EngineError,
     EngineStopped,
     RequestError,
 )
@@ -223,6 +226,56 @@ def test_beams_cannot_stream(checkpoint: str, n: int) -> None:
     asyncio.run(main())
 
 
+# -- threads --------------------------------------------------------------------------------------
+
+IN_USE = "one thread at a time; use AsyncLLM"
+
+
+def in_a_thread(call: Callable[[], object]) -> object:
+    """What a call returns in a thread of its own; raises what it raised there."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result(timeout=60)
+
+
+def test_a_second_thread_is_refused_at_once_and_the_first_is_not_disturbed(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = llm.generate(IDS, GREEDY)[0].token_ids
+    open_stream = llm.stream(IDS, GREEDY)
+    refused: list[str] = []
+    calls: list[Callable[[], object]] = [
+        lambda: llm.generate(IDS, GREEDY),
+        lambda: llm.embed(IDS),
+        lambda: llm.stream(IDS, GREEDY),
+        lambda: next(open_stream),
+        open_stream.close,
+        llm.close,
+    ]
+    step = llm.engine.step
+
+    def step_while_others_call() -> list[StepOutput]:
+        for call in calls[len(refused) :]:
+            with pytest.raises(EngineError, match=IN_USE) as caught:
+                in_a_thread(call)
+            refused.append(str(caught.value))
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", step_while_others_call)
+    assert llm.generate(IDS, GREEDY)[0].token_ids == wanted
+    assert len(refused) == len(calls)
+    assert [i for delta in open_stream for i in delta.token_ids] == wanted, "a refusal harms no stream"
+
+
+def test_a_second_thread_may_take_over(llm: LLM) -> None:
+    wanted = llm.generate(IDS, GREEDY)[0].token_ids
+    answer: Any = in_a_thread(lambda: llm.generate(IDS, GREEDY))
+    assert answer[0].token_ids == wanted
+    stream = llm.stream(IDS, GREEDY)
+    first = next(stream)
+    rest: Any = in_a_thread(lambda: list(stream))
+    assert [i for delta in (first, *rest) for i in delta.token_ids] == wanted
+
+
 # -- vectors --------------------------------------------------------------------------------------
 
 
@@ -231,7 +284,8 @@ def test_integers_of_any_make_are_embedded(llm: LLM) -> None:
     assert len(wanted) == llm.model_config.hidden_size
     assert math.hypot(*wanted) == pytest.approx(1.0)
     given: Any = [np.array(IDS), tuple(IDS)]
-    assert llm.embed(given) == [wanted, wanted]
+    for vector in llm.embed(given):
+        assert vector == pytest.approx(wanted, abs=1e-5)
     assert llm.embed([]) == []
 
 
@@ -253,8 +307,8 @@ def test_an_async_model_embeds_while_it_generates(checkpoint: str, llm: LLM) -> 
                 many.embed(IDS, pooling="mean", normalize=False),
             )
             assert answer.token_ids == llm.generate(IDS, GREEDY)[0].token_ids
-            assert [last] == llm.embed("the river")
-            assert [mean] == llm.embed(IDS, pooling="mean", normalize=False)
+            assert last == pytest.approx(llm.embed("the river")[0], abs=1e-5)
+            assert mean == pytest.approx(llm.embed(IDS, pooling="mean", normalize=False)[0], abs=1e-5)
             with pytest.raises(RequestError, match="pooling must be one of last, mean, got 'max'"):
                 await many.embed(IDS, pooling="max")
 
@@ -397,7 +451,7 @@ def test_a_prompt_too_long_is_told_which_limit_it_breaks_and_how_far_that_could_
         "do 256)"
     )
     with pytest.raises(ContextOverflow, match=r"is 64 tokens; .* the model itself could do 256\)$"):
-        short.engine.embed((1,) * 65, "last")
+        short.engine.add(Request(request_id="e", prompt=(1,) * 65, pooling="last"))
 
 
 def test_params_that_are_a_dictionary_are_named_so(llm: LLM) -> None:

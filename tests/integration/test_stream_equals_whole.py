@@ -78,9 +78,6 @@ class Remembering:
     def check_health(self) -> None:
         self._engine.check_health()
 
-    async def embed(self, prompt: tuple[int, ...], pooling: str, request_id: str = "") -> list[float]:
-        return await self._engine.embed(prompt, pooling, request_id)
-
     async def reset_prefix_cache(self) -> int:
         return await self._engine.reset_prefix_cache()
 

@@ -3,9 +3,9 @@
 Rows with one sequence at a time, or with room for all, never preempt anybody; so every row also runs
 squeezed: paged, eight sequences, and a cache that holds two.
 
-Requests come at random, some alike, some forking, some searching with beams; some are aborted at a random
-moment; once in a while everything cached is forgotten. The model is the token oracle, so whatever goes
-wrong with a block, a copy or a position becomes a wrong token.
+Requests come at random, some alike, some forking, some searching with beams, some for an embedding; some
+are aborted at a random moment; once in a while everything cached is forgotten. The model is the token oracle,
+so whatever goes wrong with a block, a copy or a position becomes a wrong token.
 """
 
 from __future__ import annotations
@@ -92,11 +92,13 @@ class Traffic:
             params["best_of"] = params["n"] + 1
         if rng.random() < 0.2 and world.scheduler.keeps_cache and not is_plain:
             params |= {"use_beam_search": True, "temperature": 0.0}
-        fields = {
+        fields: dict[str, Any] = {
             "priority": rng.randrange(3),
             "deadline": rng.choice((None, rng.random())),
             "cache_salt": rng.choice(("", "", "a")),
         }
+        if params["n"] == 1 and len(params) == 4 and rng.random() < 0.1:
+            fields["pooling"] = rng.choice(("last", "mean"))
         self.num_sent += 1
         try:
             world.add(str(self.num_sent), prompt, request=fields, **params)

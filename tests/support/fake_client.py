@@ -30,6 +30,11 @@ class FakeClient:
         try:
             if self.failure is not None:
                 raise self.failure
+            if request.pooling is not None:
+                yield StepOutput(
+                    request.request_id, 0, (), finish_reason="stop", embedding=(float(len(request.prompt)),)
+                )
+                return
             num_tokens = request.params.max_tokens or 1
             for i in range(num_tokens):
                 await asyncio.sleep(self.delay_s)
@@ -53,9 +58,6 @@ class FakeClient:
     def check_health(self) -> None:
         if self.failure is not None:
             raise self.failure
-
-    async def embed(self, prompt: tuple[int, ...], pooling: str, request_id: str = "") -> list[float]:
-        return [float(len(prompt))]
 
     async def reset_prefix_cache(self) -> int:
         self.num_resets += 1

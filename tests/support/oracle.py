@@ -161,7 +161,24 @@ class OracleRunner(SyncRunner):
                     for length, row, token in zip(lengths, samples, drawn, strict=True)
                 )
             )
-        return StepResult(ids, logprobs, _prompt_logprobs(plan, sequences))
+        return StepResult(
+            ids, logprobs, _prompt_logprobs(plan, sequences), pooled=self._pooled(plan, sequences, tables)
+        )
+
+    def _pooled(
+        self, plan: StepPlan, sequences: Seq[Sequence], tables: Seq[np.ndarray]
+    ) -> dict[int, np.ndarray]:
+        """Two numbers for a chunk of an embedding: of the last token a hash, of many the sum of their ids."""
+        found: dict[int, np.ndarray] = {}
+        for chunk, seq, table in zip(plan.chunks, sequences, tables, strict=True):
+            seen, pooling = self.device[table].reshape(-1)[: chunk.stop].tolist(), seq.group.request.pooling
+            if pooling == "mean":
+                found[seq.seq_id] = np.array(
+                    [sum(seen[chunk.start :]), chunk.stop - chunk.start], dtype=float
+                )
+            elif pooling == "last" and chunk.stop == seq.num_prompt:
+                found[seq.seq_id] = np.array([next_token(seen, 0), chunk.stop], dtype=float)
+        return found
 
     def _read(self, seq: Sequence, tables: np.ndarray, start: int, stop: int) -> list[int]:
         """What the tokens from `start` on can see; of what no layer can, what it is known to be."""
@@ -202,6 +219,13 @@ def _prompt_logprobs(plan: StepPlan, sequences: Seq[Sequence]) -> dict[int, list
         if seq.group.request.params.prompt_logprobs is not None and followers:
             found[seq.seq_id] = [RowLogprobs(seq.tokens[p], float(-p), 1, ()) for p in followers]
     return found
+
+
+def expected_embedding(prompt: Seq[int], pooling: str) -> tuple[float, ...]:
+    """What the oracle's engine must answer."""
+    if pooling == "mean":
+        return (sum(prompt) / len(prompt), 1.0)
+    return (float(next_token(prompt, 0)), float(len(prompt)))
 
 
 class PlanList(EngineObserver):
@@ -348,7 +372,8 @@ class OracleWorld:
             assert seq.finish_reason is None
             num_late = seq.num_tokens - len(seq.tokens) - len(seq.drafts)
             assert 0 <= num_late <= len(self.engine._flights), f"{seq} waits for {num_late} tokens"
-            assert 0 <= seq.num_computed < seq.num_tokens
+            is_read = bool(self.engine._flights) and seq.group.request.pooling is not None
+            assert 0 <= seq.num_computed < seq.num_tokens + is_read
             assert not (seq.is_running and seq.is_swapped)
         assert self.engine.num_requests == len({seq.group.request.request_id for seq in live})
         if not live:
@@ -369,6 +394,11 @@ class OracleWorld:
             if request_id in self.aborted:
                 continue
             num_checked += 1
+            if request.pooling is not None:
+                output = self.finished[request_id, 0]
+                assert output.finish_reason == "stop" and not self.tokens[request_id, 0], output
+                assert output.embedding == expected_embedding(request.prompt, request.pooling)
+                continue
             stop_ids = params.stop_token_ids if params.ignore_eos else (*self.eos_ids, *params.stop_token_ids)
             if params.use_beam_search:
                 self._verify_beams(request, expected_beams(request.prompt, params, stop_ids))

@@ -130,9 +130,6 @@ class ScriptedClient:
     def check_health(self) -> None:
         return None
 
-    async def embed(self, prompt: tuple[int, ...], pooling: str, request_id: str = "") -> list[float]:
-        return [float(len(prompt)), 0.5]
-
     async def reset_prefix_cache(self) -> int:
         return 0
 

@@ -25,7 +25,7 @@ from typing import Any, Protocol, TypeVar
 
 from infer.client.subscribers import OnEnd, OutputQueue, Subscribers, read_outputs
 from infer.engine.engine import Engine
-from infer.engine.stats import EngineStats
+from infer.engine.stats import EngineStats, is_progress
 from infer.errors import EngineError, EngineLost, EngineStopped
 from infer.scheduling.request import Request, StepOutput
 
@@ -53,13 +53,6 @@ class EngineClient(Protocol):
         """Raise `EngineStopped` if the engine is dead, or `EngineError` if it is stuck; else return."""
         ...
 
-    async def embed(self, prompt: tuple[int, ...], pooling: str, request_id: str = "") -> list[float]:
-        """Return the hidden state of a prompt: of its last token ("last") or the mean of all ("mean").
-
-        `request_id` names it in the log.
-        """
-        ...
-
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
         ...
@@ -67,6 +60,18 @@ class EngineClient(Protocol):
     async def close(self) -> None:
         """Stop the engine; open requests get `EngineStopped`."""
         ...
+
+
+async def embed(client: EngineClient, request: Request) -> list[float]:
+    """The embedding that a request with a `pooling` asks for; to be cancelled is to abort it."""
+    async with contextlib.aclosing(client.generate(request)) as outputs:
+        async for output in outputs:
+            if output.finish_reason == "stop":
+                return list(output.embedding)
+            raise EngineError(
+                f"embedding {request.request_id} failed: {output.error or output.finish_reason}"
+            )
+    raise EngineError(f"embedding {request.request_id} has no output")
 
 
 def failure_of(client: EngineClient) -> EngineError | None:
@@ -83,7 +88,7 @@ class InProcessClient:
 
     def __init__(self, engine: Engine, *, stuck_timeout: float = 120.0) -> None:
         self._engine = engine
-        self._subscribers: Subscribers[OutputQueue, asyncio.Future[list[float]]] = Subscribers(engine)
+        self._subscribers: Subscribers[OutputQueue] = Subscribers(engine)
         self._stuck_timeout = stuck_timeout
         self._stats = engine.stats()
         self._progress_at = time.monotonic()
@@ -111,21 +116,10 @@ class InProcessClient:
         """Raise `EngineStopped` if the thread is dead, or `EngineError` if it makes no progress."""
         if self._stopped is not None:
             raise self._stopped
-        busy_s = time.monotonic() - self._progress_at if self._subscribers.has_work else 0.0
+        owes = self._inbox or self._engine.has_work
+        busy_s = time.monotonic() - self._progress_at if owes else 0.0
         if 0 < self._stuck_timeout < busy_s:
             raise EngineError(f"the engine has made no progress for {busy_s:.0f} s")
-
-    async def embed(self, prompt: tuple[int, ...], pooling: str, request_id: str = "") -> list[float]:
-        """Return the hidden state of a prompt, which is computed in its turn between two steps."""
-        self._loop = asyncio.get_running_loop()
-        done: asyncio.Future[list[float]] = self._loop.create_future()
-        self._post(lambda: self._embed(done, prompt, pooling, request_id))
-        try:
-            return await done
-        finally:
-            if done.cancelled():
-                with contextlib.suppress(EngineStopped):
-                    self._post(lambda: self._subscribers.withdraw(done))
 
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
@@ -160,6 +154,8 @@ class InProcessClient:
         with self._wake:
             if self._stopped is not None:
                 raise self._stopped
+            if not self._inbox and not self._engine.has_work:
+                self._progress_at = time.monotonic()  # idle time is no lack of progress
             self._inbox.append(command)
             self._wake.notify()
 
@@ -181,10 +177,14 @@ class InProcessClient:
         stopped = EngineStopped("the engine was closed")
         try:
             while not self._is_closing and self._engine.prepare():
-                pass  # in this thread: cuDNN keeps its plans by thread
+                self._progress_at = time.monotonic()  # in this thread: cuDNN keeps its plans by thread
             while self._take_commands():
-                self._work()
-                self._stats = self._subscribers.stats()
+                if self._engine.has_work:
+                    self._send(self._subscribers.step())
+                stats = self._engine.stats()
+                if is_progress(self._stats, stats):
+                    self._progress_at = time.monotonic()
+                self._stats = stats
         except BaseException as error:
             logger.exception("engine loop died")
             stopped = EngineLost(f"the engine loop died: {type(error).__name__}")
@@ -194,36 +194,18 @@ class InProcessClient:
         for command in commands:  # requests just submitted get the error as well
             command()
         self._send([(queue, stopped) for queue in self._subscribers.all()])
-        for done in self._subscribers.waiting_embeds():
-            self._answer(done, stopped)
 
     def _take_commands(self) -> bool:
         """Run the posted commands; without work, sleep until one comes. Returns False at the end."""
         with self._wake:
-            while not (self._inbox or self._subscribers.has_work or self._is_closing):
+            while not (self._inbox or self._engine.has_work or self._is_closing):
                 self._wake.wait()
             if self._is_closing:
                 return False
             commands, self._inbox = self._inbox, []
-        self._progress_at = time.monotonic()  # before a command brings work: idle time is no lack of progress
         for command in commands:
             command()
         return True
-
-    def _work(self) -> None:
-        """Run one step for all requests, then make one embedding."""
-        if self._engine.has_work:
-            self._send(self._subscribers.step())
-        embedded = self._subscribers.embed_next()
-        if embedded is not None:
-            self._answer(*embedded)
-
-    def _embed(
-        self, done: asyncio.Future[list[float]], prompt: tuple[int, ...], pooling: str, request_id: str
-    ) -> None:
-        error = self._stopped or self._subscribers.embed(done, prompt, pooling, request_id)
-        if error is not None:
-            self._answer(done, error)
 
     def _answer(self, done: asyncio.Future[Any], result: object) -> None:
         """Settle a future of the event loop with a result, or with an exception."""

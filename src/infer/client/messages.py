@@ -2,16 +2,15 @@
 
     server                                         engine
     Add, Unsubscribe, Abort, ResetPrefixCache  ──►
-    Embed, Withdraw, Ping                      ──►
+    Ping                                       ──►
                                                ◄── StepReport  one per step, for all requests of this server
                                                                process; the others get the counts now and then
                                (once, at first) ◄── Ready  or  Failure
     Stop                                       ──►
 
 Every call of the client has a *ticket*, a number it never uses twice; answers and outputs carry it back.
-A turn of the engine's loop takes all commands that are there, makes at most one step and at most one
-embedding, and sends a `StepReport` after each: the outputs of all requests, the answers to calls, and the
-engine's own counts.
+A turn of the engine's loop takes all commands that are there, makes at most one step and sends a
+`StepReport`: the outputs of all requests, the answers to calls, and the engine's own counts.
 
 Nothing is pickled: both ends know the types below, and bytes that do not fit them are an error.
 """
@@ -60,21 +59,6 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
     index: int | None
 
 
-class Embed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Answer with the hidden state of a prompt."""
-
-    ticket: int
-    prompt: tuple[int, ...]
-    pooling: str
-    request_id: str = ""  # for the log
-
-
-class Withdraw(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Drop an embedding that is no longer wanted."""
-
-    ticket: int
-
-
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Forget all cached prefixes; answer with how many blocks that were."""
 
@@ -89,7 +73,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """End the process."""
 
 
-Command: TypeAlias = Add | Unsubscribe | Abort | Embed | Withdraw | ResetPrefixCache | Ping | Stop
+Command: TypeAlias = Add | Unsubscribe | Abort | ResetPrefixCache | Ping | Stop
 
 # -- from the engine ------------------------------------------------------------------------------
 
@@ -116,7 +100,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     """The result of a call, or the error of a request that was not accepted."""
 
     ticket: int
-    result: int | list[float] | None
+    result: int | None
     failure: Failure | None
 
 
@@ -156,7 +140,7 @@ def decode_command(data: bytes) -> Command:
 def refuse_command(data: bytes, error: InferError | msgspec.DecodeError) -> Answer | None:
     """The answer to a command that could not be decoded; None if the command gets no answer."""
     raw = msgspec.msgpack.decode(data)
-    if raw[0] not in (Add.__name__, Embed.__name__):
+    if raw[0] != Add.__name__:
         return None
     if isinstance(error, msgspec.DecodeError):
         error = RequestError(f"the request has a field of the wrong type: {error}")

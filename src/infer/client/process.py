@@ -5,7 +5,7 @@ scheduler and the model live here and speak through a unix socket to each API pr
 
     start    import PyTorch; take one line of JSON on standard input (`Launch`) meanwhile, load the model,
              compile and capture all that steps can need, send `Ready`
-    turn     take every command that is there; make one step, send a `StepReport`; one embedding, another
+    turn     take every command that is there; make one step, send a `StepReport`
     idle     sleep in the socket until a command comes: no timer, no polling, no CPU
     end      `Stop`, or standard input closes because the server is gone
 
@@ -36,14 +36,12 @@ from infer.client.messages import (
     Add,
     Answer,
     Command,
-    Embed,
     Launch,
     Ready,
     ResetPrefixCache,
     StepReport,
     Stop,
     Unsubscribe,
-    Withdraw,
     decode_command,
     encode,
     refuse_command,
@@ -89,7 +87,7 @@ class EngineServer:
 
     def __init__(self, engine: Engine, sockets: Sequence[zmq.Socket[bytes]]) -> None:
         self._engine = engine
-        self._subscribers: Subscribers[Address, Address] = Subscribers(engine)
+        self._subscribers: Subscribers[Address] = Subscribers(engine)
         self._links = [Link(socket) for socket in sockets]
         self._poll = _poll_all(sockets) if len(sockets) > 1 else None
 
@@ -109,26 +107,14 @@ class EngineServer:
                 if isinstance(command, Stop):
                     return
                 self._carry_out(link, command)
-            self._work()
-
-    def _work(self) -> None:
-        """Run one step and report it, then make one embedding: tokens do not wait for an embedding."""
-        if self._engine.has_work:
-            self._keep(self._subscribers.step())
-        self._report()
-        embedded = self._subscribers.embed_next()
-        if embedded is not None:
-            (link, ticket), result = embedded
-            if isinstance(result, Exception):
-                self._answer_error(link, ticket, result)
-            else:
-                link.answers.append(Answer(ticket, result, None))
+            if self._engine.has_work:
+                self._keep(self._subscribers.step())
             self._report()
 
     def _receive(self) -> list[tuple[Link, bytes]]:
         """Return every command that has arrived; an idle engine waits for one."""
         frames: list[tuple[Link, bytes]] = []
-        if not self._subscribers.has_work:
+        if not self._engine.has_work:
             if self._poll is not None:
                 self._poll(None)
             else:
@@ -154,14 +140,6 @@ class EngineServer:
             self._subscribers.unsubscribe(command.request_id, (link, command.ticket))
         elif isinstance(command, Abort):
             self._keep(self._subscribers.abort(command.request_id, command.index))
-        elif isinstance(command, Embed):
-            refused = self._subscribers.embed(
-                (link, command.ticket), command.prompt, command.pooling, command.request_id
-            )
-            if refused is not None:
-                self._answer_error(link, command.ticket, refused)
-        elif isinstance(command, Withdraw):
-            self._subscribers.withdraw((link, command.ticket))
         elif isinstance(command, ResetPrefixCache):
             try:
                 link.answers.append(Answer(command.ticket, self._engine.reset_prefix_cache(), None))
@@ -174,7 +152,7 @@ class EngineServer:
 
     def _report(self) -> None:
         """Send every API process what is for it, and the counts: to those without outputs now and then."""
-        stats, is_idle = self._subscribers.stats(), not self._subscribers.has_work
+        stats, is_idle = self._engine.stats(), not self._engine.has_work
         now = time.monotonic() if len(self._links) > 1 else 0.0
         for link in self._links:
             if len(self._links) > 1:

@@ -7,10 +7,11 @@
 While the engine is down every call raises `EngineStopped`, and open requests get the same within moments of
 the death: what a request had produced is lost, and only its sender knows whether to repeat it.
 
-Whether the engine is *stuck* is read from its reports. Each says how many of our commands it has taken and
-what it still has to do; if either says that it owes us something, a report must come within `stuck_timeout`
-seconds. One that has nothing to do sleeps and is silent; after `PING_INTERVAL` seconds of silence it is sent
-a `Ping`, which it owes a report like any command. So an engine that freezes while idle is found as well.
+Whether the engine is *stuck* is read from its reports. Each says how many of our commands it has taken, what
+it still has to do and how many tokens it has computed. While it owes us something, a report of work done must
+come within `stuck_timeout` seconds: a chunk of a long prompt is work, though no output comes of it. One that
+has nothing to do sleeps and is silent; after `PING_INTERVAL` seconds of silence it is sent a `Ping`, which it
+owes a report like any command. So an engine that freezes while idle is found as well.
 """
 
 from __future__ import annotations
@@ -29,21 +30,19 @@ from infer.client.messages import (
     Abort,
     Add,
     Command,
-    Embed,
     Message,
     Ping,
     Ready,
     ResetPrefixCache,
     StepReport,
     Unsubscribe,
-    Withdraw,
     to_error,
 )
 from infer.client.spawn import ENGINE_MODULE, Spawn, spawn_engine
 from infer.client.subscribers import OnEnd, OutputQueue, read_outputs
 from infer.client.supervisor import STOP_TIMEOUT, EngineProcess, RestartPolicy
 from infer.config.settings import EngineConfig
-from infer.engine.stats import EngineStats, add_counters
+from infer.engine.stats import EngineStats, add_counters, is_progress
 from infer.errors import EngineError, EngineLost, EngineStopped
 from infer.scheduling.request import Request, StepOutput
 
@@ -56,6 +55,10 @@ PING_INTERVAL = 5.0  # seconds of silence after which an idle engine is asked wh
 
 class ProcessClient:
     """An engine in a process of its own, for one event loop. Made by `start`, ended by `close`."""
+
+    _stats: EngineStats  # the last snapshot that arrived
+    _num_sent: int  # commands, and those of them that the engine has taken
+    _num_taken: int
 
     def __init__(
         self,
@@ -73,7 +76,7 @@ class ProcessClient:
         self._on_down = on_down
         self._tickets = itertools.count(1)
         self._readers: dict[int, OutputQueue] = {}
-        self._calls: dict[int, asyncio.Future[int | list[float]]] = {}
+        self._calls: dict[int, asyncio.Future[int]] = {}
         self._past = EngineStats()  # the counters of engines that died
         self._down: str | None = None  # why calls are refused
         self._is_lost = False  # down, and not to be started again
@@ -144,19 +147,9 @@ class ProcessClient:
         if self._is_stuck():
             raise EngineError(f"the engine has made no progress for {self._silent_s():.0f} s")
 
-    async def embed(self, prompt: tuple[int, ...], pooling: str, request_id: str = "") -> list[float]:
-        """Wait in line, then run a prompt for its hidden state, between two steps."""
-        result = await self._call(
-            lambda ticket: Embed(ticket, prompt, pooling, request_id), on_cancel=Withdraw
-        )
-        assert isinstance(result, list), result
-        return result
-
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
-        result = await self._call(ResetPrefixCache)
-        assert isinstance(result, int), result
-        return result
+        return await self._call(ResetPrefixCache)
 
     async def close(self) -> None:
         """Stop the process and wait for its end; open requests get `EngineStopped`."""
@@ -182,19 +175,15 @@ class ProcessClient:
 
         return end
 
-    async def _call(
-        self, command: Callable[[int], Command], *, on_cancel: Callable[[int], Command] | None = None
-    ) -> int | list[float]:
+    async def _call(self, command: Callable[[int], Command]) -> int:
         ticket = next(self._tickets)
         self._send(command(ticket))
-        done: asyncio.Future[int | list[float]] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._calls[ticket] = done
         try:
             return await done
         finally:
-            if self._calls.pop(ticket, None) is not None and done.cancelled() and on_cancel is not None:
-                with contextlib.suppress(EngineStopped):
-                    self._send(on_cancel(ticket))
+            self._calls.pop(ticket, None)
 
     def _send(self, command: Command) -> None:
         if self._down is not None:
@@ -208,9 +197,10 @@ class ProcessClient:
 
     def _take(self, message: Message) -> None:
         assert isinstance(message, StepReport), message
+        if is_progress(self._stats, message.stats):
+            self._progress_at = time.monotonic()
         self._stats = message.stats
         self._num_taken = message.num_commands
-        self._progress_at = time.monotonic()
         readers = self._readers
         for ticket, output in zip(message.tickets, message.outputs, strict=True):
             if ticket in readers:  # else its reader has left, and the engine will know soon

@@ -9,9 +9,6 @@ sent to: a queue where the engine is a thread of the same process, a number wher
 
 A reader may unsubscribe and another may come under the same request id before the first one's last outputs
 have arrived, so outputs are addressed by subscriber, never by request id alone.
-
-Embeddings wait in the same line as requests: they count against `max_queue`, one that is withdrawn before
-its turn is dropped, and a turn of the engine's loop makes one of them beside a step for all requests.
 """
 
 from __future__ import annotations
@@ -20,18 +17,15 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import replace
 from typing import Generic, TypeAlias, TypeVar
 
 from infer.engine.engine import Engine
-from infer.engine.stats import EngineStats
-from infer.errors import EngineError, InferError, QueueFull, RequestError
+from infer.errors import EngineError, InferError, RequestError
 from infer.scheduling.request import Request, StepOutput
 
 logger = logging.getLogger(__name__)
 
 Subscriber = TypeVar("Subscriber")
-Ticket = TypeVar("Ticket")
 
 OnEnd: TypeAlias = Callable[[bool], None]  # ends a subscription, given whether the request has ended
 
@@ -117,30 +111,12 @@ async def read_outputs(
         on_end(has_ended)
 
 
-class Subscribers(Generic[Subscriber, Ticket]):
-    """An engine and the addresses of its outputs. Not thread-safe: the engine's thread owns it.
-
-    A `Ticket` is the address of an embedding.
-    """
+class Subscribers(Generic[Subscriber]):
+    """An engine and the addresses of its outputs. Not thread-safe: the engine's thread owns it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._by_id: dict[str, Subscriber] = {}
-        self._embeds: dict[Ticket, tuple[tuple[int, ...], str, str]] = {}  # oldest first
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a request or an embedding is waiting or running."""
-        return self._engine.has_work or bool(self._embeds)
-
-    def stats(self) -> EngineStats:
-        """The engine's counts; waiting embeddings count as waiting sequences."""
-        stats = self._engine.stats()
-        return replace(stats, num_waiting=stats.num_waiting + len(self._embeds)) if self._embeds else stats
-
-    def waiting_embeds(self) -> list[Ticket]:
-        """The tickets of all embeddings that have not been made."""
-        return list(self._embeds)
 
     def all(self) -> list[Subscriber]:
         """The subscriber of every request that is being served."""
@@ -149,7 +125,6 @@ class Subscribers(Generic[Subscriber, Ticket]):
     def add(self, request: Request, subscriber: Subscriber) -> Exception | None:
         """Accept a request, or return the error that belongs to its subscriber alone."""
         try:
-            self._check_room()
             self._engine.add(request)
         except Exception as error:
             _log_if_unexpected(request.request_id, error)
@@ -185,40 +160,6 @@ class Subscribers(Generic[Subscriber, Ticket]):
             if not self._engine.is_serving(output.request_id):
                 by_id.pop(output.request_id, None)
         return addressed
-
-    def embed(
-        self, ticket: Ticket, prompt: tuple[int, ...], pooling: str, request_id: str
-    ) -> Exception | None:
-        """Put an embedding in line, or return the error that there is no room for it."""
-        try:
-            self._check_room()
-        except QueueFull as error:
-            return error
-        self._embeds[ticket] = prompt, pooling, request_id
-        return None
-
-    def withdraw(self, ticket: Ticket) -> None:
-        """Drop an embedding that has not been made."""
-        self._embeds.pop(ticket, None)
-
-    def embed_next(self) -> tuple[Ticket, list[float] | Exception] | None:
-        """Make the embedding that has waited longest; returns its ticket, and the vector or the error."""
-        if not self._embeds:
-            return None
-        ticket, (prompt, pooling, request_id) = next(iter(self._embeds.items()))
-        try:
-            return ticket, self._engine.embed(prompt, pooling)
-        except Exception as error:  # it belongs to this subscriber alone
-            _log_if_unexpected(request_id, error)
-            return ticket, error
-        finally:
-            del self._embeds[ticket]
-
-    def _check_room(self) -> None:
-        scheduler = self._engine.scheduler
-        limit, num_waiting = scheduler.config.max_queue, scheduler.num_waiting + len(self._embeds)
-        if limit is not None and num_waiting >= limit:
-            raise QueueFull(f"{num_waiting} sequences are waiting and max_queue is {limit}")
 
 
 def _log_if_unexpected(request_id: str, error: Exception) -> None:

@@ -246,8 +246,8 @@ class SchedulerConfig:
     max_decode_gap: int = knob(8, "steps for which prefill_first may leave decoding sequences out")
     max_queue: int | None = knob(
         None,
-        "sequences that may wait for an engine; more are refused; "
-        f"default: {SERVER_MAX_QUEUE} in a server, no limit in the library",
+        "sequences that may wait for an engine, beside those that its free places will take; more are "
+        f"refused; default: {SERVER_MAX_QUEUE} in a server, no limit in the library",
         aliases=("max_queued_requests",),
         formerly=("max_waiting",),
     )

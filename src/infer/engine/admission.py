@@ -15,7 +15,7 @@ import numpy as np
 
 from infer.cache.kv_pool import KVCachePool
 from infer.errors import ContextOverflow, QueueFull, RequestError
-from infer.scheduling.request import Request
+from infer.scheduling.request import POOLINGS, Request
 from infer.scheduling.scheduler import Scheduler
 from infer.scheduling.sequence import SequenceGroup
 
@@ -37,13 +37,16 @@ def admit(
 
     A request without a seed gets one that follows from its `number`: equal runs give equal answers.
     """
-    params, config, num_waiting = request.params, scheduler.config, scheduler.num_waiting
-    if config.max_queue is not None and num_waiting >= config.max_queue:
-        raise QueueFull(f"{num_waiting} sequences are waiting and max_queue is {config.max_queue}")
+    params, config = request.params, scheduler.config
+    # a burst meets places that the next step fills: a sequence that will have one does not count as waiting
+    num_queued = scheduler.num_waiting - scheduler.num_free_places
+    if config.max_queue is not None and num_queued >= config.max_queue:
+        raise QueueFull(f"{num_queued} sequences are waiting and max_queue is {config.max_queue}")
     if params.use_beam_search and not scheduler.keeps_cache:
         raise RequestError("beam search needs a KV cache, and kv_cache_backend=naive keeps none")
     tokens = check_token_ids(request, vocab_size)
     check_order(request)
+    check_pooling(request)
     check_width(request, config.max_batch_size, config.max_num_batched_tokens)
     max_total = longest_total(request, context_len, scheduler.pool)
     stop_ids = params.stop_token_ids if params.ignore_eos else (*eos_ids, *params.stop_token_ids)
@@ -94,6 +97,20 @@ def check_order(request: Request) -> None:
         raise RequestError(f"deadline must be a finite number of seconds, got {shown}", param="deadline")
 
 
+def check_pooling(request: Request) -> None:
+    """Refuse a pooling that is not known, and one beside outputs that an embedding does not have."""
+    if request.pooling is None:
+        return
+    if request.pooling not in POOLINGS:
+        raise RequestError(
+            f"pooling must be one of {', '.join(POOLINGS)}, got {request.pooling!r}", param="pooling"
+        )
+    if request.params.num_sequences > 1 or request.params.prompt_logprobs is not None:
+        raise RequestError(
+            "an embedding has no n, best_of, beams or prompt_logprobs; leave them out", param="pooling"
+        )
+
+
 def check_width(request: Request, max_batch_size: int, budget: int) -> None:
     """Refuse more sequences than may ever run side by side, and more beams than one step can serve."""
     params = request.params
@@ -118,6 +135,8 @@ def longest_total(request: Request, context_len: int, pool: KVCachePool) -> int:
     together, so they must fit together.
     """
     params, num_prompt = request.params, len(request.prompt)
+    if request.pooling is not None:
+        return _pooled_total(num_prompt, context_len, pool)
     max_total = context_len if params.max_tokens is None else num_prompt + params.max_tokens
     if num_prompt >= context_len or max_total > context_len:
         raise ContextOverflow(num_prompt, params.max_tokens or 1, context_len)
@@ -133,4 +152,18 @@ def longest_total(request: Request, context_len: int, pool: KVCachePool) -> int:
         f"{pool.longest()}; shorten the prompt or lower max_tokens (the settings "
         "kv_cache_memory and num_blocks give the cache its size)",
         param="max_tokens",
+    )
+
+
+def _pooled_total(num_prompt: int, context_len: int, pool: KVCachePool) -> int:
+    """The total of an embedding: its prompt may fill the context, and one token follows that never comes."""
+    if num_prompt > context_len:
+        raise ContextOverflow(num_prompt, 0, context_len)
+    if num_prompt <= pool.num_blocks * pool.block_size and pool.can_ever_fit(num_prompt):
+        return num_prompt + 1
+    raise RequestError(
+        f"the input needs {num_prompt} tokens of cache, but the whole cache holds "
+        f"{pool.num_blocks * pool.block_size}; shorten it (the settings kv_cache_memory and num_blocks give "
+        "the cache its size)",
+        param="prompt",
     )

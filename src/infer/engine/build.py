@@ -38,7 +38,6 @@ from infer.engine.rehearsal import rehearse
 from infer.engine.run_manifest import RunFacts, fingerprint, shareable_knobs
 from infer.engine.start_line import describe_engine
 from infer.errors import ConfigError
-from infer.execution.embedding import embed_prompt
 from infer.execution.gpu.runner import DeviceRunner
 from infer.execution.model_runner import ModelRunner
 from infer.kernels.runtime.dispatch import is_gpu
@@ -120,7 +119,6 @@ def build_engine(
         vocab_size=loaded.config.vocab_size,
         eos_ids=loaded.eos_ids,
         observer=observer,
-        embedder=partial(embed_prompt, loaded.model, loaded.device),
         steps_ahead=config.steps_ahead,
         prepare=freezing(runner.prepare) if on_gpu else runner.prepare,
         phases=phases,

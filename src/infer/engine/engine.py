@@ -37,7 +37,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from infer.engine.admission import admit, check_token_ids
+from infer.engine.admission import admit
 from infer.engine.observer import EngineObserver
 from infer.engine.phases import Phases
 from infer.engine.requests import RequestTable
@@ -46,13 +46,11 @@ from infer.errors import ContextOverflow, DeviceLost, EngineError, RequestError
 from infer.execution.runner import Runner, StepResult
 from infer.sampling.params import NO_TOKEN
 from infer.scheduling.plan import StepPlan
-from infer.scheduling.request import POOLINGS, Request, StepOutput
+from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.scheduler import Scheduler
 from infer.scheduling.sequence import Sequence
 
 logger = logging.getLogger(__name__)
-
-Embedder = Callable[[Seq[int], str], list[float]]  # (prompt, pooling) -> embedding
 
 MAX_EMPTY_STEPS = 3
 
@@ -81,7 +79,6 @@ class Engine:
         vocab_size: int,
         eos_ids: tuple[int, ...] = (),
         observer: EngineObserver | None = None,
-        embedder: Embedder | None = None,
         steps_ahead: int = 0,
         prepare: Callable[[], bool] = lambda: False,
         phases: Phases | None = None,
@@ -93,7 +90,6 @@ class Engine:
         self.model_len = model_len or context_len  # the model's own context, where less is served
         self.family = family  # of the model's network
         self._runner = runner
-        self._embedder = embedder
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._observer = observer or EngineObserver()
@@ -191,19 +187,6 @@ class Engine:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
         self._observer.on_reset(self.scheduler.step)
         return self.scheduler.pool.reset_prefix_cache()
-
-    def embed(self, prompt: tuple[int, ...], pooling: str) -> list[float]:
-        """The final hidden state of a prompt's last token, or the mean over its tokens; nothing is cached."""
-        check_token_ids(Request(request_id="", prompt=prompt), self._vocab_size)
-        if len(prompt) > self.context_len:
-            raise ContextOverflow(len(prompt), 0, self.context_len, model_len=self.model_len)
-        if pooling not in POOLINGS:
-            raise RequestError(
-                f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}", param="pooling"
-            )
-        if self._embedder is None:
-            raise RequestError("this engine has no model to embed with")
-        return self._embedder(prompt, pooling)
 
     # -- the loop ---------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ A request begins as one sequence, its *leader*, which computes the prompt for al
                    ├───id──id── length              and the leader forks: the children share its blocks
                    └───id──id──id──id── stop
     beams     leader, then W sequences that advance together and replace each other     (beam.py)
+    pooling   leader alone, which draws nothing: it ends with its prompt and answers with an embedding
 
 Every id that arrives is appended, and it is the last if it is a stop or if no more tokens fit. A sequence
 that ends leaves the scheduler at once; a request is served until its last one has ended.
@@ -16,11 +17,12 @@ Whatever happens, each sequence the client waits for gets exactly one output wit
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from time import perf_counter
 
 import msgspec
+import numpy as np
 
 from infer.execution.runner import StepResult
 from infer.sampling.params import RowLogprobs
@@ -59,6 +61,8 @@ class RequestTable:
         leader.arrival = self.num_added * ARRIVALS_PER_GROUP
         leader.num_slots = params.num_sequences
         leader.num_samples = 1 if group.is_beam else params.num_sequences
+        if group.request.pooling is not None:
+            leader.num_samples = 0  # it never draws: its last chunk is pooled
         self.num_added += 1
         self._scheduler.add(leader)
         self.groups[group.request.request_id] = group
@@ -123,6 +127,32 @@ class RequestTable:
         for group, beams in offers.values():
             if not group.is_finished:
                 outputs.extend(self._advance_beams(group, beams))
+        if result.pooled:
+            outputs += self._report_pooled(plan, sequences, result.pooled)
+        return outputs
+
+    def _report_pooled(
+        self, plan: StepPlan, sequences: Seq[Sequence], pooled: Mapping[int, np.ndarray]
+    ) -> list[StepOutput]:
+        """Add the pooled states of a step's chunks up; one output for each embedding that is complete."""
+        outputs: list[StepOutput] = []
+        for chunk, seq in zip(plan.chunks, sequences, strict=True):
+            group, states_D = seq.group, pooled.get(seq.seq_id)
+            if states_D is None or seq.finish_reason is not None:
+                continue
+            if group.pooled_D is not None and chunk.start:  # at 0 it starts over: it was preempted half way
+                states_D = group.pooled_D + states_D
+            group.pooled_D = states_D.astype(np.float64)
+            if chunk.stop < seq.num_prompt:
+                continue
+            if group.request.pooling == "mean":
+                group.pooled_D /= seq.num_prompt
+            if not np.isfinite(group.pooled_D).all():
+                outputs += self.end(group, [seq], "error", error="the model's hidden states are not finite")
+                continue
+            self.num_prompt_tokens += seq.num_prompt
+            (output,) = self.end(group, [seq], "stop")
+            outputs.append(msgspec.structs.replace(output, embedding=tuple(group.pooled_D.tolist())))
         return outputs
 
     def _fork_leaders(

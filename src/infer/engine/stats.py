@@ -56,6 +56,16 @@ def add_counters(now: EngineStats, past: EngineStats) -> EngineStats:
     return replace(now, **counted, step_sizes=sizes)
 
 
+def is_progress(before: EngineStats, after: EngineStats) -> bool:
+    """Whether an engine has done something between two snapshots: computed tokens, or had nothing to do.
+
+    Outputs do not count, for a chunk of a long prompt makes none; nor do turns of the loop without a step.
+    """
+    was_idle = not (before.num_running or before.num_waiting)
+    is_idle = not (after.num_running or after.num_waiting)
+    return was_idle or is_idle or after.num_step_tokens > before.num_step_tokens
+
+
 class Histogram:
     """Counts of values by bucket: `observe` is a search among a few numbers and two additions."""
 

@@ -45,7 +45,7 @@ class NeededTokens(NamedTuple):
 
 
 def needed_tokens(plan: StepPlan, sequences: Sequence[TokenSequence], last_places: list[int]) -> NeededTokens:
-    """The ends, at `last_places`, of the chunks that sample; all tokens where logprobs of a prompt are asked.
+    """The ends, at `last_places`, of the chunks that sample; all tokens where a prompt's states are read.
 
     There is always one, though the middle of a long prompt samples nothing: a kernel wants a row to compute.
     """
@@ -60,11 +60,13 @@ def needed_tokens(plan: StepPlan, sequences: Sequence[TokenSequence], last_place
 
 
 def reads_prompt(start: int, seq: TokenSequence) -> bool:
-    """Whether logprobs of prompt tokens come from a chunk that begins at `start`.
+    """Whether the hidden states of all tokens of a chunk that begins at `start` are read.
 
-    A prompt's last token predicts the output.
+    They are for an embedding, and for logprobs of a prompt, whose last token predicts the output.
     """
-    return seq.group.request.params.prompt_logprobs is not None and start < seq.num_prompt - 1
+    request = seq.group.request
+    has_logprobs = request.params.prompt_logprobs is not None and start < seq.num_prompt - 1
+    return has_logprobs or request.pooling is not None
 
 
 class TokenLayout(NamedTuple):

@@ -1,31 +1,57 @@
-"""The embedding of a prompt: its hidden states, pooled, computed beside the cache.
+"""The embedding of a prompt: the hidden states of its tokens, pooled chunk by chunk.
 
-Shapes:  T tokens of a piece of the prompt, D hidden size.
+An embedding is a request like any other up to its last prompt token: its chunks share steps with what
+decodes. Where a token would be drawn, the final hidden states are pooled instead:
+
+    last   the state of the prompt's last token, from its last chunk
+    mean   the sum over the tokens of each chunk; the engine adds the sums of all chunks up
+
+What a chunk gives depends on nothing but the chunk, so a runner keeps nothing between two steps.
+
+Shapes:  T tokens of a step, E chunks that are pooled, D hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from infer.kernels.attention.reference import attend_sdpa
-from infer.layers.whole_sequence import WholeSequence
-from infer.models.model import Model
-
-CHUNK_LEN = 512  # tokens of a prompt that are computed at once
+from infer.scheduling.plan import StepPlan
+from infer.scheduling.sequence import Sequence as TokenSequence
 
 
-@torch.inference_mode()
-def embed_prompt(model: Model, device: torch.device, prompt: Sequence[int], pooling: str) -> list[float]:
-    """The hidden state of a prompt's last token, or the mean over all of them; nothing is cached."""
-    step = WholeSequence(attend_sdpa, device)
-    sum_D = last_D = torch.zeros(model.config.hidden_size, device=device)
-    for first in range(0, len(prompt), CHUNK_LEN):
-        tokens_T = torch.tensor(prompt[first : first + CHUNK_LEN], device=device)
-        step.advance(len(tokens_T))
-        hidden_TD = model(tokens_T, step).float()
-        sum_D, last_D = sum_D + hidden_TD.sum(dim=0), hidden_TD[-1]
-    pooled_D = last_D if pooling == "last" else sum_D / len(prompt)
-    embedding: list[float] = pooled_D.tolist()
-    return embedding
+class Pooled(NamedTuple):
+    """The pooled states of some chunks of a step; false where there are none."""
+
+    seq_ids: list[int]
+    states_ED: torch.Tensor
+
+    def __bool__(self) -> bool:
+        return bool(self.seq_ids)
+
+    def by_sequence(self) -> dict[int, np.ndarray]:
+        """The states by seq_id; what is on its way to the host must have arrived."""
+        return dict(zip(self.seq_ids, self.states_ED.cpu().numpy(), strict=True))
+
+
+def pool_hidden(
+    plan: StepPlan, sequences: Sequence[TokenSequence], last_rows: list[int], hidden_TD: torch.Tensor
+) -> Pooled:
+    """Pool the chunks of embeddings, given the hidden states of all tokens and each chunk's last row."""
+    seq_ids: list[int] = []
+    states: list[torch.Tensor] = []
+    if all(seq.group.request.pooling is None for seq in sequences):
+        return Pooled(seq_ids, hidden_TD[:0])
+    for chunk, seq, last in zip(plan.chunks, sequences, last_rows, strict=True):
+        pooling = seq.group.request.pooling
+        if pooling == "mean":
+            states.append(hidden_TD[last + 1 - (chunk.stop - chunk.start) : last + 1].float().sum(dim=0))
+        elif pooling == "last" and chunk.stop == seq.num_prompt:
+            states.append(hidden_TD[last].float())
+        else:
+            continue
+        seq_ids.append(seq.seq_id)
+    return Pooled(seq_ids, torch.stack(states) if states else hidden_TD[:0])

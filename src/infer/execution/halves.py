@@ -60,6 +60,7 @@ class SmallerSteps:
         ids: list[tuple[int, ...]] = [()] * len(sequences)
         logprobs: list[tuple[RowLogprobs | None, ...]] = [()] * len(sequences)
         prompt_logprobs: dict[int, list[RowLogprobs]] = {}
+        pooled: dict[int, np.ndarray] = {}
         is_whole = True
         for part, half in halves(plan, sequences, numbers):
             result = self._run(half, [sequences[number] for number in part])
@@ -68,8 +69,10 @@ class SmallerSteps:
                     ids[number], logprobs[number] = result.ids[place], result.logprobs[place]
             for seq_id, rows in result.prompt_logprobs.items():
                 prompt_logprobs[seq_id] = prompt_logprobs.get(seq_id, []) + rows
+            for seq_id, states_D in result.pooled.items():  # of a chunk that was cut, a sum of each part
+                pooled[seq_id] = pooled[seq_id] + states_D if seq_id in pooled else states_D
             is_whole &= result.is_whole
-        return StepResult(ids, logprobs, prompt_logprobs, is_whole)
+        return StepResult(ids, logprobs, prompt_logprobs, is_whole, pooled)
 
     def _run_again(
         self, plan: StepPlan, sequences: Sequence[TokenSequence], error: torch.OutOfMemoryError

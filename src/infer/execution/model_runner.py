@@ -5,6 +5,7 @@ batch     ── the plan's integers become tensors                          (ex
 model     ── hidden states of the tokens that are read: behind the last attention there are no others
 logits    ── only of the rows that sample, or whose logprobs were asked for
 sample    ── one token per sampling row, several for a chunk about to fork (execution/host_sampling.py)
+pool      ── hidden states of the chunks of embeddings                   (execution/embedding.py)
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from infer.cache.kv_store import KVStore
 from infer.errors import DeviceLost
 from infer.execution.batch import PagedStep, StepBatch, needed_tokens
 from infer.execution.cpu_step import CpuSteps, can_run
+from infer.execution.embedding import pool_hidden
 from infer.execution.halves import SmallerSteps
 from infer.execution.host_sampling import HostSampler
 from infer.execution.runner import StepResult, SyncRunner
@@ -71,7 +73,9 @@ class ModelRunner(SyncRunner):
 
     def _compute(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
         hidden_TD, last_rows = self._hidden(plan, sequences)
-        return self._sampler.sample(plan, sequences, last_rows, hidden_TD)
+        result = self._sampler.sample(plan, sequences, last_rows, hidden_TD)
+        pooled = pool_hidden(plan, sequences, last_rows, hidden_TD)
+        return result._replace(pooled=pooled.by_sequence()) if pooled else result
 
     def _hidden(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> tuple[torch.Tensor, list[int]]:
         """Hidden states of the needed tokens, and where the last one of each chunk is among them."""

@@ -10,8 +10,10 @@ a CPU, and of plain PyTorch on any device, is in model_runner.py; the one whose 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from infer.sampling.params import RowLogprobs
 from infer.scheduling.plan import StepPlan
@@ -25,6 +27,7 @@ class StepResult(NamedTuple):
     logprobs: list[tuple[RowLogprobs | None, ...]]
     prompt_logprobs: dict[int, list[RowLogprobs]]  # by seq_id: of the prompt tokens after this chunk's own
     is_whole: bool = False  # True: the runner has made sure that none of the ids is NO_TOKEN
+    pooled: Mapping[int, np.ndarray] = {}  # by seq_id: pooled hidden states of this chunk of an embedding
 
 
 class Runner(Protocol):

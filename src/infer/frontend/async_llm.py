@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Unpack
 
-from infer.client.client import EngineClient, InProcessClient
+from infer.client.client import EngineClient, InProcessClient, embed
 from infer.engine.engine import Engine
 from infer.engine.gc_freeze import collect
 from infer.errors import EngineError, EngineStopped
@@ -146,13 +146,14 @@ class AsyncLLM(TextModel):
     async def embed(
         self, prompt: Prompt, *, pooling: str | None = None, normalize: bool | None = None
     ) -> list[float]:
-        """The vector of a text or of token ids, between two steps of the others; see `LLM.embed`."""
+        """The vector of a text or of token ids, computed in steps shared with all others; see `LLM.embed`."""
         check_single(prompt)
         given = read_prompt(prompt)
         job = await asyncio.to_thread(
             open_embeddings, self.encoder, [given], pooling=pooling, normalize=normalize
         )
-        return job.finish(await self.client.embed(job.prompts[0], job.pooling))
+        (request,) = job.requests(self.encoder.next_id)
+        return job.finish(await embed(self.client, request))
 
     async def _generate(
         self,

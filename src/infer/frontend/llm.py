@@ -5,15 +5,20 @@
         print(answer.text)
 
 All prompts of a call are in the engine together; it batches them as it sees fit, and each answer is
-what it would have been alone. Not thread-safe: for many callers at once use `AsyncLLM`.
+what it would have been alone.
+
+One thread at a time: a call while another thread is in one raises `EngineError` at once. A second thread may
+take over when the first is done. For many callers at once use `AsyncLLM`, an `LLM` per thread, or a lock.
 
 A model is large; `llm.close()`, or `with LLM(...) as llm:`, gives its memory back.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Unpack
@@ -40,7 +45,7 @@ from infer.log import progress
 from infer.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from infer.scheduling.request import Request
+    from infer.scheduling.request import Request, StepOutput
     from infer.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "TextDelta"]
@@ -98,12 +103,31 @@ class TextModel:
 
 
 class LLM(TextModel):
-    """A model that answers prompts; keywords are the knobs of docs/knobs.md."""
+    """A model that answers prompts; keywords are the knobs of docs/knobs.md.
+
+    One thread at a time may be in a call; another one that comes meanwhile gets an `EngineError`. Threads may
+    take turns. `AsyncLLM` serves many callers at once.
+    """
 
     def _start(self, engine: Engine) -> None:
         self._engine: Engine | None = engine  # None: closed
         self._streams: dict[str, _Stream] = {}
         self._dropped: deque[_Stream] = deque()  # their readers are gone; to be closed between steps
+        self._embeddings: dict[str, StepOutput | None] = {}  # by request id; None: not made yet
+        self._turn = threading.RLock()  # held by the thread that is in a call
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """Let one thread in; another that comes meanwhile is refused, for the engine has one thread."""
+        if not self._turn.acquire(blocking=False):
+            raise EngineError(
+                "this LLM is in a call of another thread, and it serves one thread at a time; use AsyncLLM "
+                "for many callers, make an LLM for each thread, or guard the calls with a lock"
+            )
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     def __enter__(self) -> LLM:
         return self
@@ -115,10 +139,11 @@ class LLM(TextModel):
         """Let go of the weights and the cache; requests still open, and later calls, get `EngineStopped`."""
         if self._engine is None:
             return
-        for stream in list(self._streams.values()):
-            self._close(stream)
-        self._dropped.clear()
-        self._engine = None
+        with self._in_turn():
+            for stream in list(self._streams.values()):
+                self._close(stream)
+            self._dropped.clear()
+            self._engine = None
         collect()
 
     @property
@@ -157,7 +182,8 @@ class LLM(TextModel):
 
         If the engine fails some of several prompts, `BatchFailed` names them and holds the other answers.
         """
-        return self._generate(as_batch(prompts), params, options, show_progress=show_progress)
+        with self._in_turn():
+            return self._generate(as_batch(prompts), params, options, show_progress=show_progress)
 
     def _generate(
         self,
@@ -219,7 +245,8 @@ class LLM(TextModel):
             self.encode_chat(conversation, tools=tools, template_options=template_options)
             for conversation in as_conversations(messages)
         ]
-        return self._generate(prompts, params, options, is_chat=True)
+        with self._in_turn():
+            return self._generate(prompts, params, options, is_chat=True)
 
     def embed(
         self,
@@ -236,12 +263,36 @@ class LLM(TextModel):
         """
         given = [read_prompt(prompt) for prompt in as_batch(prompts)]
         job = open_embeddings(self.encoder, given, pooling=pooling, normalize=normalize)
-        vectors = []
-        with progress("embedding", total=len(given), is_shown=show_progress) as advance:
-            for prompt in job.prompts:
-                vectors.append(job.finish(self.engine.embed(prompt, job.pooling)))
-                advance(1)
-        return vectors
+        with (
+            self._in_turn(),
+            progress("embedding", total=len(given), is_shown=show_progress) as advance,
+        ):
+            requests = job.requests(self.encoder.next_id)
+            return [job.finish(state) for state in self._embed(requests, advance)]
+
+    def _embed(self, requests: Sequence[Request], advance: Callable[[int], None]) -> list[list[float]]:
+        """The pooled hidden states of prompts, which are in the engine together."""
+        made = self._embeddings
+        try:
+            for request in requests:
+                self.engine.add(request)
+                made[request.request_id] = None
+            unfinished = {request.request_id for request in requests}
+            while unfinished:
+                finished = unfinished.intersection(self._step())
+                unfinished -= finished
+                advance(len(finished))
+            states = []
+            for output in [made[request.request_id] for request in requests]:
+                assert output is not None, "its id was among the finished"
+                if output.error is not None:
+                    raise EngineError(f"request {output.request_id} failed: {output.error}")
+                states.append(list(output.embedding))
+            return states
+        finally:
+            for request in requests:
+                if made.pop(request.request_id, None) is None and self._engine is not None:
+                    self._engine.abort(request.request_id)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
@@ -254,7 +305,8 @@ class LLM(TextModel):
     ) -> TextStream:
         if isinstance(params, SamplingParams):
             check_streams(params, "use generate")
-        return TextStream(self, self._open(prompt, params, options, is_chat=is_chat))
+        with self._in_turn():
+            return TextStream(self, self._open(prompt, params, options, is_chat=is_chat))
 
     def stream_chat(
         self,
@@ -299,6 +351,9 @@ class LLM(TextModel):
         for output in self.engine.step():
             stream = self._streams.get(output.request_id)
             if stream is None:
+                if output.request_id in self._embeddings:
+                    self._embeddings[output.request_id] = output
+                    finished.append(output.request_id)
                 continue
             delta, can_stop = stream.builder.take(output)
             if delta is not None:
@@ -351,6 +406,10 @@ class TextStream(Iterator[TextDelta]):
         self._is_closed = False
 
     def __next__(self) -> TextDelta:
+        with self._llm._in_turn():
+            return self._read()
+
+    def _read(self) -> TextDelta:
         deltas = self._stream.deltas
         try:
             while not deltas:
@@ -373,9 +432,10 @@ class TextStream(Iterator[TextDelta]):
     def close(self) -> None:
         """End the request, wherever it is; nothing more will come."""
         if not self._is_closed:
-            self._is_closed = True
-            self._stream.deltas.clear()
-            self._llm._close(self._stream)
+            with self._llm._in_turn():
+                self._is_closed = True
+                self._stream.deltas.clear()
+                self._llm._close(self._stream)
 
     def __del__(self) -> None:
         # Garbage may be collected in the middle of a step, when the engine must be left alone.

@@ -18,7 +18,7 @@ import itertools
 import math
 import numbers
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack, cast
@@ -165,8 +165,12 @@ class PromptEncoder:
                 params = SamplingParams(**(advice | {"max_tokens": None}))
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, got {type(params).__name__}", param="params")
-        request_id = request_id if request_id is not None else f"request-{next(self._numbers)}"
+        request_id = request_id if request_id is not None else self.next_id()
         return Request(request_id=request_id, prompt=tuple(ids), params=params, **options)
+
+    def next_id(self) -> str:
+        """An id for a request that was given none: the next number."""
+        return f"request-{next(self._numbers)}"
 
 
 def blame(error: RequestError, param: str) -> RequestError:
@@ -290,6 +294,13 @@ class EmbeddingJob:
     def finish(self, hidden: list[float]) -> list[float]:
         """The vector of one input, from its hidden state."""
         return to_unit(hidden) if self.normalize else hidden
+
+    def requests(self, next_id: Callable[[], str], deadline: float | None = None) -> list[Request]:
+        """A request for each input."""
+        return [
+            Request(request_id=next_id(), prompt=prompt, pooling=self.pooling, deadline=deadline)
+            for prompt in self.prompts
+        ]
 
 
 def open_embeddings(

@@ -1,7 +1,8 @@
 """What a client asked for, and what it gets back, in token ids.
 
 A `Request` is frozen when it arrives; everything that changes while it is served lives in its
-`Sequence`s. Each step that makes tokens for it yields one `StepOutput` per sequence.
+`Sequence`s. Each step that makes tokens for it yields one `StepOutput` per sequence. An embedding is a
+request with a `pooling`: its one output comes with the last chunk of its prompt and holds no token.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ POOLINGS = ("last", "mean")  # which hidden states of a prompt make its embeddin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt and how to continue it."""
+    """One prompt and how to continue it, or how to pool its hidden states."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -25,6 +26,7 @@ class Request:
     priority: int = 0  # smaller is more urgent; read by the `priority` policy
     deadline: float | None = None  # engine-clock seconds by which it should end; read by `deadline`
     cache_salt: str = ""  # only requests with the same salt share cached prefixes
+    pooling: str | None = None  # one of POOLINGS: answer with an embedding of the prompt, and no token
 
 
 class StepOutput(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -46,3 +48,6 @@ class StepOutput(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     num_cached: int = 0  # prompt tokens that came from the prefix cache; in the first and the last
     prompt_logprobs: tuple[RowLogprobs | None, ...] | None = None  # once, with the first token
     error: str | None = None  # what went wrong, with finish_reason "error"
+    embedding: tuple[
+        float, ...
+    ] = ()  # the pooled hidden states of a prompt, where the request asked for them

@@ -128,6 +128,11 @@ class Scheduler:
         """Sequences that do not run yet, or not at the moment."""
         return len(self._by_id) - len(self.running)
 
+    @property
+    def num_free_places(self) -> int:
+        """Sequences that the batch has room for beside those that run."""
+        return self.config.max_batch_size - self._slots_used
+
     def sequences(self) -> list[Sequence]:
         """Every live sequence, running or waiting."""
         return list(self._by_id.values())
@@ -385,8 +390,9 @@ class Scheduler:
     def _match_prefix(self, seq: Sequence) -> None:
         """Enter a sequence into the cache, further ahead where the prefix tree knows its start."""
         request = seq.group.request
-        # prompt logprobs need the logits of every position
-        known = () if request.params.prompt_logprobs is not None else seq.tokens
+        # prompt logprobs need the logits of every position, and a mean the hidden states
+        reads_all = request.params.prompt_logprobs is not None or request.pooling == "mean"
+        known = () if reads_all else seq.tokens
         seq.num_computed = self.pool.match_prefix(seq.seq_id, known, request.cache_salt)
 
     # -- small parts ------------------------------------------------------------------------------

@@ -196,6 +196,7 @@ class SequenceGroup:
         "finished_beams",
         "max_total",
         "num_made",
+        "pooled_D",
         "prompt_logprobs",
         "queue_s",
         "request",
@@ -215,6 +216,7 @@ class SequenceGroup:
         self.num_made = 0  # sequences ever made for it, dropped beams included
         self.prompt_logprobs: list[RowLogprobs | None] = []
         self.finished_beams: list[FinishedBeam] = []
+        self.pooled_D: np.ndarray | None = None  # hidden states of an embedding's chunks so far, added up
 
     @property
     def is_beam(self) -> bool:

@@ -84,6 +84,7 @@ class Recorder(EngineObserver):
             "priority": request.priority,
             "deadline": request.deadline,
             "cache_salt": self._hash_salt(request.cache_salt),
+            "pooling": request.pooling,
         }
         self._event("add", step, request=written)
 

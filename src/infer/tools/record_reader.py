@@ -68,6 +68,7 @@ class _Request(msgspec.Struct, frozen=True):
     priority: int
     deadline: float | None
     cache_salt: str
+    pooling: str | None = None
 
 
 class Added(_Event, frozen=True, tag="add"):

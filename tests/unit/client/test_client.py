@@ -8,17 +8,20 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from infer.cache.paged_pool import PagedKVCachePool
+from infer.client import client as client_module
 from infer.client import subscribers
-from infer.client.client import InProcessClient
+from infer.client.client import InProcessClient, embed
 from infer.config.defaults import SIMULATED_STEPS
 from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig
 from infer.engine.engine import Engine
-from infer.errors import DeviceLost, EngineStopped, QueueFull, RequestError
+from infer.errors import DeviceLost, EngineError, EngineStopped, QueueFull, RequestError
 from infer.execution.runner import StepResult
 from infer.sampling.params import RowLogprobs, SamplingParams
 from infer.scheduling.batch_state import BatchState
@@ -26,7 +29,7 @@ from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.scheduler import Scheduler
 from infer.scheduling.sequence import Sequence as TokenSequence
-from tests.support.oracle import VOCAB_SIZE, OracleRunner, expected_output
+from tests.support.oracle import VOCAB_SIZE, OracleRunner, expected_embedding, expected_output
 
 
 class GatedRunner(OracleRunner):
@@ -41,30 +44,17 @@ class GatedRunner(OracleRunner):
         return super().run(plan, sequences)
 
 
-class GatedEmbedder:
-    """Embeds only when the test lets it, and remembers whom it embedded."""
-
-    def __init__(self) -> None:
-        self.gate = threading.Semaphore(0)
-        self.prompts: list[tuple[int, ...]] = []
-
-    def __call__(self, prompt: Sequence[int], pooling: str) -> list[float]:
-        self.prompts.append(tuple(prompt))
-        assert self.gate.acquire(timeout=30), "the test never opened the gate"
-        return [float(prompt[0])]
-
-
 def make_client(
     num_blocks: int = 64,
     runner_type: type[OracleRunner] = OracleRunner,
-    embedder: GatedEmbedder | None = None,
-    max_queue: int | None = None,
+    prepare: Callable[[], bool] = lambda: False,
+    **knobs: Any,
 ) -> tuple[InProcessClient, Engine]:
     pool = PagedKVCachePool(num_blocks, 4)
-    config = EngineConfig.from_knobs(max_batch_size=16, max_queue=max_queue)
+    config = EngineConfig.from_knobs(**({"max_batch_size": 16} | knobs))
     scheduler = Scheduler(pool, resolve_scheduler(config, 256, SIMULATED_STEPS))
     runner = runner_type(pool, scheduler.state)
-    engine = Engine(scheduler, runner, context_len=200, vocab_size=VOCAB_SIZE, embedder=embedder)
+    engine = Engine(scheduler, runner, context_len=200, vocab_size=VOCAB_SIZE, prepare=prepare)
     return InProcessClient(engine), engine
 
 
@@ -245,91 +235,133 @@ def test_a_lost_device_ends_the_loop_and_tells_everybody(monkeypatch: pytest.Mon
     asyncio.run(main())
 
 
-# -- embeddings -----------------------------------------------------------------------------------
-
-
 async def until(is_so: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not is_so():
             await asyncio.sleep(0.001)
 
 
-def test_generation_goes_on_between_embeddings() -> None:
+# -- embeddings -----------------------------------------------------------------------------------
+
+
+def embedding_of(number: int, *, length: int = 1, pooling: str = "last") -> Request:
+    return Request(request_id=f"e{number}", prompt=tuple(range(number, number + length)), pooling=pooling)
+
+
+def test_tokens_arrive_between_the_chunks_of_an_embedding() -> None:
     async def main() -> None:
-        embedder = GatedEmbedder()
-        client, engine = make_client(embedder=embedder)
-        embeds = [asyncio.create_task(client.embed((i,), "last")) for i in range(3)]
-        await until(lambda: len(embedder.prompts) == 1)
-        outputs = client.generate(make_request(1, max_tokens=150))
-        first = asyncio.ensure_future(anext(outputs))
+        client, engine = make_client(runner_type=GatedRunner, max_num_batched_tokens=8)
+        gate = engine._runner.gate  # type: ignore[attr-defined]
+        long = embedding_of(1, length=190, pooling="mean")
+        outputs = client.generate(make_request(2, max_tokens=5))
+        gate.release()
+        await anext(outputs)
+        task = asyncio.create_task(embed(client, long))
         await asyncio.sleep(0)
-        embedder.gate.release()  # one embedding is made, then the request has its step
-        await first
-        assert not all(embed.done() for embed in embeds)
-        embedder.gate.release(2)
-        assert await asyncio.gather(*embeds) == [[0.0], [1.0], [2.0]]
+        gate.release(3)
+        await anext(outputs)
+        assert not task.done()
+        gate.release(100)
+        assert tuple(await task) == expected_embedding(long.prompt, "mean")
         await outputs.aclose()
         await client.close()
 
     asyncio.run(main())
 
 
-def test_an_embedding_whose_caller_left_is_never_made() -> None:
+def test_an_embedding_whose_caller_left_frees_what_it_held() -> None:
     async def main() -> None:
-        embedder = GatedEmbedder()
-        client, _ = make_client(embedder=embedder)
-        first = asyncio.create_task(client.embed((0,), "last"))
-        await until(lambda: len(embedder.prompts) == 1)
-        others = [asyncio.create_task(client.embed((i,), "last")) for i in range(1, 6)]
-        await asyncio.sleep(0)
-        for other in others[:-1]:
-            other.cancel()
-        await asyncio.sleep(0)
-        embedder.gate.release(10)
-        assert await first == [0.0]
-        assert await others[-1] == [5.0]
-        assert embedder.prompts == [(0,), (5,)]
-        assert client._subscribers.waiting_embeds() == []
+        client, engine = make_client(runner_type=GatedRunner, max_num_batched_tokens=8)
+        task = asyncio.create_task(embed(client, embedding_of(1, length=190)))
+        await until(lambda: engine.has_work)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        engine._runner.gate.release(5)  # type: ignore[attr-defined]
+        await until_idle(engine)
+        assert engine.scheduler.pool.usage().num_used == 0
         await client.close()
 
     asyncio.run(main())
 
 
-def test_embeddings_count_as_waiting() -> None:
+def test_an_embedding_whose_step_fails_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        embedder = GatedEmbedder()
-        client, _ = make_client(embedder=embedder, max_queue=2)
-        first = asyncio.create_task(client.embed((0,), "last"))
-        await until(lambda: len(embedder.prompts) == 1)
-        others = [asyncio.create_task(client.embed((i,), "last")) for i in range(1, 4)]
-        refused = asyncio.create_task(collect(client, make_request(1)))
-        await asyncio.sleep(0)
-        embedder.gate.release()  # the turn ends, and the engine sees who came meanwhile
-        assert await first == [0.0]
-        with pytest.raises(QueueFull, match="max_queue is 2"):
-            await others[2]
-        with pytest.raises(QueueFull, match="max_queue is 2"):
-            await refused
-        embedder.gate.release(2)
-        assert await asyncio.gather(*others[:2]) == [[1.0], [2.0]]
+        client, engine = make_client()
+        monkeypatch.setattr(engine._runner, "fail_at", 1)
+        with pytest.raises(EngineError, match="RuntimeError in step 1"):
+            await embed(client, embedding_of(1))
+        assert tuple(await embed(client, embedding_of(2))) == expected_embedding((2,), "last")
         await client.close()
 
     asyncio.run(main())
 
 
-def test_closing_tells_embeddings_that_wait() -> None:
+# -- bursts and progress --------------------------------------------------------------------------
+
+
+def test_a_burst_fills_the_places_and_the_queue_and_the_rest_is_refused_at_once() -> None:
     async def main() -> None:
-        embedder = GatedEmbedder()
-        client, _ = make_client(embedder=embedder)
-        embeds = [asyncio.create_task(client.embed((i,), "last")) for i in range(3)]
-        await until(lambda: len(embedder.prompts) == 1)
-        closing = asyncio.create_task(client.close())
-        await until(lambda: client._is_closing)
-        embedder.gate.release(3)
-        await closing
-        results = await asyncio.gather(*embeds, return_exceptions=True)
-        assert results[0] == [0.0]
-        assert all(isinstance(result, EngineStopped) for result in results[1:])
+        client, engine = make_client(256, GatedRunner, max_queue=32)  # 16 places
+        tasks = [asyncio.create_task(collect(client, make_request(i))) for i in range(300)]
+        # all but what can be served are answered before a second step, however the burst was cut
+        engine._runner.gate.release()  # type: ignore[attr-defined]
+        await until(lambda: sum(task.done() for task in tasks) == 300 - 48)
+        assert all(isinstance(task.exception(), QueueFull) for task in tasks if task.done())
+        assert engine.num_requests == 48
+        engine._runner.gate.release(200)  # type: ignore[attr-defined]
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        assert sum(isinstance(answer, dict) for answer in done) == 48
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_a_step_that_hangs_is_no_progress_and_idle_time_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: now))
+
+    async def main() -> None:
+        nonlocal now
+        client, engine = make_client(runner_type=GatedRunner, max_num_batched_tokens=8)
+        gate = engine._runner.gate  # type: ignore[attr-defined]
+        now += 500.0
+        client.check_health()
+        task = asyncio.create_task(embed(client, embedding_of(1, length=40)))
+        for step in range(1, 5):  # chunks of a long prompt: no output, but work
+            await until(lambda step=step: engine.scheduler.step == step)  # type: ignore[misc]
+            now += 100.0
+            client.check_health()
+            gate.release()
+        await until(lambda: engine.scheduler.step == 5)
+        now += 121.0
+        with pytest.raises(EngineError, match="no progress for 121 s"):
+            client.check_health()
+        gate.release(5)
+        await task
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_a_thread_that_hangs_while_idle_is_noticed_once_it_owes_something(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, hangs = 1000.0, threading.Semaphore(0)
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: now))
+
+    async def main() -> None:
+        nonlocal now
+        client, _ = make_client(prepare=lambda: hangs.acquire(timeout=30) and False)
+        task = asyncio.create_task(collect(client, make_request(3)))
+        await asyncio.sleep(0)
+        now += 121.0
+        with pytest.raises(EngineError, match="no progress"):
+            client.check_health()
+        hangs.release(100)
+        await task
+        await client.close()
 
     asyncio.run(main())
 

@@ -16,7 +16,6 @@ from infer.client.messages import (
     Add,
     Answer,
     Command,
-    Embed,
     Failure,
     Launch,
     Message,
@@ -26,7 +25,6 @@ from infer.client.messages import (
     StepReport,
     Stop,
     Unsubscribe,
-    Withdraw,
     decode_command,
     decode_message,
     encode,
@@ -85,6 +83,7 @@ REQUESTS = st.builds(
     priority=st.integers(-MAX_INT, MAX_INT),
     deadline=some(FLOATS),
     cache_salt=TEXT,
+    pooling=some(TEXT),
 )
 ROWS = st.builds(RowLogprobs, token_id=IDS, logprob=FLOATS, rank=IDS, top=tuples_of(st.tuples(IDS, FLOATS)))
 OUTPUTS = st.builds(
@@ -99,6 +98,7 @@ OUTPUTS = st.builds(
     num_cached=IDS,
     prompt_logprobs=some(tuples_of(some(ROWS))),
     error=some(TEXT),
+    embedding=tuples_of(FLOATS),
 )
 STATS = st.builds(
     EngineStats,
@@ -106,15 +106,11 @@ STATS = st.builds(
     | {"step_sizes": tuples_of(COUNTS), "dtype": TEXT, "weights": TEXT},
 )
 FAILURES = st.builds(Failure, kind=TEXT, message=TEXT, param=some(TEXT))
-ANSWERS = st.builds(
-    Answer, ticket=COUNTS, result=some(IDS | st.lists(FLOATS, max_size=4)), failure=some(FAILURES)
-)
+ANSWERS = st.builds(Answer, ticket=COUNTS, result=some(IDS), failure=some(FAILURES))
 COMMANDS = st.one_of(
     st.builds(Add, ticket=COUNTS, request=REQUESTS),
     st.builds(Unsubscribe, ticket=COUNTS, request_id=TEXT),
     st.builds(Abort, request_id=TEXT, index=some(st.integers(0, 127))),
-    st.builds(Embed, ticket=COUNTS, prompt=tuples_of(IDS), pooling=TEXT, request_id=TEXT),
-    st.builds(Withdraw, ticket=COUNTS),
     st.builds(ResetPrefixCache, ticket=COUNTS),
     st.builds(Ping),
     st.builds(Stop),

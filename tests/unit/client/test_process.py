@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import zmq
 
 from infer.cache.paged_pool import PagedKVCachePool
-from infer.client import process
+from infer.client import process, process_client
+from infer.client.client import embed as embed_prompt
 from infer.client.messages import (
     Add,
     Command,
-    Embed,
+    Ping,
     Ready,
     StepReport,
     Stop,
-    Withdraw,
+    Unsubscribe,
     decode_message,
     encode,
 )
@@ -31,6 +33,7 @@ from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig
 from infer.engine.engine import Engine
 from infer.engine.stats import EngineStats
+from infer.errors import EngineError
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.scheduler import Scheduler
@@ -66,30 +69,19 @@ class ScriptedLink:
         self.reports.append(message)
 
 
-def serve(*turns: Sequence[Command], max_queue: int | None = None) -> tuple[list[StepReport], list[int]]:
-    """Run the loop over these commands until it would sleep; the reports, and who was embedded."""
-    embedded: list[int] = []
-
-    def embed(prompt: Sequence[int], pooling: str) -> list[float]:
-        embedded.append(prompt[0])
-        if pooling == "mean":
-            raise ZeroDivisionError
-        return [float(prompt[0])]
-
+def serve(*turns: Sequence[Command], max_queue: int | None = None) -> list[StepReport]:
+    """Run the loop over these commands until it would sleep, in an engine of one place; the reports."""
     link = ScriptedLink(*turns)
-    EngineServer(make_engine(max_queue, embed), [cast("zmq.Socket[bytes]", cast(Any, link))]).run()
-    return link.reports, embedded
+    EngineServer(make_engine(max_queue), [cast("zmq.Socket[bytes]", cast(Any, link))]).run()
+    return link.reports
 
 
-def make_engine(
-    max_queue: int | None = None, embed: Callable[[Sequence[int], str], list[float]] | None = None
-) -> Engine:
+def make_engine(max_queue: int | None = None) -> Engine:
     pool = PagedKVCachePool(64, 4)
-    scheduler = Scheduler(
-        pool, resolve_scheduler(EngineConfig.from_knobs(max_queue=max_queue), 256, SIMULATED_STEPS)
-    )
+    knobs = EngineConfig.from_knobs(max_queue=max_queue, max_batch_size=1, max_num_batched_tokens=4)
+    scheduler = Scheduler(pool, resolve_scheduler(knobs, 256, SIMULATED_STEPS))
     runner = OracleRunner(pool, scheduler.state)
-    return Engine(scheduler, runner, context_len=200, vocab_size=VOCAB_SIZE, embedder=embed)
+    return Engine(scheduler, runner, context_len=200, vocab_size=VOCAB_SIZE)
 
 
 def make_request(name: str) -> Request:
@@ -107,38 +99,35 @@ def add(ticket: int, max_tokens: int = 5) -> Add:
     )
 
 
-def test_every_embedding_has_a_report_of_its_own_and_steps_go_on_between() -> None:
-    reports, _ = serve([*(Embed(i, (i,), "last") for i in range(1, 5)), add(9)])
-    made = ["step" if report.outputs else [answer.ticket for answer in report.answers] for report in reports]
-    assert made[:8] == ["step", [1], "step", [2], "step", [3], "step", [4]]
-    waiting = [report.stats.num_waiting for report in reports]
-    assert waiting[:8] == [4, 3, 3, 2, 2, 1, 1, 0], "whoever watches sees that an answer is owed"
+def embed(ticket: int, length: int = 1) -> Add:
+    return Add(ticket, Request(request_id=f"e{ticket}", prompt=(ticket,) * length, pooling="last"))
 
 
-def test_a_failed_embedding_is_its_callers_alone() -> None:
-    reports, _ = serve([Embed(1, (1,), "mean"), Embed(2, (2,), "last")])
-    answers = [answer for report in reports for answer in report.answers]
-    assert answers[0].failure is not None
-    assert answers[0].failure.message == "ZeroDivisionError in the engine"
-    assert answers[1].result == [2.0]
+def test_every_chunk_of_a_long_embedding_is_a_report_of_work_done() -> None:
+    reports = serve([embed(1, 19)])
+    assert [report.stats.num_step_tokens for report in reports] == [4, 8, 12, 16, 19]
+    assert [report.tickets for report in reports] == [[], [], [], [], [1]]
+    assert all(report.stats.num_running for report in reports[:-1]), "an answer is owed"
 
 
 def test_an_embedding_that_was_withdrawn_is_never_made() -> None:
-    embeds = [Embed(i, (i,), "last") for i in range(1, 4)]
-    commands: list[Command] = [*embeds, Withdraw(2), Withdraw(77)]
-    reports, embedded = serve(commands)
-    assert embedded == [1, 3]
-    assert [answer.ticket for report in reports for answer in report.answers] == [1, 3]
+    reports = serve([embed(1), embed(2), Unsubscribe(2, "e2"), embed(3)])
+    assert [ticket for report in reports for ticket in report.tickets] == [1, 3]
 
 
 def test_embeddings_and_requests_share_the_places_to_wait() -> None:
-    reports, embedded = serve([*(Embed(i, (i,), "last") for i in range(1, 4)), add(9)], max_queue=2)
+    reports = serve([*map(embed, range(1, 5)), add(9)], max_queue=2)  # one place, and two to wait
     refused = [answer for report in reports for answer in report.answers if answer.failure is not None]
     assert [(answer.ticket, answer.failure and answer.failure.kind) for answer in refused] == [
-        (3, "QueueFull"),
+        (4, "QueueFull"),
         (9, "QueueFull"),
     ]
-    assert embedded == [1, 2]
+    assert [ticket for report in reports for ticket in report.tickets] == [1, 2, 3]
+
+
+def test_a_ping_is_answered_by_a_report() -> None:
+    (report,) = serve([Ping()])
+    assert report.num_commands == 1
 
 
 def test_api_processes_share_one_queue_and_get_their_own_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +144,7 @@ def test_api_processes_share_one_queue_and_get_their_own_outputs(monkeypatch: py
 
     monkeypatch.setattr(process, "_poll_all", lambda sockets: poll)
     with pytest.raises(StopIteration):
-        EngineServer(make_engine(max_queue=2), cast("Any", links)).run()
+        EngineServer(make_engine(max_queue=1), cast("Any", links)).run()
     outputs = [
         [(ticket, output.request_id) for report in link.reports for ticket, output in in_pairs(report)]
         for link in links
@@ -180,27 +169,69 @@ class SilentProcess:
 
     def listen(self, on_message: object) -> None: ...
 
+    def receive_all(self) -> None: ...
+
     def send(self, command: Command) -> None:
         self.sent.append(command)
 
     async def close(self, *, timeout: float = 0.0) -> None: ...
 
 
+async def silent_client(stuck_timeout: float) -> tuple[SilentProcess, ProcessClient]:
+    process = SilentProcess()
+    client = ProcessClient(
+        cast(EngineProcess, process),
+        Ready(EngineStats()),
+        stuck_timeout=stuck_timeout,
+        start_again=None,
+        policy=RestartPolicy(),
+    )
+    return process, client
+
+
 def test_the_client_withdraws_an_embedding_whose_caller_leaves() -> None:
     async def main() -> None:
-        process = SilentProcess()
-        client = ProcessClient(
-            cast(EngineProcess, process),
-            Ready(EngineStats()),
-            stuck_timeout=0.0,
-            start_again=None,
-            policy=RestartPolicy(),
-        )
-        call = asyncio.create_task(client.embed((1, 2), "last"))
+        process, client = await silent_client(0.0)
+        request = Request(request_id="e", prompt=(1, 2), pooling="last")
+        call = asyncio.create_task(embed_prompt(client, request))
         await asyncio.sleep(0)
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
-        assert process.sent == [Embed(1, (1, 2), "last"), Withdraw(1)]
+        assert process.sent == [Add(1, request), Unsubscribe(1, "e")]
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_work_done_is_progress_and_a_turn_without_work_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(process_client, "time", SimpleNamespace(monotonic=lambda: now))
+
+    async def main() -> None:
+        nonlocal now
+        process, client = await silent_client(10.0)
+
+        def report(num_step_tokens: int, **load: int) -> None:
+            stats = EngineStats(num_step_tokens=num_step_tokens, **load)
+            client._take(StepReport(len(process.sent), stats, [], []))
+
+        reader = asyncio.create_task(anext(client.generate(add(1).request)))
+        await asyncio.sleep(0)
+        for num_tokens in range(512, 5 * 512, 512):  # chunks of a long prompt: no output, but work
+            now += 9.0
+            report(num_tokens, num_running=1)
+            client.check_health()
+        for _ in range(2):
+            now += 9.0
+            report(num_tokens, num_running=1)  # the loop turns and computes nothing
+        with pytest.raises(EngineError, match="no progress for 18 s"):
+            client.check_health()
+        report(num_tokens + 1, num_running=1)
+        client.check_health()
+        now += 11.0
+        with pytest.raises(EngineError, match="no progress for 11 s"):
+            client.check_health()
+        reader.cancel()
         await client.close()
 
     asyncio.run(main())

@@ -467,14 +467,18 @@ def test_an_id_can_be_used_again_once_its_request_is_done() -> None:
 
 def test_a_full_queue_refuses_and_takes_again_later() -> None:
     world = make_world(max_queue=2, max_batch_size=1)
-    for name in "ab":
+    for name in "abc":  # the first will have the one place, two wait
         world.add(name, prompt_of(5))
-    with pytest.raises(QueueFull, match="max_queue is 2"):
-        world.add("c", prompt_of(5))
+    with pytest.raises(QueueFull, match="2 sequences are waiting and max_queue is 2"):
+        world.add("d", prompt_of(5))
     world.step()
-    world.add("c", prompt_of(5))
+    with pytest.raises(QueueFull, match="max_queue is 2"):
+        world.add("d", prompt_of(5))
+    while "a" not in {name for name, _ in world.finished}:
+        world.step()
+    world.add("d", prompt_of(5))
     world.run()
-    assert world.verify() == 3
+    assert world.verify() == 4
 
 
 def test_beams_need_a_cache() -> None:

@@ -126,7 +126,8 @@ class DeviceRows:
         row, group, params = seq.row, seq.group, seq.group.request.params
         self._tenancy[row] = self._state.tenancy[row]
         self.has_newest[row] = False
-        self.is_ragged[row] = seq.is_beam or params.num_sequences > 1 or params.prompt_logprobs is not None
+        reads_all = params.prompt_logprobs is not None or group.request.pooling is not None
+        self.is_ragged[row] = seq.is_beam or params.num_sequences > 1 or reads_all
         count, banned = num_logprobs(group), group.stop_ids if params.min_tokens else ()
         self.num_logprobs[row] = NO_LOGPROBS if count is None else count
         self._has_uses[row] = has_uses = params.has_penalties or bool(banned)

@@ -30,6 +30,7 @@ from torch import nn
 from infer.cache.kv_store import KVStore
 from infer.errors import DeviceLost
 from infer.execution.batch import needed_tokens, reads_prompt
+from infer.execution.embedding import Pooled, pool_hidden
 from infer.execution.gpu.graphs import StepGraphs, StepSize, most_tokens
 from infer.execution.gpu.readback import Asked, Readback
 from infer.execution.gpu.rows import NO_LOGPROBS, DeviceRows, send
@@ -454,10 +455,16 @@ class DeviceRunner:
         prompts = Prompts(plan, self._state, first=self._graphs.padded_rows(num_decoding))
         places, last_rows = needed_tokens(plan, sequences, prompts.last_places)
         hidden_CD = self._hidden_of(prompts, chunks.rows, places)
+        pooled = pool_hidden(plan, sequences, last_rows, hidden_CD)
+        if pooled:  # comes before the ids, whose event is waited for
+            pooled = pooled._replace(states_ED=self._readback.fetch(pooled.states_ED))
         if self._needs_host(plan, sequences):
             result = self._sampler.sample(plan, sequences, last_rows, hidden_CD)
             self._rows.sampled_on_host(chunks.rows)
-            return lambda: result
+            if not pooled:
+                return lambda: result
+            arrival = self._readback.take(plan.step, self._scratch.ids_S[:0], 0)
+            return lambda: _with_pooled(pooled, arrival, result)
 
         prompts_asked = [
             each._replace(table=self._readback.fetch(each.table))
@@ -466,7 +473,9 @@ class DeviceRunner:
         drawn = chunks.draws.nonzero()[0]
         if not len(drawn):
             self._rows.has_newest[chunks.rows] = False
-        if not len(drawn) and not prompts_asked:  # the middle of a prompt: there is nothing to wait for
+        if not (
+            len(drawn) or prompts_asked or pooled
+        ):  # the middle of a prompt: there is nothing to wait for
             nothing = StepResult([()] * len(chunks), [()] * len(chunks), {})
             return lambda: nothing
         ids_S, asked = self._scratch.ids_S[:0], None
@@ -481,9 +490,8 @@ class DeviceRunner:
             self._rows.has_newest[chunks.rows] = chunks.draws
             asked = self._asked(logits_SV, chunks.rows[drawn], None)
         pending = self._readback.take(plan.step, ids_S, len(chunks), asked)
-        return pending.scatter(
-            [(number, place) for place, number in enumerate(drawn.tolist())], prompts_asked
-        )
+        pending.scatter([(number, place) for place, number in enumerate(drawn.tolist())], prompts_asked)
+        return pending if not pooled else lambda: _with_pooled(pooled, pending)
 
     def _hidden_of(self, prompts: Prompts, rows: np.ndarray, places: list[int] | None) -> torch.Tensor:
         """Hidden states of a ragged step: of all tokens, or of those at `places`."""
@@ -502,3 +510,9 @@ class DeviceRunner:
             tiles = PrefillChunks.from_arrays(send(torch.from_numpy(tiles_W4), self._device), chunks)
         places_C = None if places is None else send(torch.tensor(places), self._device)
         return self._forward(prompts.end, rows_S, tiles, batches, places_C)
+
+
+def _with_pooled(pooled: Pooled, wait: WaitForStep, result: StepResult | None = None) -> StepResult:
+    """The result that `wait` brings, or the one given, with the states that have arrived by then."""
+    arrived = wait()
+    return (result or arrived)._replace(pooled=pooled.by_sequence())

@@ -71,15 +71,6 @@ class MeteredClient:
         """Raise `EngineStopped` if the engine is dead, or `EngineError` if it is stuck; else return."""
         self._client.check_health()
 
-    async def embed(self, prompt: tuple[int, ...], pooling: str, request_id: str = "") -> list[float]:
-        """Return the hidden state of a prompt."""
-        embedding = await self._client.embed(prompt, pooling, request_id)
-        self.meter.num_prompt_tokens += len(prompt)
-        record = current_record()
-        if record is not None:
-            record.num_prompt_tokens += len(prompt)
-        return embedding
-
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
         return await self._client.reset_prefix_cache()
@@ -121,6 +112,8 @@ class _RequestTimes:
             self._last_at[output.index] = now
             self._num_tokens[output.index] += count
             self._meter.num_output_tokens += count
+        if output.embedding:
+            self._count_prompt(output)
         if output.finish_reason is not None:
             self._open.discard(output.index)
             is_stop = output.finish_reason == "abort" and output.index in self._stopped
@@ -139,6 +132,9 @@ class _RequestTimes:
             self._record.mark("compute", output.made_at)
         self._record.mark("from_engine", now)
         self._meter.first_token_s.observe(now - self._record.arrived_at)
+        self._count_prompt(output)
+
+    def _count_prompt(self, output: StepOutput) -> None:
         self._meter.num_prompt_tokens += len(self._request.prompt)
         self._meter.num_cached_tokens += output.num_cached
         self._meter.queue_s.observe(output.queue_s)

@@ -11,13 +11,16 @@ import array
 import asyncio
 import base64
 import sys
+import time
 import uuid
+from collections.abc import Sequence
 
 from fastapi import Request as HttpRequest
 from fastapi import Response
 
+from infer.client.client import embed
 from infer.errors import RequestError, RequestTimeout
-from infer.frontend.prompts import EmbeddingJob, open_embeddings
+from infer.frontend.prompts import blame, open_embeddings
 from infer.scheduling.request import Request
 from infer.server.protocol.schemas import EmbeddingRequest
 from infer.server.protocol.stream import unless_disconnected
@@ -28,6 +31,7 @@ from infer.server.state import ServedModel, engine_id
 router = make_router()
 
 FORMATS = ("float", "base64")
+MAX_TOGETHER = 16  # inputs of one body that are in the engine at a time
 
 
 @router.post("/v1/embeddings", response_model=None)
@@ -51,9 +55,13 @@ async def create_embeddings(body: EmbeddingRequest, http: HttpRequest) -> Respon
         add_special=body.add_special_tokens is not False,
     )
     limit = min((each for each in (body.timeout, state.config.request_timeout) if each), default=None)
+    requests = job.requests(
+        lambda: engine_id(f"embd-{uuid.uuid4().hex}"),
+        deadline=time.monotonic() + body.timeout if body.timeout is not None else None,
+    )
     try:
         async with asyncio.timeout(limit):
-            states = await unless_disconnected(http.receive, _embed(model, job))
+            states = await unless_disconnected(http.receive, _embed(model, requests))
     except TimeoutError:
         raise RequestTimeout(f"the embeddings were not ready after {limit:g} s; send fewer inputs") from None
     # beside the event loop: millions of numbers take a while, and others are being answered
@@ -73,13 +81,22 @@ async def create_embeddings(body: EmbeddingRequest, http: HttpRequest) -> Respon
     )
 
 
-async def _embed(model: ServedModel, job: EmbeddingJob) -> list[list[float]]:
-    """The hidden states, one after the other: each occupies the whole engine, and steps must run between."""
-    states = []
-    for prompt in job.prompts:
-        request = Request(request_id=engine_id(f"embd-{uuid.uuid4().hex}"), prompt=prompt)
-        states.append(await model.pick(request).embed(prompt, job.pooling, request.request_id))
-    return states
+async def _embed(model: ServedModel, requests: Sequence[Request]) -> list[list[float]]:
+    """The hidden states of all inputs, a few of them in the engine at a time: others wait there too."""
+    window = asyncio.Semaphore(min(MAX_TOGETHER, model.max_queue or MAX_TOGETHER))
+
+    async def embed_one(request: Request) -> list[float]:
+        async with window:
+            return await embed(model.pick(request), request)
+
+    tasks = [asyncio.ensure_future(embed_one(request)) for request in requests]
+    try:
+        return await asyncio.gather(*tasks)
+    except RequestError as error:
+        raise blame(error, "input") from None
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def encode_vector(vector: list[float], encoding: str) -> list[float] | str:
