@@ -189,7 +189,12 @@ def nearest_rank(ordered: Sequence[float], percent: int) -> float:
 # reports of different commits can be compared: the default model in float32 on two cores.
 SLOW_MACHINE = StepCost(base=0.036, per_token=0.0016, per_kv_token=0.000022, per_block=0.00013)
 
-SWEEP_LOADS = ("mixed", "shared_prefix")
+# and what a load needs: one where a long prompt could fill a step
+SWEEP_LOADS: Mapping[str, Mapping[str, Any]] = {
+    "mixed": {},
+    "shared_prefix": {},
+    "newcomers": {"prefill_chunk_size": 192},
+}
 SWEEP_PACE = 2.0  # times the arrivals of the load: enough for a queue, so that order matters
 SWEEP_KNOBS: Mapping[str, Any] = {
     "num_blocks": 256,
@@ -233,12 +238,13 @@ def sweep(*, num_requests: int = 200, seed: int = 0) -> list[Row]:
     The machine is too slow for the load for a while and its steps are short, or the order would not matter.
     """
     rows = []
-    for load in SWEEP_LOADS:
+    for load, own_knobs in SWEEP_LOADS.items():
+        knobs = SWEEP_KNOBS | own_knobs
         workload = sweep_workload(load, num_requests=num_requests, seed=seed)
         for policy in knob_table()["scheduler_policy"].choices:
-            figures = run_knobs(workload, scheduler_policy=policy, **SWEEP_KNOBS).figures()
+            figures = run_knobs(workload, scheduler_policy=policy, **knobs).figures()
             kept = {name: figures[name] for name in SWEEP_FIGURES if name in figures}
-            settings = {"scheduler_policy": policy, "pace": SWEEP_PACE, **SWEEP_KNOBS}
+            settings = {"scheduler_policy": policy, "pace": SWEEP_PACE, **knobs}
             about = f"{num_requests} requests, simulated"
             rows.append(make_row(f"{load} {policy}", about, [kept], settings=settings))
     return rows

@@ -161,11 +161,20 @@ def _bursty(rng: random.Random, number: int, now: float) -> TraceRequest:
     )
 
 
+def _newcomers(rng: random.Random, number: int, now: float) -> TraceRequest:
+    is_long = number % 5 == 0  # and four of one token come while it is computed
+    pause = rng.uniform(20, 30) if is_long else 1.0
+    return TraceRequest(
+        arrival=now + pause if number else now, prompt_len=3000 if is_long else 1, output_len=8
+    )
+
+
 LOADS: dict[str, Callable[[random.Random, int, float], TraceRequest]] = {
     "mixed": _mixed,
     "shared_prefix": _shared_prefix,
     "long_prompts": _long_prompts,
     "bursty": _bursty,
+    "newcomers": _newcomers,
 }
 
 

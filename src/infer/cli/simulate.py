@@ -79,7 +79,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     load = parser.add_argument_group("load and output")
     load.add_argument("--trace", metavar="FILE", type=Path, help="requests to simulate, as JSON lines")
     load.add_argument(
-        "--workload", metavar="NAME", help="built-in load: mixed, shared_prefix, long_prompts or bursty"
+        "--workload",
+        metavar="NAME",
+        help="built-in load: mixed, shared_prefix, long_prompts, bursty or newcomers",
     )
     load.add_argument(
         "--num-requests", metavar="N", type=int, help="requests of a built-in load (default: 300)"

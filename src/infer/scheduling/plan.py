@@ -189,6 +189,11 @@ class PlanDraft:
         self.budget -= num_tokens
         self.num_tokens += num_tokens
 
+    def set_aside(self, num_tokens: int) -> None:
+        """Keep tokens, and a chunk of prompts to spend them on, for later; a negative count undoes it."""
+        self.budget -= num_tokens
+        self.num_prompts -= (num_tokens > 0) - (num_tokens < 0)
+
     def drop(self, row: int, num_tokens: int, num_rows: int) -> None:
         """Take back the part of a sequence that is preempted: its tokens, and what its tables have got."""
         self.spend(-num_tokens)

@@ -6,7 +6,8 @@ There is no prefill phase and no decode phase. Every sequence is some number of 
     budget 8:   A one behind [1]   B one behind [1]   C prompt of 20 -> chunk of [6]     next step: 6 more
 
 A sequence one behind goes first (its client is watching), then prompts already begun, then newcomers in
-the policy's order; the `prefill_first` policy turns that round. A newcomer gets room for all the tokens it
+the policy's order; the `prefill_first` policy turns that round. A long prompt leaves a share of its steps to
+shorter ones, so that newcomers do not wait for all of it. A newcomer gets room for all the tokens it
 has, so prompts never fight each other half way. When the cache is full the running sequence with the
 largest key is preempted: it gives back its blocks and recomputes later, or leaves them in host memory.
 
@@ -36,6 +37,8 @@ from infer.scheduling.waiting_queue import WaitingQueue
 MANY = 4  # sequences: from here on they are cheaper to give blocks together
 BACKLOG_TOKENS = 2048  # prompt tokens that wait; with more of them prompts are computed at full speed:
 HURRIED_TOKENS = 8192  # prompt tokens of a step, beside which sequences that decode take longer
+FIRST_SHARE = 2  # one part in so many of a step's prompt tokens is the first prompt's, if others are shorter
+MUCH_SHORTER = 4  # a prompt that waits goes beside a longer one that has so many times as much left
 
 
 class Scheduler:
@@ -173,14 +176,12 @@ class Scheduler:
             self._plan_static(places, prompts, draft)
         elif self.policy.prompts_first and self._decode_gap < self.config.max_decode_gap:
             decoding = [self.running[place] for place in places.tolist()]
-            self._continue_prompts(prompts, draft)
-            self._admit(draft)
+            self._plan_prompts(prompts, draft)
             self._decode(state.places_of(decoding), num_decoding, draft)
         else:
             self._decode(places, num_decoding, draft)
             self._limit_prompts(prompts, draft)
-            self._continue_prompts(prompts, draft)
-            self._admit(draft)
+            self._plan_prompts(prompts, draft)
         # whether each sequence that was ready to decode does, and no other
         is_uniform = (
             not prompts and draft.num_tokens - state.num_drafts == num_decoding and draft.num_turns == 1
@@ -321,6 +322,48 @@ class Scheduler:
                 limit = max(limit, HURRIED_TOKENS)
             draft.budget = min(draft.budget, limit)
 
+    def _plan_prompts(self, prompts: list[Sequence], draft: PlanDraft) -> None:
+        """Go on with prompts that are begun, then let others in; a long one leaves a share to short ones."""
+        if prompts and self.config.use_chunked_prefill and self.keeps_cache:
+            kept = self._share_of_first(prompts[0], draft)
+            draft.set_aside(kept)
+            self._serve_shorter(prompts, draft)
+            draft.set_aside(-kept)
+            prompts = [seq for seq in prompts if seq.is_running and not seq.cells[NUM_PLANNED][seq.place]]
+        self._continue_prompts(prompts, draft)
+        self._admit(draft)
+
+    def _share_of_first(self, seq: Sequence, draft: PlanDraft) -> int:
+        """Tokens of this step that are kept for the prompt whose turn it is, whatever else is shorter."""
+        if min(draft.budget, draft.num_prompts) == 1:  # it cannot be shared: steps take turns
+            return self._chunk_len(seq, draft.budget) * (self.step % 2)
+        return self._chunk_len(seq, -(-draft.budget // FIRST_SHARE))
+
+    def _serve_shorter(self, prompts: list[Sequence], draft: PlanDraft) -> None:
+        """Spend the budget on prompts with less to do than the first, the shortest first."""
+        first, shorter = prompts[0], sorted(prompts[1:], key=_num_pending)
+        may_admit = True
+        while draft.budget > 0 and draft.num_prompts > 0:
+            least = shorter[0].num_pending if shorter else first.num_pending
+            if may_admit and self._is_next_due(first, least):
+                may_admit = not draft.preempted and self._admit_next(draft)
+            elif shorter and least < first.num_pending:
+                self._continue_prompts([shorter.pop(0)], draft)
+            else:
+                return
+
+    def _is_next_due(self, first: Sequence, least: int) -> bool:
+        """Whether the queue moves on beside a first prompt: for one more urgent, or for one much shorter.
+
+        Sequences come in strictly in order, so the next may be a long one that a short one waits behind.
+        """
+        if not self._waiting:
+            return False
+        urgency, shortest = self._waiting.first(self.step).sort_key[0], self._waiting.shortest()
+        if urgency != first.sort_key[0] or urgency != shortest.sort_key[0]:
+            return urgency < first.sort_key[0]
+        return shortest.num_tokens < least and shortest.num_tokens * MUCH_SHORTER <= first.num_pending
+
     def _continue_prompts(self, prompts: list[Sequence], draft: PlanDraft) -> None:
         for seq in prompts:
             length = self._chunk_len(seq, draft.budget)
@@ -336,22 +379,23 @@ class Scheduler:
         """Let waiting sequences in, strictly in order, while budget, slots and blocks last."""
         # A preemption means memory is short: admitting newcomers now would only preempt again.
         while self._waiting and draft.budget and not draft.preempted and draft.num_prompts > 0:
-            seq = self._waiting.first(self.step)
-            group = seq.group.unfinished if seq.is_beam else [seq]
-            num_slots = self._slots_used + sum(member.num_slots for member in group)
-            if num_slots > self.config.max_batch_size or seq.num_tokens > len(
-                seq.tokens
-            ):  # its last id is on its way
+            if not self._admit_next(draft):
                 break
-            # Beams that came back one by one could wait for each other for ever, each holding blocks.
-            if (
-                len(group) > 1
-                and sum(self.pool.blocks_of(member.num_tokens) for member in group)
-                > self.pool.num_free_blocks
-            ):
-                break
-            if not all(self._admit_one(member, draft) for member in group):
-                break
+
+    def _admit_next(self, draft: PlanDraft) -> bool:
+        """Let the sequence in whose turn it is, or leave everything as it was."""
+        seq = self._waiting.first(self.step)
+        group = seq.group.unfinished if seq.is_beam else [seq]
+        num_slots = self._slots_used + sum(member.num_slots for member in group)
+        if num_slots > self.config.max_batch_size or seq.num_tokens > len(
+            seq.tokens
+        ):  # its last id is on its way
+            return False
+        # Beams that came back one by one could wait for each other for ever, each holding blocks.
+        num_blocks = sum(self.pool.blocks_of(member.num_tokens) for member in group)
+        if len(group) > 1 and num_blocks > self.pool.num_free_blocks:
+            return False
+        return all(self._admit_one(member, draft) for member in group)
 
     def _admit_one(self, seq: Sequence, draft: PlanDraft) -> bool:
         """Give a waiting sequence its blocks and its first chunk, or leave everything as it was."""
@@ -477,3 +521,7 @@ class Scheduler:
         """Raise EngineError unless the counts of the batch and the books of the pool agree."""
         self.pool.check()
         self.state.check(self.pool)
+
+
+def _num_pending(seq: Sequence) -> int:
+    return seq.num_pending

@@ -1,12 +1,13 @@
-"""The sequences that wait: which one is next, and which has waited too long?
+"""The sequences that wait: which one is next, which has waited too long, and which is the shortest?
 
-Two heaps hold the same sequences, one by the policy's key and one by age. To take a sequence out of the
+Three heaps hold the same sequences, by the policy's key, by age and by length. To take a sequence out of the
 middle of a heap costs a search, so none is taken out. Each waiting sequence holds a *ticket* instead:
 
     by key    (key 3, ticket 7, C)   (key 5, ticket 4, A)   (key 9, ticket 6, B)
     by age    (step 2, ticket 4, A)  (step 8, ticket 6, B)  (step 9, ticket 7, C)
+    by length (9 tokens, ticket 6, B)  (40, ticket 4, A)  (512, ticket 7, C)
 
-    A leaves:  A.ticket = 0, and its two entries are stale: skipped when they come up, swept out when many
+    A leaves:  A.ticket = 0, and its three entries are stale: skipped when they come up, swept out when many
 
 A sequence that has waited `max_wait_steps` for its next token, preemptions included, is promoted: it gets a
 key before those of all others, which it keeps when it runs, so that it is also the last to be preempted.
@@ -25,13 +26,14 @@ MAX_STALE = 64  # entries of sequences that left, beyond one for each that waits
 
 
 class WaitingQueue:
-    """Waiting sequences by key and by age; to enter, to leave and to ask for the next cost O(log n)."""
+    """Waiting sequences by key, age and length; to enter, to leave and to ask for the next cost O(log n)."""
 
     def __init__(self, max_wait_steps: int) -> None:
         self.num_tokens = 0  # of all that wait
         self._max_wait_steps = max_wait_steps
         self._by_key: list[tuple[tuple[float, int], int, Sequence]] = []  # a heap of (sort_key, ticket, seq)
         self._by_age: list[tuple[int, int, Sequence]] = []  # a heap of (waiting_since, ticket, seq)
+        self._by_len: list[tuple[int, int, Sequence]] = []  # a heap of (num_tokens, ticket, seq)
         self._num_waiting = 0
         self._last_ticket = 0
         self._refusal = (0, 0, 0)  # the last for want of blocks: ticket, free blocks, step
@@ -47,6 +49,7 @@ class WaitingQueue:
             seq.waiting_since, seq.num_tokens_then = step, seq.num_tokens
         heapq.heappush(self._by_key, (seq.sort_key, seq.ticket, seq))
         heapq.heappush(self._by_age, (seq.waiting_since, seq.ticket, seq))
+        heapq.heappush(self._by_len, (seq.num_tokens, seq.ticket, seq))
         self._num_waiting += 1
         self.num_tokens += seq.num_tokens
 
@@ -58,11 +61,14 @@ class WaitingQueue:
         if not self._num_waiting:
             self._by_key.clear()
             self._by_age.clear()
-        elif max(len(self._by_key), len(self._by_age)) > 2 * self._num_waiting + MAX_STALE:
+            self._by_len.clear()
+        elif max(map(len, (self._by_key, self._by_age, self._by_len))) > 2 * self._num_waiting + MAX_STALE:
             self._by_key = [entry for entry in self._by_key if _is_current(*entry)]
             self._by_age = [entry for entry in self._by_age if entry[1] == entry[2].ticket]
+            self._by_len = [entry for entry in self._by_len if entry[1] == entry[2].ticket]
             heapq.heapify(self._by_key)
             heapq.heapify(self._by_age)
+            heapq.heapify(self._by_len)
 
     def refuse(self, seq: Sequence, num_free: int, step: int) -> None:
         """Remember that the sequence whose turn it was found no room among so many free blocks."""
@@ -82,17 +88,26 @@ class WaitingQueue:
         is_next = not begun and self._num_waiting
         return self.num_tokens + behind - (self.first(step).num_tokens if is_next else 0)
 
+    def shortest(self) -> Sequence:
+        """The sequence with the fewest tokens (one must wait)."""
+        return _top(self._by_len)
+
     def first(self, step: int) -> Sequence:
         """The sequence whose turn it is (one must wait); promotes the oldest if it has waited too long."""
-        while self._by_age[0][1] != self._by_age[0][2].ticket:
-            heapq.heappop(self._by_age)
-        oldest = self._by_age[0][2]
+        oldest = _top(self._by_age)
         if step - oldest.waiting_since >= self._max_wait_steps and oldest.sort_key[0] != -math.inf:
             oldest.sort_key = (-math.inf, oldest.arrival)
             heapq.heappush(self._by_key, (oldest.sort_key, oldest.ticket, oldest))
         while not _is_current(*self._by_key[0]):
             heapq.heappop(self._by_key)
         return self._by_key[0][2]
+
+
+def _top(heap: list[tuple[int, int, Sequence]]) -> Sequence:
+    """The sequence at the top of a heap that holds one; stale entries above it are dropped."""
+    while heap[0][1] != heap[0][2].ticket:
+        heapq.heappop(heap)
+    return heap[0][2]
 
 
 def _is_current(key: tuple[float, int], ticket: int, seq: Sequence) -> bool:

@@ -78,7 +78,10 @@ def test_knobs_and_a_config_file_reach_the_scheduler(infer: Infer, trace: Path, 
     ("arguments", "message"),
     [
         ([], "give a load: --trace FILE or --workload NAME, one of the two"),
-        (["--workload", "weather"], "workload must be one of mixed, shared_prefix, long_prompts, bursty"),
+        (
+            ["--workload", "weather"],
+            "workload must be one of mixed, shared_prefix, long_prompts, bursty, newcomers",
+        ),
         (["--workload", "mixed", "--policy", "best"], "--policy must be all, or some of fcfs"),
         (["--workload", "mixed", "--num-blocks", "12,many"], "--num-blocks must be numbers of 1 or more"),
         (["--workload", "mixed", "--num-blocks", "0"], "--num-blocks must be numbers of 1 or more"),
