@@ -239,7 +239,7 @@ def sweep(*, num_requests: int = 200, seed: int = 0) -> list[Row]:
     """
     rows = []
     for load, own_knobs in SWEEP_LOADS.items():
-        knobs = SWEEP_KNOBS | own_knobs
+        knobs = {**SWEEP_KNOBS, **own_knobs}
         workload = sweep_workload(load, num_requests=num_requests, seed=seed)
         for policy in knob_table()["scheduler_policy"].choices:
             figures = run_knobs(workload, scheduler_policy=policy, **knobs).figures()

@@ -62,7 +62,7 @@ class WaitingQueue:
             self._by_key.clear()
             self._by_age.clear()
             self._by_len.clear()
-        elif max(map(len, (self._by_key, self._by_age, self._by_len))) > 2 * self._num_waiting + MAX_STALE:
+        elif max(len(self._by_key), len(self._by_age)) > 2 * self._num_waiting + MAX_STALE:
             self._by_key = [entry for entry in self._by_key if _is_current(*entry)]
             self._by_age = [entry for entry in self._by_age if entry[1] == entry[2].ticket]
             self._by_len = [entry for entry in self._by_len if entry[1] == entry[2].ticket]

@@ -211,22 +211,22 @@ def test_work_done_is_progress_and_a_turn_without_work_is_not(monkeypatch: pytes
         nonlocal now
         process, client = await silent_client(10.0)
 
-        def report(num_step_tokens: int, **load: int) -> None:
-            stats = EngineStats(num_step_tokens=num_step_tokens, **load)
+        def report(num_step_tokens: int) -> None:
+            stats = EngineStats(num_step_tokens=num_step_tokens, num_running=1)
             client._take(StepReport(len(process.sent), stats, [], []))
 
         reader = asyncio.create_task(anext(client.generate(add(1).request)))
         await asyncio.sleep(0)
         for num_tokens in range(512, 5 * 512, 512):  # chunks of a long prompt: no output, but work
             now += 9.0
-            report(num_tokens, num_running=1)
+            report(num_tokens)
             client.check_health()
         for _ in range(2):
             now += 9.0
-            report(num_tokens, num_running=1)  # the loop turns and computes nothing
+            report(num_tokens)  # the loop turns and computes nothing
         with pytest.raises(EngineError, match="no progress for 18 s"):
             client.check_health()
-        report(num_tokens + 1, num_running=1)
+        report(num_tokens + 1)
         client.check_health()
         now += 11.0
         with pytest.raises(EngineError, match="no progress for 11 s"):
