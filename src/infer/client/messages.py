@@ -29,6 +29,17 @@ from infer.scheduling.request import Request, StepOutput
 # -- from the server ------------------------------------------------------------------------------
 
 
+class Replica(msgspec.Struct, frozen=True, kw_only=True):
+    """Which of the engines of one model this is; `placement.py` finds its place."""
+
+    number: int = 0
+    count: int = 1
+    shares_device: bool = False  # whether there may be fewer GPUs than replicas
+
+
+ALONE = Replica()
+
+
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of an engine process: the first line of its standard input, as JSON."""
 
@@ -36,6 +47,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     knobs: dict[str, Any]  # of the EngineConfig
     log_level: str
     spawned_at: float = 0.0  # perf_counter seconds, a clock that processes share; 0: not told
+    replica: Replica = ALONE
 
 
 class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):

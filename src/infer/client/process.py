@@ -47,6 +47,7 @@ from infer.client.messages import (
     refuse_command,
     to_failure,
 )
+from infer.client.placement import take_place
 from infer.client.subscribers import Subscribers
 from infer.config.settings import EngineConfig
 from infer.engine.engine import Engine
@@ -210,7 +211,7 @@ def main(make_engine: Callable[[EngineConfig], Engine] = load_engine) -> int:
             socket.linger = LINGER_MS
             socket.connect(endpoint)
         try:
-            engine = make_engine(EngineConfig.from_knobs(**launch.knobs))
+            engine = make_engine(take_place(EngineConfig.from_knobs(**launch.knobs), launch.replica))
             with engine.phases("capture"):
                 while engine.prepare():
                     pass

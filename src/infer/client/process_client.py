@@ -27,12 +27,14 @@ from typing import Any
 
 from infer.client.link import EngineLink
 from infer.client.messages import (
+    ALONE,
     Abort,
     Add,
     Command,
     Message,
     Ping,
     Ready,
+    Replica,
     ResetPrefixCache,
     StepReport,
     Unsubscribe,
@@ -97,12 +99,14 @@ class ProcessClient:
         num_links: int = 1,
         on_spawn: Callable[[Sequence[str]], None] | None = None,
         on_down: Callable[[str], None] | None = None,
+        replica: Replica = ALONE,
     ) -> ProcessClient:
         """Start an engine and wait for its model; what stops it from starting is raised here.
 
         A `stuck_timeout` of 0 means never. `on_log` gets each line that the process writes, from a thread;
         by default they go to standard error. `module` is what the child runs, `spawn` gives a child
-        that runs it, perhaps since a while ago, and `policy` is when to start it again.
+        that runs it, perhaps since a while ago, `policy` is when to start it again, and `replica`
+        says which of several engines it is.
 
         With `num_links` above 1 other processes serve the same engine: `on_spawn` gets the endpoints of
         their links each time an engine is started, and `on_down` the reason each time it is gone.
@@ -110,7 +114,8 @@ class ProcessClient:
 
         async def start() -> tuple[EngineLink, Ready]:
             return await EngineProcess.start(
-                config, module=module, spawn=spawn, on_log=on_log, num_links=num_links, on_spawn=on_spawn
+                config, module=module, spawn=spawn, on_log=on_log, num_links=num_links, on_spawn=on_spawn,
+                replica=replica,
             )
 
         process, ready = await start()

@@ -31,7 +31,7 @@ from typing import Any
 import msgspec
 
 from infer.client.link import EngineLink
-from infer.client.messages import Launch, Ready, Stop, to_error
+from infer.client.messages import ALONE, Launch, Ready, Replica, Stop, to_error
 from infer.client.spawn import ENGINE_MODULE, Spawn, spawn_engine
 from infer.config.settings import EngineConfig
 from infer.errors import EngineError, EngineStopped
@@ -76,6 +76,7 @@ class EngineProcess(EngineLink):
         spawn: Spawn,
         num_links: int,
         on_log: Callable[[str], None] | None,
+        replica: Replica = ALONE,
     ) -> None:
         self._on_log = on_log or _write_to_stderr
         self._last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
@@ -91,7 +92,11 @@ class EngineProcess(EngineLink):
         self._log_thread.start()
         threading.Thread(target=self._wait_for_exit, name="infer-engine-wait", daemon=True).start()
         launch = Launch(
-            endpoints=self.endpoints, knobs=config.knobs(), log_level=log_level(), spawned_at=perf_counter()
+            endpoints=self.endpoints,
+            knobs=config.knobs(),
+            log_level=log_level(),
+            spawned_at=perf_counter(),
+            replica=replica,
         )
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # dead already: its exit says so
@@ -108,12 +113,13 @@ class EngineProcess(EngineLink):
         on_log: Callable[[str], None] | None = None,
         num_links: int = 1,
         on_spawn: Callable[[Sequence[str]], None] | None = None,
+        replica: Replica = ALONE,
     ) -> tuple[EngineProcess, Ready]:
         """Spawn an engine and wait until its model is loaded; raises what went wrong in there.
 
         With more than one link, `on_spawn` gets the endpoints that other processes are to bind.
         """
-        process = cls(config, module=module, spawn=spawn, num_links=num_links, on_log=on_log)
+        process = cls(config, module=module, spawn=spawn, num_links=num_links, on_log=on_log, replica=replica)
         if on_spawn is not None:
             on_spawn(process.endpoints[1:])
         exited = asyncio.ensure_future(process.exited.wait())

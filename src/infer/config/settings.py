@@ -363,7 +363,16 @@ class ServerConfig:
     api_processes: int | None = knob(
         None, "processes that answer HTTP; default: one per 4 cores beside a GPU, at most 8, else 1"
     )
-    replicas: int = knob(1, "engines that serve the model side by side", aliases=("data_parallel_size",))
+    replicas: int = knob(
+        1,
+        "engines that serve the model side by side, on a GPU each, or with a share of the processor's cores",
+        aliases=("data_parallel_size",),
+    )
+    share_device: bool = knob(
+        False,
+        "let replicas share GPUs where there are too few for all of them, and divide device_memory; "
+        "otherwise they are refused",
+    )
     in_process: bool = knob(False, "run the engine in the server's own process, for debugging")
     restart_engine: bool = knob(True, "start an engine that died again")
     stuck_timeout: float = knob(120.0, "seconds without progress until an engine counts as stuck; 0: never")

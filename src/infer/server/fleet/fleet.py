@@ -21,12 +21,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from infer.client.client import EngineClient, InProcessClient, failure_of
+from infer.client.messages import Replica
 from infer.client.process_client import ProcessClient
 from infer.client.spawn import SpareEngines
 from infer.config.defaults import SERVER_MAX_QUEUE
 from infer.config.settings import EngineConfig
 from infer.engine.phases import spell_phases
-from infer.errors import EngineLost, NameTaken, RequestError, UnknownModel
+from infer.errors import ConfigError, EngineLost, NameTaken, RequestError, UnknownModel
 from infer.frontend.prompts import PromptEncoder, find_source, open_model, open_text
 from infer.loader.read_ahead import start_reading_ahead
 from infer.server.fleet.metered_client import MeteredClient
@@ -211,6 +212,10 @@ class Fleet:
             from infer.engine.build import build_engine  # here: it imports torch
 
             encoder, loaded = open_model(config, show_progress=True)
+            if self.state.config.replicas > 1 and not str(loaded.device).startswith("cpu"):
+                raise ConfigError(
+                    "replicas of one process would share a GPU; leave out in_process or replicas"
+                )
             timeout = self.state.config.stuck_timeout
             engines = [build_engine(config, loaded) for _ in range(self.state.config.replicas)]
             return encoder, [InProcessClient(engine, stuck_timeout=timeout) for engine in engines]
@@ -229,7 +234,14 @@ class Fleet:
         hooks: list[dict[str, Any]] = [{} for _ in range(server.replicas)]
         if self._workers is not None:
             hooks = [self._workers.hooks(engine) for engine in shared]
-        starts = [ProcessClient.start(config, **options, **followed) for followed in hooks]
+        replicas = [
+            Replica(number=number, count=server.replicas, shares_device=server.share_device)
+            for number in range(server.replicas)
+        ]
+        starts = [
+            ProcessClient.start(config, **options, **followed, replica=replica)
+            for followed, replica in zip(hooks, replicas, strict=True)
+        ]
         # beside the engines, not before them
         opening = asyncio.create_task(asyncio.to_thread(open_text, config.load, source))
         results = await asyncio.gather(opening, *starts, return_exceptions=True)

@@ -1,0 +1,98 @@
+"""Where each of several engines of one model runs: a GPU of its own, or its share of the processor.
+
+    replica          0       1       2       3
+    4 GPUs           cuda:0  cuda:1  cuda:2  cuda:3          of those that CUDA_VISIBLE_DEVICES names
+    2 GPUs, shared   cuda:0  cuda:1  cuda:0  cuda:1          each with half of `device_memory`
+    8 cores          0, 1    2, 3    4, 5    6, 7            two threads each, which stay on their cores
+
+More replicas than GPUs are refused unless `share_device` asks for it: two engines on one GPU take turns, and
+serve no more than one with the memory of both. An engine's process finds its own place when it starts, for it
+has PyTorch and the server need not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from infer.client.messages import Replica
+from infer.config.defaults import GPU_SHARE
+from infer.config.knobs import parse_bytes
+from infer.config.settings import EngineConfig
+from infer.errors import ConfigError
+
+
+def take_place(config: EngineConfig, replica: Replica) -> EngineConfig:
+    """Return the config with the device, memory and threads of one replica, and bind this process to them."""
+    if replica.count == 1:
+        return config
+    import torch  # here: an engine alone, and one without a model, need nothing of this
+
+    from infer.loader.load import choose_device
+
+    device = choose_device(config.load.device)
+    if device.index is not None:  # a GPU
+        is_one = ":" in config.load.device
+        gpus = [device.index] if is_one else list(range(torch.cuda.device_count()))
+        config = on_gpu(config, replica, gpus)
+        torch.cuda.set_device(config.load.device)
+        return config
+    if config.load.num_threads is not None:
+        return config
+    cpus = own_cpus(replica, physical_cores())
+    if cpus and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cpus)  # of this thread, and of all that it starts
+    num_threads = max(torch.get_num_threads() // replica.count, 1)
+    return replace(config, load=replace(config.load, num_threads=num_threads))
+
+
+def on_gpu(config: EngineConfig, replica: Replica, gpus: Sequence[int]) -> EngineConfig:
+    """Return the config of a replica that takes its turn among these GPUs."""
+    if replica.count > len(gpus) and not replica.shares_device:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        where = "" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible}"
+        have = (
+            f"device={config.load.device} is one" if ":" in config.load.device else f"there are {len(gpus)}"
+        )
+        raise ConfigError(
+            f"replicas={replica.count} need a GPU each, but {have}{where}; set replicas={len(gpus)} or less, "
+            "or share_device to let replicas share GPUs and divide device_memory"
+        )
+    turn = replica.number % len(gpus)
+    num_sharing = len(range(turn, replica.count, len(gpus)))
+    cache = config.cache
+    if num_sharing > 1:
+        cache = replace(cache, device_memory=divide_memory(cache.device_memory, num_sharing))
+    return replace(config, load=replace(config.load, device=f"cuda:{gpus[turn]}"), cache=cache)
+
+
+def divide_memory(asked: str | None, count: int) -> str:
+    """Return `device_memory` for one of `count` engines that have it together: a size, or a share."""
+    asked = str(GPU_SHARE) if asked is None else asked
+    try:
+        return f"{float(asked) / count:.6f}" if float(asked) <= 1 else f"{int(float(asked)) // count}B"
+    except ValueError:  # it has a unit
+        return f"{parse_bytes(asked, 'device_memory') // count}B"
+
+
+def own_cpus(replica: Replica, cores: Sequence[Sequence[int]]) -> set[int]:
+    """Return the processors of a replica's cores; none if there are more replicas than cores."""
+    if replica.count > len(cores):
+        return set()
+    first, last = (len(cores) * number // replica.count for number in (replica.number, replica.number + 1))
+    return {cpu for core in cores[first:last] for cpu in core}
+
+
+def physical_cores(root: Path = Path("/sys/devices/system/cpu")) -> list[list[int]]:
+    """Return the processors that this process may use, those of one core together."""
+    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    cores: dict[str, list[int]] = {}
+    for cpu in allowed:
+        try:
+            siblings = (root / f"cpu{cpu}/topology/thread_siblings_list").read_text(encoding="ascii").strip()
+        except OSError:
+            siblings = str(cpu)
+        cores.setdefault(siblings, []).append(cpu)
+    return list(cores.values())
