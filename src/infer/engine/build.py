@@ -30,7 +30,7 @@ from infer.engine.device_memory import Arena, enforce_limit
 from infer.engine.engine import Engine
 from infer.engine.gc_freeze import freeze_with, freezing
 from infer.engine.itl_target import prompt_tokens_within
-from infer.engine.machine import facts_of, machine_of
+from infer.engine.machine import facts_of, gpu_name, machine_of
 from infer.engine.observer import EngineObserver
 from infer.engine.phases import Phases
 from infer.engine.preemption_cost import measure_cost, prefill_seconds
@@ -116,6 +116,7 @@ def build_engine(
         family=loaded.config.family,
         dtype=config.dtype,
         weights=config.weights,
+        gpu=gpu_name(loaded.device) if on_gpu else "",
         vocab_size=loaded.config.vocab_size,
         eos_ids=loaded.eos_ids,
         observer=observer,

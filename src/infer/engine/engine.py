@@ -76,6 +76,7 @@ class Engine:
         family: str = "",
         dtype: str = "",
         weights: str = "",
+        gpu: str = "",
         vocab_size: int,
         eos_ids: tuple[int, ...] = (),
         observer: EngineObserver | None = None,
@@ -86,7 +87,7 @@ class Engine:
         self.scheduler = scheduler
         self.phases = phases or Phases()  # of its start
         self.context_len = context_len
-        self._form = dtype, weights  # of its numbers, for `stats`
+        self._form = dtype, weights, gpu  # of its numbers, and what computes them, for `stats`
         self.model_len = model_len or context_len  # the model's own context, where less is served
         self.family = family  # of the model's network
         self._runner = runner
@@ -181,6 +182,7 @@ class Engine:
             num_cached_blocks=usage.num_cached,
             dtype=self._form[0],
             weights=self._form[1],
+            gpu=self._form[2],
         )
 
     def reset_prefix_cache(self) -> int:

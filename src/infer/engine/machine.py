@@ -7,6 +7,7 @@ import torch
 from infer.config.resolve import Machine, ModelFacts
 from infer.engine.device_memory import device_limit
 from infer.execution.cpu_step import attention_gathers
+from infer.kernels.runtime.dispatch import is_gpu
 from infer.loader.load import LoadChoice, LoadedModel
 
 
@@ -27,7 +28,13 @@ def machine_of(loaded: LoadedModel | LoadChoice, device_memory: str | None = Non
 
 def has_gpu_kernels(device: torch.device) -> bool:
     """Whether the kernels that keep the state of a batch on the device run there."""
-    return device.type == "cuda"
+    return is_gpu(device)
+
+
+def gpu_name(device: torch.device) -> str:
+    """Return the UUID of a GPU, by which other processes know it too; "": it has none."""
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return "" if uuid is None else f"GPU-{str(uuid).removeprefix('GPU-')}"
 
 
 def facts_of(loaded: LoadedModel | LoadChoice) -> ModelFacts:

@@ -33,6 +33,7 @@ class EngineStats:
     num_cached_blocks: int = 0  # held by the prefix tree
     dtype: str = ""  # of the activations and the KV cache
     weights: str = ""  # their form: int8, int4, int4+int8, fp32, bf16, or "as stored"
+    gpu: str = ""  # the name (UUID) of the GPU that computes it; none: a CPU, or one without a name
 
 
 COUNTERS = (

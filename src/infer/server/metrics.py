@@ -6,6 +6,7 @@ no lock, no label lookup. prometheus-client is asked at a scrape, to write what 
     requests ──► EngineMeter, one per engine     (what its requests took, seen from this side of the wire)
     engine   ──► EngineStats, its last snapshot  (running, waiting, cache; read at the scrape)
     HTTP     ──► ServerMetrics.count_http
+    GPU      ──► NVML, asked at the scrape       (tools/nvml.py; nothing on a CPU)
 
 The names are those of vLLM's dashboards with the prefix `infer_`; `--metrics-prefix vllm` writes `vllm:`
 instead, and such a dashboard works as it is.
@@ -25,6 +26,7 @@ from prometheus_client.registry import Collector
 from infer.client.client import EngineClient, failure_of
 from infer.config.settings import CacheConfig
 from infer.engine.stats import STEP_TOKENS, Histogram
+from infer.tools.nvml import GpuReading, read_gpu
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -155,6 +157,14 @@ HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMeter], Histogram]], ...] = (
     ("request_params_max_tokens", "max_tokens, where it was given", lambda m: m.max_tokens),
     ("iteration_tokens_total", "tokens the model saw in a step", lambda m: m.step_tokens),
 )
+GPU_GAUGES: tuple[tuple[str, str, Callable[[GpuReading], float | None]], ...] = (
+    ("gpu_memory_used_bytes", "of the engine's GPU, by all processes", lambda r: r.memory_used),
+    ("gpu_memory_total_bytes", "of the engine's GPU", lambda r: r.memory_total),
+    ("gpu_utilization", "share of the last moments in which a kernel ran, 0 to 1", lambda r: r.busy_share),
+    ("gpu_memory_utilization", "in which its memory was read or written", lambda r: r.memory_busy_share),
+    ("gpu_power_watts", "what it draws", lambda r: r.power_watts),
+    ("gpu_temperature_celsius", "of the chip", lambda r: r.temperature_celsius),
+)
 LABELS = ("model_name", "engine")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
@@ -247,7 +257,22 @@ class ServerMetrics(Collector):
                 histogram = find(meter)
                 family.add_metric(meter.labels, histogram.cumulative(), histogram.total)
             yield family
+        yield from self._collect_gpus()
         yield from self._collect_requests()
+
+    def _collect_gpus(self) -> Iterator[Metric]:
+        """Yield what the GPUs of engines say of themselves: nothing on a CPU, or where NVML is not there."""
+        readings = {}
+        for meter in self.meters:
+            name = meter.client.stats().gpu
+            if name and (reading := read_gpu(name)) is not None:
+                readings[(*meter.labels, name)] = reading
+        for name, help_text, value in GPU_GAUGES if readings else ():
+            gauge = GaugeMetricFamily(self._prefix + name, help_text, labels=(*LABELS, "gpu"))
+            for labels, reading in readings.items():
+                if (number := value(reading)) is not None:
+                    gauge.add_metric(labels, number)
+            yield gauge
 
     def _collect_requests(self) -> Iterator[Metric]:
         finished = CounterMetricFamily(

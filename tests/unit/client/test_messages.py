@@ -103,7 +103,7 @@ OUTPUTS = st.builds(
 STATS = st.builds(
     EngineStats,
     **dict.fromkeys(EngineStats.__dataclass_fields__, COUNTS)
-    | {"step_sizes": tuples_of(COUNTS), "dtype": TEXT, "weights": TEXT},
+    | {"step_sizes": tuples_of(COUNTS), "dtype": TEXT, "weights": TEXT, "gpu": TEXT},
 )
 FAILURES = st.builds(Failure, kind=TEXT, message=TEXT, param=some(TEXT))
 ANSWERS = st.builds(Answer, ticket=COUNTS, result=some(IDS), failure=some(FAILURES))

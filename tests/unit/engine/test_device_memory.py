@@ -118,6 +118,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(build, "freeze_with", lambda engine: None)
     monkeypatch.setattr(build, "enforce_limit", lambda device, asked: told.append(f"limit {asked}"))
     monkeypatch.setattr(build, "Arena", FakeArena)
+    monkeypatch.setattr(build, "gpu_name", lambda device: "GPU-1234")
     monkeypatch.setattr(device_memory, "peak_of", peak_of)
     monkeypatch.setattr(device_memory, "host_memory", lambda: (80 * GIB, 0))
     monkeypatch.setattr(cache_fit, "free_host_bytes", lambda: 80 * GIB)
@@ -139,6 +140,7 @@ def test_the_largest_step_runs_before_the_cache_takes_the_rest(
     engine = build_engine(config, tiny_model("llama"))
     assert fake_gpu == ["limit None", "measured", "measured", "measured"]
     [step] = seen
+    assert engine.stats().gpu == "GPU-1234"
     assert isinstance(engine._runner, DeviceRunner)
     arena = engine._runner.arena
     assert isinstance(arena, FakeArena)
