@@ -210,6 +210,7 @@ MEASURES: dict[str, Measure] = {
     "activation_bytes": Measure(title="activations", unit="MiB", better="lower"),
     "graph_bytes": Measure(title="graphs", unit="MiB", better="lower"),
     "process_bytes": Measure(title="process", unit="MiB", better="lower"),
+    "num_repeated_steps": Measure(title="repeated steps", unit="", better="lower"),
     "speed_up": Measure(title="speed-up", unit="x", better="higher"),
 }
 CEILINGS = ("copy_gb_per_s", "matmul_tflops")  # of the machine, measured beside what a report is about

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,7 +43,8 @@ class DeviceMemory:
     total: int
     free: int
     held: int  # by this process, its runtime included
-    limit: int | None = None  # of what this process may hold; None: what is free
+    limit: int | None = None  # of what this process may hold, where one was asked for
+    share: float = 1.0  # of what is free that this process may take, where there is no limit
 
     @property
     def others(self) -> int:
@@ -53,14 +54,20 @@ class DeviceMemory:
     @property
     def room(self) -> int:
         """What this process may still take; below 0: it has more than it may."""
-        return self.free if self.limit is None else min(self.free, self.limit - self.held)
+        if self.limit is not None:
+            return min(self.free, self.limit - self.held)
+        return int(self.share * self.free)
 
-    def describe(self, room: int) -> str:
-        """Say how much is left when `room` is, and why it is not more."""
+    def with_weights(self, num_bytes: int) -> DeviceMemory:
+        """The memory once so much of it has been taken."""
+        return replace(self, free=self.free - num_bytes, held=self.held + num_bytes)
+
+    def describe(self) -> str:
+        """Say how much is left, and why it is not more."""
         if self.limit is not None and self.limit - self.held < self.free:
-            return f"{format_bytes(room)} of the {format_bytes(self.limit)} of device_memory are left"
-        others = f" beside {format_bytes(self.others)} of other processes" if self.limit is not None else ""
-        return f"{format_bytes(room)} are free{others}"
+            return f"{format_bytes(self.room)} of the {format_bytes(self.limit)} of device_memory are left"
+        others = f" beside {format_bytes(self.others)} of other processes" if self.share < 1 else ""
+        return f"{format_bytes(self.room)} are free{others}"
 
 
 class StepBytes(NamedTuple):

@@ -70,7 +70,7 @@ def on_gpu(config: EngineConfig, replica: Replica, gpus: Sequence[int]) -> Engin
 
 def divide_memory(asked: str | None, count: int) -> str:
     """Return `device_memory` for one of `count` engines that have it together: a size, or a share."""
-    asked = str(GPU_SHARE) if asked is None else asked
+    asked = str(GPU_SHARE) if asked is None else asked  # of the whole GPU: each must leave the others theirs
     try:
         return f"{float(asked) / count:.6f}" if float(asked) <= 1 else f"{int(float(asked)) // count}B"
     except ValueError:  # it has a unit

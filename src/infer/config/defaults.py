@@ -41,5 +41,5 @@ takes several milliseconds no host is that late, and the price is felt: there it
 """
 
 CPU_SHARE = 0.25  # of the memory that is free, for the KV cache of a model on the CPU
-GPU_SHARE = 0.9  # of a GPU's memory, for the engine: weights, graphs, workspaces and KV cache together
+GPU_SHARE = 0.9  # of a GPU's free memory once the weights are there, for steps and KV cache
 SERVER_MAX_QUEUE = 512  # sequences that may wait for an engine of a server

@@ -125,8 +125,8 @@ class CacheConfig:
     device_memory: str | None = knob(
         None,
         "memory of the device that the engine may take for weights, CUDA graphs, workspaces and KV cache "
-        "together: a size such as 12GiB, or a share of all there is such as 0.9; default: on a GPU "
-        f"{GPU_SHARE}, on a CPU no limit",
+        "together: a size such as 12GiB, or a share of all there is such as 0.9; default: the weights and "
+        f"what is free beside them, on a GPU {GPU_SHARE} of it",
         aliases=("gpu_memory_utilization", "mem_fraction_static"),
         is_size=True,
     )

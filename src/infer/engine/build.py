@@ -216,6 +216,7 @@ def _rehearse(
         config.scheduler,
         compute_step(config, loaded),
         graph_tokens(config, loaded.config),
+        cache.device_memory,
     )
 
 

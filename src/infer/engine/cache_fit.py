@@ -45,8 +45,7 @@ def fit_to_device(
     free_host = free_host_bytes()
     cache, model = config.settings.cache, loaded.config
     layout = kv_layout(model, cache, config.max_seq_len)
-    memory = look(loaded.device, cache.device_memory, free_host=free_host)
-    free_bytes = memory.room - weight_bytes
+    memory = look(loaded.device, cache.device_memory, free_host=free_host).with_weights(weight_bytes)
     size = fit_cache(
         cache,
         config.scheduler,
@@ -55,10 +54,10 @@ def fit_to_device(
         bytes_per_token=kv_bytes_per_token(
             layout.num_layers, model.num_kv_heads, model.head_dim, loaded.dtype.itemsize
         ),
-        free_bytes=free_bytes,
+        free_bytes=memory.room,
         share=cache.kv_cache_share or (1.0 if on_gpu else CPU_SHARE),
         workspace=workspace_share(layout.num_planes, gathers=config.gathers_kv),
-        left=memory.describe(free_bytes),
+        left=memory.describe(),
         layout=layout,
     )
     free_host -= 0 if on_gpu else weight_bytes + size.num_bytes

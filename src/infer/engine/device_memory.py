@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 import torch
 
-from infer.cache.memory import GPU_RUNTIME_BYTES, DeviceMemory, host_memory
+from infer.cache.memory import GPU_RUNTIME_BYTES, DeviceMemory, free_host_bytes, host_memory
 from infer.config.defaults import GPU_SHARE
 from infer.config.knobs import parse_memory
 from infer.kernels.runtime.dispatch import is_gpu
@@ -32,24 +32,26 @@ SMALL_BLOCK = 2 << 20
 NUM_SMALL_BLOCKS = 8
 
 
-def look(device: torch.device, asked: str | None, *, free_host: int) -> DeviceMemory:
-    """Return what a device has now; `asked` is `device_memory`, `free_host` what a CPU has free."""
+def look(device: torch.device, asked: str | None, *, free_host: int | None = None) -> DeviceMemory:
+    """Return what a device has now; `asked` is `device_memory`, `free_host` what is free of a CPU's."""
     if not is_gpu(device):
         total, resident = host_memory()
         limit = None if asked is None else parse_memory(asked, total, "device_memory")
+        free_host = free_host_bytes() if free_host is None else free_host
         return DeviceMemory(total=total, free=free_host, held=resident, limit=limit)
     free, total = torch.cuda.mem_get_info(device)
     return DeviceMemory(
         total=total,
         free=free,
         held=torch.cuda.memory_reserved(device) + GPU_RUNTIME_BYTES,
-        limit=device_limit(asked, total),
+        limit=None if asked is None else device_limit(asked, total),
+        share=GPU_SHARE,
     )
 
 
-def device_limit(asked: str | None, total: int) -> int:
+def device_limit(asked: str, total: int) -> int:
     """Return the bytes that an engine may take of a GPU."""
-    return min(parse_memory(str(GPU_SHARE) if asked is None else asked, total, "device_memory"), total)
+    return min(parse_memory(asked, total, "device_memory"), total)
 
 
 def enforce_limit(device: torch.device, asked: str | None) -> None:

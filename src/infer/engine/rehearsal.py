@@ -19,7 +19,7 @@ import torch
 from infer.cache.memory import GRAPH_FACTOR, StepBytes, format_bytes
 from infer.config.resolve import ResolvedScheduler
 from infer.engine import device_memory
-from infer.errors import ConfigError
+from infer.errors import ConfigError, NoRoom
 from infer.execution.gpu.runner import DeviceRunner
 
 GAP_FACTOR = 1.25  # what an arena needs for tensors of all sizes, for each byte of the largest step
@@ -31,9 +31,17 @@ def rehearse(
     scheduler: ResolvedScheduler,
     computed: StepBytes,
     graph_tokens: int | None,
+    asked: str | None,
 ) -> StepBytes:
-    """Return what steps take, as measured; `computed` is what it is compared with where the two meet."""
+    """Return what steps take, as measured; of logits at least what is `computed`. `asked`: device_memory."""
     torch.cuda.empty_cache()
+    memory = device_memory.look(device, asked)
+    if memory.room <= 0:
+        raise NoRoom(
+            f"the weights take {format_bytes(-memory.room)} more than there is: the limit, device_memory, is "
+            f"{format_bytes(memory.limit or memory.total)}, and other processes hold "
+            f"{format_bytes(memory.others)}; 'infer plan' shows what fits"
+        )
     num_rows, num_tokens = scheduler.max_batch_size, scheduler.max_num_batched_tokens
     try:
         made: list[DeviceRunner] = []
@@ -42,11 +50,10 @@ def rehearse(
         layers = device_memory.peak_of(runner.compute_padding, device)
         logits = device_memory.peak_of(runner.sample_padding, device)
     except torch.OutOfMemoryError as error:
-        memory = device_memory.look(device, None, free_host=0)
         raise ConfigError(
             f"a step of max_num_batched_tokens={num_tokens} and max_batch_size={num_rows} does not fit "
-            f"beside the weights: {format_bytes(memory.free)} are free and {format_bytes(memory.others)} "
-            f"are held by other processes ({str(error).splitlines()[0]}); set max_num_batched_tokens="
+            f"beside the weights: {memory.describe()} ({str(error).splitlines()[0]}); set "
+            "max_num_batched_tokens="
             f"{max(num_tokens // 4, 1)} and max_batch_size={max(num_rows // 4, 1)}, or raise device_memory"
         ) from None
     graphs = 0

@@ -87,7 +87,7 @@ def _advice(
 
 def _gpu_memory() -> str:
     """What an engine would find on the first GPU, as `infer plan` counts it."""
-    found = look(torch.device("cuda", 0), None, free_host=0)
+    found = look(torch.device("cuda", 0), None)
     return (
         f"{format_bytes(found.free)} of {format_bytes(found.total)} free, other processes hold "
         f"{format_bytes(found.others)}, an engine takes up to {format_bytes(max(found.room, 0))} "

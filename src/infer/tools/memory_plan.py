@@ -37,7 +37,7 @@ from infer.cache.memory import (
     workspace_share,
 )
 from infer.cache.memory import format_bytes as format_bytes
-from infer.config.defaults import CPU_SHARE
+from infer.config.defaults import CPU_SHARE, GPU_SHARE
 from infer.config.knobs import parse_bytes
 from infer.config.resolve import (
     GPU_BACKENDS,
@@ -87,6 +87,7 @@ class MachineMemory:
 
     kind: str  # "gpu" or "cpu"
     memory: int  # for this engine: what is free, or what `device_memory` leaves
+    share: float = 1.0  # of it, once the weights are there, for steps and KV cache
     cache_share: float  # of what is left once the weights are there
     runtime: int = 0  # of `memory`, for what a GPU's runtime takes
     total: int | None = None  # of a GPU for this engine, whatever is free of it
@@ -226,7 +227,7 @@ def plan_memory(
         config.cache.attention_backend, machine.device, DTYPES[dtype], model_config.head_dim
     )
     share = workspace_share(layout.num_planes, gathers=gathers)
-    left = machine.memory - weights - machine.runtime
+    left = int(machine.share * (machine.memory - weights - machine.runtime))
     parts = f"{format_bytes(weights)} of weights and {format_bytes(activations)} of activations"
     if (left - step.total) / (1 + share) < config.cache.block_size * bytes_per_token:
         raise ConfigError(_too_small(config, headers, machine, dtype, parts, step))
@@ -305,7 +306,8 @@ def _what_fits(config: EngineConfig, headers: ModelHeaders, machine: MachineMemo
         token = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, bytes_each)
         weight_format = plan_format(settings, headers, machine) if name == dtype else name
         weights = weight_bytes(headers, num_parameters, name, weight_format) + num_table_bytes
-        needed = weights + step.total + 2 * config.cache.block_size * token + machine.runtime
+        beside = step.total + 2 * config.cache.block_size * token
+        needed = weights + int(beside / machine.share) + machine.runtime
         if needed <= machine.memory:
             return f"what would fit: {changed}"
         missing = format_bytes(needed - machine.memory)
@@ -408,26 +410,31 @@ def find_machine(device: str, gpu_memory: str | None, device_memory: str | None 
     """
     if gpu_memory is not None:
         total = parse_bytes(gpu_memory, "gpu_memory")
-        limit = device_limit(device_memory, total)
-        return MachineMemory(
-            kind="gpu",
-            memory=limit,
-            cache_share=1.0,
-            runtime=GPU_RUNTIME_BYTES,
-            total=total if device_memory is None else limit,
-        )
+        found = DeviceMemory(total=total, free=total, held=0, share=GPU_SHARE)
+        if device_memory is not None:
+            found = replace(found, limit=device_limit(device_memory, total))
+        return _machine_with(found, runtime=GPU_RUNTIME_BYTES)
     return machine_on(choose_device(device), device_memory)
 
 
 def machine_on(device: torch.device, device_memory: str | None) -> MachineMemory:
     """What an engine would find on a device of this machine now."""
-    found: DeviceMemory = look(device, device_memory, free_host=free_host_bytes())
+    found = look(device, device_memory, free_host=free_host_bytes())
     if not is_gpu(device):
         return MachineMemory(kind="cpu", memory=found.room, cache_share=CPU_SHARE)
-    # of the runtime, this process has the part that it needs to ask: `held` counts all of it
-    total = found.total if device_memory is None else device_limit(device_memory, found.total)
+    return _machine_with(found)
+
+
+def _machine_with(found: DeviceMemory, *, runtime: int = 0) -> MachineMemory:
+    """A GPU with this memory; `runtime` is still to be taken of it."""
     return MachineMemory(
-        kind="gpu", memory=max(found.room, 0), cache_share=1.0, total=total, others=found.others
+        kind="gpu",
+        memory=found.free if found.limit is None else max(found.room, 0),
+        share=found.share if found.limit is None else 1.0,
+        cache_share=1.0,
+        runtime=runtime,
+        total=found.limit or found.total,
+        others=found.others,
     )
 
 

@@ -211,14 +211,17 @@ def test_captured_steps_and_buffers_are_counted_on_a_gpu() -> None:
 
 
 def test_a_device_has_room_for_what_is_free_and_allowed() -> None:
-    memory = DeviceMemory(total=100 << 30, free=60 << 30, held=10 << 30, limit=90 << 30)
+    memory = DeviceMemory(total=100 << 30, free=60 << 30, held=10 << 30, share=0.9)
     assert memory.others == 30 << 30
-    assert memory.room == 60 << 30
-    assert memory.describe(memory.room) == "60.0 GiB are free beside 30.0 GiB of other processes"
+    assert memory.room == 54 << 30
+    assert memory.describe() == "54.0 GiB are free beside 30.0 GiB of other processes"
+    assert memory.with_weights(10 << 30).room == 45 << 30
+    assert memory.with_weights(10 << 30).others == 30 << 30
+    assert replace(memory, limit=90 << 30).room == 60 << 30
     memory = replace(memory, limit=24 << 30)
     assert memory.room == 14 << 30
-    assert memory.describe(memory.room - (4 << 30)) == "10.0 GiB of the 24.0 GiB of device_memory are left"
-    assert replace(memory, limit=None).describe(5 << 30) == "5.0 GiB are free"
+    assert memory.with_weights(4 << 30).describe() == "10.0 GiB of the 24.0 GiB of device_memory are left"
+    assert replace(memory, limit=None, share=1.0).describe() == "60.0 GiB are free"
 
 
 def test_a_refusal_names_the_limit_and_what_is_missing() -> None:
@@ -232,7 +235,7 @@ def test_a_refusal_names_the_limit_and_what_is_missing() -> None:
             bytes_per_token=46080,
             free_bytes=memory.room,
             share=1.0,
-            left=memory.describe(memory.room),
+            left=memory.describe(),
         )
     assert str(caught.value).startswith(
         "there is no room for a KV cache: 100.0 MiB of the 10.1 GiB of device_memory are left once the "

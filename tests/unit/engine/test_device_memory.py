@@ -13,7 +13,7 @@ from infer.config.knobs import parse_memory
 from infer.config.settings import EngineConfig
 from infer.engine import build, cache_fit, device_memory, machine
 from infer.engine.build import build_engine
-from infer.errors import ConfigError
+from infer.errors import ConfigError, NoRoom
 from infer.execution.gpu.runner import DeviceRunner
 from infer.tools import memory_plan
 from infer.tools.doctor import _gpu_memory
@@ -45,7 +45,7 @@ class FakeCuda:
 @pytest.mark.parametrize(
     ("asked", "limit"),
     [
-        (None, 72 * GIB),
+        (None, None),
         ("0.5", 40 * GIB),
         ("1", 80 * GIB),
         ("1.0", 80 * GIB),
@@ -54,24 +54,26 @@ class FakeCuda:
     ],
 )
 def test_an_engine_may_take_a_size_or_a_share(
-    asked: str | None, limit: int, monkeypatch: pytest.MonkeyPatch
+    asked: str | None, limit: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda = FakeCuda(monkeypatch)
-    memory = device_memory.look(GPU, asked, free_host=0)
+    memory = device_memory.look(GPU, asked)
     assert (memory.limit, memory.others) == (limit, 0)
-    assert memory.room == min(limit - 10 * GIB - GPU_RUNTIME_BYTES, memory.free)
     device_memory.enforce_limit(GPU, asked)
-    if asked is None:
+    if limit is None:
+        assert memory.room == int(0.9 * memory.free)
         assert cuda.fraction is None, "without a limit that was asked for, PyTorch is given none"
     else:
+        assert memory.room == min(limit - 10 * GIB - GPU_RUNTIME_BYTES, memory.free)
         assert cuda.fraction == pytest.approx((limit - GPU_RUNTIME_BYTES) / cuda.total)
 
 
 def test_what_other_processes_hold_is_not_counted_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeCuda(monkeypatch, others=65 * GIB)
-    memory = device_memory.look(GPU, None, free_host=0)
+    memory = device_memory.look(GPU, None)
     assert memory.others == 65 * GIB
-    assert memory.room == memory.free == 5 * GIB - GPU_RUNTIME_BYTES
+    assert memory.free == 5 * GIB - GPU_RUNTIME_BYTES
+    assert memory.room == int(0.9 * memory.free)
     assert "other processes hold 65.0 GiB" in _gpu_memory()
     found = memory_plan.machine_on(GPU, "60GiB")
     assert (found.memory, found.others, found.total) == (memory.free, 65 * GIB, 60 * GIB)
@@ -184,3 +186,13 @@ def test_a_cache_fills_what_device_memory_leaves(monkeypatch: pytest.MonkeyPatch
     assert limited < unlimited
     with pytest.raises(ConfigError, match="there is no room for a KV cache: .* of device_memory are left"):
         num_blocks(device_memory=str(GIB + (1 << 16)))
+
+
+@pytest.mark.usefixtures("fake_gpu")
+def test_weights_beyond_the_limit_are_refused_before_a_step_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_memory, "host_memory", lambda: (80 * GIB, 16 * GIB))
+    config = EngineConfig.from_knobs(device_memory="12GiB")
+    with pytest.raises(
+        NoRoom, match="the weights take 4.0 GiB more than there is: .* is 12.0 GiB, and other"
+    ):
+        build_engine(config, tiny_model("llama"))
