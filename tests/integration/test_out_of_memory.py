@@ -30,10 +30,10 @@ from tests.support.tiny import drain, greedy, make_engine, random_prompts
 
 PROMPTS = [prompt[:9] for prompt in random_prompts(4)]
 PARAMS = [
-    greedy(2),
+    greedy(2, logprobs=2),
     SamplingParams(temperature=1.0, seed=1, max_tokens=3, ignore_eos=True),
-    greedy(4),
-    SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=2, ignore_eos=True),
+    greedy(4, repetition_penalty=1.3, logit_bias={5: 1.0}),
+    SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=2, ignore_eos=True, logprobs=1),
 ]
 ON_HOST = [
     greedy(2, repetition_penalty=1.3),
@@ -86,7 +86,10 @@ def serve(allocator: FailingAllocator, params: list[SamplingParams], **knobs: An
     def take(outputs: list[StepOutput]) -> None:
         for output in outputs:
             assert output.finish_reason != "error", output
-            made.setdefault((output.request_id, output.index), []).extend(output.token_ids)
+            told = made.setdefault((output.request_id, output.index), [])
+            told += output.token_ids
+            for row in (*output.logprobs, *(output.prompt_logprobs or ())):
+                told.append(None if row is None else (row.token_id, row.rank))
         engine.scheduler.check()
         assert engine.scheduler.pool.audit_blocks() == []
 

@@ -31,9 +31,7 @@ FLOAT32_BYTES = 4
 GRAPH_FACTOR = 1.25  # what a pool of captured steps takes, for the largest of them
 SPLITS_PER_ROW = 16  # of a row that decodes: parts of its attention that are added up
 SAMPLER_BYTES = 6  # for each id of a row: its adjusted logit, and how often it was used
-GPU_RUNTIME_BYTES = (
-    800 << 20
-)  # CUDA's context, libraries and graph nodes; 693 MiB before any graph on an H200
+GPU_RUNTIME_BYTES = 800 << 20  # CUDA's context, libraries, graph nodes; 693 MiB on an H200 before any graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
