@@ -114,7 +114,12 @@ class ProcessClient:
 
         async def start() -> tuple[EngineLink, Ready]:
             return await EngineProcess.start(
-                config, module=module, spawn=spawn, on_log=on_log, num_links=num_links, on_spawn=on_spawn,
+                config,
+                module=module,
+                spawn=spawn,
+                on_log=on_log,
+                num_links=num_links,
+                on_spawn=on_spawn,
                 replica=replica,
             )
 

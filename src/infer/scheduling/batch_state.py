@@ -223,7 +223,7 @@ class BatchState:
         """
         if places is not None:
             is_short: np.ndarray = self.num_tokens[places] > self.num_reserved[places]
-            return places[is_short]
+            return np.compress(is_short, places)
         room: np.ndarray = self.num_reserved - self.num_tokens
         self.num_roomy = max(int(room.min()), 0)
         return _NONE if self.num_roomy else np.flatnonzero(room < 0)
