@@ -6,7 +6,7 @@ in float32 and in this order, number for number as sampling/sampler.py does it. 
 calls `adjust_tile` on the way: a row that asks for nothing costs nothing, and one that does has its adjusted
 logits written beside the model's own, where the other kernels find them.
 
-Shapes:  V vocabulary; a tile is [groups, tokens].
+Shapes:  V vocabulary, E ids of a bias, W words of a mask.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ libdevice: Any = None if triton is None else importlib.import_module("triton.lan
 
 _HAS_USES, _BAN_END, _NUM_BIASED = field("has_uses"), field("ban_end"), field("num_biased")
 _REPETITION, _PRESENCE, _FREQUENCY = field("repetition"), field("presence"), field("frequency")
+_STRETCH = constant(512)  # ids that are looked at together
 _MAX_BIASED, _IN_PROMPT, _COUNT = constant(MAX_BIASED), constant(IN_PROMPT), constant(MAX_COUNT)
 
 
@@ -88,45 +89,52 @@ def is_adjusted(line_ptr, mask_row):
 
 
 @jit
-def _add_biases(x, ids, first, end, V, num_biased, biases_ptr, adjusted_ptr):
-    """A tile from `first` to `end` with its biases added, by way of memory: a program owns its tile there."""
-    tl.store(adjusted_ptr + ids, x, mask=ids < V)
+def _add_biases(x_ptr, first, end, V, num_biased, biases_ptr, out_ptr):
+    """Copy the logits from `first` to `end` in float32, and add the biases of these ids."""
+    for start in range(first, end, _STRETCH):
+        ids = start + tl.arange(0, _STRETCH)
+        tl.store(out_ptr + ids, tl.load(x_ptr + ids, mask=ids < V).to(tl.float32), mask=ids < V)
     tl.debug_barrier()
-    entries = tl.arange(0, _MAX_BIASED)
-    biased = tl.load(biases_ptr + entries, mask=entries < num_biased, other=-1)
-    is_own = (biased >= first) & (biased < end)
-    amounts = tl.load(biases_ptr + _MAX_BIASED + entries, mask=is_own, other=0).to(tl.float32, bitcast=True)
-    values = tl.load(adjusted_ptr + biased, mask=is_own, other=0.0)
-    tl.store(adjusted_ptr + biased, values + amounts, mask=is_own)
+    for start in range(0, num_biased, _STRETCH):
+        entries = start + tl.arange(0, _STRETCH)
+        biased = tl.load(biases_ptr + entries, mask=entries < num_biased, other=-1)
+        is_own = (biased >= first) & (biased < end)
+        amounts = tl.load(biases_ptr + _MAX_BIASED + entries, mask=is_own, other=0)
+        values = tl.load(out_ptr + biased, mask=is_own, other=0.0)
+        tl.store(out_ptr + biased, values + amounts.to(tl.float32, bitcast=True), mask=is_own)
     tl.debug_barrier()
-    return tl.load(adjusted_ptr + ids, mask=ids < V, other=float("-inf"))
 
 
 @jit
 def adjust_tile(
-    x, ids, first, end, V, line_ptr, mask_row, position, uses_ptr, biases_ptr, masks_ptr, out_ptr
-):
-    """The tile of a row from id `first` to `end` as its line asks for it, also written to `out_ptr`.
+    x_ptr, first, end, V, line_ptr, mask_row, position, uses_ptr, biases_ptr, masks_ptr, out_ptr,
+):  # fmt: skip
+    """Write the logits of a row from id `first` to `end` to `out_ptr`, as the row's line asks for them.
 
-    `uses_ptr` and `biases_ptr` are the row's own, `masks_ptr` those of all rows.
+    `uses_ptr` and `biases_ptr` are the row's own, `masks_ptr` those of all rows. A stretch at a time: the
+    rows that ask for nothing must not wait for registers that this needs.
     """
     num_biased = tl.load(line_ptr + _NUM_BIASED).to(tl.int32)
+    has_uses = tl.load(line_ptr + _HAS_USES) > 0
+    bans = position < tl.load(line_ptr + _BAN_END)
+    repetition = float_field(line_ptr, _REPETITION).to(tl.float32)
+    presence = float_field(line_ptr, _PRESENCE).to(tl.float32)
+    frequency = float_field(line_ptr, _FREQUENCY).to(tl.float32)
+    mask_ptr = masks_ptr + mask_row.to(tl.int64) * ((V + 31) // 32)
     if num_biased > 0:
-        x = _add_biases(x, ids, first, end, V, num_biased, biases_ptr, out_ptr)
-    if mask_row >= 0:
-        word_ptr = masks_ptr + mask_row.to(tl.int64) * ((V + 31) // 32) + ids // 32
-        bits = tl.load(word_ptr, mask=ids < V, other=0) >> (ids % 32)
+        _add_biases(x_ptr, first, end, V, num_biased, biases_ptr, out_ptr)
+    for start in range(first, end, _STRETCH):
+        ids = start + tl.arange(0, _STRETCH)
+        inside = ids < V
+        x = tl.load(x_ptr + ids, mask=inside & (num_biased == 0), other=0.0).to(tl.float32)
+        x = tl.where(num_biased > 0, tl.load(out_ptr + ids, mask=inside & (num_biased > 0), other=0.0), x)
+        bits = tl.load(mask_ptr + ids // 32, mask=inside & (mask_row >= 0), other=-1) >> (ids % 32)
         x = tl.where((bits & 1) == 0, float("-inf"), x)
-    if tl.load(line_ptr + _HAS_USES) > 0:
-        uses = tl.load(uses_ptr + ids, mask=ids < V, other=0).to(tl.int32)
-        bans = position < tl.load(line_ptr + _BAN_END)
+        uses = tl.load(uses_ptr + ids, mask=inside & has_uses, other=0).to(tl.int32)
         x = tl.where((uses < 0) & bans, float("-inf"), x)
-        repetition = float_field(line_ptr, _REPETITION).to(tl.float32)
-        presence = float_field(line_ptr, _PRESENCE).to(tl.float32)
-        frequency = float_field(line_ptr, _FREQUENCY).to(tl.float32)
         count = uses & _COUNT
         repeated = tl.where(x > 0.0, tl.div_rn(x, repetition), _times(x, repetition))
         x = tl.where((uses & (_IN_PROMPT | _COUNT)) != 0, repeated, x)
         x = tl.where(count > 0, x - (presence + _times(frequency, count.to(tl.float32))), x)
-    tl.store(out_ptr + ids, x, mask=ids < V)
-    return x
+        tl.store(out_ptr + ids, x, mask=inside)
+    tl.debug_barrier()

@@ -527,15 +527,15 @@ def _survey_kernel(
         key0, key1 = _noise_keys(tl.load(line_ptr + _SEED), position)
 
         groups, ids = _tile_ids(tl.program_id(0))
-        x = _load_logits(x_ptr, x_ptr, False, ids, V)
         mask_row = tl.load(mask_rows_ptr + row)
         is_own = is_adjusted(line_ptr, mask_row)
         if is_own:
             first = tl.program_id(0) * _GROUPS * _GROUP
-            x = adjust_tile(
-                x, ids, first, first + _GROUPS * _GROUP, V, line_ptr, mask_row, position, uses_ptr + row * V,
+            adjust_tile(
+                x_ptr, first, first + _GROUPS * _GROUP, V, line_ptr, mask_row, position, uses_ptr + row * V,
                 biases_ptr + row * 2 * _MAX_BIASED, masks_ptr, own_ptr,
             )  # fmt: skip
+        x = _load_logits(x_ptr, own_ptr, is_own, ids, V)
         x = tl.where(x != x, float("inf"), x)
         peaks = tl.max(x, axis=1)
         tl.store(peaks_ptr + s * num_groups + groups, peaks)
