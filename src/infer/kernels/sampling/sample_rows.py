@@ -52,6 +52,7 @@ from infer.kernels.runtime.compile_ahead import compiling_ahead
 from infer.kernels.runtime.dispatch import (
     INTERPRETED,
     async_compile_mode,
+    is_amd,
     is_gpu,
     jit,
     jit_for_any,
@@ -815,7 +816,7 @@ def sample_rows(
         kernel[grid](  # each has all the arguments, though none needs all of them
             logits_SV, rows_S, positions_S, *state.tensors, *scratch.tensors, logits_SV.stride(0), V,
             scratch.num_groups, num_real_groups, usual_rank, tiles_per_program,
-            BLOCK_GROUPS=scratch.block_groups, num_warps=num_warps,
+            BLOCK_GROUPS=scratch.block_groups, num_warps=num_warps, **_register_limit(num_warps),
         )  # fmt: skip
     return ids_S
 
@@ -837,6 +838,14 @@ def compile_sample_rows(state: SampleState, scratch: SampleScratch, dtype: torch
             sample_rows(logits_1V, state, rows_1, positions_1, scratch)
 
     threading.Thread(target=compile_all, name=COMPILING, daemon=True).start()
+
+
+def _register_limit(num_warps: int) -> dict[str, int]:
+    """An option of the launch: with more registers a thread, fewer programs would run at the same time.
+
+    Each kernel has paths that want many, for rows that ask for more; all rows would wait for them.
+    """
+    return {} if INTERPRETED or is_amd() else {"maxnreg": 16 * num_warps}
 
 
 def _tiles_per_program(num_rows: int) -> int:
