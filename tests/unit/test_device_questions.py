@@ -40,7 +40,6 @@ ALLOWED = {
     "loader/load.py": 1,
     "loader/quantization.py": 8,
     "quant/packed.py": 1,
-    "server/serve.py": 1,
     "tools/memory_plan.py": 2,
 }
 
