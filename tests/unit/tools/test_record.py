@@ -210,7 +210,9 @@ def test_the_header_tells_the_knobs_and_the_size_of_the_cache(tmp_path: Path) ->
     record_run(tmp_path / "r.jsonl", num_requests=1)
     header = lines_of(tmp_path / "r.jsonl")[0]
     assert header["knobs"]["prefill_chunk_size"] == CONFIG.scheduler.prefill_chunk_size
-    assert header["cache"] == {"num_blocks": SIZE.num_blocks, "block_size": 4, "bytes_per_token": 8}
+    assert header["cache"] == {
+        "num_blocks": SIZE.num_blocks, "block_size": 4, "bytes_per_token": 8, "num_tables": 1,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
