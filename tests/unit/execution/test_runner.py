@@ -8,7 +8,6 @@ import torch
 from infer.cache.kv_store import KVStore
 from infer.cache.layout import KVLayout
 from infer.cache.paged_pool import PagedKVCachePool
-from infer.execution.embedding import embed_prompt
 from infer.execution.host_sampling import LOGPROB_ROWS, sample_row, sequence_seed
 from infer.execution.model_runner import ModelRunner
 from infer.models.model import Model
@@ -42,8 +41,10 @@ def make_runner(num_host_blocks: int = 0) -> tuple[ModelRunner, Running, KVStore
     return runner, running, store, model
 
 
-def make_seq(seq_id: int, prompt: list[int], params: SamplingParams, seed: int = 0) -> Sequence:
-    request = Request(request_id=str(seq_id), prompt=tuple(prompt), params=params)
+def make_seq(
+    seq_id: int, prompt: list[int], params: SamplingParams, seed: int = 0, pooling: str | None = None
+) -> Sequence:
+    request = Request(request_id=str(seq_id), prompt=tuple(prompt), params=params, pooling=pooling)
     return Sequence(seq_id, SequenceGroup(request, max_total=99, stop_ids=(7,), seed=seed), 0, list(prompt))
 
 
@@ -145,18 +146,18 @@ def test_every_sequence_of_a_request_has_its_own_seed() -> None:
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_an_embedding_is_computed_in_chunks_and_the_same(
-    pooling: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny_model("qwen3").model
+def test_the_chunks_of_an_embedding_are_pooled_one_by_one(pooling: str) -> None:
+    runner, running, _, model = make_runner()
     prompt = list(range(30, 41))
+    seq = make_seq(1, prompt, GREEDY, pooling=pooling)
+    running.enter(seq, len(prompt))
     with torch.no_grad():
         hidden_TD = model(torch.tensor(prompt), ListStep([ListCache()], [len(prompt)]))
-    sizes: list[int] = []
-    monkeypatch.setattr("infer.execution.embedding.CHUNK_LEN", 4)
-    hook = model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
-    embedding = torch.tensor(embed_prompt(model, torch.device("cpu"), prompt, pooling))
-    hook.remove()
-    assert sizes == [4, 4, 3]
-    expected = hidden_TD[-1] if pooling == "last" else hidden_TD.mean(dim=0)
-    assert torch.allclose(embedding, expected, atol=1e-5)
+    for start, stop in [(0, 4), (4, 8), (8, 11)]:
+        result = runner.run(running.plan(Chunk(1, start, stop, 0), step=1), [seq])
+        assert result.ids == [()]
+        if pooling == "last" and stop < 11:
+            assert not result.pooled
+            continue
+        expected = hidden_TD[-1] if pooling == "last" else hidden_TD[start:stop].sum(dim=0)
+        assert torch.allclose(torch.from_numpy(result.pooled[1]), expected, atol=1e-4)

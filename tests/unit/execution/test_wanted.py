@@ -11,7 +11,6 @@ from infer.cache.kv_store import KVStore
 from infer.cache.layout import KVLayout
 from infer.cache.paged_pool import PagedKVCachePool
 from infer.execution.batch import needed_tokens
-from infer.execution.embedding import embed_prompt
 from infer.execution.gpu.runner import DeviceRunner
 from infer.execution.gpu.step_inputs import MAX_CHUNKS
 from infer.execution.model_runner import ModelRunner
@@ -192,7 +191,8 @@ def test_a_chunk_about_to_fork_has_one_row_for_all_its_samples(
         assert row is not None and is_close(row.logprob, expected[token_id])
 
 
-def test_an_embedding_is_made_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    harness = Harness("auto", monkeypatch)
-    embed_prompt(harness.model, torch.device("cpu"), PROMPTS[2], "mean")
-    assert harness.rows == [50]
+def test_all_tokens_are_needed_for_an_embedding() -> None:
+    asking = make_seq(2)
+    object.__setattr__(asking.group.request, "pooling", "mean")
+    plan = plan_of([Chunk(1, 0, 5, 1), Chunk(2, 0, 9, 0)])
+    assert needed_tokens(plan, [make_seq(1), asking], [4, 13]) == (None, [4, 13])

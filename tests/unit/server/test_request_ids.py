@@ -102,7 +102,7 @@ def test_a_failed_embedding_names_its_request(
     def fail(*_: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(client._engine, "_embedder", fail)
+    monkeypatch.setattr(client._engine._runner, "launch", fail)
     response = post(logged(Wire(make_state(oracle.encoder, client))), "/v1/embeddings", {"input": "x"})
     assert response.status_code == 500
-    assert any(f"request_id={ID}/embd-" in record.getMessage() for record in caplog.records)
+    assert any(f"failed for {ID}/embd-" in record.getMessage() for record in caplog.records)
