@@ -15,8 +15,11 @@ from transformers import AutoModel
 from infer.engine import machine
 from infer.engine.engine import Engine
 from infer.errors import QueueFull, RequestError
+from infer.execution.embedding import pool_hidden
 from infer.execution.gpu.runner import DeviceRunner
+from infer.scheduling.plan import Chunk, Chunks, StepPlan
 from infer.scheduling.request import Request, StepOutput
+from infer.scheduling.sequence import Sequence, SequenceGroup
 from scripts.make_checkpoint import make_checkpoint
 from tests.support.tiny import CONTEXT_LEN, SIZES, drain, greedy, make_engine, random_prompts, run_engine
 
@@ -98,6 +101,18 @@ def test_a_second_embedding_of_a_text_is_found_in_the_prefix_cache_unless_it_is_
         torch.tensor(made["a"].embedding), torch.tensor(made["b"].embedding), atol=1e-5, rtol=1e-5
     )
     assert made["c"].embedding == made["d"].embedding
+
+
+def test_a_chunk_in_the_middle_gives_nothing_whatever_the_type_of_the_states() -> None:
+    states_TD = torch.ones(4, 3, dtype=torch.bfloat16)
+    group = SequenceGroup(
+        Request(request_id="e", prompt=(1,) * 9, pooling="last"), max_total=10, stop_ids=(), seed=0
+    )
+    seq = Sequence(7, group, 0, [1] * 9)
+    middle = pool_hidden(StepPlan(1, Chunks.of([Chunk(7, 0, 4, 0)])), [seq], [3], states_TD)
+    assert middle.by_sequence() == {}
+    last = pool_hidden(StepPlan(1, Chunks.of([Chunk(7, 5, 9, 0)])), [seq], [3], states_TD)
+    assert last.by_sequence()[7].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_tokens_are_made_beside_the_chunks_of_a_long_embedding() -> None:

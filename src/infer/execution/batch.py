@@ -69,6 +69,11 @@ def reads_prompt(start: int, seq: TokenSequence) -> bool:
     return has_logprobs or request.pooling is not None
 
 
+def has_embeddings(sequences: Sequence[TokenSequence]) -> bool:
+    """Whether the hidden states of a step's chunks are to be pooled."""
+    return any(seq.group.request.pooling is not None for seq in sequences)
+
+
 class TokenLayout(NamedTuple):
     """The tokens of a step, end to end."""
 

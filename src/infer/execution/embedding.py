@@ -24,13 +24,10 @@ from infer.scheduling.sequence import Sequence as TokenSequence
 
 
 class Pooled(NamedTuple):
-    """The pooled states of some chunks of a step; false where there are none."""
+    """The pooled states of some chunks of a step."""
 
     seq_ids: list[int]
     states_ED: torch.Tensor
-
-    def __bool__(self) -> bool:
-        return bool(self.seq_ids)
 
     def by_sequence(self) -> dict[int, np.ndarray]:
         """The states by seq_id; what is on its way to the host must have arrived."""
@@ -43,8 +40,6 @@ def pool_hidden(
     """Pool the chunks of embeddings, given the hidden states of all tokens and each chunk's last row."""
     seq_ids: list[int] = []
     states: list[torch.Tensor] = []
-    if all(seq.group.request.pooling is None for seq in sequences):
-        return Pooled(seq_ids, hidden_TD[:0])
     for chunk, seq, last in zip(plan.chunks, sequences, last_rows, strict=True):
         pooling = seq.group.request.pooling
         if pooling == "mean":
@@ -54,4 +49,4 @@ def pool_hidden(
         else:
             continue
         seq_ids.append(seq.seq_id)
-    return Pooled(seq_ids, torch.stack(states) if states else hidden_TD[:0])
+    return Pooled(seq_ids, torch.stack(states) if states else hidden_TD[:0].float())

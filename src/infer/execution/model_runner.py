@@ -16,7 +16,7 @@ import torch
 
 from infer.cache.kv_store import KVStore
 from infer.errors import DeviceLost
-from infer.execution.batch import PagedStep, StepBatch, needed_tokens
+from infer.execution.batch import PagedStep, StepBatch, has_embeddings, needed_tokens
 from infer.execution.cpu_step import CpuSteps, can_run
 from infer.execution.embedding import pool_hidden
 from infer.execution.halves import SmallerSteps
@@ -74,8 +74,9 @@ class ModelRunner(SyncRunner):
     def _compute(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
         hidden_TD, last_rows = self._hidden(plan, sequences)
         result = self._sampler.sample(plan, sequences, last_rows, hidden_TD)
-        pooled = pool_hidden(plan, sequences, last_rows, hidden_TD)
-        return result._replace(pooled=pooled.by_sequence()) if pooled else result
+        if not has_embeddings(sequences):
+            return result
+        return result._replace(pooled=pool_hidden(plan, sequences, last_rows, hidden_TD).by_sequence())
 
     def _hidden(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> tuple[torch.Tensor, list[int]]:
         """Hidden states of the needed tokens, and where the last one of each chunk is among them."""

@@ -29,7 +29,7 @@ from torch import nn
 
 from infer.cache.kv_store import KVStore
 from infer.errors import DeviceLost
-from infer.execution.batch import needed_tokens, reads_prompt
+from infer.execution.batch import has_embeddings, needed_tokens, reads_prompt
 from infer.execution.embedding import Pooled, pool_hidden
 from infer.execution.gpu.graphs import StepGraphs, StepSize, most_tokens
 from infer.execution.gpu.readback import Asked, Readback
@@ -455,13 +455,14 @@ class DeviceRunner:
         prompts = Prompts(plan, self._state, first=self._graphs.padded_rows(num_decoding))
         places, last_rows = needed_tokens(plan, sequences, prompts.last_places)
         hidden_CD = self._hidden_of(prompts, chunks.rows, places)
-        pooled = pool_hidden(plan, sequences, last_rows, hidden_CD)
-        if pooled:  # comes before the ids, whose event is waited for
+        pooled: Pooled | None = None
+        if has_embeddings(sequences):  # they arrive before the ids, whose event is waited for
+            pooled = pool_hidden(plan, sequences, last_rows, hidden_CD)
             pooled = pooled._replace(states_ED=self._readback.fetch(pooled.states_ED))
         if self._needs_host(plan, sequences):
             result = self._sampler.sample(plan, sequences, last_rows, hidden_CD)
             self._rows.sampled_on_host(chunks.rows)
-            if not pooled:
+            if pooled is None:
                 return lambda: result
             arrival = self._readback.take(plan.step, self._scratch.ids_S[:0], 0)
             return lambda: _with_pooled(pooled, arrival, result)
@@ -491,7 +492,7 @@ class DeviceRunner:
             asked = self._asked(logits_SV, chunks.rows[drawn], None)
         pending = self._readback.take(plan.step, ids_S, len(chunks), asked)
         pending.scatter([(number, place) for place, number in enumerate(drawn.tolist())], prompts_asked)
-        return pending if not pooled else lambda: _with_pooled(pooled, pending)
+        return pending if pooled is None else lambda: _with_pooled(pooled, pending)
 
     def _hidden_of(self, prompts: Prompts, rows: np.ndarray, places: list[int] | None) -> torch.Tensor:
         """Hidden states of a ragged step: of all tokens, or of those at `places`."""
