@@ -304,7 +304,7 @@ class PrefillContract(OnDevice):
     def test_an_invariant_step_computes_rows_that_decode_as_if_they_were_prompts(self) -> None:
         heads, dtype = Heads(4, 2, 16), torch.float32
         paged = make_paged([9, 40, 3], heads, block_size=16, dtype=dtype, device=self.device)
-        store = SimpleNamespace(keys=[paged.keys], values=[paged.values])
+        store = SimpleNamespace(keys=[paged.keys], values=[paged.values], tables=[0])
         q = torch.randn(5, 4, 16, device=self.device)
         work = DecodeWork(
             max_rows=5, max_len=64, num_heads=4, num_kv_heads=2, head_dim=16, device=self.device
@@ -314,8 +314,8 @@ class PrefillContract(OnDevice):
             """The first queries decode rows 0, 1, ...; a length of 0 is padding."""
             tiles = build_prefill_chunks(chunks, tokens_per_tile=tokens_per_tile(4, 2))
             step = DeviceStep(
-                cast(KVStore, store), paged.tables, work, block_size=16,
-                positions_T=q.new_zeros(5), slots_T=q.new_zeros(5),
+                cast(KVStore, store), paged.tables[None], work, block_size=16,
+                positions_T=q.new_zeros(5), slots_KT=q.new_zeros(1, 5),
                 rows_S=torch.arange(len(lens), dtype=torch.int32, device=self.device),
                 lens_S=torch.tensor(lens, dtype=torch.int32, device=self.device),
                 chunks=PrefillChunks.from_arrays(torch.from_numpy(tiles).to(self.device), chunks),

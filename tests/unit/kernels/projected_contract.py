@@ -210,11 +210,12 @@ class ProjectedContract(OnDevice):
         def make_step(
             backend: str = "triton", chunks: PrefillChunks | None = None
         ) -> tuple[DeviceStep, SimpleNamespace]:
-            store = SimpleNamespace(keys=[None, paged.keys.clone()], values=[None, paged.values.clone()])
+            keys, values = [None, paged.keys.clone()], [None, paged.values.clone()]
+            store = SimpleNamespace(keys=keys, values=values, tables=[0, 0])
             step = DeviceStep(
-                cast(KVStore, store), paged.tables, work, block_size=16,
-                positions_T=(lens_S.long() - 1).clamp(min=0), slots_T=slots, rows_S=rows_S, lens_S=lens_S,
-                chunks=chunks, windows=(window,), backend=backend,
+                cast(KVStore, store), paged.tables[None], work, block_size=16,
+                positions_T=(lens_S.long() - 1).clamp(min=0), slots_KT=slots[None], rows_S=rows_S,
+                lens_S=lens_S, chunks=chunks, windows=(window,), backend=backend,
             )  # fmt: skip
             return step, store
 
