@@ -36,6 +36,11 @@ TOGGLES: list[dict[str, Any]] = [
     {"attention_backend": "triton"},
     {"attention_backend": "flash"},
     {"attention_backend": "sdpa"},
+    {"attention_backend": "sdpa", "decode_attention_backend": "torch_ref"},
+    {"decode_attention_backend": "torch_ref"},
+    {"decode_attention_backend": "triton"},
+    {"mlp_backend": "torch_ref"},
+    {"attention_backend": "torch_ref", "mlp_backend": "torch_ref"},
     {"use_cuda_graphs": False},
     {"use_overlap": False},
     {"use_cuda_graphs": False, "use_overlap": False},
@@ -139,7 +144,7 @@ def test_attention_in_cuda_makes_the_tokens_of_triton(
         knobs: dict[str, Any] = {"attention_backend": backend, "use_cuda_graphs": use_cuda_graphs}
         llm = LLM(str(tmp_path / family), device="cuda", dtype="float16", max_batch_size=4, **knobs)
         runner: Any = llm.engine._runner
-        assert runner._backend == backend
+        assert runner._work.backend == backend
         return llm.generate(PROMPTS, params)
 
     known = generate("triton", dataclasses.replace(GREEDY, logprobs=5))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from infer.config.resolve import Machine, uses_gpu_runner
+from infer.config.resolve import Machine, check_machine
 from infer.config.settings import EngineConfig
 from infer.engine import build, machine
 from infer.engine.engine import Engine
@@ -142,7 +142,7 @@ class GpuStore:
 def prepare(asked: str, *, block_size: int = 16, max_batch_size: int = 256) -> str:
     store: Any = GpuStore()
     return device_step.prepare_backend(
-        asked, load("qwen3", "float16").config, store, block_size, max_batch_size
+        ("triton", asked), load("qwen3", "float16").config, store, block_size, max_batch_size
     )
 
 
@@ -177,4 +177,4 @@ def test_a_model_the_kernel_cannot_serve_is_refused_when_the_engine_is_built(
 def test_flash_and_cuda_need_a_gpu() -> None:
     for backend in ("flash", "cuda"):
         with pytest.raises(ConfigError, match=f"attention_backend={backend} needs a GPU"):
-            uses_gpu_runner(backend, Machine(device="cpu"))
+            check_machine(EngineConfig.from_knobs(attention_backend=backend), Machine(device="cpu"))

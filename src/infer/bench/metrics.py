@@ -211,6 +211,8 @@ MEASURES: dict[str, Measure] = {
     "graph_bytes": Measure(title="graphs", unit="MiB", better="lower"),
     "process_bytes": Measure(title="process", unit="MiB", better="lower"),
     "num_repeated_steps": Measure(title="repeated steps", unit="", better="lower"),
+    "largest_difference": Measure(title="largest difference", unit="", better="lower"),
+    "same_tokens": Measure(title="same tokens", unit="", better="higher"),
     "speed_up": Measure(title="speed-up", unit="x", better="higher"),
 }
 CEILINGS = ("copy_gb_per_s", "matmul_tflops")  # of the machine, measured beside what a report is about

@@ -7,6 +7,7 @@ scripts/docs.py can check that it still says what the file says.
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,6 +47,9 @@ SHOWN: dict[str, tuple[tuple[str, ...], ...]] = {
         ),
     ),
     "latency": (LATENCIES,),
+    "backends": (
+        ("largest_difference", "same_tokens", "output_tokens_per_s", "ttft_p50_s", "itl_p50_s", "seconds"),
+    ),
     "memory": (
         ("weights_bytes", "kv_bytes", "activation_bytes", "graph_bytes", "process_bytes"),
         ("mean_running", "peak_running", "num_preemptions", "num_steps", "speed_up"),
@@ -96,6 +100,20 @@ def cell_of(row: Row, name: str) -> str:
         return cell(name, row.figures.get(name)) or NOT_TOLD.get(name, "")
     figures = {key: row.figures.get(key) for key in (f"{name}_p{percent}_s" for percent in PERCENTS)}
     return " / ".join(cell(key, figure).replace(" ms", "") for key, figure in figures.items() if figure)
+
+
+def json_lines(report: Report) -> str:
+    """Return one JSON object for each row: its name, its settings, and the medians of its figures."""
+    objects = [
+        {
+            "name": row.name,
+            "settings": row.settings,
+            **({"skipped": row.skipped} if row.skipped else {}),
+            **{name: figure.median for name, figure in row.figures.items()},
+        }
+        for row in report.rows
+    ]
+    return "".join(json.dumps(each) + "\n" for each in objects)
 
 
 def table_of(report: Report, names: Sequence[str]) -> list[list[str]]:

@@ -70,7 +70,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     schema: str
     version: int
-    kind: str  # serve, offline, latency, prefill, decode, attention, memory, startup, matrix or policies
+    kind: str  # the subcommand of `infer bench` that made it
     created: str
     command: str
     machine: dict[str, str | int]

@@ -52,6 +52,12 @@ BATCHES: Flags = {"--batches": ("NUMBERS", numbers, "1,8,32", "")}
 LENGTHS: Flags = {"--lengths": ("NUMBERS", numbers, "128,512,2048", "")}
 OFFLINE: Flags = {"--workload": ("NAMES", str, "all", "names with commas")}
 DECODE: Flags = {"--context": ("N", positive, 512, ""), "--steps": ("N", positive, 64, "")}
+BACKENDS: Flags = {
+    "--batch": ("N", positive, 4, "prompts at once"),
+    "--prompt-len": ("N", positive, 64, "tokens of each prompt"),
+    "--steps": ("N", positive, 32, "tokens generated for each"),
+    "--only": ("NAMES", str, None, "combinations to run, with commas"),
+}
 MATRIX: Flags = {
     "--only": ("NAMES", str, None, "ablations to run, with commas"),
     "--png": ("FILE", Path, None, "also draw a chart (needs matplotlib)"),
@@ -89,6 +95,7 @@ ENGINE: dict[str, tuple[str, int | None, Flags]] = {
     "prefill": ("prompts alone: tokens per second and share of the matmul rate", 3, LENGTHS),
     "decode": ("decoding alone: step time at several batch sizes", 3, BATCHES | DECODE),
     "attention": ("decode attention alone, over scattered blocks", 3, BATCHES | LENGTHS),
+    "backends": ("attention and MLP beside their references: largest difference, times", 3, BACKENDS),
     "memory": ("weights, cache, activations; paged against contiguous", None, {}),
     "matrix": ("switch one idea on after the other and see what each is worth", 1, MATRIX),
 }
@@ -265,13 +272,15 @@ def _add_engine(benches: Benches, name: str) -> None:
         + ("; the default here, --no-tiny: the default model" if is_default else ""),
     )
     _add_flags(group, rows, repeats=repeats)
+    if name == "backends":
+        group.add_argument("--json", action="store_true", help="print JSON lines, a row each, and no table")
     flags.add_knob_flags(parser, without={"seed"})
     flags.add_common_flags(parser)
 
 
 def _bench_engine(name: str, args: argparse.Namespace) -> int:
     target = _open(args)
-    from infer.bench import matrix, micro, offline
+    from infer.bench import backends, matrix, micro, offline
     from infer.bench.workloads import read_names
 
     common: dict[str, Any] = {"seed": args.seed, "tell": notice}
@@ -288,6 +297,11 @@ def _bench_engine(name: str, args: argparse.Namespace) -> int:
         report = offline.bench_decode(target, batches=args.batches, **common)
     elif name == "attention":
         report = micro.bench_attention(target, batches=args.batches, contexts=args.lengths, **common)
+    elif name == "backends":
+        only = args.only.split(",") if args.only else ()
+        report = backends.bench_backends(
+            target, count=args.batch, prompt_len=args.prompt_len, num_tokens=args.steps, only=only, **common
+        )
     elif name == "memory":
         report = micro.bench_memory(target, **common)
     else:
@@ -355,10 +369,10 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _finish(args: argparse.Namespace, report: Report) -> int:
     """Print the tables, write the report where it was asked for, and return the exit code."""
-    from infer.bench.render import terminal, to_markdown
+    from infer.bench.render import json_lines, terminal, to_markdown
     from infer.bench.report import write_report
 
-    write_out(terminal(report))
+    write_out(json_lines(report) if getattr(args, "json", False) else terminal(report))
     if args.out is not None:
         path = _report_path(args.out)
         write_report(report, path)

@@ -35,6 +35,8 @@ NO_MEMORY = {
     "chat_template",
     "num_threads",
     "attention_backend",
+    "decode_attention_backend",
+    "mlp_backend",
     "use_prefix_caching",
     "batching_mode",
     "scheduler_policy",

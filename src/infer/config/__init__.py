@@ -2,6 +2,7 @@
 
 settings.py    the sections: load, cache, scheduler, run, server
 knobs.py       what a field becomes: flag, YAML key, keyword, row of the docs; other spellings
+backends.py    what can compute attention and MLP, by device
 yaml_file.py   the file of `--config`
 defaults.py    the defaults that depend on the device and on the model's size
 resolve.py     EngineConfig + machine + model -> ResolvedConfig: nothing is left open

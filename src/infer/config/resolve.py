@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from infer.config.backends import AUTO, PLAIN, REFERENCE, Chosen, check_backends, choose
 from infer.config.defaults import (
     CPU_STEPS,
     GPU_STEPS,
@@ -30,8 +31,6 @@ from infer.errors import ConfigError
 
 if TYPE_CHECKING:
     from infer.config.settings import EngineConfig
-
-GPU_BACKENDS = ("triton", "flash", "cuda")  # of attention: kernels that read state kept on a GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +100,7 @@ class ResolvedConfig:
     scheduler: ResolvedScheduler
     keeps_cache: bool
     use_prefix_caching: bool
-    attention_backend: str  # auto: the fastest kernel of the device that can read this model
+    backends: Chosen  # what computes each operation
     gathers_kv: bool  # whether attention copies keys and values together before it reads them
     uses_gpu_runner: bool  # whether the state of the batch is kept on the device
     use_cuda_graphs: bool
@@ -115,8 +114,8 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> Resolv
     """Return every decision for this model on this machine; settings that cannot work there are refused."""
     check_machine(config, machine)
     _check_deterministic(config, machine, model)
-    backend, run, cache = config.cache.attention_backend, config.run, config.cache
-    on_gpu = uses_gpu_runner(backend, machine)
+    run, cache, backends = config.run, config.cache, choose(config, machine)
+    on_gpu = uses_gpu_runner(config, machine)
     steps_ahead = 0
     if cache.keeps_cache and on_gpu and run.use_overlap is not False:
         steps_ahead = STEPS_AHEAD if model.is_small else 1
@@ -130,10 +129,10 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> Resolv
         scheduler=scheduler,
         keeps_cache=cache.keeps_cache,
         use_prefix_caching=cache.caches_prefixes,
-        attention_backend="invariant" if run.deterministic and on_gpu else backend,
-        gathers_kv=not on_gpu and not (backend == "auto" and machine.has_c_attention),
+        backends=Chosen("invariant", "invariant", "kernels") if run.deterministic and on_gpu else backends,
+        gathers_kv=not on_gpu and backends[:2] != ("c", "c"),
         uses_gpu_runner=on_gpu,
-        use_cuda_graphs=on_gpu and run.use_cuda_graphs is not False,
+        use_cuda_graphs=_captures(config, machine) and run.use_cuda_graphs is not False,
         steps_ahead=steps_ahead,
         record_cpu_step=run.record_cpu_step is not False,
         deterministic=run.deterministic,
@@ -192,25 +191,30 @@ def resolve_scheduler(
     )
 
 
-def uses_gpu_runner(attention_backend: str, machine: Machine) -> bool:
-    """Whether attention is computed by kernels that read state kept on a GPU; refused where there is none."""
-    if attention_backend in GPU_BACKENDS and not machine.has_gpu_kernels:
-        raise ConfigError(
-            f"attention_backend={attention_backend} needs a GPU, and the model is on {machine.device}; "
-            "use auto, sdpa or naive"
-        )
-    return machine.has_gpu_kernels and attention_backend in (*GPU_BACKENDS, "auto")
+def uses_gpu_runner(config: EngineConfig, machine: Machine) -> bool:
+    """Whether attention is computed by kernels that read state kept on a GPU."""
+    return machine.has_gpu_kernels and config.cache.attention_backend not in PLAIN
+
+
+def _captures(config: EngineConfig, machine: Machine) -> bool:
+    """Whether steps can be CUDA graphs: the reference of decode attention reads lengths back."""
+    return uses_gpu_runner(config, machine) and config.cache.decode_attention_backend != REFERENCE
 
 
 def check_machine(config: EngineConfig, machine: Machine) -> None:
     """Refuse what was asked for and would do nothing on this machine, whatever the model."""
-    backend = config.cache.attention_backend
-    on_gpu = uses_gpu_runner(backend, machine)
-    for name in ("use_cuda_graphs", "use_overlap"):
-        if getattr(config.run, name) and not on_gpu:
-            plain = f" with attention_backend={backend}, which is plain PyTorch" * machine.is_gpu
+    check_backends(config, machine)
+    can_have = {
+        "use_cuda_graphs": _captures(config, machine),
+        "use_overlap": uses_gpu_runner(config, machine),
+    }
+    for name, can in can_have.items():
+        if getattr(config.run, name) and not can:
+            plain = ("attention_backend", "decode_attention_backend")
+            which = next((f"{k}={v}" for k in plain if (v := getattr(config.cache, k)) in PLAIN), "")
+            because = f" with {which}, which is plain PyTorch" * machine.is_gpu
             raise ConfigError(
-                f"{name} needs the kernels of a GPU, and the model is on {machine.device}{plain}; "
+                f"{name} needs the kernels of a GPU, and the model is on {machine.device}{because}; "
                 "leave it out"
             )
     if config.run.record_cpu_step and machine.is_gpu:
@@ -222,16 +226,21 @@ def check_machine(config: EngineConfig, machine: Machine) -> None:
 def _check_deterministic(config: EngineConfig, machine: Machine, model: ModelFacts) -> None:
     if not config.run.deterministic:
         return
-    backend = config.cache.attention_backend
-    if machine.is_gpu and backend not in ("auto", "triton"):
+    fast = (AUTO, "triton") if machine.is_gpu else (AUTO, "c")
+    cache = config.cache
+    for name in ("attention_backend", "decode_attention_backend"):
+        if (backend := getattr(cache, name)) not in fast:
+            raise ConfigError(
+                f"deterministic needs {name}={fast[0]} or {fast[1]}, not {backend}; leave one of the two out"
+            )
+    if config.run.mlp_backend == REFERENCE:
         raise ConfigError(
-            f"deterministic needs attention_backend=auto or triton, not {backend}; leave one of the two out"
+            f"deterministic has a reference of its own, not mlp_backend={REFERENCE}; leave one of the two out"
         )
-    if not machine.is_gpu and not (backend == "auto" and machine.has_c_attention):
+    if not machine.is_gpu and not machine.has_c_attention:
         raise ConfigError(
-            "deterministic needs the attention kernel in C, which reads float32 with attention_backend=auto; "
-            f"this is {model.dtype} on {machine.device} with {backend} "
-            "(`infer doctor` says what is missing)"
+            "deterministic needs the attention kernel in C, which reads float32; "
+            f"this is {model.dtype} on {machine.device} (`infer doctor` says what is missing)"
         )
 
 

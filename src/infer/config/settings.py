@@ -22,6 +22,7 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from infer.config.backends import AUTO, OTHER_SPELLINGS, choices
 from infer.config.defaults import (
     CPU_SHARE,
     CPU_STEPS,
@@ -143,17 +144,20 @@ class CacheConfig:
     )
     attention_backend: str = knob(
         "auto",
-        "what computes attention; auto: on a GPU triton, and cuda for decoding, C or sdpa on a CPU; naive "
-        "or torch_ref: the readable reference; flash: triton, and PyTorch's FlashAttention for prompts; "
-        "cuda: triton, and CUDA C++ for decoding",
-        choices=("auto", "naive", "torch_ref", "sdpa", "triton", "flash", "cuda"),
+        "what computes attention; auto: the fastest that the device has; torch_ref or naive: the readable "
+        "reference; see docs/features/backends.md",
+        choices=choices("attention"),
+    )
+    decode_attention_backend: str = knob(
+        "auto",
+        "what computes attention of rows that decode, if not what attention_backend says",
+        choices=choices("decode_attention"),
     )
 
     def __post_init__(self) -> None:
         check_choice(self, "kv_cache_backend")
-        check_choice(self, "attention_backend")
-        if self.attention_backend == "torch_ref":
-            object.__setattr__(self, "attention_backend", "naive")
+        check_backend(self, "attention_backend")
+        check_backend(self, "decode_attention_backend")
         check_positive(self, "block_size", "num_blocks")
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
@@ -172,6 +176,11 @@ class CacheConfig:
     def keeps_cache(self) -> bool:
         """Whether keys and values survive a step."""
         return self.kv_cache_backend != "naive"
+
+    @property
+    def attends_in_c(self) -> bool:
+        """Whether attention is the kernel in C wherever that can read the model."""
+        return {self.attention_backend, self.decode_attention_backend} <= {AUTO, "c"}
 
     @property
     def caches_prefixes(self) -> bool:
@@ -286,9 +295,17 @@ class RunConfig:
         "default: on a CPU",
         formerly=("use_cpu_program", "cpu_program"),
     )
+    mlp_backend: str = knob(
+        "auto",
+        "what computes the feed-forward half of a block: kernels (auto), or the readable reference",
+        choices=choices("mlp"),
+    )
     deterministic: bool = knob(
         False, "logits that do not depend on the batch, chunking or caching, to the last bit; slower"
     )
+
+    def __post_init__(self) -> None:
+        check_backend(self, "mlp_backend")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -407,6 +424,13 @@ class ServerConfig:
                 "metrics_prefix must be letters, digits, underscores and colons that begin with no digit, "
                 f"such as infer or vllm, got {self.metrics_prefix!r}"
             )
+
+
+def check_backend(section: Any, name: str) -> None:
+    """Refuse a backend that no device has; another spelling becomes the usual one."""
+    check_choice(section, name)
+    value = getattr(section, name)
+    object.__setattr__(section, name, OTHER_SPELLINGS.get(value, value))
 
 
 def engine_sections() -> dict[str, type]:

@@ -70,7 +70,12 @@ def build_engine(
         config = replace(config, steps_ahead=steps_ahead)
     phases = phases or Phases()
     with phases("compile"):
-        wait_for_linears = bind(loaded.model, loaded.device, deterministic=config.deterministic)
+        wait_for_linears = bind(
+            loaded.model,
+            loaded.device,
+            deterministic=config.deterministic,
+            mlp_backend=config.backends.mlp,
+        )
     with phases("plan memory"):
         step = _rehearse(config, loaded, wait_for_linears)
         size = fit_to_device(config, loaded, step=step)
@@ -126,7 +131,7 @@ def build_engine(
     )
     if on_gpu:  # on a CPU no step waits for the garbage collector, and tests build tiny models by the hundred
         freeze_with(engine)
-    logger.info("%s", describe_engine(loaded.name, config, size))
+    logger.info("%s", describe_engine(loaded.name, config, size, attention=runner.attention))
     logger.debug("engine settings %s", " ".join(f'{name}="{why}"' for name, why in config.reasons.items()))
     return engine
 
@@ -193,7 +198,7 @@ def _rehearse(
         return None
     cache = config.settings.cache
     enforce_limit(loaded.device, cache.device_memory)
-    if config.attention_backend == "flash":  # which cannot attend to padding
+    if config.backends.attention == "flash":  # which cannot attend to padding
         return compute_step(config, loaded)
 
     def make_runner() -> DeviceRunner:
@@ -230,8 +235,9 @@ def _make_runner(
             store,
             state,
             max_batch_size=config.scheduler.max_batch_size,
-            attention_backend=config.attention_backend,
-            use_cpu_program=config.record_cpu_step,
+            attention_backend=config.backends.attention,
+            decode_attention_backend=config.backends.decode_attention,
+            record_cpu_step=config.record_cpu_step,
         )
     return DeviceRunner(
         loaded.model,
@@ -241,7 +247,8 @@ def _make_runner(
         max_tokens=config.scheduler.max_num_batched_tokens,
         max_seq_len=config.max_seq_len,
         use_cuda_graphs=config.use_cuda_graphs,
-        attention_backend=config.attention_backend,
+        attention_backend=config.backends.attention,
+        decode_attention_backend=config.backends.decode_attention,
         steps_ahead=config.steps_ahead,
     )
 

@@ -1,7 +1,8 @@
 """The one line that a start logs about an engine: what fits into it, and what computes it.
 
     engine built model=SmolLM2-135M-Instruct max_seq_len=8192 max_batch_size=64 kv_cache=5.6GiB
-        kv_cache_tokens=130112 prefix_caching=on device=cpu threads=4 kernels=c weights=int4 dtype=float32
+        kv_cache_tokens=130112 prefix_caching=on preemption=recompute device=cpu threads=4 attention=c
+        decode_attention=c mlp=kernels weights=int4 dtype=float32
 
 It answers first why a prompt is refused, why requests wait, and why a step is slow. A setting that another
 setting turns off is named at the end, as `note="..."`.
@@ -13,11 +14,15 @@ import torch
 
 from infer.cache.memory import CacheSize, format_bytes
 from infer.config.resolve import ResolvedConfig
-from infer.loader.quantization import PACKED
 
 
-def describe_engine(model: str, config: ResolvedConfig, size: CacheSize) -> str:
-    """Return the line: a fixed text and what a start has decided, as key=value."""
+def describe_engine(
+    model: str, config: ResolvedConfig, size: CacheSize, *, attention: tuple[str, str]
+) -> str:
+    """Return the line: a fixed text and what a start has decided, as key=value.
+
+    `attention` says what the runner computes it with: of prompts, and of rows that decode.
+    """
     pairs = {
         "model": model,
         "max_seq_len": config.max_seq_len,
@@ -25,7 +30,11 @@ def describe_engine(model: str, config: ResolvedConfig, size: CacheSize) -> str:
         "kv_cache": format_bytes(size.num_bytes).replace(" ", ""),
         "kv_cache_tokens": size.num_tokens,
         "prefix_caching": "on" if config.use_prefix_caching else "off",
+        "preemption": _preemption(config),
         **_computer(config),
+        "attention": attention[0],
+        "decode_attention": attention[1],
+        "mlp": config.backends.mlp,
         "weights": config.dtype if config.weights == "as stored" else config.weights,
         "dtype": config.dtype,
     }
@@ -38,5 +47,10 @@ def _computer(config: ResolvedConfig) -> dict[str, object]:
     if config.device.startswith("cuda"):
         name = torch.cuda.get_device_name(config.device)
         return {"device": config.device, "gpu": name.replace(" ", "_")}
-    kernels = "torch" if config.gathers_kv and config.weights not in PACKED else "c"
-    return {"device": config.device, "threads": torch.get_num_threads(), "kernels": kernels}
+    return {"device": config.device, "threads": torch.get_num_threads()}
+
+
+def _preemption(config: ResolvedConfig) -> str:
+    """The mode; `auto` without host memory to swap to is recompute."""
+    mode = config.scheduler.preemption
+    return "recompute" if mode == "auto" and not config.settings.cache.swap_blocks else mode

@@ -129,14 +129,14 @@ class CpuSteps:
         state: BatchState,
         max_rows: int,
         *,
-        use_program: bool,
+        record: bool,
     ) -> None:
         self._library, self._model, self._store, self._state = library, model, store, state
         library.set_threads(torch.get_num_threads())  # may have changed since the library was loaded
         self._inputs = StepInputs(max_rows, len(state.tables))
         self._program: Program | None = None
         self._hidden_TD = torch.empty(0)
-        if use_program:
+        if record:
             self._record(max_rows)
 
     def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> tuple[torch.Tensor, list[int]]:
@@ -159,6 +159,12 @@ class CpuSteps:
         step.logit_indices = None if places is None else torch.tensor(places)
         return self._model(step.tokens_T, step), last_rows
 
+    def context(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> CpuStep:
+        """The `StepContext` of a plan, or of a part of one; not recorded."""
+        inputs = StepInputs(plan.num_tokens, len(self._state.tables))
+        inputs.fill(plan, sequences, self._state)
+        return CpuStep(self._library, self._store, inputs, self._state, plan.num_tokens)
+
     @torch.inference_mode()
     def _record(self, max_rows: int) -> None:
         self._inputs.num_items = max_rows
@@ -178,6 +184,6 @@ def can_read(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     return device.type == "cpu" and dtype is torch.float32 and head_dim <= operations.MAX_HEAD
 
 
-def attention_gathers(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether attention copies keys and values together before it reads them, as all but attention.c may."""
-    return not (backend == "auto" and can_read(device, dtype, head_dim) and library() is not None)
+def has_c_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether attention.c is built, and reads keys and values of this kind where they lie."""
+    return can_read(device, dtype, head_dim) and library() is not None

@@ -6,6 +6,9 @@ model     ── hidden states of the tokens that are read: behind the last atte
 logits    ── only of the rows that sample, or whose logprobs were asked for
 sample    ── one token per sampling row, several for a chunk about to fork (execution/host_sampling.py)
 pool      ── hidden states of the chunks of embeddings                   (execution/embedding.py)
+
+Where rows that decode and prompts have different backends, the step is split into one for each
+(execution/split_step.py).
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from infer.cache.kv_store import KVStore
+from infer.config.backends import REFERENCE
 from infer.errors import DeviceLost
 from infer.execution.batch import PagedStep, StepBatch, has_embeddings, needed_tokens
 from infer.execution.cpu_step import CpuSteps, can_run
@@ -22,7 +26,9 @@ from infer.execution.embedding import pool_hidden
 from infer.execution.halves import SmallerSteps
 from infer.execution.host_sampling import HostSampler
 from infer.execution.runner import StepResult, SyncRunner
+from infer.execution.split_step import split_step
 from infer.kernels.cpu.library import library
+from infer.layers.attention import StepContext
 from infer.models.model import Model
 from infer.scheduling.batch_state import BatchState
 from infer.scheduling.plan import StepPlan
@@ -40,7 +46,8 @@ class ModelRunner(SyncRunner):
         *,
         max_batch_size: int,
         attention_backend: str,
-        use_cpu_program: bool = True,
+        decode_attention_backend: str | None = None,
+        record_cpu_step: bool = True,
     ) -> None:
         self._model = model
         self._store = store
@@ -48,10 +55,19 @@ class ModelRunner(SyncRunner):
         self._sampler = HostSampler(model)
         self._smaller = SmallerSteps(self.run)
         self.arena: object = None  # what holds the memory of its steps, if anything does
-        self._use_reference = attention_backend == "naive"
+        self._backend, self._decode_backend = attention_backend, decode_attention_backend or attention_backend
+        self._is_split = self._backend != self._decode_backend
         self._cpu: CpuSteps | None = None
-        if attention_backend == "auto" and can_run(model, store) and (c := library()):
-            self._cpu = CpuSteps(c, model, store, state, max_batch_size, use_program=use_cpu_program)
+        if "c" in (self._backend, self._decode_backend):
+            c = library()
+            assert c is not None and can_run(model, store), "resolve.py has asked whether the C kernel can"
+            records = record_cpu_step and not self._is_split
+            self._cpu = CpuSteps(c, model, store, state, max_batch_size, record=records)
+
+    @property
+    def attention(self) -> tuple[str, str]:
+        """What computes attention of prompts, and of rows that decode."""
+        return self._backend, self._decode_backend
 
     def prepare(self) -> bool:
         """Do one piece of the work that makes later steps quicker; False: nothing is left to do."""
@@ -80,10 +96,23 @@ class ModelRunner(SyncRunner):
 
     def _hidden(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> tuple[torch.Tensor, list[int]]:
         """Hidden states of the needed tokens, and where the last one of each chunk is among them."""
-        if self._cpu is not None:
+        if self._cpu is not None and not self._is_split:
             return self._cpu.run(plan, sequences)
         batch = StepBatch(plan, sequences, self._state, self._store.device)
-        step = PagedStep(batch, self._store, use_reference=self._use_reference)
+        if self._is_split:
+            step: StepContext = split_step(
+                plan, sequences, batch.positions_T, self._context, (self._decode_backend, self._backend)
+            )
+        else:
+            step = PagedStep(batch, self._store, use_reference=self._backend == REFERENCE)
         places, last_rows = needed_tokens(plan, sequences, batch.last_rows)
         step.logit_indices = None if places is None else torch.tensor(places, device=self._store.device)
         return self._model(batch.tokens_T, step), last_rows
+
+    def _context(self, plan: StepPlan, sequences: Sequence[TokenSequence], backend: str) -> StepContext:
+        """The step of some of a plan's chunks, with one backend for all of them."""
+        if backend == "c":
+            assert self._cpu is not None
+            return self._cpu.context(plan, sequences)
+        batch = StepBatch(plan, sequences, self._state, self._store.device)
+        return PagedStep(batch, self._store, use_reference=backend == REFERENCE)

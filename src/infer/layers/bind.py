@@ -20,17 +20,22 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import nn
 
+from infer.config.backends import REFERENCE
 from infer.errors import ConfigError
 from infer.kernels.linear.compiled import CompiledLinears
 from infer.kernels.linear.invariant import places_are_alike
 from infer.layers.linear import ExpertLinear, Linear, Projected
-from infer.layers.mlp import GatedMLP
+from infer.layers.mlp import MLP, GatedMLP
+from infer.layers.moe import MixtureOfExperts
 from infer.layers.norm import RMSNorm
 from infer.quant.dense import InvariantDense
 from infer.quant.projection import Neighbours
+from infer.quant.reference import Reference
 
 
-def bind(model: nn.Module, device: torch.device, *, deterministic: bool) -> Callable[[], None]:
+def bind(
+    model: nn.Module, device: torch.device, *, deterministic: bool, mlp_backend: str = "kernels"
+) -> Callable[[], None]:
     """Choose and prepare the projection of every layer; call the result before the first step.
 
     A model has its blocks in `layers`, in their order, and the matrix to the logits in `head`.
@@ -49,6 +54,8 @@ def bind(model: nn.Module, device: torch.device, *, deterministic: bool) -> Call
                 "the batch around them; use another form of the weights"
             )
         layer.projection = chosen
+    if mlp_backend == REFERENCE:
+        _use_references(modules.values())
     if deterministic:
         _check_places(layers)
     for layer in layers.values():
@@ -66,6 +73,21 @@ def bind(model: nn.Module, device: torch.device, *, deterministic: bool) -> Call
         compiled.load()
 
     return wait
+
+
+def _use_references(modules: Iterable[nn.Module]) -> None:
+    """Give the layers of every feed-forward half the reference of their weights' scheme."""
+    halves = [module for module in modules if isinstance(module, GatedMLP | MLP | MixtureOfExperts)]
+    for layer in (child for half in halves for child in half.children()):
+        if isinstance(layer, Projected):
+            try:
+                layer.stored.expert(0).dequantized() if layer.spec.num_experts else layer.stored.dequantized()
+            except NotImplementedError:
+                raise ConfigError(
+                    f"mlp_backend={REFERENCE} cannot be had with quantization={layer.stored.scheme}, which "
+                    "cannot unpack its weights; leave it out"
+                ) from None
+            layer.projection = Reference(layer.stored)
 
 
 def find_neighbours(blocks: nn.Module) -> tuple[set[Projected], set[Projected]]:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from infer.kernels.elementwise.gated_activation import activate
 from infer.layers.linear import Linear
-from infer.quant.residual import NormedInput, PendingProduct
+from infer.quant.residual import NormedInput, PendingProduct, as_tensor
 
 
 class GatedMLP(nn.Module):
@@ -47,5 +46,6 @@ class MLP(nn.Module):
 
     def forward(self, x_TD: torch.Tensor | NormedInput) -> torch.Tensor | PendingProduct:
         """Return [T, D]."""
-        y_TD: torch.Tensor | PendingProduct = self.down(activate(self.up(x_TD), self.activation))
+        up_TF = self.up.projection.activate(as_tensor(self.up(x_TD)), self.activation)
+        y_TD: torch.Tensor | PendingProduct = self.down(up_TF)
         return y_TD

@@ -44,6 +44,10 @@ class Dense(Projection):
         """The matrix, [N, K], or [E, N, K] of experts."""
         return self.tensors["weight"]
 
+    def dequantized(self) -> torch.Tensor:
+        """The matrix itself."""
+        return self.weight
+
     def prepare(self, compiled: CompiledLinears, neighbours: Neighbours) -> None:
         """Ask for the kernels in CUDA C++, which know bfloat16, and fuse where there are kernels to do it."""
         self.compiled = compiled

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from infer.errors import CheckpointError
-from infer.kernels.elementwise.gated_activation import gated_activation
+from infer.kernels.elementwise.gated_activation import activate, gated_activation
 from infer.kernels.linear.residual import ResidualSum
 from infer.kernels.moe.grouped import by_expert
 from infer.quant.memory import WeightMemory
@@ -243,6 +243,10 @@ class Projection:
         y = self.multiply(x)
         return gated_activation(y, activation=activation) if activation else y
 
+    def activate(self, y: torch.Tensor, activation: str) -> torch.Tensor:
+        """The ungated activation of a product of this projection (GPT-2)."""
+        return activate(y, activation)
+
     def project_norm(self, x: NormedInput, activation: str) -> torch.Tensor:
         """The norm of a sum, `multiply`, and the gate; a kernel that adds must tell `x.read` the sum."""
         return self.project_rows(x.tensor(), activation)
@@ -268,6 +272,10 @@ class Projection:
     def lookup(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Rows of W for a tied embedding, in the dtype of activations; without it, the head stays dense."""
         raise NotImplementedError(f"{self.scheme} has no rows to look up")
+
+    def dequantized(self) -> torch.Tensor:
+        """W as plain numbers, [N, K]: what the reference multiplies with (quant/reference.py)."""
+        return self.lookup(torch.arange(self.spec.num_rows, device=self.spec.device))
 
     # -- experts ----------------------------------------------------------------------------------------
 

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from infer.cache.memory import format_bytes, free_host_bytes
+from infer.config.backends import OPERATIONS, available, choose
+from infer.config.resolve import Machine
+from infer.config.settings import EngineConfig
 from infer.engine.device_memory import look
 from infer.kernels.cpu.build import CBuildError, compiler_version, cpu_flags, cpu_name, find_compiler
 from infer.kernels.cpu.library import library, why_not
@@ -48,6 +51,7 @@ def examine_machine() -> MachineReport:
         ("compiler", _compiler(compiler)),
         ("C kernels", f"{c.variant}, {c.path}" if c else f"none: {why_not()}"),
         ("weights", _weights(c is not None, num_gpus)),
+        *_backends(c is not None, num_gpus),
         ("GPU", torch.cuda.get_device_name(0) if num_gpus else "none that PyTorch can use"),
         *([("GPU memory", _gpu_memory())] if num_gpus else []),
         ("memory", f"{format_bytes(free_host_bytes())} available"),
@@ -102,6 +106,21 @@ def _weights(has_kernels: bool, num_gpus: int) -> str:
     else:
         kept = "fp32, bf16 for files in bfloat16" if cpu_has_amx() else "fp32"
     return f"on the CPU {kept}; on the GPU as in the file" if num_gpus else kept
+
+
+def _backends(has_kernels: bool, num_gpus: int) -> list[tuple[str, str]]:
+    """What computes each operation of a model in float32 here, and what else could (config/backends.py)."""
+    machine = Machine(
+        device="cuda" if num_gpus else "cpu", has_gpu_kernels=num_gpus > 0, has_c_attention=has_kernels
+    )
+    chosen = choose(EngineConfig(), machine)
+    names = dict(zip(OPERATIONS, ("attention", "decoding", "MLP"), strict=True))
+    rows = []
+    for operation, value in chosen._asdict().items():
+        values = available(operation, "gpu" if num_gpus else "cpu")
+        others = [name for name in values if name != value and (name != "c" or has_kernels)]
+        rows.append((names[operation], f"{value} (knob {operation}_backend: {', '.join(others)})"))
+    return rows
 
 
 def _processor() -> str:

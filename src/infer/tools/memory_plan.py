@@ -37,10 +37,10 @@ from infer.cache.memory import (
     workspace_share,
 )
 from infer.cache.memory import format_bytes as format_bytes
+from infer.config.backends import PLAIN
 from infer.config.defaults import CPU_SHARE, GPU_SHARE
 from infer.config.knobs import parse_bytes
 from infer.config.resolve import (
-    GPU_BACKENDS,
     Machine,
     ModelFacts,
     ResolvedScheduler,
@@ -52,7 +52,7 @@ from infer.engine.build import resolve_for
 from infer.engine.cache_fit import fit_to_device, kv_layout, layer_sizes
 from infer.engine.device_memory import device_limit, look
 from infer.errors import CheckpointError, ConfigError, NoRoom
-from infer.execution.cpu_step import attention_gathers
+from infer.execution.cpu_step import has_c_attention
 from infer.execution.gpu.graphs import most_tokens
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.loader.dtype import DTYPES, stored_dtype
@@ -108,7 +108,7 @@ class MachineMemory:
 
     def keeps_state(self, config: EngineConfig) -> bool:
         """Whether the state of a batch would live on the device, and kernels read the cache in place."""
-        return self.kind == "gpu" and config.cache.attention_backend in ("auto", *GPU_BACKENDS)
+        return self.kind == "gpu" and config.cache.attention_backend not in PLAIN
 
     def steps_of(
         self, config: EngineConfig, model: ModelConfig, max_seq_len: int, bytes_per_element: int
@@ -223,9 +223,8 @@ def plan_memory(
     bytes_per_token = kv_bytes_per_token(
         layout.num_layers, model_config.num_kv_heads, model_config.head_dim, bytes_each
     )
-    gathers = not machine.keeps_state(config) and attention_gathers(
-        config.cache.attention_backend, machine.device, DTYPES[dtype], model_config.head_dim
-    )
+    can_read = has_c_attention(machine.device, DTYPES[dtype], model_config.head_dim)
+    gathers = not (machine.keeps_state(config) or (config.cache.attends_in_c and can_read))
     share = workspace_share(layout.num_planes, gathers=gathers)
     left = int(machine.share * (machine.memory - weights - machine.runtime))
     parts = f"{format_bytes(weights)} of weights and {format_bytes(activations)} of activations"

@@ -66,16 +66,18 @@ def test_decisions_have_reasons_and_what_was_given_has_none() -> None:
 
 def test_the_start_line_says_what_another_setting_turns_off() -> None:
     config = resolved(CPU, kv_cache_backend="contiguous")
-    line = describe_engine("tiny", config, CacheSize(4, 16, 1024))
+    line = describe_engine("tiny", config, CacheSize(4, 16, 1024), attention=config.backends[:2])
     assert line.startswith("engine built model=tiny max_seq_len=4096 max_batch_size=64 kv_cache=64.0KiB ")
     assert " prefix_caching=off " in line
     assert line.endswith('note="use_prefix_caching is off, because kv_cache_backend is contiguous"')
-    plain = describe_engine("tiny", resolved(CPU), CacheSize(4, 16, 1024))
+    plain = describe_engine("tiny", resolved(CPU), CacheSize(4, 16, 1024), attention=("c", "sdpa"))
+    assert " preemption=recompute device=cpu " in plain
+    assert " attention=c decode_attention=sdpa mlp=kernels " in plain
     assert " prefix_caching=on " in plain and "note=" not in plain
 
 
 def test_deterministic_needs_a_kernel_that_can() -> None:
-    assert resolved(GPU, deterministic=True).attention_backend == "invariant"
+    assert resolved(GPU, deterministic=True).backends == ("invariant", "invariant", "kernels")
     with pytest.raises(ConfigError, match="deterministic needs attention_backend=auto or triton, not flash"):
         resolved(GPU, deterministic=True, attention_backend="flash")
     with pytest.raises(ConfigError, match="deterministic needs the attention kernel in C"):

@@ -67,7 +67,7 @@ def start_engine_process(model: str, **knobs: Any) -> None:
         ({"use_overlap": True}, "use_overlap needs .* a GPU, and the model is on cpu; leave it out"),
         (
             {"deterministic": True, "attention_backend": "naive"},
-            "deterministic needs the attention kernel in C",
+            "deterministic needs attention_backend=auto or c, not torch_ref; leave one of the two out",
         ),
     ],
 )

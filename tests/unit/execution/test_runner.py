@@ -10,6 +10,7 @@ from infer.cache.layout import KVLayout
 from infer.cache.paged_pool import PagedKVCachePool
 from infer.execution.host_sampling import LOGPROB_ROWS, sample_row, sequence_seed
 from infer.execution.model_runner import ModelRunner
+from infer.kernels.cpu.library import library
 from infer.models.model import Model
 from infer.sampling.params import SamplingParams
 from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, Chunks, StepPlan, Transfer
@@ -37,7 +38,9 @@ def make_runner(num_host_blocks: int = 0) -> tuple[ModelRunner, Running, KVStore
     )
     store.fill(float("nan"))
     running = Running(pool)
-    runner = ModelRunner(model, store, running.state, max_batch_size=4, attention_backend="auto")
+    runner = ModelRunner(
+        model, store, running.state, max_batch_size=4, attention_backend="c" if library() else "sdpa"
+    )
     return runner, running, store, model
 
 

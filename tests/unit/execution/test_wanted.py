@@ -15,6 +15,7 @@ from infer.execution.gpu.runner import DeviceRunner
 from infer.execution.gpu.step_inputs import MAX_CHUNKS
 from infer.execution.model_runner import ModelRunner
 from infer.execution.runner import StepResult
+from infer.kernels.cpu.library import library
 from infer.sampling.params import SamplingParams
 from infer.scheduling.plan import Chunk
 from infer.scheduling.request import Request
@@ -115,7 +116,7 @@ class Harness:
         return result
 
 
-all_runners = pytest.mark.parametrize("kind", ["auto", "naive", "ragged", "sized"])
+all_runners = pytest.mark.parametrize("kind", ["c" if library() else "sdpa", "torch_ref", "ragged", "sized"])
 
 
 @all_runners

@@ -72,6 +72,7 @@ class DeviceRunner:
         max_seq_len: int,
         use_cuda_graphs: bool,
         attention_backend: str = "triton",
+        decode_attention_backend: str = "triton",
         steps_ahead: int = 1,
     ) -> None:
         config, device = model.config, store.device
@@ -79,7 +80,12 @@ class DeviceRunner:
         self._sampler = HostSampler(model, send)
         self._rows = DeviceRows(state, -(-max_seq_len // state.block_size), config.vocab_size, device)
         self._scratch = SampleScratch(max_batch_size + MAX_CHUNKS, config.vocab_size, device)
-        self._backend = prepare_backend(attention_backend, config, store, state.block_size, max_batch_size)
+        self._backend, decode_backend = (
+            attention_backend,
+            prepare_backend(
+                (attention_backend, decode_attention_backend), config, store, state.block_size, max_batch_size
+            ),
+        )
         compile_sample_rows(self._rows.sampling, self._scratch, store.keys[0].dtype)  # beside what follows
         self._windows = tuple(dict.fromkeys(config.window(layer) for layer in range(config.num_layers)))
         self._work = DecodeWork(
@@ -89,7 +95,7 @@ class DeviceRunner:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             device=device,
-            backend=self._backend,
+            backend=decode_backend,
         )
         tile_len = tokens_per_tile(config.num_heads, config.num_kv_heads)
         max_graph_tokens = most_tokens(config, max_tokens) if use_cuda_graphs else 0
@@ -119,6 +125,12 @@ class DeviceRunner:
             max_tokens=max_graph_tokens,
             captures=use_cuda_graphs and device.type == "cuda",
         )
+
+    @property
+    def attention(self) -> tuple[str, str]:
+        """What computes attention of prompts, and of rows that decode."""
+        prompts = "cudnn+triton" if self._dense is not None else self._backend.replace("auto", "triton")
+        return prompts, self._work.backend.replace("auto", "cuda+triton")
 
     @torch.inference_mode()
     def prepare(self) -> bool:

@@ -16,10 +16,13 @@ programmatic dependent launch (kernels/runtime/dispatch.py) need not know of bra
 
     backend     rows that decode           chunks of prompts
     auto        CUDA C++, or Triton        Triton; those in `dense` cuDNN (kernels/attention/dense.py)
-    triton      Triton                     as auto
-    cuda        CUDA C++                   Triton
-    flash       Triton                     PyTorch's FlashAttention if every chunk is fresh, otherwise Triton
+    triton      Triton                     Triton
+    cuda        CUDA C++
+    flash                                  PyTorch's FlashAttention if every chunk is fresh, otherwise Triton
+    torch_ref   the specification
     invariant   Triton's kernel for prompts, for both: one order of additions, wherever a token is computed
+
+The one of rows that decode is `DecodeWork.backend` (config/backends.py has the values of the knobs).
 
 Which kernel is faster for how many rows is known to kernels/attention/decode.py.
 
@@ -36,6 +39,7 @@ from functools import lru_cache
 import torch
 
 from infer.cache.kv_store import KVStore
+from infer.config.backends import REFERENCE
 from infer.errors import ConfigError
 from infer.kernels.attention.decode import attend_decode, attend_projected, is_projected_faster
 from infer.kernels.attention.decode_cuda import DECODE, PROJECTED, CachedHeads, compile_decode
@@ -106,6 +110,8 @@ class DeviceStep(StepContext):
         decodes_only = self._chunks is None and self._dense is None and 0 < num_rows == qkv_TX.shape[0]
         if not decodes_only or self._backend == "invariant" or not use_triton(qkv_TX):
             return None
+        if self._work.backend == REFERENCE:
+            return None
         if not is_projected_faster(num_rows, transform.num_kv_heads):
             return None
         return attend_projected(
@@ -162,13 +168,14 @@ class DeviceStep(StepContext):
 
 
 def prepare_backend(
-    asked: str, config: ModelConfig, store: KVStore, block_size: int, max_batch_size: int
+    backends: tuple[str, str], config: ModelConfig, store: KVStore, block_size: int, max_batch_size: int
 ) -> str:
-    """The backend of an engine's steps; what it needs is compiled, or is an error, before the first of them.
+    """The backend of rows that decode, of those asked for prompts and for them; compiled, or an error.
 
     `auto` does without CUDA C++ where it cannot be had.
     """
-    if asked == "flash":
+    prompts, asked = backends
+    if prompts == "flash":
         check_flash(store.device, config.head_dim)
     if asked not in ("auto", "cuda"):
         return asked

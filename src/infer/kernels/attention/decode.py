@@ -48,7 +48,8 @@ made here, from `DecodeWork.backend` and S * G, the kv heads of all rows. Fastes
     up to 256                    projected, Triton               Triton
     more                         CUDA C++                        CUDA C++
 
-`cuda` has CUDA C++ in every place, `triton` Triton, which also serves other GPUs, types and head sizes.
+`cuda` has CUDA C++ in every place, `triton` Triton, which also serves other GPUs, types and head sizes;
+`torch_ref` is the specification.
 
 Shapes:  S rows, N query heads, G kv heads, M = N/G query heads per kv head, H head size, P slots, R rows of
          the block tables, B blocks per row, W work items.
@@ -60,6 +61,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from infer.config.backends import REFERENCE
 from infer.kernels.attention.decode_cuda import attend_decode_cuda, attend_projected_cuda
 from infer.kernels.attention.decode_work import ITEM_INTS, DecodeWork
 from infer.kernels.attention.reference import LOG2E, attend_naive
@@ -511,7 +513,7 @@ def attend_decode(
             q_SNH, keys_PGH, values_PGH, tables_RB, work,
             block_size=block_size, scale=scale, window=window, out=out,
         )  # fmt: skip
-    if not use_triton(q_SNH):
+    if work.backend == REFERENCE or not use_triton(q_SNH):
         result = attend_decode_reference(
             q_SNH, keys_PGH, values_PGH, tables_RB, rows_S, lens_S,
             block_size=block_size, scale=scale, window=window,

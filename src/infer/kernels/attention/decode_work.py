@@ -87,7 +87,7 @@ class DecodeWork:
     """The work list and scratch memory of up to `max_rows` rows; shared by all layers and graphs of a stream.
 
     `split_len` fixes the length of a split; without it, it is chosen by the number of rows. `backend` is the
-    resolved `attention_backend`: which kernels read the list (decode.py).
+    resolved `decode_attention_backend`: which kernels read the list (decode.py).
     """
 
     def __init__(

@@ -1,0 +1,135 @@
+"""The backends of attention and MLP beside their references: the same prompts, the largest difference, times.
+
+    fast                         what the knobs say; without any, what `auto` takes here
+    torch_ref attention          its reference, for prompts and for rows that decode
+    torch_ref decode attention   its reference, for rows that decode alone
+    torch_ref mlp                the feed-forward half of every block in plain PyTorch
+    torch_ref all                attention and MLP: what the others are compared with
+
+Each combination is an engine of its own around the same weights (config/backends.py has the table of values).
+It generates greedily, and every logprob of a prompt's and of an output's token is compared with that of
+`torch_ref all`, up to the first token in which the two outputs part. Times are taken in other runs, without
+logprobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from infer.bench.offline import batch, run_once, warm_up
+from infer.bench.repeats import measure_row, run_rows
+from infer.bench.report import Report, Row, make_report
+from infer.bench.resize import fit
+from infer.bench.target import Target
+from infer.bench.workloads import Workload
+from infer.config.backends import OPERATIONS, REFERENCE
+from infer.engine.engine import Engine
+from infer.errors import ConfigError, closest
+from infer.sampling.params import SamplingParams
+from infer.scheduling.request import Request
+
+ALL = "torch_ref all"
+_ATTENTION = {"attention_backend": REFERENCE, "decode_attention_backend": "auto"}
+COMBINATIONS: dict[str, dict[str, str]] = {
+    "fast": {},
+    "torch_ref attention": _ATTENTION,
+    "torch_ref decode attention": {"decode_attention_backend": REFERENCE},
+    "torch_ref mlp": {"mlp_backend": REFERENCE},
+    ALL: {"mlp_backend": REFERENCE} | _ATTENTION,
+}
+
+Tell = Callable[[str], None]
+
+
+class Answer(NamedTuple):
+    """What one prompt was given, and how likely each token was."""
+
+    ids: list[int]
+    logprobs: list[float]  # of the prompt's tokens from its second on, then of the output's
+
+
+def bench_backends(
+    target: Target,
+    *,
+    count: int,
+    prompt_len: int,
+    num_tokens: int,
+    only: Sequence[str],
+    seed: int,
+    repeats: int,
+    tell: Tell,
+) -> Report:
+    """Run every combination on the same prompts; of each, speed and the largest difference."""
+    for name in only:
+        if name not in COMBINATIONS:
+            hint = closest(name, COMBINATIONS)
+            raise ConfigError(f"--only must be some of {', '.join(COMBINATIONS)}, got {name!r}{hint}")
+    workload = batch(count, prompt_len, num_tokens, target.vocab_size, seed=seed)
+    workload = fit(workload, context_len=target.loaded.max_seq_len, vocab_size=target.vocab_size)
+    expected = answer(target.engine(**COMBINATIONS[ALL]), workload)
+
+    def row(name: str) -> Row:
+        knobs: dict[str, Any] = COMBINATIONS[name]
+        engine = target.engine(**knobs)
+        warm_up(engine, target)
+        difference, num_same = compare(answer(engine, workload), expected)
+
+        def run(repeat: int) -> dict[str, float]:
+            figures = run_once(engine, workload, repeat, target.vocab_size).figures()
+            tell(f"{name} {repeat + 1}/{repeats}: {figures['output_tokens_per_s']:.1f} tok/s")
+            return figures | {"largest_difference": difference, "same_tokens": num_same}
+
+        return measure_row(name, workload.name, repeats, run, settings=knobs)
+
+    names = [name for name in COMBINATIONS if not only or name in only]
+    rows, is_partial = run_rows({name: partial(row, name) for name in names})
+    return make_report(
+        "backends",
+        rows,
+        model=target.facts(),
+        config={f"{operation}_backend": target.knobs()[f"{operation}_backend"] for operation in OPERATIONS},
+        seed=seed,
+        repeats=repeats,
+        warmup=1,
+        notes=[
+            f"{count} prompts of {prompt_len} tokens, {num_tokens} generated for each; largest difference: "
+            f"of a token's logprob from that of `{ALL}`, up to the first token in which the outputs differ"
+        ],
+        is_partial=is_partial,
+    )
+
+
+def answer(engine: Engine, workload: Workload) -> list[Answer]:
+    """Generate greedily for the workload's prompts, all at once, with the logprob of every token."""
+    answers: dict[str, Answer] = {}
+    for number, session in enumerate(workload.sessions):
+        turn = session.turns[0]
+        params = SamplingParams(
+            temperature=0.0, max_tokens=turn.max_tokens, ignore_eos=True, logprobs=0, prompt_logprobs=0
+        )
+        engine.add(Request(request_id=str(number), prompt=tuple(turn.ids), params=params))
+        answers[str(number)] = Answer([], [])
+    while engine.has_work:
+        for output in engine.step():
+            if output.error is not None:
+                raise ConfigError(f"a request of {workload.name} failed: {output.error}")
+            ids, logprobs = answers[output.request_id]
+            ids += output.token_ids
+            logprobs += [row.logprob for row in output.prompt_logprobs or () if row is not None]
+            logprobs += [row.logprob for row in output.logprobs]
+    return list(answers.values())
+
+
+def compare(answers: Sequence[Answer], expected: Sequence[Answer]) -> tuple[float, int]:
+    """Return the largest difference of a logprob before outputs part, and how many of their tokens agree."""
+    largest, num_same = 0.0, 0
+    for one, other in zip(answers, expected, strict=True):
+        pairs = zip(one.ids, other.ids, strict=True)
+        same = next((number for number, (a, b) in enumerate(pairs) if a != b), len(one.ids))
+        num_same += same
+        num_prompt = len(one.logprobs) - len(one.ids)
+        shared = zip(one.logprobs[: num_prompt + same], other.logprobs[: num_prompt + same], strict=True)
+        largest = max([largest, *(abs(a - b) for a, b in shared)])
+    return largest, num_same

@@ -1,0 +1,60 @@
+"""A step whose rows that decode and whose prompts are attended by different backends.
+
+    tokens      A B | C C C C | D D            A and B compute one token each, C and D several
+    contexts    decode_attention_backend for A and B, attention_backend for C and D
+
+A sequence is wholly in one of the two, and reads its own cache alone, so either may go first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from infer.layers.attention import StepContext
+from infer.scheduling.plan import StepPlan
+from infer.scheduling.sequence import Sequence as TokenSequence
+
+
+class SplitStep(StepContext):
+    """Contexts, each for some of a step's tokens."""
+
+    def __init__(self, positions_T: torch.Tensor, parts: Sequence[tuple[StepContext, torch.Tensor]]) -> None:
+        self._positions_T, self._parts = positions_T, parts
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Where each token stands in its own sequence."""
+        return self._positions_T
+
+    def attend(
+        self, layer: int, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        """Let each context cache and attend to its own tokens; see layers/attention.py."""
+        out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
+        for context, places in self._parts:
+            out_TNH[places] = context.attend(layer, q_TNH[places], k_TGH[places], v_TGH[places], **options)
+        return out_TNH
+
+
+def split_step(
+    plan: StepPlan,
+    sequences: Sequence[TokenSequence],
+    positions_T: torch.Tensor,
+    make: Callable[[StepPlan, Sequence[TokenSequence], str], StepContext],
+    backends: tuple[str, str],
+) -> SplitStep:
+    """Return the step of a plan; `make` a context for the rows that decode, and one for the prompts."""
+    lens = plan.chunks.stops - plan.chunks.starts
+    parts = []
+    for backend, is_part in zip(backends, (lens == 1, lens > 1), strict=True):
+        numbers = is_part.nonzero()[0]
+        if len(numbers):
+            part = replace(plan, chunks=plan.chunks.select(numbers))
+            context = make(part, [sequences[number] for number in numbers.tolist()], backend)
+            places = torch.from_numpy(is_part.repeat(lens).nonzero()[0]).to(positions_T.device)
+            parts.append((context, places))
+    return SplitStep(positions_T, parts)
