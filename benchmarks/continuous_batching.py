@@ -24,15 +24,19 @@ MODES: dict[str, dict[str, Any]] = {
     "static": {"batching_mode": "static", "max_batch_size": 8},
     "continuous": {"max_batch_size": 8},
 }
+NUM_BLOCKS = 256  # room for 8 sequences of 512 tokens
 
 
-def make_requests(count: int, vocab_size: int, seed: int) -> list[tuple[list[int], SamplingParams]]:
-    """Mixed lengths; half of the outputs are short, as in a chat."""
+def make_requests(
+    count: int, vocab_size: int, context_len: int, seed: int
+) -> list[tuple[list[int], SamplingParams]]:
+    """Mixed lengths; half of the outputs are short, as in a chat. A short context has shorter ones."""
     rng = random.Random(seed)
     made = []
     for _ in range(count):
         prompt = [rng.randrange(10, min(vocab_size, 5000)) for _ in range(rng.randrange(16, 257))]
         max_tokens = rng.choice([rng.randrange(16, 33), rng.randrange(64, 129)])
+        prompt, max_tokens = prompt[: context_len // 2], min(max_tokens, context_len // 2)
         made.append((prompt, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)))
     return made
 
@@ -64,10 +68,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parse(parser)
     llms = {
-        name: LLM(args.model, dtype="float32", use_prefix_caching=False, max_seq_len=512, **knobs)
+        name: LLM(args.model, dtype="float32", use_prefix_caching=False, num_blocks=NUM_BLOCKS, **knobs)
         for name, knobs in MODES.items()
     }
-    requests = make_requests(args.requests, next(iter(llms.values())).model_config.vocab_size, args.seed)
+    first = next(iter(llms.values()))
+    vocab_size, context_len = first.model_config.vocab_size, first.engine.context_len
+    requests = make_requests(args.requests, vocab_size, context_len, args.seed)
     num_tokens = sum(params.max_tokens or 0 for _, params in requests)
     seconds: dict[str, list[float]] = {name: [] for name in llms}
     latencies: dict[str, list[float]] = {name: [] for name in llms}

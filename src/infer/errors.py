@@ -139,6 +139,12 @@ class DeviceLost(EngineError):
 class QueueFull(EngineError):
     """Too many requests are waiting; the same one may be accepted later."""
 
+    @classmethod
+    def of(cls, num_waiting: int, max_queue: int) -> QueueFull:
+        """Return the error of an engine for which so many sequences wait."""
+        waiting = "1 sequence is" if num_waiting == 1 else f"{num_waiting} sequences are"
+        return cls(f"{waiting} waiting and max_queue is {max_queue}; try again later, or raise max_queue")
+
 
 class RequestTimeout(EngineError):
     """A request took longer than its client or the operator allows."""

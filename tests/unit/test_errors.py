@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from infer.config.settings import knob_table
-from infer.errors import ContextOverflow, closest, nearest
+from infer.errors import ContextOverflow, QueueFull, closest, nearest
 from infer.sampling.params import SamplingParams
 
 NAMES = [*knob_table(with_server=True), *SamplingParams.__dataclass_fields__]
@@ -74,3 +74,7 @@ def test_a_name_from_elsewhere_is_answered_with_the_one_here() -> None:
 )
 def test_one_token_is_not_called_tokens(num_tokens: int, spelled: str) -> None:
     assert str(ContextOverflow(num_tokens, 99, 64)).startswith(spelled)
+
+
+def test_a_full_queue_counts_one_as_one() -> None:
+    assert str(QueueFull.of(1, 1)).startswith("1 sequence is waiting and max_queue is 1; try again later")

@@ -182,7 +182,14 @@ def bench_decode(
     def row(size: int) -> Row:
         engine = target.engine(max_batch_size=size)
         warm_up(engine, target)
-        prompt_len = max(1, min(context, engine.context_len - num_steps))
+        pool = engine.scheduler.pool
+        room = min(engine.context_len, pool.num_blocks * pool.block_size + 1)
+        if num_steps >= room:
+            raise ConfigError(
+                f"--steps is {num_steps}, but a sequence has room for {room} tokens here, prompt included; "
+                "give fewer, or raise --max-seq-len or --num-blocks"
+            )
+        prompt_len = max(1, min(context, room - num_steps))
         workload = batch(size, prompt_len, num_steps, target.vocab_size, seed=seed)
         middle = prompt_len + num_steps / 2
         roofline = decode_roofline(target.shape(), ceilings, batch=size, context=middle)

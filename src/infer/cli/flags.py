@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from infer.cli.readers import int_or_none, token_bias
-from infer.config.knobs import NOT_BUILT, KnobRow, own_names, parse_knob
+from infer.config.foreign import FOREIGN
+from infer.config.knobs import KnobRow, given_names, own_names, parse_knob
 from infer.config.settings import ServerConfig, engine_sections, knob_table
 from infer.config.yaml_file import read_config_file
 from infer.loader.formats.hf_config import SAMPLING_KEYS
@@ -85,8 +86,8 @@ def add_knob_flags(
     for row in knob_table(with_server=with_server).values():
         if row.name not in without:
             _add_knob(groups[row.section], row)
-    for name, (only, _) in NOT_BUILT.items():
-        action = argparse.BooleanOptionalAction if isinstance(only, bool) else "store"
+    for name, (nothing, *_) in FOREIGN.items():
+        action = argparse.BooleanOptionalAction if isinstance(nothing, bool) else "store"
         parser.add_argument(flag(name), dest=KNOB + name, action=action, **HIDDEN)
     groups["load"].add_argument(
         "--config", metavar="FILE", type=Path, help="YAML file of knobs, written as here; flags win over it"
@@ -121,8 +122,14 @@ def knobs_from(args: argparse.Namespace, *, with_server: bool = False) -> dict[s
     """Return the knobs that are set: those of the config file, and the flags over them."""
     table = knob_table(with_server=with_server)
     from_file = read_config_file(args.config, table) if args.config else {}
-    given = own_names(_given(args, KNOB), table)
+    given = own_names(_given(args, KNOB), table, elsewhere=knob_table(with_server=True))
     return from_file | {name: parse_knob(table[name], value) for name, value in given.items()}
+
+
+def flags_as_given(args: argparse.Namespace) -> dict[str, str]:
+    """Return the flag of each knob that was given under another name than its own, for error messages."""
+    names = given_names(_given(args, KNOB), knob_table(with_server=True))
+    return {own: flag(given) for own, given in names.items()}
 
 
 def spell(knobs: Mapping[str, object]) -> list[str]:

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from infer import __version__
 from infer.cli import bench, chat, doctor, fetch, flags, generate, plan, replay, serve, simulate
 from infer.cli.parser import Parser
+from infer.config.knobs import spell_as_given
 from infer.errors import InferError
 from infer.log import setup_logging
 
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InferError as error:
         if args.debug:
             traceback.print_exc()
-        print(f"infer: error: {error}", file=sys.stderr)
+        print(f"infer: error: {spell_as_given(str(error), flags.flags_as_given(args))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         if args.debug:

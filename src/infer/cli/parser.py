@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from infer.config.settings import knob_table
 from infer.errors import nearest
 
 ELSEWHERE = {
@@ -97,6 +98,9 @@ class Parser(argparse.ArgumentParser):
         known = {name.lstrip("-"): name for name in self._options()}  # dashes make no two names alike
         match = nearest(options[0].lstrip("-"), known)
         hint = f"did you mean {known[match]}?" if match else f"'{self.prog} --help' lists the options"
+        of_server = knob_table(with_server=True).keys() - knob_table().keys()
+        if options[0].lstrip("-").replace("-", "_") in of_server:
+            hint = "it is a knob of the server: infer serve"
         return f"unknown option {options[0]}; {hint}"
 
     def _surplus_hint(self) -> str:

@@ -157,7 +157,7 @@ def to_text(plan: MemoryPlan, model: str | None) -> str:
     cache = plan.cache
     where = "a GPU" if plan.machine.kind == "gpu" else "this machine's CPU"
     rows = [
-        ("weights", plan.weights, f"{plan.num_parameters / 1e6:,.0f} M parameters in {plan.weight_format}"),
+        ("weights", plan.weights, f"{_count(plan.num_parameters)} parameters in {plan.weight_format}"),
         ("activations", plan.activations, "of the largest step"),
         *([("graphs", plan.graphs, "captured steps, and the buffers of all steps")] if plan.graphs else []),
         (
@@ -189,6 +189,11 @@ def to_text(plan: MemoryPlan, model: str | None) -> str:
     named = "" if model is None else "--model MODEL " if is_shape_only else f"--model {shlex.quote(model)} "
     lines.append(f"Start with: infer generate {named}{shlex.join(flags.spell(plan.knobs()))}".rstrip())
     return "\n".join(lines) + "\n"
+
+
+def _count(number: int) -> str:
+    """Return a number of parameters; in millions, if there are any."""
+    return f"{number / 1e6:,.0f} M" if number >= 10**7 else f"{number:,}"
 
 
 def _context_table(plan: MemoryPlan) -> list[str]:

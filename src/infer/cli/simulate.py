@@ -113,7 +113,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Read the load, simulate every combination, print the comparison."""
     if (args.trace is None) == (args.workload is None):
-        raise ConfigError("give a load: --trace FILE or --workload NAME, one of the two")
+        from infer.bench.traces import LOADS
+
+        raise ConfigError(
+            f"give a load: --trace FILE, or --workload with one of {', '.join(LOADS)}; --policy compares all "
+            f"policies unless it names some of {', '.join(knob_table()['scheduler_policy'].choices)}"
+        )
     from infer.bench.simulated import compare
     from infer.tools.step_cost import StepCost, read_cost
 

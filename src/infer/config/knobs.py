@@ -13,6 +13,7 @@ and the log says once what the knob is called here.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import logging
 import os
@@ -22,7 +23,8 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from infer.errors import ConfigError, closest
+from infer.config.foreign import FOREIGN, check_foreign
+from infer.errors import ConfigError, nearest
 
 logger = logging.getLogger(__name__)
 
@@ -93,9 +95,12 @@ def _row(section: str, knob_field: Field[Any], hint: Any) -> KnobRow:
 
 
 def parse_knob(row: KnobRow, value: Any) -> Any:
-    """Return a value from YAML or a keyword in the knob's type; another type is refused."""
-    if value is None and row.is_optional:
-        return None
+    """Return a value from YAML or a keyword in the knob's type; another type is refused.
+
+    None leaves a knob open: one that may be None, or that has a value for it, `auto`.
+    """
+    if value is None and (row.is_optional or row.default == "auto"):
+        return row.default if row.default == "auto" else None
     if isinstance(value, int) and value.bit_length() > 63:  # what a tensor and every wire format can hold
         raise ConfigError(
             f"{row.name} must be from -2^63 + 1 to 2^63 - 1, got a number of {value.bit_length()} bits"
@@ -116,45 +121,68 @@ def parse_knob(row: KnobRow, value: Any) -> Any:
     return value
 
 
-NOT_BUILT: Mapping[str, tuple[object, str]] = {
-    "speculative_decoding": (False, "speculative decoding"),
-    "draft_model": (None, "speculative decoding"),
-    "spec_length": (0, "speculative decoding"),
-    "tensor_parallel_size": (1, "an engine on several GPUs"),
-    "pipeline_parallel_size": (1, "an engine on several GPUs"),
-}
-"""Settings of other engines for what this one cannot do yet: the one value that is taken, and what it is."""
-
-
 def own_names(
-    given: Mapping[str, Any], table: Mapping[str, KnobRow], *, says_own_name: bool = True
+    given: Mapping[str, Any],
+    table: Mapping[str, KnobRow],
+    *,
+    elsewhere: Mapping[str, KnobRow] | None = None,
+    says_own_name: bool = True,
 ) -> dict[str, Any]:
-    """Return the knobs under their own names; a name that is unknown or given twice is refused."""
-    spelled = {other: row for row in table.values() for other in row.spellings}
+    """Return the knobs under their own names; a name that is unknown or given twice is refused.
+
+    `elsewhere` has the knobs that could be set somewhere else: those of a server.
+    """
+    spelled = _by_spelling(table)
     knobs: dict[str, Any] = {}
     for key, value in given.items():
         name = str(key).replace("-", "_")
-        if name in NOT_BUILT:
-            _check_not_built(name, value)
+        if name in FOREIGN and name not in spelled:
+            check_foreign(name, value)
             continue
-        row = table.get(name) or spelled.get(name)
+        row = spelled.get(name)
         if row is None:
-            others = {other: row.name for other, row in spelled.items()}
-            raise ConfigError(f"unknown knob {key!r}{closest(name, table, aliases=others, listed='known')}")
+            raise ConfigError(_unknown(name, spelled, elsewhere or {}))
         if row.name in knobs:
             raise ConfigError(f"{row.name} is given twice, once as {name}; give it once")
         if says_own_name and name != row.name:
             _say_own_name(name, row.name, is_old=name in row.formerly)
         if name in row.opposites and isinstance(value, bool):
-            value = not value
+            # not to be told to go without is no demand: what can be left open stays open
+            value = None if not value and row.is_optional else not value
         knobs[row.name] = value
     return knobs
 
 
-def _check_not_built(name: str, value: object) -> None:
-    only, what = NOT_BUILT[name]
-    if str(value).lower() not in {str(only).lower(), *(("none", "0") if not only else ())}:
-        raise ConfigError(f"{name} must be {only}, got {value!r}: {what} is not built yet; leave it out")
+def _by_spelling(table: Mapping[str, KnobRow]) -> dict[str, KnobRow]:
+    """Return every name under which a knob of the table is taken."""
+    return {name: row for row in table.values() for name in (*row.spellings, row.name)}
+
+
+def _unknown(name: str, spelled: Mapping[str, KnobRow], elsewhere: Mapping[str, KnobRow]) -> str:
+    """Return what to say of a name that no knob has: where it is one, or which ones are like it."""
+    if (row := _by_spelling(elsewhere).get(name)) is not None:
+        also = "" if name == row.name else f" ({row.name})"
+        return f"{name}{also} is a knob of the server; give it to infer serve"
+    begun = f"unknown knob {name!r}"
+    if match := nearest(name, spelled):
+        return f"{begun}; did you mean {spelled[match].name!r}?"
+    alike = dict.fromkeys(spelled[each].name for each in difflib.get_close_matches(name, spelled, n=3))
+    return f"{begun}; like it are {', '.join(alike)}" if alike else f"{begun}; docs/knobs.md has them all"
+
+
+def given_names(given: Mapping[str, Any], table: Mapping[str, KnobRow]) -> dict[str, str]:
+    """Return how each knob was spelled that was not given under its own name."""
+    names = {str(key).replace("-", "_"): str(key) for key in given}
+    return {row.name: names[name] for row in table.values() for name in row.spellings if name in names}
+
+
+def spell_as_given(message: str, names: Mapping[str, str]) -> str:
+    """Return an error message in which each knob has the name it was given under beside its own."""
+    for own, given in names.items():
+        pattern = rf"(?<![\w-])(?:--)?{own.replace('_', '[-_]')}(?![\w-])"
+        if given.lstrip("-").replace("-", "_") not in message:
+            message = re.sub(pattern, f"{given} ({own})", message, count=1)
+    return message
 
 
 @functools.cache  # once in a process

@@ -260,4 +260,7 @@ def _reasons(
         reasons["prefill_tokens_while_decoding"] = f"{mixed} is the default for a {size} model on {where}"
     if config.cache.use_prefix_caching and not config.cache.caches_prefixes:
         reasons["use_prefix_caching"] = f"off, because kv_cache_backend is {config.cache.kv_cache_backend}"
+    cache = config.cache
+    if cache.kv_cache_backend == "contiguous" and cache.block_size != type(cache)().block_size:
+        reasons["block_size"] = f"{model.max_seq_len} (max_seq_len), because kv_cache_backend is contiguous"
     return reasons

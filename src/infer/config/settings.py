@@ -38,12 +38,14 @@ from infer.config.knobs import (
     KnobRow,
     check_choice,
     check_positive,
+    given_names,
     knob,
     knob_rows,
     own_names,
     parse_bytes,
     parse_knob,
     parse_memory,
+    spell_as_given,
 )
 from infer.config.resolve import Machine, ModelFacts, ResolvedConfig, resolve
 from infer.errors import ConfigError
@@ -333,12 +335,15 @@ class EngineConfig:
     def from_knobs(cls, **knobs: Any) -> EngineConfig:
         """Return flat knobs in their sections; an unknown name is an error that names the closest one."""
         table = knob_table()
-        named = own_names(knobs, table)
+        named = own_names(knobs, table, elsewhere=knob_table(with_server=True))
         sections: dict[str, Any] = {}
-        for section, section_type in engine_sections().items():
-            chosen = {k: parse_knob(table[k], v) for k, v in named.items() if table[k].section == section}
-            sections[section] = section_type(**chosen)
-        return cls(**sections)
+        try:
+            for section, section_type in engine_sections().items():
+                chosen = {k: parse_knob(table[k], v) for k, v in named.items() if table[k].section == section}
+                sections[section] = section_type(**chosen)
+            return cls(**sections)
+        except ConfigError as error:
+            raise ConfigError(spell_as_given(str(error), given_names(knobs, table))) from None
 
     def resolve(self, machine: Machine, model: ModelFacts) -> ResolvedConfig:
         """Return what these settings mean on this machine for this model."""

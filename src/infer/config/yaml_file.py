@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infer.config.knobs import KnobRow, own_names, parse_knob
+from infer.config.knobs import KnobRow, given_names, own_names, parse_knob, spell_as_given
 from infer.errors import ConfigError
 
 
@@ -27,4 +27,5 @@ def read_config_file(path: Path, table: Mapping[str, KnobRow]) -> dict[str, Any]
     try:
         return {name: parse_knob(table[name], value) for name, value in own_names(raw, table).items()}
     except ConfigError as error:
-        raise ConfigError(f"config file {path}: {error}") from None
+        message = spell_as_given(str(error), given_names(raw, table))
+        raise ConfigError(f"config file {path}: {message}") from None

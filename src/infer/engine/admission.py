@@ -41,7 +41,7 @@ def admit(
     # a burst meets places that the next step fills: a sequence that will have one does not count as waiting
     num_queued = scheduler.num_waiting - scheduler.num_free_places
     if config.max_queue is not None and num_queued >= config.max_queue:
-        raise QueueFull(f"{num_queued} sequences are waiting and max_queue is {config.max_queue}")
+        raise QueueFull.of(num_queued, config.max_queue)
     if params.use_beam_search and not scheduler.keeps_cache:
         raise RequestError("beam search needs a KV cache, and kv_cache_backend=naive keeps none")
     tokens = check_token_ids(request, vocab_size)

@@ -15,6 +15,8 @@ import torch
 from infer.cache.memory import CacheSize, format_bytes
 from infer.config.resolve import ResolvedConfig
 
+OVERRULED = ("use_prefix_caching", "block_size")  # knobs that another knob may turn off
+
 
 def describe_engine(
     model: str, config: ResolvedConfig, size: CacheSize, *, attention: tuple[str, str]
@@ -39,8 +41,8 @@ def describe_engine(
         "dtype": config.dtype,
     }
     line = "engine built " + " ".join(f"{key}={value}" for key, value in pairs.items())
-    note = config.reasons.get("use_prefix_caching")
-    return line if note is None else f'{line} note="use_prefix_caching is {note}"'
+    notes = [f"{name} is {config.reasons[name]}" for name in OVERRULED if name in config.reasons]
+    return f'{line} note="{"; ".join(notes)}"' if notes else line
 
 
 def _computer(config: ResolvedConfig) -> dict[str, object]:

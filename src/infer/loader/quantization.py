@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from infer.config.foreign import SCHEMES as NOT_BUILT_SCHEMES
 from infer.errors import CheckpointError, ConfigError
 from infer.kernels.cpu.build import cpu_flags
 from infer.kernels.cpu.library import library, why_not
@@ -180,7 +181,10 @@ def _check_name(quantization: str, device: torch.device, on_disk: list[str]) -> 
         raise ConfigError(
             f"quantization={quantization} is not supported on {device.type} yet; supported there: {names}"
         )
-    raise ConfigError(f"quantization must be one of {names}, got {quantization!r}")
+    where = "a CPU" if device.type == "cpu" else "a GPU"
+    if quantization.lower() in NOT_BUILT_SCHEMES:
+        raise ConfigError(f"quantization={quantization} is not built yet; on {where} it can be {names}")
+    raise ConfigError(f"quantization must be one of {names} on {where}, got {quantization!r}")
 
 
 def _auto(

@@ -356,3 +356,8 @@ def test_a_process_that_fails_has_no_first_byte() -> None:
     with pytest.raises(EngineError, match="ValueError: no such model"):
         micro.first_byte_s([sys.executable, "-c", "raise ValueError('no such model')"])
     assert micro.first_byte_s([sys.executable, "-c", ""]) > 0
+
+
+def test_decoding_that_does_not_fit_names_its_own_flags(target: Target) -> None:
+    with pytest.raises(ConfigError, match="--steps is 9999, but a sequence has room for .* tokens here"):
+        bench_decode(target, batches=[1], context=8, num_steps=9999, seed=0, repeats=1, tell=lambda _: None)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -317,3 +318,7 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused(infer: Infer, tmp_
     outcome = infer("plan", str(tmp_path / "odd"), "--gpu-memory", "1GiB")
     assert outcome.code == 2
     assert "the weights of odd do not fit its config" in outcome.err
+
+
+def test_a_tiny_model_has_more_than_zero_parameters(infer: Infer, model: Path) -> None:
+    assert re.search(r"[1-9][\d,]* parameters in", infer("plan", str(model)).out)

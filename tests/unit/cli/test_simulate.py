@@ -77,7 +77,7 @@ def test_knobs_and_a_config_file_reach_the_scheduler(infer: Infer, trace: Path, 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give a load: --trace FILE or --workload NAME, one of the two"),
+        ([], "give a load: --trace FILE, or --workload with one of mixed, shared_prefix, long_prompts"),
         (
             ["--workload", "weather"],
             "workload must be one of mixed, shared_prefix, long_prompts, bursty, newcomers",

@@ -76,6 +76,13 @@ def test_the_start_line_says_what_another_setting_turns_off() -> None:
     assert " prefix_caching=on " in plain and "note=" not in plain
 
 
+def test_the_start_line_says_that_contiguous_slots_have_a_size_of_their_own() -> None:
+    config = resolved(CPU, kv_cache_backend="contiguous", block_size=8)
+    line = describe_engine("tiny", config, CacheSize(4, 16, 1024), attention=("c", "c"))
+    assert line.endswith('; block_size is 4096 (max_seq_len), because kv_cache_backend is contiguous"')
+    assert "block_size" not in resolved(CPU, block_size=8).reasons
+
+
 def test_deterministic_needs_a_kernel_that_can() -> None:
     assert resolved(GPU, deterministic=True).backends == ("invariant", "invariant", "kernels")
     with pytest.raises(ConfigError, match="deterministic needs attention_backend=auto or triton, not flash"):

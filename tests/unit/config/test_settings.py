@@ -3,12 +3,14 @@ from __future__ import annotations
 import logging
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from infer.cli.flags import knobs_from
-from infer.cli.main import build_parser
+from infer.cli.main import build_parser, main
 from infer.config import knobs
+from infer.config.foreign import FOREIGN
 from infer.config.knobs import parse_bytes, parse_knob
 from infer.config.settings import MAX_SEQUENCES, EngineConfig, LoadConfig, ServerConfig, knob_table
 from infer.config.yaml_file import read_config_file
@@ -80,7 +82,8 @@ SPELLINGS = [
     ("prefix_caching", False, "use_prefix_caching", False),
     ("disable_radix_cache", True, "use_prefix_caching", False),
     ("enforce_eager", True, "use_cuda_graphs", False),
-    ("enforce_eager", False, "use_cuda_graphs", True),
+    ("enforce_eager", False, "use_cuda_graphs", None),  # no demand: a CPU takes it too
+    ("disable_radix_cache", False, "use_prefix_caching", True),
     ("use_cpu_program", False, "record_cpu_step", False),
     ("mixed_prefill_tokens", 9, "prefill_tokens_while_decoding", 9),
     ("max_waiting", 9, "max_queue", 9),
@@ -129,6 +132,9 @@ def test_a_knob_given_under_two_names_is_refused() -> None:
         ("draft_model", None, "org/name"),
         ("spec_length", 0, 4),
         ("tensor_parallel_size", 1, 2),
+        ("enable_lora", False, True),
+        ("speculative_config", None, "{}"),
+        ("kv_cache_dtype", "auto", "fp8"),
     ],
 )
 def test_what_is_not_built_yet_is_refused_by_name(name: str, taken: object, refused: object) -> None:
@@ -140,6 +146,24 @@ def test_what_is_not_built_yet_is_refused_by_name(name: str, taken: object, refu
     arguments = build_parser().parse_args(["generate", *words, "hi"])  # a flag does not swallow the prompt
     with pytest.raises(ConfigError, match=f"{name} must be {taken}, got '?{refused}'?: "):
         knobs_from(arguments)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"n_gpu_layers": 99}, "n_gpu_layers must be None, got 99: .* use device=cpu or device=cuda"),
+        ({"swap_space": 4}, "use swap_blocks"),
+        ({"trust_remote_code": True}, "code of a checkpoint is never run; leave it out"),
+    ],
+)
+def test_what_is_done_another_way_says_how(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.from_knobs(**knobs)
+
+
+def test_no_setting_of_another_engine_hides_a_knob() -> None:
+    names = {name for row in knob_table(with_server=True).values() for name in (row.name, *row.spellings)}
+    assert not names & FOREIGN.keys()
 
 
 @pytest.mark.parametrize(
@@ -166,7 +190,17 @@ def test_what_is_not_built_yet_is_refused_by_name(name: str, taken: object, refu
         ({"device": 5}, "device must be str, got 5"),
         ({"kv_cache_memory": "4"}, "kv_cache_memory needs a unit, such as 4MiB or 4GiB, got '4'"),
         ({"kv_cache_memory": " 1.5 "}, "needs a unit, such as 1.5MiB or 1.5GiB"),
-        ({"dtype": None}, "dtype must be str, got None"),
+        ({"block_size": None}, "block_size must be int, got None"),
+        ({"gpu_memory_utilization": 2.0}, r"^gpu_memory_utilization \(\w+\) must be above 0"),
+        ({"max_num_seqs": "many"}, r"^max_num_seqs \(max_batch_size\) must be int, got 'many'"),
+        ({"port": 80}, "^port is a knob of the server; give it to infer serve$"),
+        ({"ssl_keyfile": "x"}, r"^ssl_keyfile \(tls_key\) is a knob of the server; give it to infer serve$"),
+        ({"batch": 4}, "unknown knob 'batch'; did you mean 'batching_mode'"),
+        (
+            {"prefill_size_chunk": 4},
+            "unknown knob 'prefill_size_chunk'; like it are [a-z_]+(, [a-z_]+){0,2}$",
+        ),
+        ({"zzz": 4}, "^unknown knob 'zzz'; docs/knobs.md has them all$"),
     ],
 )
 def test_an_impossible_value_is_refused(knobs: dict[str, object], message: str) -> None:
@@ -240,8 +274,25 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 def test_none_is_only_for_optional_knobs() -> None:
     table = knob_table()
     assert parse_knob(table["max_seq_len"], None) is None
-    with pytest.raises(ConfigError, match="dtype must be str, got None"):
-        parse_knob(table["dtype"], None)
+    with pytest.raises(ConfigError, match="block_size must be int, got None"):
+        parse_knob(table["block_size"], None)
+
+
+def test_none_leaves_open_what_has_a_value_for_it() -> None:
+    assert EngineConfig.from_knobs(quantization=None, dtype=None, max_seq_len=None) == EngineConfig()
+
+
+def test_an_error_names_the_flag_that_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "hi", "--max-num-seqs", "0"]) == 2
+    assert "--max-num-seqs (max_batch_size) must be a positive integer, got 0" in capsys.readouterr().err
+    assert main(["generate", "hi", "--max-batch-size", "0"]) == 2
+    assert "error: max_batch_size must be a positive integer, got 0" in capsys.readouterr().err
+
+
+def test_a_flag_of_the_server_says_so_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "hi", "--port", "80"])
+    assert "unknown option --port; it is a knob of the server: infer serve" in capsys.readouterr().err
 
 
 def test_a_number_of_threads_that_crashes_the_library_is_refused() -> None:

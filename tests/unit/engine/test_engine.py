@@ -469,7 +469,7 @@ def test_a_full_queue_refuses_and_takes_again_later() -> None:
     world = make_world(max_queue=2, max_batch_size=1)
     for name in "abc":  # the first will have the one place, two wait
         world.add(name, prompt_of(5))
-    with pytest.raises(QueueFull, match="2 sequences are waiting and max_queue is 2"):
+    with pytest.raises(QueueFull, match="^2 sequences are waiting and max_queue is 2; try again later, or "):
         world.add("d", prompt_of(5))
     world.step()
     with pytest.raises(QueueFull, match="max_queue is 2"):

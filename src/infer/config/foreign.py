@@ -1,0 +1,88 @@
+"""Settings of other engines that are no other spelling of a knob: not built yet, or done another way here.
+
+A spelling that means the same as a knob is one of its aliases (settings.py). What stands here is taken where
+its value asks for nothing (`--tensor-parallel-size 1`), and refused with what to do instead everywhere else:
+as a flag, in a file, and as a keyword.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from infer.errors import ConfigError
+
+
+class Foreign(NamedTuple):
+    """A setting of another engine."""
+
+    nothing: object  # the value that asks for nothing
+    what: str  # it would ask for, "is not built yet"; or all of what to do
+    is_built: bool = False
+
+
+_SPECULATION, _LORA, _GPUS = "speculative decoding", "LoRA", "an engine on several GPUs"
+_CACHE_TYPE = "a KV cache in another number format than the model's"
+
+
+def _instead(nothing: object, what: str) -> Foreign:
+    return Foreign(nothing, what, is_built=True)
+
+
+FOREIGN: Mapping[str, Foreign] = {
+    "speculative_decoding": Foreign(False, _SPECULATION),
+    "draft_model": Foreign(None, _SPECULATION),
+    "model_draft": Foreign(None, _SPECULATION),
+    "spec_length": Foreign(0, _SPECULATION),
+    "speculative_config": Foreign(None, _SPECULATION),
+    "speculative_model": Foreign(None, _SPECULATION),
+    "num_speculative_tokens": Foreign(0, _SPECULATION),
+    "tensor_parallel_size": Foreign(1, _GPUS),
+    "pipeline_parallel_size": Foreign(1, _GPUS),
+    "enable_expert_parallel": Foreign(False, _GPUS),
+    "distributed_executor_backend": Foreign(None, _GPUS),
+    "tensor_split": Foreign(None, _GPUS),
+    "enable_lora": Foreign(False, _LORA),
+    "lora_modules": Foreign(None, _LORA),
+    "lora": Foreign(None, _LORA),
+    "kv_cache_dtype": Foreign("auto", _CACHE_TYPE),
+    "cache_type_k": Foreign("auto", _CACHE_TYPE),
+    "cache_type_v": Foreign("auto", _CACHE_TYPE),
+    "cpu_offload_gb": Foreign(0, "a model that is partly on the CPU"),
+    "limit_mm_per_prompt": Foreign(None, "input of images"),
+    "mmproj": Foreign(None, "input of images"),
+    "hf_overrides": Foreign(None, "overriding the config of a checkpoint"),
+    "rope_scaling": Foreign(None, "overriding the config of a checkpoint"),
+    "n_gpu_layers": _instead(None, "a model is on one device as a whole; use device=cpu or device=cuda"),
+    "swap_space": _instead(0, "host memory for preempted sequences is counted in blocks; use swap_blocks"),
+    "trust_remote_code": _instead(False, "code of a checkpoint is never run; leave it out"),
+    "load_format": _instead("auto", "the format is found from the files; leave it out"),
+    "tokenizer_mode": _instead("auto", "there is one tokenizer per model; leave it out"),
+    "flash_attn": _instead(False, "use attention_backend=flash"),
+    "batch_size": _instead(
+        None, "use max_num_batched_tokens for tokens of a step, max_batch_size for sequences"
+    ),
+    "ubatch_size": _instead(None, "use max_num_batched_tokens"),
+    "n_predict": _instead(None, "how much is generated is for each request to say; use max_tokens"),
+    "hf_repo": _instead(None, "use model, which takes a hub id (org/name)"),
+    "mlock": _instead(False, "weights are read into memory when the model is loaded; leave it out"),
+    "compilation_config": _instead(
+        None, "kernels are compiled ahead of time; leave it out, or use_cuda_graphs"
+    ),
+    "enable_sleep_mode": _instead(False, "the server's admin routes load and unload models; leave it out"),
+}
+
+SCHEMES = (
+    "fp8", "fp4", "nvfp4", "mxfp4", "gptq", "gptq_marlin", "awq", "awq_marlin", "marlin", "bitsandbytes",
+    "nf4", "squeezellm", "aqlm", "hqq", "torchao", "modelopt", "compressed-tensors", "experts_int8",
+)  # fmt: skip
+"""Values of `quantization` that other engines have and this one has not."""
+
+
+def check_foreign(name: str, value: object) -> None:
+    """Refuse a setting of another engine unless its value asks for nothing."""
+    nothing, what, is_built = FOREIGN[name]
+    if str(value).lower() in {str(nothing).lower(), *(("none", "0", "false") if not nothing else ())}:
+        return
+    advice = what if is_built else f"{what} is not built yet; leave it out"
+    raise ConfigError(f"{name} must be {nothing}, got {value!r}: {advice}")
