@@ -34,7 +34,7 @@ from benchmarks.machine import add_allow_dirty, refuse_dirty, today
 from infer.bench.metrics import percentile
 from infer.bench.report import commit, machine, versions
 from infer.bench.roofline import Ceilings, measure_ceilings, workload_roofline
-from infer.bench.target import Target
+from infer.bench.target import BenchTarget
 from infer.bench.workloads import make_workload
 from infer.config.settings import EngineConfig
 from infer.engine.engine import Engine
@@ -71,7 +71,7 @@ def requests_of(name: str, tag: str) -> list[Request]:
 
 
 def time_workload(
-    engine: Engine, target: Target, ceilings: Ceilings, name: str, repeats: int
+    engine: Engine, target: BenchTarget, ceilings: Ceilings, name: str, repeats: int
 ) -> dict[str, Any]:
     """Median of some runs after one that is not counted; nothing is found in the prefix cache."""
     seconds = []
@@ -246,7 +246,7 @@ def measure(directory: Path, args: argparse.Namespace) -> None:
     """Everything about one shape."""
     start = time.perf_counter()
     loaded = load_random(directory, dtype="bfloat16", device="cuda", max_seq_len=args.max_seq_len)
-    target = Target(loaded=loaded, config=EngineConfig.from_knobs(**args.knobs))
+    target = BenchTarget(loaded=loaded, config=EngineConfig.from_knobs(**args.knobs))
     engine = target.engine()
     first_token(engine, tuple(range(1, 129)), "first")
     startup = time.perf_counter() - start

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from infer.bench.report import commit, machine, versions
-from infer.bench.target import Target
+from infer.bench.target import BenchTarget
 from infer.config.settings import EngineConfig
 from infer.engine.engine import Engine
 from infer.loader.random_weights import load_random
@@ -111,7 +111,7 @@ def main() -> int:
         print("this benchmark needs a CUDA GPU", file=sys.stderr)
         return 2
     loaded = load_random(args.config, dtype="bfloat16", device="cuda", max_seq_len=1024)
-    engine = Target(loaded=loaded, config=EngineConfig.from_knobs(max_batch_size=args.rows)).engine()
+    engine = BenchTarget(loaded=loaded, config=EngineConfig.from_knobs(max_batch_size=args.rows)).engine()
     while engine.prepare():
         pass
     found: dict[str, Any] = {

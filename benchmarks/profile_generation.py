@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from infer.bench.offline import batch, warm_up
 from infer.bench.roofline import synchronize
-from infer.bench.target import Target, open_target
+from infer.bench.target import BenchTarget, open_target
 from infer.engine.engine import Engine
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
@@ -30,7 +30,7 @@ from infer.scheduling.request import Request
 NUM_ROWS = 40  # of a table
 
 
-def fill(engine: Engine, target: Target, args: argparse.Namespace) -> None:
+def fill(engine: Engine, target: BenchTarget, args: argparse.Namespace) -> None:
     """Put a batch into the engine that outlives the profile."""
     workload = batch(args.batch, args.prompt_len, 1, target.vocab_size, seed=0)
     params = SamplingParams(max_tokens=args.steps + 8, ignore_eos=True, temperature=0.6)
@@ -47,7 +47,7 @@ def run_prompts(engine: Engine, count: int) -> None:
         seen |= {output.request_id for output in engine.step()}
 
 
-def take_profile(engine: Engine, target: Target, steps: int) -> Any:
+def take_profile(engine: Engine, target: BenchTarget, steps: int) -> Any:
     """Profile so many steps."""
     activities = [ProfilerActivity.CPU]
     if target.device.type == "cuda":

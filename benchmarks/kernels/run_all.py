@@ -20,7 +20,7 @@ CASES = {
     "rope": "rope_cases",
     "heads": "heads_cases",
     "gated_activation": "gated_activation_cases",
-    "linear_ahead": "linear_ahead_cases",
+    "linear_pdl": "linear_pdl_cases",
     "moe": "experts_cases",
     "sample_rows": "sample_rows_cases",
 }

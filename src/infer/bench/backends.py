@@ -22,7 +22,7 @@ from infer.bench.offline import batch, run_once, warm_up
 from infer.bench.repeats import measure_row, run_rows
 from infer.bench.report import Report, Row, make_report
 from infer.bench.resize import fit
-from infer.bench.target import Target
+from infer.bench.target import BenchTarget
 from infer.bench.workloads import Workload
 from infer.config.backends import OPERATIONS, REFERENCE
 from infer.engine.engine import Engine
@@ -43,7 +43,7 @@ COMBINATIONS: dict[str, dict[str, str]] = {
 Tell = Callable[[str], None]
 
 
-class Answer(NamedTuple):
+class GreedyOutput(NamedTuple):
     """What one prompt was given, and how likely each token was."""
 
     ids: list[int]
@@ -51,7 +51,7 @@ class Answer(NamedTuple):
 
 
 def bench_backends(
-    target: Target,
+    target: BenchTarget,
     *,
     count: int,
     prompt_len: int,
@@ -101,16 +101,16 @@ def bench_backends(
     )
 
 
-def answer(engine: Engine, workload: Workload) -> list[Answer]:
+def answer(engine: Engine, workload: Workload) -> list[GreedyOutput]:
     """Generate greedily for the workload's prompts, all at once, with the logprob of every token."""
-    answers: dict[str, Answer] = {}
+    answers: dict[str, GreedyOutput] = {}
     for number, session in enumerate(workload.sessions):
         turn = session.turns[0]
         params = SamplingParams(
             temperature=0.0, max_tokens=turn.max_tokens, ignore_eos=True, logprobs=0, prompt_logprobs=0
         )
         engine.add(Request(request_id=str(number), prompt=tuple(turn.ids), params=params))
-        answers[str(number)] = Answer([], [])
+        answers[str(number)] = GreedyOutput([], [])
     while engine.has_work:
         for output in engine.step():
             if output.error is not None:
@@ -122,7 +122,7 @@ def answer(engine: Engine, workload: Workload) -> list[Answer]:
     return list(answers.values())
 
 
-def compare(answers: Sequence[Answer], expected: Sequence[Answer]) -> tuple[float, int]:
+def compare(answers: Sequence[GreedyOutput], expected: Sequence[GreedyOutput]) -> tuple[float, int]:
     """Return the largest difference of a logprob before outputs part, and how many of their tokens agree."""
     largest, num_same = 0.0, 0
     for one, other in zip(answers, expected, strict=True):

@@ -26,7 +26,7 @@ from infer.bench.offline import WARM_UP, run_once, warm_up
 from infer.bench.repeats import run_rows
 from infer.bench.report import Report, Row, make_report, make_row, skip_row
 from infer.bench.resize import fit
-from infer.bench.target import Target
+from infer.bench.target import BenchTarget
 from infer.bench.workloads import make_workload
 from infer.cache.memory import kv_bytes_per_token
 from infer.errors import ConfigError, closest
@@ -42,11 +42,11 @@ Tell = Callable[[str], None]
 class _Bench:
     """Runs a configuration on a workload, once, however many rows ask for it."""
 
-    def __init__(self, target: Target, *, seed: int, repeats: int, tell: Tell) -> None:
+    def __init__(self, target: BenchTarget, *, seed: int, repeats: int, tell: Tell) -> None:
         self._target = target
         self._seed, self._repeats, self._tell = seed, repeats, tell
         self._found: dict[tuple[str, str], list[dict[str, float]]] = {}
-        self._forms: dict[str, Target] = {}
+        self._forms: dict[str, BenchTarget] = {}
         config = target.loaded.config
         per_token = kv_bytes_per_token(
             config.num_layers, config.num_kv_heads, config.head_dim, target.loaded.dtype.itemsize
@@ -74,7 +74,7 @@ class _Bench:
             self._tell(f"{stage} on {name}: {speed:.1f} tok/s")
         return self._found[key]
 
-    def _in_form(self, knobs: Mapping[str, Any]) -> Target:
+    def _in_form(self, knobs: Mapping[str, Any]) -> BenchTarget:
         form = knobs.get("quantization", self._target.weights)
         if form not in self._forms:
             self._forms[form] = self._target.in_form(form)
@@ -94,7 +94,9 @@ class _Stage(NamedTuple):
     knobs: Mapping[str, Any]
 
 
-def bench_matrix(target: Target, *, seed: int, repeats: int, tell: Tell, only: Sequence[str] = ()) -> Report:
+def bench_matrix(
+    target: BenchTarget, *, seed: int, repeats: int, tell: Tell, only: Sequence[str] = ()
+) -> Report:
     """Measure every ablation that this machine can run, in order, or those that `only` names."""
     names = [ablation.name for ablation in ABLATIONS]
     for name in only:
@@ -131,7 +133,7 @@ def bench_matrix(target: Target, *, seed: int, repeats: int, tell: Tell, only: S
     )
 
 
-def _has(target: Target) -> list[str]:
+def _has(target: BenchTarget) -> list[str]:
     """Return the needs of ablations that are met here."""
     if target.device.type == "cuda":
         return [GPU]

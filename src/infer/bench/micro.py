@@ -25,7 +25,7 @@ from infer.bench.repeats import beyond_roofline, measure_row, run_rows
 from infer.bench.report import Report, Row, make_report, make_row, revision_of
 from infer.bench.roofline import best_seconds, measure_ceilings
 from infer.bench.simulated import run_knobs
-from infer.bench.target import Target
+from infer.bench.target import BenchTarget
 from infer.bench.workloads import Arrival, Session, Turn, Workload
 from infer.cache.memory import kv_bytes_per_token, step_bytes
 from infer.engine.build import resolve_for
@@ -44,7 +44,7 @@ Tell = Callable[[str], None]
 
 @torch.inference_mode()
 def bench_attention(
-    target: Target,
+    target: BenchTarget,
     *,
     batches: Sequence[int],
     contexts: Sequence[int],
@@ -88,7 +88,7 @@ def bench_attention(
     )
 
 
-def _attention(target: Target, batch: int, context: int, seed: int) -> tuple[Callable[[], Any], int]:
+def _attention(target: BenchTarget, batch: int, context: int, seed: int) -> tuple[Callable[[], Any], int]:
     """Return a call to time, and the bytes of keys and values it must read."""
     loaded, config = target.loaded, target.loaded.config
     per_sequence = -(-context // BLOCK_SIZE)
@@ -108,7 +108,7 @@ def _attention(target: Target, batch: int, context: int, seed: int) -> tuple[Cal
     return work, batch * context * per_token
 
 
-def bench_memory(target: Target, *, seed: int, tell: Tell) -> Report:
+def bench_memory(target: BenchTarget, *, seed: int, tell: Tell) -> Report:
     """Report where this model's memory goes, and what the layout of the cache is worth."""
     loaded, config = target.loaded, target.loaded.config
     engine = target.engine()

@@ -28,7 +28,7 @@ from infer.bench.roofline import (
     workload_roofline,
 )
 from infer.bench.run_offline import OfflineResult, run_offline
-from infer.bench.target import Target
+from infer.bench.target import BenchTarget
 from infer.bench.workloads import DEFAULT_VOCAB, FIRST_ID, Arrival, Session, Turn, Workload, make_workload
 from infer.engine.engine import Engine
 from infer.errors import ConfigError
@@ -50,7 +50,7 @@ def run_once(engine: Engine, workload: Workload, repeat: int, vocab_size: int) -
     return result
 
 
-def warm_up(engine: Engine, target: Target) -> None:
+def warm_up(engine: Engine, target: BenchTarget) -> None:
     """Run a few short requests, for first allocations, compiled kernels and captured graphs."""
     workload = batch(4, 32, 8, target.vocab_size, seed=99)
     for _ in range(WARM_UP):
@@ -75,7 +75,9 @@ def batch(count: int, prompt_len: int, output_len: int, vocab_size: int, *, seed
     return Workload(name=name, about="", arrival=Arrival(kind="open"), sessions=sessions)
 
 
-def bench_offline(target: Target, names: Sequence[str], *, seed: int, repeats: int, tell: Tell) -> Report:
+def bench_offline(
+    target: BenchTarget, names: Sequence[str], *, seed: int, repeats: int, tell: Tell
+) -> Report:
     """Measure whole workloads, each beside its roofline."""
     vocab_size = min(target.vocab_size, DEFAULT_VOCAB)
     made = [make_workload(name, seed=seed, vocab_size=vocab_size) for name in names]
@@ -101,13 +103,13 @@ def bench_offline(target: Target, names: Sequence[str], *, seed: int, repeats: i
     return _report("offline", found, target, ceilings, seed, repeats)
 
 
-def _rooflines(target: Target, ceilings: Ceilings, result: OfflineResult) -> dict[str, float]:
+def _rooflines(target: BenchTarget, ceilings: Ceilings, result: OfflineResult) -> dict[str, float]:
     lengths = [(trace.num_prompt, trace.num_output) for trace in result.traces]
     roofline = workload_roofline(target.shape(), ceilings, lengths)
     return ceilings.figures(roofline, result.seconds)
 
 
-def bench_latency(target: Target, *, seed: int, repeats: int, tell: Tell) -> Report:
+def bench_latency(target: BenchTarget, *, seed: int, repeats: int, tell: Tell) -> Report:
     """Measure one request at a time, at three sizes."""
     engine = target.engine()
     warm_up(engine, target)
@@ -137,7 +139,9 @@ def bench_latency(target: Target, *, seed: int, repeats: int, tell: Tell) -> Rep
     return _report("latency", found, target, None, seed, repeats)
 
 
-def bench_prefill(target: Target, *, lengths: Sequence[int], seed: int, repeats: int, tell: Tell) -> Report:
+def bench_prefill(
+    target: BenchTarget, *, lengths: Sequence[int], seed: int, repeats: int, tell: Tell
+) -> Report:
     """Measure one prompt at a time, one token out."""
     ceilings = measure_ceilings(target.device, target.loaded.dtype)
     engine, shape = target.engine(), target.shape()
@@ -167,7 +171,7 @@ def bench_prefill(target: Target, *, lengths: Sequence[int], seed: int, repeats:
 
 
 def bench_decode(
-    target: Target,
+    target: BenchTarget,
     *,
     batches: Sequence[int],
     context: int,
@@ -215,7 +219,7 @@ def bench_decode(
 def _report(
     kind: str,
     found: tuple[Sequence[Row], bool],
-    target: Target,
+    target: BenchTarget,
     ceilings: Ceilings | None,
     seed: int,
     repeats: int,

@@ -19,7 +19,7 @@ INTERRUPTED = "interrupted"
 SHARE = "roofline_share"
 
 
-class Interrupted(KeyboardInterrupt):
+class RowInterrupted(KeyboardInterrupt):
     """Ctrl-C in the middle of a row; carries as much of the row as there is."""
 
     def __init__(self, row: Row) -> None:
@@ -39,7 +39,7 @@ def run_rows(jobs: Mapping[str, Callable[[], Row]]) -> tuple[list[Row], bool]:
                 errors.append(error)
                 rows.append(skip_row(name, "", f"failed: {error}"))
     except KeyboardInterrupt as stop:
-        rows += [stop.row] if isinstance(stop, Interrupted) else []
+        rows += [stop.row] if isinstance(stop, RowInterrupted) else []
         rows += [skip_row(name, "", INTERRUPTED) for name in list(jobs)[len(rows) :]]
         return rows, True
     if errors and not any(row.figures for row in rows):
@@ -55,16 +55,16 @@ def measure_row(
     *,
     settings: Mapping[str, Any] | None = None,
 ) -> Row:
-    """Return a row of the figures of `measure(0)`, `measure(1)` and so on; raises Interrupted with a part."""
+    """Return a row of the figures of `measure(0)`, `measure(1)` ...; raises RowInterrupted with a part."""
     runs: list[Mapping[str, float]] = []
     try:
         for repeat in range(repeats):
             runs.append(measure(repeat))
     except KeyboardInterrupt:
         if not runs:
-            raise Interrupted(skip_row(name, about, INTERRUPTED, settings)) from None
+            raise RowInterrupted(skip_row(name, about, INTERRUPTED, settings)) from None
         note = f"interrupted after {len(runs)} of {repeats} repeats"
-        raise Interrupted(make_row(name, about, runs, settings=settings, note=note)) from None
+        raise RowInterrupted(make_row(name, about, runs, settings=settings, note=note)) from None
     return make_row(name, about, runs, settings=settings)
 
 

@@ -50,7 +50,7 @@ class Ceilings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class ModelShape:
     """The sizes of a model that a roofline depends on, in elements unless they say bytes."""
 
     layer_params: int  # in matrices; norms and biases are too small to count
@@ -63,10 +63,10 @@ class Shape:
     kv_bytes: float = 2.0
 
 
-def shape_of(config: ModelConfig, *, weight_bytes: float, kv_bytes: float) -> Shape:
+def shape_of(config: ModelConfig, *, weight_bytes: float, kv_bytes: float) -> ModelShape:
     """Return the shape of a model from its config alone."""
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return Shape(
+    return ModelShape(
         # of experts those that one token is sent to: the least, for several tokens may need more of them
         layer_params=config.all_layer_weights,
         last_params=config.layer_weights(config.num_layers - 1) - 2 * kv * config.hidden_size,
@@ -79,7 +79,7 @@ def shape_of(config: ModelConfig, *, weight_bytes: float, kv_bytes: float) -> Sh
     )
 
 
-def weights_roofline(shape: Shape, ceilings: Ceilings, batch: int) -> float:
+def weights_roofline(shape: ModelShape, ceilings: Ceilings, batch: int) -> float:
     """Return the seconds of one step of `batch` sequences that each add one token, without attention."""
     bandwidth, flops = ceilings.copy_bytes_per_s, ceilings.matmul_flops_per_s
     return sum(
@@ -88,27 +88,27 @@ def weights_roofline(shape: Shape, ceilings: Ceilings, batch: int) -> float:
     )
 
 
-def decode_roofline(shape: Shape, ceilings: Ceilings, *, batch: int, context: float) -> float:
+def decode_roofline(shape: ModelShape, ceilings: Ceilings, *, batch: int, context: float) -> float:
     """Return the seconds of one decode step with `context` tokens behind each sequence."""
     kv = batch * context * shape.kv_elements * shape.kv_bytes
     return weights_roofline(shape, ceilings, batch) + kv / ceilings.copy_bytes_per_s
 
 
-def prefill_flops(shape: Shape, length: int) -> float:
+def prefill_flops(shape: ModelShape, length: int) -> float:
     """Return the operations of one prompt: of the last layer and the head, for its last token only."""
     rows = 2 * (shape.layer_params - shape.last_params) * length + 2 * (shape.last_params + shape.head_params)
     num_pairs = (shape.num_layers - 1) * length * (length + 1) / 2 + length  # of a query and a key
     return rows + 4 * shape.attention_size * num_pairs
 
 
-def prefill_roofline(shape: Shape, ceilings: Ceilings, length: int) -> float:
+def prefill_roofline(shape: ModelShape, ceilings: Ceilings, length: int) -> float:
     """Return the seconds to the first token of one prompt on an idle machine."""
     return max(
         prefill_flops(shape, length) / ceilings.matmul_flops_per_s, weights_roofline(shape, ceilings, 1)
     )
 
 
-def workload_roofline(shape: Shape, ceilings: Ceilings, lengths: Sequence[tuple[int, int]]) -> float:
+def workload_roofline(shape: ModelShape, ceilings: Ceilings, lengths: Sequence[tuple[int, int]]) -> float:
     """Return the seconds for (prompt, output) lengths that are there at once, every step as full as can be.
 
     The prompts cost their operations; then the first token of every request is there, and each further step

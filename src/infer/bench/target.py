@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from infer.bench.report import revision_of
-from infer.bench.roofline import Shape, shape_of
+from infer.bench.roofline import ModelShape, shape_of
 from infer.config.settings import EngineConfig
 from infer.engine.build import build_engine, resolve_for
 from infer.engine.engine import Engine
@@ -44,7 +44,7 @@ TINY = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class BenchTarget:
     """A loaded model, and the knobs that engines around it are built with."""
 
     loaded: LoadedModel
@@ -52,7 +52,7 @@ class Target:
     is_random: bool = False  # weights out of thin air, which have no other form and no revision
     revision: str = ""  # the hub's commit, or a hash of the files
 
-    def in_form(self, quantization: str) -> Target:
+    def in_form(self, quantization: str) -> BenchTarget:
         """Return the model with its weights in another form, loaded anew; itself if they are in that form."""
         if self.weights == quantization:
             return self
@@ -79,7 +79,7 @@ class Target:
         """The bytes of all weights, tied ones once, as they are kept."""
         return kept_bytes(self.loaded.model)
 
-    def shape(self) -> Shape:
+    def shape(self) -> ModelShape:
         """Return the shape for rooflines; where matrices differ in their bits, each weight has the mean."""
         weight_bytes = bytes_per_weight(self.loaded.model, self.loaded.dtype)
         return shape_of(
@@ -122,7 +122,9 @@ class Target:
         return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self.loaded.dtype, "fp32")
 
 
-def open_target(knobs: dict[str, Any], *, model_config: Path | None = None, is_tiny: bool = False) -> Target:
+def open_target(
+    knobs: dict[str, Any], *, model_config: Path | None = None, is_tiny: bool = False
+) -> BenchTarget:
     """Load the model of the knobs, or make one of random weights."""
     config = EngineConfig.from_knobs(**knobs)
     is_random = model_config is not None or is_tiny
@@ -131,9 +133,7 @@ def open_target(knobs: dict[str, Any], *, model_config: Path | None = None, is_t
             f"quantization is {config.load.quantization}, but random weights are kept as their dtype says; "
             "give a --model, or --dtype"
         )
-    if (
-        config.load.num_threads is not None or is_tiny
-    ):  # a second thread has nothing to do in so small a model
+    if config.load.num_threads is not None or is_tiny:  # so small a model has no work for a second thread
         torch.set_num_threads(config.load.num_threads or 1)
     options: dict[str, Any] = {
         "dtype": config.load.dtype,
@@ -142,13 +142,13 @@ def open_target(knobs: dict[str, Any], *, model_config: Path | None = None, is_t
     }
     if model_config is not None:
         directory = model_config.parent if model_config.name == "config.json" else model_config
-        return Target(loaded=load_random(directory, **options), config=config, is_random=True)
+        return BenchTarget(loaded=load_random(directory, **options), config=config, is_random=True)
     if is_tiny:
         with tempfile.TemporaryDirectory() as made:
             directory = Path(made) / "tiny"
             directory.mkdir()
             (directory / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
-            return Target(loaded=load_random(directory, **options), config=config, is_random=True)
+            return BenchTarget(loaded=load_random(directory, **options), config=config, is_random=True)
     _, loaded = open_model(config, show_progress=True)
     source = resolve_model(config.load.model, revision=config.load.revision, show_progress=False)
-    return Target(loaded=loaded, config=config, revision=revision_of(source.path))
+    return BenchTarget(loaded=loaded, config=config, revision=revision_of(source.path))

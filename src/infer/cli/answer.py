@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ShownAnswer:
     """The text and tokens of one answer, why it ended, and its times in seconds."""
 
     text: str
@@ -56,7 +56,7 @@ class Answer:
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C in the middle of an answer."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: ShownAnswer) -> None:
         super().__init__()
         self.answer = answer  # as far as it came
 
@@ -75,7 +75,7 @@ def show_answer(
     deltas: Iterator[TextDelta] | Iterator[RemoteDelta],
     show: Callable[[str], None],
     is_stopped: Callable[[], bool] = lambda: False,
-) -> Answer:
+) -> ShownAnswer:
     """Pass each piece of text to `show` as it comes, until the end or until `is_stopped` says so."""
     started = perf_counter()
     first_token_s = 0.0
@@ -102,7 +102,7 @@ def show_answer(
         first_token_s, total_s = deltas.seconds
     if hasattr(deltas, "close"):
         deltas.close()  # ends the request now, not when the stream happens to be collected
-    answer = Answer(
+    answer = ShownAnswer(
         text="".join(pieces),
         token_ids=tuple(token_ids),
         finish_reason=finish_reason,

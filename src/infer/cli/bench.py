@@ -22,7 +22,7 @@ from infer.errors import ConfigError
 
 if TYPE_CHECKING:
     from infer.bench.report import Report
-    from infer.bench.target import Target
+    from infer.bench.target import BenchTarget
 
 Benches: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -113,7 +113,6 @@ def add_parser(commands: Benches) -> None:
         description="Measure a server, an engine, or what each idea is worth on this machine.",
         usage="infer bench COMMAND [options]",
         epilog=EXAMPLES,
-        formatter_class=flags.HelpFormatter,
     )
     parser.set_defaults(run=lambda args: _no_command(parser), log_level="warning", debug=False)
     benches = parser.add_subparsers(title="commands", metavar="COMMAND")
@@ -159,8 +158,6 @@ def _new(
         description=help_text[0].upper() + help_text[1:] + ".",
         usage=f"infer bench {name} {usage}",
         epilog=epilog,
-        formatter_class=flags.HelpFormatter,
-        allow_abbrev=False,
     )
 
     def checked(args: argparse.Namespace) -> int:
@@ -310,7 +307,7 @@ def _bench_engine(name: str, args: argparse.Namespace) -> int:
     return _finish(args, report)
 
 
-def _open(args: argparse.Namespace) -> Target:
+def _open(args: argparse.Namespace) -> BenchTarget:
     knobs = flags.knobs_from(args)
     if getattr(args, "png", None) is not None:
         from infer.bench.render import can_draw

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from infer.cli import flags
-from infer.cli.answer import Answer, notice, open_llm, show_answer, write_out
+from infer.cli.answer import ShownAnswer, notice, open_llm, show_answer, write_out
 from infer.cli.remote import RemoteModel, add_url_flags, is_remote, open_server
 from infer.errors import (
     ConfigError,
@@ -66,8 +66,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Hold a conversation with an instruct model in the terminal; /help lists its commands.",
         usage="infer chat [options]",
         epilog=EXAMPLES,
-        formatter_class=flags.HelpFormatter,
-        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
     conversation = parser.add_argument_group("conversation")
@@ -82,7 +80,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     flags.add_common_flags(parser)
 
 
-class Conversation:
+class ChatSession:
     """The messages so far, and the model that answers the next."""
 
     def __init__(
@@ -100,7 +98,7 @@ class Conversation:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, *self.turns]
 
-    def say(self, text: str, show: Callable[[str], None], is_stopped: Callable[[], bool]) -> Answer:
+    def say(self, text: str, show: Callable[[str], None], is_stopped: Callable[[], bool]) -> ShownAnswer:
         """Add the user's message and the model's answer; a message that cannot be answered is taken back."""
         self.turns.append({"role": "user", "content": text})
         try:
@@ -112,7 +110,7 @@ class Conversation:
         self.num_answers += 1
         return answer
 
-    def _answer(self, show: Callable[[str], None], is_stopped: Callable[[], bool]) -> Answer:
+    def _answer(self, show: Callable[[str], None], is_stopped: Callable[[], bool]) -> ShownAnswer:
         params = flags.nth_draw(self.params, self.num_answers)
         while True:
             try:
@@ -141,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
     if not isinstance(llm, RemoteModel) and llm.encoder.template_warning is not None:
         notice(f"infer: warning: {llm.encoder.template_warning}")
     params = flags.fit_to_model(params, args, llm.context_len, llm.sampling_defaults)
-    conversation = Conversation(llm, params, args.system, flags.template_options(args))
+    conversation = ChatSession(llm, params, args.system, flags.template_options(args))
     is_typed = sys.stdin.isatty()
     if is_typed:
         notice(f"{llm.name}, context of {llm.context_len} tokens; /help lists the commands, Ctrl-D leaves")
@@ -155,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _answer_line(conversation: Conversation, text: str, *, shows_stats: bool, is_typed: bool) -> None:
+def _answer_line(conversation: ChatSession, text: str, *, shows_stats: bool, is_typed: bool) -> None:
     """Show the answer to one message; a message without an answer is told, and the next one may have one.
 
     At a terminal the message can be sent again, or the conversation saved. In a script a failure is the end.
@@ -190,7 +188,7 @@ def _answer_line(conversation: Conversation, text: str, *, shows_stats: bool, is
         notice(f"[{answer.stats()}]")
 
 
-def run_command(conversation: Conversation, line: str) -> bool:
+def run_command(conversation: ChatSession, line: str) -> bool:
     """Do what a line that starts with a slash says; returns whether the conversation goes on."""
     given, _, rest = line.partition(" ")
     name = ALIASES.get(given, given)
@@ -212,7 +210,7 @@ def run_command(conversation: Conversation, line: str) -> bool:
     return True
 
 
-def _save(conversation: Conversation, file_name: str) -> None:
+def _save(conversation: ChatSession, file_name: str) -> None:
     if not file_name:
         notice("/save needs a file name: /save conversation.json")
         return

@@ -24,8 +24,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Print processor, compiler, kernels, GPU, memory and models, and what could be better.",
         usage="infer doctor [options]",
         epilog=EXAMPLES,
-        formatter_class=flags.HelpFormatter,
-        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")

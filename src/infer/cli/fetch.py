@@ -22,8 +22,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Download a model and print where it lies; one that is already here is not touched.",
         usage="infer fetch [MODEL] [options]",
         epilog=EXAMPLES,
-        formatter_class=flags.HelpFormatter,
-        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
     parser.add_argument(

@@ -64,13 +64,6 @@ HIDDEN: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRES
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """A formatter for help of a fixed width."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=28, width=100)
-
-
 def add_knob_flags(
     parser: argparse.ArgumentParser, without: Collection[str] = (), *, with_server: bool = False
 ) -> None:

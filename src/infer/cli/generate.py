@@ -33,7 +33,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infer.cli import flags
-from infer.cli.answer import Answer, Interrupted, notice, open_llm, show_answer, write_out
+from infer.cli.answer import Interrupted, ShownAnswer, notice, open_llm, show_answer, write_out
 from infer.cli.remote import RemoteModel, RemoteStream, StreamAhead, add_url_flags, is_remote, open_server
 from infer.errors import (
     ConfigError,
@@ -91,8 +91,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Answer a prompt, streaming the text to standard output as it is generated.",
         usage="infer generate [PROMPT] [options]",
         epilog=EXAMPLES,
-        formatter_class=flags.HelpFormatter,
-        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
     prompt = parser.add_argument_group("prompt and output")
@@ -162,8 +160,8 @@ def answer_all(
     params = flags.fit_to_model(params, args, llm.context_len, llm.sampling_defaults)
     if not (args.raw or isinstance(llm, RemoteModel) or llm.encoder.ships_chat_template):
         logger.info("no chat template, so prompts are continued as plain text model=%s", llm.name)
-    answers: list[Answer] = []
-    partial: list[Answer] = []  # the one that Ctrl-C ended
+    answers: list[ShownAnswer] = []
+    partial: list[ShownAnswer] = []  # the one that Ctrl-C ended
     try:
         answer_each(llm, prompts, params, args, load_s, answers)
     except Interrupted as stop:
@@ -187,7 +185,7 @@ def answer_each(
     params: SamplingParams,
     args: argparse.Namespace,
     load_s: float,
-    answers: list[Answer],
+    answers: list[ShownAnswer],
 ) -> None:
     """Print the answers in order, each put into `answers` when it is complete; say which prompts failed."""
     for number, asked in enumerate(ask_all(llm, prompts, params, args), start=1):
@@ -258,7 +256,7 @@ def _ask_server(
     return llm.stream_chat(to_messages(text, args), params, template_options=flags.template_options(args))
 
 
-def read_answer(asked: Asked, *, is_shown: bool) -> Answer:
+def read_answer(asked: Asked, *, is_shown: bool) -> ShownAnswer:
     """Wait for one answer, on standard output as it comes if `is_shown`."""
     if isinstance(asked.stream, InferError):
         raise asked.stream
@@ -346,7 +344,7 @@ def to_messages(prompt: str, args: argparse.Namespace) -> list[dict[str, str]]:
     return [*system, {"role": "user", "content": prompt}]
 
 
-def to_json(asked: Asked, answer: Answer, load_s: float) -> dict[str, Any]:
+def to_json(asked: Asked, answer: ShownAnswer, load_s: float) -> dict[str, Any]:
     """Return the object that `--json` prints for one prompt; a server's answer has no token ids."""
     has_ids = not isinstance(asked.stream, RemoteStream | StreamAhead)
     num_prompt, num_output = len(asked.prompt_ids), len(answer.token_ids)

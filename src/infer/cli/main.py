@@ -42,7 +42,6 @@ def build_parser() -> argparse.ArgumentParser:
         description="Run large language models on this machine.",
         usage="infer COMMAND [options]",
         epilog=EPILOG,
-        formatter_class=flags.HelpFormatter,
     )
     parser.add_argument(
         "--version", action="version", version=f"infer {__version__}", help="print the version and leave"

@@ -38,8 +38,18 @@ KINDS = {"int": "a whole number", "float": "a number"}  # readers.py names its r
 EXAMPLES = {"X": "0.5", "ID=BIAS": "42=-100"}  # by metavar, where the help of a flag names no default
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """A formatter for help of a fixed width."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=100)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose subcommands are called `prog NAME`, and that suggests what was meant."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": HelpFormatter, "allow_abbrev": False, **options})
 
     def add_subparsers(self, **options: Any) -> argparse._SubParsersAction[Any]:
         """Add subcommands; argparse would put the whole usage line before their names."""

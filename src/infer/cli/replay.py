@@ -35,8 +35,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         ),
         usage="infer replay RECORD [options]",
         epilog=EXAMPLES,
-        formatter_class=flags.HelpFormatter,
-        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
     parser.add_argument(

@@ -40,8 +40,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Serve one or more models over HTTP, for every client of OpenAI's API and for browsers.",
         usage="infer serve [MODEL] [options]",
         epilog=EXAMPLES,
-        formatter_class=flags.HelpFormatter,
-        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
     models = parser.add_argument_group("models")

@@ -73,8 +73,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         ),
         usage="infer simulate (--trace FILE | --workload NAME) [options]",
         epilog=EXAMPLES,
-        formatter_class=flags.HelpFormatter,
-        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
     load = parser.add_argument_group("load and output")

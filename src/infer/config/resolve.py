@@ -13,8 +13,8 @@ loaded (`engine/cache_fit.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 from infer.config.backends import AUTO, PLAIN, REFERENCE, Chosen, check_backends, choose
 from infer.config.defaults import (
@@ -173,22 +173,16 @@ def resolve_scheduler(
     mixed = settings.prefill_tokens_while_decoding
     if mixed is None and defaults.mixed_tokens is not None and is_chunked:
         mixed = min(defaults.mixed_tokens, budget)
-    return ResolvedScheduler(
-        batching_mode=settings.batching_mode,
-        scheduler_policy=settings.scheduler_policy,
-        max_batch_size=settings.max_batch_size or min(defaults.batch_size, budget),
-        max_num_batched_tokens=budget,
-        use_chunked_prefill=settings.use_chunked_prefill,
-        prefill_chunk_size=settings.prefill_chunk_size or defaults.chunk_size or budget,
-        prefill_tokens_while_decoding=mixed,
-        hurries=settings.itl_target_ms is None,
-        max_prefill_chunks_per_step=settings.max_prefill_chunks_per_step,
-        preemption=settings.preemption,
-        max_wait_steps=settings.max_wait_steps,
-        max_decode_gap=settings.max_decode_gap,
-        max_queue=settings.max_queue,
-        seed=settings.seed,
-    )
+    left = {field.name for field in fields(ResolvedScheduler)} & {field.name for field in fields(settings)}
+    known = {name: getattr(settings, name) for name in left}
+    decided: dict[str, Any] = {
+        "max_batch_size": settings.max_batch_size or min(defaults.batch_size, budget),
+        "max_num_batched_tokens": budget,
+        "prefill_chunk_size": settings.prefill_chunk_size or defaults.chunk_size or budget,
+        "prefill_tokens_while_decoding": mixed,
+        "hurries": settings.itl_target_ms is None,
+    }
+    return ResolvedScheduler(**(known | decided))
 
 
 def uses_gpu_runner(config: EngineConfig, machine: Machine) -> bool:

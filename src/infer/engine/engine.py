@@ -102,9 +102,7 @@ class Engine:
         self._steps_ahead = steps_ahead if scheduler.keeps_cache else 0
         self.prepare = prepare  # one piece of what steps can need, ahead of them; False: all is done
         self._flights: deque[_Flight] = deque()  # steps that the device works on, the oldest first
-        self._has_drafts = (
-            False  # whether the last step launched may refuse tokens: it is read before the next
-        )
+        self._has_drafts = False  # the last step launched: it is read before the next
         self._step_tokens = Histogram(STEP_TOKENS)
 
     # -- requests ---------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from infer.cache.kv_store import KVStore
 from infer.execution.batch import lay_out, needed_tokens
 from infer.kernels.cpu import operations
 from infer.kernels.cpu.library import Library, library
-from infer.kernels.cpu.program import Program, Recorder
+from infer.kernels.cpu.program import Program, ProgramRecorder
 from infer.layers.attention import StepContext
 from infer.models.model import Model
 from infer.scheduling.batch_state import BatchState
@@ -37,7 +37,7 @@ from infer.scheduling.plan import StepPlan
 from infer.scheduling.sequence import Sequence as TokenSequence
 
 
-class StepInputs:
+class CpuInputs:
     """The tables of one step; room for `capacity` tokens, at addresses that do not change."""
 
     def __init__(self, capacity: int, num_tables: int) -> None:
@@ -76,7 +76,7 @@ class CpuStep(StepContext):
         self,
         library: Library,
         store: KVStore,
-        inputs: StepInputs,
+        inputs: CpuInputs,
         state: BatchState,
         num_rows: int,
     ) -> None:
@@ -133,7 +133,7 @@ class CpuSteps:
     ) -> None:
         self._library, self._model, self._store, self._state = library, model, store, state
         library.set_threads(torch.get_num_threads())  # may have changed since the library was loaded
-        self._inputs = StepInputs(max_rows, len(state.tables))
+        self._inputs = CpuInputs(max_rows, len(state.tables))
         self._program: Program | None = None
         self._hidden_TD = torch.empty(0)
         if record:
@@ -148,7 +148,7 @@ class CpuSteps:
         inputs = (
             self._inputs
             if num_rows <= self._inputs.capacity
-            else StepInputs(num_rows, len(self._state.tables))
+            else CpuInputs(num_rows, len(self._state.tables))
         )
         last_rows = inputs.fill(plan, sequences, self._state)
         if self._program is not None and inputs is self._inputs:
@@ -161,7 +161,7 @@ class CpuSteps:
 
     def context(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> CpuStep:
         """The `StepContext` of a plan, or of a part of one; not recorded."""
-        inputs = StepInputs(plan.num_tokens, len(self._state.tables))
+        inputs = CpuInputs(plan.num_tokens, len(self._state.tables))
         inputs.fill(plan, sequences, self._state)
         return CpuStep(self._library, self._store, inputs, self._state, plan.num_tokens)
 
@@ -169,7 +169,7 @@ class CpuSteps:
     def _record(self, max_rows: int) -> None:
         self._inputs.num_items = max_rows
         step = CpuStep(self._library, self._store, self._inputs, self._state, max_rows)
-        with Recorder(self._library) as recording:
+        with ProgramRecorder(self._library) as recording:
             self._hidden_TD = self._model(step.tokens_T, step)
         self._program = recording.program()
 

@@ -28,7 +28,7 @@ from infer.quant.projection import Choices
 from infer.quant.residual import NormedInput, as_tensor
 
 
-class Router(Linear):
+class ExpertRouter(Linear):
     """One logit per expert."""
 
     always_dense = True
@@ -59,7 +59,7 @@ class MixtureOfExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.num_choices, self.normalized, self.activation = num_choices, normalized, activation
-        self.router = Router(hidden_size, num_experts)
+        self.router = ExpertRouter(hidden_size, num_experts)
         halves = {"gate": expert_size, "up": expert_size}
         self.gate_up = ExpertLinear(num_experts, hidden_size, 2 * expert_size, parts=halves)
         self.down = ExpertLinear(num_experts, expert_size, hidden_size)

@@ -307,9 +307,7 @@ class Scheme:
     name: str  # the value of `quantization`, and what the start line says
     devices: tuple[str, ...]  # "cpu", "cuda"
     make: Callable[[WeightSpec], Projection]
-    stored_as: frozenset[str] = (
-        frozenset()
-    )  # leaves by which a module on disk is known; none: made on loading
+    stored_as: frozenset[str] = frozenset()  # leaves that mark a module on disk; none: made on loading
     methods: tuple[str, ...] = ()  # `quant_method` of the config.json of such checkpoints
 
     def is_stored(self, leaves: Mapping[str, object]) -> bool:

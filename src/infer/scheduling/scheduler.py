@@ -73,9 +73,7 @@ class Scheduler:
         self.running = self.state.sequences  # by sort_key: the first is the most urgent
         self.planned: list[Sequence] = []  # the sequences of the last plan: one for each of its chunks
         self.num_planned_tokens = 0  # how many tokens the model will see in the last plan
-        self.all_decode = (
-            False  # whether the last plan decodes with every running sequence, and has no prompt
-        )
+        self.all_decode = False  # the last plan: with every running sequence, without a prompt
         self.num_preemptions = 0
         self._by_id: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(config.max_wait_steps)

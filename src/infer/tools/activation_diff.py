@@ -48,7 +48,7 @@ Recording = dict[str, torch.Tensor]  # module name -> its output, in the order t
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DiffRow:
     """One activation of both models, and how far the two differ."""
 
     name: str
@@ -60,13 +60,13 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class DiffReport:
     """All activations that could be lined up, in the order in which the first model computed them."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[DiffRow, ...]
 
     @property
-    def first_difference(self) -> Row | None:
+    def first_difference(self) -> DiffRow | None:
         """The first activation in which the models part, or None if they agree."""
         return next((row for row in self.rows if not row.agrees), None)
 
@@ -129,7 +129,7 @@ def record(model: nn.Module, run: Callable[[], object]) -> Recording:
 
 def diff_models(
     ours: Model, reference: nn.Module, tokens: Sequence[int], *, tolerance: float | None = None
-) -> Report:
+) -> DiffReport:
     """Run both models on the same tokens and compare everything that can be lined up."""
     if tolerance is None:
         tolerance = max(TOLERANCE[next(model.parameters()).dtype] for model in (ours, reference))
@@ -144,12 +144,12 @@ def diff_models(
 
 def compare(
     recording: Recording, expected: Recording, pairs: Mapping[str, str], *, tolerance: float
-) -> Report:
+) -> DiffReport:
     """Compare recordings under the given pairs of names, in the order of the first."""
     if not pairs:
         raise ConfigError("the two models have no module in common that could be compared")
     names = [name for name in recording if name in pairs]
-    return Report(
+    return DiffReport(
         tuple(_row(name, pairs[name], recording[name], expected[pairs[name]], tolerance) for name in names)
     )
 
@@ -178,12 +178,14 @@ def _line_up(
     return parts, pairs
 
 
-def _row(name: str, reference_name: str, ours: torch.Tensor, expected: torch.Tensor, tolerance: float) -> Row:
+def _row(
+    name: str, reference_name: str, ours: torch.Tensor, expected: torch.Tensor, tolerance: float
+) -> DiffRow:
     max_abs = min((_max_abs(ours, view) for view in _views(expected, ours.shape)), default=float("inf"))
     largest = float(expected.abs().max())
     relative = max_abs / largest if largest > 0 else max_abs
     # written so that NaN, which fails every comparison, counts as a difference
-    return Row(name, reference_name, tuple(ours.shape), max_abs, relative, agrees=relative <= tolerance)
+    return DiffRow(name, reference_name, tuple(ours.shape), max_abs, relative, agrees=relative <= tolerance)
 
 
 def _views(expected: torch.Tensor, shape: torch.Size) -> list[torch.Tensor]:

@@ -6,15 +6,15 @@ import json
 
 import pytest
 
-from infer.bench.backends import COMBINATIONS, Answer, compare
+from infer.bench.backends import COMBINATIONS, GreedyOutput, compare
 from infer.cli.main import main
 
 
 def test_differences_count_until_the_outputs_part() -> None:
-    expected = [Answer([1, 2, 3], [-0.5, -1.0, -2.0, -3.0]), Answer([4], [-1.0])]
-    same = [Answer([1, 2, 3], [-0.5, -1.25, -2.0, -3.0]), Answer([4], [-1.0])]
+    expected = [GreedyOutput([1, 2, 3], [-0.5, -1.0, -2.0, -3.0]), GreedyOutput([4], [-1.0])]
+    same = [GreedyOutput([1, 2, 3], [-0.5, -1.25, -2.0, -3.0]), GreedyOutput([4], [-1.0])]
     assert compare(same, expected) == (0.25, 4)
-    parted = [Answer([1, 9, 3], [-0.5, -1.125, -7.0, -8.0]), Answer([4], [-1.0])]
+    parted = [GreedyOutput([1, 9, 3], [-0.5, -1.125, -7.0, -8.0]), GreedyOutput([4], [-1.0])]
     assert compare(parted, expected) == (0.125, 2)
 
 

@@ -25,7 +25,7 @@ from infer.bench.repeats import beyond_roofline, run_rows
 from infer.bench.report import Row, make_row, revision_of, skip_row, write_report
 from infer.bench.roofline import (
     Ceilings,
-    Shape,
+    ModelShape,
     decode_roofline,
     measure_ceilings,
     prefill_flops,
@@ -34,7 +34,7 @@ from infer.bench.roofline import (
     workload_roofline,
 )
 from infer.bench.run_offline import run_offline, to_ids
-from infer.bench.target import TINY, Target, open_target
+from infer.bench.target import TINY, BenchTarget, open_target
 from infer.bench.workloads import SERVING, Arrival, Session, Turn, Workload, make_workload
 from infer.errors import ConfigError, EngineError
 from infer.kernels.cpu.library import library
@@ -49,7 +49,7 @@ def quiet(line: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+def target(tmp_path_factory: pytest.TempPathFactory) -> BenchTarget:
     directory = tmp_path_factory.mktemp("shape")
     small = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     small |= {"head_dim": 8, "num_hidden_layers": 1, "vocab_size": 64, "max_position_embeddings": 256}
@@ -58,7 +58,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return open_target(knobs, model_config=directory)
 
 
-def test_a_run_has_every_token_and_its_time(target: Target) -> None:
+def test_a_run_has_every_token_and_its_time(target: BenchTarget) -> None:
     workload = batch(3, 10, 5, target.vocab_size, seed=0)
     result = run_offline(target.engine(), workload)
     assert [(trace.num_prompt, trace.num_output, len(trace.chunks)) for trace in result.traces] == [
@@ -69,14 +69,14 @@ def test_a_run_has_every_token_and_its_time(target: Target) -> None:
     assert result.seconds >= max(trace.chunks[-1] for trace in result.traces)
 
 
-def test_the_engine_is_seldom_asked_how_full_it_is(target: Target) -> None:
+def test_the_engine_is_seldom_asked_how_full_it_is(target: BenchTarget) -> None:
     """Asking costs time, which would be part of what is measured."""
     result = run_offline(target.engine(), batch(1, 4, 40, target.vocab_size, seed=0))
     assert len(result.step_s) == 40
     assert len(result.running) == len(result.kv_use) == 3  # after steps 1, 17 and 33
 
 
-def test_a_session_goes_on_from_its_answer(target: Target) -> None:
+def test_a_session_goes_on_from_its_answer(target: BenchTarget) -> None:
     turns = (Turn(ids=(11, 12, 13), max_tokens=4), Turn(ids=(14,), max_tokens=2))
     workload = Workload(
         name="s",
@@ -93,14 +93,14 @@ def test_a_session_goes_on_from_its_answer(target: Target) -> None:
     ]
 
 
-def test_a_request_that_does_not_fit_is_an_error_of_its_own(target: Target) -> None:
+def test_a_request_that_does_not_fit_is_an_error_of_its_own(target: BenchTarget) -> None:
     sessions = (*batch(1, 300, 5, 64, seed=0).sessions, *batch(1, 10, 5, 64, seed=0).sessions)
     workload = Workload(name="w", about="", arrival=Arrival(kind="open"), sessions=sessions)
     bad, good = run_offline(target.engine(), workload).traces
     assert bad.error is not None and good.is_ok
 
 
-def test_repeats_find_nothing_in_the_cache(target: Target) -> None:
+def test_repeats_find_nothing_in_the_cache(target: BenchTarget) -> None:
     engine, workload = target.engine(), batch(2, 40, 2, 64, seed=0)
     results = [run_once(engine, workload, repeat, target.vocab_size) for repeat in range(3)]
     assert [result.counters["num_hit_tokens"] for result in results] == [0, 0, 0]
@@ -112,7 +112,9 @@ def test_chats_become_ids() -> None:
         assert all(turn.ids for session in workload.sessions for turn in session.turns)
 
 
-def test_every_offline_bench_reports(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_offline_bench_reports(
+    target: BenchTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ceilings = Ceilings(copy_bytes_per_s=1e9, matmul_flops_per_s=1e9)
     for module in (micro, offline_benches):  # what a machine can do takes seconds to find out
         monkeypatch.setattr(module, "measure_ceilings", lambda device, dtype: ceilings)
@@ -147,7 +149,7 @@ def test_every_offline_bench_reports(target: Target, tmp_path: Path, monkeypatch
     assert memory.rows[0].figures["weights_bytes"].median == target.weight_bytes
 
 
-def test_the_matrix_explains_every_row(target: Target) -> None:
+def test_the_matrix_explains_every_row(target: BenchTarget) -> None:
     report = bench_matrix(target, seed=1, repeats=1, tell=quiet, only=["paged", "graphs", "quant"])
     rows = {row.name: row for row in report.rows}
     assert len(rows) == 6
@@ -163,7 +165,7 @@ def test_the_matrix_explains_every_row(target: Target) -> None:
     assert paged["mean_running"].median > 6  # a contiguous cache holds six
 
 
-def test_a_speed_up_of_several_repeats_is_the_median_of_their_ratios(target: Target) -> None:
+def test_a_speed_up_of_several_repeats_is_the_median_of_their_ratios(target: BenchTarget) -> None:
     """Which is not what a reader gets who divides the two medians of the sentence, so the report says it."""
     ablation = next(ablation for ablation in ABLATIONS if ablation.name == "paged")
     before, after = (
@@ -199,7 +201,7 @@ def test_a_share_above_the_roofline_is_explained_and_others_are_not() -> None:
 
 
 def test_rooflines_by_hand() -> None:
-    shape = Shape(
+    shape = ModelShape(
         layer_params=1000, last_params=300, head_params=100, attention_size=5, num_layers=2, kv_elements=4
     )
     slow_memory = Ceilings(copy_bytes_per_s=100.0, matmul_flops_per_s=1e9)
@@ -234,7 +236,7 @@ def test_the_roofline_of_a_published_shape() -> None:
     assert prefill_flops(shape, 512) == 2 * (512 * of_all + of_last) + 4 * 16 * 128 * pairs
 
 
-def test_the_roofline_of_a_prompt_is_what_a_model_must_multiply(target: Target) -> None:
+def test_the_roofline_of_a_prompt_is_what_a_model_must_multiply(target: BenchTarget) -> None:
     """Counted in the model itself: its matrices, with the last layer cut to what its last token needs."""
     config, model, length = target.loaded.config, target.loaded.model, 10
     size = {
@@ -270,12 +272,12 @@ def test_packed_weights_are_counted_by_their_size() -> None:
         assert target.weight_bytes - packed.weight_bytes == num_weights * 4 - kept
 
 
-def test_ceilings_are_measured(target: Target) -> None:
+def test_ceilings_are_measured(target: BenchTarget) -> None:
     found = measure_ceilings(target.device, target.loaded.dtype, scale=0.05)
     assert found.copy_bytes_per_s > 1e6 and found.matmul_flops_per_s > 1e6
 
 
-def test_ctrl_c_keeps_what_was_measured(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_keeps_what_was_measured(target: BenchTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     ceilings = Ceilings(copy_bytes_per_s=1e9, matmul_flops_per_s=1e9)
     monkeypatch.setattr(offline_benches, "measure_ceilings", lambda device, dtype: ceilings)
     lines: list[str] = []
@@ -306,17 +308,17 @@ def test_a_row_that_fails_does_not_take_the_others_with_it() -> None:
 
 
 def test_weights_in_another_form_are_compared_with_plain_ones(
-    target: Target, monkeypatch: pytest.MonkeyPatch
+    target: BenchTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the tiny model came from a file: the same one is loaded in both forms."""
     assert target.in_form("fp32") is target  # which it has already
     forms: list[str] = []
 
-    def in_form(self: Target, quantization: str) -> Target:
+    def in_form(self: BenchTarget, quantization: str) -> BenchTarget:
         forms.append(quantization)
         return self
 
-    monkeypatch.setattr(Target, "in_form", in_form)
+    monkeypatch.setattr(BenchTarget, "in_form", in_form)
     real = dataclasses.replace(target, is_random=False)
     rows = bench_matrix(real, seed=1, repeats=1, tell=quiet, only=["quant"]).rows
     assert forms == ["fp32", "int8"]
@@ -324,7 +326,7 @@ def test_weights_in_another_form_are_compared_with_plain_ones(
     assert measured == ["+quant b1_256_256", "+quant prefill_8x4096"]
 
 
-def test_a_report_holds_what_auto_meant(target: Target) -> None:
+def test_a_report_holds_what_auto_meant(target: BenchTarget) -> None:
     knobs = target.knobs()
     assert (knobs["dtype"], knobs["device"], knobs["max_seq_len"]) == ("float32", "cpu", 256)
     assert knobs["max_batch_size"] and knobs["max_num_batched_tokens"] and knobs["prefill_chunk_size"]
@@ -332,7 +334,7 @@ def test_a_report_holds_what_auto_meant(target: Target) -> None:
 
 
 def test_a_report_names_the_revision_of_a_checkpoint_and_random_weights_have_none(
-    target: Target, tmp_path: Path
+    target: BenchTarget, tmp_path: Path
 ) -> None:
     make_checkpoint("llama", tmp_path)
     real = open_target({"model": str(tmp_path), "device": "cpu"})
@@ -347,7 +349,7 @@ def test_random_weights_have_no_other_form(tmp_path: Path) -> None:
         open_target({"device": "cpu", "quantization": "int8"}, is_tiny=True)
 
 
-def test_a_request_that_fails_is_no_figure(target: Target) -> None:
+def test_a_request_that_fails_is_no_figure(target: BenchTarget) -> None:
     with pytest.raises(ConfigError, match="a request of 1 x 300/5 failed: "):
         run_once(target.engine(), batch(1, 300, 5, 64, seed=0), 0, target.vocab_size)
 
@@ -358,6 +360,6 @@ def test_a_process_that_fails_has_no_first_byte() -> None:
     assert micro.first_byte_s([sys.executable, "-c", ""]) > 0
 
 
-def test_decoding_that_does_not_fit_names_its_own_flags(target: Target) -> None:
+def test_decoding_that_does_not_fit_names_its_own_flags(target: BenchTarget) -> None:
     with pytest.raises(ConfigError, match="--steps is 9999, but a sequence has room for .* tokens here"):
         bench_decode(target, batches=[1], context=8, num_steps=9999, seed=0, repeats=1, tell=lambda _: None)

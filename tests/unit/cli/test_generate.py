@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from infer.cli.answer import Answer, show_answer
+from infer.cli.answer import ShownAnswer, show_answer
 from infer.cli.generate import Asked, Prompt, to_json
 from infer.errors import DeviceLost, RequestError
 from infer.frontend.outputs import TextDelta
@@ -285,7 +285,9 @@ def test_an_empty_prompts_file_is_refused(infer: Infer, tmp_path: Path) -> None:
 
 
 def test_the_speed_does_not_count_the_first_token() -> None:
-    answer = Answer(text="abc", token_ids=(1, 2, 3), finish_reason="stop", first_token_s=2.0, total_s=2.5)
+    answer = ShownAnswer(
+        text="abc", token_ids=(1, 2, 3), finish_reason="stop", first_token_s=2.0, total_s=2.5
+    )
     assert answer.tokens_per_s == 4.0
-    alone = Answer(text="a", token_ids=(1,), finish_reason="stop", first_token_s=2.0, total_s=2.0)
+    alone = ShownAnswer(text="a", token_ids=(1,), finish_reason="stop", first_token_s=2.0, total_s=2.0)
     assert alone.tokens_per_s == 0.0

@@ -42,7 +42,7 @@ static Shared& memory_of_block() { return memory; }
 
 // Whether all went by the rules: nothing was read too early.
 extern "C" int emulate(unsigned int num_blocks, unsigned int threads_of_block, void** arguments) {
-    body = [](void** given) { call(linear_ahead, given); };
+    body = [](void** given) { call(linear_pdl, given); };
     body_arguments = arguments;
     num_threads = threads_of_block;
     is_early_read = false;

@@ -6,7 +6,7 @@ import ctypes
 import functools
 from typing import Any
 
-from infer.kernels.linear import pdl as linear_ahead
+from infer.kernels.linear import pdl as linear_pdl
 from infer.kernels.linear.cuda import Defines
 from infer.kernels.runtime.cuda_build import as_pointers
 from tests.unit.kernels.emulated import compile_library
@@ -14,7 +14,7 @@ from tests.unit.kernels.emulated import compile_library
 
 @functools.cache
 def compile_linear(defines: Defines) -> ctypes.CDLL:
-    return compile_library("emulated_linear.cpp", linear_ahead.SOURCE, defines, "-O1")
+    return compile_library("emulated_linear.cpp", linear_pdl.SOURCE, defines, "-O1")
 
 
 class EmulatedLaunch:
@@ -25,5 +25,5 @@ class EmulatedLaunch:
         self.num_threads = 32 * dict(defines)["WARPS"]
 
     def __call__(self, num_blocks: int, *arguments: Any) -> None:
-        values = [of_type(value) for of_type, value in zip(linear_ahead._TYPES, arguments, strict=True)]
+        values = [of_type(value) for of_type, value in zip(linear_pdl._TYPES, arguments, strict=True)]
         assert self.library.emulate(num_blocks, self.num_threads, as_pointers(values)), "a rule was broken"

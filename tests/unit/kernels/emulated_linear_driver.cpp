@@ -1,4 +1,4 @@
-/* One launch of `linear_ahead.cu` as a program: 5 tokens and the weights come in, their products go out. */
+/* One launch of `pdl.cu` as a program: 5 tokens and the weights come in, their products go out. */
 
 #include "emulated_linear.cpp"
 

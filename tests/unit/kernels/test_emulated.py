@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from infer.kernels.attention.decode_cuda import DECODE, PROJECTED, CachedHeads, Defines
-from infer.kernels.linear import pdl as linear_ahead
+from infer.kernels.linear import pdl as linear_pdl
 from infer.kernels.linear import wgmma as linear_wgmma
 from infer.kernels.linear.pdl import PdlConfig
 from infer.kernels.linear.wgmma import WgmmaConfig
@@ -100,7 +100,7 @@ def test_numbers_of_16_bits_are_converted_as_ieee_754_says(
 
 
 HEADS = CachedHeads(torch.float16, num_heads=4, num_kv_heads=2, head_dim=64, block_size=16)
-LINEAR = linear_ahead.defines_of(PdlConfig(1, 2, depth=2), torch.float16, tiles=1, N=16, K=128)
+LINEAR = linear_pdl.defines_of(PdlConfig(1, 2, depth=2), torch.float16, tiles=1, N=16, K=128)
 EMULATED: dict[str, tuple[str, Path, Defines, tuple[str, ...]]] = {
     "decode_attention": (
         "emulated_cuda.cpp",
@@ -114,7 +114,7 @@ EMULATED: dict[str, tuple[str, Path, Defines, tuple[str, ...]]] = {
         HEADS.defines(PROJECTED, has_norm=True, pdl=True),
         ATTENTION_FLAGS,
     ),
-    "linear_ahead": ("emulated_linear.cpp", linear_ahead.SOURCE, LINEAR, ("-O1",)),
+    "linear_pdl": ("emulated_linear.cpp", linear_pdl.SOURCE, LINEAR, ("-O1",)),
     "linear_wgmma": (
         "emulated_wgmma.cpp",
         linear_wgmma.SOURCE,
@@ -136,7 +136,7 @@ def test_every_emulator_compiles_for_arm(kernel: str, tmp_path: Path) -> None:
 def test_a_linear_is_the_same_on_every_processor(processor: str, tmp_path: Path) -> None:
     """Threads that take turns, in a program of its own: it needs no Python on the other side."""
     program = tmp_path / "linear"
-    values = [f"-D{name}={value}" for name, value in (*LINEAR, ("KERNEL_SOURCE", f'"{linear_ahead.SOURCE}"'))]
+    values = [f"-D{name}={value}" for name, value in (*LINEAR, ("KERNEL_SOURCE", f'"{linear_pdl.SOURCE}"'))]
     build_program(compiler_for(processor), program, "emulated_linear_driver.cpp", "-O1", *values)
     x, w = torch.randn(5, 128).half(), torch.randn(16, 128).half()
     given = x.numpy().tobytes() + w.numpy().tobytes()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from infer.errors import ConfigError
-from infer.tools.activation_diff import TOLERANCE, Report, compare, diff_models, main, record
+from infer.tools.activation_diff import TOLERANCE, DiffReport, compare, diff_models, main, record
 from scripts.make_checkpoint import make_checkpoint
 from tests.support.checkpoints import FAMILIES, MOE_FAMILIES, build_like, reference_model
 
@@ -119,7 +119,7 @@ def test_the_table_marks_the_first_difference() -> None:
     assert [line.split()[0] for line in text.splitlines()] == ["name", "a", "b", "c", "first"]
     assert text.splitlines()[2].endswith("<-- first difference")
     assert text.endswith("first difference: b")
-    assert str(Report(())).endswith("the models agree")
+    assert str(DiffReport(())).endswith("the models agree")
 
 
 def test_the_command_says_whether_two_checkpoints_agree(

@@ -4,7 +4,7 @@ A small model's step is hundreds of operations of a few microseconds each; calli
 Python costs as much again. The operations and their arguments are the same in every step, apart from
 the number of rows, so they can be written down:
 
-    with Recorder(library) as recording:     nothing is computed, every launch is noted
+    with ProgramRecorder(library) as recording:     nothing is computed, every launch is noted
         y = model(tokens, step)              the model's own Python runs once, as it always does
     program = recording.program()
     ...
@@ -37,7 +37,7 @@ _ALIGNMENT = 64
 _OPERATION = struct.Struct("qqqqq")
 _HARMLESS = {"empty", "empty_like", "empty_strided", "new_empty", "detach", "alias"}
 
-_recorder: Recorder | None = None
+_recorder: ProgramRecorder | None = None
 _recording_thread = 0
 
 
@@ -70,7 +70,7 @@ class Arena:
 class Program:
     """A recorded list of operations."""
 
-    def __init__(self, recording: Recorder) -> None:
+    def __init__(self, recording: ProgramRecorder) -> None:
         self._library, self._memory = recording.library, recording.arena
         launches = recording.launches
         self._args = ctypes.create_string_buffer(b"".join(args for *_, args in launches))
@@ -88,7 +88,7 @@ class Program:
         self._library.run(self._address, self.num_operations, num_rows, num_items)
 
 
-class Recorder:
+class ProgramRecorder:
     """Notes the operations of a model instead of running them."""
 
     def __init__(self, library: Library) -> None:
@@ -98,7 +98,7 @@ class Recorder:
         self.foreign: set[str] = set()  # operations that would be missing
         self._watch = _Watch(self)
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> ProgramRecorder:
         global _recorder, _recording_thread
         assert _recorder is None, "one recording at a time"
         _recorder, _recording_thread = self, threading.get_ident()
@@ -122,7 +122,7 @@ class _Watch(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # else PyTorch loads its compiler, a second of start-up, to tell it to look away
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: ProgramRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 
@@ -134,7 +134,7 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def recorder() -> Recorder | None:
+def recorder() -> ProgramRecorder | None:
     """The recording in progress on this thread."""
     return _recorder if _recorder is not None and threading.get_ident() == _recording_thread else None
 

@@ -136,6 +136,16 @@ def are_pieces(x_MX: torch.Tensor, w: torch.Tensor) -> bool:
     )
 
 
+def outer_defines(activation: str, bias: bool, adds: bool, parts: bool) -> Defines:
+    """The constants of what a product has around it, as linear.cuh reads them."""
+    return (
+        ("BIAS", int(bias)),
+        ("ACTIVATION", ACTIVATIONS[activation]),
+        ("ADDS", int(adds)),
+        ("PARTS", int(parts)),
+    )
+
+
 class OuterArguments(NamedTuple):
     """What a kernel takes besides its operands and sizes."""
 

@@ -103,7 +103,7 @@ __shared__ Shared shared;
 #endif
 
 // grid: a block for each tile of ROWS rows.
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_ahead(
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
     const char* __restrict__ x,         // [M, K]; its rows lie `x_stride` bytes apart
     const char* __restrict__ w,         // [N, K]; [2N, K] when gated
     const char* __restrict__ bias,      // [N]

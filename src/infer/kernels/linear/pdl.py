@@ -35,13 +35,13 @@ from typing import Any
 import torch
 
 from infer.kernels.linear.cuda import (
-    ACTIVATIONS,
     NUM_SMS,
     CudaLinear,
     Defines,
     Matrix,
     cubin,
     outer_arguments,
+    outer_defines,
 )
 from infer.kernels.linear.residual import Epilogue
 from infer.kernels.runtime import cuda_build as build
@@ -173,10 +173,7 @@ def defines_of(
         ("RT", config.rows_tiles),
         ("WARPS", config.warps),
         ("DEPTH", config.depth),
-        ("BIAS", int(bias)),
-        ("ACTIVATION", ACTIVATIONS[activation]),
-        ("ADDS", int(adds)),
-        ("PARTS", int(parts)),
+        *outer_defines(activation, bias, adds, parts),
     )
 
 
@@ -208,7 +205,7 @@ def _load(defines: Defines, device: int, with_pdl: bool) -> build.PreparedLaunch
     with torch.cuda.device(device):
         kernels = build.LoadedKernels(cubin(SOURCE, _ARCH, defines))
         num_threads = 32 * dict(defines)["WARPS"]
-        return kernels.prepare("linear_ahead", num_threads, _TYPES, pdl=with_pdl)
+        return kernels.prepare("linear_pdl", num_threads, _TYPES, pdl=with_pdl)
 
 
 def _choose(num_tokens: int, matrix: Matrix) -> PdlConfig | None:

@@ -33,13 +33,13 @@ from typing import Any
 import torch
 
 from infer.kernels.linear.cuda import (
-    ACTIVATIONS,
     NUM_SMS,
     CudaLinear,
     Defines,
     Matrix,
     cubin,
     outer_arguments,
+    outer_defines,
 )
 from infer.kernels.linear.residual import Epilogue
 from infer.kernels.runtime import cuda_build as build
@@ -55,9 +55,7 @@ _MOST_SMS = 112  # and enough are left for the next kernel
 _LONG = 128  # chunks of a row
 _MIN_CHUNKS = 4  # for each block of a cluster
 _MIN_TILES = 16
-_MAX_NARROW = (
-    64  # tokens; with more, x is as many bytes as 128 rows of W, and larger tiles read it less often
-)
+_MAX_NARROW = 64  # tokens; with more, x has the bytes of 128 rows of W, and larger tiles read it less often
 _SHARED_BYTES = 227 << 10  # of an SM, for all its blocks
 _RESERVED_BYTES = 1 << 10  # of each block
 
@@ -176,10 +174,7 @@ def defines_of(
         ("STAGES", config.stages),
         ("SPLIT", config.split),
         ("BLOCKS", config.blocks),
-        ("BIAS", int(bias)),
-        ("ACTIVATION", ACTIVATIONS[activation]),
-        ("ADDS", int(adds)),
-        ("PARTS", int(parts)),
+        *outer_defines(activation, bias, adds, parts),
     )
 
 

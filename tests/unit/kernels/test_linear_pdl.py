@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from infer.kernels.elementwise.rms_norm import add_rms_norm_reference
-from infer.kernels.linear import pdl as linear_ahead
+from infer.kernels.linear import pdl as linear_pdl
 from infer.kernels.linear import small as linear_small
 from infer.kernels.linear.compiled import CompiledLinears
 from infer.kernels.linear.pdl import PdlConfig
@@ -36,11 +36,11 @@ K = 640  # ten chunks: not a multiple of most numbers of warps
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
-    monkeypatch.setattr(linear_ahead, "_load", lambda defines, *_: EmulatedLaunch(defines))
-    linear_ahead._kernel.cache_clear()
+    monkeypatch.setattr(linear_pdl, "_load", lambda defines, *_: EmulatedLaunch(defines))
+    linear_pdl._kernel.cache_clear()
     with nan_in_fresh_memory():
         yield
-    linear_ahead._kernel.cache_clear()
+    linear_pdl._kernel.cache_clear()
 
 
 def integers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Time the linears of a layer that load their weights before they wait, beside Triton's.
 
-python -m benchmarks.kernels.linear_ahead [--out FILE]
+python -m benchmarks.kernels.linear_pdl [--out FILE]
 
 A case is a layer without attention: qkv, o, gate and up, down, with the residual stream between them. Its
 calls follow each other in one graph with other weights each time, as the layers of a model do: what these
@@ -25,7 +25,7 @@ from infer.kernels.linear.small import can_add
 _DTYPE = torch.bfloat16
 
 
-def linear_ahead_cases(device: torch.device) -> Iterator[Case]:
+def linear_pdl_cases(device: torch.device) -> Iterator[Case]:
     """Few tokens of small models; nothing where the kernel cannot be had."""
     for model in MODELS:
         compiled = compile_model(model, device)
@@ -103,4 +103,4 @@ def _case(model: Model, num_tokens: int, compiled: CompiledLinears) -> Case:
 
 
 if __name__ == "__main__":
-    sys.exit(run_benchmark("time linears that load before they wait", [linear_ahead_cases]))
+    sys.exit(run_benchmark("time linears that load before they wait", [linear_pdl_cases]))
