@@ -21,9 +21,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from infer.bench.offline import batch, warm_up
-from infer.bench.roofline import synchronize
 from infer.bench.target import BenchTarget, open_target
 from infer.engine.engine import Engine
+from infer.kernels.runtime.dispatch import synchronize
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
 

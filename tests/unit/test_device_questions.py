@@ -1,9 +1,8 @@
 """Every place in the package that asks which device this is; the list can only get shorter.
 
-`kernels/runtime/dispatch.py` asks on behalf of the kernels and gives the answers names (`is_gpu`,
-`is_hopper`, `has_pdl`, `use_triton`, ...). Other files should take an answer from there, or be told once,
-when the engine is built. Those that still ask for themselves are listed with how often they do. A file that
-asks more often than that, or one that is not listed, fails here; one that asks less gets a smaller number.
+`kernels/runtime/dispatch.py` asks and gives the answers names (`device_kind`, `is_gpu`, `is_hopper`,
+`has_pdl`, `use_triton`, `gpu_memory`, ...). Other files take an answer from there, or are told once, when the
+engine is built. A file that asks more often than it is listed with, or one that is not listed, fails here.
 """
 
 from __future__ import annotations
@@ -18,30 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "infer"
 
 QUESTIONS = {"is_cuda", "hip", "get_device_capability", "get_device_properties"}
 
-ALLOWED = {
-    "bench/matrix.py": 1,
-    "bench/micro.py": 1,
-    "bench/roofline.py": 2,
-    "bench/target.py": 4,
-    "cache/kv_store.py": 2,
-    "engine/build.py": 2,
-    "engine/machine.py": 4,
-    "engine/preemption_cost.py": 1,
-    "execution/cpu_step.py": 1,
-    "execution/gpu/readback.py": 1,
-    "execution/gpu/rows.py": 2,
-    "execution/gpu/runner.py": 3,
-    "execution/gpu/step.py": 2,
-    "kernels/moe/grouped.py": 1,
-    "kernels/runtime/dispatch.py": 7,
-    "layers/bind.py": 1,
-    "layers/rotary.py": 1,
-    "loader/dtype.py": 3,
-    "loader/load.py": 1,
-    "loader/quantization.py": 8,
-    "quant/packed.py": 1,
-    "tools/memory_plan.py": 2,
-}
+ALLOWED = {"engine/machine.py": 1, "kernels/runtime/dispatch.py": 9}
 
 
 def device_questions(source: str) -> Iterator[int]:

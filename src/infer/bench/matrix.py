@@ -30,6 +30,7 @@ from infer.bench.target import BenchTarget
 from infer.bench.workloads import make_workload
 from infer.cache.memory import kv_bytes_per_token
 from infer.errors import ConfigError, closest
+from infer.kernels.runtime.dispatch import is_gpu
 
 SEQUENCES = 6  # that a contiguous cache holds: few, so that memory is a limit
 MAX_BATCH = 48
@@ -135,7 +136,7 @@ def bench_matrix(
 
 def _has(target: BenchTarget) -> list[str]:
     """Return the needs of ablations that are met here."""
-    if target.device.type == "cuda":
+    if is_gpu(target.device):
         return [GPU]
     return [] if target.is_random else [CPU_MODEL]
 

@@ -32,6 +32,7 @@ from infer.engine.build import resolve_for
 from infer.engine.cache_fit import layer_sizes
 from infer.errors import EngineError
 from infer.kernels.attention.paged import attend_paged
+from infer.kernels.runtime.dispatch import is_gpu
 from infer.loader.find.default_model import FILE_SHA256
 from infer.loader.find.source import resolve_model
 
@@ -135,7 +136,7 @@ def bench_memory(target: BenchTarget, *, seed: int, tell: Tell) -> Report:
         "weights and cache as allocated, activations as planned for the largest step; the process is smaller "
         "than their sum, for a cache takes no memory until it is written to"
     )
-    if loaded.device.type == "cuda":
+    if is_gpu(loaded.device):
         torch.cuda.synchronize(loaded.device)
         known = split["weights_bytes"] + split["kv_bytes"]
         split["process_bytes"] = float(torch.cuda.max_memory_reserved(loaded.device))

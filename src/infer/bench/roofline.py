@@ -29,6 +29,7 @@ from time import perf_counter
 
 import torch
 
+from infer.kernels.runtime.dispatch import is_gpu, synchronize
 from infer.models.config import ModelConfig
 
 
@@ -125,8 +126,7 @@ def workload_roofline(shape: ModelShape, ceilings: Ceilings, lengths: Sequence[t
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype, *, scale: float = 1.0) -> Ceilings:
     """Return the best of several copies of a large tensor and of several large matrix products."""
-    on_gpu = device.type == "cuda"
-    num_bytes, size = (int(scale * full) for full in ((1 << 30, 8192) if on_gpu else (1 << 27, 1024)))
+    num_bytes, size = (int(scale * full) for full in ((1 << 30, 8192) if is_gpu(device) else (1 << 27, 1024)))
     source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_s = best_seconds(lambda: target.copy_(source), device)
@@ -147,9 +147,3 @@ def best_seconds(work: object, device: torch.device, tries: int = 7) -> float:
         synchronize(device)
         best = min(best, perf_counter() - start)
     return best
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done all its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -18,6 +18,7 @@ from infer.engine.engine import Engine
 from infer.engine.run_manifest import shareable_knobs
 from infer.errors import ConfigError
 from infer.frontend.prompts import open_model
+from infer.kernels.runtime.dispatch import device_kind
 from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel
 from infer.loader.quantization import bytes_per_weight, kept_bytes
@@ -93,7 +94,7 @@ class BenchTarget:
             "name": self.loaded.name,
             **({"revision": self.revision} if self.revision else {}),
             "dtype": str(self.loaded.dtype).removeprefix("torch."),
-            "device": self.loaded.device.type,
+            "device": device_kind(self.device),
             "weights": self.weights,
             "family": config.family,
             "num_layers": config.num_layers,
@@ -107,9 +108,9 @@ class BenchTarget:
         max_seq_len = self.loaded.max_seq_len
         scheduler = resolve_for(self.config, self.loaded).scheduler
         chosen = {name: getattr(scheduler, name, None) for name in shareable_knobs(self.config)}
-        chosen |= {"dtype": str(self.loaded.dtype).removeprefix("torch."), "device": self.device.type}
+        chosen |= {"dtype": str(self.loaded.dtype).removeprefix("torch."), "device": device_kind(self.device)}
         chosen |= {"max_seq_len": max_seq_len, "num_threads": torch.get_num_threads()}
-        if self.device.type == "cpu":
+        if device_kind(self.device) == "cpu":
             chosen["quantization"] = self.weights
         known = {name: value for name, value in chosen.items() if value is not None}
         return shareable_knobs(self.config) | known
@@ -117,7 +118,7 @@ class BenchTarget:
     @property
     def weights(self) -> str:
         """The form the weights are kept in; random ones on a CPU have that of the dtype."""
-        if self.loaded.weights != "as stored" or self.device.type != "cpu":
+        if self.loaded.weights != "as stored" or device_kind(self.device) != "cpu":
             return self.loaded.weights
         return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self.loaded.dtype, "fp32")
 

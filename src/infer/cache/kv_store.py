@@ -20,6 +20,7 @@ import torch
 
 from infer.cache.layout import KVLayout
 from infer.kernels.elementwise.copy_block import copy_block
+from infer.kernels.runtime.dispatch import is_gpu
 
 
 class KVStore:
@@ -42,13 +43,11 @@ class KVStore:
         shape = (layout.num_planes, 2, num_blocks, block_size, num_kv_heads, head_dim)
         self._data = torch.empty(shape, dtype=dtype, device=device)
         host_shape = (layout.num_planes, 2, num_host_blocks, *shape[3:])
-        self._host = torch.empty(
-            host_shape, dtype=dtype, pin_memory=device.type == "cuda" and num_host_blocks > 0
-        )
+        self._host = torch.empty(host_shape, dtype=dtype, pin_memory=is_gpu(device) and num_host_blocks > 0)
         flat = self._data.view(layout.num_planes, 2, num_blocks * block_size, num_kv_heads, head_dim)
         self.keys = [flat[plane, 0] for plane in layout.planes]  # [num_slots, G, H] each
         self.values = [flat[plane, 1] for plane in layout.planes]
-        if device.type == "cuda" and num_blocks:
+        if is_gpu(device) and num_blocks:
             self.transfer([("copy", 0, 0)])  # compiles the kernel now rather than within a request
 
     @property

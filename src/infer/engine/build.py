@@ -40,7 +40,7 @@ from infer.engine.start_line import describe_engine
 from infer.errors import ConfigError
 from infer.execution.gpu.runner import DeviceRunner
 from infer.execution.model_runner import ModelRunner
-from infer.kernels.runtime.dispatch import is_gpu
+from infer.kernels.runtime.dispatch import device_kind, is_gpu
 from infer.layers.bind import bind
 from infer.loader.load import LoadChoice, LoadedModel
 from infer.loader.quantization import PACKED
@@ -264,7 +264,7 @@ def _facts(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, cost: P
         model=loaded.name,
         fingerprint=fingerprint(loaded.config, loaded.eos_ids),
         dtype=config.dtype,
-        device=loaded.device.type,
+        device=device_kind(loaded.device),
         num_threads=torch.get_num_threads(),
         context_len=config.max_seq_len,
         knobs=knobs,

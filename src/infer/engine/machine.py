@@ -7,17 +7,16 @@ import torch
 from infer.config.resolve import Machine, ModelFacts
 from infer.engine.device_memory import device_limit
 from infer.execution.cpu_step import has_c_attention
-from infer.kernels.runtime.dispatch import is_gpu
+from infer.kernels.runtime.dispatch import gpu_memory, is_gpu
 from infer.loader.load import LoadChoice, LoadedModel
 
 
 def machine_of(loaded: LoadedModel | LoadChoice, device_memory: str | None = None) -> Machine:
     """Return what the device of this model has, or of it what a `device_memory` lets an engine have."""
     device = loaded.device
-    memory = None
-    if device.type == "cuda" and torch.cuda.is_available():
-        memory = torch.cuda.get_device_properties(device).total_memory
-        memory = memory if device_memory is None else device_limit(device_memory, memory)
+    memory = gpu_memory(device)
+    if memory is not None and device_memory is not None:
+        memory = device_limit(device_memory, memory)
     return Machine(
         device=str(device),
         gpu_memory=memory,

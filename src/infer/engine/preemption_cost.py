@@ -9,6 +9,7 @@ import torch
 
 from infer.cache.kv_store import KVStore
 from infer.kernels.attention.reference import attend_sdpa
+from infer.kernels.runtime.dispatch import synchronize
 from infer.layers.whole_sequence import WholeSequence
 from infer.models.model import Model
 from infer.scheduling.preemption import PreemptionCost
@@ -40,13 +41,8 @@ def prefill_seconds(model: Model, device: torch.device, num_tokens: int) -> floa
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
     work()  # the first time pays for allocations
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     work()
-    _synchronize(device)
+    synchronize(device)
     return time.perf_counter() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

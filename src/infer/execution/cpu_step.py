@@ -30,6 +30,7 @@ from infer.execution.batch import lay_out, needed_tokens
 from infer.kernels.cpu import operations
 from infer.kernels.cpu.library import Library, library
 from infer.kernels.cpu.program import Program, ProgramRecorder
+from infer.kernels.runtime.dispatch import device_kind
 from infer.layers.attention import StepContext
 from infer.models.model import Model
 from infer.scheduling.batch_state import BatchState
@@ -181,7 +182,7 @@ def can_run(model: Model, store: KVStore) -> bool:
 
 def can_read(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether attention.c can read keys and values where they lie: in float32, heads it has room for."""
-    return device.type == "cpu" and dtype is torch.float32 and head_dim <= operations.MAX_HEAD
+    return device_kind(device) == "cpu" and dtype is torch.float32 and head_dim <= operations.MAX_HEAD
 
 
 def has_c_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:

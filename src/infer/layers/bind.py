@@ -24,6 +24,7 @@ from infer.config.backends import REFERENCE
 from infer.errors import ConfigError
 from infer.kernels.linear.compiled import CompiledLinears
 from infer.kernels.linear.invariant import places_are_alike
+from infer.kernels.runtime.dispatch import device_kind
 from infer.layers.linear import ExpertLinear, Linear, Projected
 from infer.layers.mlp import MLP, GatedMLP
 from infer.layers.moe import MixtureOfExperts
@@ -121,7 +122,7 @@ def _check_places(layers: dict[str, Projected]) -> None:
             continue
         weight = layer.projection.weight
         w_NK = weight[0] if weight.dim() > 2 else weight
-        if weight.device.type != "cpu" or w_NK.shape in tried:
+        if device_kind(weight.device) != "cpu" or w_NK.shape in tried:
             continue
         tried.add(w_NK.shape)
         if not places_are_alike(w_NK):

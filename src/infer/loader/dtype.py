@@ -34,6 +34,7 @@ import torch
 
 from infer.errors import ConfigError
 from infer.kernels.cpu.build import cpu_flags
+from infer.kernels.runtime.dispatch import device_kind
 from infer.loader.formats.checkpoint import FLOATS, StoredTensor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -55,7 +56,7 @@ def avoid_refused_products(dtype: torch.dtype, device: torch.device) -> None:
 
     PyTorch does the same by itself, after its first product and a warning about its own insides.
     """
-    if device.type == "cpu" and dtype is torch.bfloat16 and onednn_refuses_bfloat16():
+    if device_kind(device) == "cpu" and dtype is torch.bfloat16 and onednn_refuses_bfloat16():
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
 
 
@@ -75,7 +76,9 @@ def _onednn_lacks_bfloat16() -> bool:
 
 def warn_if_slow(dtype: torch.dtype, device: torch.device) -> None:
     """Say so, once per model that is loaded, if this CPU computes in `dtype` more slowly than it could."""
-    if device.type == "cpu" and (dtype is torch.float16 or dtype is torch.bfloat16 and not cpu_has_amx()):
+    if device_kind(device) == "cpu" and (
+        dtype is torch.float16 or dtype is torch.bfloat16 and not cpu_has_amx()
+    ):
         log.warning(
             "%s is slow on this CPU, which has no instructions for matrices of it; without dtype and "
             "quantization the weights are kept in int8 or int4, which is several times faster; "
@@ -85,7 +88,7 @@ def warn_if_slow(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def _auto(device: torch.device, stored: torch.dtype | None) -> torch.dtype:
-    if device.type == "cpu":
+    if device_kind(device) == "cpu":
         return torch.bfloat16 if stored is torch.bfloat16 and cpu_has_amx() else torch.float32
     dtype = stored if stored in DTYPES.values() and stored is not None else torch.bfloat16
     if dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):

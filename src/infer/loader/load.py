@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from infer.errors import ConfigError
+from infer.kernels.runtime.dispatch import device_kind
 from infer.layers.linear import without_weights
 from infer.loader.dtype import avoid_refused_products, stored_dtype, warn_if_slow
 from infer.loader.find.source import ModelSource
@@ -132,7 +133,7 @@ def load_model(
     stored = stored_dtype(headers.tensors.values())
     matrices = stored_matrices(headers.tensors, family.weight_map)
     weights, chosen_dtype, reason = choose_format(quantization, dtype, chosen_device, stored, matrices)
-    if chosen_device.type == "cpu" and weights != AS_STORED:
+    if device_kind(chosen_device) == "cpu" and weights != AS_STORED:
         log.info("weights are kept as %s (%s)", weights, reason)
     avoid_refused_products(chosen_dtype, chosen_device)
     warn_if_slow(chosen_dtype, chosen_device)

@@ -23,7 +23,7 @@ once: with a wrong file, the whole difference says more than its first line.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -35,7 +35,7 @@ from infer.layers.linear import ExpertLinear, Projected
 from infer.loader.formats.checkpoint import StoredTensor
 from infer.models.model import Model
 from infer.models.weight_map import Shard, Target, WeightMap, find_target, names_an_expert
-from infer.quant.projection import IN, OUT, Axis, Leaf
+from infer.quant.projection import IN, OUT, Axis, Leaf, QuantizedRows
 
 MAX_NAMED = 5  # of each kind of complaint; the rest is counted
 
@@ -111,6 +111,27 @@ class ShardedTensor:
         whole = torch.empty(self.source.shape, dtype=out.dtype)
         self.source.copy_to(whole)
         out.copy_(whole[self.kept])
+
+    def chunks(self, num_rows: int, bits: int) -> Iterator[torch.Tensor | QuantizedRows]:
+        """The rows of the part, as the source gives them: integers stay integers where groups stay whole."""
+        kept, columns = self.kept
+        start, stop, _ = kept.indices(self.source.shape[0])
+        first = 0
+        for chunk in self.source.chunks(num_rows, bits):
+            rows = slice(max(start - first, 0), max(stop - first, 0))
+            if isinstance(chunk, QuantizedRows):
+                first += len(chunk.integers)
+                part: torch.Tensor | QuantizedRows = chunk.cut(rows, columns)
+            else:
+                first += len(chunk)
+                part = chunk[rows, columns].contiguous()
+            if first > start and rows.stop > rows.start:
+                yield part
+
+    def transpose(self) -> ShardedTensor | None:
+        """The same part of the transposed matrix, if that is how this one is stored."""
+        source = self.source.transpose()
+        return None if source is None else ShardedTensor(source, self.kept[::-1])
 
 
 def shard(tensor: StoredTensor, leaf: Leaf, how: Shard, ranks: Ranks) -> StoredTensor | ShardedTensor:

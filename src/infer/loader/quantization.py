@@ -34,6 +34,7 @@ from infer.config.foreign import SCHEMES as NOT_BUILT_SCHEMES
 from infer.errors import CheckpointError, ConfigError
 from infer.kernels.cpu.build import cpu_flags
 from infer.kernels.cpu.library import library, why_not
+from infer.kernels.runtime.dispatch import device_kind
 from infer.layers.linear import Projected
 from infer.loader.dtype import choose_dtype
 from infer.loader.formats.checkpoint import StoredTensor
@@ -127,7 +128,8 @@ def choose_format(
 ) -> WeightFormat:
     """The form of the weights on `device`; `stored` is the checkpoint's dtype, None if packed in blocks."""
     on_disk = sorted({matrix.scheme for matrix in matrices.values()} - {DENSE})
-    _check_name(quantization, device, on_disk)
+    kind = device_kind(device)
+    _check_name(quantization, kind, on_disk)
     if on_disk:
         if stored is None or not stored.is_floating_point or stored.itemsize == 1:
             stored = torch.bfloat16
@@ -135,7 +137,7 @@ def choose_format(
         return WeightFormat("+".join(on_disk), chosen, "the checkpoint holds it")
     if quantization in SCHEMES and quantization not in _CPU_FORMS:
         return WeightFormat(quantization, choose_dtype(dtype, device, stored), "asked for")
-    if device.type != "cpu":
+    if kind != "cpu":
         return WeightFormat(AS_STORED, choose_dtype(dtype, device, stored), "the model is not on the CPU")
     if quantization == "auto":
         return _auto(dtype, device, stored, matrices)
@@ -154,12 +156,12 @@ def choose_format(
     return WeightFormat(quantization, torch.float32, "asked for")
 
 
-def _check_name(quantization: str, device: torch.device, on_disk: list[str]) -> None:
+def _check_name(quantization: str, kind: str, on_disk: list[str]) -> None:
     """Refuse what is unknown, what this device cannot do yet, and what this checkpoint does not hold."""
     for scheme in on_disk:
-        if device.type not in SCHEMES[scheme].devices:
+        if kind not in SCHEMES[scheme].devices:
             raise ConfigError(
-                f"this checkpoint is quantized as {scheme}, which does not run on {device.type} yet; "
+                f"this checkpoint is quantized as {scheme}, which does not run on {kind} yet; "
                 f"it runs on {', '.join(SCHEMES[scheme].devices)}"
             )
     is_known = quantization in _CPU_FORMS or quantization in SCHEMES
@@ -168,20 +170,20 @@ def _check_name(quantization: str, device: torch.device, on_disk: list[str]) -> 
             f"quantization is {quantization}, but this checkpoint is stored as {', '.join(on_disk)}, "
             f"which is kept as it is; leave quantization out, or use one of auto, {', '.join(on_disk)}"
         )
-    allowed = [*(_CPU_FORMS if device.type == "cpu" else ("auto", DENSE)), *on_disk]
-    allowed += [row.name for row in SCHEMES.values() if not row.stored_as and device.type in row.devices]
+    allowed = [*(_CPU_FORMS if kind == "cpu" else ("auto", DENSE)), *on_disk]
+    allowed += [row.name for row in SCHEMES.values() if not row.stored_as and kind in row.devices]
     if quantization in allowed:
         return
     names = ", ".join(dict.fromkeys(allowed))
-    if quantization in SCHEMES and device.type in SCHEMES[quantization].devices:
+    if quantization in SCHEMES and kind in SCHEMES[quantization].devices:
         raise ConfigError(
             f"quantization is {quantization}, but this checkpoint is not stored so; possible here: {names}"
         )
     if quantization in SCHEMES or quantization in _CPU_FORMS:
         raise ConfigError(
-            f"quantization={quantization} is not supported on {device.type} yet; supported there: {names}"
+            f"quantization={quantization} is not supported on {kind} yet; supported there: {names}"
         )
-    where = "a CPU" if device.type == "cpu" else "a GPU"
+    where = "a CPU" if kind == "cpu" else "a GPU"
     if quantization.lower() in NOT_BUILT_SCHEMES:
         raise ConfigError(f"quantization={quantization} is not built yet; on {where} it can be {names}")
     raise ConfigError(f"quantization must be one of {names} on {where}, got {quantization!r}")
@@ -255,7 +257,7 @@ def make_projections(
     """
     leaves = stored_leaves(tensors, weight_map)
     matrices = stored_matrices(tensors, weight_map)
-    memory = WeightMemory() if device.type == "cpu" else None
+    memory = WeightMemory() if device_kind(device) == "cpu" else None
     for name, layer in model.named_modules():
         if not isinstance(layer, Projected):
             continue

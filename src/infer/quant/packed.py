@@ -19,28 +19,17 @@ embedding reads its rows from the packed head.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
 
 import torch
 
 from infer.kernels.cpu import operations
 from infer.kernels.cpu.library import Library, library, why_not
+from infer.kernels.runtime.dispatch import device_kind
 from infer.kernels.runtime.torch_threads import one_thread
 from infer.quant.memory import WeightMemory
-from infer.quant.projection import IN, OUT, Leaf, Projection, Source, WeightSpec
+from infer.quant.projection import IN, OUT, Leaf, Projection, QuantizedRows, Source, WeightSpec
 
 _CHUNK_NUMBERS = 1 << 20  # 4 MiB of float32 at a time
-
-
-class QuantizedRows(NamedTuple):
-    """Rows of a matrix in groups of 32 small integers, in the form that a `PackedMatrix` keeps.
-
-    8 bits: w = scale * integer.  4 bits: w = scale * integer + minimum, with integers 0 .. 15.
-    """
-
-    integers: torch.Tensor  # int8, [rows, K]
-    scales: torch.Tensor  # float16, [rows, K / 32]
-    minima: torch.Tensor | None  # the same, in 4 bits
 
 
 class PackedMatrix:
@@ -116,7 +105,7 @@ class Packed(Projection):
         """Integers and scales; on the meta device, as many bytes without memory."""
         spec = self.spec
         num_matrices = spec.num_experts or 1
-        if spec.device.type == "meta":
+        if device_kind(spec.device) == "meta":
             num_bytes = sum(operations.packed_bytes(spec.num_rows, spec.size, self.bits)) * num_matrices
             return {"packed": torch.empty(num_bytes, dtype=torch.uint8, device="meta")}
         if not self.matrices:
@@ -137,9 +126,7 @@ class Packed(Projection):
         """Quantise a stored matrix into its rows, a few of them at a time."""
         assert leaf == "weight", leaf
         matrix, first = self.matrices[expert or 0], self.spec.part_rows(part).start
-        by_rows: Any = source  # with `chunks` and `transpose` (loader/formats/checkpoint.py)
-        if transposed:
-            by_rows = by_rows.transpose()
+        by_rows = source.transpose() if transposed else source
         with one_thread():  # of PyTorch's; packing has its own
             if by_rows is None:
                 whole = torch.empty(source.shape)

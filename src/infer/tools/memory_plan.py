@@ -54,7 +54,7 @@ from infer.engine.device_memory import device_limit, look
 from infer.errors import CheckpointError, ConfigError, NoRoom
 from infer.execution.cpu_step import has_c_attention
 from infer.execution.gpu.graphs import most_tokens
-from infer.kernels.runtime.dispatch import is_gpu
+from infer.kernels.runtime.dispatch import device_kind, is_gpu
 from infer.loader.dtype import DTYPES, stored_dtype
 from infer.loader.find.source import ModelSource, resolve_model
 from infer.loader.formats.hf_config import MAX_CONFIG_BYTES, GenerationDefaults, read_json
@@ -101,7 +101,8 @@ class MachineMemory:
     def scheduler_for(self, config: EngineConfig, model: ModelConfig, max_seq_len: int) -> ResolvedScheduler:
         """Return the scheduler's limits there; memory that other processes use does not change them."""
         machine = Machine(
-            device=self.device.type, gpu_memory=(self.total or self.memory) if self.kind == "gpu" else None
+            device=device_kind(self.device),
+            gpu_memory=(self.total or self.memory) if self.kind == "gpu" else None,
         )
         facts = ModelFacts(max_seq_len=max_seq_len, num_layer_weights=model.all_layer_weights)
         return resolve_scheduler(config, max_seq_len, step_defaults(machine, facts))

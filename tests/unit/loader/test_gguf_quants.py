@@ -12,7 +12,7 @@ import torch
 from infer.errors import CheckpointError
 from infer.loader.formats.gguf import BLOCK, GGMLType
 from infer.loader.formats.gguf_quants import SUPPORTED, dequantize, dequantize_into, integer_groups
-from infer.quant.packed import QuantizedRows
+from infer.quant.projection import QuantizedRows
 
 # Where a block holds float16 scales: random bytes there would often be NaN or infinite.
 SCALES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0]}

@@ -25,6 +25,7 @@ from infer.errors import DeviceLost, EngineError
 from infer.execution.gpu.rows import send
 from infer.execution.host_sampling import LOGPROB_ROWS, PromptTable, read_prompts
 from infer.execution.runner import StepResult
+from infer.kernels.runtime.dispatch import is_gpu
 from infer.sampling.logprobs import logprob_table, read_logprobs
 from infer.sampling.params import NO_TOKEN, RowLogprobs
 
@@ -113,7 +114,7 @@ class Readback:
     """Pinned memory for the ids of the last few steps, and the events that say they have arrived."""
 
     def __init__(self, max_rows: int, device: torch.device, *, steps_ahead: int) -> None:
-        self._device, self._is_cuda = device, device.type == "cuda"
+        self._device, self._is_cuda = device, is_gpu(device)
         num_buffers = steps_ahead + 2  # of the steps ahead, of the one that is read, and a spare
         self._buffers = [
             torch.zeros(max_rows, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(num_buffers)

@@ -231,7 +231,7 @@ def send_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[to
 
 def send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy on the device; the host does not wait for it, and may forget `values` at once."""
-    if device.type != "cuda":
+    if not is_gpu(device):
         return values
     return values.pin_memory().to(device, non_blocking=True)  # the allocator keeps it until it has arrived
 
@@ -239,4 +239,4 @@ def send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 def send_into(target: torch.Tensor, values: torch.Tensor) -> None:
     """Copy `values` straight into `target`, which must be contiguous; the host does not wait for it."""
     assert target.is_contiguous(), "what has gaps is filled by way of a copy without them: send"
-    target.copy_(values.pin_memory() if target.is_cuda else values, non_blocking=True)
+    target.copy_(values.pin_memory() if is_gpu(target.device) else values, non_blocking=True)

@@ -44,7 +44,7 @@ from infer.kernels.attention.dense import Batch, DenseAttention
 from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks, tokens_per_tile
 from infer.kernels.elementwise.step_state import StepInputs, advance_rows, gather_step
 from infer.kernels.runtime.compile_ahead import compile_once, compiling_ahead
-from infer.kernels.runtime.dispatch import async_compile_mode
+from infer.kernels.runtime.dispatch import async_compile_mode, is_gpu
 from infer.kernels.sampling.sample_rows import SampleScratch, compile_sample_rows, sample_rows
 from infer.models.model import Model
 from infer.scheduling.batch_state import BatchState
@@ -112,7 +112,7 @@ class DeviceRunner:
                 scale=config.scale, dtype=store.keys[0].dtype, device=device, max_tokens=max_tokens,
                 max_len=max_seq_len,
             )  # fmt: skip
-        self._pads, self._max_tokens = device.type == "cuda" and self._backend != "flash", max_tokens
+        self._pads, self._max_tokens = is_gpu(device) and self._backend != "flash", max_tokens
         self.phases: dict[str, float] = {}  # seconds that `prepare` has taken, by what was prepared
         self._preparations = self._prepare()
         self._smaller = SmallerSteps(self.run)
@@ -123,7 +123,7 @@ class DeviceRunner:
             self._inputs.blank,
             max_rows=max_batch_size,
             max_tokens=max_graph_tokens,
-            captures=use_cuda_graphs and device.type == "cuda",
+            captures=use_cuda_graphs and is_gpu(device),
         )
 
     @property
@@ -387,7 +387,7 @@ class DeviceRunner:
             chunks.stops[sampling],
             size.num_rows + MAX_CHUNKS,
         )
-        if self._device.type != "cuda":
+        if not is_gpu(self._device):
             self._host_chunks = tuple(prompts.chunks)
         logits_SV = self._graphs.run(size)
         self._rows.has_newest[chunks.rows] = chunks.draws

@@ -47,7 +47,7 @@ from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.dense import Batch, DenseAttention
 from infer.kernels.attention.prefill import PrefillChunks, attend_prefill, check_flash
 from infer.kernels.elementwise.heads import CacheSlots, HeadTransform
-from infer.kernels.runtime.dispatch import use_triton
+from infer.kernels.runtime.dispatch import is_gpu, use_triton
 from infer.layers.attention import StepContext
 from infer.models.config import ModelConfig
 
@@ -162,7 +162,7 @@ class DeviceStep(StepContext):
     def _branch(self, q_TNH: torch.Tensor) -> torch.cuda.Stream | None:
         """Where the chunks of prompts are computed beside the rows that decode; None: after them."""
         has_both = self._num_rows > 0 and self._chunks is not None
-        if not has_both or len(q_TNH) <= BRANCH_FROM or not q_TNH.is_cuda:
+        if not has_both or len(q_TNH) <= BRANCH_FROM or not is_gpu(q_TNH.device):
             return None
         return _branch_of(q_TNH.device) if torch.cuda.is_current_stream_capturing() else None
 
@@ -180,7 +180,7 @@ def prepare_backend(
     if asked not in ("auto", "cuda"):
         return asked
     is_auto = asked == "auto"
-    if is_auto and store.device.type != "cuda":
+    if is_auto and not is_gpu(store.device):
         return "triton"
     heads = CachedHeads(
         store.keys[0].dtype, config.num_heads, config.num_kv_heads, config.head_dim, block_size

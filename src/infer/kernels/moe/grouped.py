@@ -23,7 +23,6 @@ Shapes:  T tokens, C choices per token, E experts, D hidden size, F intermediate
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -37,7 +36,7 @@ from infer.kernels.moe.grouped_kernels import (
     route_kernel,
     sum_kernel,
 )
-from infer.kernels.runtime.dispatch import INTERPRETED, next_power_of_two, use_triton
+from infer.kernels.runtime.dispatch import INTERPRETED, next_power_of_two, shared_bytes, use_triton
 
 OneExpert = Callable[[int, torch.Tensor], torch.Tensor]  # (expert, its rows [M, D]) -> [M, D]
 
@@ -223,10 +222,4 @@ def _num_stages(tiles: Tiles, gated: bool, x: torch.Tensor) -> int:
     if INTERPRETED:
         return 1
     tile_bytes = ((1 + gated) * tiles.block_n + tiles.block_t) * tiles.block_k * x.element_size()
-    return min(max((_shared_bytes(x.device) - 8192) // tile_bytes, 1), 4)
-
-
-@lru_cache(maxsize=16)
-def _shared_bytes(device: torch.device) -> int:
-    properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
+    return min(max((shared_bytes(x.device) - 8192) // tile_bytes, 1), 4)

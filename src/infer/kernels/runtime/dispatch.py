@@ -5,9 +5,9 @@
     float32 on a CPU with a C compiler        -> C kernel (kernels/cpu)
     anything else                             -> reference
 
-The kernels ask this file which device this is; its answers have names (`is_gpu`, `is_hopper`, `has_pdl`);
-tests/unit/test_device_questions.py lists the other places that ask. Kernel files import `jit`,
-`tl` and `use_triton` from here, so that they can be imported where Triton is missing or useless: on a
+This is the one file of the package that asks which device this is; its answers have names (`device_kind`,
+`is_gpu`, `is_hopper`, `has_pdl`), and tests/unit/test_device_questions.py holds it. Kernel files import
+`jit`, `tl` and `use_triton` from here, so that they can be imported where Triton is missing or useless: on a
 CPU-only build of PyTorch it is not even looked for, because importing it costs about as much as starting the
 rest of the program.
 
@@ -99,7 +99,7 @@ def use_triton(x: torch.Tensor) -> bool:
 
 def on_cpu(x: torch.Tensor) -> bool:
     """Whether PyTorch computes functions of `x` on the CPU, where cache-sized blocks beat large passes."""
-    return x.device.type == "cpu"
+    return device_kind(x.device) == "cpu"
 
 
 def use_c(x: torch.Tensor) -> Library | None:
@@ -109,9 +109,14 @@ def use_c(x: torch.Tensor) -> Library | None:
     return library()
 
 
+def device_kind(device: torch.device) -> str:
+    """Its kind: cpu, cuda for every GPU, or meta, where tensors have a shape and no memory."""
+    return device.type
+
+
 def is_gpu(device: torch.device) -> bool:
     """Whether kernels run on a GPU, NVIDIA's or AMD's: PyTorch calls both `cuda`."""
-    return device.type == "cuda"
+    return device_kind(device) == "cuda"
 
 
 def is_amd() -> bool:
@@ -151,6 +156,26 @@ def num_sms(device: torch.device) -> int:
     if not is_gpu(device):
         return _INTERPRETED_SMS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def gpu_memory(device: torch.device) -> int | None:
+    """Bytes of a GPU in all; None where there is no GPU."""
+    if not is_gpu(device) or not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+@lru_cache(maxsize=16)
+def shared_bytes(device: torch.device) -> int:
+    """Bytes of shared memory that a block of a GPU may ask for."""
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all that a GPU has been given to do; elsewhere nothing is left."""
+    if is_gpu(device):
+        torch.cuda.synchronize(device)
 
 
 def next_power_of_two(size: int) -> int:

@@ -28,7 +28,7 @@ import torch
 
 from infer.errors import CheckpointError, closest
 from infer.loader.formats.hf_config import read_json
-from infer.quant.packed import QuantizedRows
+from infer.quant.projection import QuantizedRows
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit

@@ -40,7 +40,7 @@ from infer.errors import CheckpointError
 from infer.loader.formats import gguf_grids
 from infer.loader.formats.gguf import BLOCK, GGMLType
 from infer.loader.formats.gguf_bits import fields, half, look_up
-from infer.quant.packed import QuantizedRows
+from infer.quant.projection import QuantizedRows
 
 _CHUNK_WEIGHTS = 1 << 20  # 4 MiB of float32: a chunk stays in the CPU's cache between the passes over it
 _GROUP = 32  # what kernels/cpu multiplies with: so many numbers share a scale

@@ -25,7 +25,7 @@ from infer.loader.formats.checkpoint import StoredTensor, forget_pages
 from infer.loader.formats.gguf import GGUFFile, GGUFTensor
 from infer.loader.formats.gguf_config import ROPE_FACTORS, Keys
 from infer.loader.formats.gguf_quants import FOUR_BITS, SUPPORTED, dequantize, dequantize_into, integer_groups
-from infer.quant.packed import QuantizedRows
+from infer.quant.projection import QuantizedRows
 
 # fmt: off
 _DENSE = {
