@@ -74,7 +74,7 @@ class Prompt(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AskedPrompt:
     """A prompt on its way through the engine, or the reason why it is not."""
 
     prompt: Prompt
@@ -215,12 +215,12 @@ def shorten(text: str, length: int) -> str:
 
 def ask_all(
     llm: LLM | RemoteModel, prompts: Sequence[Prompt], params: SamplingParams, args: argparse.Namespace
-) -> Iterator[Asked]:
+) -> Iterator[AskedPrompt]:
     """Put the prompts into the engine, and give them out in order; all go on while the first is read.
 
     Of a long file, and where `max_queue` limits the engine's queue, the rest follow as answers are read.
     """
-    waiting, asked = deque(prompts), deque[Asked]()
+    waiting, asked = deque(prompts), deque[AskedPrompt]()
     at_once = ASKED_AT_ONCE if isinstance(llm, RemoteModel) else OPEN_AT_ONCE
     while waiting or asked:
         while waiting and len(asked) < at_once:
@@ -234,18 +234,20 @@ def ask_all(
         yield asked.popleft()
 
 
-def _ask(llm: LLM | RemoteModel, prompt: Prompt, params: SamplingParams, args: argparse.Namespace) -> Asked:
+def _ask(
+    llm: LLM | RemoteModel, prompt: Prompt, params: SamplingParams, args: argparse.Namespace
+) -> AskedPrompt:
     params = flags.nth_draw(params, 0 if prompt.line is None else prompt.line - 1)
     try:
         if not prompt.text:
             raise RequestError("the prompt is empty; write at least one character", param="prompt")
         if isinstance(llm, RemoteModel):
             stream = _ask_server(llm, prompt.text, params, args)
-            return Asked(prompt, params, [], stream if prompt.line is None else StreamAhead(stream))
+            return AskedPrompt(prompt, params, [], stream if prompt.line is None else StreamAhead(stream))
         prompt_ids = encode_prompt(llm, prompt.text, args)
-        return Asked(prompt, params, prompt_ids, llm.stream(prompt_ids, params))
+        return AskedPrompt(prompt, params, prompt_ids, llm.stream(prompt_ids, params))
     except RequestError as error:  # to be told in its turn
-        return Asked(prompt, params, [], error)
+        return AskedPrompt(prompt, params, [], error)
 
 
 def _ask_server(
@@ -256,7 +258,7 @@ def _ask_server(
     return llm.stream_chat(to_messages(text, args), params, template_options=flags.template_options(args))
 
 
-def read_answer(asked: Asked, *, is_shown: bool) -> ShownAnswer:
+def read_answer(asked: AskedPrompt, *, is_shown: bool) -> ShownAnswer:
     """Wait for one answer, on standard output as it comes if `is_shown`."""
     if isinstance(asked.stream, InferError):
         raise asked.stream
@@ -344,7 +346,7 @@ def to_messages(prompt: str, args: argparse.Namespace) -> list[dict[str, str]]:
     return [*system, {"role": "user", "content": prompt}]
 
 
-def to_json(asked: Asked, answer: ShownAnswer, load_s: float) -> dict[str, Any]:
+def to_json(asked: AskedPrompt, answer: ShownAnswer, load_s: float) -> dict[str, Any]:
     """Return the object that `--json` prints for one prompt; a server's answer has no token ids."""
     has_ids = not isinstance(asked.stream, RemoteStream | StreamAhead)
     num_prompt, num_output = len(asked.prompt_ids), len(answer.token_ids)

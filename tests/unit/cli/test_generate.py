@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from infer.cli.answer import ShownAnswer, show_answer
-from infer.cli.generate import Asked, Prompt, to_json
+from infer.cli.generate import AskedPrompt, Prompt, to_json
 from infer.errors import DeviceLost, RequestError
 from infer.frontend.outputs import TextDelta
 from infer.sampling.params import SamplingParams
@@ -216,7 +216,7 @@ def test_json_names_the_stop_string_that_ended_the_text() -> None:
         TextDelta(text="", token_ids=(2,), finish_reason="stop", stop_reason="END"),
     ]
     answer = show_answer(iter(deltas), lambda text: None)
-    data = to_json(Asked(Prompt("?"), SamplingParams(), [5], RequestError("read")), answer, load_s=0.0)
+    data = to_json(AskedPrompt(Prompt("?"), SamplingParams(), [5], RequestError("read")), answer, load_s=0.0)
     assert (data["finish_reason"], data["stop_reason"]) == ("stop", "END")
 
 

@@ -191,7 +191,10 @@ def test_no_setting_of_another_engine_hides_a_knob() -> None:
         ({"kv_cache_memory": "4"}, "kv_cache_memory needs a unit, such as 4MiB or 4GiB, got '4'"),
         ({"kv_cache_memory": " 1.5 "}, "needs a unit, such as 1.5MiB or 1.5GiB"),
         ({"block_size": None}, "block_size must be int, got None"),
-        ({"gpu_memory_utilization": 2.0}, r"^gpu_memory_utilization \(\w+\) must be above 0"),
+        (
+            {"gpu_memory_utilization": 2.0},
+            r"^gpu_memory_utilization \(device_memory\) must be a size such as 12GiB",
+        ),
         ({"max_num_seqs": "many"}, r"^max_num_seqs \(max_batch_size\) must be int, got 'many'"),
         ({"port": 80}, "^port is a knob of the server; give it to infer serve$"),
         ({"ssl_keyfile": "x"}, r"^ssl_keyfile \(tls_key\) is a knob of the server; give it to infer serve$"),

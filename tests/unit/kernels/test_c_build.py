@@ -14,7 +14,7 @@ import torch
 
 from infer.kernels.cpu import build, library
 from infer.kernels.cpu.build import SOURCES, CBuildError, build_library
-from infer.kernels.cpu.program import Arena
+from infer.kernels.cpu.program import ProgramArena
 
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C compiler")
 QUICK = ("-O0",)
@@ -78,7 +78,7 @@ def test_without_a_library_the_reason_is_logged_once(
 
 
 def test_an_arena_gives_memory_out_again_when_its_last_view_is_gone() -> None:
-    arena = Arena()
+    arena = ProgramArena()
     first = arena.empty((4, 100), torch.float32)
     view, address = first[1:3], first.data_ptr()
     del first

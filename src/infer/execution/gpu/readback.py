@@ -38,7 +38,7 @@ class Asked(NamedTuple):
     logits_SV: torch.Tensor  # of the step: the next one may write to their memory
 
 
-class Arrival(NamedTuple):
+class HostCopy(NamedTuple):
     """A tensor on its way to the host: read it once the event has come."""
 
     tensor: torch.Tensor
@@ -59,12 +59,12 @@ class PendingStep:
     def __init__(
         self, step: int, buffer: torch.Tensor, event: torch.cuda.Event | None, num_chunks: int
     ) -> None:
-        self._step, self._ids = step, Arrival(buffer, event)
+        self._step, self._ids = step, HostCopy(buffer, event)
         self.num_chunks = num_chunks
         self._places: list[tuple[int, int]] | None = None
         self._prompts: list[PromptTable] = []
         self._asked: Asked | None = None
-        self._table: Arrival | None = None
+        self._table: HostCopy | None = None
 
     def scatter(self, places: list[tuple[int, int]], prompts: list[PromptTable] | None = None) -> PendingStep:
         """Let only some chunks have an id: pairs of a chunk's number and its id's place in the buffer.
@@ -74,13 +74,13 @@ class PendingStep:
         self._places, self._prompts = places, prompts or []
         return self
 
-    def attach(self, asked: Asked, table: Arrival) -> None:
+    def attach(self, asked: Asked, table: HostCopy) -> None:
         """Let the result have logprobs, from a table on its way."""
         self._asked, self._table = asked, table
 
     def settle(self) -> None:
         """Wait for the ids and keep them: the buffer may be written again."""
-        self._ids = Arrival(self._ids.wait().clone(), None)
+        self._ids = HostCopy(self._ids.wait().clone(), None)
 
     def __call__(self) -> StepResult:
         """Wait for the ids; raises `DeviceLost` where the device failed."""
@@ -152,7 +152,7 @@ class Readback:
             return tensor
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
-    def _take_logprobs(self, asked: Asked, ids_S: torch.Tensor) -> Arrival:
+    def _take_logprobs(self, asked: Asked, ids_S: torch.Tensor) -> HostCopy:
         """The step has been sampled and cannot be repeated: without memory, it is done row by row."""
         try:
             return self._look_at_logprobs(asked, ids_S)
@@ -163,7 +163,7 @@ class Readback:
         except torch.OutOfMemoryError as error:
             raise EngineError("there is no memory for the logprobs of a step that was sampled") from error
 
-    def _look_at_logprobs(self, asked: Asked, ids_S: torch.Tensor) -> Arrival:
+    def _look_at_logprobs(self, asked: Asked, ids_S: torch.Tensor) -> HostCopy:
         width, num_rows = max(asked.counts), len(asked.places)
         if not self._is_cuda or num_rows > LOGPROB_ROWS:
             return self._arrival(torch.cat(_logprob_parts(asked, ids_S, LOGPROB_ROWS)))
@@ -177,11 +177,11 @@ class Readback:
         with torch.cuda.stream(aside):
             return self._arrival(logprob_table(logits_KV, chosen_K, width))
 
-    def _arrival(self, table: torch.Tensor) -> Arrival:
+    def _arrival(self, table: torch.Tensor) -> HostCopy:
         fetched, event = self.fetch(table), _event() if self._is_cuda else None
         if event is not None:
             event.record()
-        return Arrival(fetched, event)
+        return HostCopy(fetched, event)
 
 
 def _logprob_parts(asked: Asked, ids_S: torch.Tensor, num_rows: int) -> list[torch.Tensor]:

@@ -41,7 +41,7 @@ _recorder: ProgramRecorder | None = None
 _recording_thread = 0
 
 
-class Arena:
+class ProgramArena:
     """Memory handed out in pieces that come back by themselves."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class ProgramRecorder:
 
     def __init__(self, library: Library) -> None:
         self.library = library
-        self.arena = Arena()
+        self.arena = ProgramArena()
         self.launches: list[tuple[int, int, int, int, bytes]] = []
         self.foreign: set[str] = set()  # operations that would be missing
         self._watch = _Watch(self)
