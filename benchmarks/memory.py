@@ -34,7 +34,7 @@ import torch
 
 from benchmarks.machine import parse
 from infer.bench.report import Row, make_report, make_row, skip_row, write_report
-from infer.bench.target import Target, open_target
+from infer.bench.target import BenchTarget, open_target
 from infer.config.knobs import parse_bytes
 from infer.engine.engine import Engine
 from infer.errors import ConfigError
@@ -98,7 +98,7 @@ def serve(engine: Engine, requests: Sequence[Request]) -> dict[str, float]:
 
 
 def run_case(
-    target: Target, knobs: dict[str, Any], *, num_requests: int, has_neighbour: bool
+    target: BenchTarget, knobs: dict[str, Any], *, num_requests: int, has_neighbour: bool
 ) -> dict[str, float]:
     """The figures of one engine: where its memory went, and what came of the load."""
     repeated = 0

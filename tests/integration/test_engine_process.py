@@ -23,7 +23,7 @@ import pytest
 from infer import LLM, SamplingParams
 from infer.client.client import embed
 from infer.client.process_client import ProcessClient
-from infer.client.supervisor import RestartPolicy
+from infer.client.supervisor import EngineProcess, RestartPolicy
 from infer.config.settings import EngineConfig
 from infer.errors import CheckpointError, ConfigError, EngineError, EngineStopped, QueueFull, RequestError
 from infer.scheduling.request import Request
@@ -412,6 +412,7 @@ def test_closing_tells_everybody_and_leaves_nothing_behind() -> None:
         async with running() as client:
             assert client.pid is not None
             pid = client.pid
+            assert isinstance(client._process, EngineProcess)
             directory = Path(client._process.directory)
             assert directory.stat().st_mode & 0o777 == 0o700
             task = asyncio.create_task(collect(client, make_request(1, max_tokens=380)))
@@ -459,7 +460,7 @@ import asyncio, sys
 sys.path[:0] = {path!r}
 from infer.config.settings import EngineConfig
 from infer.client.process_client import ProcessClient
-async def main():
+from infer.client.supervisor import EngineProcess
     client = await ProcessClient.start(EngineConfig(), module={module!r})
     print(client.pid, client._process.directory, flush=True)
     await asyncio.sleep(600)

@@ -8,7 +8,7 @@ import torch
 
 from infer.kernels.runtime.dispatch import use_triton
 from infer.kernels.sampling.sample_rows import NO_TOKEN
-from infer.sampling import sampler
+from infer.sampling import params
 from tests.unit.kernels.step_contract import SampledRows, StepContract, random_params
 
 
@@ -24,7 +24,7 @@ class TestReferences(StepContract):
 
 
 def test_both_samplers_mean_the_same_by_no_token() -> None:
-    assert NO_TOKEN == sampler.NO_TOKEN
+    assert NO_TOKEN == params.NO_TOKEN
 
 
 def test_hundreds_of_rows_are_sampled_as_the_sampler_does() -> None:

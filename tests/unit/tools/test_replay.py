@@ -210,7 +210,7 @@ def test_it_stops_after_a_step_and_shows_the_state(tmp_path: Path) -> None:
     running = replay.engine.scheduler.running
     assert text.startswith(f"after step 9: {len(running)} running, ")
     seq = running[0]
-    blocks = replay.engine.scheduler.pool.block_table(seq.seq_id)
+    blocks = replay.engine.scheduler.pool.block_tables(seq.seq_id)[0]
     assert f"sequence {seq.seq_id} of '{seq.group.request.request_id}'[{seq.index}]" in text
     assert f"computed {seq.num_computed} of {seq.num_tokens}" in text
     assert "blocks " + " ".join(map(str, blocks)) in text
