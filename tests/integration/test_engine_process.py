@@ -460,7 +460,7 @@ import asyncio, sys
 sys.path[:0] = {path!r}
 from infer.config.settings import EngineConfig
 from infer.client.process_client import ProcessClient
-from infer.client.supervisor import EngineProcess
+async def main():
     client = await ProcessClient.start(EngineConfig(), module={module!r})
     print(client.pid, client._process.directory, flush=True)
     await asyncio.sleep(600)
