@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -44,7 +43,7 @@ from infer.kernels.attention.dense import Batch, DenseAttention
 from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks, tokens_per_tile
 from infer.kernels.elementwise.step_state import StepInputs, advance_rows, gather_step
 from infer.kernels.runtime.compile_ahead import compile_once, compiling_ahead
-from infer.kernels.runtime.dispatch import async_compile_mode, is_gpu
+from infer.kernels.runtime.dispatch import is_gpu
 from infer.kernels.sampling.sample_rows import SampleScratch, compile_sample_rows, sample_rows
 from infer.models.model import Model
 from infer.scheduling.batch_state import BatchState
@@ -148,8 +147,7 @@ class DeviceRunner:
     def _prepare(self) -> Iterator[str]:
         """Make everything that a step can need; yields the name of the phase after each piece."""
         if self._pads:
-            config = self._model.config
-            compile_once(self._compile_ahead, config, self._backend, self._graphs.sizes, self._store.keys[0])
+            self._compile()
             yield "compile"
             self._rows.send_padding()
             self._store.transfer((Transfer(COPY, 0, 0),))
@@ -198,18 +196,14 @@ class DeviceRunner:
             sizes += [sizes[-1] // 2 + 8, sizes[-1] // 2]
         return sizes
 
-    def _compile_ahead(self) -> None:
-        """Compile the kernels of all steps that are captured, many at a time."""
-        with self._compiling():
-            for size in self._graphs.sizes:
-                self._inputs.blank()
-                self._launch_kernels(size)
-            for num_rows in self._graphs.decode_rows:
-                self._run_ragged_padding(_FEW_TOKENS, num_rows)
+    def _compile(self) -> None:
+        """Compile what steps of all sizes need, unless Triton's cache has it."""
+        if self._pads:
+            config, keys = self._model.config, self._store.keys[0]
+            compile_once(self._compile_ahead, config, self._backend, self._graphs.sizes, keys)
 
-    @contextmanager
-    def _compiling(self) -> Iterator[None]:
-        """Let steps compile their kernels and not run.
+    def _compile_ahead(self) -> None:
+        """Go through all steps that are captured without running them: their kernels are compiled at once.
 
         Two layers of each kind need what all do: the first and the last of a step are launched otherwise.
         """
@@ -221,7 +215,11 @@ class DeviceRunner:
         self._model.layers = nn.ModuleList(layers[number] for number in sorted(ends))
         try:
             with compiling_ahead(self._device):
-                yield
+                for size in self._graphs.sizes:
+                    self._inputs.blank()
+                    self._launch_kernels(size)
+                for num_rows in self._graphs.decode_rows:
+                    self._run_ragged_padding(_FEW_TOKENS, num_rows)
         finally:
             self._model.layers = layers
 
@@ -258,9 +256,7 @@ class DeviceRunner:
     def compute_padding(self) -> None:
         """Compute the layers of the largest step there can be, all of it padding."""
         num_rows = min(self._graphs.decode_rows[-1], self._max_tokens - 1)
-        if self._pads and async_compile_mode is not None:
-            with self._compiling():
-                self._run_ragged_padding(self._max_tokens - num_rows, num_rows)
+        self._compile()
         self._run_ragged_padding(self._max_tokens - num_rows, num_rows)
 
     @torch.inference_mode()
