@@ -191,8 +191,9 @@ def uses_gpu_runner(config: EngineConfig, machine: Machine) -> bool:
 
 
 def _captures(config: EngineConfig, machine: Machine) -> bool:
-    """Whether steps can be CUDA graphs: the reference of decode attention reads lengths back."""
-    return uses_gpu_runner(config, machine) and config.cache.decode_attention_backend != REFERENCE
+    """Whether steps can be CUDA graphs: references read lengths, and which experts were chosen, back."""
+    chosen = config.cache.decode_attention_backend, config.cache.mlp_backend
+    return uses_gpu_runner(config, machine) and REFERENCE not in chosen
 
 
 def check_machine(config: EngineConfig, machine: Machine) -> None:
@@ -204,7 +205,7 @@ def check_machine(config: EngineConfig, machine: Machine) -> None:
     }
     for name, can in can_have.items():
         if getattr(config.run, name) and not can:
-            plain = ("attention_backend", "decode_attention_backend")
+            plain = ("attention_backend", "decode_attention_backend", "mlp_backend")
             which = next((f"{k}={v}" for k in plain if (v := getattr(config.cache, k)) in PLAIN), "")
             because = f" with {which}, which is plain PyTorch" * machine.is_gpu
             raise ConfigError(

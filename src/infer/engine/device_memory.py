@@ -30,6 +30,10 @@ from infer.kernels.runtime.dispatch import is_gpu
 PIN_BYTES = 2 << 20  # above 1 MiB: what is smaller is not taken from large blocks
 SMALL_BLOCK = 2 << 20
 NUM_SMALL_BLOCKS = 8
+LEAST_ARENA = (
+    32 << 20
+)  # what is smaller shares its block with other tensors, and no pin could be told from them
+MAX_PINS_TRIED = 1000  # gaps of 2 MiB that other tensors have left
 
 
 def look(device: torch.device, asked: str | None, *, free_host: int | None = None) -> DeviceMemory:
@@ -77,14 +81,16 @@ class Arena:
     """Free memory of a GPU that stays with this process for as long as the arena lives."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.num_bytes = num_bytes
+        self.num_bytes = num_bytes = max(num_bytes, LEAST_ARENA)
         torch.cuda.empty_cache()  # so that no block from elsewhere is taken for a part of it
         block = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         first = block.data_ptr()
         del block
-        taken: list[torch.Tensor] = []
-        while not taken or not first <= taken[-1].data_ptr() < first + num_bytes:  # else in a gap elsewhere
+        taken: list[torch.Tensor] = []  # those before the last are in gaps elsewhere
+        while len(taken) < MAX_PINS_TRIED:
             taken.append(torch.empty(PIN_BYTES, dtype=torch.uint8, device=device))
+            if first <= taken[-1].data_ptr() < first + num_bytes:
+                break
         quarters = [
             torch.empty(SMALL_BLOCK // 4, dtype=torch.uint8, device=device)
             for _ in range(4 * NUM_SMALL_BLOCKS)
