@@ -192,7 +192,7 @@ def uses_gpu_runner(config: EngineConfig, machine: Machine) -> bool:
 
 def _captures(config: EngineConfig, machine: Machine) -> bool:
     """Whether steps can be CUDA graphs: references read lengths, and which experts were chosen, back."""
-    chosen = config.cache.decode_attention_backend, config.cache.mlp_backend
+    chosen = config.cache.decode_attention_backend, config.run.mlp_backend
     return uses_gpu_runner(config, machine) and REFERENCE not in chosen
 
 
@@ -206,7 +206,8 @@ def check_machine(config: EngineConfig, machine: Machine) -> None:
     for name, can in can_have.items():
         if getattr(config.run, name) and not can:
             plain = ("attention_backend", "decode_attention_backend", "mlp_backend")
-            which = next((f"{k}={v}" for k in plain if (v := getattr(config.cache, k)) in PLAIN), "")
+            knobs = config.knobs()
+            which = next((f"{k}={knobs[k]}" for k in plain if knobs[k] in PLAIN), "")
             because = f" with {which}, which is plain PyTorch" * machine.is_gpu
             raise ConfigError(
                 f"{name} needs the kernels of a GPU, and the model is on {machine.device}{because}; "
