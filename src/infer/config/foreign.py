@@ -82,7 +82,9 @@ SCHEMES = (
 def check_foreign(name: str, value: object) -> None:
     """Refuse a setting of another engine unless its value asks for nothing."""
     nothing, what, is_built = FOREIGN[name]
-    if str(value).lower() in {str(nothing).lower(), *(("none", "0", "false") if not nothing else ())}:
+    # where the default is 0, "none" means the same; where there is none, 0 asks for something
+    no_number = ("none", "0", "false") if nothing is not None and not nothing else ()
+    if str(value).lower() in {str(nothing).lower(), *no_number}:
         return
     advice = what if is_built else f"{what} is not built yet; leave it out"
     raise ConfigError(f"{name} must be {nothing}, got {value!r}: {advice}")

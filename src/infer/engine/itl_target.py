@@ -26,7 +26,8 @@ def prompt_tokens_within(target_ms: float, seconds_of: Callable[[int], float], *
 
     `seconds_of` returns how long a step with so many tokens of prompts takes.
     """
-    num_tokens, fitting, measured_ms = LEAST_TOKENS, LEAST_TOKENS, 0.0
+    num_tokens = fitting = min(LEAST_TOKENS, max_tokens)
+    measured_ms = took_ms = 0.0
     while num_tokens <= max_tokens:
         took_ms = seconds_of(num_tokens) * 1e3
         if took_ms > SHARE * target_ms:

@@ -62,13 +62,17 @@ class WaitingQueue:
             self._by_key.clear()
             self._by_age.clear()
             self._by_len.clear()
-        elif max(len(self._by_key), len(self._by_age)) > 2 * self._num_waiting + MAX_STALE:
+        elif self._longest_heap > 2 * self._num_waiting + MAX_STALE:
             self._by_key = [entry for entry in self._by_key if _is_current(*entry)]
             self._by_age = [entry for entry in self._by_age if entry[1] == entry[2].ticket]
             self._by_len = [entry for entry in self._by_len if entry[1] == entry[2].ticket]
             heapq.heapify(self._by_key)
             heapq.heapify(self._by_age)
             heapq.heapify(self._by_len)
+
+    @property
+    def _longest_heap(self) -> int:
+        return max(len(self._by_key), len(self._by_age), len(self._by_len))
 
     def refuse(self, seq: Sequence, num_free: int, step: int) -> None:
         """Remember that the sequence whose turn it was found no room among so many free blocks."""

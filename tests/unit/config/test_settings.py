@@ -152,6 +152,7 @@ def test_what_is_not_built_yet_is_refused_by_name(name: str, taken: object, refu
     ("knobs", "message"),
     [
         ({"n_gpu_layers": 99}, "n_gpu_layers must be None, got 99: .* use device=cpu or device=cuda"),
+        ({"n_gpu_layers": 0}, "n_gpu_layers must be None, got 0: .* use device=cpu or device=cuda"),
         ({"swap_space": 4}, "use swap_blocks"),
         ({"trust_remote_code": True}, "code of a checkpoint is never run; leave it out"),
     ],

@@ -25,6 +25,11 @@ def test_the_most_tokens_fit_that_three_quarters_of_the_target_have_room_for(
     assert prompt_tokens_within(target_ms, seconds_of, max_tokens=2048) == tokens
 
 
+@pytest.mark.parametrize("max_tokens", [1, 8, 15])
+def test_steps_of_few_tokens_have_no_more(max_tokens: int) -> None:
+    assert prompt_tokens_within(100, lambda _: 0.001, max_tokens=max_tokens) == max_tokens
+
+
 def test_a_target_that_cannot_be_kept_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert prompt_tokens_within(0.1, lambda _: 0.5, max_tokens=64) == 16

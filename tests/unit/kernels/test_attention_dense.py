@@ -106,12 +106,13 @@ def test_every_token_sees_its_own_prompt_up_to_itself(
         assert torch.equal(dense.attend(q, k, v, batches), result)
 
 
-def test_prompts_do_not_see_infinities_of_the_next_one(dense: DenseAttention) -> None:
-    """In float16, where a value can overflow: the tokens that follow are no padding there."""
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_prompts_do_not_see_what_is_not_finite_in_the_next_one(dense: DenseAttention, value: float) -> None:
     torch.manual_seed(0)
     chunks = make_chunks([9, 16])
-    q, k, v = (torch.randn(25, heads, 64).half() for heads in (4, 2, 2))
-    v[9:] = torch.inf
+    q, k, v = (torch.randn(25, heads, 64).bfloat16() for heads in (4, 2, 2))
+    for x in (q, v):  # a masked score is replaced, whatever its key is; a masked value is multiplied by zero
+        x[9:] = value
     result = dense.attend(q, k, v, dense.split(chunks)[0], out=torch.empty_like(q))
     expected = attend_naive(q[:9], k[:9], v[:9], scale=0.1, window=None)
     torch.testing.assert_close(result[:9], expected, rtol=2e-2, atol=2e-2)

@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 
 import numpy as np
 import torch
@@ -200,13 +199,16 @@ class DeviceRunner:
     def _compile(self) -> None:
         """Compile what steps of all sizes need, unless Triton's cache has it."""
         if self._pads:
-            config, keys = self._model.config, self._store.keys[0]
-            compile_once(self._compile_ahead, config, self._backend, self._graphs.sizes, keys)
+            kinds = sorted({str(self._kind(number)) for number in range(len(self._model.layers))})
+            facts = self._model.config, kinds, self._backend, self._work.backend, self._graphs.sizes
+            compile_once(self._compile_ahead, *facts, self._store.keys[0])
 
-    def _compile_ahead(self) -> None:
+    def _compile_ahead(self) -> bool:
         """Go through all steps that are captured without running them: their kernels are compiled at once.
 
         Two layers of each kind need what all do: the first and the last of a step are launched otherwise.
+        False: a step could not be gone through, as one that takes indices from what no kernel has computed.
+        Such a step is compiled when it first runs.
         """
         layers = self._model.layers
         kinds = [self._kind(number) for number in range(len(layers))]
@@ -215,15 +217,20 @@ class DeviceRunner:
         }
         self._model.layers = nn.ModuleList(layers[number] for number in sorted(ends))
         try:
-            # what takes indices from numbers that no kernel has computed is compiled when it first runs
-            with suppress(IndexError, RuntimeError), compiling_ahead(self._device):
+            with compiling_ahead(self._device):
                 for size in self._graphs.sizes:
                     self._inputs.blank()
                     self._launch_kernels(size)
                 for num_rows in self._graphs.decode_rows:
                     self._run_ragged_padding(_FEW_TOKENS, num_rows)
+        except torch.AcceleratorError:
+            raise
+        except (IndexError, RuntimeError) as error:
+            logger.debug("not all steps are compiled ahead of time: %s", error)
+            return False
         finally:
             self._model.layers = layers
+        return True
 
     def _kind(self, number: int) -> tuple[object, ...]:
         """What tells layers apart that need other kernels: the window, the parts, how weights are kept."""

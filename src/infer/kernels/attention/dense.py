@@ -10,10 +10,10 @@ their plans are made before a server is ready (`prepare`), and a shape without a
                        700                  ->   short: our own kernel
 
 Padding stands behind the tokens of a prompt, and causal attention looks back, so no token sees any; what the
-padding itself attends to is thrown away. The tokens that follow in the step serve as padding where there are
-enough of them: nothing is copied. Not in float16: what is masked is still multiplied, zero times infinity is
-NaN, and in float16 an infinity of another request's prompt is thinkable. There, and at the end of a step, the
-prompt is copied and followed by copies of its last token.
+padding itself attends to is thrown away. The queries and keys of the tokens that follow in the step serve as
+padding where there are enough of them, so that they are not copied. Values are: what is masked is still
+multiplied, zero times NaN is NaN, and the prompt that follows is another request's. There, and at the end of
+a step, the prompt is copied and followed by copies of its last token.
 
 Shapes:  T tokens, N query heads, G kv heads, H head size.
 """
@@ -154,7 +154,8 @@ class DenseAttention:
         for first, num_tokens, shape in batches:
             end = first + shape.num * num_tokens
             is_whole_step = (first, end) == (0, q_TNH.shape[0])
-            q, k, v = (_padded(x, first, end, shape) for x in (q_TNH, k_TGH, v_TGH))
+            q, k = (_padded(x, first, end, shape, borrows=True) for x in (q_TNH, k_TGH))
+            v = _padded(v_TGH, first, end, shape, borrows=False)
             result = self._attend(q, k, v, shape)[: end - first]
             if is_whole_step:
                 return result
@@ -186,12 +187,12 @@ def _can_run(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
     return not is_gpu(device) or is_hopper(device)
 
 
-def _padded(x: torch.Tensor, first: int, end: int, shape: Shape) -> torch.Tensor:
-    """The tokens of a batch and what follows them up to the size of its shape: see the module's docstring."""
+def _padded(x: torch.Tensor, first: int, end: int, shape: Shape, *, borrows: bool) -> torch.Tensor:
+    """The tokens of a batch and padding up to its shape: tokens that follow, or copies of the last one."""
     num_tokens = shape.num * shape.length
     if first == 0 and num_tokens == x.shape[0]:
         return x
-    if first + num_tokens <= x.shape[0] and (end == first + num_tokens or x.dtype != torch.float16):
+    if first + num_tokens <= x.shape[0] and (borrows or end == first + num_tokens):
         return x[first : first + num_tokens]
     own = x[first:end]
     return torch.cat((own, own[-1:].expand(num_tokens - len(own), -1, -1)))

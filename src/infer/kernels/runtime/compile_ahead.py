@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -49,8 +49,8 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
         yield
 
 
-def compile_once(compile_all: Callable[[], None], *facts: object) -> None:
-    """Call `compile_all`, unless Triton's cache on disk has had it before: for these facts, on this GPU.
+def compile_once(compile_all: Callable[[], bool], *facts: object) -> None:
+    """Call `compile_all`, unless it has returned True before: for these facts, on this GPU.
 
     `facts` are what decides which kernels there are, in words (`repr`); a tensor stands for its type and its
     device. Sources and versions are always among them.
@@ -70,10 +70,16 @@ def compile_once(compile_all: Callable[[], None], *facts: object) -> None:
     key = [*described, repr(machine), str(triton.knobs.cache.dir)]
 
     def compile_now() -> bytes:
-        compile_all()
+        if not compile_all():
+            raise _NotAll
         return b"compiled"
 
-    cached([*(part.encode() for part in key), *_sources()], compile_now)
+    with suppress(_NotAll):  # then nothing is kept
+        cached([*(part.encode() for part in key), *_sources()], compile_now)
+
+
+class _NotAll(Exception):
+    """Something could not be compiled ahead of time."""
 
 
 @lru_cache(maxsize=1)
