@@ -62,6 +62,9 @@ class DeviceMemory:
 
     def describe(self) -> str:
         """Say how much is left, and why it is not more."""
+        if self.limit is not None and self.limit <= self.held:
+            held = format_bytes(self.held)
+            return f"device_memory is {format_bytes(self.limit)}, and {held} are needed already"
         if self.limit is not None and self.limit - self.held < self.free:
             return f"{format_bytes(self.room)} of the {format_bytes(self.limit)} of device_memory are left"
         others = f" beside {format_bytes(self.others)} of other processes" if self.share < 1 else ""
@@ -203,7 +206,8 @@ def fit_cache(
     """
     if free_bytes <= 0:
         raise NoRoom(
-            f"the weights take {format_bytes(-free_bytes)} more than is free; 'infer plan' shows what fits"
+            f"weights and what the process holds already take {format_bytes(-free_bytes)} more than there "
+            f"is: {left or 'no more memory is free'}; 'infer plan' shows what fits"
         )
     room = int((free_bytes - step.total) / (1 + workspace))
     left = left or f"{format_bytes(free_bytes)} are free"

@@ -126,7 +126,7 @@ def add_parser(commands: Benches) -> None:
     group = trace.add_argument_group("what to run")
     group.add_argument("--url", required=True, help="http://host:port, https://... or unix:///path/of/socket")
     _add_values(group, TRACE)
-    policies = _new(benches, "policies", "every scheduling policy under two simulated loads", _policies)
+    policies = _new(benches, "policies", "every scheduling policy under three simulated loads", _policies)
     count: Flags = {"--num-requests": ("N", positive, 200, "")}
     _add_flags(policies.add_argument_group("what to run"), count, repeats=None)
     compare = _new(benches, "compare", COMPARE, _compare, usage="BEFORE AFTER [options]")
@@ -347,7 +347,7 @@ def _policies(args: argparse.Namespace) -> int:
     from infer.bench.simulated import sweep
 
     rows = sweep(num_requests=args.num_requests, seed=args.seed)
-    note = "simulated: the same on every machine; starved: more than 30 s without a token"
+    note = "simulated: the same on every machine; over 30 s: sequences that waited longer for a token"
     report = make_report(
         "policies", rows, model={}, config={}, seed=args.seed, repeats=1, warmup=0, notes=[note]
     )

@@ -37,6 +37,7 @@ examples:
 # A simulation has no weights, no attention and no sampling; and policy and blocks are lists here.
 OWN_FLAGS = {"num_blocks", "kv_cache_memory", "scheduler_policy", "seed"}
 OWN_FLAGS |= {"attention_backend", "decode_attention_backend", "mlp_backend"}
+OWN_FLAGS |= {"device_memory", "kv_cache_share", "itl_target_ms"}
 DEFAULT_BLOCKS = "256,1024"
 
 # of a result: (title, format)

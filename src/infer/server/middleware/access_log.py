@@ -61,7 +61,7 @@ class AccessLog:
             with recording(record):
                 await self._app(scope, receive, send)
             return
-        if any(name == TRACE_HEADER for name, _ in scope["headers"]):
+        if any(name == TRACE_HEADER and value != b"0" for name, value in scope["headers"]):
             record.marks = []
         self._metrics.num_active += 1
         try:
