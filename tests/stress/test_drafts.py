@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from infer.config.resolve import MAX_DRAFTS
 from infer.errors import EngineError
 from infer.execution.host_sampling import sequence_seed
 from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT
@@ -24,15 +25,17 @@ from tests.stress.test_token_oracle import EOS_IDS, SQUEEZED, Traffic, make_worl
 from tests.support.oracle import VOCAB_SIZE, OracleWorld, next_token, prompt_of
 from tests.support.toggles import pairwise_rows
 
-MAX_DRAFTS = 4
+NUM_DRAFTS = 4
 ROWS = [row for row in pairwise_rows() if row["kv_cache_backend"] != "naive"]
 
 
 class Speculation:
     """Proposes drafts before each step of a world, and counts what became of them."""
 
-    def __init__(self, world: OracleWorld, seed: object, share: float = 0.8) -> None:
-        self.world, self.share = world, share
+    def __init__(
+        self, world: OracleWorld, seed: object, share: float = 0.8, max_drafts: int = NUM_DRAFTS
+    ) -> None:
+        self.world, self.share, self.max_drafts = world, share, max_drafts
         self.events: Counter[str] = Counter()
         self._rng = random.Random(str(seed))
         self._step = world.step
@@ -45,6 +48,7 @@ class Speculation:
             is_ready = seq.num_pending == 1 and seq.num_tokens == len(seq.tokens)
             if is_ready and not seq.is_beam and seq.num_samples == 1 and self._rng.random() < self.share:
                 scheduler.propose(seq, self._drafts(seq))
+                self.events["most of one"] = max(self.events["most of one"], len(seq.drafts))
         outputs = self._step()
         assert self._check_counts()
         self.events["several tokens"] += sum(len(output.token_ids) > 1 for output in outputs)
@@ -57,9 +61,9 @@ class Speculation:
         """So many right ones, and as many wrong ones behind them."""
         seed, tokens = sequence_seed(seq.group.seed, seq.index), list(seq.tokens)
         drafts: list[int] = []
-        for _ in range(self._rng.randint(0, MAX_DRAFTS)):
+        for _ in range(self._rng.randint(0, self.max_drafts)):
             drafts.append(next_token(tokens + drafts, seed))
-        num_wrong = self._rng.randint(0, MAX_DRAFTS - len(drafts))
+        num_wrong = self._rng.randint(0, self.max_drafts - len(drafts))
         return drafts + [self._rng.randrange(VOCAB_SIZE) for _ in range(num_wrong)]
 
     def _check_counts(self) -> bool:
@@ -79,6 +83,25 @@ def test_refused_drafts_change_no_token(number: int, squeeze: dict[str, Any]) ->
 
     assert world.verify() > 5
     assert speculation.events["drafts"] > 20
+    world.check_idle()
+
+
+@pytest.mark.parametrize("windows", [(7,), (None, 6, 6), (5, 12), (None, None, 1)], ids=str)
+@pytest.mark.parametrize("chunk_len", [1, 6])
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_windows_leave_room_for_drafts(
+    windows: tuple[int | None, ...], chunk_len: int, preemption: str
+) -> None:
+    """However short the chunks of a prompt are: a table with a window holds the drafts of a step as well."""
+    world = OracleWorld(
+        windows=windows, block_size=2, num_blocks=24 * len(windows), prefill_chunk_size=chunk_len,
+        preemption=preemption, num_host_blocks=30, eos_ids=EOS_IDS,
+    )  # fmt: skip
+    speculation = Speculation(world, f"windows {windows}", max_drafts=MAX_DRAFTS + 2)
+    Traffic(world, f"windows {windows}", num_requests=40, plain_share=0.6).run()
+
+    assert world.verify() > 5
+    assert speculation.events["drafts"] > 100 and speculation.events["most of one"] == MAX_DRAFTS
     world.check_idle()
 
 

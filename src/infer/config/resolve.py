@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from infer.config.backends import AUTO, PLAIN, REFERENCE, Chosen, check_backends, choose
 from infer.config.defaults import (
@@ -31,6 +31,8 @@ from infer.errors import ConfigError
 
 if TYPE_CHECKING:
     from infer.config.settings import EngineConfig
+
+MAX_DRAFTS: Final = 8  # that one sequence computes in a step; tables with a window have room for them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +86,8 @@ class ResolvedScheduler:
 
     @property
     def max_chunk(self) -> int | None:
-        """The most tokens of one sequence that a step computes; None: all it has."""
-        return self.prefill_chunk_size if self.use_chunked_prefill else None
+        """The most tokens of one sequence that a step computes, of a prompt or drafts; None: all it has."""
+        return max(self.prefill_chunk_size, MAX_DRAFTS + 1) if self.use_chunked_prefill else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

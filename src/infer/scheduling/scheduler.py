@@ -26,7 +26,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from infer.cache.kv_pool import KVCachePool, PoolUsage
-from infer.config.resolve import ResolvedScheduler
+from infer.config.resolve import MAX_DRAFTS, ResolvedScheduler
 from infer.scheduling.batch_state import BatchState
 from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, PlanDraft, StepPlan
 from infer.scheduling.policies import make_policy
@@ -69,7 +69,7 @@ class Scheduler:
             block_size=pool.block_size,
             num_tables=len(pool.windows),
         )
-        self._max_drafts = min(self._token_budget, pool.max_chunk or self._token_budget) - 1
+        self._max_drafts = min(MAX_DRAFTS, self._token_budget - 1)
         self.running = self.state.sequences  # by sort_key: the first is the most urgent
         self.planned: list[Sequence] = []  # the sequences of the last plan: one for each of its chunks
         self.num_planned_tokens = 0  # how many tokens the model will see in the last plan
@@ -231,7 +231,7 @@ class Scheduler:
                 self._forget_cache(seq)
 
     def propose(self, seq: Sequence, drafts: Seq[int]) -> None:
-        """Let a running sequence that is one token behind compute drafts with its next step."""
+        """Let a running sequence that is one token behind compute drafts next, MAX_DRAFTS at most."""
         self.state.propose(seq, drafts[: self._max_drafts])
 
     def retract(self, plan: StepPlan, ids: Seq[Seq[int]]) -> None:
