@@ -171,7 +171,10 @@ class OracleRunner(SyncRunner):
         """Two numbers for a chunk of an embedding: of the last token a hash, of many the sum of their ids."""
         found: dict[int, np.ndarray] = {}
         for chunk, seq, table in zip(plan.chunks, sequences, tables, strict=True):
-            seen, pooling = self.device[table].reshape(-1)[: chunk.stop].tolist(), seq.group.request.pooling
+            pooling = seq.group.request.pooling
+            if pooling is None:
+                continue
+            seen = self._read(seq, table, chunk.start, chunk.stop)
             if pooling == "mean":
                 found[seq.seq_id] = np.array(
                     [sum(seen[chunk.start :]), chunk.stop - chunk.start], dtype=float
