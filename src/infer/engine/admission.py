@@ -159,11 +159,10 @@ def _pooled_total(num_prompt: int, context_len: int, pool: KVCachePool) -> int:
     """The total of an embedding: its prompt may fill the context, and one token follows that never comes."""
     if num_prompt > context_len:
         raise ContextOverflow(num_prompt, 0, context_len)
-    if num_prompt <= pool.num_blocks * pool.block_size and pool.can_ever_fit(num_prompt):
+    if pool.can_ever_fit(num_prompt):
         return num_prompt + 1
     raise RequestError(
-        f"the input needs {num_prompt} tokens of cache, but the whole cache holds "
-        f"{pool.num_blocks * pool.block_size}; shorten it (the settings kv_cache_memory and num_blocks give "
-        "the cache its size)",
+        f"the input needs {num_prompt} tokens of cache, but the whole cache holds {pool.longest()} of one "
+        "sequence; shorten it (the settings kv_cache_memory and num_blocks give the cache its size)",
         param="prompt",
     )

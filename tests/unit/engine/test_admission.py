@@ -141,6 +141,26 @@ def test_a_contiguous_cache_gives_each_sequence_one_slot() -> None:
         longest_total(make_request(6, max_tokens=4, n=4, use_beam_search=True), 20, pool)
 
 
+@pytest.mark.parametrize(
+    ("pool", "longest"),
+    [
+        (paged(16), 16),
+        (SlottedKVCachePool(3, 20), 20),
+        (PagedKVCachePool(4, 4, windows=(4,), max_chunk=4), 99),  # the context, as windows free blocks
+        (PagedKVCachePool(8, 4, windows=(None, 4, 4, 4), max_chunk=4), 8),
+    ],
+    ids=["one table", "contiguous", "windows", "several tables"],
+)
+def test_an_embedding_may_be_as_long_as_a_sequence_that_fits(pool: KVCachePool, longest: int) -> None:
+    def total(num_prompt: int) -> int:
+        return longest_total(Request(request_id="r", prompt=(1,) * num_prompt, pooling="mean"), 99, pool)
+
+    assert total(longest) == longest + 1
+    refusal = "the whole cache holds 8 of one sequence" if longest == 8 else f"{longest}"
+    with pytest.raises(RequestError, match=refusal):
+        total(longest + 1)
+
+
 @pytest.mark.parametrize("block_size", [1, 4, 8])
 @pytest.mark.parametrize("params", [{}, {"n": 3}, {"n": 3, "use_beam_search": True, "temperature": 0.0}])
 def test_whatever_is_let_in_finishes_in_a_cache_it_only_just_fits(
