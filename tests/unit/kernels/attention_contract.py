@@ -49,6 +49,13 @@ class Paged:
     tables: torch.Tensor
     block_size: int
 
+    def forget(self, row: int, num_tokens: int) -> None:
+        """Put NaN where the first tokens of a row were: behind a window a block may be another sequence's."""
+        positions = torch.arange(max(num_tokens, 0), device=self.tables.device)
+        blocks = self.tables[row, positions // self.block_size].long()
+        slots = blocks * self.block_size + positions % self.block_size
+        self.keys[slots] = self.values[slots] = torch.nan
+
 
 def make_paged(
     lens: Sequence[int], heads: Heads, *, block_size: int, dtype: torch.dtype, device: str, num_spare: int = 3
@@ -128,8 +135,10 @@ class DecodeContract(OnDevice):
         for _ in range(num_layers):
             q = torch.randn(len(lens), heads.num_heads, heads.head_dim, device=self.device).to(dtype)
             arguments = (q, paged.keys, paged.values, paged.tables, rows, lens_S)
-            actual = self.attend(*arguments, work=work, block_size=block_size, scale=0.3, window=window)
             expected = attend_decode_reference(*arguments, block_size=block_size, scale=0.3, window=window)
+            for row, length in enumerate(lens):
+                paged.forget(row, 0 if window is None else length - window)
+            actual = self.attend(*arguments, work=work, block_size=block_size, scale=0.3, window=window)
             assert_close(actual, expected)
         assert not work.tickets.any()
 
@@ -250,10 +259,12 @@ class PrefillContract(OnDevice):
         q = torch.randn(first, heads.num_heads, heads.head_dim, device=self.device).to(dtype)
         arguments = (q, paged.keys, paged.values, paged.tables, batch)
         out = torch.full_like(q, torch.nan)
-        actual = attend_prefill(*arguments, block_size=block_size, scale=0.3, window=window, out=out)
         expected = attend_prefill_reference(
             *arguments, block_size=block_size, scale=0.3, window=window, out=torch.full_like(q, torch.nan)
         )
+        for row, (start, _) in enumerate(spans):
+            paged.forget(row, 0 if window is None else start - window + 1)
+        actual = attend_prefill(*arguments, block_size=block_size, scale=0.3, window=window, out=out)
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
         assert out.isnan().any() and not out.isnan().all()
@@ -300,6 +311,10 @@ class PrefillContract(OnDevice):
 
             whole = attend([0])
             assert torch.equal(attend([0, 1, 33, 68, 69]), whole)
+            if window is not None:
+                paged.forget(1, 68 - window + 1)
+                assert torch.equal(attend([68])[68:], whole[68:])
+                assert torch.equal(attend([68, 69])[68:], whole[68:])
 
     def test_an_invariant_step_computes_rows_that_decode_as_if_they_were_prompts(self) -> None:
         heads, dtype = Heads(4, 2, 16), torch.float32

@@ -217,6 +217,7 @@ def _plan_splits(
 @jit
 def _attend_keys(
     q, total, maximum, denominator, token_position, lo, hi,
+    first,  # position: what is before it may be another sequence's, even not a number, and is not read
     keys_ptr,  # of kv head g
     values_ptr,
     table_ptr,  # of this row
@@ -234,7 +235,10 @@ def _attend_keys(
         ahead = position + BLOCK_N
         block = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < hi, other=0)
         if MASKED:
-            in_tile = (position < hi)[:, None] & (h < H)[None, :]
+            exists = position < hi
+            if WINDOWED:
+                exists = exists & (position >= first)
+            in_tile = exists[:, None] & (h < H)[None, :]
             k = tl.load(keys_ptr + at, mask=in_tile, other=0.0)
         elif H == BLOCK_H:
             k = tl.load(keys_ptr + at)
@@ -256,7 +260,7 @@ def _attend_keys(
         total = total * rescale[:, None]
 
         if MASKED:
-            v = tl.load(values_ptr + at, mask=(position < hi)[:, None] & (h < H)[None, :], other=0.0)
+            v = tl.load(values_ptr + at, mask=in_tile, other=0.0)
         elif H == BLOCK_H:
             v = tl.load(values_ptr + at)
         else:
@@ -329,7 +333,7 @@ def _prefill_kernel(
         elif WINDOWED:
             total, maximum, denominator = _attend_keys(
                 q, total, maximum, denominator, position, lowest, tl.minimum(edge_end, split_end),
-                keys_ptr, values_ptr, table_ptr, window, scale_log2e,
+                lowest, keys_ptr, values_ptr, table_ptr, window, scale_log2e,
                 True, True, G * H, H, BLOCK_SIZE, BLOCK_N, BLOCK_H,
             )  # fmt: skip
         if not INVARIANT:
@@ -341,12 +345,12 @@ def _prefill_kernel(
                 seen_by_all = tl.maximum(seen_by_all, lowest)
             total, maximum, denominator = _attend_keys(
                 q, total, maximum, denominator, position, edge_end, seen_end,
-                keys_ptr, values_ptr, table_ptr, window, scale_log2e,
+                lowest, keys_ptr, values_ptr, table_ptr, window, scale_log2e,
                 False, WINDOWED, G * H, H, BLOCK_SIZE, BLOCK_N, BLOCK_H,
             )  # fmt: skip
         total, maximum, denominator = _attend_keys(
             q, total, maximum, denominator, position, seen_by_all, split_end,
-            keys_ptr, values_ptr, table_ptr, window, scale_log2e,
+            lowest, keys_ptr, values_ptr, table_ptr, window, scale_log2e,
             True, WINDOWED, G * H, H, BLOCK_SIZE, BLOCK_N, BLOCK_H,
         )  # fmt: skip
 
