@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="needs a C compiler")
 
 NUM_KINDS = 12
 PROMPTS = random_prompts(NUM_KINDS, seed=5, longest=30)
-SMALL: dict[str, Any] = {"block_size": 4, "num_blocks": 32, "max_batch_size": 6, "max_num_batched_tokens": 24}
+SMALL: dict[str, Any] = {"block_size": 4, "num_blocks": 20, "max_batch_size": 6, "max_num_batched_tokens": 24}
 
 
 def params_of(kind: int) -> SamplingParams:
