@@ -6,12 +6,16 @@ import asyncio
 import os
 import socket
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import zmq
 
+from infer.client.messages import Ready, encode
 from infer.config.settings import ServerConfig
+from infer.engine.stats import EngineStats
 from infer.errors import ConfigError, EngineStopped, UnknownModel
 from infer.server.app import build_app, create_app
 from infer.server.metrics import ServerMetrics
@@ -19,6 +23,7 @@ from infer.server.middleware.forward import answer_forwarded
 from infer.server.processes.accept import Acceptor
 from infer.server.processes.board import Board, SharedState
 from infer.server.processes.channel import Channel
+from infer.server.processes.worker import EngineFeed
 from infer.server.processes.workers import num_processes
 from tests.support.app import Site
 from tests.support.fake_client import FakeClient
@@ -196,3 +201,37 @@ def test_what_is_about_the_whole_server_is_answered_by_process_0() -> None:
     counted = app.state.metrics.text().decode()
     assert 'infer_http_requests_total{method="POST",route="/admin/drain",status="200"} 1.0' in counted
     assert 'route="unmatched",status="404"' in counted
+
+
+def engine_at(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+    """What an engine does first: it connects and says that it is ready."""
+    engine = context.socket(zmq.PAIR)
+    engine.linger = 0
+    engine.connect(endpoint)
+    engine.send(encode(Ready(EngineStats())))
+    return engine
+
+
+def test_an_engine_that_died_before_its_ready_was_read_is_known_to_be_dead(tmp_path: Path) -> None:
+    async def main() -> list[tuple[bool, str]]:
+        feed, engines = EngineFeed(), []
+        feed.spawned(f"ipc://{tmp_path}/1")
+        engines.append(engine_at(context, f"ipc://{tmp_path}/1"))
+        feed.down("killed")  # on the channel, while `Ready` is on its way through the socket
+        first, _ = await asyncio.wait_for(feed.next(), 10)
+        feed.spawned(f"ipc://{tmp_path}/2")
+        engines.append(engine_at(context, f"ipc://{tmp_path}/2"))
+        second, _ = await asyncio.wait_for(feed.next(), 10)
+        links = [(link.exited.is_set(), link.exit_reason) for link in (first, second)]
+        feed.spawned(f"ipc://{tmp_path}/3")  # the end of the second is not told
+        links.append((second.exited.is_set(), second.exit_reason))
+        feed.close()
+        for end in (first, second):
+            await end.close()
+        for engine in engines:
+            engine.close()
+        return links
+
+    with zmq.Context() as context:
+        links = asyncio.run(main())
+    assert links == [(True, "killed"), (False, ""), (True, "the engine process has ended")]

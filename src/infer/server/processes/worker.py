@@ -28,12 +28,13 @@ from typing import Any
 import msgspec
 
 from infer.client.client import EngineClient
-from infer.client.link import AttachedEngine, EngineLink
+from infer.client.link import AttachedEngine
 from infer.client.messages import Ready
 from infer.client.process import STDIN, read_line
 from infer.client.process_client import ProcessClient
 from infer.client.supervisor import RestartPolicy
 from infer.config.settings import EngineConfig, ServerConfig
+from infer.errors import EngineStopped
 from infer.frontend.prompts import PromptEncoder, find_source, open_text
 from infer.loader.text_headers import TextHeaders
 from infer.log import setup_logging
@@ -68,27 +69,45 @@ class EngineFeed:
     def __init__(self) -> None:
         self._starting: AttachedEngine | None = None
         self._running: AttachedEngine | None = None
-        self._lives: asyncio.Queue[tuple[EngineLink, Ready]] = asyncio.Queue()
+        self._lives: asyncio.Queue[tuple[AttachedEngine, Ready] | None] = asyncio.Queue()
 
     def spawned(self, endpoint: str) -> None:
         """Bind the endpoint that a new engine connects to."""
+        self.down("the engine process has ended")  # the one before, where its end was not told
         if self._starting is not None:  # it died before it was ready
             self._starting.close_now()
         link = self._starting = AttachedEngine(endpoint)
         link.ready.add_done_callback(lambda ready: self._set_ready(link, ready.result()))
 
     def down(self, reason: str) -> None:
-        """Note that the engine is gone."""
-        if self._running is not None:
-            self._running.set_exited(reason)
-            self._running = None
+        """Note that the engine is gone, also one whose `Ready` has not been read yet."""
+        link = self._running or self._starting
+        if link is not None and not link.exited.is_set():
+            link.set_exited(reason)
+        self._running = None
 
-    async def next(self) -> tuple[EngineLink, Ready]:
-        """Wait for the next life of the engine."""
-        return await self._lives.get()
+    def close(self) -> None:
+        """Close the sockets of lives that have no client; there will be no more of them."""
+        self.down("the engine was closed")
+        if self._starting is not None:
+            self._starting.close_now()
+            self._starting = None
+        while not self._lives.empty():
+            if (life := self._lives.get_nowait()) is not None:
+                life[0].close_now()
+        self._lives.put_nowait(None)
+
+    async def next(self) -> tuple[AttachedEngine, Ready]:
+        """Wait for the next life of the engine; raises `EngineStopped` if there will be none."""
+        if (life := await self._lives.get()) is None:
+            raise EngineStopped("the engine was closed")
+        return life
 
     def _set_ready(self, link: AttachedEngine, ready: Ready) -> None:
-        self._starting, self._running = None, link
+        if link is not self._starting:  # closed: a later engine took its place
+            return
+        self._starting = None
+        self._running = None if link.exited.is_set() else link
         self._lives.put_nowait((link, ready))
 
 
