@@ -16,7 +16,7 @@ a model is taken away only when no request holds it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -48,6 +48,7 @@ class ServedModel:
     router: Router = field(default_factory=Router)
     max_queue: int | None = None  # sequences that may wait for each engine
     num_held: int = 0  # HTTP requests that asked for it and have not ended
+    engines: Sequence[int] = ()  # numbers by which the API processes of a server know its engines
 
     def pick(self, request: Request) -> EngineClient:
         """The engine for this request."""

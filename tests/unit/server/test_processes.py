@@ -7,24 +7,27 @@ import os
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
 import zmq
 
 from infer.client.messages import Ready, encode
-from infer.config.settings import ServerConfig
+from infer.config.settings import EngineConfig, ServerConfig
 from infer.engine.stats import EngineStats
-from infer.errors import ConfigError, EngineStopped, UnknownModel
+from infer.errors import ConfigError, EngineError, EngineStopped, UnknownModel
 from infer.server.app import build_app, create_app
+from infer.server.fleet.fleet import Fleet
 from infer.server.metrics import ServerMetrics
 from infer.server.middleware.forward import answer_forwarded
 from infer.server.processes.accept import Acceptor
 from infer.server.processes.board import Board, SharedState
 from infer.server.processes.channel import Channel
-from infer.server.processes.worker import EngineFeed
-from infer.server.processes.workers import num_processes
+from infer.server.processes.worker import EngineFeed, Worker
+from infer.server.processes.workers import Workers, num_processes
+from infer.server.state import ServedModel, ServerState
 from tests.support.app import Site
 from tests.support.fake_client import FakeClient
 
@@ -235,3 +238,62 @@ def test_an_engine_that_died_before_its_ready_was_read_is_known_to_be_dead(tmp_p
     with zmq.Context() as context:
         links = asyncio.run(main())
     assert links == [(True, "killed"), (False, ""), (True, "the engine process has ended")]
+
+
+class FewWorkers:
+    """In place of `Workers`: notes what it is told, and cannot serve."""
+
+    def __init__(self, failure: BaseException) -> None:
+        self.failure = failure
+        self.forgotten: list[int] = []
+
+    def new_engines(self, number: int) -> list[int]:
+        return list(range(7, 7 + number))
+
+    async def serve(self, model: ServedModel, config: EngineConfig) -> None:
+        raise self.failure
+
+    def forget_engines(self, engines: list[int]) -> None:
+        self.forgotten += engines
+
+
+@pytest.mark.parametrize("failure", [EngineError("worker 1: no tokenizer"), asyncio.CancelledError()])
+def test_a_load_that_another_process_cannot_serve_leaves_nothing(failure: BaseException) -> None:
+    engines, workers = [FakeClient(), FakeClient()], FewWorkers(failure)
+    state = ServerState(config=ServerConfig(replicas=2))
+    fleet = Fleet(state, ServerMetrics("infer"), None, cast(Workers, workers))
+
+    async def start(config: EngineConfig, shared: Any) -> Any:
+        return SimpleNamespace(name="m", template_warning=None), list(engines)
+
+    fleet._start_processes = start  # type: ignore[method-assign]
+    with pytest.raises(type(failure)):
+        asyncio.run(fleet.load("m", EngineConfig.from_knobs(model="x")))
+    assert all(engine.is_closed for engine in engines) and not fleet.metrics.meters
+    assert workers.forgotten == [7, 8] and not fleet.state.models
+
+
+def num_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_an_engine_that_is_gone_leaves_nothing_in_an_api_process(tmp_path: Path) -> None:
+    async def main() -> None:
+        state = Site().state
+        worker = Worker(cast(SharedState, state), ServerMetrics("infer"), [])
+        (model,) = state.models.values()
+        model.engines = [3]
+        before = num_files()
+        for engine in range(4):  # none of them becomes ready
+            worker.answer("spawned", {"engine": engine, "endpoint": f"ipc://{tmp_path}/{engine}"})
+        waiting = asyncio.create_task(worker._feeds[2].next())
+        await asyncio.sleep(0)
+        await worker.answer("gone", {"engines": [0, 1]})
+        assert list(worker._feeds) == [2, 3] and list(state.models.values()) == [model]
+        await worker.answer("gone", {"engines": [2, 3]})
+        with pytest.raises(EngineStopped, match="the engine was closed"):
+            await waiting
+        assert not state.models, "its load has failed elsewhere"
+        assert num_files() == before
+
+    asyncio.run(main())

@@ -169,43 +169,56 @@ class Fleet:
         started = time.perf_counter()
         number = self.state.config.replicas
         shared = [] if self._workers is None else self._workers.new_engines(number)
-        encoder, engines = await (
-            self._start_threads(config)
-            if self.state.config.in_process
-            else self._start_processes(config, shared)
-        )
-        if not name:
-            name = encoder.name
-            try:
-                self._check_name(name)
-            except NameTaken:
-                await asyncio.gather(*(engine.close() for engine in engines))
-                raise
-        clients: list[EngineClient] = []
-        for engine in engines:
-            client = MeteredClient(engine, name, self.metrics)
-            client.meter.cache = config.cache
-            clients.append(client)
-        seconds = time.perf_counter() - started
-        phases = engines[0].ready.phases if isinstance(engines[0], ProcessClient) else {}
-        told = "".join(f" {text}" for text in [spell_phases(phases)] if text)
-        logger.info("model loaded model=%s engines=%d seconds=%.2f%s", name, len(clients), seconds, told)
-        if encoder.template_warning is not None:
-            logger.warning("%s", encoder.template_warning)
+        try:
+            encoder, engines = await (
+                self._start_threads(config)
+                if self.state.config.in_process
+                else self._start_processes(config, shared)
+            )
+        except BaseException:
+            self._tell_gone(shared)
+            raise
         model = ServedModel(
-            name=name,
+            name=name or encoder.name,
             encoder=encoder,
-            clients=clients,
+            clients=engines,
             created=int(time.time()),
             max_queue=config.scheduler.max_queue,
+            engines=shared,
         )
-        if self._workers is not None:
-            await self._workers.serve(model, config, shared)
+        try:
+            if not name:
+                self._check_name(model.name)
+            await self._serve(model, config, time.perf_counter() - started)
+        except BaseException:
+            await self._close(model)
+            raise
         return model
+
+    async def _serve(self, model: ServedModel, config: EngineConfig, seconds: float) -> None:
+        """Meter the engines of a model that took so long to start, and let the other processes serve it."""
+        first = model.clients[0]
+        phases = first.ready.phases if isinstance(first, ProcessClient) else {}
+        told = "".join(f" {text}" for text in [spell_phases(phases)] if text)
+        for number, engine in enumerate(model.clients):
+            client = MeteredClient(engine, model.name, self.metrics)
+            client.meter.cache = config.cache
+            model.clients[number] = client
+        logger.info(
+            "model loaded model=%s engines=%d seconds=%.2f%s", model.name, len(model.clients), seconds, told
+        )
+        if model.encoder.template_warning is not None:
+            logger.warning("%s", model.encoder.template_warning)
+        if self._workers is not None:
+            await self._workers.serve(model, config)
 
     def _tell_names(self) -> None:
         if self._workers is not None:
             self._workers.set_names(self.state.aliases, self.state.default_model)
+
+    def _tell_gone(self, engines: Sequence[int]) -> None:
+        if self._workers is not None:
+            self._workers.forget_engines(engines)
 
     async def _start_threads(self, config: EngineConfig) -> tuple[PromptEncoder, list[EngineClient]]:
         def build() -> tuple[PromptEncoder, list[EngineClient]]:
@@ -239,29 +252,31 @@ class Fleet:
             for number in range(server.replicas)
         ]
         starts = [
-            ProcessClient.start(config, **options, **followed, replica=replica)
+            asyncio.create_task(ProcessClient.start(config, **options, **followed, replica=replica))
             for followed, replica in zip(hooks, replicas, strict=True)
         ]
         # beside the engines, not before them
         opening = asyncio.create_task(asyncio.to_thread(open_text, config.load, source))
-        results = await asyncio.gather(opening, *starts, return_exceptions=True)
-        engines = [result for result in results if isinstance(result, ProcessClient)]
         try:
-            for result in results:
-                if isinstance(result, BaseException):
-                    raise result
+            await asyncio.gather(opening, *starts, return_exceptions=True)
+            text = opening.result()
+            engines = [start.result() for start in starts]
             ready = engines[0].ready
             make = partial(PromptEncoder, family=ready.family, context_len=ready.context_len)
-            encoder = await asyncio.to_thread(make, config.load, *opening.result(), model_len=ready.model_len)
+            encoder = await asyncio.to_thread(make, config.load, *text, model_len=ready.model_len)
         except BaseException:
-            await asyncio.gather(*(engine.close() for engine in engines))
+            started = [start for start in starts if not start.cancelled() and start.exception() is None]
+            await asyncio.gather(*(start.result().close() for start in started))
             raise
         return encoder, list(engines)
 
     async def _close(self, model: ServedModel) -> None:
         for client in model.clients:
             self.metrics.remove(client)
-        await asyncio.gather(*(client.close() for client in model.clients))
+        try:
+            await asyncio.gather(*(client.close() for client in model.clients))
+        finally:
+            self._tell_gone(model.engines)
 
     # -- watching ---------------------------------------------------------------------------------
 

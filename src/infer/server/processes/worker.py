@@ -3,7 +3,8 @@
 It has the routes, the tokenizer of every model and a socket of its own to every engine, and takes connections
 from the same listening socket. Process 0 starts and watches the engines, and tells this one about them:
 
-    spawned, down        an engine was started and connects to this endpoint; it is gone
+    spawned, down        an engine was started and connects to this endpoint; it has ended
+    gone                 these engines are not started again
     serve, unserve       a model is served by these engines; it is not any more
     names, forget        aliases and the default model; a prefix cache was emptied
     scrape, stop         what was counted here; the end
@@ -130,8 +131,16 @@ class Worker:
         self._feeds.setdefault(engine, EngineFeed()).spawned(endpoint)
 
     def on_down(self, engine: int, reason: str) -> None:
-        """End the requests of an engine that is gone."""
+        """End the requests of an engine that has ended."""
         self._feeds[engine].down(reason)
+
+    async def on_gone(self, engines: list[int]) -> None:
+        """Let go of engines for good, and of a model that they still serve: its load has failed elsewhere."""
+        for feed in [self._feeds.pop(engine) for engine in engines if engine in self._feeds]:
+            feed.close()
+        for model in list(self._state.models.values()):
+            if not set(engines).isdisjoint(model.engines):
+                await self.on_unserve(model.name)
 
     async def on_serve(
         self, name: str, knobs: dict[str, Any], engines: list[int], created: int, max_queue: int | None
@@ -139,32 +148,42 @@ class Worker:
         """Serve a model with these engines, which are ready."""
         text = await (self._texts.pop(repr(knobs), None) or self._open(knobs))
         clients: list[EngineClient] = []
-        for engine in engines:
-            link, ready = await self._feeds[engine].next()
-            client = ProcessClient(
-                link,
-                ready,
-                stuck_timeout=0.0,  # process 0 decides
-                start_again=self._feeds[engine].next,
-                policy=RestartPolicy(max_restarts=sys.maxsize, first_delay=0.0),
-            )
-            clients.append(MeteredClient(client, name, self._metrics))
-        config = EngineConfig.from_knobs(**knobs).load
-        make = partial(PromptEncoder, family=ready.family, context_len=ready.context_len)
-        encoder = await asyncio.to_thread(make, config, *text, model_len=ready.model_len)
+        try:
+            for engine in engines:
+                link, ready = await self._feeds[engine].next()
+                client = ProcessClient(
+                    link,
+                    ready,
+                    stuck_timeout=0.0,  # process 0 decides
+                    start_again=self._feeds[engine].next,
+                    policy=RestartPolicy(max_restarts=sys.maxsize, first_delay=0.0),
+                )
+                clients.append(MeteredClient(client, name, self._metrics))
+            config = EngineConfig.from_knobs(**knobs).load
+            make = partial(PromptEncoder, family=ready.family, context_len=ready.context_len)
+            encoder = await asyncio.to_thread(make, config, *text, model_len=ready.model_len)
+            if not self._feeds.keys() >= set(engines):
+                raise EngineStopped(f"the engines of {name!r} were closed while it was loaded")
+        except BaseException:
+            await self._close(clients)
+            raise
         self._state.models[name] = ServedModel(
-            name=name, encoder=encoder, clients=clients, created=created, max_queue=max_queue
+            name=name, encoder=encoder, clients=clients, created=created, max_queue=max_queue, engines=engines
         )
         gc.collect()
         gc.freeze()  # what start-up made stays
 
     async def on_unserve(self, name: str) -> None:
         """Serve a model no longer; answers when no request here holds it."""
-        model = self._state.models.pop(name)
+        if (model := self._state.models.pop(name, None)) is None:
+            return
         give_up_at = time.monotonic() + self._state.config.drain_timeout
         while model.num_held and time.monotonic() < give_up_at:
             await asyncio.sleep(UNLOAD_POLL_S)
-        for client in model.clients:
+        await self._close(model.clients)
+
+    async def _close(self, clients: list[EngineClient]) -> None:
+        for client in clients:
             self._metrics.remove(client)
             await client.close()
 

@@ -118,12 +118,12 @@ class Workers:
             "on_down": lambda reason: self._tell("down", {"engine": engine, "reason": reason}),
         }
 
-    async def serve(self, model: ServedModel, config: EngineConfig, engines: Sequence[int]) -> None:
+    async def serve(self, model: ServedModel, config: EngineConfig) -> None:
         """Let every process serve a model; returns when all do."""
         body = {
             "name": model.name,
             "knobs": config.knobs(),
-            "engines": list(engines),
+            "engines": list(model.engines),
             "created": model.created,
             "max_queue": model.max_queue,
         }
@@ -134,6 +134,10 @@ class Workers:
         await asyncio.gather(
             *(process.channel.call("unserve", {"name": name}) for process in self._processes)
         )
+
+    def forget_engines(self, engines: Sequence[int]) -> None:
+        """Tell every process that these engines were closed, or were never ready: none follows them."""
+        self._tell("gone", {"engines": list(engines)})
 
     def set_names(self, aliases: Mapping[str, str], default: str | None) -> None:
         """Tell every process what models are called."""
