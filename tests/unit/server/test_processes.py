@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from subprocess import Popen
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,11 +23,12 @@ from infer.server.app import build_app, create_app
 from infer.server.fleet.fleet import Fleet
 from infer.server.metrics import ServerMetrics
 from infer.server.middleware.forward import answer_forwarded
+from infer.server.processes import workers as workers_module
 from infer.server.processes.accept import Acceptor
 from infer.server.processes.board import Board, SharedState
 from infer.server.processes.channel import Channel
 from infer.server.processes.worker import EngineFeed, Worker
-from infer.server.processes.workers import Workers, num_processes
+from infer.server.processes.workers import Workers, _Process, num_processes
 from infer.server.state import ServedModel, ServerState
 from tests.support.app import Site
 from tests.support.fake_client import FakeClient
@@ -297,3 +299,48 @@ def test_an_engine_that_is_gone_leaves_nothing_in_an_api_process(tmp_path: Path)
         assert num_files() == before
 
     asyncio.run(main())
+
+
+class Answering:
+    """In place of the `Channel` to an API process: answers after an event, or fails."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.is_awake = asyncio.Event()
+        self.failure = failure
+
+    async def call(self, name: str, body: Any = None) -> Any:
+        if self.failure is not None:
+            raise self.failure
+        await self.is_awake.wait()
+        return {"name": name}
+
+    async def run(self) -> None:
+        await self.is_awake.wait()
+
+
+def processes_of(*channels: Answering, code: int = 0) -> Workers:
+    """A server's other processes: every child has ended with this code when it is waited for."""
+    workers = Workers(ServerConfig(), Board(len(channels) + 1))
+    child = cast(Popen[bytes], SimpleNamespace(wait=lambda timeout: code))
+    for number, channel in enumerate(channels, 1):
+        workers._processes.append(_Process(number, child, cast(Channel, channel)))
+    return workers
+
+
+def test_a_process_that_hangs_is_left_out_of_a_scrape_and_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(workers_module, "SCRAPE_TIMEOUT", 0.01)
+
+    async def main() -> list[int]:
+        quick, hanging = Answering(), Answering()
+        quick.is_awake.set()
+        workers = processes_of(quick, hanging)
+        counts = [len(await workers.scrape()), len(await workers.scrape())]
+        hanging.is_awake.set()
+        return [*counts, len(await workers.scrape())]
+
+    assert asyncio.run(main()) == [1, 1, 2]
+    assert [record.getMessage() for record in caplog.records] == [
+        "API process silent, counts left out process=2"
+    ]

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 WORKER_MODULE = "infer.server.processes.worker"
 CORES_PER_PROCESS = 4
 MAX_DEFAULT = 8
+SCRAPE_TIMEOUT = 2.0  # seconds
 STOP_TIMEOUT = 8.0  # seconds: longer than answers that are finished may take to be read
 
 
@@ -65,6 +66,7 @@ class _Process:
     child: subprocess.Popen[bytes]
     channel: Channel
     running: asyncio.Task[None] | None = None
+    is_silent: bool = False  # it did not answer the last scrape
 
 
 class Workers:
@@ -148,8 +150,21 @@ class Workers:
         self._tell("forget", {"name": name})
 
     async def scrape(self) -> list[dict[str, Any]]:
-        """What each process has counted."""
-        return list(await asyncio.gather(*(process.channel.call("scrape") for process in self._processes)))
+        """What each process has counted; one that does not answer within SCRAPE_TIMEOUT is left out."""
+        counted = await asyncio.gather(*map(self._scrape, self._processes))
+        return [each for each in counted if each is not None]
+
+    async def _scrape(self, process: _Process) -> dict[str, Any] | None:
+        try:
+            async with asyncio.timeout(SCRAPE_TIMEOUT):
+                counted: dict[str, Any] = await process.channel.call("scrape")
+        except (TimeoutError, EngineStopped):  # it hangs, or its end is about to be known
+            if not process.is_silent:
+                logger.error("API process silent, counts left out process=%d", process.number)
+            process.is_silent = True
+            return None
+        process.is_silent = False
+        return counted
 
     async def close(self) -> None:
         """End every process: those that do not end by themselves are killed."""
