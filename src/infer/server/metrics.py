@@ -183,11 +183,12 @@ class ServerMetrics(Collector):
         self._errors: Counter[str] = Counter()  # by the code in the body
         self._num_gone = 0
 
-    def add(self, model: str, client: EngineClient) -> EngineMeter:
-        """Add a meter for one more engine of a model."""
-        taken = {meter.labels[1] for meter in self.meters if meter.labels[0] == model}
-        number = next(number for number in map(str, range(len(taken) + 1)) if number not in taken)
-        meter = EngineMeter(model, number, client)
+    def add(self, model: str, client: EngineClient, label: str | None = None) -> EngineMeter:
+        """Add a meter for one more engine of a model, under a label that was chosen or a free one."""
+        if label is None:
+            taken = {meter.labels[1] for meter in self.meters if meter.labels[0] == model}
+            label = next(number for number in map(str, range(len(taken) + 1)) if number not in taken)
+        meter = EngineMeter(model, label, client)
         self.meters.append(meter)
         return meter
 

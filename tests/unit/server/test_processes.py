@@ -185,6 +185,18 @@ def test_the_sum_over_processes_is_what_one_process_would_have_counted() -> None
     assert parts[0].sum_with([]).text() == parts[0].text()
 
 
+def test_counts_are_summed_under_the_labels_that_process_0_chose() -> None:
+    """A model is loaded again while a request holds the old one in process 0, but none in the other."""
+    zero, other = ServerMetrics("infer"), ServerMetrics("infer")
+    old = FakeClient()
+    zero.add("m", old)
+    label = zero.add("m", FakeClient()).labels[1]
+    other.add("m", FakeClient(), label).num_output_tokens += 1000
+    zero.remove(old)
+    (meter,) = zero.sum_with([other.snapshot()]).meters
+    assert (meter.labels, meter.num_output_tokens) == (("m", "1"), 1000)
+
+
 def test_what_is_about_the_whole_server_is_answered_by_process_0() -> None:
     keys: dict[str, Any] = {"admin_key": "root", "api_key": ("k",)}
     first, other = Site(**keys), Site(**keys)
@@ -252,7 +264,8 @@ class FewWorkers:
     def new_engines(self, number: int) -> list[int]:
         return list(range(7, 7 + number))
 
-    async def serve(self, model: ServedModel, config: EngineConfig) -> None:
+    async def serve(self, model: ServedModel, config: EngineConfig, labels: list[str]) -> None:
+        assert labels == ["0", "1"]
         raise self.failure
 
     def forget_engines(self, engines: list[int]) -> None:

@@ -200,17 +200,19 @@ class Fleet:
         first = model.clients[0]
         phases = first.ready.phases if isinstance(first, ProcessClient) else {}
         told = "".join(f" {text}" for text in [spell_phases(phases)] if text)
+        labels = []
         for number, engine in enumerate(model.clients):
             client = MeteredClient(engine, model.name, self.metrics)
             client.meter.cache = config.cache
             model.clients[number] = client
+            labels.append(client.meter.labels[1])
         logger.info(
             "model loaded model=%s engines=%d seconds=%.2f%s", model.name, len(model.clients), seconds, told
         )
         if model.encoder.template_warning is not None:
             logger.warning("%s", model.encoder.template_warning)
         if self._workers is not None:
-            await self._workers.serve(model, config)
+            await self._workers.serve(model, config, labels)
 
     def _tell_names(self) -> None:
         if self._workers is not None:

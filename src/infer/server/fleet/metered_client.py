@@ -32,10 +32,12 @@ from infer.server.state import RequestRecord, current_record
 class MeteredClient:
     """An `EngineClient` whose requests are metered."""
 
-    def __init__(self, client: EngineClient, model: str, metrics: ServerMetrics) -> None:
+    def __init__(
+        self, client: EngineClient, model: str, metrics: ServerMetrics, label: str | None = None
+    ) -> None:
         self._client = client
         self._open: dict[str, _RequestTimes] = {}  # by request id
-        self.meter = metrics.add(model, self)
+        self.meter = metrics.add(model, self, label)
 
     async def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
         """Yield the outputs of a request and measure them; its end is counted, however it comes."""

@@ -143,13 +143,19 @@ class Worker:
                 await self.on_unserve(model.name)
 
     async def on_serve(
-        self, name: str, knobs: dict[str, Any], engines: list[int], created: int, max_queue: int | None
+        self,
+        name: str,
+        knobs: dict[str, Any],
+        engines: list[int],
+        labels: list[str],
+        created: int,
+        max_queue: int | None,
     ) -> None:
-        """Serve a model with these engines, which are ready."""
+        """Serve a model with these engines, which are ready and counted under these labels."""
         text = await (self._texts.pop(repr(knobs), None) or self._open(knobs))
         clients: list[EngineClient] = []
         try:
-            for engine in engines:
+            for engine, label in zip(engines, labels, strict=True):
                 link, ready = await self._feeds[engine].next()
                 client = ProcessClient(
                     link,
@@ -158,7 +164,7 @@ class Worker:
                     start_again=self._feeds[engine].next,
                     policy=RestartPolicy(max_restarts=sys.maxsize, first_delay=0.0),
                 )
-                clients.append(MeteredClient(client, name, self._metrics))
+                clients.append(MeteredClient(client, name, self._metrics, label))
             config = EngineConfig.from_knobs(**knobs).load
             make = partial(PromptEncoder, family=ready.family, context_len=ready.context_len)
             encoder = await asyncio.to_thread(make, config, *text, model_len=ready.model_len)

@@ -120,12 +120,13 @@ class Workers:
             "on_down": lambda reason: self._tell("down", {"engine": engine, "reason": reason}),
         }
 
-    async def serve(self, model: ServedModel, config: EngineConfig) -> None:
-        """Let every process serve a model; returns when all do."""
+    async def serve(self, model: ServedModel, config: EngineConfig, labels: Sequence[str]) -> None:
+        """Let every process serve a model and count its engines under these labels; returns when all do."""
         body = {
             "name": model.name,
             "knobs": config.knobs(),
             "engines": list(model.engines),
+            "labels": list(labels),
             "created": model.created,
             "max_queue": model.max_queue,
         }
