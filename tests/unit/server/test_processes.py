@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ import zmq
 from infer.client.messages import Ready, encode
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.engine.stats import EngineStats
-from infer.errors import ConfigError, EngineError, EngineStopped, UnknownModel
+from infer.errors import ConfigError, EngineError, EngineLost, EngineStopped, UnknownModel
 from infer.server.app import build_app, create_app
 from infer.server.fleet.fleet import Fleet
 from infer.server.metrics import ServerMetrics
@@ -151,6 +152,22 @@ def test_an_error_crosses_a_channel_as_what_it_is() -> None:
     with pytest.raises(UnknownModel, match="no such model") as caught:
         over_channel(lambda name, body: fail(body), lambda channel: channel.call("x"))
     assert caught.value.param == "name"
+
+
+def test_an_error_in_an_answer_does_not_end_a_channel(caplog: pytest.LogCaptureFixture) -> None:
+    def answer(name: str, body: Any) -> Any:
+        if name != "works":
+            raise UnknownModel(f"no {name}", param="name")
+        return 1
+
+    async def ask(channel: Channel) -> Any:
+        channel.tell("news")
+        with pytest.raises(UnknownModel, match="no question"):
+            await channel.call("question")
+        return await channel.call("works")
+
+    assert over_channel(answer, ask) == 1
+    assert [record.getMessage() for record in caplog.records] == ["message failed name=news"]
 
 
 def test_a_question_to_a_process_that_is_gone_is_an_error() -> None:
@@ -315,20 +332,20 @@ def test_an_engine_that_is_gone_leaves_nothing_in_an_api_process(tmp_path: Path)
 
 
 class Answering:
-    """In place of the `Channel` to an API process: answers after an event, or fails."""
+    """In place of the `Channel` to an API process: answers after an event, or is closed."""
 
-    def __init__(self, failure: Exception | None = None) -> None:
+    def __init__(self, *, is_closed: bool = False) -> None:
         self.is_awake = asyncio.Event()
-        self.failure = failure
+        self.is_closed = is_closed
 
     async def call(self, name: str, body: Any = None) -> Any:
-        if self.failure is not None:
-            raise self.failure
+        if self.is_closed:
+            raise EngineStopped("a process of the server has ended")
         await self.is_awake.wait()
         return {"name": name}
 
     async def run(self) -> None:
-        await self.is_awake.wait()
+        assert self.is_closed
 
 
 def processes_of(*channels: Answering, code: int = 0) -> Workers:
@@ -357,3 +374,16 @@ def test_a_process_that_hangs_is_left_out_of_a_scrape_and_named_once(
     assert [record.getMessage() for record in caplog.records] == [
         "API process silent, counts left out process=2"
     ]
+
+
+def test_processes_that_die_together_in_a_load_are_one_loss_with_its_exit_code() -> None:
+    async def main() -> None:
+        workers = processes_of(Answering(is_closed=True), Answering(is_closed=True), code=4)
+        model = ServedModel(name="m", encoder=cast(Any, None), clients=[], created=1)
+        load = workers.serve(model, EngineConfig.from_knobs(model="x"), [])
+        runs = [workers._run(process) for process in workers._processes]
+        failure, *ends = await asyncio.gather(load, *runs, return_exceptions=True)
+        assert ends == [None, None] and isinstance(failure, EngineLost)
+        assert re.fullmatch("API process [12] ended with exit code 4", str(failure))
+
+    asyncio.run(main())

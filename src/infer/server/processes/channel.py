@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
+import logging
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -20,6 +21,8 @@ import msgspec
 
 from infer.client.messages import Failure, to_error, to_failure
 from infer.errors import EngineStopped
+
+logger = logging.getLogger(__name__)
 
 _SIZE_BYTES = 4
 _encode = msgspec.msgpack.Encoder().encode
@@ -37,7 +40,7 @@ class Channel:
         self._numbers = itertools.count(1)
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_closed = False
+        self.is_closed = False  # the other end is gone
 
     async def open(self) -> None:
         """Get ready to send; must come first."""
@@ -53,7 +56,7 @@ class Channel:
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
-            self._is_closed = True
+            self.is_closed = True
             for done in self._calls.values():
                 if not done.done():
                     done.set_exception(EngineStopped("a process of the server has ended"))
@@ -77,7 +80,7 @@ class Channel:
             del self._calls[number]
 
     def _send(self, message: list[Any]) -> None:
-        if self._is_closed:
+        if self.is_closed:
             raise EngineStopped("a process of the server has ended")
         data = _encode(message)
         self._writer.write(len(data).to_bytes(_SIZE_BYTES, "little") + data)
@@ -92,18 +95,30 @@ class Channel:
             else:
                 done.set_result(body)
             return
-        answer = self._answer(name, body)
+        try:
+            answer = self._answer(name, body)
+        except Exception as error:
+            self._fail(number, name, error)
+            return
         if inspect.isawaitable(answer):
-            task = asyncio.ensure_future(self._reply(number, answer))
+            task = asyncio.ensure_future(self._reply(number, name, answer))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         elif number:
             self._send([-number, None, answer])
 
-    async def _reply(self, number: int, answer: Awaitable[Any]) -> None:
+    async def _reply(self, number: int, name: str, answer: Awaitable[Any]) -> None:
         try:
-            result, failure = await answer, None
-        except Exception as error:  # raised again where it was asked
-            result, failure = None, to_failure(error)
-        if number and not self._is_closed:
-            self._send([-number, failure, result])
+            result = await answer
+        except Exception as error:
+            self._fail(number, name, error)
+            return
+        if number and not self.is_closed:
+            self._send([-number, None, result])
+
+    def _fail(self, number: int, name: str, error: Exception) -> None:
+        """Let an error be raised where the question was asked; one that nothing waits for is logged."""
+        if not number:
+            logger.error("message failed name=%s", name, exc_info=error)
+        elif not self.is_closed:
+            self._send([-number, to_failure(error), None])

@@ -243,6 +243,8 @@ async def run(launch: WorkerLaunch) -> None:
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
     await serving
+    if listening.done():
+        listening.result()  # raises what went wrong
 
 
 def main() -> int:

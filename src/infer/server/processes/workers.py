@@ -32,7 +32,7 @@ from starlette.types import ASGIApp
 from infer.client.spawn import spawn
 from infer.client.supervisor import log_level
 from infer.config.settings import EngineConfig, ServerConfig
-from infer.errors import EngineStopped
+from infer.errors import EngineLost, EngineStopped
 from infer.server.fleet.fleet import with_server_defaults
 from infer.server.middleware.forward import answer_forwarded
 from infer.server.processes.board import Board
@@ -130,7 +130,12 @@ class Workers:
             "created": model.created,
             "max_queue": model.max_queue,
         }
-        await asyncio.gather(*(process.channel.call("serve", body) for process in self._processes))
+        try:
+            await asyncio.gather(*(process.channel.call("serve", body) for process in self._processes))
+        except EngineStopped:
+            if self._is_closing or not any(process.channel.is_closed for process in self._processes):
+                raise
+            raise EngineLost(await asyncio.shield(self.lost)) from None  # how it ended is about to be known
 
     async def unserve(self, name: str) -> None:
         """Let no process serve a model; returns when no request holds it any more."""
@@ -194,7 +199,8 @@ class Workers:
             return
         code = await asyncio.to_thread(_wait, process.child)
         how = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
-        self.lost.set_result(f"API process {process.number} ended with {how}")
+        if not self.lost.done():  # else another one has ended meanwhile
+            self.lost.set_result(f"API process {process.number} ended with {how}")
 
 
 def _answer(app: ASGIApp, name: str, body: dict[str, Any]) -> Any:
