@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import re
 import socket
@@ -67,6 +68,16 @@ def test_states_on_one_board_agree() -> None:
     other.num_active += 3
     assert (first.num_active, other.num_active) == (2, 3)
     assert first.total_active == other.total_active == 5
+
+
+def test_a_newcomer_writes_no_flag_and_has_all_of_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flag that is read and written back would undo a drain that begins in between."""
+    written: list[int] = []
+    monkeypatch.setattr(Board, "set_flag", lambda board, which, value: written.append(which))
+    state, plain = SharedState(ServerConfig(), Board(2)), ServerState(config=ServerConfig())
+    assert not written
+    for field in dataclasses.fields(ServerState):
+        assert getattr(state, field.name) == getattr(plain, field.name), field.name
 
 
 def test_the_busier_process_knows_that_it_is() -> None:

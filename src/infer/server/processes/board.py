@@ -79,9 +79,9 @@ class SharedState(ServerState):
     """A server's state whose flags and counts are those of all its API processes."""
 
     def __init__(self, config: ServerConfig, board: Board) -> None:
+        # Not by super().__init__(): it would write the flags, and undo a drain that begins meanwhile.
         self.board = board
-        flags = [board.flag(which) for which in (_STARTING, _DRAINING)]  # as they are: others write them
-        super().__init__(config=config, is_starting=flags[0], is_draining=flags[1])
+        self.config, self.models, self.aliases, self.default_model = config, {}, {}, None
 
     is_starting = _shared(
         lambda board: board.flag(_STARTING), lambda board, on: board.set_flag(_STARTING, on)
