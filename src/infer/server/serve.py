@@ -82,6 +82,7 @@ class HttpServer(uvicorn.Server):
         """Listen no more, and let the last answers be read."""
         if self._shared is not None:
             self._acceptor.close()
+            self._shared[0].close()
         await super().shutdown(sockets)
 
 

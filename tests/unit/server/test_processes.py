@@ -31,6 +31,7 @@ from infer.server.processes.board import Board, SharedState
 from infer.server.processes.channel import Channel
 from infer.server.processes.worker import EngineFeed, Worker
 from infer.server.processes.workers import Workers, _Process, num_processes
+from infer.server.serve import HttpServer, uvicorn_config
 from infer.server.state import ServedModel, ServerState
 from tests.support.app import Site
 from tests.support.fake_client import FakeClient
@@ -88,6 +89,24 @@ def test_the_busier_process_knows_that_it_is() -> None:
     assert first.has_more_connections and not other.has_more_connections
     other.count_connection(1)
     assert not first.has_more_connections
+
+
+def test_a_server_that_has_shut_down_listens_no_more() -> None:
+    async def main() -> None:
+        site, listener = Site(), socket.create_server(("127.0.0.1", 0))
+        address = listener.getsockname()
+        listener.setblocking(False)
+        server = HttpServer(uvicorn_config(site.state, Fleet(site.state, ServerMetrics("infer"))))
+        server.share(listener, Board(2))
+        serving = asyncio.create_task(server.serve(sockets=[]))
+        _, writer = await asyncio.open_connection(*address)
+        writer.close()
+        server.should_exit = True
+        await serving
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(*address)
+
+    asyncio.run(main())
 
 
 class Greeting(asyncio.Protocol):
