@@ -214,11 +214,22 @@ class EngineProcess(EngineLink):
         self.exited.set()
 
 
+_directories: set[str] = set()  # of the engine processes of this process
+
+
 def _private_directory(resources: contextlib.ExitStack) -> str:
     base = tempfile.gettempdir()
     directory = tempfile.mkdtemp(prefix="infer-", dir=base if len(base) <= MAX_TMP_LEN else "/tmp")  # 0700
+    _directories.add(directory)
+    resources.callback(_directories.discard, directory)
     resources.callback(shutil.rmtree, directory, ignore_errors=True)
     return directory
+
+
+def remove_directories() -> None:
+    """Remove the directories of all engine processes: this process is about to end without closing them."""
+    for directory in _directories:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def log_level() -> str:

@@ -34,6 +34,7 @@ from typing import Any
 import uvicorn
 
 from infer.client.spawn import SpareEngines
+from infer.client.supervisor import remove_directories
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.errors import ConfigError, EngineLost
 from infer.server.app import build_app
@@ -295,6 +296,9 @@ def _stop_on_signals(state: ServerState) -> asyncio.Future[None]:
     def on_signal() -> None:
         if stopping.done():
             logger.warning("second signal ended_requests=%d", state.total_active)
+            remove_directories()
+            if state.config.uds is not None:
+                Path(state.config.uds).unlink(missing_ok=True)
             os._exit(130)  # engine processes notice it and follow
         stopping.set_result(None)
 
