@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
+from operator import le
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,16 @@ def test_a_model_loaded_at_one_process_is_served_and_unloaded_by_all(
     assert all(client.get("/v1/models/more").status_code == 404 for client in clients)
 
 
+def test_a_load_that_fails_leaves_nothing_in_any_process(
+    server: ServerProcess, clients: list[httpx.Client], checkpoint: str
+) -> None:
+    before = files_of_workers(server)
+    body = {"name": "broken", "model": checkpoint, "knobs": {"device": "cuda:99"}}  # the engine finds none
+    answer = clients[1].post("/admin/models/load", json=body, headers=ROOT)
+    assert answer.status_code == 422, answer.text
+    wait_until(lambda: all(map(le, files_of_workers(server), before)))  # an idle connection may end meanwhile
+
+
 def test_draining_one_drains_all(clients: list[httpx.Client]) -> None:
     assert clients[1].post("/admin/drain", json={}, headers=ROOT).json()["is_draining"]
     for client in clients:
@@ -203,6 +214,12 @@ def test_processes_end_with_process_0_however_that_ends(checkpoint: str, tmp_pat
         children = server.children()
         assert server.stop(signal.SIGKILL) == -signal.SIGKILL
         wait_until(lambda: not any(map(is_alive, children)))
+
+
+def files_of_workers(server: ServerProcess) -> list[int]:
+    """How many files each API process but process 0 has open."""
+    workers = [pid for pid in server.children() if "processes.worker" in cmdline(pid)]
+    return [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in workers]
 
 
 def logged(server: ServerProcess, text: str) -> bool:
