@@ -73,3 +73,13 @@ def test_refused_requests_are_counted_and_said(live: LiveServer, capsys: pytest.
     arguments = ["--workload", "w1_single", "--vocab-size", "9000", "--warmup", "0"]
     assert main(["bench", "serve", "--url", live.url, *arguments]) == 1
     assert "w1_single: 1 failed: HTTP 4" in capsys.readouterr().out
+
+
+def test_a_soak_has_a_verdict(live: LiveServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--concurrency", "6", "--duration", "2", "--out", str(tmp_path / "r")]
+    assert main(["bench", "serve", "--url", live.url, *arguments]) == 0
+    [row] = read_report(tmp_path / "r.json").rows
+    assert row.note == "passed" and row.figures["num_errors"].median == 0
+    assert row.figures["num_requests"].median > 0 and "host_drift_share" in row.figures
+    assert "soak: passed" in capsys.readouterr().out
+    assert main(["bench", "serve", "--url", live.url, *arguments[:4], "--slo", "ttft=0.000001"]) == 1

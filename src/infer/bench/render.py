@@ -50,6 +50,10 @@ SHOWN: dict[str, tuple[tuple[str, ...], ...]] = {
     "backends": (
         ("largest_difference", "same_tokens", "output_tokens_per_s", "ttft_p50_s", "itl_p50_s", "seconds"),
     ),
+    "soak": (
+        ("num_requests", "num_errors", "num_hung_up", "host_drift_share", "gpu_drift_share"),
+        ("output_tokens_per_s", "ttft_p50_s", "ttft_p99_s", "itl_p99_s", "e2e_p99_s", "seconds"),
+    ),
     "memory": (
         ("weights_bytes", "kv_bytes", "activation_bytes", "graph_bytes", "process_bytes"),
         ("mean_running", "peak_running", "num_preemptions", "num_steps", "speed_up"),

@@ -112,7 +112,7 @@ def bench_server(
     served = ask_server(endpoint, wait_s=plan.wait_s)
     endpoint = replace(endpoint, model=served.model)
     notes: list[str] = [] if endpoint.is_here else [ELSEWHERE]
-    plan = _with_ids(endpoint, plan, notes)
+    plan = choose_ids(endpoint, plan, notes)
     for note in notes:
         tell(note)
     workloads = [_prepare(name, plan, served) for name in plan.workloads]
@@ -139,7 +139,7 @@ def bench_server(
     )
 
 
-def _with_ids(endpoint: Endpoint, plan: Plan, notes: list[str]) -> Plan:
+def choose_ids(endpoint: Endpoint, plan: Plan, notes: list[str]) -> Plan:
     """Return the plan with token ids that this server takes, or with words where it takes none.
 
     One request per guess, the largest first: nearly every server is content with the first.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -75,6 +76,8 @@ SERVE_HOW: Flags = {
     "--temperature": ("X", zero_or_more, 0.6, "of every request"),
     "--vocab-size": ("N", positive, None, "token ids stay below; default: 10000 if it takes those"),
     "--timeout": ("S", above_zero, 600.0, "seconds for one request"),
+    "--duration": ("S", above_zero, None, "a soak: ask for so long, judge errors, memory and p99 latency"),
+    "--concurrency": ("N", positive, 100, "clients of a soak"),
     "--processes": ("N", positive, None, "client processes; default: one per 128 streams"),
 }
 
@@ -233,6 +236,15 @@ def _serve(args: argparse.Namespace) -> int:
         wait_s=args.wait,
         note=args.note,
     )
+    if args.duration is not None:
+        from infer.bench.metrics import Slo
+        from infer.bench.soak import bench_soak
+
+        if args.slo == SERVE_HOW["--slo"][2]:  # no limit was asked for
+            plan = replace(plan, slo=Slo())
+        load = {"concurrency": args.concurrency, "duration_s": args.duration}
+        report = bench_soak(endpoint, plan, **load, tell=notice)
+        return max(_finish(args, report), int(report.rows[0].note != "passed"))
     return _finish(args, bench_server(endpoint, plan, tell=notice))
 
 
