@@ -92,7 +92,7 @@ SQUEEZES: dict[str, dict[str, Any]] = {
 @all_families
 @pytest.mark.parametrize("squeeze", SQUEEZES)
 def test_preemption_changes_no_token(family: str, squeeze: str) -> None:
-    engine = make_engine(family, block_size=2, num_blocks=30, prefill_chunk_size=5, **SQUEEZES[squeeze])
+    engine = make_engine(family, block_size=2, num_blocks=26, prefill_chunk_size=5, **SQUEEZES[squeeze])
     assert run_engine(engine, REQUESTS) == expected(family)
     assert engine.scheduler.num_preemptions > 0
 
