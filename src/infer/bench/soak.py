@@ -30,6 +30,7 @@ from infer.bench.metrics import RequestTrace, Slo, percentile, summarise
 from infer.bench.report import Report, make_report, make_row
 from infer.bench.serve import Plan, ask_server, choose_ids
 from infer.bench.sse_client import BrokenAnswer, Client, Endpoint, EventReader, fetch
+from infer.cache.memory import resident_bytes
 from infer.errors import ConfigError
 
 MAX_PROMPT, MAX_OUTPUT = 512, 128  # tokens, or what the context has room for
@@ -37,7 +38,6 @@ HANG_UP_SHARE = 1 / 3
 LONGEST_WAIT_S = 2.0  # before a client hangs up
 NUM_READINGS = 40  # of the memory
 DRIFT_SHARE, DRIFT_BYTES = 0.05, 64 << 20  # more than both is a leak
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _LISTEN = "0A"  # of /proc/net/tcp
 _GPU_BYTES = re.compile(r"^\w*gpu_memory_used_bytes(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
 
@@ -218,11 +218,3 @@ def _listening(endpoint: Endpoint) -> set[str]:
                 lines = [line.split() for line in Path("/proc/net", name).read_text().splitlines()[1:]]
                 inodes += [line[9] for line in lines if line[1].endswith(port) and line[3] == _LISTEN]
     return {f"socket:[{inode}]" for inode in inodes}
-
-
-def resident_bytes(pid: int) -> int:
-    """The memory of a process; 0 where it is gone."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
-    except (OSError, ValueError, IndexError):
-        return 0

@@ -314,12 +314,16 @@ def size_cache(
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int]:
     """Return the memory of the machine in all, and what of it this process has in use."""
-    page = os.sysconf("SC_PAGE_SIZE")
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), resident_bytes("self", root)
+
+
+def resident_bytes(process: int | str, root: Path = Path("/")) -> int:
+    """Return the memory that a process has in use; 0 where that cannot be read."""
     try:
-        resident = int((root / "proc/self/statm").read_text(encoding="ascii").split()[1]) * page
+        statm = (root / f"proc/{process}/statm").read_text(encoding="ascii")
+        return int(statm.split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
-        resident = 0
-    return page * os.sysconf("SC_PHYS_PAGES"), resident
+        return 0
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:

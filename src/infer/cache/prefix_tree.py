@@ -266,7 +266,7 @@ class PrefixTree:
 
 
 def _groups_of(windows: Sequence[int | None]) -> list[slice]:
-    """Of each table: the tables of its group."""
+    """Return, for each table, the slice of tables that belong to its group of layers."""
     groups: list[slice] = []
     for _, tables in groupby(windows):
         size = len(list(tables))

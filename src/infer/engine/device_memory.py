@@ -30,9 +30,8 @@ from infer.kernels.runtime.dispatch import is_gpu
 PIN_BYTES = 2 << 20  # above 1 MiB: what is smaller is not taken from large blocks
 SMALL_BLOCK = 2 << 20
 NUM_SMALL_BLOCKS = 8
-LEAST_ARENA = (
-    32 << 20
-)  # what is smaller shares its block with other tensors, and no pin could be told from them
+# what is smaller shares its block with other tensors, and no pin could be told from them
+LEAST_ARENA = 32 << 20
 MAX_PINS_TRIED = 1000  # gaps of 2 MiB that other tensors have left
 
 

@@ -129,7 +129,7 @@ class ShardedTensor:
                 yield part
 
     def transpose(self) -> ShardedTensor | None:
-        """The same part of the transposed matrix, if that is how this one is stored."""
+        """Return this shard of the transposed matrix; None where the matrix is not stored transposed."""
         source = self.source.transpose()
         return None if source is None else ShardedTensor(source, self.kept[::-1])
 

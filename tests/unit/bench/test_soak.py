@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from infer.bench.metrics import RequestTrace, Slo
-from infer.bench.soak import Soak, drift_of, judge, resident_bytes, server_pids
+from infer.bench.soak import Soak, drift_of, judge, server_pids
 from infer.bench.sse_client import Endpoint
+from infer.cache.memory import resident_bytes
 
 GIB = float(2**30)
 
