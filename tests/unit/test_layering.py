@@ -28,25 +28,31 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"layers", "quant", "kernels"},
     "loader": {"models", "layers", "quant", "kernels"},
     "tokenizer": set(),
+    "dialects": {"sampling", "tokenizer"},
     "sampling": {"kernels"},
+    "structured": {"sampling"},
     "cache": {"kernels"},
     "scheduling": {"cache", "sampling"},
     "execution": {"scheduling", "cache", "kernels", "layers", "models", "sampling"},
-    "engine": {"scheduling", "execution", "cache", "kernels", "layers", "loader", "models", "sampling"},
+    "engine": {
+        "scheduling", "execution", "cache", "kernels", "layers", "loader", "models", "sampling", "structured",
+    },
     "tools": {
         "engine", "scheduling", "execution", "cache", "kernels", "layers", "loader", "models", "quant",
         "sampling",
     },
     "client": {"engine", "scheduling", "loader", "tools"},
-    "frontend": {"client", "engine", "scheduling", "loader", "sampling", "tokenizer", "tools"},
-    "server": {"frontend", "client", "engine", "scheduling", "loader", "sampling", "tokenizer", "tools"},
+    "frontend": {"client", "engine", "scheduling", "loader", "sampling", "tokenizer", "dialects", "tools"},
+    "server": {
+        "frontend", "client", "engine", "scheduling", "loader", "sampling", "tokenizer", "dialects", "tools",
+    },
     "bench": {
         "frontend", "tools", "client", "engine", "scheduling", "execution", "cache", "kernels", "loader",
         "models", "sampling",
     },
     "cli": {
         "frontend", "bench", "tools", "client", "engine", "scheduling", "loader", "sampling", "server",
-        "tokenizer",
+        "tokenizer", "dialects",
     },
     "__init__": {"frontend", "sampling"},  # imported when a name is first used
     "__main__": {"cli"},

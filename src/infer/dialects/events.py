@@ -1,0 +1,40 @@
+"""What an answer is made of, in the order it was written: reasoning, text, tool calls.
+
+A dialect's parser turns pieces of text into these events, whatever the family's own notation is; each API
+(`/v1/chat/completions`, `/v1/messages`, `/v1/responses`), the command line and `LLM.chat` turn them into its
+own words. Joined, the arguments of one call are one JSON object, character for character.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class ReasoningDelta(NamedTuple):
+    """A piece of what the model wrote for itself."""
+
+    text: str
+
+
+class ContentDelta(NamedTuple):
+    """A piece of the answer."""
+
+    text: str
+
+
+class CallStart(NamedTuple):
+    """A tool call begins; its arguments follow."""
+
+    index: int  # of the answer's calls, from 0
+    call_id: str
+    name: str
+
+
+class CallDelta(NamedTuple):
+    """A piece of a call's arguments, as JSON text."""
+
+    index: int
+    arguments: str
+
+
+AnswerEvent = ReasoningDelta | ContentDelta | CallStart | CallDelta
