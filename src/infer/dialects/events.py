@@ -7,22 +7,25 @@ own words. Joined, the arguments of one call are one JSON object, character for 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 
-class ReasoningDelta(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
     """A piece of what the model wrote for itself."""
 
     text: str
 
 
-class ContentDelta(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
     """A piece of the answer."""
 
     text: str
 
 
-class CallStart(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CallStart:
     """A tool call begins; its arguments follow."""
 
     index: int  # of the answer's calls, from 0
@@ -30,7 +33,8 @@ class CallStart(NamedTuple):
     name: str
 
 
-class CallDelta(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CallDelta:
     """A piece of a call's arguments, as JSON text."""
 
     index: int
