@@ -136,7 +136,7 @@ class OracleRunner(SyncRunner):
         logprobs: list[tuple[RowLogprobs | None, ...]] = []
         for chunk, seq, table in zip(plan.chunks, sequences, tables, strict=True):
             seen = self._read(seq, table, chunk.start, chunk.stop)
-            samples = [sample_row(seq, seq.index + i) for i in range(chunk.num_samples)]
+            samples = [sample_row(seq, seq.index + i, chunk.stop) for i in range(chunk.num_samples)]
             lengths = [chunk.stop] * len(samples)
             for place in range(chunk.stop - len(seq.drafts), chunk.stop):  # drafts: how many are right?
                 if seen[place] == next_token(seen[:place], samples[0].seed):

@@ -81,7 +81,8 @@ class SmallerSteps:
             raise error
         self._tries_again = True
         try:
-            return self._run(StepPlan(plan.step, plan.chunks, table_changes=plan.table_changes), sequences)
+            again = StepPlan(plan.step, plan.chunks, table_changes=plan.table_changes, masks=plan.masks)
+            return self._run(again, sequences)
         finally:
             self._tries_again = False
 
@@ -118,6 +119,6 @@ def halves(
         early.stops[-1] = late.starts[0] = cut
         early.num_samples[-1], early.draws[-1] = 0, False
     return [
-        (first, StepPlan(plan.step, early, table_changes=plan.table_changes)),
-        (second, StepPlan(plan.step, late)),
+        (first, StepPlan(plan.step, early, table_changes=plan.table_changes, masks=plan.masks)),
+        (second, StepPlan(plan.step, late, masks=plan.masks)),
     ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from infer.execution.batch import reads_prompt
@@ -57,10 +58,12 @@ class HostSampler:
         places: list[int] = []
         rows: list[SampleRow] = []
         counts: list[int] = plan.chunks.num_samples.tolist()
-        for count, seq, last_row in zip(counts, sequences, last_rows, strict=True):
+        stops: list[int] = plan.chunks.stops.tolist()
+        for count, stop, seq, last_row in zip(counts, stops, sequences, last_rows, strict=True):
+            mask_W = plan.masks.get(seq.seq_id) if plan.masks else None
             for index in range(count):
                 places.append(last_row)
-                rows.append(sample_row(seq, seq.index + index))
+                rows.append(sample_row(seq, seq.index + index, stop, mask_W))
         ids: list[tuple[int, ...]] = [()] * len(counts)
         logprobs: list[tuple[RowLogprobs | None, ...]] = [()] * len(counts)
         prompt_logprobs = read_prompts(self.prompt_tables(plan, sequences, last_rows, hidden_TD))
@@ -116,17 +119,18 @@ def read_prompts(tables: list[PromptTable]) -> dict[int, list[RowLogprobs]]:
     }
 
 
-def sample_row(seq: TokenSequence, index: int) -> SampleRow:
-    """How to sample the next token of a sequence, or of the `index`-th sequence it is about to become."""
+def sample_row(seq: TokenSequence, index: int, position: int, mask_W: np.ndarray | None = None) -> SampleRow:
+    """How to sample the token at a position of a sequence, or of the `index`-th one it is about to become."""
     params = seq.group.request.params
     return SampleRow(
         params=params,
         seed=sequence_seed(seq.group.seed, index),
-        position=seq.num_tokens,
+        position=position,
         num_prompt=seq.num_prompt,
         tokens=seq.tokens,
-        banned=seq.group.stop_ids if seq.num_output < params.min_tokens else (),
+        banned=seq.group.stop_ids if position - seq.num_prompt < params.min_tokens else (),
         num_logprobs=num_logprobs(seq.group),
+        mask_W=None if mask_W is None else torch.from_numpy(mask_W),
     )
 
 

@@ -50,6 +50,7 @@ class ModelRunner(SyncRunner):
         record_cpu_step: bool = True,
     ) -> None:
         self._model = model
+        self.vocab_size = model.config.vocab_size
         self._store = store
         self._state = state
         self._sampler = HostSampler(model)

@@ -3,6 +3,13 @@
     launch   move blocks, run the model, sample; returns at once where a device works by itself
     wait     the object that `launch` returns: call it for the `StepResult`
 
+Where sequences are constrained, what may come next is known only when the ids of the last step are, and takes
+the host some time to find out. The model runs meanwhile:
+
+    begin    move blocks, run the model; returns an `UnsampledStep`
+    masks    memory that the host fills, a mask for each constrained row of the step
+    sample   sample under the masks; returns what `launch` returns
+
 A runner owns tensors and no decisions: the engine can hand it any plan twice and get the same ids. The one of
 a CPU, and of plain PyTorch on any device, is in model_runner.py; the one whose state lives on a GPU in gpu/.
 """
@@ -30,6 +37,27 @@ class StepResult(NamedTuple):
     pooled: Mapping[int, np.ndarray] = {}  # by seq_id: pooled hidden states of this chunk of an embedding
 
 
+Launch = Callable[[StepPlan, Sequence[TokenSequence]], Callable[[], StepResult]]
+
+
+class UnsampledStep(Protocol):
+    """A step whose model runs, and which samples later: `masks`, then `sample`, before any other launch."""
+
+    def masks(self, num_rows: int) -> np.ndarray:
+        """Memory for so many masks, all of it to be overwritten: int32 [num_rows, ceil(vocabulary / 32)].
+
+        A mask is a bit for every id, the lowest in the lowest bit of the first word; 1: it may come next.
+        """
+        ...
+
+    def sample(self, numbers: Sequence[int]) -> Callable[[], StepResult]:
+        """Sample the step: mask k is that of the chunk `numbers[k]`, and other chunks have none.
+
+        A chunk that draws several ids draws each under its mask. Call what it returns to wait for the result.
+        """
+        ...
+
+
 class Runner(Protocol):
     """Executes plans: a model on a device, or a stand-in for tests and simulations."""
 
@@ -37,9 +65,18 @@ class Runner(Protocol):
         """Begin a plan whose chunks belong to `sequences`, in order; call what it returns to wait for it."""
         ...
 
+    def begin(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> UnsampledStep:
+        """Begin a plan, and let the caller say later what it may sample.
+
+        By then the counts of its sequences have moved on: a chunk's `stop` is where its sampled token stands.
+        """
+        ...
+
 
 class SyncRunner(ABC):
-    """A runner that is done when it returns."""
+    """A runner that is done when it returns. The masks of a plan's sequences are in `plan.masks`."""
+
+    vocab_size: int = 0  # the number of logits of a row; to be given where sequences are constrained
 
     @abstractmethod
     def run(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> StepResult:
@@ -49,3 +86,29 @@ class SyncRunner(ABC):
         """Execute the plan at once; nothing is left to wait for."""
         result = self.run(plan, sequences)
         return lambda: result
+
+    def begin(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> UnsampledStep:
+        """Wait for the masks, then execute the plan: there is nothing that could work meanwhile."""
+        return LateStep(self.launch, plan, sequences, self.vocab_size)
+
+
+class LateStep:
+    """A step that is launched when its masks are there: they are in `plan.masks`."""
+
+    def __init__(
+        self, launch: Launch, plan: StepPlan, sequences: Sequence[TokenSequence], vocab_size: int
+    ) -> None:
+        self._launch, self._plan, self._sequences = launch, plan, sequences
+        self._num_words = -(-vocab_size // 32)
+        self._masks_KW = np.empty((0, self._num_words), dtype=np.int32)
+
+    def masks(self, num_rows: int) -> np.ndarray:
+        """Memory for so many masks."""
+        self._masks_KW = np.empty((num_rows, self._num_words), dtype=np.int32)
+        return self._masks_KW
+
+    def sample(self, numbers: Sequence[int]) -> Callable[[], StepResult]:
+        """Run the step and sample it."""
+        seq_ids = [self._sequences[number].seq_id for number in numbers]
+        self._plan.masks = dict(zip(seq_ids, self._masks_KW, strict=True))
+        return self._launch(self._plan, self._sequences)

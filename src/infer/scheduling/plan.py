@@ -12,7 +12,7 @@ reader they are a sequence of `Chunk`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, overload
 
@@ -155,6 +155,8 @@ class StepPlan:
 
     Rows are counted through all tables: of the second table they begin where those of the first end.
     """
+    masks: Mapping[int, np.ndarray] = field(default_factory=dict, compare=False)
+    """Which ids may come next, by seq_id; only runners that sample on the host are told (`runner.py`)."""
 
     @property
     def num_tokens(self) -> int:

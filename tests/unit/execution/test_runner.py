@@ -129,17 +129,15 @@ def test_prompt_logprobs_are_computed_a_few_rows_at_a_time(monkeypatch: pytest.M
 
 
 def test_what_a_row_asks_of_the_sampler() -> None:
-    plain = sample_row(make_seq(1, [1, 2], SamplingParams(min_tokens=1), seed=9), 0)
+    plain = sample_row(make_seq(1, [1, 2], SamplingParams(min_tokens=1), seed=9), 0, 2)
     assert (plain.seed, plain.position, plain.num_prompt) == (9, 2, 2)
     assert plain.num_logprobs is None
     assert plain.banned == (7,), "no stop before min_tokens"
     seq = make_seq(1, [1, 2], SamplingParams(min_tokens=1), seed=9)
-    seq.tokens.append(5)
-    seq.num_tokens += 1
-    assert sample_row(seq, 0).banned == ()
-    ranked = sample_row(make_seq(1, [1, 2], SamplingParams(best_of=3)), 0)
+    assert sample_row(seq, 0, 3).banned == ()
+    ranked = sample_row(make_seq(1, [1, 2], SamplingParams(best_of=3)), 0, 2)
     assert ranked.num_logprobs == 0, "ranking needs the logprob of the chosen token"
-    asked = sample_row(make_seq(1, [1, 2], SamplingParams(best_of=3, logprobs=2)), 0)
+    asked = sample_row(make_seq(1, [1, 2], SamplingParams(best_of=3, logprobs=2)), 0, 2)
     assert asked.num_logprobs == 2
 
 

@@ -91,7 +91,7 @@ def test_where_everything_is_forbidden_the_request_fails_and_nobody_waits() -> N
 def test_each_beam_offers_enough_for_all_its_stops() -> None:
     request = Request(request_id="r", prompt=(1, 2), params=SamplingParams(n=4, **BEAMS))
     group = SequenceGroup(request, max_total=9, stop_ids=(5, 6, 7), seed=0)
-    row = sample_row(Sequence(0, group, 0, [1, 2]), 0)
+    row = sample_row(Sequence(0, group, 0, [1, 2]), 0, 2)
     assert row.num_logprobs == 4 + 3
 
 

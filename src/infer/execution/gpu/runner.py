@@ -37,7 +37,7 @@ from infer.execution.gpu.step import DeviceStep, prepare_backend
 from infer.execution.gpu.step_inputs import MAX_CHUNKS, DeviceInputs, Prompts
 from infer.execution.halves import SmallerSteps
 from infer.execution.host_sampling import HostSampler
-from infer.execution.runner import StepResult
+from infer.execution.runner import LateStep, StepResult, UnsampledStep
 from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.dense import Batch, DenseAttention
 from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks, tokens_per_tile
@@ -283,6 +283,10 @@ class DeviceRunner:
         """Launch a plan and wait for its result."""
         return self.launch(plan, sequences)()
 
+    def begin(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> UnsampledStep:
+        """Wait for the masks, then launch the plan, to be sampled on the host."""
+        return LateStep(self.launch, plan, sequences, self._model.config.vocab_size)
+
     def launch(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> WaitForStep:
         """Begin a plan; see the module's docstring for the order."""
         decoded, self._decoded = self._decoded, None
@@ -291,7 +295,7 @@ class DeviceRunner:
                 self._store.transfer(plan.transfers)
             try:
                 if (
-                    decoded is not None and decoded[0] is plan.chunks.rows
+                    decoded is not None and decoded[0] is plan.chunks.rows and not plan.masks
                 ):  # all that decoded last: a token on
                     if plan.table_changes:
                         self._rows.sync_tables(plan)
@@ -319,7 +323,7 @@ class DeviceRunner:
             return lambda: result
         self._rows.sync(plan, sequences)
         size = self._size_of(plan)
-        if size is None or self._is_ragged(plan, sequences):
+        if size is None or plan.masks or self._is_ragged(plan, sequences):
             return self._launch_ragged(plan, sequences)
         if size.num_tokens:
             return self._launch_mixed(plan, size)
@@ -349,9 +353,9 @@ class DeviceRunner:
     def _needs_host(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> bool:
         """Whether ids of the plan decide what runs next: a chunk is about to fork, or there are beams."""
         chunks = plan.chunks
-        if not np.count_nonzero(self._rows.is_ragged[chunks.rows]):
+        if not plan.masks and not np.count_nonzero(self._rows.is_ragged[chunks.rows]):
             return False
-        return int(chunks.num_samples.max()) > 1 or any(seq.is_beam for seq in sequences)
+        return bool(plan.masks) or int(chunks.num_samples.max()) > 1 or any(seq.is_beam for seq in sequences)
 
     def _asked(self, logits_SV: torch.Tensor, rows: np.ndarray, where: np.ndarray | None) -> Asked | None:
         """The rows that ask for logprobs, sampled from the logits at their own places or at `where`."""
