@@ -9,7 +9,8 @@ the end three things are judged:
     p99 latency   the time to the first token, where a limit was given (`--slo ttft=...`)
 
 The memory is that of the processes which listen at the server's address and of their children, where the
-server is on this machine and belongs to the same user; and of the GPU, where its metrics tell.
+server is on this machine and belongs to the same user; and of the GPU, where its metrics tell: of all
+processes on it, so a soak beside another program cannot judge that.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def judge(soak: Soak, slo: Slo) -> list[str]:
     num_errors = sum(not trace.is_ok for trace in soak.traces)
     if num_errors or not soak.traces:
         faults.append(f"{num_errors} of {len(soak.traces)} requests failed")
-    for where, readings in (("host", soak.host_bytes), ("GPU", soak.gpu_bytes)):
+    for where, readings in (("host", soak.host_bytes), ("GPU (all processes)", soak.gpu_bytes)):
         drift = drift_of(readings)
         if drift is not None and drift[0] > DRIFT_BYTES and drift[1] > DRIFT_SHARE:
             faults.append(f"{where} memory grew by {drift[0] / 2**20:.0f} MiB ({drift[1]:.0%})")

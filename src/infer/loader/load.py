@@ -150,7 +150,7 @@ def load_model(
     # rotary tables need not be longer than what is served; learned positions are as many as are stored
     built = config if config.learned_positions else replace(config, context_len=context_len)
     model = build_model(family, built, chosen_device, chosen_dtype, source.name)
-    with _refused_if_full(source.name, chosen_dtype, chosen_device):
+    with refused_if_full(source.name, chosen_dtype, chosen_device):
         make_projections(
             model, weights, chosen_device, chosen_dtype, stored, headers.tensors, family.weight_map,
             headers.quantization,
@@ -202,12 +202,13 @@ def build_model(
     family: Family, config: ModelConfig, device: torch.device, dtype: torch.dtype, name: str
 ) -> Model:
     """The network without its matrices, nothing in it; step 3 above."""
-    with _refused_if_full(name, dtype, device), device, _default_dtype(dtype), without_weights():
+    with refused_if_full(name, dtype, device), device, _default_dtype(dtype), without_weights():
         return family.build(config)
 
 
 @contextmanager
-def _refused_if_full(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+def refused_if_full(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Let weights that find no memory be a `ConfigError` that says so."""
     try:
         yield
     except RuntimeError as error:  # PyTorch has no narrower one: out of memory on a CPU is a plain one

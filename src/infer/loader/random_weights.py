@@ -18,7 +18,7 @@ import torch
 from infer.layers.norm import RMSNorm
 from infer.loader.dtype import DTYPES, avoid_refused_products, choose_dtype, warn_if_slow
 from infer.loader.formats.hf_config import read_hf_config
-from infer.loader.load import LoadedModel, build_model, check_length, choose_device
+from infer.loader.load import LoadedModel, build_model, check_length, choose_device, refused_if_full
 from infer.loader.quantization import AS_STORED, make_projections
 from infer.models.model import Model
 from infer.models.registry import find_family
@@ -47,8 +47,9 @@ def load_random(
     built = config if config.learned_positions else replace(config, context_len=context_len)
     name = f"{config_dir.resolve().name} (random weights)"
     model = build_model(family, built, chosen_device, chosen_dtype, name)
-    make_projections(model, AS_STORED, chosen_device, chosen_dtype, None, {}, family.weight_map)
-    fill_random(model, seed)
+    with refused_if_full(name, chosen_dtype, chosen_device):
+        make_projections(model, AS_STORED, chosen_device, chosen_dtype, None, {}, family.weight_map)
+        fill_random(model, seed)
     return LoadedModel(
         model=model.eval(),
         config=config,

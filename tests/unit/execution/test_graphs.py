@@ -97,11 +97,11 @@ def test_why_a_capture_failed_is_not_hidden_by_its_end(monkeypatch: pytest.Monke
         graphs._record(SIZE)
 
 
-def test_idle_time_captures_every_size_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_size_is_captured_once_the_largest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch)
     while steps.graphs.prepare():
         pass
-    assert steps.launched == [StepSize(1, 0), StepSize(2, 0), StepSize(4, 0)]
+    assert steps.launched == [StepSize(4, 0), StepSize(2, 0), StepSize(1, 0)]
 
 
 def model_of(

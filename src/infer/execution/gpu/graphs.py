@@ -12,7 +12,8 @@ a step does not fill is padding, for which every kernel does nothing.
     20 rows, 900 prompt tokens    ──► size (64, 1024) of a small model; of a large one, no graph
 
 A server captures all sizes before it is ready (`prepare`); without that, a size is captured when it is first
-needed. All graphs share one memory pool, because only one runs at a time.
+needed. All graphs share one memory pool, because only one runs at a time. The largest is captured first: the
+others find room in what it took, while small ones before it would leave pieces that hold nothing larger.
 
 More tokens are worth a graph as long as it takes longer to launch a layer than to compute it (`most_tokens`):
 launching one costs the CPU half a millisecond, and a thousand tokens in a layer of a 0.6B model cost a large
@@ -104,12 +105,13 @@ class StepGraphs:
         self._prompt_tokens = [tokens for tokens in _PROMPT_TOKENS if tokens <= max_tokens]
         self._many_tokens = [tokens for tokens in _MANY_TOKENS if tokens <= max_tokens]
         self._many_rows = [*(rows for rows in _MANY_ROWS if rows < max_rows), max_rows]
-        self.sizes = [
+        sizes = [
             *(StepSize(rows, 0) for rows in self.decode_rows),
             *(StepSize(rows, tokens) for tokens in self._mixed_tokens for rows in self._mixed_rows),
             *(StepSize(0, tokens) for tokens in self._prompt_tokens),
             *(StepSize(rows, tokens) for tokens in self._many_tokens for rows in self._many_rows),
         ]
+        self.sizes = sorted(sizes, key=sum, reverse=True)
         self._graphs: dict[StepSize, CapturedStep] = {}
         self._uncaptured: set[StepSize] = set()
         self._pool: Any = None  # a handle

@@ -36,7 +36,7 @@ from infer.execution.gpu.rows import NO_LOGPROBS, DeviceRows, send
 from infer.execution.gpu.step import DeviceStep, prepare_backend
 from infer.execution.gpu.step_inputs import MAX_CHUNKS, DeviceInputs, Prompts
 from infer.execution.halves import SmallerSteps
-from infer.execution.host_sampling import HostSampler
+from infer.execution.host_sampling import LOGPROB_ROWS, HostSampler
 from infer.execution.runner import LateStep, StepResult, UnsampledStep
 from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.dense import Batch, DenseAttention
@@ -249,14 +249,15 @@ class DeviceRunner:
         except Exception:  # out of memory, say: a prompt may still find room
             logger.exception("cannot run a step of padding ahead of time num_tokens=%d", num_tokens)
 
-    def _run_ragged_padding(self, num_tokens: int, num_rows: int) -> None:
+    def _run_ragged_padding(self, num_tokens: int, num_rows: int, num_dense: int = 0) -> None:
+        """Run the layers of a step of padding, the last `num_dense` tokens as a fresh prompt of its own."""
         if num_tokens <= 0:
             return
         self._inputs.blank()
         rows_S = self._inputs.rows_S[:num_rows]
         self._gather(rows_S)
-        chunk = PrefillChunk(num_rows, num_tokens, 0, 0)
-        batches = self._dense.split([chunk])[0] if self._dense and not num_rows else []
+        chunk = PrefillChunk(num_rows + num_tokens - num_dense, num_dense, 0, 0)
+        batches = self._dense.split([chunk])[0] if self._dense and num_dense else []
         tiles_W4 = torch.zeros((1, 4), dtype=torch.int32, device=self._device)
         tiles = PrefillChunks.from_arrays(tiles_W4, [PrefillChunk(0, 0, 0, 0)])
         self._forward(num_rows + num_tokens, rows_S, tiles, batches)
@@ -266,7 +267,14 @@ class DeviceRunner:
         """Compute the layers of the largest step there can be, all of it padding."""
         num_rows = min(self._graphs.decode_rows[-1], self._max_tokens - 1)
         self._compile()
+        # the logits that logprobs of the step before are taken from meanwhile
+        shape, dtype = (min(num_rows, LOGPROB_ROWS), self._model.config.vocab_size), self._store.keys[0].dtype
+        beside_KV = torch.empty(shape, dtype=dtype, device=self._device)
         self._run_ragged_padding(self._max_tokens - num_rows, num_rows)
+        longest = self._dense.prepare_longest() if self._dense is not None else 0
+        if longest:  # less one: what is not a whole shape is copied, which takes the most
+            self._run_ragged_padding(self._max_tokens, 0, longest - 1)
+        del beside_KV
 
     @torch.inference_mode()
     def sample_padding(self) -> None:

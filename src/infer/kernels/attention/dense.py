@@ -89,6 +89,15 @@ class DenseAttention:
         self._wanted.reverse()
         self.ready: set[Shape] = set()
 
+    def prepare_longest(self) -> int:
+        """Make the plan for the longest prompt; returns its tokens, or 0: no prompt goes to cuDNN."""
+        longest = max(self._wanted, key=lambda shape: (shape.num == 1, shape.length), default=None)
+        if longest is None:
+            return 0
+        self._wanted.remove(longest)
+        self._wanted.append(longest)
+        return longest.length if self.prepare() else 0
+
     def prepare(self) -> bool:
         """Make one more plan; False: there is none to make."""
         if not self._wanted:
