@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from infer.frontend.llm import CompletionOutput as CompletionOutput
     from infer.frontend.llm import RequestOutput as RequestOutput
     from infer.sampling.params import SamplingParams as SamplingParams
+    from infer.sampling.structured import Structured as Structured
 
 __version__ = "0.1.0"
 
@@ -26,8 +27,17 @@ _HOME = {
     "RequestOutput": "infer.frontend.llm",
     "CompletionOutput": "infer.frontend.llm",
     "SamplingParams": "infer.sampling.params",
+    "Structured": "infer.sampling.structured",
 }
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "Structured",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -48,7 +48,9 @@ SAMPLING_HELP = {
 }
 
 # These ask for more than one text, or for numbers beside it: the command line has no place to show them.
-LIBRARY_ONLY = {"n", "best_of", "use_beam_search", "logprobs", "prompt_logprobs"}
+LIBRARY_ONLY = {
+    "n", "best_of", "use_beam_search", "logprobs", "prompt_logprobs", "structured", "reasoning",
+}  # fmt: skip
 
 # Small instruct models ramble at a temperature of 1; these are the values of the sampling flags
 # where they differ from those of SamplingParams, which keeps the values that libraries of other engines have.

@@ -2,7 +2,7 @@
 
 The order is fixed and documented in docs/features/sampling.md:
 
-    logit_bias -> bans (min_tokens) -> repetition, presence, frequency penalty
+    logit_bias -> bans (min_tokens) -> mask (structured) -> repetition, presence, frequency penalty
                -> temperature -> top_k -> top_p -> min_p -> draw
 
 Each filter sees the distribution the previous one left, renormalised. `temperature=0` and `top_k=1`
@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from infer.config.settings import MAX_SEQUENCES
 from infer.errors import RequestError, closest
+from infer.sampling.structured import Reasoning, Structured
 
 T = TypeVar("T")
 
@@ -78,9 +79,13 @@ class SamplingParams(metaclass=_CheckedNames):
     n: int = 1  # how many outputs
     best_of: int | None = None  # make this many, return the n likeliest; the number of beams in beam search
     use_beam_search: bool = False  # keep the best_of (or n) likeliest continuations instead of drawing
+    structured: Structured | None = None  # what the text must match; a mapping will do: {"regex": "[0-9]+"}
+    reasoning: Reasoning | None = None  # how the reasoning that the output begins with ends
 
     def __post_init__(self) -> None:
         self._own_collections()
+        if self.reasoning is not None:
+            object.__setattr__(self, "reasoning", Reasoning.of(self.reasoning))
         _check_range("temperature", self.temperature, 0.0, 100.0)
         _check_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _check_range("min_p", self.min_p, 0.0, 1.0)
@@ -103,6 +108,7 @@ class SamplingParams(metaclass=_CheckedNames):
         _check_bool("use_beam_search", self.use_beam_search)
         self._check_sequences()
         self._check_collections()
+        self._check_structured()
 
     def _own_collections(self) -> None:
         """Replace collections that the caller may still change by copies."""
@@ -136,6 +142,8 @@ class SamplingParams(metaclass=_CheckedNames):
                 "and leave top_k, top_p, min_p, logit_bias and the penalties at their defaults",
                 param="use_beam_search",
             )
+        if self.reasoning is not None and self.reasoning.max_tokens is not None:
+            raise RequestError("beam search has no limit on reasoning; leave it out", param="use_beam_search")
         if self.logprobs is not None:
             raise RequestError(
                 "beam search reports the logprob of a whole output, not of its tokens; leave logprobs unset",
@@ -168,6 +176,26 @@ class SamplingParams(metaclass=_CheckedNames):
         for token_id, bias in self.logit_bias.items():
             _check_int("logit_bias", token_id, 0)
             _check_range("logit_bias", bias, -100.0, 100.0)
+
+    def _check_structured(self) -> None:
+        if self.structured is None:
+            return
+        structured = Structured.of(self.structured)
+        object.__setattr__(self, "structured", structured)
+        for name in ("use_beam_search", "ignore_eos"):
+            if getattr(self, name):
+                raise RequestError(
+                    f"{name} cannot be combined with a constraint on the output's text ({structured.kind}): "
+                    f"leave out {name} or {structured.param}",
+                    param=structured.param,
+                )
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether each output's text decides what may follow it: a constraint, or an end of its reasoning."""
+        return self.structured is not None or (
+            self.reasoning is not None and self.reasoning.max_tokens is not None
+        )
 
     @property
     def num_sequences(self) -> int:

@@ -9,27 +9,188 @@ A constraint holds for the whole output, unless it waits for something:
     reasoning ... </think> {"a": 1}         `Reasoning.end_id`: free before it, constrained behind it
     text <tool_call>{...}</tool_call> text  `triggers`: free until one of them, and again behind each match
 
+    Structured.json_schema(Person)               a class of pydantic, a dict, or JSON text
+    Structured.choice(["yes", "no"])
+    {"json_schema": {...}}                       the same as a mapping, where parameters are JSON
+
 Shapes and sizes are checked on construction, in the process that answers HTTP. Whether a schema can be
 compiled is the engine's answer: a `RequestError` that names the keyword and where it stands.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from infer.errors import RequestError
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+KINDS: tuple[str, ...] = get_args(Kind)
+
+MAX_SCHEMA_BYTES = 64 << 10
+MAX_SCHEMA_DEPTH = 32  # objects and lists inside each other
+MAX_REGEX_BYTES = 16 << 10
+MAX_GRAMMAR_BYTES = 64 << 10
+MAX_CHOICES = 1000
+MAX_CHOICE_BYTES = 64 << 10  # of all choices together, as JSON
+MAX_TRIGGERS = 64
+MAX_TRIGGER_LEN = 256  # characters
+MAX_WHITESPACE_LEN = 256  # characters of a pattern
+MAX_FORCED = 256  # tokens that end a reasoning early
+
+_MAX_BYTES = {
+    "json_object": 0,
+    "json_schema": MAX_SCHEMA_BYTES,
+    "regex": MAX_REGEX_BYTES,
+    "choice": MAX_CHOICE_BYTES,
+    "grammar": MAX_GRAMMAR_BYTES,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structured:
-    """A constraint on an output's text."""
+    """A constraint on an output's text, checked for shape and size on construction."""
 
     kind: Kind
     text: str = ""  # the schema as JSON, the expression, the choices as a JSON list, or the grammar
     triggers: tuple[str, ...] = ()  # texts behind which it begins; none: it holds from the start
     whitespace: str | None = None  # a pattern for blanks between JSON tokens; None: up to 8
     param: str = "structured"  # the field that the client gave it in, for errors
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise self._error(
+                f"the kind of a constraint must be one of {', '.join(KINDS)}, got {self.kind!r}"
+            )
+        self._check_text()
+        self._check_options()
+        if self.kind == "json_schema":
+            check_schema(_parse(self.text, self.param), self.param)
+        elif self.kind == "choice":
+            self._check_choices(_parse(self.text, self.param))
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | str | bool | type, **options: Any) -> Structured:
+        """JSON that a schema allows: a mapping, JSON text, or a class of pydantic (`BaseModel`)."""
+        param = options.get("param", "structured")
+        if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
+            schema = schema.model_json_schema()
+        if not isinstance(schema, str | Mapping | bool):
+            raise RequestError(
+                f"a JSON schema must be an object, JSON text or a class of pydantic, got "
+                f"{type(schema).__name__}",
+                param=param,
+            )
+        text = schema if isinstance(schema, str) else _dump(schema, param)
+        return cls(kind="json_schema", text=text, **options)
+
+    @classmethod
+    def json_object(cls, **options: Any) -> Structured:
+        """Any JSON object."""
+        return cls(kind="json_object", **options)
+
+    @classmethod
+    def regex(cls, pattern: str, **options: Any) -> Structured:
+        """Text that a regular expression matches as a whole."""
+        return cls(kind="regex", text=pattern, **options)
+
+    @classmethod
+    def choice(cls, choices: Sequence[str], **options: Any) -> Structured:
+        """One of several texts."""
+        return cls(kind="choice", text=_dump(choices, options.get("param", "structured")), **options)
+
+    @classmethod
+    def grammar(cls, grammar: str, **options: Any) -> Structured:
+        """Text of a context-free grammar in Lark's notation, whose first rule is `start`."""
+        return cls(kind="grammar", text=grammar, **options)
+
+    @classmethod
+    def of(cls, value: object, param: str = "structured") -> Structured:
+        """A constraint as it is, or as a mapping: {"json_schema": {...}}, {"choice": [...]}, {"regex": ...}.
+
+        Beside the kind a mapping may have `whitespace` and `triggers`.
+        """
+        if isinstance(value, Structured):
+            return value
+        if not isinstance(value, Mapping):
+            raise RequestError(
+                f"{param} must be a Structured or a mapping such as {{'json_schema': {{...}}}}, "
+                f"got {type(value).__name__}",
+                param=param,
+            )
+        given = {str(name): value[name] for name in value}
+        if "kind" in given:  # all fields, as a record has them
+            names = {field.name for field in fields(cls)}
+            if unknown := set(given) - names:
+                raise RequestError(f"{param} has unknown fields {', '.join(sorted(unknown))}", param=param)
+            return cls(**given)
+        kinds = [name for name in given if name in KINDS]
+        options = {name: given.pop(name) for name in ("whitespace", "triggers", "param") if name in given}
+        if len(kinds) != 1 or len(given) != 1:
+            raise RequestError(
+                f"{param} must have exactly one of {', '.join(KINDS)}, got {', '.join(given) or 'none'}",
+                param=param,
+            )
+        options.setdefault("param", param)
+        (kind,) = kinds
+        if kind == "json_object":
+            if given[kind] not in (True, None, {}):
+                raise RequestError("json_object takes no value but true", param=options["param"])
+            return cls.json_object(**options)
+        made: Structured = getattr(cls, kind)(given[kind], **options)
+        return made
+
+    @property
+    def choices(self) -> list[str]:
+        """The texts to choose from, of a `choice`."""
+        found: list[str] = json.loads(self.text)
+        return found
+
+    def _error(self, message: str) -> RequestError:
+        return RequestError(message, param=self.param if isinstance(self.param, str) else "structured")
+
+    def _check_text(self) -> None:
+        if not isinstance(self.text, str):
+            raise self._error(f"a {self.kind} must be text, got {type(self.text).__name__}")
+        try:
+            size, allowed = len(self.text.encode()), _MAX_BYTES[self.kind]
+        except UnicodeEncodeError:
+            raise self._error(f"a {self.kind} must be valid unicode; it has half a surrogate pair") from None
+        if self.kind == "json_object":
+            if self.text:
+                raise self._error("a json_object has no text; use json_schema for a schema")
+        elif not self.text.strip():
+            raise self._error(f"the {self.kind} is empty")
+        elif size > allowed:
+            raise self._error(f"the {self.kind} has {size} bytes, at most {allowed} are allowed")
+        if "\0" in self.text and self.kind != "choice":
+            raise self._error(f"the {self.kind} has a NUL character, which no output can have")
+
+    def _check_options(self) -> None:
+        if not isinstance(self.param, str) or len(self.param) > MAX_TRIGGER_LEN:
+            raise self._error("param must be the name of a field")
+        blank = self.whitespace
+        if blank is not None and (not isinstance(blank, str) or not 0 < len(blank) <= MAX_WHITESPACE_LEN):
+            raise self._error(f"whitespace must be a pattern of 1 to {MAX_WHITESPACE_LEN} characters")
+        if blank is not None and not self.kind.startswith("json"):
+            raise self._error(f"whitespace belongs to JSON; a {self.kind} says itself where blanks may be")
+        triggers = self.triggers
+        if isinstance(triggers, str) or not isinstance(triggers, Sequence):
+            raise self._error("triggers must be a list of texts")
+        object.__setattr__(self, "triggers", tuple(triggers))
+        if len(triggers) > MAX_TRIGGERS:
+            raise self._error(f"there are {len(triggers)} triggers, at most {MAX_TRIGGERS} are allowed")
+        if any(not isinstance(text, str) or not 0 < len(text) <= MAX_TRIGGER_LEN for text in triggers):
+            raise self._error(f"a trigger must be a text of 1 to {MAX_TRIGGER_LEN} characters")
+
+    def _check_choices(self, choices: Any) -> None:
+        if not isinstance(choices, list) or not 0 < len(choices) <= MAX_CHOICES:
+            given = len(choices) if isinstance(choices, list) else type(choices).__name__
+            raise self._error(f"choice must be a list of 1 to {MAX_CHOICES} texts, got {given}")
+        if any(not isinstance(text, str) or not text for text in choices):
+            raise self._error("every choice must be a text that is not empty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,4 +199,80 @@ class Reasoning:
 
     end_id: int  # the token that ends it
     max_tokens: int | None = None  # of reasoning; then `forced` is appended, as if the model had said it
-    forced: tuple[int, ...] = ()  # ids that end it early; the last is `end_id`, or text behind it
+    forced: tuple[int, ...] = ()  # ids that end it early, with `end_id` among them; none: `end_id` alone
+
+    def __post_init__(self) -> None:
+        if isinstance(self.forced, str) or not isinstance(self.forced, Sequence):
+            raise RequestError("reasoning.forced must be a list of token ids", param="reasoning")
+        object.__setattr__(self, "forced", tuple(self.forced) or (self.end_id,))
+        limit = self.max_tokens
+        for number in (self.end_id, *self.forced, *(() if limit is None else (limit,))):
+            if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+                raise RequestError(
+                    "reasoning has an end_id, ids that are forced and maybe max_tokens, all of them integers "
+                    f"from 0 on, got {number!r:.80}",
+                    param="reasoning",
+                )
+        if self.end_id not in self.forced or len(self.forced) > MAX_FORCED:
+            raise RequestError(
+                f"reasoning.forced must have end_id {self.end_id} among its ids, of which there are at most "
+                f"{MAX_FORCED}",
+                param="reasoning",
+            )
+
+    @classmethod
+    def of(cls, value: object) -> Reasoning:
+        """As it is, or from a mapping of its fields."""
+        if isinstance(value, Reasoning):
+            return value
+        names = {field.name for field in fields(cls)}
+        if not isinstance(value, Mapping) or not {"end_id"} <= set(value) <= names:
+            raise RequestError(
+                f"reasoning must be a Reasoning or a mapping of {', '.join(sorted(names))}", param="reasoning"
+            )
+        return cls(**value)
+
+
+def check_schema(schema: object, param: str) -> None:
+    """Refuse what is no JSON schema at all, or is nested too deep; its keywords are not looked at."""
+    if not isinstance(schema, dict | bool):
+        raise RequestError(f"a JSON schema is an object, got {type(schema).__name__}", param=param)
+    level: list[object] = [schema]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        level = [inner for outer in level for inner in _inside(outer) if isinstance(inner, dict | list)]
+        if not level:
+            return
+    raise RequestError(
+        f"the schema is nested more than {MAX_SCHEMA_DEPTH} deep, which is the most that is allowed; "
+        "name its parts in $defs and refer to them",
+        param=param,
+    )
+
+
+def _inside(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def _parse(text: str, param: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise RequestError(
+            f"the JSON is nested too deep, at most {MAX_SCHEMA_DEPTH} deep is allowed", param=param
+        ) from None
+    except ValueError as error:
+        raise RequestError(f"this is not JSON: {error}", param=param) from None
+
+
+def _dump(value: object, param: str) -> str:
+    """As JSON; what has no end, or is no JSON, is the client's mistake."""
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"this cannot be written as JSON: {error}", param=param) from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")

@@ -1,0 +1,144 @@
+"""A constraint as text: what is accepted, and what each limit says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+import pytest
+from pydantic import BaseModel
+
+from infer import Structured
+from infer.errors import RequestError
+from infer.sampling.params import SamplingParams
+from infer.sampling.structured import (
+    MAX_CHOICES,
+    MAX_GRAMMAR_BYTES,
+    MAX_REGEX_BYTES,
+    MAX_SCHEMA_BYTES,
+    MAX_SCHEMA_DEPTH,
+    MAX_TRIGGERS,
+    Reasoning,
+)
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth - 1):
+        schema = {"anyOf": schema}
+    return schema
+
+
+def test_a_schema_may_be_a_dict_a_text_or_a_class() -> None:
+    schema = Person.model_json_schema()
+    made = [Structured.json_schema(each) for each in (schema, json.dumps(schema), Person)]
+    assert all(json.loads(each.text) == schema for each in made)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        ({"json_schema": {"type": "object"}}, "json_schema"),
+        ({"json_object": True}, "json_object"),
+        ({"regex": "[0-9]+"}, "regex"),
+        ({"choice": ["yes", "no"]}, "choice"),
+        ({"grammar": 'start: "a"'}, "grammar"),
+    ],
+)
+def test_sampling_params_take_a_mapping(given: Any, kind: str) -> None:
+    made = SamplingParams(structured=given).structured
+    assert made is not None and made.kind == kind
+    assert made == Structured.of(given)
+
+
+def test_parameters_survive_a_record_and_the_wire() -> None:
+    params = SamplingParams(
+        structured=Structured.choice(["a", "ü"], triggers=("<tool>",), param="tools"),
+        reasoning=Reasoning(end_id=3, max_tokens=5, forced=(7, 3)),
+    )
+    assert SamplingParams(**json.loads(json.dumps(asdict(params)))) == params
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+BAD = [
+    (lambda: Structured.of({}), "exactly one of"),
+    (lambda: Structured.of({"regex": "a", "choice": ["a"]}), "exactly one of"),
+    (lambda: Structured.of({"regx": "a"}), "exactly one of"),
+    (lambda: Structured.of(3), "got int"),
+    (lambda: Structured.of({"kind": "regex", "text": "a", "colour": 1}), "colour"),
+    (lambda: Structured.of({"kind": "xml", "text": "a"}), "'xml'"),
+    (lambda: Structured.of({"json_object": {"a": 1}}), "takes no value"),
+    (lambda: Structured.json_schema("{"), "not JSON"),
+    (lambda: Structured.json_schema('{"const": NaN}'), "NaN"),
+    (lambda: Structured.json_schema("[]"), "got list"),
+    (lambda: Structured.json_schema(int), "got type"),
+    (lambda: Structured.json_schema({"const": "x" * MAX_SCHEMA_BYTES}), f"at most {MAX_SCHEMA_BYTES}"),
+    (lambda: Structured.json_schema(nested(MAX_SCHEMA_DEPTH + 1)), f"more than {MAX_SCHEMA_DEPTH} deep"),
+    (lambda: Structured.json_schema('{"a":' * 9000 + "1" + "}" * 9000), "deep"),
+    (lambda: Structured.json_schema({"const": {1, 2}}), "written as JSON"),
+    (lambda: Structured.regex(""), "is empty"),
+    (lambda: Structured.regex("a" * (MAX_REGEX_BYTES + 1)), f"{MAX_REGEX_BYTES + 1} bytes, at most"),
+    (lambda: Structured.regex("\ud800"), "surrogate"),
+    (lambda: Structured.regex(7), "must be text, got int"),  # type: ignore[arg-type]
+    (lambda: Structured.regex("a", whitespace=" "), "belongs to JSON"),
+    (lambda: Structured.grammar("x" * (MAX_GRAMMAR_BYTES + 1)), "bytes, at most"),
+    (lambda: Structured.choice([]), f"1 to {MAX_CHOICES}"),
+    (lambda: Structured.choice(["a"] * (MAX_CHOICES + 1)), f"got {MAX_CHOICES + 1}"),
+    (lambda: Structured.choice(["a", ""]), "not empty"),
+    (lambda: Structured.choice("ab"), "list of 1 to"),
+    (lambda: Structured.json_object(triggers="<"), "list of texts"),
+    (lambda: Structured.json_object(triggers=["<"] * (MAX_TRIGGERS + 1)), f"at most {MAX_TRIGGERS}"),
+    (lambda: Structured.json_object(triggers=[""]), "1 to"),
+    (lambda: Structured.json_object(whitespace=""), "whitespace"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), BAD)
+def test_what_is_refused_says_why(make: Any, words: str) -> None:
+    with pytest.raises(RequestError, match=words.replace("(", r"\(")) as caught:
+        make()
+    assert caught.value.param == "structured"
+
+
+def test_the_deepest_schema_that_is_allowed() -> None:
+    Structured.json_schema(nested(MAX_SCHEMA_DEPTH))
+
+
+def test_an_error_names_the_field_of_the_client() -> None:
+    with pytest.raises(RequestError) as caught:
+        Structured.of({"regex": ""}, "guided_regex")
+    assert caught.value.param == "guided_regex"
+
+
+@pytest.mark.parametrize("knob", ["use_beam_search", "ignore_eos"])
+def test_combinations_that_have_no_meaning_are_refused(knob: str) -> None:
+    with pytest.raises(RequestError, match=f"{knob} cannot be combined") as caught:
+        SamplingParams(
+            temperature=0.0, structured=Structured.json_object(param="response_format"), **{knob: True}
+        )
+    assert caught.value.param == "response_format"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"end_id": -1}, {"end_id": 1, "max_tokens": -2}, {"end_id": 1, "forced": (2,)}, {"max_tokens": 3},
+     {"end_id": True}, {"end_id": 1, "forced": "ab"}, {"end_id": 1, "colour": 2}, 5],
+)  # fmt: skip
+def test_reasoning_that_cannot_be_is_refused(given: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(reasoning=given)
+    assert caught.value.param == "reasoning"
+
+
+def test_without_a_limit_or_a_constraint_reasoning_guides_nothing() -> None:
+    assert not SamplingParams(reasoning=Reasoning(end_id=1)).is_guided
+    assert SamplingParams(reasoning=Reasoning(end_id=1, max_tokens=0)).is_guided
+    assert SamplingParams(reasoning=Reasoning(end_id=1), structured=Structured.json_object()).is_guided
+    assert Reasoning(end_id=1).forced == (1,)
