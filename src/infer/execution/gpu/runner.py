@@ -186,14 +186,15 @@ class DeviceRunner:
             torch.cuda.synchronize(self._device)
 
     def _ragged_sizes(self) -> list[int]:
-        """Numbers of tokens from the most there can be down to few.
+        """Numbers of tokens from half of the most there can be, which the rehearsal has run, down to few.
 
-        The largest step makes sure of the memory for all others. Libraries and Triton choose their kernels by
-        the number of tokens, and load each of them when it is first needed.
+        Libraries and Triton choose their kernels by the number of tokens, and load each of them when it is
+        first needed.
         """
-        sizes = [self._max_tokens]
-        while sizes[-1] > _FEW_TOKENS:
-            sizes += [sizes[-1] // 2 + 8, sizes[-1] // 2]
+        sizes, size = [], self._max_tokens
+        while size > _FEW_TOKENS:
+            size //= 2
+            sizes += [size + 8, size]
         return sizes
 
     def _compile(self) -> None:
