@@ -25,6 +25,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from infer.errors import RequestError
+from infer.sampling.json_schema import check_keywords, check_pattern
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -84,7 +85,9 @@ class Structured:
                 param=param,
             )
         text = schema if isinstance(schema, str) else _dump(schema, param)
-        return cls(kind="json_schema", text=text, **options)
+        made = cls(kind="json_schema", text=text, **options)
+        check_keywords(json.loads(text), param=param)
+        return made
 
     @classmethod
     def json_object(cls, **options: Any) -> Structured:
@@ -94,7 +97,9 @@ class Structured:
     @classmethod
     def regex(cls, pattern: str, **options: Any) -> Structured:
         """Text that a regular expression matches as a whole."""
-        return cls(kind="regex", text=pattern, **options)
+        made = cls(kind="regex", text=pattern, **options)
+        check_pattern(pattern, param=made.param)
+        return made
 
     @classmethod
     def choice(cls, choices: Sequence[str], **options: Any) -> Structured:

@@ -32,7 +32,7 @@ class Person(BaseModel):
 def nested(depth: int) -> dict[str, Any]:
     schema: dict[str, Any] = {}
     for _ in range(depth - 1):
-        schema = {"anyOf": schema}
+        schema = {"items": schema}
     return schema
 
 

@@ -133,7 +133,6 @@ def test_other_fields_of_a_request_arrive(state: ServerState) -> None:
         ({"logit_bias": {"1": 101}}, "logit_bias"),
         ({"stop": [str(i) for i in range(17)]}, "stop"),
         ({"seed": 2**63}, "seed"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
         ({"stream": True, "best_of": 2}, "best_of"),

@@ -36,6 +36,7 @@ from infer.sampling.params import MAX_INT
 from infer.server.protocol.errors import show_value
 
 MAX_NAME_LEN = 256  # characters of a model's name or a cache salt
+MAX_CONSTRAINT_BYTES = 262_144  # of a field that holds a schema or a grammar
 
 
 class Neutral(NamedTuple):
@@ -45,7 +46,6 @@ class Neutral(NamedTuple):
     reason: str
 
 
-_NO_GRAMMARS = Neutral((), "this server has no structured output")
 _NO_TRANSFER = Neutral((), "this server has no such extension")
 
 ABOUT_THE_CLIENT = frozenset(
@@ -65,12 +65,9 @@ SAMPLING_NEUTRAL: dict[str, Neutral] = {
     "allowed_token_ids": Neutral((), "use logit_bias"),
     "bad_words": Neutral(([],), "use logit_bias"),
     "early_stopping": Neutral((False,), "beam search runs until its result is certain"),
-    "guided_choice": _NO_GRAMMARS,
-    "guided_decoding_backend": _NO_GRAMMARS,
-    "guided_grammar": _NO_GRAMMARS,
-    "guided_json": _NO_GRAMMARS,
-    "guided_regex": _NO_GRAMMARS,
-    "guided_whitespace_pattern": _NO_GRAMMARS,
+    "guided_decoding_backend": Neutral(
+        ("auto", "guidance", "llguidance"), "constraints are compiled by llguidance"
+    ),
     "include_stop_str_in_output": Neutral((False,), "an answer ends before its stop string"),
     "kv_transfer_params": _NO_TRANSFER,
     "length_penalty": Neutral((1.0,), "beams are ranked by mean logprob"),
@@ -83,7 +80,6 @@ SAMPLING_NEUTRAL: dict[str, Neutral] = {
     ),
     "skip_special_tokens": Neutral((True,), "special tokens are never shown"),
     "spaces_between_special_tokens": Neutral((True, False), "special tokens are never shown"),
-    "structured_outputs": _NO_GRAMMARS,
     "truncate_prompt_tokens": Neutral((), "a prompt is never cut; shorten it before sending"),
     "vllm_xargs": _NO_TRANSFER,
 }
@@ -163,7 +159,7 @@ class Body(BaseModel):
             elif name in cls.ignored:
                 ignored.append(name)
             elif name in cls.neutral:
-                _check_neutral(name, value, cls.neutral[name])
+                check_neutral(name, value, cls.neutral[name])
             else:
                 known = [*cls.model_fields, *cls.neutral, *cls.ignored]
                 raise _unknown(name, known, hint=cls.elsewhere.get(name))
@@ -184,7 +180,7 @@ class Conversation(Body):
                 if name in MESSAGE_KEYS:
                     continue
                 if name in MESSAGE_NEUTRAL:
-                    _check_neutral(f"messages[{i}].{name}", value, MESSAGE_NEUTRAL[name])
+                    check_neutral(f"messages[{i}].{name}", value, MESSAGE_NEUTRAL[name])
                 elif name not in MESSAGE_IGNORED:
                     raise _unknown(
                         name, [*MESSAGE_KEYS, *MESSAGE_NEUTRAL, *MESSAGE_IGNORED], f"messages[{i}]."
@@ -201,7 +197,8 @@ def _unknown(name: str, known: list[str], where: str = "", *, hint: str | None =
     return RequestError(f"unknown field {shown!r}{advice}", param=shown)
 
 
-def _check_neutral(name: str, value: Any, neutral: Neutral) -> None:
+def check_neutral(name: str, value: Any, neutral: Neutral) -> None:
+    """Refuse a field of other servers, unless it has a value that changes nothing."""
     if value is None or any(
         value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
         for allowed in neutral.values
@@ -278,6 +275,12 @@ class SamplingBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
     cache_salt: Name | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None

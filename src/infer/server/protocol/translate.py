@@ -21,8 +21,10 @@ from infer.errors import RequestError
 from infer.frontend.outputs import check_streams
 from infer.frontend.prompts import PromptEncoder
 from infer.sampling.params import SamplingParams, check_num_sequences
+from infer.sampling.structured import Structured
 from infer.scheduling.request import Request
 from infer.server.protocol.schemas import ChatRequest, CompletionRequest, Prompts, SamplingBody
+from infer.server.protocol.structured import CONSTRAINTS, read_structured
 from infer.server.state import ServedModel, ServerState, engine_id, mark
 
 DEFAULT_COMPLETION_TOKENS = 16  # as everywhere; a chat answer may fill the context
@@ -70,6 +72,7 @@ async def open_completion(body: CompletionRequest, state: ServerState) -> Job:
         body,
         model.encoder,
         state.config,
+        structured=await find_structured(body),
         max_tokens=max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
@@ -93,10 +96,18 @@ async def open_chat(body: ChatRequest, state: ServerState) -> Job:
             "but cannot force it to call one",
             param="tool_choice",
         )
+    structured = await find_structured(body)
+    if structured is not None and body.tools and body.tool_choice != "none":
+        raise RequestError(
+            f"{structured.param} holds for the whole answer and leaves no room for calls of tools; "
+            "set tool_choice to 'none', or leave one of the two out",
+            param=structured.param,
+        )
     params = make_params(
         body,
         model.encoder,
         state.config,
+        structured=structured,
         max_tokens=body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
@@ -148,6 +159,7 @@ def make_params(
     encoder: PromptEncoder,
     config: ServerConfig,
     *,
+    structured: Structured | None = None,
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
@@ -159,16 +171,24 @@ def make_params(
         check_num_sequences(name, fields.get(name, 1), config.max_n)
     if body.logit_bias is not None:
         fields["logit_bias"] = _read_bias(body.logit_bias)
-    return SamplingParams(**fields, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    return SamplingParams(
+        **fields,
+        structured=structured,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+async def find_structured(body: SamplingBody) -> Structured | None:
+    """The constraint that a body asks for; a thread reads it, because a schema may take milliseconds."""
+    if not any(getattr(body, name) is not None for name in CONSTRAINTS):
+        return None
+    return await asyncio.to_thread(read_structured, body)
 
 
 def check_supported(body: SamplingBody, params: SamplingParams) -> None:
     """Refuse combinations that cannot be honoured."""
-    if body.response_format is not None and body.response_format != {"type": "text"}:
-        raise RequestError(
-            'response_format must be {"type": "text"}: this server has no structured output',
-            param="response_format",
-        )
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream to be true", param="stream_options")
     if body.stream:

@@ -2,6 +2,9 @@
 
 FastAPI's own JSON reader takes NaN, Infinity and lone surrogates; the one here does not. A route module gets
 it from `make_router`.
+
+Parsing holds Python's lock, in a thread too, and a schema of 8 MiB takes a second. So the fields of a large
+body are measured before it is parsed, which takes milliseconds and makes no objects.
 """
 
 from __future__ import annotations
@@ -10,12 +13,14 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, ParamSpec, TypeVar
 
+import msgspec
 import orjson
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
-from infer.server.protocol.schemas import Body
+from infer.errors import RequestError
+from infer.server.protocol.schemas import MAX_CONSTRAINT_BYTES, Body
 from infer.server.state import ServerState
 
 P = ParamSpec("P")
@@ -24,6 +29,18 @@ T = TypeVar("T")
 LARGE = 2_000  # tokens or logprobs to spell: some milliseconds
 
 IGNORED_HEADER = "x-infer-ignored"
+
+MAX_FIELD_BYTES = {  # of the JSON of fields that hold schemas; other fields may fill the body
+    "guided_choice": MAX_CONSTRAINT_BYTES,
+    "guided_grammar": MAX_CONSTRAINT_BYTES,
+    "guided_json": MAX_CONSTRAINT_BYTES,
+    "guided_regex": MAX_CONSTRAINT_BYTES,
+    "response_format": MAX_CONSTRAINT_BYTES,
+    "structured_outputs": MAX_CONSTRAINT_BYTES,
+    "text": MAX_CONSTRAINT_BYTES,
+    "tools": 4 * MAX_CONSTRAINT_BYTES,
+}
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class ErrorDetail(BaseModel):
@@ -49,6 +66,17 @@ class JsonRequest(Request):
         return orjson.loads(await self.body())
 
 
+def check_fields(body: bytes) -> None:
+    """Refuse a body with a schema too large to be parsed at once; other faults are left to the parser."""
+    try:
+        sizes = {name: len(bytes(value)) for name, value in _FIELDS.decode(body).items()}
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return
+    for name, limit in MAX_FIELD_BYTES.items():
+        if sizes.get(name, 0) > limit:
+            raise RequestError(f"{name} has {sizes[name]} bytes, at most {limit} are allowed", param=name)
+
+
 class JsonRoute(APIRoute):
     """A route that reads its body as a `JsonRequest`."""
 
@@ -59,7 +87,9 @@ class JsonRoute(APIRoute):
         async def handle_json(request: Request) -> Response:
             strict = JsonRequest(request.scope, request.receive)
             if request.method == "POST":
-                await strict.body()  # raises ClientDisconnect if the client leaves while sending
+                body = await strict.body()  # raises ClientDisconnect if the client leaves while sending
+                if len(body) > MAX_CONSTRAINT_BYTES:
+                    check_fields(body)
             return await handle(strict)
 
         return handle_json

@@ -1,0 +1,311 @@
+"""What a JSON schema, or a regular expression, may hold before an engine is asked to compile it.
+
+Three kinds of schema are refused here, with the keyword and a JSON pointer to it:
+
+    no constraint can follow it     `not`, `if`, `uniqueItems`, look-around in a pattern, a foreign `$ref`
+    it means nothing                a type that JSON does not have, a bound that is no number
+    it would take seconds           too many properties, alternatives multiplied by `allOf`, `(a{999}){999}`
+
+A compiler says all this too, but not where, and only after it has spent the time. Every reference is followed
+once, and schemas that nothing refers to are not looked at. All of it is linear in the size of the schema.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote
+
+from infer.errors import RequestError
+
+MAX_DEPTH = 100  # schemas inside of schemas, references followed
+MAX_PROPERTIES = 1_000  # of one object
+MAX_ALTERNATIVES = 1_000  # of one anyOf or oneOf
+MAX_PRODUCT = 256  # alternatives that allOf combines
+MAX_ENUM = 10_000  # values of all enums
+MAX_MULTIPLE_OF = 10_000  # a remainder is a state of an automaton
+MAX_PATTERN_LEN = 10_000  # characters
+MAX_PATTERN_SIZE = 20_000  # characters and classes, once repetitions are written out
+
+_ANY_OF = "list the cases with anyOf"
+UNSUPPORTED = {  # keyword: what to do instead
+    "$dynamicAnchor": "use $defs",
+    "$dynamicRef": "use $ref",
+    "$recursiveAnchor": "use $defs",
+    "$recursiveRef": "use $ref",
+    "contains": "constrain all items with items",
+    "dependencies": _ANY_OF,
+    "dependentRequired": _ANY_OF,
+    "dependentSchemas": _ANY_OF,
+    "else": _ANY_OF,
+    "if": _ANY_OF,
+    "maxContains": "constrain all items with items",
+    "minContains": "constrain all items with items",
+    "not": "say what is allowed, with enum, pattern or anyOf",
+    "propertyNames": "use patternProperties",
+    "then": _ANY_OF,
+    "unevaluatedItems": "use items",
+    "unevaluatedProperties": "use additionalProperties",
+    "uniqueItems": "leave it out, and check the answer",
+}
+FORMATS = frozenset(
+    ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid")
+)
+TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
+
+_SCHEMAS_BY_NAME = ("properties", "patternProperties")
+_SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SCHEMAS = ("additionalItems", "additionalProperties", "items")
+_COUNTS = ("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties")
+_BOUNDS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf")
+
+_LOOK_AROUND = ("(?=", "(?!", "(?<=", "(?<!")
+_ESCAPE = re.compile(r"\\(?:[pPuUx]\{[^}]{0,40}\}|.)", re.DOTALL)  # \p{Greek} repeats nothing
+_REPEAT = re.compile(r"\{(\d{1,9})?(?:,(\d{0,9}))?\}")
+
+
+def check_keywords(schema: object, *, param: str) -> None:
+    """Refuse a schema that cannot be followed, or not in reasonable time; `param` is the client's field."""
+    _SchemaCheck(schema, param).visit(schema, "#", 0)
+
+
+def check_pattern(pattern: str, *, param: str, where: str = "") -> None:
+    """Refuse a regular expression that cannot be followed, or not in reasonable time.
+
+    `where` is its place in a schema. Whether it is well formed is left to its compiler.
+    """
+    place = f" at {where}" if where else ""
+    if len(pattern) > MAX_PATTERN_LEN:
+        raise RequestError(
+            f"{param}: the pattern{place} has {len(pattern)} characters; "
+            f"at most {MAX_PATTERN_LEN} are allowed",
+            param=param,
+        )
+    if found := _unsupported_in(pattern):
+        raise RequestError(
+            f"{param}: the pattern{place} uses {found}, which is not supported; write it without", param=param
+        )
+    if (size := _written_out(pattern)) > MAX_PATTERN_SIZE:
+        raise RequestError(
+            f"{param}: the repetitions of the pattern{place}, written out, are {size} characters long, "
+            f"at most {MAX_PATTERN_SIZE} are allowed; repeat less often",
+            param=param,
+        )
+
+
+class _SchemaCheck:
+    """One walk through a schema; `visit` returns how many alternatives a schema has."""
+
+    def __init__(self, root: object, param: str) -> None:
+        self._root = root
+        self._param = param
+        self._num_enum = 0
+        self._by_ref: dict[str, int] = {}  # alternatives of what was referred to; 1 while it is visited
+
+    def visit(self, schema: object, where: str, depth: int) -> int:
+        if isinstance(schema, bool):
+            return 1
+        if not isinstance(schema, dict):
+            raise self._error(where, "must be an object, true or false", schema)
+        if depth > MAX_DEPTH:
+            raise self._refuse(where, f"is {depth} schemas deep, at most {MAX_DEPTH} are allowed")
+        for keyword, instead in UNSUPPORTED.items():
+            if keyword in schema:
+                raise self._refuse(f"{where}/{keyword}", f"is not supported; {instead}")
+        self._check_values(schema, where)
+        inner = [
+            self.visit(each, f"{where}/{keyword}", depth + 1) for keyword, each in self._inner(schema, where)
+        ]
+        factors = [max(inner, default=1)]  # allOf may have to combine what objects of the same keys hold
+        for keyword in ("anyOf", "oneOf"):
+            if keyword in schema:
+                factors.append(sum(self._visit_list(schema, keyword, where, depth)))
+        if "allOf" in schema:
+            factors += self._visit_list(schema, "allOf", where, depth)
+        if "$ref" in schema:
+            factors.append(self._visit_ref(schema["$ref"], f"{where}/$ref", depth))
+        return self._multiply(factors, where)
+
+    def _visit_list(self, schema: dict[str, Any], keyword: str, where: str, depth: int) -> list[int]:
+        return [
+            self.visit(each, f"{where}/{keyword}/{i}", depth + 1) for i, each in enumerate(schema[keyword])
+        ]
+
+    def _visit_ref(self, ref: object, where: str, depth: int) -> int:
+        if not isinstance(ref, str) or (ref != "#" and not ref.startswith("#/")):
+            raise self._error(where, "must point into this schema, such as #/$defs/name", ref)
+        if ref not in self._by_ref:
+            self._by_ref[ref] = 1
+            self._by_ref[ref] = self.visit(self._resolve(ref, where), ref, depth + 1)
+        return self._by_ref[ref]
+
+    def _resolve(self, ref: str, where: str) -> object:
+        found: Any = self._root
+        for part in ref.split("/")[1:]:
+            name = unquote(part).replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict) and name in found:
+                found = found[name]
+            elif isinstance(found, list) and name.isascii() and name.isdigit() and int(name[:9]) < len(found):
+                found = found[int(name[:9])]
+            else:
+                raise self._error(where, "must point into this schema; nothing is there", ref)
+        return found
+
+    def _multiply(self, factors: list[int], where: str) -> int:
+        product = 1
+        for factor in factors:
+            if product > 1 and product * factor > max(product, MAX_PRODUCT):
+                raise self._refuse(
+                    where, f"combines more than {MAX_PRODUCT} alternatives; write those out that can occur"
+                )
+            product *= factor
+        return product
+
+    def _inner(self, schema: dict[str, Any], where: str) -> Iterator[tuple[str, object]]:
+        """Every schema for a part of the value, with its place."""
+        for keyword in _SCHEMAS_BY_NAME:
+            for name, each in schema.get(keyword, {}).items():
+                if keyword == "patternProperties":
+                    check_pattern(name, param=self._param, where=f"{where}/{keyword}")
+                yield f"{keyword}/{_escaped(name)}", each
+        for keyword in (*_SCHEMAS, "prefixItems"):
+            given = schema.get(keyword, [])
+            if isinstance(given, list):
+                yield from ((f"{keyword}/{i}", each) for i, each in enumerate(given))
+            else:
+                yield keyword, given
+
+    def _check_values(self, schema: dict[str, Any], where: str) -> None:
+        """Whether the keywords of one schema have values that mean something."""
+        for keyword in _SCHEMAS_BY_NAME:
+            named = schema.get(keyword, {})
+            if not isinstance(named, dict):
+                raise self._error(f"{where}/{keyword}", "must be an object", named)
+            self._check_count(f"{where}/{keyword}", len(named), MAX_PROPERTIES, "properties")
+        for keyword in _SCHEMA_LISTS:
+            listed = schema.get(keyword, [True])
+            if not (isinstance(listed, list) and listed):
+                raise self._error(f"{where}/{keyword}", "must be a list of schemas", listed)
+            self._check_count(f"{where}/{keyword}", len(listed), MAX_ALTERNATIVES, "schemas")
+        for keyword in _COUNTS:
+            count = schema.get(keyword, 0)
+            if not _is_number(count) or count < 0 or count != int(count):
+                raise self._error(f"{where}/{keyword}", "must be a whole number of at least 0", count)
+        for keyword in _BOUNDS:
+            bound = schema.get(keyword, 0)
+            if not (_is_number(bound) or (keyword.startswith("exclusive") and isinstance(bound, bool))):
+                raise self._error(f"{where}/{keyword}", "must be a number", bound)
+        if schema.get("multipleOf", 0) > MAX_MULTIPLE_OF:
+            raise self._error(
+                f"{where}/multipleOf", f"must be at most {MAX_MULTIPLE_OF}", schema["multipleOf"]
+            )
+        self._check_words(schema, where)
+
+    def _check_words(self, schema: dict[str, Any], where: str) -> None:
+        types = schema.get("type", [])
+        for name in types if isinstance(types, list) else [types]:
+            if name not in TYPES:
+                raise self._error(f"{where}/type", f"must be one of {', '.join(TYPES)}", name)
+        required = schema.get("required", [])
+        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+            raise self._error(f"{where}/required", "must be a list of names", required)
+        values = schema.get("enum", [])
+        if not isinstance(values, list):
+            raise self._error(f"{where}/enum", "must be a list", values)
+        self._num_enum += len(values)
+        self._check_count(f"{where}/enum", self._num_enum, MAX_ENUM, "values, with those of other enums")
+        if "pattern" in schema:
+            if not isinstance(schema["pattern"], str):
+                raise self._error(f"{where}/pattern", "must be a string", schema["pattern"])
+            check_pattern(schema["pattern"], param=self._param, where=f"{where}/pattern")
+        if where != "#" and "$id" in schema:
+            raise self._refuse(f"{where}/$id", "is not supported below the root; use $defs")
+        is_text = not types or "string" in types
+        if is_text and schema.get("format", "unknown") not in FORMATS:
+            raise self._error(
+                f"{where}/format", f"must be one of {', '.join(sorted(FORMATS))}", schema["format"]
+            )
+
+    def _check_count(self, where: str, count: int, limit: int, what: str) -> None:
+        if count > limit:
+            raise self._refuse(where, f"has {count} {what}; at most {limit} are allowed")
+
+    def _error(self, where: str, wanted: str, given: object) -> RequestError:
+        shown = repr(given) if isinstance(given, str | int | float | bool) or given is None else None
+        shown = f"a value of type {type(given).__name__}" if shown is None else shown[:80]
+        return self._refuse(where, f"{wanted}, got {shown}")
+
+    def _refuse(self, where: str, why: str) -> RequestError:
+        keyword = where.rpartition("/")[2][:80]
+        return RequestError(
+            f"{self._param}: the keyword {keyword!r} of the schema at {where[:200]} {why}"
+            if keyword in _KEYWORDS
+            else f"{self._param}: the schema at {where[:200]} {why}",
+            param=self._param,
+        )
+
+
+_KEYWORDS = frozenset(
+    (*UNSUPPORTED, *_SCHEMAS_BY_NAME, *_SCHEMA_LISTS, *_SCHEMAS, *_COUNTS, *_BOUNDS)
+    + ("$id", "$ref", "enum", "format", "pattern", "required", "type")
+)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _escaped(name: str) -> str:
+    """A name as a part of a JSON pointer."""
+    return name[:80].replace("~", "~0").replace("/", "~1")
+
+
+def _unsupported_in(pattern: str) -> str | None:
+    """What of a regular expression asks for text before or after its match, or for text matched earlier."""
+    i = 0
+    while i < len(pattern):
+        if pattern[i] == "\\":
+            if pattern[i + 1 : i + 2] in ("b", "B"):
+                return f"the word boundary \\{pattern[i + 1]}"
+            if pattern[i + 1 : i + 2] in tuple("123456789"):
+                return f"the back-reference \\{pattern[i + 1]}"
+            i += 2
+            continue
+        if pattern.startswith(_LOOK_AROUND, i):
+            return f"look-around ({pattern[i : i + 3]}...)"
+        i = _class_end(pattern, i) if pattern[i] == "[" else i + 1
+    return None
+
+
+def _written_out(pattern: str) -> int:
+    """How many characters and classes a regular expression has, once its repetitions are written out."""
+    sizes, last, i = [0], 0, 0  # of each open group; of the part before `i`
+    while i < len(pattern):
+        char, end = pattern[i], i + 1
+        if char == "(":
+            sizes.append(0)
+            last = 0
+        elif char == "{" and (found := _REPEAT.match(pattern, i)):
+            most = max(int(found[1] or 0), int(found[2] or 0), 1)
+            sizes[-1] += last * (most - 1)
+            last, end = last * most, found.end()
+        elif char not in "*+?|^$":
+            last = sizes.pop() if char == ")" and len(sizes) > 1 else 1
+            sizes[-1] += last
+            if char == "\\" and (escape := _ESCAPE.match(pattern, i)):
+                end = escape.end()
+            elif char == "[":
+                end = _class_end(pattern, i)
+        i = end
+    return sum(sizes)
+
+
+def _class_end(pattern: str, start: int) -> int:
+    """Where a class in brackets, `[^]a-z\\]]`, has ended."""
+    i = start + 1
+    i += pattern.startswith("^", i)
+    i += pattern.startswith("]", i)
+    while i < len(pattern) and pattern[i] != "]":
+        i += 2 if pattern[i] == "\\" else 1
+    return i + 1

@@ -1,0 +1,181 @@
+r"""The fields by which clients ask for an answer of a certain form; whichever they use, one `Structured`.
+
+    OpenAI      response_format       {"type": "json_object"}
+                                      {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}
+                                      {"type": "json_schema", "schema": {...}}
+    vLLM        structured_outputs    {"json" | "regex" | "choice" | "grammar" | "json_object": ...}
+    older vLLM  guided_json, guided_regex, guided_choice, guided_grammar
+
+Two of them at once are refused, and so is an option that changes nothing of the one that is there. Shapes and
+sizes are checked by `Structured`, the keywords of schemas by `sampling/json_schema.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from infer.errors import MalformedRequest, RequestError, closest
+from infer.sampling.json_schema import check_keywords
+from infer.sampling.structured import Structured
+from infer.server.protocol.errors import show_value
+from infer.server.protocol.schemas import Neutral, SamplingBody, check_neutral
+
+FORMATS = ("text", "json_object", "json_schema")
+FORMAT_KEYS = ("type", "json_schema", "schema", "name", "strict", "description")
+SCHEMA_KEYS = ("name", "schema", "strict", "description")
+
+KINDS: Mapping[str, Callable[..., Structured]] = {  # vLLM's words
+    "json": Structured.json_schema,
+    "regex": Structured.regex,
+    "choice": Structured.choice,
+    "grammar": Structured.grammar,
+}
+OPTIONS = ("json_object", "whitespace_pattern", "disable_any_whitespace")
+NEUTRAL = {
+    "disable_additional_properties": Neutral((False,), 'write "additionalProperties": false into the schema'),
+    "disable_fallback": Neutral((True, False), "there is one compiler of constraints"),
+    "structural_tag": Neutral((), "use tools, whose calls are constrained"),
+}
+CONSTRAINTS = (  # the fields of a body that may hold a constraint, or an option of one
+    "response_format",
+    "structured_outputs",
+    *(f"guided_{kind}" for kind in KINDS),
+    "guided_whitespace_pattern",
+)
+
+NO_BLANKS = " {0}"
+_BLANK = r"[ \n\r\t]|\\[nrt]|\\x(?:20|09|0[aAdD])"
+_BLANKS = re.compile(rf"(?:(?:{_BLANK}|\[(?:{_BLANK})+\])(?:[*+?]|\{{\d{{0,4}}(?:,\d{{0,4}})?\}})?)+")
+
+
+def read_structured(body: SamplingBody) -> Structured | None:
+    """The constraint that a body asks for, checked; None where it asks for none."""
+    found = [
+        made
+        for made in (
+            None if body.response_format is None else read_format(body.response_format, "response_format"),
+            _read_structured_outputs(body.structured_outputs),
+            *_read_guided(body),
+        )
+        if made is not None
+    ]
+    if len(found) > 1:
+        first, second = found[0].param, found[1].param
+        raise RequestError(
+            f"{first} and {second} each say what the answer must match; give one of them", param=second
+        )
+    return found[0] if found else None
+
+
+def read_format(given: Mapping[str, Any], param: str) -> Structured | None:
+    """The constraint of a format in OpenAI's words, in the field `param`; text has none."""
+    kind = given.get("type")
+    if kind not in FORMATS:
+        allowed = ", ".join(map(repr, FORMATS))
+        raise RequestError(f"{param}.type must be one of {allowed}, got {show_value(kind)}", param=param)
+    _check_keys(param, given, FORMAT_KEYS)
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Structured.json_object(param=param)
+    described = given.get("json_schema", given)
+    if not isinstance(described, dict):
+        raise MalformedRequest(
+            f"{param}.json_schema must be an object, got {show_value(described)}", param=param
+        )
+    if described is not given:
+        _check_keys(f"{param}.json_schema", described, SCHEMA_KEYS)
+    if (schema := described.get("schema")) is None:
+        form = '{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
+        raise RequestError(f"{param} has no schema; give {form}", param=param)
+    return _make("json", schema, param)
+
+
+def _read_structured_outputs(given: Mapping[str, Any] | None) -> Structured | None:
+    if given is None:
+        return None
+    param = "structured_outputs"
+    for name, neutral in NEUTRAL.items():
+        check_neutral(f"{param}.{name}", given.get(name), neutral)
+    _check_keys(param, given, (*KINDS, *OPTIONS, *NEUTRAL))
+    for name in ("json_object", "disable_any_whitespace"):
+        if not isinstance(given.get(name), bool | None):
+            raise MalformedRequest(
+                f"{param}.{name} must be true or false, got {show_value(given[name])}",
+                param=f"{param}.{name}",
+            )
+    asked = [name for name in KINDS if given.get(name) is not None]
+    asked += ["json_object"] if given.get("json_object") else []
+    if len(asked) != 1:
+        allowed = ", ".join((*KINDS, "json_object"))
+        raise RequestError(
+            f"{param} must hold one of {allowed}, got {' and '.join(asked) or 'none'}", param=param
+        )
+    blanks = given.get("whitespace_pattern")
+    if given.get("disable_any_whitespace"):
+        if blanks is not None:
+            raise RequestError(
+                f"{param}.disable_any_whitespace leaves no room for whitespace_pattern; give one of them",
+                param=f"{param}.whitespace_pattern",
+            )
+        blanks = NO_BLANKS
+    options = _blanks(blanks, f"{param}.whitespace_pattern", asked[0])
+    if asked == ["json_object"]:
+        return Structured.json_object(param=f"{param}.json_object", **options)
+    return _make(asked[0], given[asked[0]], f"{param}.{asked[0]}", **options)
+
+
+def _read_guided(body: SamplingBody) -> list[Structured]:
+    asked = {kind: value for kind in KINDS if (value := getattr(body, f"guided_{kind}")) is not None}
+    blanks = body.guided_whitespace_pattern
+    if not asked and blanks is not None:
+        raise RequestError("guided_whitespace_pattern needs guided_json", param="guided_whitespace_pattern")
+    return [
+        _make(kind, value, f"guided_{kind}", **_blanks(blanks, "guided_whitespace_pattern", kind))
+        for kind, value in asked.items()
+    ]
+
+
+def _make(kind: str, value: Any, param: str, **options: Any) -> Structured:
+    """A constraint of one of vLLM's kinds; a schema may also be a text that holds it."""
+    made = KINDS[kind](value, param=param, **options)
+    if kind == "grammar":
+        _check_embedded(made.text, param)
+    return made
+
+
+def _check_embedded(grammar: str, param: str) -> None:
+    """The schemas in a grammar, `%json {...}`, are held to what schemas are held to."""
+    decoder = json.JSONDecoder()
+    for found in re.finditer(r"%json\s*", grammar):
+        try:
+            schema, _ = decoder.raw_decode(grammar, found.end())
+        except (ValueError, RecursionError):
+            raise RequestError(f"{param}: %json is not followed by a JSON schema", param=param) from None
+        check_keywords(schema, param=param)
+
+
+def _blanks(pattern: Any, param: str, kind: str) -> dict[str, str]:
+    """The option of a constraint that says which blanks may stand between JSON tokens, as a pattern."""
+    if pattern is None:
+        return {}
+    if not kind.startswith("json"):
+        raise RequestError(f"{param} is about blanks in JSON and says nothing about {kind}", param=param)
+    if not isinstance(pattern, str):
+        raise MalformedRequest(f"{param} must be a string, got {show_value(pattern)}", param=param)
+    if len(pattern) > 200 or not _BLANKS.fullmatch(pattern):
+        raise RequestError(
+            f"{param} must match blanks of JSON only, such as '[ \\n\\t]{{0,8}}', got {show_value(pattern)}",
+            param=param,
+        )
+    return {"whitespace": pattern}
+
+
+def _check_keys(param: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    for name in given:
+        if name not in known:
+            hint = closest(name[:80], known, listed="known")
+            raise RequestError(f"unknown field {name[:80]!r} in {param}{hint}", param=param)

@@ -1,0 +1,272 @@
+"""Keywords that no constraint can follow, with their place; held against the compiler's own opinion."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from infer.errors import RequestError
+from infer.sampling import json_schema
+from infer.sampling.json_schema import FORMATS, TYPES, UNSUPPORTED, check_keywords, check_pattern
+
+BYTES = LLTokenizer("byte")
+KEYWORDS = frozenset(
+    (
+        *UNSUPPORTED,
+        *("$anchor", "$comment", "$defs", "$id", "$ref", "$schema", "$vocabulary", "additionalItems"),
+        *("additionalProperties", "allOf", "anyOf", "const", "contentEncoding", "contentMediaType"),
+        *("contentSchema", "default", "definitions", "deprecated", "description", "enum", "examples"),
+        *("exclusiveMaximum", "exclusiveMinimum", "format", "items", "maxItems", "maxLength", "maximum"),
+        *("maxProperties", "minItems", "minLength", "minProperties", "minimum", "multipleOf", "oneOf"),
+        *("pattern", "patternProperties", "prefixItems", "properties", "readOnly", "required", "title"),
+        *("type", "writeOnly"),
+    )
+)
+
+
+def compile_error(schema: Any) -> str:
+    """What the compiler says of a schema; nothing if it takes it."""
+    said: str = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)), BYTES)
+    return said
+
+
+def refusal(schema: Any) -> str:
+    with pytest.raises(RequestError) as caught:
+        check_keywords(schema, param="response_format")
+    assert caught.value.param == "response_format"
+    return str(caught.value)
+
+
+def at_a(**keywords: Any) -> dict[str, Any]:
+    """A schema whose property a/b has these keywords."""
+    return {"type": "object", "properties": {"a/b": keywords}}
+
+
+def test_the_unsupported_keywords_are_the_compilers() -> None:
+    refused = {name for name in KEYWORDS if "Unimplemented keys" in compile_error({name: {}})}
+    assert refused == set(UNSUPPORTED)
+
+
+@pytest.mark.parametrize("keyword", UNSUPPORTED)
+def test_an_unsupported_keyword_is_named_with_its_place_and_a_way_out(keyword: str) -> None:
+    message = refusal(at_a(**{keyword: {}}))
+    assert message == (
+        f"response_format: the keyword {keyword!r} of the schema at #/properties/a~1b/{keyword} "
+        f"is not supported; {UNSUPPORTED[keyword]}"
+    )
+
+
+@pytest.mark.parametrize("name", ["not", "if", "uniqueItems", "$ref", "type", "pattern", "format"])
+def test_a_property_may_have_the_name_of_a_keyword(name: str) -> None:
+    schema = {"type": "object", "properties": {name: {"type": "string"}}, "required": [name]}
+    check_keywords(schema, param="x")
+    assert not compile_error(schema)
+
+
+def test_the_formats_are_the_compilers() -> None:
+    more = ("byte", "color", "idn-email", "int32", "iri", "json-pointer", "password", "path", "regex")
+    taken = {name for name in (*FORMATS, *more) if not compile_error({"type": "string", "format": name})}
+    assert taken == FORMATS
+    for name in FORMATS:
+        check_keywords(at_a(type="string", format=name), param="x")
+    assert "#/properties/a~1b/format must be one of date," in refusal(at_a(type="string", format="path"))
+    check_keywords(at_a(type="integer", format="int32"), param="x")  # of a number it says nothing
+    assert not compile_error(at_a(type="integer", format="int32"))
+
+
+def test_the_types_are_the_compilers() -> None:
+    for name in TYPES:
+        check_keywords({"type": name}, param="x")
+        assert not compile_error({"type": name})
+    assert compile_error({"type": "strin"})
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        (at_a(type="strin"), "'type' of the schema at #/properties/a~1b/type must be one of array, "),
+        (at_a(type=["string", 3]), "/type must be one of"),
+        (at_a(type={}), "a value of type dict"),
+        (at_a(minLength=-1), "/minLength must be a whole number of at least 0, got -1"),
+        (at_a(maxItems=1.5), "got 1.5"),
+        (at_a(maxItems=True), "got True"),
+        (at_a(minimum="3"), "/minimum must be a number, got '3'"),
+        (at_a(multipleOf=10_001), "must be at most 10000"),
+        (at_a(required="a"), "/required must be a list of names"),
+        (at_a(enum="a"), "/enum must be a list"),
+        (at_a(pattern=3), "/pattern must be a string"),
+        (at_a(anyOf=[]), "/anyOf must be a list of schemas"),
+        (at_a(anyOf=[3]), "the schema at #/properties/a~1b/anyOf/0 must be an object, true or false, got 3"),
+        (at_a(properties=[]), "/properties must be an object"),
+        (at_a(items=3), "/items must be an object, true or false"),
+        (at_a(items=[{"not": {}}]), "#/properties/a~1b/items/0/not"),
+        (at_a(prefixItems=[{}, {"not": {}}]), "#/properties/a~1b/prefixItems/1/not"),
+        (at_a(additionalProperties={"not": {}}), "/additionalProperties/not"),
+        (at_a(patternProperties={"^x": {"not": {}}}), "/patternProperties/^x/not"),
+        (at_a(patternProperties={"(?=x)": {}}), "look-around"),
+        (at_a(oneOf=[{}, {"allOf": [{"not": {}}]}]), "#/properties/a~1b/oneOf/1/allOf/0/not"),
+        (at_a(**{"$id": "http://a"}), "/$id is not supported below the root"),
+        ({"$ref": "http://a/b.json"}, "'$ref' of the schema at #/$ref must point into this schema, such as"),
+        ({"$ref": "other.json#/a"}, "must point into this schema"),
+        ({"$ref": "#anchor", "$anchor": "anchor"}, "must point into this schema"),
+        ({"$ref": "#/$defs/a", "$defs": {}}, "nothing is there, got '#/$defs/a'"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"not": {}}}}, "at #/$defs/a/not"),
+        ({"$ref": "#/$defs/a~1b%25", "$defs": {"a/b%": {"not": {}}}}, "not supported"),
+        ([], "the schema at # must be an object"),
+        (None, "got None"),
+    ],
+)
+def test_what_means_nothing_is_refused_with_its_place(schema: Any, words: str) -> None:
+    assert words in refusal(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"type": "string"}, "unused": {"not": {}}}},
+        {
+            "$defs": {"n": {"type": "object", "properties": {"next": {"$ref": "#/$defs/n"}}}},
+            "$ref": "#/$defs/n",
+        },
+        {"type": "object", "properties": {"again": {"$ref": "#"}}},
+        {"$id": "http://example.com/a", "$ref": "#/definitions/a", "definitions": {"a": {"type": "null"}}},
+        at_a(type=["string", "null"], enum=["a", None], default={"not": 1}, examples=[{"if": 1}]),
+        at_a(type="integer", minimum=1, exclusiveMaximum=10, multipleOf=3),
+        at_a(type="array", items={"type": "string"}, minItems=1, maxItems=3),
+        at_a(type="array", prefixItems=[{"type": "string"}], items=False),
+        at_a(type="object", patternProperties={"^x-": {"type": "string"}}, additionalProperties=False),
+        at_a(type="string", pattern=r"^\d{3}-[a-z\]]+(?:x|y)?$", nullable=True, foo="bar"),
+        at_a(anyOf=[{"type": "string", "maxLength": 5}, {"type": "null"}]),
+        at_a(oneOf=[{"type": "string"}, {"type": "number"}]),
+        at_a(allOf=[{"type": "string"}, {"minLength": 2}]),
+    ],
+)
+def test_what_the_compiler_takes_is_taken(schema: Any) -> None:
+    check_keywords(schema, param="x")
+    assert not compile_error(schema)
+
+
+def chain(length: int) -> dict[str, Any]:
+    """Objects that refer to each other, each once: no deep JSON, and yet a deep schema."""
+    inner = {f"a{i}": {"properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}} for i in range(length)}
+    return {"$ref": "#/$defs/a0", "$defs": inner | {f"a{length}": {"type": "string"}}}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"anyOf": [schema, {"type": "integer"}]}
+    return schema
+
+
+def products(num: int, width: int = 4) -> dict[str, Any]:
+    """Alternatives that a compiler multiplies out."""
+    return {"allOf": [{"anyOf": [{"title": f"{i} {j}"} for j in range(width)]} for i in range(num)]}
+
+
+def shared_key(num: int) -> dict[str, Any]:
+    """The same, one level down: objects of one key."""
+    union = {"anyOf": [{"minLength": 1}, {"maxLength": 7}, {"pattern": "a"}, {"pattern": "b"}]}
+    return {"allOf": [{"properties": {"k": union}} for _ in range(num)]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        (nested(101), "is 101 schemas deep, at most 100 are allowed"),
+        (chain(10_000), "is 101 schemas deep"),
+        (products(5), "combines more than 256 alternatives"),
+        (products(40, 2), "combines more than 256 alternatives"),
+        (shared_key(5), "combines more than 256 alternatives"),
+        (at_a(enum=list(range(10_001))), "has 10001 values, with those of other enums; at most 10000"),
+        (at_a(anyOf=[{"enum": list(range(100))}] * 101), "has 10100 values"),
+        ({"properties": {str(i): {} for i in range(1_001)}}, "has 1001 properties; at most 1000"),
+        (at_a(oneOf=[{"const": i} for i in range(1_001)]), "has 1001 schemas; at most 1000"),
+        (at_a(pattern="(a|b|cd){0,5000}" * 3), "written out, are 60000 characters long"),
+        (at_a(pattern="((a{99}){99}){99}"), "repeat less often"),
+        (at_a(pattern="a" * 10_001), "has 10001 characters; at most 10000"),
+    ],
+)
+def test_bombs_are_refused_before_anything_is_built(schema: Any, words: str) -> None:
+    assert words in refusal(schema)
+
+
+def test_the_largest_that_are_taken() -> None:
+    check_keywords(nested(100), param="x")
+    check_keywords(chain(48), param="x")
+    check_keywords(products(4), param="x")
+    check_keywords(at_a(enum=list(range(10_000))), param="x")
+    check_keywords(at_a(anyOf=[{"const": i} for i in range(1_000)]), param="x")
+    check_pattern("(a|b|cd){0,5000}", param="x")
+
+
+def test_a_schema_that_refers_to_the_same_twice_at_every_level_is_walked_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    visits = 0
+    visit = json_schema._SchemaCheck.visit
+
+    def counted(*args: Any) -> int:
+        nonlocal visits
+        visits += 1
+        return visit(*args)
+
+    monkeypatch.setattr(json_schema._SchemaCheck, "visit", counted)
+    two = {f"a{i}": {"items": {"$ref": f"#/$defs/a{i + 1}"}, "not_": 1} for i in range(30)}
+    for i in range(30):
+        two[f"a{i}"]["properties"] = {"x": {"$ref": f"#/$defs/a{i + 1}"}}
+    check_keywords({"$ref": "#/$defs/a0", "$defs": two | {"a30": {}}}, param="x")
+    assert visits < 300  # not 2 ** 30
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("(?=a)b", "look-around"),
+        ("a(?!b)", "look-around"),
+        ("(?<=a)b", "look-around"),
+        ("(?<!a)b", "look-around"),
+        (r"(a)\1", r"the back-reference \1"),
+        (r"\bword\b", r"the word boundary \b"),
+        (r"\Bx", r"the word boundary \B"),
+    ],
+)
+def test_what_a_pattern_cannot_ask_for(pattern: str, found: str) -> None:
+    assert compile_error({"type": "string", "pattern": pattern})
+    with pytest.raises(RequestError, match=re.escape(f"guided_regex: the pattern uses {found}")):
+        check_pattern(pattern, param="guided_regex")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"\\b\(?=",
+        "[(?=]",
+        r"[\](?!]",
+        "[]a(?=]",
+        "[^](?=]",
+        "(?:a|b)(?P<name>c)",
+        r"\p{Greek}{2}",
+        r"\x{1F600}",
+        r"a{3}{2}\{99999\}",
+        "a{,}",
+        "(?i)abc",
+    ],
+)
+def test_patterns_that_only_look_like_it(pattern: str) -> None:
+    check_pattern(pattern, param="x")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "size"),
+    [("", 0), ("abc", 3), ("a{3}", 3), ("[abc]{2,5}", 5), ("(ab){3}", 6), ("((ab){3}c){2}", 14)]
+    + [("a*b+c?", 3), (r"\d{4}", 4), (r"\x{41}", 1), ("(a|bc){9,}", 27), (")", 1), ("(ab", 2), ("a{4", 3)],
+)
+def test_repetitions_are_counted_as_if_written_out(pattern: str, size: int) -> None:
+    assert json_schema._written_out(pattern) == size

@@ -1,0 +1,288 @@
+"""The fields that ask for an answer of a certain form: what each becomes, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from infer.errors import RequestError
+from infer.frontend.llm import LLM
+from infer.sampling.structured import Structured
+from infer.scheduling.request import Request, StepOutput
+from infer.server.protocol.schemas import MAX_CONSTRAINT_BYTES, SamplingBody
+from infer.server.protocol.structured import CONSTRAINTS, NO_BLANKS, read_structured
+from infer.server.routes.json_route import MAX_FIELD_BYTES, check_fields
+from tests.support.wire import ScriptedClient, Wire, make_state, outputs_of
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
+TEXT = '{"type":"object","properties":{"b":{"type":"string"},"a":{"type":"integer"}}}'
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+ROUTES = {
+    "/v1/completions": {"prompt": "the river"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Who are you?"}]},
+}
+
+
+def openai(schema: Any = SCHEMA, **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema} | more}
+
+
+def read(**fields: Any) -> Structured | None:
+    return read_structured(SamplingBody.model_validate(fields))
+
+
+SPELLINGS: list[tuple[dict[str, Any], Structured | None]] = [
+    ({}, None),
+    ({"response_format": {"type": "text"}}, None),
+    ({"response_format": None, "guided_json": None}, None),
+    (
+        {"response_format": {"type": "json_object"}},
+        Structured(kind="json_object", param="response_format"),
+    ),
+    *(
+        (
+            {"response_format": given},
+            Structured(kind="json_schema", text=TEXT, param="response_format"),
+        )
+        for given in (
+            openai(),
+            openai(strict=True, description="an answer"),
+            openai(strict=False),
+            openai(strict=None),
+            {"type": "json_schema", "schema": SCHEMA},
+            {"type": "json_schema", "schema": SCHEMA, "name": "answer", "strict": True},
+        )
+    ),
+    *(
+        (
+            {"structured_outputs": {"json": given}},
+            Structured(kind="json_schema", text=TEXT, param="structured_outputs.json"),
+        )
+        for given in (SCHEMA, TEXT)
+    ),
+    (
+        {
+            "structured_outputs": {
+                "json": SCHEMA,
+                "whitespace_pattern": "[ \n]{0,3}",
+                "disable_fallback": True,
+            }
+        },
+        Structured(kind="json_schema", text=TEXT, whitespace="[ \n]{0,3}", param="structured_outputs.json"),
+    ),
+    (
+        {"structured_outputs": {"json_object": True, "disable_any_whitespace": True, "json": None}},
+        Structured(kind="json_object", whitespace=NO_BLANKS, param="structured_outputs.json_object"),
+    ),
+    (
+        {"structured_outputs": {"regex": "[0-9]+", "json_object": False, "disable_any_whitespace": False}},
+        Structured(kind="regex", text="[0-9]+", param="structured_outputs.regex"),
+    ),
+    (
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+        Structured.choice(["yes", "no"], param="structured_outputs.choice"),
+    ),
+    (
+        {"structured_outputs": {"grammar": 'start: "a"'}},
+        Structured(kind="grammar", text='start: "a"', param="structured_outputs.grammar"),
+    ),
+    ({"guided_json": SCHEMA}, Structured(kind="json_schema", text=TEXT, param="guided_json")),
+    ({"guided_json": TEXT}, Structured(kind="json_schema", text=TEXT, param="guided_json")),
+    (
+        {"guided_json": SCHEMA, "guided_whitespace_pattern": r"[\n\t ]*"},
+        Structured(kind="json_schema", text=TEXT, whitespace=r"[\n\t ]*", param="guided_json"),
+    ),
+    ({"guided_regex": "a|b"}, Structured(kind="regex", text="a|b", param="guided_regex")),
+    ({"guided_choice": ["a", "b"]}, Structured.choice(["a", "b"], param="guided_choice")),
+    (
+        {"guided_grammar": "start: %json {} x\nx: %json\n{}"},
+        Structured(kind="grammar", text="start: %json {} x\nx: %json\n{}", param="guided_grammar"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "wanted"), SPELLINGS)
+def test_every_spelling_becomes_one_constraint(fields: dict[str, Any], wanted: Structured | None) -> None:
+    assert read(**fields) == wanted
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": {}}, "response_format", "one of 'text', 'json_object', 'json_schema', got None"),
+    ({"response_format": {"type": "xml"}}, "response_format", "got 'xml'"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format", "got 'structural_tag'"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "has no schema; give {"),
+    ({"response_format": openai(None)}, "response_format", "has no schema"),
+    ({"response_format": openai([])}, "response_format", "got list"),
+    ({"response_format": {"type": "json_schema", "json_schema": 3}}, "response_format", "must be an object"),
+    ({"response_format": openai(stric=True)}, "response_format.json_schema", "did you mean 'strict'?"),
+    ({"response_format": {"type": "text", "foo": 1}}, "response_format", "unknown field 'foo'"),
+    (
+        {"response_format": openai({"properties": {"a": {"not": {}}}})},
+        "response_format",
+        "the keyword 'not' of the schema at #/properties/a/not is not supported",
+    ),
+    ({"structured_outputs": {}}, "structured_outputs", "must hold one of json, regex, choice, grammar"),
+    (
+        {"structured_outputs": {"regex": "a", "json": {}}},
+        "structured_outputs",
+        "got json and regex",
+    ),
+    ({"structured_outputs": {"jsn": {}}}, "structured_outputs", "did you mean 'json'?"),
+    (
+        {"structured_outputs": {"regex": "a", "structural_tag": "{}"}},
+        "structured_outputs.structural_tag",
+        "use tools",
+    ),
+    (
+        {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
+        "structured_outputs.disable_additional_properties",
+        '"additionalProperties": false into the schema',
+    ),
+    (
+        {"structured_outputs": {"json_object": 1}},
+        "structured_outputs.json_object",
+        "must be true or false, got 1",
+    ),
+    (
+        {"structured_outputs": {"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}},
+        "structured_outputs.whitespace_pattern",
+        "give one of them",
+    ),
+    (
+        {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+        "structured_outputs.whitespace_pattern",
+        "says nothing about regex",
+    ),
+    ({"structured_outputs": {"regex": 3}}, "structured_outputs.regex", "must be text, got int"),
+    ({"structured_outputs": {"choice": "ab"}}, "structured_outputs.choice", "list of 1 to"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "list of 1 to"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),
+    ({"structured_outputs": {"json": 3}}, "structured_outputs.json", "got int"),
+    ({"guided_json": "[" * 100_000}, "guided_json", "bytes, at most"),
+    ({"guided_json": "[" * 5_000}, "guided_json", "too deep"),
+    ({"guided_regex": ""}, "guided_regex", "is empty"),
+    ({"guided_regex": "(?=a)"}, "guided_regex", "look-around"),
+    ({"guided_regex": "(a{999}){999}"}, "guided_regex", "repeat less often"),
+    ({"guided_grammar": 'start: %json {"not": {}}'}, "guided_grammar", "'not'"),
+    ({"guided_grammar": "start: %json x"}, "guided_grammar", "not followed by a JSON schema"),
+    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "needs guided_json"),
+    (
+        {"guided_regex": "a", "guided_whitespace_pattern": " "},
+        "guided_whitespace_pattern",
+        "says nothing about regex",
+    ),
+    *(
+        ({"guided_json": {}, "guided_whitespace_pattern": bad}, "guided_whitespace_pattern", "blanks of JSON")
+        for bad in ("x", "", r"\s*", "[ x]", "( )*", " " * 201, ".")
+    ),
+    (
+        {"guided_json": {}, "response_format": {"type": "json_object"}},
+        "guided_json",
+        "response_format and guided_json each say what the answer must match; give one of them",
+    ),
+    ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice", "guided_regex and guided_choice each"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "words"), REFUSED)
+def test_what_is_refused_names_the_field_of_the_client(
+    fields: dict[str, Any], param: str, words: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(**fields)
+    assert words in str(caught.value)
+    assert caught.value.param == param
+
+
+async def speak(request: Request) -> AsyncGenerator[StepOutput, None]:
+    for output in outputs_of(request, [40, 41]):
+        yield output
+
+
+@pytest.fixture
+def engine() -> ScriptedClient:
+    return ScriptedClient(speak)
+
+
+@pytest.fixture
+def scripted(oracle: LLM, engine: ScriptedClient) -> Wire:
+    return Wire(make_state(oracle.encoder, engine))
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_constraint_reaches_the_engine(
+    scripted: Wire, engine: ScriptedClient, route: str, is_stream: bool
+) -> None:
+    response = scripted.post(
+        route, ROUTES[route] | {"response_format": openai(), "stream": is_stream, "max_tokens": 2}
+    )
+    assert response.status_code == 200, response.text
+    assert engine.requests[0].params.structured == Structured(
+        kind="json_schema", text=TEXT, param="response_format"
+    )
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_refusals_are_422_with_the_field_and_nothing_is_generated(
+    scripted: Wire, engine: ScriptedClient, route: str
+) -> None:
+    error = scripted.refused(route, ROUTES[route] | {"response_format": openai({"not": {}})}, 422)
+    assert error["param"] == "response_format"
+    assert "at #/not is not supported" in error["message"]
+    assert scripted.refused(route, ROUTES[route] | {"guided_regex": 3}, 400)["param"] == "guided_regex"
+    error = scripted.refused(route, ROUTES[route] | {"guided_decoding_backend": "outlines"}, 422)
+    assert error["param"] == "guided_decoding_backend"
+    assert engine.requests == []
+    scripted.ok(route, ROUTES[route] | {"guided_decoding_backend": "guidance", "guided_regex": "a"})
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_what_the_compiler_refuses_is_422_and_not_a_broken_stream(
+    oracle: LLM, route: str, is_stream: bool
+) -> None:
+    async def refuse(request: Request) -> AsyncGenerator[StepOutput, None]:
+        structured = request.params.structured
+        assert structured is not None
+        raise RequestError(f"{structured.param}: this cannot be compiled", param=structured.param)
+        yield
+
+    wire = Wire(make_state(oracle.encoder, ScriptedClient(refuse)))
+    body = ROUTES[route] | {"guided_regex": "a", "stream": is_stream}
+    error = wire.refused(route, body, 422)
+    assert error["param"] == "guided_regex"
+    assert error["message"] == "guided_regex: this cannot be compiled"
+    assert error["type"] == "UnprocessableEntityError"
+
+
+def test_a_constraint_leaves_no_room_for_calls(scripted: Wire, engine: ScriptedClient) -> None:
+    body = ROUTES["/v1/chat/completions"] | {"response_format": openai(), "tools": [TOOL]}
+    error = scripted.refused("/v1/chat/completions", body, 422)
+    assert error["param"] == "response_format"
+    assert "set tool_choice to 'none'" in error["message"]
+    scripted.ok("/v1/chat/completions", body | {"tool_choice": "none", "max_tokens": 2})
+    scripted.ok("/v1/chat/completions", body | {"response_format": {"type": "text"}, "max_tokens": 2})
+    assert [request.params.structured is None for request in engine.requests] == [False, True]
+
+
+def test_a_field_too_large_is_refused_before_it_is_parsed() -> None:
+    assert {name for name in CONSTRAINTS if name not in MAX_FIELD_BYTES} == {"guided_whitespace_pattern"}
+    big = [[]] * (MAX_CONSTRAINT_BYTES // 3 + 1)
+    body = json.dumps({"prompt": "a", "response_format": big}, separators=(",", ":")).encode()
+    with pytest.raises(RequestError, match="response_format has .* bytes, at most 262144") as caught:
+        check_fields(body)
+    assert caught.value.param == "response_format"
+    check_fields(json.dumps({"prompt": "response_format" * 100_000}).encode())
+    check_fields(body[:-1])  # the parser says what is wrong with it
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_large_schema_is_422_over_http(scripted: Wire, route: str) -> None:
+    schema = {"enum": [f"value {i}" for i in range(100_000)]}
+    error = scripted.refused(route, ROUTES[route] | {"response_format": openai(schema)}, 422)
+    assert error["param"] == "response_format"
+    assert "at most 262144" in error["message"]
