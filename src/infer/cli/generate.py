@@ -14,6 +14,8 @@ order of the file, each as soon as those before it are out. A prompt that fails 
 costs the others nothing; the exit code is then 1. Each line is drawn with a seed of its own, which depends on
 `--seed` and on the number of the line; `--json` shows it, and alone with `--seed` it gives that answer again.
 
+The form of the answers can be given: `--json-schema`, `--regex`, `--choice` or `--grammar`.
+
 With `--url` a server has the model and the engine: prompts go to it over HTTP, those of a file several at a
 time.
 """
@@ -21,6 +23,7 @@ time.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import sys
@@ -34,6 +37,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infer.cli import flags
 from infer.cli.answer import Interrupted, ShownAnswer, notice, open_llm, show_answer, write_out
+from infer.cli.answer_form import add_form_flags, form_from
 from infer.cli.remote import RemoteModel, RemoteStream, StreamAhead, add_url_flags, is_remote, open_server
 from infer.errors import (
     ConfigError,
@@ -63,6 +67,8 @@ examples:
   cat letter.txt | infer generate --system "Summarise in one sentence." --max-tokens 60
   infer generate --prompts-file questions.txt --seed 1 --json > answers.jsonl
   infer generate --url http://127.0.0.1:8000 "Why is the sky blue?"
+  infer generate --choice yes --choice no "Is the sky blue?"
+  infer generate --json-schema person.json "Invent a person."
 """
 
 
@@ -118,6 +124,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="write down the run, for 'infer replay'; holds the prompts",
     )
     prompt.add_argument("--overwrite", action="store_true", help="let --record replace a file that is there")
+    add_form_flags(parser)
     flags.add_sampling_flags(parser)
     flags.add_knob_flags(parser, without=flags.SAMPLING_HELP)
     flags.add_common_flags(parser)
@@ -131,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "--record needs an engine here, and --url leaves it to the server; give one of them"
         )
-    params = flags.sampling_from(args)
+    params = dataclasses.replace(flags.sampling_from(args), structured=form_from(args))
     prompts = read_prompts(args)
     with recording(args.record, may_replace=args.overwrite) as observer:
         num_failed = answer_all(prompts, params, args, observer)

@@ -28,6 +28,7 @@ from time import perf_counter, sleep
 from typing import Any
 
 from infer.cli import flags
+from infer.cli.answer_form import to_fields
 from infer.errors import ConfigError, ContextOverflow, EngineError, InferError, QueueFull, RequestError
 from infer.sampling.params import SamplingParams
 
@@ -137,6 +138,8 @@ class RemoteModel:
         body["max_tokens"] = params.max_tokens
         if "logit_bias" in body:
             body["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
+        if params.structured is not None:
+            body |= to_fields(params.structured)
         if self._counts:
             body["stream_options"] = {"include_usage": True}
         return body
