@@ -79,7 +79,8 @@ def make_engine(num_rows: int) -> Engine:
     for _ in range(4):
         engine.step()
     no_logits = torch.empty(0)  # nothing asks for logprobs
-    runner._graphs.run = lambda size: no_logits  # type: ignore[method-assign]
+    runner._graphs.forward = lambda size: None  # type: ignore[method-assign]
+    runner._graphs.sample = lambda size: no_logits  # type: ignore[method-assign]
     runner._scratch.ids_S.copy_(torch.arange(len(runner._scratch.ids_S)) % 500)
     run_steps(engine, BLOCK_SIZE)
     assert len(engine.scheduler.running) == num_rows, "a step failed: the log says why"

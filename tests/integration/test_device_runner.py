@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,6 +20,7 @@ from infer.config.defaults import STEPS_AHEAD
 from infer.engine import machine
 from infer.engine.engine import Engine
 from infer.execution.gpu import graphs, step_inputs
+from infer.execution.gpu import masks as device_masks
 from infer.execution.gpu import rows as device_rows
 from infer.execution.gpu.readback import PendingStep
 from infer.execution.gpu.runner import DeviceRunner
@@ -28,6 +28,7 @@ from infer.sampling.params import RowLogprobs, SamplingParams
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request, StepOutput
 from tests.support.checkpoints import FAMILIES
+from tests.support.masked import mask_steps
 from tests.support.tiny import drain, make_engine, random_prompts, run_engine
 
 NUM_PROMPTS = 10
@@ -234,10 +235,12 @@ class LateDevice:
             (device_rows, "apply_table_diffs"),
             (device_rows, "advance_rows"),
             (device_rows, "send_into"),
+            (device_masks, "send_into"),
             (step_inputs, "send_into"),
         ):
             monkeypatch.setattr(module, name, self.later(getattr(module, name)))
-        monkeypatch.setattr(runner._graphs, "run", self.later(runner._graphs.run))
+        for name in ("forward", "sample"):
+            monkeypatch.setattr(runner._graphs, name, self.later(getattr(runner._graphs, name)))
         monkeypatch.setattr(runner._readback, "take", self.take)
         for name in ("_launch_ragged", "_launch_mixed"):  # these compute at once
             monkeypatch.setattr(runner, name, self.at_once(getattr(runner, name)))
@@ -296,31 +299,51 @@ def test_penalties_biases_bans_and_logprobs_are_those_of_the_cpu(knobs: dict[str
     assert bool(engine.scheduler.num_preemptions) is ("num_blocks" in knobs)
 
 
+def allow(request_id: str, position: int) -> set[int] | None:
+    """Other ids at every position for half of the requests, some of which are free now and then."""
+    number = int(request_id)
+    if number % 2 or number % 4 == 0 and position % 3 == 1:
+        return None
+    return {299, *range((number + position) % 7, 300, 5 + 11 * (number % 3))}
+
+
+@functools.cache
+def expected_under_masks() -> Any:
+    with mock.patch.object(machine, "has_gpu_kernels", HAS_GPU_KERNELS):
+        engine = make_engine("qwen3")
+    mask_steps(engine, allow)
+    return report(engine, ASKING)[0]
+
+
 @pytest.mark.usefixtures("on_device")
-def test_a_row_under_a_mask_has_the_tokens_it_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Words filled on the host for two of the rows; a row that comes later in one's place has none."""
-    engine = make_device_engine("qwen3", max_batch_size=4)
-    rows: device_rows.DeviceRows = engine._runner._rows  # type: ignore[attr-defined]
-    allowed = {"1": set(range(0, 300, 5)), "2": {299, 7, 64}}
-    sync = rows.sync
+@pytest.mark.parametrize("knobs", ASKING_KNOBS, ids=str)
+def test_rows_under_masks_have_the_tokens_of_the_cpu(knobs: dict[str, Any]) -> None:
+    """Beside rows that have none: those have the tokens that they would have alone."""
+    engine = make_device_engine("qwen3", **knobs)
+    counts = mask_steps(engine, allow)
+    tokens, known = report(engine, ASKING)[0], expected_under_masks()
+    assert tokens == known
+    free = expected_report()[0]
+    for (number, index), ids in tokens.items():
+        allowed = [allow(str(number), position) for position in range(len(ids))]
+        assert all(a is None or token_id in a for token_id, a in zip(ids, allowed, strict=True))
+        assert (ids == free[number, index]) is (number % 2 == 1)
+    assert 0 in counts and max(counts) > 1
+    assert bool(engine.scheduler.num_preemptions) is ("num_blocks" in knobs)
 
-    def sync_and_mask(plan: StepPlan, sequences: Any) -> None:
-        sync(plan, sequences)
-        masked = [seq for seq in sequences if seq.request_id in allowed]
-        lines = rows.mask_lines(len(masked))
-        for line, seq in zip(lines.numpy().view("uint32"), masked, strict=True):
-            for token_id in allowed[seq.request_id]:
-                line[token_id // 32] |= 1 << token_id % 32
-        rows.send_masks(np.array([seq.row for seq in masked], dtype=np.int64), lines)
 
-    monkeypatch.setattr(rows, "sync", sync_and_mask)
-    made = run_engine(engine, PLAIN)
-    for number, known in enumerate(expected("qwen3", False)):
-        if str(number) in allowed:
-            assert set(made[number][0]) <= allowed[str(number)]
-            assert made[number] != known
-        else:
-            assert made[number] == known
+@pytest.mark.usefixtures("on_device")
+def test_steps_under_masks_are_sized_and_overlap() -> None:
+    engine = make_device_engine("qwen3")
+    runner: Any = engine._runner
+    runner._launch_ragged = ragged = mock.Mock(wraps=runner._launch_ragged)
+    mask_steps(engine, lambda request_id, position: (7, 11))
+    engine.add(Request(request_id="0", prompt=tuple(PLAIN[0][0]), params=make_params(9)))
+    depths = []
+    while engine.has_work:
+        engine.step()
+        depths.append(len(engine._flights))
+    assert max(depths) == STEPS_AHEAD and ragged.call_count == 0
 
 
 @pytest.mark.usefixtures("on_device")
@@ -475,13 +498,14 @@ def test_steps_of_prompts_alone_are_padded_to_sizes_of_their_own(monkeypatch: py
     engine = make_device_engine("qwen3", max_batch_size=2)
     runner: Any = engine._runner
     sizes: set[graphs.StepSize] = set()
-    launch = runner._graphs._launch
+    forward = runner._graphs._forward
 
-    def note(size: graphs.StepSize) -> None:
+    def note(size: graphs.StepSize) -> torch.Tensor:
         sizes.add(size)
-        launch(size)
+        logits_SV: torch.Tensor = forward(size)
+        return logits_SV
 
-    monkeypatch.setattr(runner._graphs, "_launch", note)
+    monkeypatch.setattr(runner._graphs, "_forward", note)
     assert run_engine(engine, long) == run_on_cpu("qwen3", long)
     assert max(size.num_tokens for size in sizes if size.num_rows == 0) > 8
     assert max(size.num_tokens for size in sizes if size.num_rows) <= 8

@@ -26,6 +26,7 @@ from infer.execution.model_runner import ModelRunner
 from infer.sampling.params import SamplingParams
 from infer.scheduling.plan import Chunk, Chunks
 from infer.scheduling.request import Request, StepOutput
+from tests.support.masked import Allow, mask_steps
 from tests.support.tiny import drain, greedy, make_engine, random_prompts
 
 PROMPTS = [prompt[:9] for prompt in random_prompts(4)]
@@ -78,9 +79,14 @@ class FailingEngine:
             return self._inner(plan, sequences)
 
 
-def serve(allocator: FailingAllocator, params: list[SamplingParams], **knobs: Any) -> list[Any]:
+def serve(
+    allocator: FailingAllocator, params: list[SamplingParams], allow: Allow | None = None, **knobs: Any
+) -> list[Any]:
     """What each request gets: its ids, logprobs and reasons, by index; the books balance after every step."""
-    engine = FailingEngine(make_engine(**knobs), allocator).engine
+    engine = make_engine(**knobs)
+    if allow is not None:
+        mask_steps(engine, allow)
+    FailingEngine(engine, allocator)
     made: dict[tuple[str, int], list[Any]] = {}
 
     def take(outputs: list[StepOutput]) -> None:
@@ -127,6 +133,23 @@ def test_whichever_allocation_fails_no_token_differs(
         failing = FailingAllocator(number.__eq__)
         assert serve(failing, params, **on_runner) == expected, number
         assert failing.num_failed == 1, number
+
+
+@pytest.mark.parametrize("params", [PARAMS, ON_HOST[:2] + ON_HOST[3:] + PARAMS[1:2]], ids=["device", "host"])
+def test_masks_go_with_the_halves_of_their_step(
+    on_runner: dict[str, Any], params: list[SamplingParams]
+) -> None:
+    """Three of four requests are under masks, which differ; each keeps its own, whatever is halved."""
+
+    def allow(request_id: str, position: int) -> set[int] | None:
+        number = int(request_id)
+        return None if number == 2 else {*range(number + position, 300, 9)}
+
+    counting = FailingAllocator()
+    expected = serve(counting, params, allow, **on_runner)
+    assert expected != serve(FailingAllocator(), params, **on_runner)
+    for number in spread(counting.count):
+        assert serve(FailingAllocator(number.__eq__), params, allow, **on_runner) == expected, number
 
 
 @pytest.mark.parametrize("period", [7, 31, 97])

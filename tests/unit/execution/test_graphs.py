@@ -14,6 +14,7 @@ from infer.models.config import ExpertConfig, ModelConfig
 
 SIZE = StepSize(4, 0)
 LOGITS = torch.zeros(4, 5)
+OWN_LOGITS = torch.ones(1)  # of a step that is launched kernel by kernel
 
 
 class Recorder:
@@ -27,7 +28,8 @@ class Recorder:
         self.num_failures -= 1
         if self.num_failures >= 0:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return CapturedStep(cast(torch.cuda.CUDAGraph, self), LOGITS)
+        graph = cast(torch.cuda.CUDAGraph, self)
+        return CapturedStep(graph, graph, LOGITS)
 
     def replay(self) -> None:
         self.num_replays += 1
@@ -40,15 +42,24 @@ class Steps:
         self.launched: list[StepSize] = []
         self.emptied = 0
         self.recorder = Recorder(num_failures)
+        self.sampled: list[StepSize] = []
         self.graphs = StepGraphs(
-            self._launch, lambda: None, max_rows=max_rows, max_tokens=max_tokens, captures=True
+            self._forward, self._sample, lambda: None, max_rows=max_rows, max_tokens=max_tokens, captures=True
         )
         monkeypatch.setattr(self.graphs, "_record", self.recorder.record)
         monkeypatch.setattr(torch.cuda, "empty_cache", self._empty)
 
-    def _launch(self, size: StepSize) -> torch.Tensor:
+    def _forward(self, size: StepSize) -> torch.Tensor:
         self.launched.append(size)
-        return torch.ones(1)
+        return OWN_LOGITS
+
+    def _sample(self, size: StepSize, logits_SV: torch.Tensor) -> None:
+        assert logits_SV is OWN_LOGITS
+        self.sampled.append(size)
+
+    def run(self, size: StepSize) -> torch.Tensor:
+        self.graphs.forward(size)
+        return self.graphs.sample(size)
 
     def _empty(self, *_: Any) -> None:
         self.emptied += 1
@@ -57,8 +68,8 @@ class Steps:
 def test_memory_kept_for_later_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch)
     assert steps.graphs.ensure(SIZE) and not steps.graphs.ensure(SIZE)
-    assert steps.graphs.run(SIZE) is LOGITS
-    assert (steps.emptied, steps.recorder.num_replays, steps.launched) == (0, 1, [SIZE])
+    assert steps.run(SIZE) is LOGITS
+    assert (steps.emptied, steps.recorder.num_replays, steps.launched) == (0, 2, [SIZE])
 
 
 def test_a_capture_without_room_is_tried_again_with_all_that_can_be_freed(
@@ -66,15 +77,15 @@ def test_a_capture_without_room_is_tried_again_with_all_that_can_be_freed(
 ) -> None:
     steps = Steps(monkeypatch, num_failures=1)
     assert steps.graphs.ensure(SIZE)
-    steps.graphs.run(SIZE)
-    assert (steps.emptied, steps.recorder.num_replays) == (1, 1)
+    steps.run(SIZE)
+    assert (steps.emptied, steps.recorder.num_replays) == (1, 2)
 
 
 def test_a_step_that_cannot_be_captured_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch, num_failures=2)
     assert steps.graphs.ensure(SIZE) and not steps.graphs.ensure(SIZE)
-    steps.graphs.run(SIZE)
-    assert (steps.recorder.num_replays, steps.launched) == (0, [SIZE, SIZE])
+    steps.run(SIZE)
+    assert (steps.recorder.num_replays, steps.launched, steps.sampled) == (0, [SIZE] * 2, [SIZE] * 2)
 
 
 def test_why_a_capture_failed_is_not_hidden_by_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +103,7 @@ def test_why_a_capture_failed_is_not_hidden_by_its_end(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr("infer.execution.gpu.graphs._stream_of", lambda device: None)
-    graphs = StepGraphs(launch, lambda: None, max_rows=4, max_tokens=0, captures=True)
+    graphs = StepGraphs(launch, lambda *_: None, lambda: None, max_rows=4, max_tokens=0, captures=True)
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
         graphs._record(SIZE)
 

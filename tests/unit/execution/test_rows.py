@@ -11,7 +11,9 @@ import torch
 
 from infer.cache.paged_pool import PagedKVCachePool
 from infer.execution.gpu import rows as device_rows
-from infer.execution.gpu.rows import DeviceRows, send_together
+from infer.execution.gpu import sending
+from infer.execution.gpu.rows import DeviceRows
+from infer.execution.gpu.sending import send_together
 from infer.kernels.elementwise.step_state import apply_table_diffs
 from infer.kernels.sampling.sample_state import IN_PROMPT, IS_BANNED
 from infer.sampling.params import SamplingParams
@@ -194,7 +196,7 @@ def test_all_that_an_arriving_row_needs_travels_as_one() -> None:
     world = World()
     world.add(1)
     plan = world.plan(Chunk(1, 4, 5, 1))
-    with mock.patch.object(device_rows, "send", wraps=device_rows.send) as send:
+    with mock.patch.object(sending, "send", wraps=sending.send) as send:
         world.sync(plan)
         world.rows.has_newest[world.seqs[1].row] = True
         world.sync(plan)

@@ -11,6 +11,9 @@ a step does not fill is padding, for which every kernel does nothing.
     30 rows, 32 prompt tokens     ──► size (32, 32), few enough for the kernels that decode
     20 rows, 900 prompt tokens    ──► size (64, 1024) of a small model; of a large one, no graph
 
+A step is two graphs: the *forward*, from rows to logits, and the *sampler*, from logits to ids. The host may
+fill token masks while the forward runs, and launches the sampler when they are there.
+
 A server captures all sizes before it is ready (`prepare`); without that, a size is captured when it is first
 needed. All graphs share one memory pool, because only one runs at a time. The largest is captured first: the
 others find room in what it took, while small ones before it would leave pieces that hold nothing larger.
@@ -60,9 +63,10 @@ class StepSize(NamedTuple):
 
 
 class CapturedStep(NamedTuple):
-    """A step to be replayed, and where it writes its logits."""
+    """A step to be replayed, and where its forward writes the logits."""
 
-    graph: torch.cuda.CUDAGraph
+    forward: torch.cuda.CUDAGraph
+    sampler: torch.cuda.CUDAGraph | None  # None: it is a part of the forward
     logits_SV: torch.Tensor  # borrowed
 
 
@@ -84,21 +88,27 @@ def most_tokens(config: ModelConfig, max_tokens: int) -> int:
 
 
 class StepGraphs:
-    """One captured step per size. `launch` enqueues a step's kernels and returns the logits they write.
+    """One captured step per size.
 
-    `blank` makes the inputs of a step padding.
+    `forward` enqueues the kernels of a step up to the logits, which it returns; `sample` those that sample
+    them. `blank` makes the inputs of a step padding. `splits`: False records both as one graph, for steps
+    without masks: to measure what the second one costs.
     """
 
     def __init__(
         self,
-        launch: Callable[[StepSize], torch.Tensor],
+        forward: Callable[[StepSize], torch.Tensor],
+        sample: Callable[[StepSize, torch.Tensor], object],
         blank: Callable[[], None],
         *,
         max_rows: int,
         max_tokens: int,
         captures: bool,
+        splits: bool = True,
     ) -> None:
-        self._launch, self._blank, self._captures = launch, blank, captures
+        self._forward, self._sample, self._blank = forward, sample, blank
+        self._captures, self._splits = captures, splits
+        self._logits_SV: torch.Tensor | None = None  # of a forward that was not captured, until it is sampled
         self.decode_rows = decode_sizes(max_rows)
         self._mixed_rows = [*(rows for rows in MIXED_ROWS if rows < max_rows), max_rows]
         self._mixed_tokens = [tokens for tokens in MIXED_TOKENS if tokens <= max_tokens]
@@ -152,15 +162,31 @@ class StepGraphs:
             self._uncaptured.add(size)
         return True
 
-    def run(self, size: StepSize) -> torch.Tensor:
-        """Launch a step of this size over the inputs that are there; `ensure` comes before.
+    def forward(self, size: StepSize) -> None:
+        """Launch a step of this size over the inputs that are there, up to its logits; `ensure` comes before.
 
-        Returns the logits that were sampled: to be read in the same stream, before the next step.
+        `sample` comes behind it, and no other step between the two.
         """
-        if size not in self._graphs:
-            return self._launch(size)
-        captured = self._graphs[size]
-        captured.graph.replay()
+        captured = self._graphs.get(size)
+        if captured is None:
+            self._logits_SV = None  # those of a step that failed before it was sampled
+            self._logits_SV = self._forward(size)
+        else:
+            captured.forward.replay()
+
+    def sample(self, size: StepSize) -> torch.Tensor:
+        """Launch the sampler of the step whose forward was launched last.
+
+        Returns the logits that are sampled: to be read in the same stream, before the next step.
+        """
+        captured = self._graphs.get(size)
+        if captured is None:
+            logits_SV, self._logits_SV = self._logits_SV, None
+            assert logits_SV is not None, "a step is sampled once, after its forward"
+            self._sample(size, logits_SV)
+            return logits_SV
+        if captured.sampler is not None:
+            captured.sampler.replay()
         return captured.logits_SV
 
     def prepare(self) -> bool:
@@ -170,7 +196,7 @@ class StepGraphs:
     def _capture(self, size: StepSize) -> None:
         """Run a step of padding, which compiles its kernels and changes nothing; then record the same."""
         self._blank()
-        self._launch(size)
+        self._sample(size, self._forward(size))
         try:
             self._graphs[size] = self._record(size)
         except torch.OutOfMemoryError:
@@ -179,19 +205,30 @@ class StepGraphs:
 
     def _record(self, size: StepSize) -> CapturedStep:
         torch.cuda.synchronize()
+        with _no_garbage_collection(), torch.cuda.stream(_stream_of(torch.cuda.current_device())):
+            with self._recording() as forward:
+                logits_SV = self._forward(size)
+                if not self._splits:
+                    self._sample(size, logits_SV)
+            if not self._splits:
+                return CapturedStep(forward, None, borrow(logits_SV))
+            with self._recording() as sampler:  # while the logits are held: their memory is no other tensor's
+                self._sample(size, logits_SV)
+            return CapturedStep(forward, sampler, borrow(logits_SV))
+
+    @contextmanager
+    def _recording(self) -> Iterator[torch.cuda.CUDAGraph]:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        with _no_garbage_collection(), torch.cuda.stream(_stream_of(torch.cuda.current_device())):
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            try:
-                logits_SV = self._launch(size)
-            except BaseException:
-                with suppress(Exception):  # of a capture that has failed: why it did is worth more
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        return CapturedStep(graph, borrow(logits_SV))
+        graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        try:
+            yield graph
+        except BaseException:
+            with suppress(Exception):  # of a capture that has failed: why it did is worth more
+                graph.capture_end()
+            raise
+        graph.capture_end()
 
 
 def borrow(x: torch.Tensor) -> torch.Tensor:

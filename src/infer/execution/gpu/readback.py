@@ -9,7 +9,7 @@ logits of these rows are copied and looked at in a stream of their own, beside t
 rows, of which a copy would be large, are looked at in the stream of the steps.
 
 The other way needs no such care: what the host sends goes through memory of its own each time, which
-torch's allocator keeps until the copy has run (`rows.send`), however many steps it stands behind.
+torch's allocator keeps until the copy has run (`sending.send`), however many steps it stands behind.
 
 Shapes:  S rows of a step, V vocabulary, K rows that ask for logprobs.
 """
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from infer.errors import DeviceLost, EngineError
-from infer.execution.gpu.rows import send
+from infer.execution.gpu.sending import send
 from infer.execution.host_sampling import LOGPROB_ROWS, PromptTable, read_prompts
 from infer.execution.runner import StepResult
 from infer.kernels.runtime.dispatch import is_gpu

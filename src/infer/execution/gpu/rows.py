@@ -19,14 +19,15 @@ Shapes:  R rows of state, B blocks of the longest table, K changes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 
 import numpy as np
 import torch
 
+from infer.execution.gpu.masks import DeviceMasks
+from infer.execution.gpu.sending import send, send_into, send_together
 from infer.execution.host_sampling import num_logprobs, sequence_seed
 from infer.kernels.elementwise.step_state import advance_rows, apply_table_diffs
-from infer.kernels.runtime.dispatch import is_gpu, next_power_of_two
+from infer.kernels.runtime.dispatch import next_power_of_two
 from infer.kernels.sampling.sample_state import (
     NUM_FIELDS,
     SampleLine,
@@ -42,7 +43,6 @@ from infer.scheduling.sequence import Sequence as TokenSequence
 PADDING = -1  # in place of a row
 NOBODY = -1  # in place of a tenancy: the row is entered anew
 NO_LOGPROBS = -1
-ALIGNMENT = 16  # bytes
 
 
 class DeviceRows:
@@ -56,6 +56,7 @@ class DeviceRows:
         self.last_token_R = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.position_R = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.sampling = SampleState.empty(max_rows, device, vocab_size)
+        self.masks = DeviceMasks(self.sampling)
         self.is_ragged = np.zeros(max_rows, dtype=bool)  # rows that not every size of a step can serve
         self.num_logprobs = np.full(max_rows, NO_LOGPROBS, dtype=np.int64)  # alternatives asked for
         self._has_uses = np.zeros(max_rows, dtype=bool)  # rows whose tokens are counted on the device
@@ -96,25 +97,8 @@ class DeviceRows:
         enter_rows(self.sampling, send(entries_KF, self.device))
         self._put_blocks(send(torch.full((1, 3), PADDING, dtype=torch.int32), self.device))
         self._put_tokens(send(torch.full((3, 2), PADDING, dtype=torch.int64), self.device))
-
-    def mask_lines(self, count: int) -> torch.Tensor:
-        """Pinned memory for the token masks of one step, a line for each, to be filled on the host.
-
-        A line has 32 ids to a word, the lowest in the lowest bit, 1: allowed.
-        """
-        num_words = self.sampling.masks_RW.shape[1]
-        return torch.zeros((count, num_words), dtype=torch.int32, pin_memory=is_gpu(self.device))
-
-    def send_masks(self, rows: np.ndarray, lines_KW: torch.Tensor) -> None:
-        """Let steps launched from now on sample each of these rows under its mask, and no other under any.
-
-        Comes after `sync`, in which a row that arrives loses the mask of the sequence before it.
-        """
-        places = np.full(len(self.num_logprobs), -1, dtype=np.int32)
-        places[rows] = np.arange(len(rows))
-        if len(rows):
-            send_into(self.sampling.masks_RW[: len(rows)], lines_KW)
-        send_into(self.sampling.mask_row_R, torch.from_numpy(places))
+        self.masks.mark()
+        self.masks.send(np.empty(0, dtype=np.int64))
 
     def sampled_on_host(self, rows: np.ndarray) -> None:
         """Note that the device does not know the newest tokens of these rows; its counts are made anew."""
@@ -126,6 +110,7 @@ class DeviceRows:
         row, group, params = seq.row, seq.group, seq.group.request.params
         self._tenancy[row] = self._state.tenancy[row]
         self.has_newest[row] = False
+        self.masks.forget(row)
         reads_all = params.prompt_logprobs is not None or group.request.pooling is not None
         self.is_ragged[row] = seq.is_beam or params.num_sequences > 1 or reads_all
         count, banned = num_logprobs(group), group.stop_ids if params.min_tokens else ()
@@ -207,36 +192,3 @@ def _packed_diffs(changes: list[int], tables: Sequence[np.ndarray]) -> np.ndarra
         start, end = end, end + len(table_K3)
         diffs_K3[start:end] = table_K3
     return diffs_K3
-
-
-def send_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Copies of small arrays on the device that travel as one, for most of what sending costs is setting out.
-
-    Each begins at a multiple of 16 bytes, as a tensor of its own does: kernels are compiled for that, and
-    would be compiled once more without.
-    """
-    if len(arrays) == 1:
-        return [send(torch.from_numpy(arrays[0]), device)]
-    sizes = [-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in arrays]
-    packed = bytearray().join([part.tobytes().ljust(size) for part, size in zip(arrays, sizes, strict=True)])
-    sent = send(torch.frombuffer(packed, dtype=torch.int64), device)
-    views = {np.dtype(np.int64): sent, np.dtype(np.int32): sent.view(torch.int32)}
-    return [  # one call each, where slicing, retyping and shaping would be three
-        views[part.dtype].as_strided(
-            part.shape, [stride // part.itemsize for stride in part.strides], start // part.itemsize
-        )
-        for part, start in zip(arrays, accumulate(sizes, initial=0), strict=False)
-    ]
-
-
-def send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on the device; the host does not wait for it, and may forget `values` at once."""
-    if not is_gpu(device):
-        return values
-    return values.pin_memory().to(device, non_blocking=True)  # the allocator keeps it until it has arrived
-
-
-def send_into(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy `values` straight into `target`, which must be contiguous; the host does not wait for it."""
-    assert target.is_contiguous(), "what has gaps is filled by way of a copy without them: send"
-    target.copy_(values.pin_memory() if is_gpu(target.device) else values, non_blocking=True)

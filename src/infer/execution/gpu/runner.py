@@ -5,6 +5,7 @@
                ragged    anything else: the same kernels, launched one by one
              and a copy of the sampled ids to pinned memory, with an event behind it;
              a step for which there is no memory is run in halves                            (halves.py)
+    begin    the same up to the logits; what samples them is launched when masks are there   (masks.py)
     wait     for that event; ids become a `StepResult`                                       (readback.py)
 
 No launch reads anything back, so the engine may plan and launch the next steps before it waits for this
@@ -32,16 +33,17 @@ from infer.execution.batch import has_embeddings, needed_tokens, reads_prompt
 from infer.execution.embedding import Pooled, pool_hidden
 from infer.execution.gpu.graphs import StepGraphs, StepSize, most_tokens
 from infer.execution.gpu.readback import Asked, Readback
-from infer.execution.gpu.rows import NO_LOGPROBS, DeviceRows, send
+from infer.execution.gpu.rows import NO_LOGPROBS, DeviceRows
+from infer.execution.gpu.sending import send
 from infer.execution.gpu.step import DeviceStep, prepare_backend
 from infer.execution.gpu.step_inputs import MAX_CHUNKS, DeviceInputs, Prompts
 from infer.execution.halves import SmallerSteps
-from infer.execution.host_sampling import LOGPROB_ROWS, HostSampler
-from infer.execution.runner import LateStep, StepResult, UnsampledStep
+from infer.execution.host_sampling import LOGPROB_ROWS, HostSampler, PromptTable
+from infer.execution.runner import StepResult, UnsampledStep
 from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.dense import Batch, DenseAttention
 from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks, tokens_per_tile
-from infer.kernels.elementwise.step_state import StepInputs, advance_rows, gather_step
+from infer.kernels.elementwise.step_state import advance_rows, gather_step
 from infer.kernels.runtime.compile_ahead import compile_once, compiling_ahead
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.kernels.sampling.sample_rows import SampleScratch, compile_sample_rows, sample_rows
@@ -55,6 +57,7 @@ logger = logging.getLogger(__name__)
 _FEW_TOKENS = 512  # of a ragged step: with fewer, steps are captured
 
 WaitForStep = Callable[[], StepResult]
+Sample = Callable[[], WaitForStep]  # launches the second part of a step, of which the first was launched
 
 
 class DeviceRunner:
@@ -118,7 +121,8 @@ class DeviceRunner:
         self.arena: object = None  # what holds the memory of its steps, if anything does
         self._host_chunks: tuple[PrefillChunk, ...] = ()  # for the reference of prefill attention alone
         self._graphs = StepGraphs(
-            self._launch_kernels,
+            self._compute_logits,
+            self._sample_logits,
             self._inputs.blank,
             max_rows=max_batch_size,
             max_tokens=max_graph_tokens,
@@ -176,7 +180,8 @@ class DeviceRunner:
             if size is None:
                 self._run_ragged_padding(num_tokens, num_rows)
             else:
-                self._graphs.run(size)
+                self._graphs.forward(size)
+                self._graphs.sample(size)
             self._synchronize()
             seconds.append(time.perf_counter() - start)
         return min(seconds)
@@ -221,7 +226,7 @@ class DeviceRunner:
             with compiling_ahead(self._device):
                 for size in self._graphs.sizes:
                     self._inputs.blank()
-                    self._launch_kernels(size)
+                    self._sample_logits(size, self._compute_logits(size))
                 for num_rows in self._graphs.decode_rows:
                     self._run_ragged_padding(_FEW_TOKENS, num_rows)
         except torch.AcceleratorError:
@@ -292,29 +297,85 @@ class DeviceRunner:
         """Launch a plan and wait for its result."""
         return self.launch(plan, sequences)()
 
-    def begin(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> UnsampledStep:
-        """Wait for the masks, then launch the plan, to be sampled on the host."""
-        return LateStep(self.launch, plan, sequences, self._model.config.vocab_size)
-
     def launch(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> WaitForStep:
         """Begin a plan; see the module's docstring for the order."""
-        decoded, self._decoded = self._decoded, None
+        if plan.masks:
+            return _launch_masked(self.begin(plan, sequences), plan)
         try:
-            if plan.transfers:
-                self._store.transfer(plan.transfers)
+            self._transfer(plan)
             try:
-                if (
-                    decoded is not None and decoded[0] is plan.chunks.rows and not plan.masks
-                ):  # all that decoded last: a token on
-                    if plan.table_changes:
-                        self._rows.sync_tables(plan)
-                    return self._launch_decode(plan, decoded[1])
-                with torch.inference_mode():
-                    return self._launch(plan, sequences)
+                return self._start(plan, sequences, has_masks=False)()
             except torch.OutOfMemoryError as error:
                 return self._launch_smaller(plan, sequences, error)
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {plan.step}") from error
+
+    def begin(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> UnsampledStep:
+        """Begin a plan up to its logits: it is sampled when the masks of some of its rows are there."""
+        try:
+            self._transfer(plan)
+            try:
+                sample: Sample = self._start(plan, sequences, has_masks=True)
+            except torch.OutOfMemoryError as error:  # known again when all can be run that the halves need
+                lost = error.with_traceback(None)
+
+                def sample() -> WaitForStep:
+                    raise lost
+
+        except torch.AcceleratorError as error:
+            raise DeviceLost(f"the device failed in step {plan.step}") from error
+        return MaskedStep(self, plan, sequences, sample)
+
+    def sample_masked(
+        self, plan: StepPlan, sequences: Sequence[TokenSequence], numbers: Sequence[int], sample: Sample
+    ) -> WaitForStep:
+        """Launch what samples a plan that was begun; these of its chunks have masks, in the lines taken."""
+        try:
+            try:
+                self._rows.masks.send(plan.chunks.rows[numbers])
+                return sample()
+            except torch.OutOfMemoryError as error:
+                plan.masks = {seq_id: mask_W.copy() for seq_id, mask_W in plan.masks.items()}
+                return self._launch_smaller(plan, sequences, error)
+        except torch.AcceleratorError as error:
+            raise DeviceLost(f"the device failed in step {plan.step}") from error
+
+    def take_masks(self, count: int) -> np.ndarray:
+        """So many lines of pinned memory for the masks of the step that was begun."""
+        return self._rows.masks.take(count)
+
+    def _transfer(self, plan: StepPlan) -> None:
+        if plan.transfers:
+            self._store.transfer(plan.transfers)
+
+    def _start(self, plan: StepPlan, sequences: Sequence[TokenSequence], *, has_masks: bool) -> Sample:
+        """Launch a step up to its logits; returns what launches the rest."""
+        decoded, self._decoded = self._decoded, None
+        if decoded is not None and decoded[0] is plan.chunks.rows:  # all that decoded last: a token on
+            if plan.table_changes:
+                self._rows.sync_tables(plan)
+            self._await_masks(has_masks)
+            return self._launch_decode(plan, decoded[1])
+        with torch.inference_mode():
+            rows = plan.chunks.rows
+            if not len(rows):  # beams coming back compute their next tokens together, once all are here
+                return lambda: _nothing_of(plan)
+            self._rows.sync(plan, sequences)
+            self._await_masks(has_masks)
+            size = self._size_of(plan)
+            if size is None or self._is_ragged(plan, sequences):
+                return self._launch_ragged(plan, sequences)
+            if size.num_tokens:
+                return self._launch_mixed(plan, size)
+            self._rows.has_newest[rows] = True
+            return self._launch_decode(plan, size)
+
+    def _await_masks(self, has_masks: bool) -> None:
+        """Let masks come from here on, or let no row be sampled under one of an earlier step."""
+        if has_masks:
+            self._rows.masks.mark()
+        elif self._rows.masks.has_any:
+            self._rows.masks.clear()
 
     def _launch_smaller(
         self, plan: StepPlan, sequences: Sequence[TokenSequence], error: torch.OutOfMemoryError
@@ -324,20 +385,6 @@ class DeviceRunner:
         self._readback.settle()  # the halves take the buffers of steps that have not been read
         result = self._smaller.run(plan, sequences, error)
         return lambda: result
-
-    def _launch(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> WaitForStep:
-        rows = plan.chunks.rows
-        if not len(rows):  # beams coming back compute their next tokens together, once all are here
-            result = StepResult([], [], {})
-            return lambda: result
-        self._rows.sync(plan, sequences)
-        size = self._size_of(plan)
-        if size is None or plan.masks or self._is_ragged(plan, sequences):
-            return self._launch_ragged(plan, sequences)
-        if size.num_tokens:
-            return self._launch_mixed(plan, size)
-        self._rows.has_newest[rows] = True
-        return self._launch_decode(plan, size)
 
     def _size_of(self, plan: StepPlan) -> StepSize | None:
         """The size with room for a step; None: there is none, or it is better launched without."""
@@ -362,9 +409,9 @@ class DeviceRunner:
     def _needs_host(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> bool:
         """Whether ids of the plan decide what runs next: a chunk is about to fork, or there are beams."""
         chunks = plan.chunks
-        if not plan.masks and not np.count_nonzero(self._rows.is_ragged[chunks.rows]):
+        if not np.count_nonzero(self._rows.is_ragged[chunks.rows]):
             return False
-        return bool(plan.masks) or int(chunks.num_samples.max()) > 1 or any(seq.is_beam for seq in sequences)
+        return int(chunks.num_samples.max()) > 1 or any(seq.is_beam for seq in sequences)
 
     def _asked(self, logits_SV: torch.Tensor, rows: np.ndarray, where: np.ndarray | None) -> Asked | None:
         """The rows that ask for logprobs, sampled from the logits at their own places or at `where`."""
@@ -377,17 +424,22 @@ class DeviceRunner:
 
     # -- steps of a size that is, or could be, a graph ------------------------------------------------
 
-    def _launch_decode(self, plan: StepPlan, size: StepSize) -> WaitForStep:
+    def _launch_decode(self, plan: StepPlan, size: StepSize) -> Sample:
         """Launch rows that decode and nothing else, which is what most steps are."""
         rows = plan.chunks.rows
         self._graphs.ensure(size)
         self._inputs.send_rows(rows, size.num_rows)
-        logits_SV = self._graphs.run(size)
-        self._decoded = rows, size
-        ids_S, asked = self._scratch.ids_S[: len(rows)], self._asked(logits_SV, rows, None)
-        return self._readback.take(plan.step, ids_S, len(rows), asked)
+        self._graphs.forward(size)
 
-    def _launch_mixed(self, plan: StepPlan, size: StepSize) -> WaitForStep:
+        def sample() -> WaitForStep:
+            logits_SV = self._graphs.sample(size)
+            self._decoded = rows, size
+            ids_S, asked = self._scratch.ids_S[: len(rows)], self._asked(logits_SV, rows, None)
+            return self._readback.take(plan.step, ids_S, len(rows), asked)
+
+        return sample
+
+    def _launch_mixed(self, plan: StepPlan, size: StepSize) -> Sample:
         """Launch few tokens of prompts beside the rows that decode."""
         inputs, chunks = self._inputs, plan.chunks
         self._graphs.ensure(size)
@@ -407,37 +459,42 @@ class DeviceRunner:
         )
         if not is_gpu(self._device):
             self._host_chunks = tuple(prompts.chunks)
-        logits_SV = self._graphs.run(size)
-        self._rows.has_newest[chunks.rows] = chunks.draws
-        ids_S = self._scratch.ids_S[: int(where[-1]) + 1 if len(where) else 0]
-        asked = self._asked(logits_SV, chunks.rows[sampling], where)
-        pending = self._readback.take(plan.step, ids_S, len(chunks), asked)
-        return pending.scatter([*zip(sampling.tolist(), where.tolist(), strict=True)])
+        self._graphs.forward(size)
+
+        def sample() -> WaitForStep:
+            logits_SV = self._graphs.sample(size)
+            self._rows.has_newest[chunks.rows] = chunks.draws
+            ids_S = self._scratch.ids_S[: int(where[-1]) + 1 if len(where) else 0]
+            asked = self._asked(logits_SV, chunks.rows[sampling], where)
+            pending = self._readback.take(plan.step, ids_S, len(chunks), asked)
+            return pending.scatter([*zip(sampling.tolist(), where.tolist(), strict=True)])
+
+        return sample
 
     @torch.inference_mode()
-    def _launch_kernels(self, size: StepSize) -> torch.Tensor:
-        """All kernels of a step of this size: everything is read from the device and advanced there.
-
-        Returns the logits.
-        """
+    def _compute_logits(self, size: StepSize) -> torch.Tensor:
+        """The kernels of a step of this size up to its logits: everything is read from the device."""
         inputs, num_rows = self._inputs, size.num_rows
         rows_S, num_tokens = inputs.rows_S[:num_rows], num_rows + size.num_tokens
-        decode = self._gather(rows_S)
+        self._gather(rows_S)
         if not size.num_tokens:
-            hidden_SD = self._forward(num_tokens, rows_S, None)
-            # the sampled token's place is the one after its input's
-            positions_S = decode.positions_S + 1
-        else:
-            num_tiles = inputs.num_tiles(size.num_tokens)
-            tiles = PrefillChunks.from_arrays(inputs.tiles_W4[:num_tiles], self._host_chunks)
-            samples_3C = inputs.samples_3C[:, : num_rows + MAX_CHUNKS]
-            hidden_SD = self._forward(num_tokens, rows_S, tiles, (), samples_3C[0])
-            _, rows_S, positions_S = samples_3C.unbind()
-        logits_SV = self._model.logits(hidden_SD)
-        self._sample_rows(logits_SV, rows_S, positions_S)
-        return logits_SV
+            return self._model.logits(self._forward(num_tokens, rows_S, None))
+        num_tiles = inputs.num_tiles(size.num_tokens)
+        tiles = PrefillChunks.from_arrays(inputs.tiles_W4[:num_tiles], self._host_chunks)
+        places_C = inputs.samples_3C[0, : num_rows + MAX_CHUNKS]
+        return self._model.logits(self._forward(num_tokens, rows_S, tiles, (), places_C))
 
-    def _gather(self, rows_S: torch.Tensor) -> StepInputs:
+    @torch.inference_mode()
+    def _sample_logits(self, size: StepSize, logits_SV: torch.Tensor) -> None:
+        """The kernels behind them: the rows of the step are sampled, and advanced on the device."""
+        inputs, num_rows = self._inputs, size.num_rows
+        if not size.num_tokens:  # the sampled token's place is the one after its input's
+            rows_S, positions_S = inputs.rows_S[:num_rows], inputs.decode(num_rows)[0].positions_S + 1
+        else:
+            _, rows_S, positions_S = inputs.samples_3C[:, : num_rows + MAX_CHUNKS].unbind()
+        self._sample_rows(logits_SV, rows_S, positions_S)
+
+    def _gather(self, rows_S: torch.Tensor) -> None:
         """Tokens, positions, slots and lengths of rows that decode, from their state."""
         state, decode = self._rows, self._inputs.decode(len(rows_S))
         if len(rows_S):
@@ -446,7 +503,6 @@ class DeviceRunner:
                     rows_S, state.last_token_R, state.position_R, tables_RB,
                     block_size=self._state.block_size, out=out,
                 )  # fmt: skip
-        return decode[0]
 
     def _sample_rows(
         self, logits_SV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Tensor
@@ -479,7 +535,7 @@ class DeviceRunner:
 
     # -- any other step -----------------------------------------------------------------------------
 
-    def _launch_ragged(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> WaitForStep:
+    def _launch_ragged(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> Sample:
         chunks = plan.chunks
         num_decoding = int(np.count_nonzero(chunks.stops - chunks.starts == 1))
         prompts = Prompts(plan, self._state, first=self._graphs.padded_rows(num_decoding))
@@ -490,39 +546,51 @@ class DeviceRunner:
             pooled = pool_hidden(plan, sequences, last_rows, hidden_CD)
             pooled = pooled._replace(states_ED=self._readback.fetch(pooled.states_ED))
         if self._needs_host(plan, sequences):
-            result = self._sampler.sample(plan, sequences, last_rows, hidden_CD)
-            self._rows.sampled_on_host(chunks.rows)
-            if pooled is None:
-                return lambda: result
-            arrival = self._readback.take(plan.step, self._scratch.ids_S[:0], 0)
-            return lambda: _with_pooled(pooled, arrival, result)
-
-        prompts_asked = [
+            return lambda: self._sample_on_host(plan, sequences, last_rows, hidden_CD, pooled)
+        asked = [
             each._replace(table=self._readback.fetch(each.table))
             for each in self._sampler.prompt_tables(plan, sequences, last_rows, hidden_CD)
         ]
         drawn = chunks.draws.nonzero()[0]
         if not len(drawn):
             self._rows.has_newest[chunks.rows] = False
-        if not (
-            len(drawn) or prompts_asked or pooled
-        ):  # the middle of a prompt: there is nothing to wait for
-            nothing = StepResult([()] * len(chunks), [()] * len(chunks), {})
-            return lambda: nothing
-        ids_S, asked = self._scratch.ids_S[:0], None
-        if len(drawn):
-            packed = np.stack(
-                [np.array(last_rows, dtype=np.int64)[drawn], chunks.rows[drawn], chunks.stops[drawn]]
-            )
-            last_S, rows_S, positions_S = send(torch.from_numpy(packed), self._device).unbind()
-            hidden_SD = hidden_CD[last_S] if places is None else hidden_CD
-            logits_SV = self._model.logits(hidden_SD)
+            return lambda: self._sample_none(plan, asked, pooled)
+        packed = np.stack(
+            [np.array(last_rows, dtype=np.int64)[drawn], chunks.rows[drawn], chunks.stops[drawn]]
+        )
+        last_S, rows_S, positions_S = send(torch.from_numpy(packed), self._device).unbind()
+        logits_SV = self._model.logits(hidden_CD[last_S] if places is None else hidden_CD)
+
+        @torch.inference_mode()
+        def sample() -> WaitForStep:
             ids_S = self._sample_rows(logits_SV, rows_S, positions_S)
             self._rows.has_newest[chunks.rows] = chunks.draws
-            asked = self._asked(logits_SV, chunks.rows[drawn], None)
-        pending = self._readback.take(plan.step, ids_S, len(chunks), asked)
-        pending.scatter([(number, place) for place, number in enumerate(drawn.tolist())], prompts_asked)
+            of_outputs = self._asked(logits_SV, chunks.rows[drawn], None)
+            pending = self._readback.take(plan.step, ids_S, len(chunks), of_outputs)
+            pending.scatter([(number, place) for place, number in enumerate(drawn.tolist())], asked)
+            return pending if pooled is None else lambda: _with_pooled(pooled, pending)
+
+        return sample
+
+    def _sample_none(self, plan: StepPlan, asked: list[PromptTable], pooled: Pooled | None) -> WaitForStep:
+        """The end of a ragged step without a token to sample: there may be something to wait for."""
+        if not (asked or pooled):  # the middle of a prompt
+            return _nothing_of(plan)
+        pending = self._readback.take(plan.step, self._scratch.ids_S[:0], len(plan.chunks))
+        pending.scatter([], asked)
         return pending if pooled is None else lambda: _with_pooled(pooled, pending)
+
+    @torch.inference_mode()
+    def _sample_on_host(
+        self, plan: StepPlan, sequences: Sequence[TokenSequence], last_rows: list[int],
+        hidden_CD: torch.Tensor, pooled: Pooled | None,
+    ) -> WaitForStep:  # fmt: skip
+        result = self._sampler.sample(plan, sequences, last_rows, hidden_CD)
+        self._rows.sampled_on_host(plan.chunks.rows)
+        if pooled is None:
+            return lambda: result
+        arrival = self._readback.take(plan.step, self._scratch.ids_S[:0], 0)
+        return lambda: _with_pooled(pooled, arrival, result)
 
     def _hidden_of(self, prompts: Prompts, rows: np.ndarray, places: list[int] | None) -> torch.Tensor:
         """Hidden states of a ragged step: of all tokens, or of those at `places`."""
@@ -541,6 +609,44 @@ class DeviceRunner:
             tiles = PrefillChunks.from_arrays(send(torch.from_numpy(tiles_W4), self._device), chunks)
         places_C = None if places is None else send(torch.tensor(places), self._device)
         return self._forward(prompts.end, rows_S, tiles, batches, places_C)
+
+
+class MaskedStep:
+    """A step whose forward was launched: it is sampled once the masks of its rows are filled."""
+
+    def __init__(
+        self, runner: DeviceRunner, plan: StepPlan, sequences: Sequence[TokenSequence], sample: Sample
+    ) -> None:
+        self._runner, self._plan, self._sequences, self._sample = runner, plan, sequences, sample
+        self._masks_KW = np.empty((0, 0), dtype=np.int32)
+
+    def masks(self, num_rows: int) -> np.ndarray:
+        """Pinned memory for so many masks: int32 [num_rows, ceil(vocabulary / 32)]."""
+        self._masks_KW = self._runner.take_masks(num_rows)
+        return self._masks_KW
+
+    def sample(self, numbers: Sequence[int]) -> WaitForStep:
+        """Launch the sampler: mask k is that of the chunk `numbers[k]`, and other chunks have none."""
+        seq_ids = self._plan.chunks.seq_ids[numbers].tolist()
+        self._plan.masks = dict(zip(seq_ids, self._masks_KW, strict=True))
+        return self._runner.sample_masked(self._plan, self._sequences, numbers, self._sample)
+
+
+def _launch_masked(step: UnsampledStep, plan: StepPlan) -> WaitForStep:
+    """Sample a step that was begun under the masks that its plan has: a part of a larger one."""
+    masks = plan.masks
+    seq_ids = plan.chunks.seq_ids.tolist()
+    numbers = [number for number, seq_id in enumerate(seq_ids) if seq_id in masks]
+    lines_KW = step.masks(len(numbers))
+    for line_W, number in zip(lines_KW, numbers, strict=True):
+        line_W[:] = masks[seq_ids[number]]
+    return step.sample(numbers)
+
+
+def _nothing_of(plan: StepPlan) -> WaitForStep:
+    """The result of a plan that samples nothing."""
+    result = StepResult([()] * len(plan.chunks), [()] * len(plan.chunks), {})
+    return lambda: result
 
 
 def _with_pooled(pooled: Pooled, wait: WaitForStep, result: StepResult | None = None) -> StepResult:

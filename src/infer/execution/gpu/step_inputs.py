@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from infer.execution.batch import lay_out
-from infer.execution.gpu.rows import send, send_into
+from infer.execution.gpu.sending import send, send_into
 from infer.kernels.attention.prefill import PrefillChunk, build_prefill_chunks
 from infer.kernels.elementwise.step_state import StepInputs
 from infer.scheduling.batch_state import BatchState

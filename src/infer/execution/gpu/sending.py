@@ -1,0 +1,50 @@
+"""Copies to the device for which the host does not wait.
+
+What the host sends goes through pinned memory of its own each time, which torch's allocator keeps until the
+copy has run, however many steps it stands behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from infer.kernels.runtime.dispatch import is_gpu
+
+ALIGNMENT = 16  # bytes
+
+
+def send_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Copies of small arrays on the device that travel as one, for most of what sending costs is setting out.
+
+    Each begins at a multiple of 16 bytes, as a tensor of its own does: kernels are compiled for that, and
+    would be compiled once more without.
+    """
+    if len(arrays) == 1:
+        return [send(torch.from_numpy(arrays[0]), device)]
+    sizes = [-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in arrays]
+    packed = bytearray().join([part.tobytes().ljust(size) for part, size in zip(arrays, sizes, strict=True)])
+    sent = send(torch.frombuffer(packed, dtype=torch.int64), device)
+    views = {np.dtype(np.int64): sent, np.dtype(np.int32): sent.view(torch.int32)}
+    return [  # one call each, where slicing, retyping and shaping would be three
+        views[part.dtype].as_strided(
+            part.shape, [stride // part.itemsize for stride in part.strides], start // part.itemsize
+        )
+        for part, start in zip(arrays, accumulate(sizes, initial=0), strict=False)
+    ]
+
+
+def send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the device; the host does not wait for it, and may forget `values` at once."""
+    if not is_gpu(device):
+        return values
+    return values.pin_memory().to(device, non_blocking=True)  # the allocator keeps it until it has arrived
+
+
+def send_into(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy `values` straight into `target`, which must be contiguous; the host does not wait for it."""
+    assert target.is_contiguous(), "what has gaps is filled by way of a copy without them: send"
+    target.copy_(values.pin_memory() if is_gpu(target.device) else values, non_blocking=True)
