@@ -9,8 +9,8 @@
 
 An annotation decides twice: the JSON schema that the model sees, and how a JSON value becomes the argument.
 Both are made together, in `_kind`, so they cannot disagree. The docstring's first paragraph describes the
-tool, the entries of its section `Args:` the parameters. A type that is not in `ALLOWED` is refused when the tool
-is made, with the function, its line and the parameter.
+tool, the entries of its section `Args:` the parameters. A type that is not in `ALLOWED` is refused when the
+tool is made, with the function, its line and the parameter.
 """
 
 from __future__ import annotations
