@@ -305,7 +305,22 @@ class StepContract:
         rows.mask_some(range(2, len(params), 3))
         rows.check(self.randn(len(params), vocab_size, spread=3.0).bfloat16())
 
-    @pytest.mark.parametrize("vocab_size", [1, 32, 33])
+    @pytest.mark.parametrize("num_allowed", [1, 40])
+    def test_masks_that_leave_few_tokens(self, num_allowed: int) -> None:
+        """As those of a grammar do: most groups of a row have no token at all, whatever its filters are."""
+        source = random.Random(num_allowed)
+        rows = SampledRows(
+            [random_params(source) for _ in range(self.num_rows)], self.device, vocab_size=self.vocab_size
+        )
+        rows.mask_some(range(0, self.num_rows, 2))
+        for line, number in enumerate(range(0, self.num_rows, 2)):
+            mask_W = torch.zeros(num_mask_words(self.vocab_size), dtype=torch.int32)
+            for token_id in source.sample(range(self.vocab_size), num_allowed):
+                mask_W[token_id // 32] |= bit_of(token_id)
+            rows.masks[number] = rows.state.masks_RW[line] = mask_W
+        rows.check(self.randn(self.num_rows, self.vocab_size, spread=3.0).bfloat16())
+
+    @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33])
     def test_a_mask_of_any_vocabulary(self, vocab_size: int) -> None:
         params = [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9)]
         rows = SampledRows(params, self.device, vocab_size=vocab_size)
