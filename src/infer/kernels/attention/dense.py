@@ -91,12 +91,9 @@ class DenseAttention:
 
     def prepare_longest(self) -> int:
         """Make the plan for the longest prompt; returns its tokens, or 0: no prompt goes to cuDNN."""
-        longest = max(self._wanted, key=lambda shape: (shape.num == 1, shape.length), default=None)
-        if longest is None:
-            return 0
-        self._wanted.remove(longest)
-        self._wanted.append(longest)
-        return longest.length if self.prepare() else 0
+        self._wanted.sort(key=lambda shape: (shape.num == 1, shape.length))
+        length = self._wanted[-1].length if self._wanted else 0
+        return length if self.prepare() else 0
 
     def prepare(self) -> bool:
         """Make one more plan; False: there is none to make."""
