@@ -79,7 +79,6 @@ def build_engine(
     with phases("plan memory"):
         step = _rehearse(config, loaded, wait_for_linears)
         size = fit_to_device(config, loaded, step=step)
-        arena = None if step is None else Arena(step.activations, loaded.device)
         layout = kv_layout(loaded.config, settings.cache, config.max_seq_len)
         store = _make_store(config, loaded, size, layout)
     pool = make_pool(settings, size, windows=layout.windows, max_chunk=config.scheduler.max_chunk)
@@ -95,7 +94,8 @@ def build_engine(
     )
     with phases("warm up"):
         runner = _make_runner(config, loaded, store, scheduler.state)
-        runner.arena = arena
+        if step is not None:  # behind the runner's own buffers, which would lie in the arena for good
+            runner.arena = _make_arena(step, loaded.device)
     with phases("compile"):
         wait_for_linears()
     on_gpu = is_gpu(loaded.device)
@@ -188,6 +188,16 @@ def _make_store(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, la
             f"memory could not be allocated ({str(error).splitlines()[0]}); ask for less with "
             "kv_cache_memory, num_blocks or swap_blocks"
         ) from error
+
+
+def _make_arena(step: StepBytes, device: torch.device) -> Arena:
+    try:
+        return Arena(step.activations, device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the {format_bytes(step.activations)} of the largest step were free and are taken by another "
+            f"process ({str(error).splitlines()[0]}); start again, or lower device_memory"
+        ) from None
 
 
 def _rehearse(
