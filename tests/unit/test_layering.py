@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "tokenizer": set(),
     "dialects": {"sampling", "tokenizer"},
     "sampling": {"kernels"},
-    "structured": {"sampling"},
+    "structured": {"sampling", "tokenizer"},
     "cache": {"kernels"},
     "scheduling": {"cache", "sampling"},
     "execution": {"scheduling", "cache", "kernels", "layers", "models", "sampling"},

@@ -97,6 +97,7 @@ class InProcessClient:
         self._is_closing = False
         self._stopped: EngineStopped | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        engine.compile_aside(self._notify)
         self._thread = threading.Thread(target=self._run, name="infer-engine", daemon=True)
         self._thread.start()
 
@@ -157,6 +158,11 @@ class InProcessClient:
             if not self._inbox and not self._engine.has_work:
                 self._progress_at = time.monotonic()  # idle time is no lack of progress
             self._inbox.append(command)
+            self._wake.notify()
+
+    def _notify(self) -> None:
+        """Let the engine thread look for work."""
+        with self._wake:
             self._wake.notify()
 
     def _submit(self, request: Request, queue: OutputQueue) -> OnEnd:

@@ -6,7 +6,7 @@ scheduler and the model live here and speak through a unix socket to each API pr
     start    import PyTorch; take one line of JSON on standard input (`Launch`) meanwhile, load the model,
              compile and capture all that steps can need, send `Ready`
     turn     take every command that is there; make one step, send a `StepReport`
-    idle     sleep in the socket until a command comes: no timer, no polling, no CPU
+    idle     sleep until a command comes, or a constraint is compiled: no timer, no polling, no CPU
     end      `Stop`, or standard input closes because the server is gone
 
 The server holds the other end of standard input open for as long as it lives. Ctrl-C and SIGTERM are
@@ -90,7 +90,11 @@ class EngineServer:
         self._engine = engine
         self._subscribers: Subscribers[Address] = Subscribers(engine)
         self._links = [Link(socket) for socket in sockets]
-        self._poll = _poll_all(sockets) if len(sockets) > 1 else None
+        self._bell, bell = os.pipe()  # rung by other threads, which must not touch zmq's sockets
+        os.set_blocking(self._bell, False)
+        os.set_blocking(bell, False)
+        self._poll = _poll_all([*sockets, self._bell])
+        engine.compile_aside(lambda: _ring(bell))
 
     def run(self) -> None:
         """Serve until told to stop."""
@@ -116,10 +120,9 @@ class EngineServer:
         """Return every command that has arrived; an idle engine waits for one."""
         frames: list[tuple[Link, bytes]] = []
         if not self._engine.has_work:
-            if self._poll is not None:
-                self._poll(None)
-            else:
-                frames.append((self._links[0], self._links[0].socket.recv()))
+            self._poll(None)
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._bell, 4096)
         for link in self._links:
             with contextlib.suppress(zmq.Again):
                 while True:
@@ -172,8 +175,13 @@ class EngineServer:
             link.socket.send(encode(report))
 
 
-def _poll_all(sockets: Sequence[zmq.Socket[bytes]]) -> Callable[[int | None], object]:
-    """A function that waits until one of several sockets has a command, at most some milliseconds."""
+def _ring(bell: int) -> None:
+    with contextlib.suppress(BlockingIOError):  # it rings already
+        os.write(bell, b"!")
+
+
+def _poll_all(sockets: Sequence[zmq.Socket[bytes] | int]) -> Callable[[int | None], object]:
+    """A function that waits until one of several sockets has something to read, at most some milliseconds."""
     poller = zmq.Poller()
     for socket in sockets:
         poller.register(socket, zmq.POLLIN)
@@ -181,19 +189,21 @@ def _poll_all(sockets: Sequence[zmq.Socket[bytes]]) -> Callable[[int | None], ob
 
 
 def load_engine(config: EngineConfig) -> Engine:
-    """Find the model, load it and build its engine, without a tokenizer: text stays with the server."""
+    """Find the model, load it and build its engine; text stays with the server."""
     phases = Phases()
     with phases("import"):  # here: a test's engine has no model, and needs no torch
         from infer.client.load import load_weights
-        from infer.engine.build import build_engine
+        from infer.engine.build import build_engine, token_bytes_of
         from infer.loader.load import read_headers
 
     with phases("find"):
         source = resolve_model(config.load.model, revision=config.load.revision, show_progress=False)
         headers = read_headers(source)
+    token_bytes = token_bytes_of(source, config.load.tokenizer, headers.config, headers.eos_ids)
+    token_bytes.start()  # beside the weights
     with phases("load weights"):
         loaded = load_weights(config, headers)
-    return build_engine(config, loaded, phases=phases)
+    return build_engine(config, loaded, phases=phases, token_bytes=token_bytes)
 
 
 def main(make_engine: Callable[[EngineConfig], Engine] = load_engine) -> int:

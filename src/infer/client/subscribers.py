@@ -104,6 +104,9 @@ async def read_outputs(
             if isinstance(message, BaseException):
                 has_ended = True
                 raise message
+            if message.param is not None:  # found out late: its constraint cannot be compiled, say
+                has_ended = True
+                raise RequestError(message.error or "the request was refused", param=message.param)
             num_left -= message.finish_reason is not None
             has_ended = num_left == 0
             yield message

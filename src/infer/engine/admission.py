@@ -32,6 +32,7 @@ def admit(
     context_len: int,
     vocab_size: int,
     eos_ids: tuple[int, ...],
+    num_compiling: int = 0,
 ) -> tuple[SequenceGroup, array[int]]:
     """Check a request against this model, this cache and this queue; what it may have, and its prompt's ids.
 
@@ -39,7 +40,7 @@ def admit(
     """
     params, config = request.params, scheduler.config
     # a burst meets places that the next step fills: a sequence that will have one does not count as waiting
-    num_queued = scheduler.num_waiting - scheduler.num_free_places
+    num_queued = scheduler.num_waiting + num_compiling - scheduler.num_free_places
     if config.max_queue is not None and num_queued >= config.max_queue:
         raise QueueFull.of(num_queued, config.max_queue)
     if params.use_beam_search and not scheduler.keeps_cache:
@@ -50,9 +51,15 @@ def admit(
     check_width(request, config.max_batch_size, config.max_num_batched_tokens)
     max_total = longest_total(request, context_len, scheduler.pool)
     stop_ids = params.stop_token_ids if params.ignore_eos else (*eos_ids, *params.stop_token_ids)
-    seed = config.seed * SEED_STRIDE + number if params.seed is None else params.seed
+    seed = seed_of(request, scheduler, number)
     group = SequenceGroup(request, max_total=max_total, stop_ids=tuple(dict.fromkeys(stop_ids)), seed=seed)
     return group, tokens
+
+
+def seed_of(request: Request, scheduler: Scheduler, number: int) -> int:
+    """The seed of the `number`-th request: its own, or one that follows from the number."""
+    seed = request.params.seed
+    return scheduler.config.seed * SEED_STRIDE + number if seed is None else seed
 
 
 def check_token_ids(request: Request, vocab_size: int) -> array[int]:
@@ -72,6 +79,8 @@ def check_token_ids(request: Request, vocab_size: int) -> array[int]:
         _check_range("prompt", request.prompt, vocab_size)
     _check_range("logit_bias", request.params.logit_bias, vocab_size)
     _check_range("stop_token_ids", request.params.stop_token_ids, vocab_size)
+    if (reasoning := request.params.reasoning) is not None:
+        _check_range("reasoning", (reasoning.end_id, *reasoning.forced), vocab_size)
     return packed
 
 
@@ -105,9 +114,11 @@ def check_pooling(request: Request) -> None:
         raise RequestError(
             f"pooling must be one of {', '.join(POOLINGS)}, got {request.pooling!r}", param="pooling"
         )
-    if request.params.num_sequences > 1 or request.params.prompt_logprobs is not None:
+    params = request.params
+    if params.num_sequences > 1 or params.prompt_logprobs is not None or params.structured is not None:
         raise RequestError(
-            "an embedding has no n, best_of, beams or prompt_logprobs; leave them out", param="pooling"
+            "an embedding has no n, best_of, beams, prompt_logprobs or structured; leave them out",
+            param="pooling",
         )
 
 

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -42,11 +43,15 @@ from infer.execution.gpu.runner import DeviceRunner
 from infer.execution.model_runner import ModelRunner
 from infer.kernels.runtime.dispatch import device_kind, is_gpu
 from infer.layers.bind import bind
+from infer.loader.find.source import ModelSource
 from infer.loader.load import LoadChoice, LoadedModel
 from infer.loader.quantization import PACKED
+from infer.loader.text_headers import read_text_headers
+from infer.models.config import ModelConfig
 from infer.scheduling.batch_state import BatchState
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.scheduler import Scheduler
+from infer.structured.token_bytes import TokenBytes, tokenizer_json
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +64,12 @@ def build_engine(
     cost: PreemptionCost | None = None,
     steps_ahead: int | None = None,
     phases: Phases | None = None,
+    token_bytes: TokenBytes | None = None,
 ) -> Engine:
     """Return an engine for this model; `cost` and `steps_ahead` replace this machine's, to repeat a run.
 
-    `phases` gets the time that each part of it takes, and is the engine's.
+    `phases` gets the time that each part of it takes, and is the engine's. `token_bytes` may have been begun
+    already (`token_bytes_of`).
     A model may serve one engine after the other; `deterministic` of the last one built is the model's.
     """
     config = resolve_for(settings, loaded)
@@ -113,6 +120,13 @@ def build_engine(
         scheduler.config = config.scheduler
     if observer is not None:
         observer.on_start(_facts(config, loaded, size, scheduler.cost))
+    token_bytes = token_bytes or token_bytes_of(
+        loaded.source, settings.load.tokenizer, loaded.config, loaded.eos_ids
+    )
+
+    def prepare() -> bool:
+        return runner.prepare() or token_bytes.prepare()
+
     engine = Engine(
         scheduler,
         runner,
@@ -126,14 +140,30 @@ def build_engine(
         eos_ids=loaded.eos_ids,
         observer=observer,
         steps_ahead=config.steps_ahead,
-        prepare=freezing(runner.prepare) if on_gpu else runner.prepare,
+        prepare=freezing(prepare) if on_gpu else prepare,
         phases=phases,
+        token_bytes=token_bytes,
     )
     if on_gpu:  # on a CPU no step waits for the garbage collector, and tests build tiny models by the hundred
         freeze_with(engine)
     logger.info("%s", describe_engine(loaded.name, config, size, attention=runner.attention))
     logger.debug("engine settings %s", " ".join(f'{name}="{why}"' for name, why in config.reasons.items()))
     return engine
+
+
+def token_bytes_of(
+    source: ModelSource | None, tokenizer: str | None, config: ModelConfig, eos_ids: tuple[int, ...]
+) -> TokenBytes:
+    """Return what reads the tokens of a model's files, or of another `tokenizer`; nothing is read yet."""
+
+    def read() -> str:
+        if tokenizer is not None:
+            return tokenizer_json(Path(tokenizer).expanduser(), None)
+        assert source is not None
+        return tokenizer_json(source.path, read_text_headers(source).gguf_metadata)
+
+    has_text = source is not None or tokenizer is not None
+    return TokenBytes(read if has_text else None, vocab_size=config.vocab_size, eos_ids=eos_ids)
 
 
 def resolve_for(settings: EngineConfig, loaded: LoadedModel | LoadChoice) -> ResolvedConfig:

@@ -16,10 +16,20 @@ A sequence that stops at an id that came late has more tokens computed, which ar
 steps are launched ahead of the one that is read:
 
     none          requests are there whose next step depends on ids: about to fork, beams
-    1             a request waits, or the last plan computes prompts: a newcomer stands behind few steps
+    1             a request waits, or the last plan computes prompts: a newcomer stands behind few steps;
+                  or what a sequence may say next depends on its text
     steps_ahead   all decode and none waits, so the queue may be deep enough for a host that is late once
 
 Integers decide, never a clock: a run that is repeated makes the same plans.
+
+A step with *guided* sequences (structured/) samples late, when the ids before it are known and the masks made
+of them are filled. The model runs meanwhile:
+
+    CPU      plan 2  begin 2  retire 1  fill masks  sample 2  plan 3 ...
+    device   step 1 ][ model 2                   ][ sampler 2 ][ model 3
+
+A request whose constraint must be compiled first waits for that beside the scheduler's queue (`_compiling`).
+It counts as waiting, may be aborted, and takes its place in the queue in the step after.
 
 A step is atomic: nothing is counted as computed until the launch has succeeded. If it raises, the
 requests of that plan end with an error, all others go on, and the books balance. An interrupt
@@ -32,23 +42,28 @@ The engine speaks token ids. Stop *strings* are found by the code that turns ids
 from __future__ import annotations
 
 import logging
+from array import array
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from infer.engine.admission import admit
+from infer.engine.admission import admit, seed_of
+from infer.engine.compiling import CompilingRequests
 from infer.engine.observer import EngineObserver
 from infer.engine.phases import Phases
 from infer.engine.requests import RequestTable
 from infer.engine.stats import STEP_TOKENS, EngineStats, Histogram
 from infer.errors import ContextOverflow, DeviceLost, EngineError, RequestError
-from infer.execution.runner import Runner, StepResult
+from infer.execution.runner import Runner, StepResult, UnsampledStep
 from infer.sampling.params import NO_TOKEN
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.scheduler import Scheduler
-from infer.scheduling.sequence import Sequence
+from infer.scheduling.sequence import Sequence, SequenceGroup
+from infer.structured.compiler import Compiler, Grammar
+from infer.structured.masks import MaskFiller
+from infer.structured.token_bytes import TokenBytes
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +76,7 @@ class _Flight(NamedTuple):
     plan: StepPlan
     sequences: list[Sequence]
     wait: Callable[[], StepResult]
+    dropped: frozenset[int] = frozenset()  # chunks whose ids are not wanted: others took their place
 
 
 class Engine:
@@ -83,6 +99,7 @@ class Engine:
         steps_ahead: int = 0,
         prepare: Callable[[], bool] = lambda: False,
         phases: Phases | None = None,
+        token_bytes: TokenBytes | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.phases = phases or Phases()  # of its start
@@ -103,6 +120,9 @@ class Engine:
         self.prepare = prepare  # one piece of what steps can need, ahead of them; False: all is done
         self._flights: deque[_Flight] = deque()  # steps that the device works on, the oldest first
         self._has_drafts = False  # the last step launched: it is read before the next
+        self._is_guided = False  # the last step launched: its masks need all ids before it
+        self._compiling = CompilingRequests(Compiler(token_bytes or TokenBytes(None, vocab_size=vocab_size)))
+        self._masks = MaskFiller()
         self._step_tokens = Histogram(STEP_TOKENS)
 
     # -- requests ---------------------------------------------------------------------------------
@@ -121,17 +141,32 @@ class Engine:
                 context_len=self.context_len,
                 vocab_size=self._vocab_size,
                 eos_ids=self._eos_ids,
+                num_compiling=len(self._compiling),
             )
         except ContextOverflow as error:
             raise error.of(self.model_len) from None
-        self._observer.on_add(self.scheduler.step, request)
-        self._requests.add(group, tokens)
+        if request.params.structured is None:
+            self._accept(group, tokens, None)
+        elif (grammar := self._compiling.begin(request.params.structured, group, tokens)) is not None:
+            self._accept(group, tokens, grammar)
+
+    def _accept(self, group: SequenceGroup, tokens: array[int], grammar: Grammar | None) -> None:
+        """Let an admitted request wait for its turn."""
+        self._observer.on_add(self.scheduler.step, group.request)
+        self._requests.add(group, tokens, grammar)
+
+    def compile_aside(self, wake: Callable[[], None]) -> None:
+        """Compile constraints in threads from now on; `wake` is called there when `step` has to be.
+
+        Until this is called, `add` compiles, and raises what it finds.
+        """
+        self._compiling.wake = wake
 
     def abort(self, request_id: str, index: int | None = None) -> list[StepOutput]:
         """End a request, or one sequence of it, at any stage; returns the last output of each it ended."""
         group = self._requests.groups.get(request_id)
         if group is None:
-            return []
+            return self._compiling.abort(request_id) if index is None else []
         if index is not None and group.has_joint_sequence:
             raise EngineError(f"request {request_id!r} has no sequence {index} (yet); abort the whole of it")
         self._observer.on_abort(self.scheduler.step, request_id, index)
@@ -143,12 +178,15 @@ class Engine:
 
     def is_serving(self, request_id: str) -> bool:
         """Whether a request is waiting or running."""
-        return request_id in self._requests.groups
+        return request_id in self._requests.groups or request_id in self._compiling
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is waiting or running, or a step still under way."""
-        return self.scheduler.has_work or bool(self._flights)
+        """Whether any request is waiting or running, or a step still under way.
+
+        A request whose constraint is being compiled is not: there is nothing that a step could do for it.
+        """
+        return self.scheduler.has_work or bool(self._flights) or self._compiling.has_done
 
     @property
     def has_step_in_flight(self) -> bool:
@@ -158,7 +196,7 @@ class Engine:
     @property
     def num_requests(self) -> int:
         """Requests waiting or running."""
-        return len(self._requests.groups)
+        return len(self._requests.groups) + len(self._compiling)
 
     def stats(self) -> EngineStats:
         """Counts for metrics, health and the router, as of now."""
@@ -166,7 +204,7 @@ class Engine:
         return EngineStats(
             num_steps=self.scheduler.step,
             num_running=len(self.scheduler.running),
-            num_waiting=self.scheduler.num_waiting,
+            num_waiting=self.scheduler.num_waiting + len(self._compiling),
             num_preemptions=self.scheduler.num_preemptions,
             num_prompt_tokens=self._requests.num_prompt_tokens,
             num_output_tokens=self._requests.num_output_tokens,
@@ -178,6 +216,9 @@ class Engine:
             num_blocks=usage.num_blocks,
             num_used_blocks=usage.num_used,
             num_cached_blocks=usage.num_cached,
+            num_grammar_failures=self._compiling.num_failures,
+            grammar_s=self._compiling.seconds.total,
+            grammar_times=tuple(self._compiling.seconds.counts),
             dtype=self._form[0],
             weights=self._form[1],
             gpu=self._form[2],
@@ -192,6 +233,8 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """Plan, run, commit, report; returns what the step made, in the order of the plan."""
+        if self._compiling.has_done:
+            self._unreported += self._take_compiled()
         outputs = self._step()
         if not self.has_work:
             self._let_go()
@@ -208,6 +251,8 @@ class Engine:
         num_flights = len(self._flights)
         if num_flights > self._num_ahead:  # a request has come; others that come meanwhile join the same plan
             return self._retire(all_but=num_flights - 1)
+        if not num_flights and self._requests.guides:
+            self._unreported += self._requests.jump_all()
         plan = self.scheduler.plan()
         sequences = self.scheduler.planned
         if not plan.chunks and not plan.transfers:
@@ -218,8 +263,13 @@ class Engine:
                 if seq.group.queue_s is None:
                     self._requests.begin(seq)
             self._begun = sequences
+        self._is_guided = self._requests.has_guided(sequences)
+        step: UnsampledStep | None = None
         try:
-            wait = self._runner.launch(plan, sequences)
+            if self._is_guided:
+                step = self._runner.begin(plan, sequences)
+            else:
+                wait = self._runner.launch(plan, sequences)
         except DeviceLost:  # every further step would fail as well: the supervisor must start anew
             raise
         except Exception as error:  # whatever the model raised, its requests end and the engine lives on
@@ -232,22 +282,58 @@ class Engine:
         self.scheduler.advance(plan)
         self._step_tokens.observe(self.scheduler.num_planned_tokens)
         self._has_drafts = plan.chunks.num_drafts > 0
+        if step is not None:
+            return self._sample(plan, sequences, step)
         self._flights.append(_Flight(plan, sequences, wait))
         return self._retire(all_but=self._num_ahead)
+
+    def _sample(self, plan: StepPlan, sequences: list[Sequence], step: UnsampledStep) -> list[StepOutput]:
+        """Sample a step that has begun, once all ids before it are known: they say what may come next."""
+        outputs = self._retire()
+        try:
+            masked, dropped, made = self._requests.next_of_guided(plan, sequences)
+            outputs += made
+            broken = self._masks.fill(masked.values(), step.masks(len(masked)))
+            for number, guide in masked.items():
+                if guide in broken:
+                    outputs += self._requests.fail_guided(sequences[number], guide)
+            wait = step.sample(list(masked))
+        except DeviceLost:
+            self._unreported += outputs
+            raise
+        except Exception as error:
+            logger.exception("step %d could not be sampled", plan.step)
+            return outputs + self._give_up(plan, sequences, error)
+        except BaseException as error:
+            self._unreported += outputs + self._give_up(plan, sequences, error)
+            raise
+        self._flights.append(_Flight(plan, sequences, wait, dropped))
+        return outputs + self._retire(all_but=self._num_ahead)
+
+    def _take_compiled(self) -> list[StepOutput]:
+        """Let requests whose constraints are compiled into the queue; the last outputs of all others."""
+        outputs: list[StepOutput] = []
+        for group, tokens, result in self._compiling.take():
+            if isinstance(result, Grammar):
+                group.seed = seed_of(group.request, self.scheduler, self._requests.num_added)
+                self._accept(group, tokens, result)
+            else:
+                outputs += result
+        return outputs
 
     @property
     def _num_ahead(self) -> int:
         """How many steps may be under way when the next one is planned."""
         if self._requests.waiting_for_ids or self._has_drafts:
             return 0
-        is_quiet = self.scheduler.all_decode and not self.scheduler.num_waiting
+        is_quiet = self.scheduler.all_decode and not self.scheduler.num_waiting and not self._is_guided
         return self._steps_ahead if is_quiet else min(self._steps_ahead, 1)
 
     def _retire(self, *, all_but: int = 0) -> list[StepOutput]:
         """Wait for the steps under way, but for the last ones, and report what came of them."""
         outputs: list[StepOutput] = []
         while len(self._flights) > all_but:
-            plan, sequences, wait = self._flights[0]
+            plan, sequences, wait, dropped = self._flights[0]
             try:
                 result = wait()
             except BaseException as error:
@@ -256,6 +342,8 @@ class Engine:
                     raise DeviceLost(f"what step {plan.step} computed cannot be read") from error
                 raise
             self._flights.popleft()
+            for number in dropped:
+                result.ids[number] = result.logprobs[number] = ()
             outputs += self._conclude(plan, sequences, result)
         return outputs
 

@@ -9,6 +9,9 @@ A request begins as one sequence, its *leader*, which computes the prompt for al
     beams     leader, then W sequences that advance together and replace each other     (beam.py)
     pooling   leader alone, which draws nothing: it ends with its prompt and answers with an embedding
 
+The text of a guided sequence decides what may follow (structured/): each id is shown to its guide, and ids
+that must follow are appended without asking the model.
+
 Every id that arrives is appended, and it is the last if it is a stop or if no more tokens fit. A sequence
 that ends leaves the scheduler at once; a request is served until its last one has ended.
 Whatever happens, each sequence the client waits for gets exactly one output with a finish reason.
@@ -24,6 +27,7 @@ from time import perf_counter
 import msgspec
 import numpy as np
 
+from infer.execution.host_sampling import num_logprobs
 from infer.execution.runner import StepResult
 from infer.sampling.params import RowLogprobs
 from infer.scheduling.beam import advance_beams, best_outputs
@@ -31,6 +35,8 @@ from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import StepOutput
 from infer.scheduling.scheduler import Scheduler
 from infer.scheduling.sequence import Sequence, SequenceGroup
+from infer.structured.compiler import Grammar
+from infer.structured.guide import ENDED, Guide
 
 Sampled = tuple[
     Sequence, tuple[int, ...], tuple[RowLogprobs | None, ...]
@@ -45,6 +51,8 @@ class RequestTable:
     def __init__(self, scheduler: Scheduler) -> None:
         self.groups: dict[str, SequenceGroup] = {}  # by request id
         self.waiting_for_ids: set[str] = set()  # running requests whose next step depends on ids: no overlap
+        self.guides: dict[int, Guide] = {}  # by seq_id: of sequences whose text decides what may follow
+        self.jumps = True  # whether ids that must follow are appended without a step for each
         self.num_added = 0
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
@@ -53,7 +61,7 @@ class RequestTable:
 
     # -- to begin ---------------------------------------------------------------------------------
 
-    def add(self, group: SequenceGroup, tokens: array[int]) -> None:
+    def add(self, group: SequenceGroup, tokens: array[int], grammar: Grammar | None = None) -> None:
         """Make the leader of an admitted request with its prompt's ids, and let it wait for its turn."""
         params = group.request.params
         group.added_at = perf_counter()
@@ -64,6 +72,8 @@ class RequestTable:
         if group.request.pooling is not None:
             leader.num_samples = 0  # it never draws: its last chunk is pooled
         self.num_added += 1
+        if params.is_guided:
+            self.guides[leader.seq_id] = Guide(grammar, params.reasoning)
         self._scheduler.add(leader)
         self.groups[group.request.request_id] = group
 
@@ -87,6 +97,8 @@ class RequestTable:
         child.num_cached = parent.num_cached
         child.arrival = parent.arrival - parent.arrival % ARRIVALS_PER_GROUP + parent.group.num_made
         self._scheduler.fork(parent, child)
+        if parent.seq_id in self.guides:
+            self.guides[child.seq_id] = self.guides[parent.seq_id].copy()
         return child
 
     def _fork_leader(self, leader: Sequence, count: int) -> list[Sequence]:
@@ -108,6 +120,8 @@ class RequestTable:
         sampled: Iterable[Sampled] = zip(sequences, result.ids, result.logprobs, strict=True)
         if self.waiting_for_ids:
             sampled = self._fork_leaders(sampled, offers)
+        if self.guides:
+            sampled = self._take_guided(sampled, outputs)
         for seq, ids, logprobs in sampled:
             if not ids or seq.finish_reason is not None:
                 continue
@@ -173,12 +187,119 @@ class RequestTable:
             elif not seq.is_beam:
                 yield seq, ids, logprobs
 
-    def _describe(self, seq: Sequence, ids: tuple[int, ...], logprobs: Seq[RowLogprobs | None]) -> StepOutput:
-        """The output of a step that says more than its ids: the first, the last, or one with logprobs."""
+    # -- guided sequences -------------------------------------------------------------------------
+
+    def _take_guided(self, sampled: Iterable[Sampled], outputs: list[StepOutput]) -> Iterator[Sampled]:
+        """What each sequence sampled, but for guided ones, whose outputs are made here."""
+        for seq, ids, logprobs in sampled:
+            guide = self.guides.get(seq.seq_id)
+            if guide is None or seq.is_beam:
+                yield seq, ids, logprobs
+            elif ids and seq.finish_reason is None:
+                outputs += self._follow(seq, guide, ids, logprobs)
+
+    def _follow(
+        self, seq: Sequence, guide: Guide, ids: tuple[int, ...], logprobs: Seq[RowLogprobs | None]
+    ) -> list[StepOutput]:
+        """Append ids to a guided sequence, up to the one that ends it or its request."""
+        num_taken, has_ended = 0, False
+        for token_id in ids:
+            seq.tokens.append(token_id)
+            num_taken += 1
+            if token_id in seq.stop_ids:
+                break
+            guide.consume((token_id,))
+            if guide.error is not None:
+                return self.fail_guided(seq, guide)
+            if has_ended := guide.state == ENDED and guide.grammar is not None:
+                break
+        if guide.state == ENDED:
+            del self.guides[seq.seq_id]
+        return [self._describe(seq, ids[:num_taken], logprobs[:num_taken], has_ended=has_ended)]
+
+    def fail_guided(self, seq: Sequence, guide: Guide) -> list[StepOutput]:
+        """End the request of a sequence whose constraint has reached a limit."""
+        group, structured = seq.group, seq.group.request.params.structured
+        param = None if structured is None else structured.param
+        ended = self.end(group, group.unfinished, "error", error=guide.error)
+        return [msgspec.structs.replace(output, param=param) for output in ended]
+
+    def has_guided(self, sequences: Seq[Sequence]) -> bool:
+        """Whether any of these sequences is guided."""
+        guides = self.guides
+        return bool(guides) and any(seq.seq_id in guides for seq in sequences)
+
+    def next_of_guided(
+        self, plan: StepPlan, sequences: Seq[Sequence]
+    ) -> tuple[dict[int, Guide], frozenset[int], list[StepOutput]]:
+        """What a step under way may draw: guides that have a mask, by chunk; chunks whose ids are not wanted.
+
+        Ids that must follow are appended; the outputs say so.
+        """
+        masked: dict[int, Guide] = {}
+        dropped: set[int] = set()
+        outputs: list[StepOutput] = []
+        for number in plan.chunks.draws.nonzero()[0].tolist():
+            seq = sequences[number]
+            guide = self.guides.get(seq.seq_id)
+            if guide is None or seq.finish_reason is not None:
+                continue
+            made = self.jump(seq)
+            if made:
+                outputs += made
+                dropped.add(number)
+            elif guide.has_mask:
+                masked[number] = guide
+        return masked, frozenset(dropped), outputs
+
+    def jump_all(self) -> list[StepOutput]:
+        """Append what must follow in every guided sequence, while no step is under way."""
+        running = [seq for seq in self._scheduler.running if seq.seq_id in self.guides]
+        return [output for seq in running for output in self.jump(seq)]
+
+    def jump(self, seq: Sequence) -> list[StepOutput]:
+        """Append the ids that must follow, if that is worth it; the outputs that say so, or none.
+
+        A token that a step under way draws meanwhile must be dropped: the first of these ids is in its place.
+        A request that asks for logprobs gets them from steps. Only an end of its reasoning is appended all
+        the same, with a logprob of 0.
+        """
+        guide = self.guides[seq.seq_id]
+        wants_logprobs = num_logprobs(seq.group) is not None
+        may_jump = seq.is_running and seq.num_samples == 1 and seq.finish_reason is None
+        if not may_jump or not (guide.must_force or (self.jumps and not wants_logprobs)):
+            return []
+        num_drawn = seq.num_tokens - len(seq.tokens)  # whose ids are not known yet: one or none
+        ids = guide.forced()[: seq.max_total - len(seq.tokens)]
+        if len(ids) <= num_drawn and not guide.must_force:
+            return []
+        rows = tuple(RowLogprobs(token_id, 0.0, 1, ()) if wants_logprobs else None for token_id in ids)
+        outputs = self._follow(seq, guide, ids, rows)
+        self.num_output_tokens += sum(len(output.token_ids) for output in outputs)
+        if seq.finish_reason is None:
+            self._scheduler.grow(seq, len(ids) - num_drawn)
+        return outputs
+
+    # -- what an output says ----------------------------------------------------------------------
+
+    def _describe(
+        self,
+        seq: Sequence,
+        ids: tuple[int, ...],
+        logprobs: Seq[RowLogprobs | None],
+        *,
+        has_ended: bool = False,
+    ) -> StepOutput:
+        """The output of a step that says more than its ids: the first, the last, or one with logprobs.
+
+        `has_ended`: its text is complete, and only an end of text could follow.
+        """
         group, last = seq.group, seq.tokens[-1]
         token_ids = ids[: ids.index(last) + 1] if last in seq.stop_ids else ids
         if last in seq.stop_ids:
             seq.stop_reason = last if last in group.request.params.stop_token_ids else None
+            self._finish(seq, "stop")
+        elif has_ended:
             self._finish(seq, "stop")
         elif len(seq.tokens) >= seq.max_total:
             self._finish(seq, "length")
@@ -188,7 +309,7 @@ class RequestTable:
             self.num_prompt_tokens += seq.num_prompt
         for row in rows:
             seq.cumulative_logprob += row.logprob
-        seq.bare_until = 0 if rows else seq.max_total
+        seq.bare_until = 0 if rows else seq.max_total  # a guided one never comes to ask
         if seq.finish_reason is not None:
             self._forget_if_done(group)
         return _output(
@@ -240,6 +361,8 @@ class RequestTable:
 
     def _finish(self, seq: Sequence, reason: str) -> None:
         seq.finish_reason = reason
+        if self.guides:
+            self.guides.pop(seq.seq_id, None)
         self._scheduler.remove(seq)
 
     def _forget_if_done(self, group: SequenceGroup) -> None:

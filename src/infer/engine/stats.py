@@ -27,6 +27,9 @@ class EngineStats:
     num_queried_tokens: int = 0  # counter: prompt tokens looked up in the prefix cache
     num_hit_tokens: int = 0  # counter: of these, found
     num_restarts: int = 0  # counter: times it was started again, counted by its client
+    num_grammar_failures: int = 0  # counter: constraints that could not be compiled
+    grammar_s: float = 0.0  # counter: seconds of compiling, and
+    grammar_times: tuple[int, ...] = ()  # counters: how often, one per bucket of GRAMMAR_SECONDS
     block_size: int = 0  # tokens
     num_blocks: int = 0
     num_used_blocks: int = 0  # held by sequences
@@ -35,6 +38,8 @@ class EngineStats:
     weights: str = ""  # their form: int8, int4, int4+int8, fp32, bf16, or "as stored"
     gpu: str = ""  # the name (UUID) of the GPU that computes it; none: a CPU, or one without a name
 
+
+GRAMMAR_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # bounds for compiling a constraint
 
 COUNTERS = (
     "num_steps",
@@ -45,16 +50,21 @@ COUNTERS = (
     "num_queried_tokens",
     "num_hit_tokens",
     "num_restarts",
+    "num_grammar_failures",
+    "grammar_s",
 )
 
 
 def add_counters(now: EngineStats, past: EngineStats) -> EngineStats:
     """The snapshot `now` of an engine whose earlier lives counted `past`."""
     counted = {name: getattr(now, name) + getattr(past, name) for name in COUNTERS}
-    sizes = now.step_sizes or past.step_sizes
-    if now.step_sizes and past.step_sizes:
-        sizes = tuple(a + b for a, b in zip(now.step_sizes, past.step_sizes, strict=True))
-    return replace(now, **counted, step_sizes=sizes)
+    for name in ("step_sizes", "grammar_times"):
+        counted[name] = _add_buckets(getattr(now, name), getattr(past, name))
+    return replace(now, **counted)
+
+
+def _add_buckets(now: tuple[int, ...], past: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip(now, past, strict=True)) if now and past else now or past
 
 
 def is_progress(before: EngineStats, after: EngineStats) -> bool:

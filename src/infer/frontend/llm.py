@@ -355,6 +355,8 @@ class LLM(TextModel):
                     self._embeddings[output.request_id] = output
                     finished.append(output.request_id)
                 continue
+            if output.param is not None:
+                stream.refusal = RequestError(output.error or "the request was refused", param=output.param)
             delta, can_stop = stream.builder.take(output)
             if delta is not None:
                 stream.take(delta)
@@ -368,7 +370,9 @@ class LLM(TextModel):
 class _Stream:
     """One open request: its builder, and its unread pieces if it is streamed."""
 
-    __slots__ = ("builder", "deltas", "error", "first_s", "keeps_deltas", "last_s", "opened_at", "request")
+    __slots__ = (
+        "builder", "deltas", "error", "first_s", "keeps_deltas", "last_s", "opened_at", "refusal", "request",
+    )  # fmt: skip
 
     def __init__(self, request: Request, builder: OutputBuilder, *, keeps_deltas: bool) -> None:
         self.request = request
@@ -376,6 +380,7 @@ class _Stream:
         self.keeps_deltas = keeps_deltas
         self.deltas: deque[TextDelta] = deque()
         self.error: str | None = None
+        self.refusal: RequestError | None = None  # the request's own fault, found out late
         self.opened_at = perf_counter()
         self.first_s = self.last_s = 0.0  # from then to the first token, and to the latest piece
 
@@ -392,6 +397,8 @@ class _Stream:
         return self.error is None and self.builder.is_finished
 
     def result(self) -> RequestOutput:
+        if self.refusal is not None:
+            raise self.refusal
         if self.error is not None:
             raise EngineError(f"request {self.request.request_id} failed: {self.error}")
         return self.builder.build()
@@ -418,7 +425,7 @@ class TextStream(Iterator[TextDelta]):
                 self._llm._step()
             delta = deltas.popleft()
             if delta.error is not None:
-                raise EngineError(delta.error)
+                raise self._stream.refusal or EngineError(delta.error)
         except BaseException:
             self.close()
             raise

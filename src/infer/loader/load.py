@@ -55,6 +55,7 @@ class LoadedModel:
     device: torch.device
     max_seq_len: int  # prompt + output, in tokens: the model's context, or less if asked for
     eos_ids: tuple[int, ...]  # any of these ends an answer
+    source: ModelSource | None = None  # its files; None: it has none, and no tokenizer
     weights: str = "as stored"  # their form: int8, int4, int4+int8, fp32, bf16, ... (quantization.py)
 
 
@@ -166,6 +167,7 @@ def load_model(
         device=chosen_device,
         max_seq_len=context_len,
         eos_ids=headers.eos_ids,
+        source=source,
         weights=weights,
     )
 

@@ -260,6 +260,16 @@ class BatchState:
         """The columns of those of the sequences that run."""
         return np.array([seq.place for seq in sequences if seq.is_running], dtype=np.int64)
 
+    def grow(self, seq: Sequence, count: int) -> None:
+        """Give a running sequence so many more tokens, which came from no step: it is that much behind.
+
+        Its row counts as given out anew, for a device may have drawn another token in their place.
+        """
+        self.num_tokens[seq.place] += count
+        self.tenancy[seq.row] += 1
+        self.num_steady = 0
+        self._layout = None
+
     # -- drafts -----------------------------------------------------------------------------------
 
     def propose(self, seq: Sequence, drafts: Seq[int]) -> None:

@@ -48,6 +48,7 @@ class StepOutput(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     num_cached: int = 0  # prompt tokens that came from the prefix cache; in the first and the last
     prompt_logprobs: tuple[RowLogprobs | None, ...] | None = None  # once, with the first token
     error: str | None = None  # what went wrong, with finish_reason "error"
+    param: str | None = None  # the field of the request that is to blame for it; None: the engine is
     embedding: tuple[
         float, ...
     ] = ()  # the pooled hidden states of a prompt, where the request asked for them

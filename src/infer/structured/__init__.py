@@ -1,1 +1,1 @@
-"""Constraints on outputs: compiled, advanced, turned into masks. Only this package sees vocabulary bytes."""
+"""Constraints on the text of outputs: the one part of an engine that sees the bytes of its vocabulary."""

@@ -98,12 +98,14 @@ OUTPUTS = st.builds(
     num_cached=IDS,
     prompt_logprobs=some(tuples_of(some(ROWS))),
     error=some(TEXT),
+    param=some(TEXT),
     embedding=tuples_of(FLOATS),
 )
 STATS = st.builds(
     EngineStats,
     **dict.fromkeys(EngineStats.__dataclass_fields__, COUNTS)
-    | {"step_sizes": tuples_of(COUNTS), "dtype": TEXT, "weights": TEXT, "gpu": TEXT},
+    | {"step_sizes": tuples_of(COUNTS), "grammar_times": tuples_of(COUNTS), "grammar_s": FLOATS}
+    | {"dtype": TEXT, "weights": TEXT, "gpu": TEXT},
 )
 FAILURES = st.builds(Failure, kind=TEXT, message=TEXT, param=some(TEXT))
 ANSWERS = st.builds(Answer, ticket=COUNTS, result=some(IDS), failure=some(FAILURES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -46,6 +47,13 @@ class ScriptedLink:
     def __init__(self, *turns: Sequence[Command]) -> None:
         self._turns = deque(deque(turn) for turn in turns)
         self.reports: list[StepReport] = []
+        self._is_awaited = False
+        self._readable = os.open("/dev/zero", os.O_RDONLY)
+
+    def fileno(self) -> int:
+        """What is asked for when the engine sleeps until there is a command: there is one at once."""
+        self._is_awaited = True
+        return self._readable
 
     @property
     def has_turns(self) -> bool:
@@ -55,13 +63,14 @@ class ScriptedLink:
         return zmq.POLLIN  # there is always a command, or the end
 
     def recv(self, flags: int = 0) -> bytes:
+        is_awaited, self._is_awaited = self._is_awaited, False
         if self._turns and self._turns[0]:
             return encode(self._turns[0].popleft())
-        if flags == zmq.NOBLOCK:
-            if self._turns:
-                self._turns.popleft()
-            raise zmq.Again
-        return encode(self._turns[0].popleft() if self._turns and self._turns[0] else Stop())
+        if is_awaited:
+            return encode(Stop())
+        if self._turns:
+            self._turns.popleft()
+        raise zmq.Again
 
     def send(self, data: bytes) -> None:
         message = decode_message(data)

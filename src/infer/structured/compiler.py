@@ -1,0 +1,211 @@
+r"""From the text of a constraint to a grammar, within limits.
+
+    Structured ──► cache ──hit──► Grammar
+                     └──miss──► llguidance ──► Grammar, or a RequestError that says what is wrong
+
+A grammar is compiled once and copied for every sequence; a copy takes microseconds. Compiling lets go of the
+interpreter, so other requests are served meanwhile. What it may take is bounded by counts, of items and
+states, and so is every mask and every token later: a constraint that goes beyond them while it is used ends
+its own request.
+
+Blanks between JSON tokens are bounded ([\x20\x0A\x0D\x09]{1,8}): models that may write any number of them
+sometimes write nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from infer.errors import RequestError
+from infer.sampling.structured import Structured
+from infer.structured.keywords import find_keyword
+from infer.structured.token_bytes import TokenBytes
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"
+MAX_CACHED = 256  # grammars,
+MAX_CACHED_BYTES = 4 << 20  # and of their texts; a grammar takes about a hundred times its text
+
+MAX_GRAMMAR_SIZE = 250_000
+MAX_LEXER_STATES = 50_000  # of one or two kilobytes
+MAX_STEP_ITEMS = 50_000  # about 2.5 ms
+MAX_STEP_FUEL = 200_000  # about 14 ms of the lexer, for one mask or token
+MAX_START_FUEL = 1_000_000  # about 20 ms
+
+Key = tuple[str, str, str | None]
+
+
+class Grammar:
+    """A compiled constraint: copied for every sequence, never used itself."""
+
+    __slots__ = ("_matcher", "param", "tokenizer", "triggers")
+
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, structured: Structured) -> None:
+        self._matcher = matcher
+        self.tokenizer = tokenizer
+        self.triggers = tuple(text.encode() for text in structured.triggers)
+        self.param = structured.param
+
+    def matcher(self) -> LLMatcher:
+        """A matcher at the start of the grammar."""
+        return self._matcher.deep_copy()
+
+
+class Compiler:
+    """Compiles constraints for one vocabulary, and keeps those used last. Safe to share between threads."""
+
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self.token_bytes = token_bytes
+        self._cache: OrderedDict[Key, LLMatcher] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def find(self, structured: Structured) -> Grammar | None:
+        """The grammar, if it is there already."""
+        with self._lock:
+            matcher = self._cache.get(_key(structured))
+            if matcher is None:
+                return None
+            self._cache.move_to_end(_key(structured))
+        return Grammar(matcher, self.token_bytes.tokenizer(), structured)
+
+    def compile(self, structured: Structured) -> Grammar:
+        """The grammar; raises `RequestError` that names what cannot be compiled."""
+        found = self.find(structured)
+        if found is not None:
+            return found
+        try:
+            tokenizer = self.token_bytes.tokenizer()
+            matcher = _compile(structured, tokenizer)
+        except RequestError as error:
+            raise RequestError(str(error), param=structured.param) from None
+        self._keep(structured, matcher)
+        return Grammar(matcher, tokenizer, structured)
+
+    def _keep(self, structured: Structured, matcher: LLMatcher) -> None:
+        with self._lock:
+            key = _key(structured)
+            if key not in self._cache:
+                self._num_bytes += len(key[1])
+            self._cache[key] = matcher
+            while len(self._cache) > MAX_CACHED or self._num_bytes > MAX_CACHED_BYTES:
+                (_, text, _), _ = self._cache.popitem(last=False)
+                self._num_bytes -= len(text)
+
+
+def _key(structured: Structured) -> Key:
+    return structured.kind, structured.text, structured.whitespace
+
+
+def limits() -> LLParserLimits:
+    """What compiling, a mask and a token may take."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        max_grammar_size=MAX_GRAMMAR_SIZE,
+        max_lexer_states=MAX_LEXER_STATES,
+        step_max_items=MAX_STEP_ITEMS,
+        step_lexer_fuel=MAX_STEP_FUEL,
+        initial_lexer_fuel=MAX_START_FUEL,
+        verbose_errors=False,
+    )
+
+
+def _compile(structured: Structured, tokenizer: LLTokenizer) -> LLMatcher:
+    from llguidance import LLMatcher
+
+    try:
+        matcher = LLMatcher(tokenizer, _to_grammar(structured), log_level=0, limits=limits())
+    except ValueError as error:
+        raise RequestError(_explain(structured, str(error))) from None
+    if not matcher.is_error():
+        first = matcher.deep_copy()
+        first.compute_bitmask()  # it takes longest, and finds what is too large
+        if first.is_error():
+            matcher = first
+    if matcher.is_error():
+        raise RequestError(_explain(structured, matcher.get_error()))
+    return matcher
+
+
+def _to_grammar(structured: Structured) -> str:
+    from llguidance import LLMatcher
+
+    if structured.kind == "grammar":
+        return LLMatcher.grammar_from_lark(structured.text)
+    if structured.kind == "regex":
+        return LLMatcher.grammar_from_regex(structured.text)
+    if structured.kind == "choice":
+        return LLMatcher.grammar_from_regex("|".join(map(_escape, structured.choices)))
+    schema = structured.text if structured.kind == "json_schema" else '{"type":"object"}'
+    options = {  # all of them: a schema may set its own under "x-guidance", where none is said here
+        "whitespace_flexible": True,
+        "whitespace_pattern": structured.whitespace or WHITESPACE,
+        "item_separator": ",",
+        "key_separator": ":",
+        "coerce_one_of": False,
+        "lenient": False,
+    }
+    return LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
+
+
+def _escape(text: str) -> str:
+    """The expression that matches this text alone."""
+    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
+
+
+# -- what is wrong ----------------------------------------------------------------------------------
+
+
+def _explain(structured: Structured, message: str) -> str:
+    """What the library says, in one line, with the place of the keyword it stumbled over."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["it is not valid"]
+    reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    said = reasons[-1] if reasons else lines[0]
+    if structured.kind != "json_schema":
+        return f"the {structured.kind} cannot be compiled: {said}"
+    place = _place_of(json.loads(structured.text), message)
+    if keys := _UNKNOWN_KEYS.search(message):
+        names = ", ".join(json.loads(f"[{keys[1]}]"))
+        said = f"{names} {'are' if ',' in names else 'is'} not supported"
+    elif message.startswith("oneOf constraints"):
+        said = "oneOf is not supported where its branches may overlap; use anyOf"
+    return f"the schema cannot be compiled{f' at {place}' if place else ''}: {said}"
+
+
+def _place_of(schema: object, message: str) -> str | None:
+    """The JSON pointer of the keyword that a message is about, where it can be found."""
+    if keys := _UNKNOWN_KEYS.search(message):
+        return find_keyword(schema, json.loads(f"[{keys[1]}]")[0])
+    for pattern, keyword in _KEYWORD_OF:
+        if found := pattern.search(message):
+            return find_keyword(schema, keyword, _holds(found[1]))
+    if "oneOf" in message:
+        return find_keyword(schema, "oneOf")
+    if "regex parse error" in message:
+        text = next((line.strip() for line in message.splitlines()[1:]), "")
+        return find_keyword(schema, "pattern", _holds(text)) or find_keyword(
+            schema, "patternProperties", _holds(text)
+        )
+    return None
+
+
+def _holds(text: str) -> Callable[[Any], bool]:
+    """Whether a keyword's value, or a name in it, is the text that a message speaks of."""
+    return lambda value: any(text in str(each) for each in (value if isinstance(value, dict) else [value]))
+
+
+_UNKNOWN_KEYS = re.compile(r"Unimplemented keys: \[(.*)\]")
+_KEYWORD_OF = (
+    (re.compile(r"Unknown format: (.*)"), "format"),
+    (re.compile(r"Invalid type: (.*)"), "type"),
+    (re.compile(r"Resource '(.*?)' is not present"), "$ref"),
+    (re.compile(r"Pointer '(.*?)' does not exist"), "$ref"),
+)

@@ -1,0 +1,186 @@
+"""What may follow the output of one sequence: its reasoning, its free text, its grammar, its end.
+
+    REASONING ──end_id──► FREE ──trigger──► CONSTRAINED ──match ends──► FREE          with triggers
+    REASONING ──end_id──► CONSTRAINED ──match ends──► ENDED                           without
+
+Only CONSTRAINED has a mask. Free text is watched for triggers and costs next to nothing: to run a grammar
+through it would cost a hundred times as much as through JSON.
+
+A guide's state depends on the output's ids and nothing else, so a sequence may be preempted, swapped and
+computed again without it. Every id is consumed exactly once, in order; a matcher that was given an id that it
+does not allow is broken for good, so nothing is consumed that was neither masked nor validated.
+
+Ids that must come next need no model (`forced`): the rest of a key that the grammar has only one way to
+write, or what ends a reasoning that has used up its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from infer.sampling.structured import Reasoning
+from infer.structured.compiler import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+REASONING, FREE, CONSTRAINED, ENDED = "reasoning", "free", "constrained", "ended"
+
+
+class Guide:
+    """The state of one sequence's constraint."""
+
+    __slots__ = (
+        "_due",
+        "_forced",
+        "_num_reasoned",
+        "_tail",
+        "error",
+        "grammar",
+        "matcher",
+        "reasoning",
+        "state",
+    )
+
+    def __init__(self, grammar: Grammar | None, reasoning: Reasoning | None = None) -> None:
+        self.grammar, self.reasoning = grammar, reasoning
+        self.matcher: LLMatcher | None = None  # while it is CONSTRAINED
+        self.error: str | None = None  # why it cannot go on
+        self._num_reasoned = 0  # tokens
+        self._forced: tuple[int, ...] | None = None  # what the grammar forces next; None: not looked up yet
+        self._due: tuple[int, ...] = ()  # what is left of the ids that end a reasoning early
+        self._tail = b""  # the end of the free text, in which a trigger may have begun
+        self.state = REASONING
+        if reasoning is None:
+            self._begin()
+        else:
+            self._check_budget()
+
+    def copy(self) -> Guide:
+        """A guide of its own for a sequence that forks off here."""
+        made: Guide = Guide.__new__(Guide)
+        for name in Guide.__slots__:
+            setattr(made, name, getattr(self, name))
+        made.matcher = None if self.matcher is None else self.matcher.deep_copy()
+        return made
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether the next id is not free."""
+        return self.state == CONSTRAINED or bool(self._due)
+
+    def fill(self, mask_W: np.ndarray) -> None:
+        """Write which ids may come next; a bit each, the lowest first. Only where `has_mask` is true."""
+        if self._due:
+            mask_W[:] = 0
+            word, bit = divmod(self._due[0], 32)
+            mask_W[word] = np.uint32(1 << bit).astype(np.int32)
+            return
+        assert self.matcher is not None, f"a guide that is {self.state} has no mask"
+        self.matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
+        self.check()
+
+    def check(self) -> None:
+        """Find out whether the matcher has reached a limit."""
+        if self.matcher is not None and self.matcher.is_error():
+            self.error = (
+                "the output reached a limit of its constraint, which is too complex there: "
+                f"{self.matcher.get_error().splitlines()[0]}"
+            )
+
+    def forced(self) -> tuple[int, ...]:
+        """Ids that must come next, whatever the model says; none: it has a choice."""
+        if self._due:
+            return self._due
+        if self.matcher is None or self.error is not None:
+            return ()
+        if self._forced is None:
+            self._forced = tuple(self.matcher.compute_ff_tokens())
+        return self._forced
+
+    @property
+    def must_force(self) -> bool:
+        """Whether forced ids are to be appended even if that saves no step: the model must not go on."""
+        return bool(self._due)
+
+    def validate(self, ids: Sequence[int]) -> int:
+        """How many of these ids could follow, from the first on; the state stays as it is."""
+        trial = self.copy()
+        for number, token_id in enumerate(ids):
+            is_due = trial._due and token_id != trial._due[0]
+            if is_due or trial.state == ENDED:
+                return number
+            if trial.matcher is not None and not trial.matcher.validate_tokens([token_id]):
+                return number
+            trial.consume((token_id,))
+        return len(ids)
+
+    def consume(self, ids: Sequence[int]) -> None:
+        """Take note of ids that were appended to the output; `error` says if that was not possible."""
+        self._forced = None
+        for token_id in ids:
+            if self._due:
+                self._due = self._due[1:]
+                if not self._due:
+                    self._begin()
+            elif self.state == REASONING:
+                self._reason(token_id)
+            elif self.state == FREE:
+                self._watch(token_id)
+            elif self.matcher is not None:
+                self._match(token_id)
+
+    def _reason(self, token_id: int) -> None:
+        assert self.reasoning is not None
+        if token_id == self.reasoning.end_id:
+            self._begin()
+            return
+        self._num_reasoned += 1
+        self._check_budget()
+
+    def _check_budget(self) -> None:
+        assert self.reasoning is not None
+        limit = self.reasoning.max_tokens
+        if limit is not None and self._num_reasoned >= limit:
+            self._due = self.reasoning.forced
+
+    def _begin(self) -> None:
+        """Let the constraint hold from here on, or watch for what starts it."""
+        if self.grammar is None:
+            self.state = ENDED
+        elif self.grammar.triggers:
+            self.state, self._tail = FREE, b""
+        else:
+            self.state, self.matcher = CONSTRAINED, self.grammar.matcher()
+
+    def _watch(self, token_id: int) -> None:
+        """Look for a trigger that ends in this token, be it in the middle of it."""
+        assert self.grammar is not None
+        tokenizer, triggers = self.grammar.tokenizer, self.grammar.triggers
+        text = self._tail + tokenizer.decode_bytes([token_id])
+        ends = [text.find(trigger) + len(trigger) for trigger in triggers if trigger in text]
+        longest = max(map(len, triggers))
+        self._tail = text[-(longest - 1) :] if longest > 1 else b""
+        if not ends:
+            return
+        rest = text[min(ends) :]
+        matcher = self.grammar.matcher()
+        ids = tokenizer.tokenize_bytes(rest) if rest else []
+        if matcher.validate_tokens(ids) < len(ids):  # the model has written on already, and not this
+            self._tail = b""
+            return
+        self.state, self.matcher, self._tail = CONSTRAINED, matcher, b""
+        for each in ids:
+            self._match(each)
+
+    def _match(self, token_id: int) -> None:
+        assert self.matcher is not None and self.grammar is not None
+        if not self.matcher.consume_token(token_id):
+            self.check()
+        elif self.matcher.is_stopped():
+            self.check()
+            self.matcher = None
+            self.state, self._tail = (FREE, b"") if self.grammar.triggers else (ENDED, b"")

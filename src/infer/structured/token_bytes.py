@@ -1,0 +1,88 @@
+"""The bytes of a model's tokens, for grammars: what the engine itself never looks at.
+
+    files ──► tokenizer, as the text side reads it ──► JSON ──► LLTokenizer
+
+It takes about a second of one core, and other threads wait for much of it. A server therefore builds it while
+the weights are loaded (`start`); a program that never constrains an output never does.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infer.errors import InferError, RequestError
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class TokenBytes:
+    """The tokens of one model as bytes, built when first asked for. Safe to share between threads."""
+
+    def __init__(
+        self, read: Callable[[], str] | None, *, vocab_size: int, eos_ids: tuple[int, ...] = ()
+    ) -> None:
+        self.vocab_size = vocab_size  # the number of logits, which may be more than there are tokens
+        self._read = read  # the tokenizer as JSON; None: the model has none
+        self._eos_ids = eos_ids
+        self._built: LLTokenizer | None = None
+        self._reason = "this model has no tokenizer, which a constraint on text needs"
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Begin to build it in a thread."""
+        if self._read is not None:
+            threading.Thread(target=self.prepare, name="infer-vocabulary", daemon=True).start()
+
+    def prepare(self) -> bool:
+        """Build it, or wait until it is built; what cannot be read is said when it is needed.
+
+        False: there is nothing left to do.
+        """
+        with self._lock:
+            read, self._read = self._read, None
+            if read is None:
+                return False
+            try:
+                self._built = self._build(read())
+            except Exception as error:  # another library's, of any kind: the model can still be served
+                is_known = isinstance(error, InferError | ValueError)
+                said = f": {error}" if is_known else ""
+                self._reason = f"this model's tokenizer cannot be used for constraints{said}"
+                logger.warning("no constraints reason=%r", str(error), exc_info=not is_known)
+        return False
+
+    def tokenizer(self) -> LLTokenizer:
+        """The matcher's tokenizer; raises `RequestError` where there is none."""
+        self.prepare()
+        if self._built is None:
+            raise RequestError(self._reason)
+        return self._built
+
+    def _build(self, text: str) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        if not self._eos_ids:
+            raise ValueError("the model has no end-of-text token, so no output could end")
+        return LLTokenizer(text, n_vocab=self.vocab_size, eos_token=list(self._eos_ids))
+
+
+def tokenizer_json(path: Path, gguf_metadata: Mapping[str, Any] | None) -> str:
+    """The tokenizer of a model directory, or of the header of a GGUF file, as the library writes it."""
+    from infer.tokenizer.directory_vocab import read_directory_vocabulary
+    from infer.tokenizer.gguf_vocab import read_gguf_vocabulary
+
+    vocabulary = (
+        read_directory_vocabulary(path) if gguf_metadata is None else read_gguf_vocabulary(gguf_metadata)
+    )
+    core = vocabulary.core
+    core.no_padding()
+    core.no_truncation()
+    text: str = core.to_str()
+    return text
