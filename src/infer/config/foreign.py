@@ -73,8 +73,7 @@ FOREIGN: Mapping[str, Foreign] = {
 }
 
 SCHEMES = (
-    "fp8", "fp4", "nvfp4", "mxfp4", "gptq", "gptq_marlin", "awq", "awq_marlin", "marlin", "bitsandbytes",
-    "nf4", "squeezellm", "aqlm", "hqq", "torchao", "modelopt", "compressed-tensors", "experts_int8",
+    "fp4", "nvfp4", "mxfp4", "marlin", "aqlm", "hqq", "torchao", "modelopt", "experts_int8",
 )  # fmt: skip
 """Values of `quantization` that other engines have and this one has not."""
 

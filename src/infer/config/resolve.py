@@ -58,6 +58,7 @@ class ModelFacts:
     num_layer_weights: int  # of all layers, that one token meets
     dtype: str = "float32"  # of activations and KV cache
     weights: str = "as stored"  # their form
+    published_as: str = ""  # the quantized format of the checkpoint and its bytes; "": plain numbers
 
     @property
     def is_small(self) -> bool:
@@ -98,6 +99,7 @@ class ResolvedConfig:
     device: str
     dtype: str
     weights: str
+    published_as: str
     max_seq_len: int
     scheduler: ResolvedScheduler
     keeps_cache: bool
@@ -127,6 +129,7 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> Resolv
         device=machine.device,
         dtype=model.dtype,
         weights=model.weights,
+        published_as=model.published_as,
         max_seq_len=model.max_seq_len,
         scheduler=scheduler,
         keeps_cache=cache.keeps_cache,

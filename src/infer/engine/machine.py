@@ -43,4 +43,5 @@ def facts_of(loaded: LoadedModel | LoadChoice) -> ModelFacts:
         num_layer_weights=loaded.config.all_layer_weights,
         dtype=str(loaded.dtype).removeprefix("torch."),
         weights=loaded.weights,
+        published_as=loaded.published_as,
     )

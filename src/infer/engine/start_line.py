@@ -37,12 +37,21 @@ def describe_engine(
         "attention": attention[0],
         "decode_attention": attention[1],
         "mlp": config.backends.mlp,
-        "weights": config.dtype if config.weights == "as stored" else config.weights,
+        "weights": _weights(config),
         "dtype": config.dtype,
     }
     line = "engine built " + " ".join(f"{key}={value}" for key, value in pairs.items())
     notes = [f"{name} is {config.reasons[name]}" for name in OVERRULED if name in config.reasons]
     return f'{line} note="{"; ".join(notes)}"' if notes else line
+
+
+def _weights(config: ResolvedConfig) -> str:
+    """The form of the weights; of a quantized checkpoint also what it holds and what became of that."""
+    form = config.dtype if config.weights == "as stored" else config.weights
+    if not config.published_as:
+        return form
+    became = f"kept as {form}" if form.startswith("int") else f"unpacked to {config.dtype}"
+    return f'"{config.published_as}, {became}"'
 
 
 def _computer(config: ResolvedConfig) -> dict[str, object]:

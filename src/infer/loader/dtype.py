@@ -1,7 +1,7 @@
 """Which number format to compute in, on this device.
 
     device                          checkpoint     auto chooses
-    GPU                             any            the checkpoint's; bfloat16 for GGUF
+    GPU                             any            the checkpoint's; bfloat16 for GGUF and quantized files
     GPU without bfloat16            bfloat16       float16
     CPU with AMX                    bfloat16       bfloat16
     CPU                             any other      float32
@@ -36,6 +36,7 @@ from infer.errors import ConfigError
 from infer.kernels.cpu.build import cpu_flags
 from infer.kernels.runtime.dispatch import device_kind
 from infer.loader.formats.checkpoint import FLOATS, StoredTensor
+from infer.loader.formats.quantized import QuantizedTensor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -97,7 +98,13 @@ def _auto(device: torch.device, stored: torch.dtype | None) -> torch.dtype:
 
 
 def stored_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype | None:
-    """The dtype that most of the weights are stored in, by bytes; None for block formats."""
+    """The dtype that most of the weights are stored in, by bytes; None for block formats.
+
+    Of a checkpoint with quantized matrices it is None whatever lies beside them.
+    """
+    tensors = list(tensors)
+    if any(isinstance(tensor, QuantizedTensor) for tensor in tensors):
+        return None
     num_bytes: dict[str, int] = {}
     for tensor in tensors:
         num_bytes[tensor.type_name] = num_bytes.get(tensor.type_name, 0) + tensor.num_bytes

@@ -31,6 +31,7 @@ from infer.loader.formats.gguf import read_gguf
 from infer.loader.formats.gguf_config import hf_config_from_gguf
 from infer.loader.formats.gguf_tensors import gguf_checkpoint
 from infer.loader.formats.hf_config import merge_eos_ids, read_hf_config
+from infer.loader.formats.quantized import describe, quantized_checkpoint, read_settings
 from infer.loader.placement import Move, plan_moves
 from infer.loader.quantization import AS_STORED, choose_format, make_projections, stored_matrices
 from infer.loader.text_headers import TextHeaders, read_text_headers
@@ -57,6 +58,7 @@ class LoadedModel:
     eos_ids: tuple[int, ...]  # any of these ends an answer
     source: ModelSource | None = None  # its files; None: it has none, and no tokenizer
     weights: str = "as stored"  # their form: int8, int4, int4+int8, fp32, bf16, ... (quantization.py)
+    published_as: str = ""  # the quantized format that the checkpoint holds, and its bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,7 @@ class ModelHeaders(TextHeaders):
     family: Family
     config: ModelConfig
     tensors: Mapping[str, StoredTensor]
-    quantization: Mapping[str, Any] = field(default_factory=dict)  # `quantization_config` of its config.json
+    quantization: Mapping[str, Any] = field(default_factory=dict)  # what its files say of it (quantized.py)
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -82,6 +84,7 @@ class LoadChoice:
     device: torch.device
     dtype: torch.dtype
     weights: str  # their form, as in `LoadedModel`
+    published_as: str = ""
     max_seq_len: int
 
     @property
@@ -98,6 +101,9 @@ def read_headers(source: ModelSource) -> ModelHeaders:
     else:
         raw, tensors = read_hf_config(source.path), open_checkpoint(source.path)
     family = find_family(raw)
+    settings = {} if source.is_gguf else read_settings(raw, source.path)
+    if not source.is_gguf:
+        tensors = quantized_checkpoint(tensors, family.weight_map, settings)
     text = read_text_headers(source, file)
     return ModelHeaders(
         source=source,
@@ -107,7 +113,7 @@ def read_headers(source: ModelSource) -> ModelHeaders:
         defaults=text.defaults,
         gguf_metadata=text.gguf_metadata,
         pooling=text.pooling,
-        quantization=raw.get("quantization_config") or {},
+        quantization=settings,
     )
 
 
@@ -144,6 +150,7 @@ def load_model(
             device=chosen_device,
             dtype=chosen_dtype,
             weights=weights,
+            published_as=describe(headers.tensors),
             max_seq_len=context_len,
         )
     )
@@ -169,6 +176,7 @@ def load_model(
         eos_ids=headers.eos_ids,
         source=source,
         weights=weights,
+        published_as=describe(headers.tensors),
     )
 
 

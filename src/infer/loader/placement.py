@@ -22,6 +22,7 @@ once: with a wrong file, the whole difference says more than its first line.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,7 @@ from infer.models.model import Model
 from infer.models.weight_map import Shard, Target, WeightMap, find_target, names_an_expert
 from infer.quant.projection import IN, OUT, Axis, Leaf, QuantizedRows
 
+MAX_ZEROS = 1 << 24  # numbers of a bias that the model lacks, which may be left out if all are zero
 MAX_NAMED = 5  # of each kind of complaint; the rest is counted
 
 _SIDES = {Shard.COLUMN: "out", Shard.VOCAB: "out", Shard.ROW: "in"}
@@ -189,6 +191,8 @@ def plan_moves(
         if target.ignored or _is_tied_copy(model, target, leaf):
             continue
         layout, module = layouts.get(target.module, {}).get(leaf), modules.get(target.module)
+        if layout is None and module is not None and leaf == "bias" and _is_zero(tensor):
+            continue  # quantizers write one for every matrix
         if layout is None or module is None or not _has_expert(module, target.expert):
             complaints.unexpected.append(tensor_name)
             continue
@@ -245,6 +249,14 @@ def _shape(module: nn.Module, leaf: str, layout: Leaf, place: Place) -> tuple[in
         return tuple(getattr(module, leaf).shape)
     rows = module.spec.num_rows if place.part is None else module.parts[place.part]
     return layout.shape(rows, module.spec.size)
+
+
+def _is_zero(tensor: StoredTensor) -> bool:
+    if not tensor.is_readable or math.prod(tensor.shape) > MAX_ZEROS:
+        return False
+    numbers = torch.empty(tensor.shape)
+    tensor.copy_to(numbers)
+    return not bool(numbers.any())
 
 
 def _is_tied_copy(model: Model, target: Target, leaf: str) -> bool:

@@ -1,8 +1,9 @@
 """Which scheme keeps the weights of each layer, and in which dtype the model computes.
 
 A module that a checkpoint stores in a scheme's own leaves keeps that scheme: each module by itself, by the
-tensors that are there (`Scheme.stored_as`), so mixed files need no list of exceptions. What is stored densely
-is kept as `quantization` says:
+tensors that are there (`Scheme.stored_as`), so mixed files need no list of exceptions. What is stored
+densely, or in a published format that is read as a matrix (formats/quantized.py), is kept as `quantization`
+says; the name of such a format only checks that the file has it, and means auto:
 
     quantization   what is kept                     computed in    chosen by auto on a CPU when
     none           the numbers of the checkpoint    dtype.py       never; always on a GPU
@@ -38,6 +39,8 @@ from infer.kernels.runtime.dispatch import device_kind
 from infer.layers.linear import Projected
 from infer.loader.dtype import choose_dtype
 from infer.loader.formats.checkpoint import StoredTensor
+from infer.loader.formats.quantized import FORMAT_NAMES, OTHER_NAMES, format_names
+from infer.loader.formats.stored_module import Settings
 from infer.models.model import Model
 from infer.models.weight_map import WeightMap, find_target
 from infer.quant.memory import WeightMemory
@@ -66,6 +69,7 @@ class StoredMatrix(NamedTuple):
     num_weights: int
     bits: int  # of the packed form that suits it: 4 if that keeps all of it, else 8
     scheme: str = DENSE
+    formats: frozenset[str] = frozenset()  # in which it is published: gptq, awq, ...
 
 
 def stored_matrices(tensors: Mapping[str, StoredTensor], weight_map: WeightMap) -> dict[str, StoredMatrix]:
@@ -85,8 +89,15 @@ def stored_matrices(tensors: Mapping[str, StoredTensor], weight_map: WeightMap) 
             sum(math.prod(weight.shape) for weight in weights),
             4 if all(weight.is_four_bit for weight in weights) else 8,
             scheme,
+            frozenset(name for weight in weights for name in format_names(weight)),
         )
     return found
+
+
+def matrix_of_config(settings: Mapping[str, Any]) -> StoredMatrix:
+    """What a `quantization_config` alone says about the matrices, where there are no tensors yet."""
+    bits = Settings(settings).hints("bits", "num_bits", "w_bit", "wbits") or [8]
+    return StoredMatrix(0, 4 if max(bits) <= 4 else 8, formats=frozenset({Settings(settings).method}))
 
 
 def stored_leaves(
@@ -129,6 +140,7 @@ def choose_format(
     """The form of the weights on `device`; `stored` is the checkpoint's dtype, None if packed in blocks."""
     on_disk = sorted({matrix.scheme for matrix in matrices.values()} - {DENSE})
     kind = device_kind(device)
+    quantization = _checked(quantization, {name for matrix in matrices.values() for name in matrix.formats})
     _check_name(quantization, kind, on_disk)
     if on_disk:
         if stored is None or not stored.is_floating_point or stored.itemsize == 1:
@@ -154,6 +166,20 @@ def choose_format(
     if quantization == MIXED:
         return _mixed(stored, matrices)
     return WeightFormat(quantization, torch.float32, "asked for")
+
+
+def _checked(quantization: str, found: set[str]) -> str:
+    """The form asked for; the name of a format is `auto`, if the checkpoint is published in it."""
+    name = OTHER_NAMES.get(quantization, quantization)
+    if name in found:
+        return "auto"
+    if name in FORMAT_NAMES and name not in SCHEMES:
+        held = ", ".join(sorted(found)) if found else "plain numbers"
+        raise ConfigError(
+            f"quantization is {quantization}, but this checkpoint is stored as {held}; "
+            f"leave quantization out, or use one of {', '.join(['auto', *sorted(found), DENSE])}"
+        )
+    return quantization
 
 
 def _check_name(quantization: str, kind: str, on_disk: list[str]) -> None:
@@ -213,7 +239,8 @@ def _mixed(stored: torch.dtype | None, matrices: Mapping[str, StoredMatrix]) -> 
         return WeightFormat(MIXED, torch.float32, "int4 where the file has 4 bits, int8 elsewhere")
     if bits == {4}:
         return WeightFormat("int4", torch.float32, "the file holds 4-bit weights, which it keeps")
-    held = "packed" if stored is None else f"{stored.itemsize * 8}-bit"
+    formats = sorted({name for matrix in matrices.values() for name in matrix.formats})
+    held = "+".join(formats) or ("packed" if stored is None else f"{stored.itemsize * 8}-bit")
     return WeightFormat("int8", torch.float32, f"the file holds {held} weights")
 
 
@@ -281,7 +308,9 @@ def make_projections(
             model.embedding.table = projection
             model.embedding.weight = _shell(model.embedding.weight)
     if form in PACKED and not model.config.tie_embeddings:
-        half = torch.bfloat16 if stored is torch.bfloat16 else torch.float16
+        table = leaves.get("embedding", {}).get((None, None), {}).get("weight")
+        is_bfloat16 = torch.bfloat16 in (stored, None if table is None else table.dtype)
+        half = torch.bfloat16 if is_bfloat16 else torch.float16
         weight = model.embedding.weight
         model.embedding.weight = nn.Parameter(torch.empty_like(weight, dtype=half), requires_grad=False)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from infer.errors import ConfigError
 from infer.layers.norm import RMSNorm
 from infer.loader.dtype import DTYPES, avoid_refused_products, choose_dtype, warn_if_slow
 from infer.loader.formats.hf_config import read_hf_config
@@ -37,6 +38,11 @@ def load_random(
     """A random model of the shape in `config_dir/config.json`; it has no tokenizer and no end of text."""
     raw = read_hf_config(config_dir)
     family = find_family(raw)
+    if raw.get("quantization_config"):
+        raise ConfigError(
+            f"{config_dir / 'config.json'} has a quantization_config, but random weights are plain numbers; "
+            "use the config of the checkpoint that is not quantized"
+        )
     config = family.read_config(raw)
     chosen_device = choose_device(device)
     stored = DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype")))

@@ -15,7 +15,6 @@ from infer.models import gemma3, gpt2, llama, mistral, mixtral, qwen2, qwen3, qw
 from infer.models.config import ModelConfig
 from infer.models.model import Model
 from infer.models.weight_map import WeightMap
-from infer.quant.registry import SCHEMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,6 @@ FAMILIES: tuple[Family, ...] = (
 
 def find_family(raw: Mapping[str, Any]) -> Family:
     """The family of a checkpoint, from its config's `architectures` or, without one, its `model_type`."""
-    _refuse_quantized(raw)
     architectures = raw.get("architectures") or []
     if not isinstance(architectures, list):
         raise CheckpointError(f"'architectures' in config.json must be a list, got {architectures!r}")
@@ -75,18 +73,3 @@ def find_family(raw: Mapping[str, Any]) -> Family:
 def get_family(name: str) -> Family:
     """The family that a `ModelConfig.family` names."""
     return next(family for family in FAMILIES if family.name == name)
-
-
-def _refuse_quantized(raw: Mapping[str, Any]) -> None:
-    quantization = raw.get("quantization_config")
-    if quantization is None:
-        return
-    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-    known = [method for scheme in SCHEMES.values() for method in scheme.methods]
-    if method in known:
-        return
-    raise ConfigError(
-        f"this checkpoint is quantized with {method or 'an unnamed method'!r}, which is not supported; "
-        + (f"supported: {', '.join(known)}; " if known else "")
-        + "use the float16, bfloat16 or float32 checkpoint, or a GGUF file"
-    )

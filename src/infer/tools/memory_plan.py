@@ -58,6 +58,7 @@ from infer.kernels.runtime.dispatch import device_kind, is_gpu
 from infer.loader.dtype import DTYPES, stored_dtype
 from infer.loader.find.source import ModelSource, resolve_model
 from infer.loader.formats.hf_config import MAX_CONFIG_BYTES, GenerationDefaults, read_json
+from infer.loader.formats.quantized import check_method, read_settings
 from infer.loader.load import LoadChoice, ModelHeaders, check_length, choose_device, read_headers
 from infer.loader.placement import plan_moves
 from infer.loader.quantization import (
@@ -66,6 +67,7 @@ from infer.loader.quantization import (
     is_scheme,
     kept_bytes,
     make_projections,
+    matrix_of_config,
     num_weights,
     stored_matrices,
 )
@@ -393,6 +395,8 @@ def find_headers(model: str | None, *, revision: str | None, show_progress: bool
 def _headers_of_config(path: Path, name: str) -> ModelHeaders:
     raw = read_json(path, MAX_CONFIG_BYTES)
     family = find_family(raw)
+    settings = read_settings(raw, path.parent)
+    check_method(settings)
     return ModelHeaders(
         source=ModelSource(path=path, name=name, is_gguf=False),
         family=family,
@@ -400,6 +404,7 @@ def _headers_of_config(path: Path, name: str) -> ModelHeaders:
         tensors={},
         defaults=GenerationDefaults(),
         gguf_metadata=None,
+        quantization=settings,
     )
 
 
@@ -459,6 +464,8 @@ def plan_format(config: EngineConfig, headers: ModelHeaders, machine: MachineMem
 
 def _format_on(device: torch.device, config: EngineConfig, headers: ModelHeaders) -> WeightFormat:
     matrices = stored_matrices(headers.tensors, headers.family.weight_map)
+    if not headers.tensors and headers.quantization:  # of a lone config.json, as far as it says
+        matrices = {"layers": matrix_of_config(headers.quantization)}
     load = config.load
     # a GPU need not be here, and is taken to know bfloat16
     dtype = "bfloat16" if load.dtype == "auto" and is_gpu(device) else load.dtype
@@ -476,6 +483,8 @@ def _stored(headers: ModelHeaders) -> torch.dtype | None:
     """The dtype of the weights: of the tensors, or what a lone config.json says of them."""
     if headers.tensors:
         return stored_dtype(headers.tensors.values())
+    if headers.quantization:
+        return None
     raw = read_json(headers.source.path, MAX_CONFIG_BYTES)
     name = raw.get("dtype") or raw.get("torch_dtype")
     return DTYPES.get(str(name).removeprefix("torch."))

@@ -38,6 +38,7 @@ import torch
 
 from infer.errors import CheckpointError
 from infer.loader.formats import gguf_grids
+from infer.loader.formats.coded import as_halves
 from infer.loader.formats.gguf import BLOCK, GGMLType
 from infer.loader.formats.gguf_bits import fields, half, look_up
 from infer.quant.projection import QuantizedRows
@@ -91,10 +92,9 @@ def integer_groups(packed: torch.Tensor, kind: GGMLType, bits: int) -> Quantized
     if unpacked is None:
         return None
     q, *parts = unpacked
-    halves = [part.half() for part in parts]
-    for rounded, exact in zip(halves, parts, strict=True):
-        if not bool(((rounded.float() - exact).abs() <= exact.abs() / 1024).all()):
-            return None
+    halves = as_halves(parts)
+    if halves is None:
+        return None
     num_rows, repeats = packed.shape[0], q.shape[1] // parts[0].shape[1] // _GROUP
     scales, *minima = (part.repeat_interleave(repeats, dim=1).view(num_rows, -1) for part in halves)
     return QuantizedRows(q.view(torch.int8).view(num_rows, -1), scales, minima[0] if minima else None)

@@ -1,0 +1,119 @@
+"""Small integers in words of 32 bits, and what rows of them stand for.
+
+One picture is the packing of almost every published format: codes of b bits lie end to end in one
+little-endian stream, so a code may straddle two words where b does not divide 32:
+
+    4 bits   word 0: │ 7 │ 6 │ 5 │ 4 │ 3 │ 2 │ 1 │ 0 │             code 0 in the lowest bits
+    3 bits   word 0: │10│ 9 │ 8 │ 7 │ 6 │ 5 │ 4 │ 3 │ 2 │ 1 │ 0 │  two bits of code 10; its third is in word 1
+
+A code means  w = (code - zero) * scale, with one zero and one scale for each group of columns of a row.
+Groups are neighbours, or each column names its own (act-order). The arithmetic is float32: a code times a
+scale of 16 bits is exact in it, so rounding the result to the scale's dtype gives what each format's library
+gives.
+
+Shapes:  R rows, K columns, G groups of a row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from infer.quant.projection import QuantizedRows
+
+_GROUP = 32  # of the integers that kernels/cpu multiplies with
+
+
+def unpack(words: torch.Tensor, bits: int, count: int, *, padded: bool = False) -> torch.Tensor:
+    """The first `count` codes of each row of int32 words, as uint8.
+
+    `padded`: whole codes only in a word, its highest bits are unused (compressed-tensors before 0.17).
+    """
+    words = words.contiguous()
+    if bits in (2, 4, 8):
+        parts = words.view(torch.uint8)
+        if bits < 8:
+            shifts = [parts >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
+            parts = torch.stack(shifts, dim=-1).flatten(-2)
+        return parts[..., :count]
+    number = torch.arange(count, device=words.device)
+    if padded:
+        word, bit = number // (32 // bits), number % (32 // bits) * bits
+    else:
+        word, bit = number * bits // 32, number * bits % 32
+    low = words.long() & 0xFFFFFFFF
+    pairs = low | torch.nn.functional.pad(low[..., 1:], (0, 1)) << 32  # a word, and the next one above it
+    return (pairs[..., word] >> bit & (1 << bits) - 1).to(torch.uint8)
+
+
+class CodedRows(NamedTuple):
+    """Rows of a quantized matrix as their file has them."""
+
+    codes: torch.Tensor  # [R, K]; uint8 of `bits` bits, int8, or a float of 8 bits
+    bits: int  # of a code
+    scales: torch.Tensor  # float32, [R, G]
+    zeros: torch.Tensor | int  # int16, [R, G], or the same for all
+    groups: torch.Tensor | int  # of each column, [K]; or the number of neighbours that share one
+
+    def numbers(self) -> torch.Tensor:
+        """What the codes stand for, in float32."""
+        numbers = self.codes.float()
+        if isinstance(self.zeros, torch.Tensor):
+            numbers -= self._by_column(self.zeros).float()
+        elif self.zeros:
+            numbers -= self.zeros
+        return numbers.mul_(self._by_column(self.scales))
+
+    def integers(self, bits: int) -> QuantizedRows | None:
+        """The same codes for the kernels of a CPU, if 32 neighbours share a scale and they fit; else None.
+
+        Scales and minima become float16. A scale of 16 bits loses nothing; a minimum, the product of a zero
+        and a scale, one part in 2000 at most. Where one is too large or too small there is no such form.
+        """
+        size = self.codes.shape[1]
+        if self.codes.is_floating_point() or not is_grouped(self.groups, size):
+            return None
+        if bits == 4:
+            if self.bits > 4:
+                return None
+            codes, parts = self.codes.view(torch.int8), [self.scales, self.scales * -self.zeros]
+        else:
+            shifted = self.codes.short()
+            zeros = self.zeros
+            shifted = shifted - (self._by_column(zeros) if isinstance(zeros, torch.Tensor) else zeros)
+            if shifted.numel() and (int(shifted.min()) < -128 or int(shifted.max()) > 127):
+                return None
+            codes, parts = shifted.to(torch.int8), [self.scales]
+        halves = as_halves(parts)
+        if halves is None:
+            return None
+        assert isinstance(self.groups, int)
+        repeats, num_groups = -(-min(self.groups, size) // _GROUP), -(-size // _GROUP)
+        scales, *minima = (
+            half.repeat_interleave(repeats, dim=1)[:, :num_groups].contiguous() for half in halves
+        )
+        return QuantizedRows(codes.contiguous(), scales, minima[0] if minima else None)
+
+    def _by_column(self, parts: torch.Tensor) -> torch.Tensor:
+        """The part of each column's group, [R, K]."""
+        size = self.codes.shape[1]
+        if isinstance(self.groups, torch.Tensor):
+            return parts[:, self.groups]
+        if self.groups >= size:
+            return parts  # one for the row: broadcast
+        return parts.repeat_interleave(self.groups, dim=1)[:, :size]
+
+
+def is_grouped(groups: torch.Tensor | int, size: int) -> bool:
+    """Whether 32 neighbours always share a scale; `groups` is 0 where columns name their groups."""
+    return isinstance(groups, int) and groups > 0 and (groups % _GROUP == 0 or groups >= size)
+
+
+def as_halves(parts: list[torch.Tensor]) -> list[torch.Tensor] | None:
+    """Scales and minima as float16; None where one is too large, too small or not a number in it."""
+    halves = [part.half() for part in parts]
+    for rounded, exact in zip(halves, parts, strict=True):
+        if not bool(((rounded.float() - exact).abs() <= exact.abs() / 1024).all()):
+            return None
+    return halves

@@ -1,0 +1,232 @@
+"""The quantized matrices of a safetensors checkpoint, each as the one tensor `weight` that it stands for.
+
+    q_proj.qweight, q_proj.qzeros, q_proj.scales, q_proj.g_idx   ──►   q_proj.weight, [N, K]
+
+From here on it is a matrix like any other: a part of a fused one, one expert's, a head, beside matrices that
+are not quantized. It is unpacked while it is copied into place, some rows at a time; or it hands out its
+integers, where the scheme that keeps it has a place for them (quant/packed.py). So formats on disk
+(stored_formats.py) and schemes in memory know nothing of each other.
+
+Which matrices are quantized is decided by the tensors that are there. Lists of exceptions in a config are not
+read; the rest of it only helps (`Settings`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infer.errors import CheckpointError, ConfigError
+from infer.loader.formats.checkpoint import StoredTensor
+from infer.loader.formats.coded import CodedRows, is_grouped
+from infer.loader.formats.hf_config import MAX_CONFIG_BYTES, read_json
+from infer.loader.formats.stored_formats import FORMATS
+from infer.loader.formats.stored_module import Layout, Settings, StoredFormat, StoredModule
+from infer.models.weight_map import WeightMap, find_target
+from infer.quant.projection import QuantizedRows
+from infer.quant.registry import SCHEMES
+
+FORMAT_NAMES = tuple(dict.fromkeys(row.name for row in FORMATS))
+OTHER_NAMES = {"gptq_marlin": "gptq", "awq_marlin": "awq", "nf4": "bitsandbytes"}  # of other engines' flags
+CONFIG_FILES = ("quantize_config.json", "quant_config.json")  # older tools write what config.json lacks
+_CHUNK_WEIGHTS = 1 << 20
+_ALIGNED = 32  # rows: codes of any number of bits along them fill whole words
+_KV_SCALES = {
+    *("k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale", "output_scale"),
+    *("k_zero_point", "v_zero_point", "q_zero_point", "output_zero_point"),
+}
+_LEAVES = sorted({leaf for row in FORMATS for leaf in (*row.needs, *row.may_have)}, key=len, reverse=True)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedTensor:
+    """The weight of one matrix, made of its leaves when it is read."""
+
+    format: StoredFormat
+    module: StoredModule
+    layout: Layout
+    transposed: bool = False  # the name means [in, out], as GPT-2's Conv1D does; every format has [out, in]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The matrix's shape as its name means it."""
+        shape = self.layout.num_rows, self.layout.size
+        return shape[::-1] if self.transposed else shape
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all leaves on disk."""
+        return sum(leaf.num_bytes for leaf in self.module.leaves.values())
+
+    @property
+    def type_name(self) -> str:
+        """The format, and what its numbers are."""
+        return f"{self.format.name}:{self.layout.label}"
+
+    @property
+    def dtype(self) -> None:
+        """PyTorch has no type for it."""
+        return None
+
+    @property
+    def is_readable(self) -> bool:
+        """Formats that are not known never become one of these."""
+        return True
+
+    @property
+    def is_four_bit(self) -> bool:
+        """Whether int4 keeps all of it: even steps, and one scale for 32 neighbours."""
+        layout = self.layout
+        return layout.is_even and layout.bits <= 4 and is_grouped(layout.group_size, layout.size)
+
+    def copy_to(self, out: torch.Tensor) -> None:
+        """Unpack into `out`, on its device."""
+        out = out.T if self.transposed else out
+        for part, rows in self._rows(_CHUNK_WEIGHTS // self.layout.size, out.device):
+            out[part].copy_(rows.numbers() if isinstance(rows, CodedRows) else rows)
+
+    def chunks(self, num_rows: int, bits: int) -> Iterator[torch.Tensor | QuantizedRows]:
+        """The rows of the matrix: their integers if they fit, else float32."""
+        assert not self.transposed, self.module.name
+        for _, rows in self._rows(num_rows, torch.device("cpu")):
+            integers = rows.integers(bits) if isinstance(rows, CodedRows) else None
+            if integers is None:
+                yield rows.numbers().contiguous() if isinstance(rows, CodedRows) else rows
+            else:
+                yield integers
+
+    def transpose(self) -> StoredTensor | None:
+        """The rows as they are stored, where they are columns of what the name means."""
+        return replace(self, transposed=False) if self.transposed else None
+
+    def matrix(self, index: int) -> StoredTensor:
+        """Stacks have no published format here."""
+        raise CheckpointError(f"{self.module.name} holds all experts in one quantized stack; not supported")
+
+    def _rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:
+        tensors = {leaf: self.module.read(leaf, device) for leaf in self.module.leaves}
+        read = self.format.open(self.module, self.layout, tensors)
+        step = max(1, num_rows // _ALIGNED) * _ALIGNED
+        for first in range(0, self.layout.num_rows, step):
+            part = slice(first, min(first + step, self.layout.num_rows))
+            yield part, read(part)
+
+
+def quantized_checkpoint(
+    tensors: Mapping[str, StoredTensor], weight_map: WeightMap, settings: Mapping[str, Any]
+) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint, with one `weight` in the place of the leaves of each quantized matrix.
+
+    Leaves that a scheme of the registry keeps as they are stay; scales of a quantized KV cache are left out.
+    """
+    kept = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] not in _KV_SCALES}
+    if num_scales := len(tensors) - len(kept):
+        log.info("%d scales of a quantized KV cache are not used: the cache keeps its dtype", num_scales)
+    modules: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in kept.items():
+        module, leaf = _split(name)
+        modules.setdefault(module, {})[leaf] = tensor
+    hints, found = Settings(settings), dict[str, StoredTensor]()
+    for name, tensor in kept.items():
+        module, leaf = _split(name)
+        if leaf == "bias" or not _is_quantized(modules[module]):
+            found[name] = tensor
+        elif f"{module}.weight" not in found:
+            leaves = {leaf: tensor for leaf, tensor in modules[module].items() if leaf != "bias"}
+            found[f"{module}.weight"] = _quantized(module, leaves, weight_map, hints)
+    return found
+
+
+def _split(name: str) -> tuple[str, str]:
+    """The module and the leaf of a tensor, which may be a leaf of a leaf: `weight.absmax`."""
+    leaf = next((leaf for leaf in _LEAVES if name.endswith(f".{leaf}")), name.rpartition(".")[2])
+    return name.removesuffix(f".{leaf}"), leaf
+
+
+def _is_quantized(leaves: Mapping[str, StoredTensor]) -> bool:
+    """Whether a module has a leaf of some format, and no scheme that keeps it as it is."""
+    has_codes = any(leaf in leaves for leaf in _LEAVES if leaf != "weight")
+    return has_codes and not any(scheme.is_stored(leaves) for scheme in SCHEMES.values())
+
+
+def _quantized(
+    module: str, leaves: Mapping[str, StoredTensor], weight_map: WeightMap, settings: Settings
+) -> QuantizedTensor:
+    stored = StoredModule(module, leaves, settings)
+    row = next((row for row in FORMATS if row.needs.keys() <= leaves.keys() and row.matches(leaves)), None)
+    if row is None:
+        held = ", ".join(f"{leaf} {tensor.type_name} {list(tensor.shape)}" for leaf, tensor in leaves.items())
+        stored.fail(f"it is stored as {held}, which is none of {_supported()}{_said(settings)}")
+    for leaf, tensor in leaves.items():
+        types = row.needs.get(leaf) or row.may_have.get(leaf)
+        if types is None:
+            stored.fail(f"{leaf} is not a tensor of {row.name}{_said(settings)}")
+        if tensor.type_name not in types:
+            stored.fail(f"{leaf} is {tensor.type_name}; {row.name} has {' or '.join(types)}")
+    layout = row.measure(stored)
+    try:
+        target, _ = find_target(f"{module}.weight", weight_map)
+    except CheckpointError:  # placement will say so, of all such tensors together
+        return QuantizedTensor(row, stored, layout)
+    return QuantizedTensor(row, stored, layout, transposed=target.transposed)
+
+
+def _said(settings: Settings) -> str:
+    details = {
+        key: settings.raw[key]
+        for key in ("quant_method", "format", "checkpoint_format", "version", "packing_format")
+        if isinstance(settings.raw.get(key), str)
+    }
+    said = ", ".join(f"{key} {value}" for key, value in details.items())
+    return f" (the config says {said})" if said else ""
+
+
+def _supported() -> str:
+    return f"the formats {', '.join(FORMAT_NAMES)}"
+
+
+def read_settings(raw: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
+    """What a checkpoint says about how it was quantized: in its config, or in a file of its own."""
+    for key in ("quantization_config", "compression_config"):
+        if raw.get(key) is not None:
+            if not isinstance(raw[key], Mapping):
+                raise CheckpointError(f"{key!r} in config.json must be an object, got {raw[key]!r}")
+            return raw[key]
+    path = next((directory / name for name in CONFIG_FILES if (directory / name).is_file()), None)
+    return {} if path is None else read_json(path, MAX_CONFIG_BYTES)
+
+
+def check_method(settings: Mapping[str, Any]) -> None:
+    """Refuse a method that is not known where there are no tensors to ask."""
+    known = [*FORMAT_NAMES, "auto-round", *(method for row in SCHEMES.values() for method in row.methods)]
+    method = settings.get("quant_method") or "an unnamed method"
+    if settings and method not in known:
+        raise ConfigError(
+            f"this checkpoint is quantized with {method!r}, which is not supported; supported: "
+            f"{', '.join(known)}; or use its weights in float16, bfloat16 or float32"
+        )
+
+
+def format_names(tensor: StoredTensor) -> tuple[str, ...]:
+    """The values of `quantization` that a tensor's format answers to: its own, and the config's for it."""
+    if not isinstance(tensor, QuantizedTensor):
+        return ()
+    return tuple(filter(None, {tensor.format.name, tensor.module.settings.method}))
+
+
+def describe(tensors: Mapping[str, StoredTensor]) -> str:
+    """The formats of the quantized matrices, most weights first, and their bytes: `gptq:int4-g128 96MiB`."""
+    weights: dict[str, int] = {}
+    matrices = [tensor for tensor in tensors.values() if isinstance(tensor, QuantizedTensor)]
+    for tensor in matrices:
+        weights[tensor.type_name] = weights.get(tensor.type_name, 0) + math.prod(tensor.shape)
+    names = "+".join(sorted(weights, key=lambda name: -weights[name]))
+    return names and f"{names} {sum(tensor.num_bytes for tensor in matrices) / 2**20:.3g}MiB"

@@ -1,0 +1,434 @@
+"""Every format that publishes quantized matrices in safetensors: one row each.
+
+A format is known by the tensors of a module, its *leaves*, and by their shapes and dtypes; a config names
+nothing that the tensors do not say, but for the few things that cannot be seen (`Settings`: GPTQ's version,
+sizes of groups that do not divide a row). `measure` finds out what the matrix is from headers, and refuses
+leaves that do not fit together; `open` makes the function that reads rows.
+
+    gptq                 qweight [K·b/32, N]  qzeros [G, N·b/32]  scales [G, N]  g_idx [K]
+    awq                  qweight [K, N/8]     qzeros [G, N/8]     scales [G, N]
+    compressed-tensors   weight_packed [N, K·b/32]  weight_scale [N, G]  weight_zero_point [N·b/32, G]
+                         weight_shape [2]  weight_g_idx [K]
+    fp8, int8            weight [N, K]  weight_scale or weight_scale_inv: one, [N, 1], [N, G] or by blocks
+    bitsandbytes         weight [N·K/2, 1]  weight.absmax  weight.quant_map  weight.quant_state.…
+                         weight [N, K]  SCB [N]
+    squeezellm           qweight [K·b/32, N]  lookup_table [N, 2^b]  rows [N+1]  cols  vals
+
+Scales of activations (`input_scale`) belong to kernels that multiply in 8 bits; here activations keep more.
+
+Shapes:  N rows of W (out), K columns (in), G groups of a row, b bits of a code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from infer.loader.formats.checkpoint import StoredTensor
+from infer.loader.formats.coded import CodedRows, unpack
+from infer.loader.formats.stored_module import Layout, ReadRows, StoredFormat, StoredModule, Tensors
+
+MAX_STATE_BYTES = 1 << 16  # of the JSON beside a matrix of bitsandbytes
+_SCALES = ("F16", "BF16", "F32")
+_FLOAT8 = ("F8_E4M3", "F8_E5M2")
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that has column 0, 1, ... of eight
+
+
+def _last(leaves: Mapping[str, StoredTensor], leaf: str) -> int:
+    return (leaves[leaf].shape or (0,))[-1]
+
+
+# -- GPTQ ---------------------------------------------------------------------------------------------
+
+
+def _measure_gptq(module: StoredModule) -> Layout:
+    num_groups, num_rows = module.shape("scales", 2)
+    bits, rest = divmod(32 * module.shape("qzeros", 2)[1], num_rows)
+    if rest or bits not in (2, 3, 4, 8):
+        held = list(module.leaves["qzeros"].shape)
+        module.fail(f"qzeros is {held} for {num_rows} rows, which is not GPTQ in 2, 3, 4 or 8 bits")
+    num_words = module.shape("qweight", 2)[0]
+    size = module.shape("g_idx", 1)[0] if "g_idx" in module.leaves else num_words * 32 // bits
+    module.check("qweight", (module.words(size, bits, "columns"), num_rows))
+    module.check("qzeros", (num_groups, module.words(num_rows, bits, "rows")))
+    version = module.settings.raw.get("checkpoint_format")
+    if version not in (None, "gptq", "gptq_v2") and not (version == "gptq_p" and bits != 3):
+        module.fail(
+            f"checkpoint_format is {version!r}; supported: gptq, gptq_v2, and gptq_p in 2, 4 or 8 bits"
+        )
+    group_size = module.group_size(size, num_groups, "g_idx")
+    return Layout(num_rows, size, bits, group_size, _label(f"int{bits}", group_size, size))
+
+
+def _open_gptq(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRows:
+    num_rows, size, bits = layout[:3]
+    zeros = unpack(tensors["qzeros"], bits, num_rows).T.short()
+    middle, settings = 1 << bits - 1, module.settings
+    is_constant = bool((zeros == zeros[0, 0]).all()) and int(zeros[0, 0]) in (middle - 1, middle)
+    if settings.is_symmetric and not is_constant:
+        module.fail(f"the config says sym, but qzeros are neither all {middle - 1} nor all {middle}")
+    if is_constant and settings.is_symmetric is not False:
+        zeros = torch.full_like(zeros, middle)  # of either version: files that name the wrong one exist
+    elif settings.raw.get("checkpoint_format") in (None, "gptq"):
+        zeros = zeros + 1 & (1 << bits) - 1  # version 1 stores z - 1, and -1 as all ones
+    scales = module.finite("scales", tensors["scales"]).T
+    groups = layout.group_size or tensors["g_idx"].long()
+
+    def rows(part: slice) -> CodedRows:
+        codes = unpack(tensors["qweight"][:, part].T, bits, size)
+        return CodedRows(codes, bits, scales[part], zeros[part], groups)
+
+    return rows
+
+
+# -- AWQ ----------------------------------------------------------------------------------------------
+
+
+def _measure_awq(module: StoredModule) -> Layout:
+    num_groups, num_rows = module.shape("scales", 2)
+    size = module.shape("qweight", 2)[0]
+    num_words = module.words(num_rows, 4, "rows")
+    module.check("qweight", (size, num_words))
+    module.check("qzeros", (num_groups, num_words))
+    group_size = module.group_size(size, num_groups, "")
+    return Layout(num_rows, size, 4, group_size, _label("int4", group_size, size))
+
+
+def _open_awq(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRows:
+    order = torch.tensor(_AWQ_ORDER, device=tensors["qweight"].device)
+    scales = module.finite("scales", tensors["scales"]).T
+
+    def in_order(words: torch.Tensor) -> torch.Tensor:
+        codes = unpack(words, 4, 8 * words.shape[1])
+        return codes.view(len(codes), -1, 8)[:, :, order].flatten(1).T
+
+    zeros = in_order(tensors["qzeros"]).short()
+
+    def rows(part: slice) -> CodedRows:
+        words = tensors["qweight"][:, part.start // 8 : -(-part.stop // 8)]
+        codes = in_order(words)[: part.stop - part.start].contiguous()
+        return CodedRows(codes, 4, scales[part], zeros[part], layout.group_size)
+
+    return rows
+
+
+# -- compressed-tensors, packed -----------------------------------------------------------------------
+
+
+def _measure_packed(module: StoredModule) -> Layout:
+    num_rows, num_words = module.shape("weight_packed", 2)
+    module.check("weight_shape", (2,))
+    stored = module.read("weight_shape").tolist()
+    size = int(stored[1])
+    if stored[0] != num_rows or not 0 < size <= 32 * num_words:
+        module.fail(f"weight_shape is {stored}, but weight_packed is {[num_rows, num_words]}")
+    fitting = [bits for bits in range(1, 9) if num_words in _word_counts(size, bits)]
+    hints = module.settings.hints("num_bits")
+    bits = next((bits for bits in [*hints, 4, 8, *fitting] if bits in fitting), None)
+    if bits is None:
+        module.fail(f"{num_words} words for {size} columns; codes of 1 to 8 bits do not fill them")
+    scales = module.shape("weight_scale", 2)
+    module.check("weight_scale", (num_rows, scales[1]))
+    counts = {(count, scales[1]) for count in (*_word_counts(num_rows, bits), num_rows)}
+    module.check("weight_zero_point", *sorted(counts))
+    group_size = module.group_size(size, scales[1], "weight_g_idx")
+    return Layout(num_rows, size, bits, group_size, _label(f"int{bits}", group_size, size))
+
+
+def _word_counts(size: int, bits: int) -> tuple[int, int]:
+    """Words for so many codes: as a stream, and with whole codes only in a word."""
+    return -(-size * bits // 32), -(-size // (32 // bits))
+
+
+def _open_packed(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRows:
+    num_rows, size, bits = layout[:3]
+    middle = 1 << bits - 1
+    padded = tensors["weight_packed"].shape[1] != _word_counts(size, bits)[0]
+    scales = module.finite("weight_scale", tensors["weight_scale"])
+    zeros: torch.Tensor | int = middle  # codes are stored with the middle added, and so are zeros
+    stored = tensors.get("weight_zero_point")
+    if stored is not None and stored.dtype is torch.int32:
+        zeros = unpack(stored.T, bits, num_rows, padded=padded).T.short()
+    elif stored is not None:
+        zeros = stored.short() + middle
+    if isinstance(zeros, torch.Tensor) and zeros.shape != scales.shape:
+        module.fail(f"weight_zero_point is {list(zeros.shape)}, weight_scale {list(scales.shape)}")
+    groups = layout.group_size or tensors["weight_g_idx"].long()
+
+    def rows(part: slice) -> CodedRows:
+        codes = unpack(tensors["weight_packed"][part], bits, size, padded=padded)
+        return CodedRows(codes, bits, scales[part], zeros if isinstance(zeros, int) else zeros[part], groups)
+
+    return rows
+
+
+# -- numbers of 8 bits: fp8, and the unpacked integers of compressed-tensors ---------------------------
+
+
+def _scale_leaf(leaves: Mapping[str, Any]) -> str:
+    return "weight_scale" if "weight_scale" in leaves else "weight_scale_inv"
+
+
+def _measure_scaled(module: StoredModule) -> Layout:
+    num_rows, size = module.shape("weight", 2)
+    if {"weight_scale", "weight_scale_inv"} <= module.leaves.keys():
+        module.fail("there are both a weight_scale and a weight_scale_inv")
+    leaf = _scale_leaf(module.leaves)
+    row_step, group_size = _blocks(module, leaf, num_rows, size)
+    kind = {"I8": "int8", "F8_E4M3": "e4m3", "F8_E5M2": "e5m2"}[module.leaves["weight"].type_name]
+    if row_step == 1:
+        label = _label(kind, group_size, size)
+    else:
+        label = (
+            f"{kind}-tensor"
+            if (row_step, group_size) == (num_rows, size)
+            else f"{kind}-{row_step}x{group_size}"
+        )
+    module.check("weight_zero_point", module.leaves[leaf].shape)
+    return Layout(num_rows, size, 8, group_size, label, module.leaves["weight"].type_name == "I8")
+
+
+def _blocks(module: StoredModule, leaf: str, num_rows: int, size: int) -> tuple[int, int]:
+    """Rows and columns that share a scale, whichever shape says so."""
+    counts = _as_matrix(module.leaves[leaf].shape)
+    if counts is None or 0 in counts:
+        module.fail(f"{leaf} is {list(module.leaves[leaf].shape)}; one scale, [rows] or a matrix is needed")
+    blocks = module.settings.hints("weight_block_size", "block_structure")
+    if counts[0] == num_rows and num_rows > 1:
+        row_step = 1
+    else:
+        row_step = module.step(num_rows, counts[0], "rows of scales", blocks[:1], is_block=True)
+    hints = [*module.settings.hints("group_size"), *blocks[1:]]
+    return row_step, module.step(size, counts[1], "columns of scales", hints, is_block=row_step != 1)
+
+
+def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """Shapes that scales come in, as rows and columns: [], [1], [N], [N, G]."""
+    if len(shape) > 2:
+        return None
+    return (shape[0], shape[1]) if len(shape) == 2 else ((shape or (1,))[0], 1)
+
+
+def _open_scaled(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRows:
+    leaf = _scale_leaf(tensors)
+    row_step, _ = _blocks(module, leaf, layout.num_rows, layout.size)
+    counts = _as_matrix(tuple(tensors[leaf].shape))
+    assert counts is not None
+    scales = module.finite(leaf, tensors[leaf]).view(counts)  # "inv" or not, both multiply
+    zeros = tensors["weight_zero_point"].view(counts).short() if "weight_zero_point" in tensors else None
+    if "input_scale" in tensors:  # for kernels of 8 bits; what is read is checked
+        module.finite("input_scale", tensors["input_scale"])
+
+    def rows(part: slice) -> CodedRows:
+        codes = tensors["weight"][part]
+        which = torch.arange(part.start, part.stop, device=codes.device) // row_step
+        return CodedRows(codes, 8, scales[which], 0 if zeros is None else zeros[which], layout.group_size)
+
+    return rows
+
+
+# -- bitsandbytes -------------------------------------------------------------------------------------
+
+_STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
+
+
+class _State(NamedTuple):
+    """What the JSON beside a matrix says."""
+
+    shape: tuple[int, int]
+    block: int  # numbers that share an absmax
+    nested_block: int  # absmax that share one of their own; 0: they are plain
+    offset: float  # of nested absmax
+
+
+def _state_leaf(leaves: Mapping[str, Any]) -> str:
+    return next(leaf for leaf in _STATES if leaf in leaves)
+
+
+def _read_state(module: StoredModule) -> _State:
+    leaf = _state_leaf(module.leaves)
+    if module.shape(leaf, 1)[0] > MAX_STATE_BYTES:
+        module.fail(f"{leaf} has more than {MAX_STATE_BYTES} bytes")
+    try:
+        raw = json.loads(bytes(module.read(leaf).tolist()))
+        rows, columns = (int(size) for size in raw["shape"])
+        is_nested = "weight.nested_absmax" in module.leaves
+        nested = int(raw["nested_blocksize"]) if is_nested else 0
+        offset = float(raw["nested_offset"]) if is_nested else 0.0
+        state = _State((rows, columns), int(raw["blocksize"]), nested, offset)
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        module.fail(f"{leaf} is not the JSON of a state: {error!r}")
+    if min(state.shape) < 1 or state.block < 1 or (is_nested and nested < 1) or offset - offset != 0:
+        module.fail(f"{leaf} says {state}")
+    return state
+
+
+def _measure_nf4(module: StoredModule) -> Layout:
+    state = _read_state(module)
+    num_rows, size = state.shape
+    count = num_rows * size
+    num_blocks = -(-count // state.block)
+    module.check("weight", (-(-count // 2), 1), (1, -(-count // 2)))
+    module.check("weight.absmax", (num_blocks,))
+    module.check("weight.quant_map", (16,))
+    kind = "U8" if state.nested_block else "F32"
+    if module.leaves["weight.absmax"].type_name != kind:
+        module.fail(f"weight.absmax is {module.leaves['weight.absmax'].type_name}, {kind} is needed")
+    if state.nested_block:
+        if "weight.nested_quant_map" not in module.leaves:
+            module.fail("weight.nested_quant_map is missing")
+        module.check("weight.nested_absmax", (-(-num_blocks // state.nested_block),))
+        module.check("weight.nested_quant_map", (256,))
+    label = _state_leaf(module.leaves).rpartition("__")[2]
+    return Layout(num_rows, size, 4, 0, f"{label}-g{state.block}", is_even=False)
+
+
+def _open_nf4(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRows:
+    state, size = _read_state(module), layout.size
+    absmax = tensors["weight.absmax"]
+    if state.nested_block:
+        nested = module.finite("weight.nested_absmax", tensors["weight.nested_absmax"])
+        numbers = tensors["weight.nested_quant_map"].float()[absmax.long()]
+        absmax = numbers * nested.repeat_interleave(state.nested_block)[: len(numbers)] + state.offset
+    absmax = module.finite("weight.absmax", absmax)
+    table, packed = (
+        module.finite("weight.quant_map", tensors["weight.quant_map"]),
+        tensors["weight"].flatten(),
+    )
+
+    def rows(part: slice) -> torch.Tensor:
+        first, last = part.start * size, part.stop * size
+        pairs = packed[first // 2 : -(-last // 2)]
+        codes = torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten()[first % 2 :][: last - first]
+        which = torch.arange(first, last, device=packed.device) // state.block
+        return (table[codes.long()] * absmax[which]).view(-1, size)
+
+    return rows
+
+
+def _measure_llm_int8(module: StoredModule) -> Layout:
+    num_rows, size = module.shape("weight", 2)
+    module.check("SCB", (num_rows,))
+    if "weight_format" in module.leaves and module.read("weight_format").flatten().tolist() != [0]:
+        module.fail("weight_format is not 0, rows as they are; no other order is supported")
+    return Layout(num_rows, size, 8, size, "int8")
+
+
+def _open_llm_int8(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRows:
+    scales = module.finite("SCB", tensors["SCB"])[:, None] / 127
+
+    def rows(part: slice) -> CodedRows:
+        return CodedRows(tensors["weight"][part], 8, scales[part], 0, layout.size)
+
+    return rows
+
+
+# -- SqueezeLLM ---------------------------------------------------------------------------------------
+
+
+def _measure_squeezellm(module: StoredModule) -> Layout:
+    num_rows, num_values = module.shape("lookup_table", 2)
+    bits = num_values.bit_length() - 1
+    if num_values not in (8, 16):
+        module.fail(f"lookup_table has {num_values} values for a row; 8 or 16, of 3 or 4 bits, are supported")
+    size = module.shape("qweight", 2)[0] * 32 // bits
+    module.check("qweight", (module.words(size, bits, "columns"), num_rows))
+    sparse = [leaf for leaf in ("rows", "cols", "vals") if leaf in module.leaves]
+    if sparse and len(sparse) < 3:
+        module.fail(
+            f"of the sparse weights only {' and '.join(sparse)} are there; rows, cols and vals are needed"
+        )
+    if sparse:
+        module.check("rows", (num_rows + 1,))
+        module.check("cols", module.leaves["vals"].shape)
+    if "full_rows" in module.leaves and bool(module.read("full_rows").any()):
+        module.fail("full_rows, whole rows beside the sparse weights, are not supported")
+    return Layout(num_rows, size, bits, 0, f"lut{bits}{'-sparse' if sparse else ''}", is_even=False)
+
+
+def _open_squeezellm(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRows:
+    num_rows, size, bits = layout[:3]
+    table = module.finite("lookup_table", tensors["lookup_table"])
+    starts = tensors["rows"].long() if "rows" in tensors else None
+    if starts is not None:
+        cols = tensors["cols"]
+        is_sound = int(starts[0]) == 0 and int(starts[-1]) == len(cols) and bool((starts.diff() >= 0).all())
+        if not is_sound or (len(cols) and not 0 <= int(cols.min()) <= int(cols.max()) < size):
+            module.fail(f"rows, cols and vals are not a sparse matrix of {num_rows} rows and {size} columns")
+
+    def rows(part: slice) -> torch.Tensor:
+        numbers = table[part].gather(1, unpack(tensors["qweight"][:, part].T, bits, size).long())
+        if starts is not None:
+            bounds = starts[part.start : part.stop + 1]
+            inside = slice(int(bounds[0]), int(bounds[-1]))
+            which = torch.arange(len(numbers), device=numbers.device).repeat_interleave(bounds.diff())
+            at = (which, tensors["cols"][inside].long())
+            numbers.index_put_(at, tensors["vals"][inside].float(), accumulate=True)
+        return numbers
+
+    return rows
+
+
+def _label(kind: str, group_size: int, size: int) -> str:
+    """int4-g128; int8: one group for a row; int4-actorder: columns name their groups."""
+    return f"{kind}-actorder" if not group_size else kind if group_size >= size else f"{kind}-g{group_size}"
+
+
+# fmt: off
+_INT_GROUPS = {"qweight": ("I32",), "qzeros": ("I32",), "scales": _SCALES}
+_INPUTS = {"input_scale": _SCALES, "input_zero_point": ("I8", "I32", *_FLOAT8)}
+FORMATS: tuple[StoredFormat, ...] = (
+    StoredFormat(
+        name="gptq", needs=_INT_GROUPS, may_have={"g_idx": ("I32",)},
+        matches=lambda leaves: _last(leaves, "qweight") == _last(leaves, "scales"),
+        measure=_measure_gptq, open=_open_gptq,
+    ),
+    StoredFormat(
+        name="awq", needs=_INT_GROUPS,
+        matches=lambda leaves: 8 * _last(leaves, "qweight") == _last(leaves, "scales"),
+        measure=_measure_awq, open=_open_awq,
+    ),
+    StoredFormat(
+        name="compressed-tensors",
+        needs={"weight_packed": ("I32",), "weight_scale": _SCALES, "weight_shape": ("I64", "I32")},
+        may_have={"weight_zero_point": ("I32", "I8"), "weight_g_idx": ("I32",), **_INPUTS},
+        measure=_measure_packed, open=_open_packed,
+    ),
+    StoredFormat(
+        name="squeezellm", needs={"qweight": ("I32",), "lookup_table": _SCALES},
+        may_have={"rows": ("I32",), "cols": ("I32",), "vals": _SCALES, "startrows": ("I32",),
+                  "full_rows": _SCALES, "full_row_indices": ("I32",)},
+        measure=_measure_squeezellm, open=_open_squeezellm,
+    ),
+    *(
+        StoredFormat(
+            name="bitsandbytes",
+            needs={"weight": ("U8",), "weight.absmax": ("F32", "U8"), "weight.quant_map": _SCALES,
+                   state: ("U8",)},
+            may_have={"weight.nested_absmax": ("F32",), "weight.nested_quant_map": _SCALES},
+            measure=_measure_nf4, open=_open_nf4,
+        )
+        for state in _STATES
+    ),
+    StoredFormat(
+        name="bitsandbytes", needs={"weight": ("I8",), "SCB": ("F32",)}, may_have={"weight_format": ("U8",)},
+        measure=_measure_llm_int8, open=_open_llm_int8,
+    ),
+    *(
+        StoredFormat(
+            name=name, needs={"weight": types, leaf: _SCALES},
+            may_have={"weight_zero_point": ("I8", *_FLOAT8), **_INPUTS},
+            matches=lambda leaves, types=types: leaves["weight"].type_name in types,
+            measure=_measure_scaled, open=_open_scaled,
+        )
+        for name, types, leaf in (
+            ("fp8", _FLOAT8, "weight_scale"),
+            ("fp8", _FLOAT8, "weight_scale_inv"),
+            ("compressed-tensors", ("I8",), "weight_scale"),
+        )
+    ),
+)
+# fmt: on

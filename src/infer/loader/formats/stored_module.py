@@ -1,0 +1,147 @@
+"""The leaves of a quantized matrix on disk, and how a format of them is described.
+
+A row of stored_formats.py is a `StoredFormat`: the tensors by which it is known, a function that finds out
+from their headers what the matrix is (`Layout`), and one that opens it for reading. Both are given a
+`StoredModule`, which checks the shapes that a file claims against each other: files are other people's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from infer.errors import CheckpointError
+from infer.loader.formats.checkpoint import StoredTensor
+from infer.loader.formats.coded import CodedRows
+
+_BLOCK = 128  # rows and columns that share a scale where nothing says otherwise
+
+Tensors = Mapping[str, torch.Tensor]
+ReadRows = Callable[[slice], CodedRows | torch.Tensor]  # codes, or float32 where codes have no even steps
+
+
+class Layout(NamedTuple):
+    """What the headers say about a matrix."""
+
+    num_rows: int
+    size: int  # columns
+    bits: int  # of a code
+    group_size: int  # columns that share a scale; 0: neighbours do not
+    label: str  # of the start line: int4-g128
+    is_even: bool = True  # codes are even steps, so small integers can stand for them
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The `quantization_config` of a checkpoint: hints, believed where they fit the shapes of tensors."""
+
+    raw: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def method(self) -> str:
+        """How the checkpoint calls what was done to it."""
+        return str(self.raw.get("quant_method") or "")
+
+    @property
+    def is_symmetric(self) -> bool | None:
+        """Whether all zeros are the middle code; None: not said."""
+        value = self.raw.get("sym")
+        return value if isinstance(value, bool) else None
+
+    def hints(self, *keys: str) -> list[int]:
+        """Every integer under one of these keys, of the config itself and of its groups."""
+        groups = self.raw.get("config_groups")
+        places = [self.raw]
+        for group in groups.values() if isinstance(groups, Mapping) else ():
+            weights = group.get("weights") if isinstance(group, Mapping) else None
+            places += [weights] if isinstance(weights, Mapping) else []
+        found = [place[key] for place in places for key in keys if key in place]
+        flat = [number for value in found for number in (value if isinstance(value, list) else [value])]
+        return [number for number in flat if type(number) is int and number > 0]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModule:
+    """The leaves of one matrix on disk."""
+
+    name: str
+    leaves: Mapping[str, StoredTensor]
+    settings: Settings
+
+    def fail(self, reason: str) -> NoReturn:
+        """Refuse the matrix."""
+        raise CheckpointError(f"{self.name} cannot be read: {reason}")
+
+    def shape(self, leaf: str, num_axes: int) -> tuple[int, ...]:
+        """The shape of a leaf that must have so many axes, none of them empty."""
+        shape = self.leaves[leaf].shape
+        if len(shape) != num_axes or 0 in shape:
+            self.fail(f"{leaf} is {list(shape)}, but {num_axes} axes are needed, none of them empty")
+        return shape
+
+    def check(self, leaf: str, *shapes: tuple[int, ...]) -> None:
+        """Refuse a leaf that is there and has none of these shapes."""
+        if leaf in self.leaves and self.leaves[leaf].shape not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in shapes)
+            self.fail(f"{leaf} is {list(self.leaves[leaf].shape)}, the other tensors need {wanted}")
+
+    def words(self, count: int, bits: int, side: str) -> int:
+        """Words for so many codes, which must fill them."""
+        if count * bits % 32:
+            self.fail(f"{count} {side} of {bits} bits do not fill words of 32")
+        return count * bits // 32
+
+    def read(self, leaf: str, device: torch.device | None = None) -> torch.Tensor:
+        """A leaf as it is stored."""
+        stored = self.leaves[leaf]
+        out = torch.empty(stored.shape, dtype=stored.dtype, device=device)
+        stored.copy_to(out)
+        return out
+
+    def step(self, size: int, count: int, what: str, hints: list[int], *, is_block: bool = False) -> int:
+        """How many of `size` rows or columns share one of `count` entries; a block has a published size."""
+        if count == 1:
+            return size
+        candidates = [*hints, _BLOCK, *([] if is_block else [size // count])]
+        found = next((step for step in candidates if step and -(-size // step) == count), None)
+        if found is None:
+            self.fail(f"{count} {what} for {size} of its rows or columns; no size of groups gives that")
+        return found
+
+    def group_size(self, size: int, num_groups: int, leaf: str) -> int:
+        """Columns that share a scale; 0 where `leaf`, the group of each column, says otherwise."""
+        hints = self.settings.hints("group_size", "q_group_size")
+        if leaf not in self.leaves:
+            return self.step(size, num_groups, "groups", hints)
+        self.check(leaf, (size,))
+        order = self.read(leaf)
+        if bool((order == -1).all()):  # never set
+            return self.step(size, num_groups, "groups", hints)
+        if int(order.min()) < 0 or int(order.max()) >= num_groups:
+            self.fail(f"{leaf} names groups {int(order.min())} to {int(order.max())} of {num_groups}")
+        changes = (order != order[0]).nonzero()
+        step = int(changes[0]) if len(changes) else size
+        return step if torch.equal(order, torch.arange(size, dtype=order.dtype) // step) else 0
+
+    def finite(self, leaf: str, scales: torch.Tensor) -> torch.Tensor:
+        """Scales as float32, all of them numbers."""
+        if not bool(scales.float().isfinite().all()):
+            self.fail(f"{leaf} has scales that are not finite")
+        return scales.float()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFormat:
+    """A row: how a format names its tensors, and what is made of them."""
+
+    name: str  # a value of `quantization`, which checks what is on disk
+    needs: Mapping[
+        str, tuple[str, ...]
+    ]  # leaves by which it is known, and their dtypes as a file spells them
+    may_have: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    matches: Callable[[Mapping[str, StoredTensor]], bool] = lambda leaves: True  # where names are not enough
+    measure: Callable[[StoredModule], Layout]
+    open: Callable[[StoredModule, Layout, Tensors], ReadRows]

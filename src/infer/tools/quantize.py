@@ -1,0 +1,361 @@
+"""Write a checkpoint in one of the published quantized formats, each weight rounded to the nearest step.
+
+    dense checkpoint ──► matrix by matrix: integers, scales, zeros ──► tensors and config of the format
+
+What is read from each format is in loader/formats/stored_formats.py; this is the other direction. Rounding to
+the nearest needs no data and no GPU, and at 8 bits loses next to nothing; at 4 bits the methods that the
+formats are named after choose their integers better. Embeddings, norms, routers and the head stay dense.
+
+    scheme        format                               a matrix becomes
+    gptq          GPTQ, version 1 or 2                 2, 3, 4 or 8 bits, groups of columns
+    awq           AWQ, version gemm                    4 bits, groups
+    ct-w4a16      compressed-tensors, pack-quantized   4 bits, groups
+    ct-w8a16      compressed-tensors, pack-quantized   8 bits, a scale per row
+    ct-int8       compressed-tensors, int-quantized    int8, a scale per row
+    fp8-channel   compressed-tensors, float-quantized  e4m3, a scale per row
+    fp8-block     fp8                                  e4m3, a scale for 128 x 128
+    fp8-tensor    fp8                                  e4m3, one scale
+    nf4           bitsandbytes                         4-bit table, a scale for 64, itself in 8 bits
+
+Shapes:  N rows of W (out), K columns (in), G groups of a row.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infer.errors import CheckpointError, ConfigError
+from infer.loader.find.source import ModelSource
+from infer.loader.formats.checkpoint import DTYPES, INDEX, SINGLE, StoredTensor
+from infer.loader.formats.hf_config import read_hf_config
+from infer.loader.load import ModelHeaders, read_headers
+from infer.log import progress
+from infer.models.weight_map import find_target
+
+SHARD_BYTES = 4 << 30
+_E4M3_MAX = 448.0
+_TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each nibble of a word
+_NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
+    1.0,
+)  # fmt: skip
+
+Leaves = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A scheme and what can be chosen about it."""
+
+    scheme: str
+    bits: int = 4  # of gptq
+    group_size: int = 128  # columns that share a scale; -1: all
+    symmetric: bool = True  # of gptq and ct-w4a16; awq always has zeros
+    version: int = 1  # of gptq: how zeros are stored
+    act_order: bool = False  # of gptq: columns are sorted before they are grouped
+    nested: bool = True  # of nf4: scales are quantized as well
+
+    def groups_of(self, size: int) -> int:
+        """Columns of a group in a matrix of `size` columns."""
+        return size if self.group_size == -1 else min(self.group_size, size)
+
+
+def round_to_groups(
+    weight_NK: torch.Tensor, bits: int, group_size: int, *, symmetric: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Unsigned codes [N, K], and float16 scales and zeros [N, G] with  w = (code - zero) * scale."""
+    num_rows, size = weight_NK.shape
+    short = -size % group_size
+    groups = torch.nn.functional.pad(weight_NK.float(), (0, short)).view(num_rows, -1, group_size)
+    most, middle = (1 << bits) - 1, 1 << bits - 1
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    steps = torch.maximum(-low, high) / (middle - 1) if symmetric else (high - low) / most
+    scales = steps.clamp(min=1e-7).half()  # the least that a float16 can be
+    zeros = torch.full_like(low, middle) if symmetric else (-low / scales.float()).round().clamp(0, most)
+    codes = (groups / scales.float()[..., None]).round_().add_(zeros[..., None]).clamp_(0, most)
+    return codes.to(torch.uint8).flatten(1)[:, :size], scales, zeros.to(torch.uint8)
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Rows of codes as one little-endian stream of bits in int32 words."""
+    places = torch.arange(bits, dtype=torch.uint8, device=codes.device)
+    stream = (codes[..., None] >> places & 1).flatten(-2)
+    stream = torch.nn.functional.pad(stream, (0, -stream.shape[-1] % 32))
+    values = 1 << torch.arange(8, dtype=torch.uint8, device=codes.device)
+    return (stream.view(*codes.shape[:-1], -1, 8) * values).sum(-1, dtype=torch.uint8).view(torch.int32)
+
+
+def _gptq(weight: torch.Tensor, recipe: Recipe) -> Leaves:
+    size, group_size = weight.shape[1], recipe.groups_of(weight.shape[1])
+    order = weight.float().norm(dim=0).argsort(descending=True) if recipe.act_order else torch.arange(size)
+    codes, scales, zeros = round_to_groups(
+        weight[:, order], recipe.bits, group_size, symmetric=recipe.symmetric
+    )
+    place = order.argsort()
+    stored = zeros if recipe.version == 2 else zeros - 1 & (1 << recipe.bits) - 1
+    return {
+        "qweight": pack(codes[:, place], recipe.bits).T.contiguous(),
+        "qzeros": pack(stored.T, recipe.bits),
+        "scales": scales.T.contiguous(),
+        "g_idx": (place // group_size).int(),
+    }
+
+
+def _awq(weight: torch.Tensor, recipe: Recipe) -> Leaves:
+    codes, scales, zeros = round_to_groups(weight, 4, recipe.groups_of(weight.shape[1]), symmetric=False)
+
+    def words(rows: torch.Tensor) -> torch.Tensor:
+        return pack(rows.unflatten(1, (-1, 8))[:, :, _AWQ_COLUMNS].flatten(1), 4)
+
+    return {"qweight": words(codes.T), "qzeros": words(zeros.T), "scales": scales.T.contiguous()}
+
+
+def _ct_packed(weight: torch.Tensor, recipe: Recipe) -> Leaves:
+    bits = 8 if recipe.scheme == "ct-w8a16" else 4
+    group_size = weight.shape[1] if bits == 8 else recipe.groups_of(weight.shape[1])
+    codes, scales, zeros = round_to_groups(weight, bits, group_size, symmetric=recipe.symmetric)
+    leaves = {
+        "weight_packed": pack(codes, bits),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    if not recipe.symmetric:
+        leaves["weight_zero_point"] = pack(zeros.T, bits).T.contiguous()
+    return leaves
+
+
+def _ct_int8(weight: torch.Tensor, recipe: Recipe) -> Leaves:
+    scale = (weight.float().abs().amax(1, keepdim=True) / 127).clamp(min=1e-12)
+    return {"weight": (weight.float() / scale).round().to(torch.int8), "weight_scale": scale}
+
+
+def _fp8(weight: torch.Tensor, recipe: Recipe) -> Leaves:
+    rows, columns = {
+        "fp8-tensor": tuple(weight.shape), "fp8-channel": (1, weight.shape[1]), "fp8-block": (128, 128)
+    }[recipe.scheme]  # fmt: skip
+    (num_rows, size), numbers = weight.shape, weight.float()
+    padded = torch.nn.functional.pad(numbers, (0, -size % columns, 0, -num_rows % rows))
+    blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))  # [blocks, rows, blocks, columns]
+    scale = blocks.abs().amax((1, 3)).clamp(min=1e-12) / _E4M3_MAX
+    by_weight = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:num_rows, :size]
+    codes = (numbers / by_weight).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
+    if recipe.scheme == "fp8-block":
+        return {"weight": codes, "weight_scale_inv": scale}
+    return {"weight": codes, "weight_scale": scale if recipe.scheme == "fp8-channel" else scale.view(())}
+
+
+def _nf4(weight: torch.Tensor, recipe: Recipe) -> Leaves:
+    table, flat = torch.tensor(_NF4), weight.float().flatten()
+    count = len(flat)
+    blocks = torch.nn.functional.pad(flat, (0, -count % 64)).view(-1, 64)
+    absmax = blocks.abs().amax(1).clamp(min=1e-12)
+    borders = (table[1:] + table[:-1]) / 2
+    codes = torch.bucketize(blocks / absmax[:, None], borders).to(torch.uint8).flatten()[:count]
+    pairs = torch.nn.functional.pad(codes, (0, count % 2)).view(-1, 2)
+    state: dict[str, Any] = {
+        "quant_type": "nf4",
+        "blocksize": 64,
+        "dtype": "float32",
+        "shape": list(weight.shape),
+    }
+    leaves = {"weight": (pairs[:, :1] << 4 | pairs[:, 1:]), "weight.quant_map": table}
+    if recipe.nested:
+        offset, levels = absmax.mean(), torch.linspace(-1, 1, 256)
+        above = torch.nn.functional.pad(absmax - offset, (0, -len(absmax) % 256)).view(-1, 256)
+        nested = above.abs().amax(1).clamp(min=1e-12)
+        level = torch.bucketize(above / nested[:, None], (levels[1:] + levels[:-1]) / 2)
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": float(offset)}
+        leaves |= {"weight.nested_absmax": nested, "weight.nested_quant_map": levels}
+        absmax = level.flatten()[: len(absmax)].to(torch.uint8)
+    text = json.dumps(state).encode()
+    return leaves | {
+        "weight.absmax": absmax,
+        "weight.quant_state.bitsandbytes__nf4": torch.frombuffer(bytearray(text), dtype=torch.uint8),
+    }
+
+
+_WRITERS: Mapping[str, Callable[[torch.Tensor, Recipe], Leaves]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "ct-w4a16": _ct_packed,
+    "ct-w8a16": _ct_packed,
+    "ct-int8": _ct_int8,
+    "fp8-channel": _fp8,
+    "fp8-block": _fp8,
+    "fp8-tensor": _fp8,
+    "nf4": _nf4,
+}
+SCHEME_NAMES = tuple(_WRITERS)
+
+
+def quantize_matrix(weight_NK: torch.Tensor, recipe: Recipe) -> Leaves:
+    """The tensors of one matrix in the format of a recipe, by their leaf."""
+    return _WRITERS[recipe.scheme](weight_NK, recipe)
+
+
+def config_of(recipe: Recipe, dense: list[str]) -> dict[str, Any]:
+    """The `quantization_config` that checkpoints of this format have; `dense` are the modules left alone."""
+    scheme, group_size = recipe.scheme, recipe.group_size
+    if scheme == "gptq":
+        return {
+            "quant_method": "gptq", "bits": recipe.bits, "group_size": group_size, "sym": recipe.symmetric,
+            "desc_act": recipe.act_order, "lm_head": False,
+            "checkpoint_format": "gptq" if recipe.version == 1 else "gptq_v2",
+        }  # fmt: skip
+    if scheme == "awq":
+        return {
+            "quant_method": "awq", "bits": 4, "group_size": group_size, "zero_point": True, "version": "gemm",
+            "modules_to_not_convert": dense,
+        }  # fmt: skip
+    if scheme == "nf4":
+        return {
+            "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": recipe.nested, "bnb_4bit_compute_dtype": "float32",
+        }  # fmt: skip
+    if scheme in ("fp8-block", "fp8-tensor"):
+        block = {"weight_block_size": [128, 128]} if scheme == "fp8-block" else {}
+        return {
+            "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", **block,
+            "modules_to_not_convert": dense,
+        }  # fmt: skip
+    is_packed = scheme in ("ct-w4a16", "ct-w8a16")
+    per_row = scheme != "ct-w4a16"
+    weights = {
+        "num_bits": 4 if scheme == "ct-w4a16" else 8, "type": "float" if scheme == "fp8-channel" else "int",
+        "strategy": "channel" if per_row else "group", "group_size": None if per_row else group_size,
+        "symmetric": recipe.symmetric or not is_packed, "dynamic": False,
+    }  # fmt: skip
+    inputs = {"num_bits": 8, "type": weights["type"], "strategy": "token", "symmetric": True, "dynamic": True}
+    names = {"ct-int8": "int-quantized", "fp8-channel": "float-quantized"}
+    return {
+        "quant_method": "compressed-tensors", "format": names.get(scheme, "pack-quantized"),
+        "quantization_status": "compressed", "ignore": dense,
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"], "weights": weights, "input_activations": None if is_packed else inputs
+            }
+        },
+    }  # fmt: skip
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Refuse what the format of a recipe cannot hold."""
+    if recipe.scheme not in _WRITERS:
+        raise ConfigError(f"scheme must be one of {', '.join(SCHEME_NAMES)}, got {recipe.scheme!r}")
+    if recipe.bits not in (2, 3, 4, 8):
+        raise ConfigError(f"bits must be 2, 3, 4 or 8, got {recipe.bits}")
+    if recipe.group_size != -1 and recipe.group_size < 8:
+        raise ConfigError(f"group_size must be -1 (all columns) or at least 8, got {recipe.group_size}")
+
+
+def quantize_checkpoint(
+    source: ModelSource, out_dir: Path, recipe: Recipe, *, show_progress: bool = False
+) -> None:
+    """Write the checkpoint of `source`, which must hold plain numbers, into a new directory."""
+    check_recipe(recipe)
+    if source.is_gguf:
+        raise ConfigError("a GGUF file is quantized already; give the safetensors checkpoint it was made of")
+    if out_dir.exists() and any(out_dir.iterdir()):
+        raise ConfigError(f"{out_dir} is not empty; delete it or choose another directory")
+    headers = read_headers(source)
+    if headers.quantization:
+        raise ConfigError(f"{source.name} is quantized already; give the checkpoint it was made of")
+    out_dir.mkdir(parents=True, exist_ok=True)
+    chosen = [name for name, tensor in headers.tensors.items() if _is_chosen(headers, name, tensor)]
+    matrices = {name.rpartition(".")[0] for name in chosen}
+    total = sum(tensor.num_bytes for tensor in headers.tensors.values())
+    with progress(f"quantizing {source.name}", total, is_shown=show_progress, counts_bytes=True) as advance:
+        _write_shards(out_dir, _tensors(headers, set(chosen), recipe, advance))
+    for file in source.path.iterdir():
+        if file.is_file() and file.suffix in (".json", ".txt", ".model", ".jinja") and file.name != INDEX:
+            shutil.copy(file, out_dir / file.name)
+    dense = [name.removesuffix(".weight") for name in headers.tensors if name == "lm_head.weight"]
+    dense += sorted(
+        name.removesuffix(".weight")
+        for name, tensor in headers.tensors.items()
+        if len(tensor.shape) == 2 and ".layers." in name and name.removesuffix(".weight") not in matrices
+    )
+    raw = read_hf_config(source.path) | {"quantization_config": config_of(recipe, dense)}
+    (out_dir / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+
+
+def _is_chosen(headers: ModelHeaders, name: str, tensor: StoredTensor) -> bool:
+    """Whether a tensor is a matrix of a layer, whose size the format can hold; routers stay dense."""
+    try:
+        target, leaf = find_target(name, headers.family.weight_map)
+    except CheckpointError:
+        return False
+    is_matrix = leaf == "weight" and len(tensor.shape) == 2 and name.endswith(".weight")
+    return is_matrix and target.module.startswith("layers.") and not target.module.endswith(".router")
+
+
+def _tensors(
+    headers: ModelHeaders, chosen: set[str], recipe: Recipe, advance: Callable[[int], None]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, stored in headers.tensors.items():
+        tensor = torch.empty(stored.shape, dtype=stored.dtype)
+        stored.copy_to(tensor)
+        if name in chosen:
+            if find_target(name, headers.family.weight_map)[0].transposed:
+                tensor = tensor.T.contiguous()
+            if recipe.scheme in ("gptq", "awq") and any(size % 32 for size in tensor.shape):
+                raise ConfigError(f"{name} is {list(tensor.shape)}; {recipe.scheme} packs multiples of 32")
+            for leaf, value in quantize_matrix(tensor, recipe).items():
+                yield f"{name.removesuffix('weight')}{leaf}", value
+        else:
+            yield name, tensor
+        advance(stored.num_bytes)
+
+
+def _write_shards(out_dir: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Write safetensors files of a few gigabytes each, and their index where there are several."""
+    shards: list[list[str]] = []
+    held: dict[str, torch.Tensor] = {}
+
+    def flush() -> None:
+        write_safetensors(out_dir / f"part-{len(shards)}", held)
+        shards.append(list(held))
+        held.clear()
+
+    for name, tensor in tensors:
+        held[name] = tensor
+        if sum(tensor.nbytes for tensor in held.values()) > SHARD_BYTES:
+            flush()
+    if held:
+        flush()
+    count = len(shards)
+    names = [SINGLE] if count == 1 else [f"model-{n + 1:05}-of-{count:05}.safetensors" for n in range(count)]
+    for number, name in enumerate(names):
+        (out_dir / f"part-{number}").rename(out_dir / name)
+    if count > 1:
+        index = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        (out_dir / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}), encoding="utf-8")
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write one safetensors file (loader/formats/checkpoint.py has the picture)."""
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        entry = {
+            "dtype": _TYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+        header[name] = entry
+    text = json.dumps(header | {"__metadata__": {"format": "pt"}}).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
