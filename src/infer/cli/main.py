@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Sequence
 
 from infer import __version__
-from infer.cli import bench, chat, doctor, fetch, flags, generate, plan, replay, serve, simulate
+from infer.cli import bench, chat, doctor, fetch, flags, generate, plan, quantize, replay, serve, simulate
 from infer.cli.parser import Parser
 from infer.config.knobs import spell_as_given
 from infer.errors import InferError
@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in (serve, generate, chat, fetch, plan, doctor, simulate, replay, bench):
+    for command in (serve, generate, chat, fetch, quantize, plan, doctor, simulate, replay, bench):
         command.add_parser(commands)
     return parser
 
