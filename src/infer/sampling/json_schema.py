@@ -1,4 +1,4 @@
-"""What a JSON schema, or a regular expression, may hold before an engine is asked to compile it.
+"""What a schema, a regular expression or a grammar may hold before an engine is asked to compile it.
 
 Three kinds of schema are refused here, with the keyword and a JSON pointer to it:
 
@@ -12,6 +12,7 @@ once, and schemas that nothing refers to are not looked at. All of it is linear 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +26,7 @@ MAX_ALTERNATIVES = 1_000  # of one anyOf or oneOf
 MAX_PRODUCT = 256  # alternatives that allOf combines
 MAX_ENUM = 10_000  # values of all enums
 MAX_MULTIPLE_OF = 10_000  # a remainder is a state of an automaton
+MAX_RULES = 1_000  # of a grammar; its compiler calls itself for a rule that a rule refers to
 MAX_PATTERN_LEN = 10_000  # characters
 MAX_PATTERN_SIZE = 20_000  # characters and classes, once repetitions are written out
 
@@ -62,6 +64,7 @@ _BOUNDS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multip
 
 _LOOK_AROUND = ("(?=", "(?!", "(?<=", "(?<!")
 _ESCAPE = re.compile(r"\\(?:[pPuUx]\{[^}]{0,40}\}|.)", re.DOTALL)  # \p{Greek} repeats nothing
+_RULE = re.compile(r"^[ \t]*[!?]?\w[^\n\"'/:{]*:", re.MULTILINE)  # of a grammar; a rule begins a line
 _REPEAT = re.compile(r"\{(\d{1,9})?(?:,(\d{0,9}))?\}")
 
 
@@ -92,6 +95,20 @@ def check_pattern(pattern: str, *, param: str, where: str = "") -> None:
             f"at most {MAX_PATTERN_SIZE} are allowed; repeat less often",
             param=param,
         )
+
+
+def check_grammar(grammar: str, *, param: str) -> None:
+    """Refuse a grammar of too many rules, or with a schema in it, `%json {...}`, that cannot be followed."""
+    if (num_rules := sum(1 for _ in _RULE.finditer(grammar))) > MAX_RULES:
+        raise RequestError(
+            f"{param}: the grammar has {num_rules} rules, at most {MAX_RULES} are allowed", param=param
+        )
+    for found in re.finditer(r"%json\s*", grammar):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(grammar, found.end())
+        except (ValueError, RecursionError):
+            raise RequestError(f"{param}: %json is not followed by a JSON schema", param=param) from None
+        check_keywords(schema, param=param)
 
 
 class _SchemaCheck:

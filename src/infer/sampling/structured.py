@@ -25,7 +25,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from infer.errors import RequestError
-from infer.sampling.json_schema import check_keywords, check_pattern
+from infer.sampling.json_schema import check_grammar, check_keywords, check_pattern
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -109,7 +109,9 @@ class Structured:
     @classmethod
     def grammar(cls, grammar: str, **options: Any) -> Structured:
         """Text of a context-free grammar in Lark's notation, whose first rule is `start`."""
-        return cls(kind="grammar", text=grammar, **options)
+        made = cls(kind="grammar", text=grammar, **options)
+        check_grammar(grammar, param=made.param)
+        return made
 
     @classmethod
     def of(cls, value: object, param: str = "structured") -> Structured:

@@ -11,7 +11,14 @@ from llguidance import LLMatcher, LLTokenizer
 
 from infer.errors import RequestError
 from infer.sampling import json_schema
-from infer.sampling.json_schema import FORMATS, TYPES, UNSUPPORTED, check_keywords, check_pattern
+from infer.sampling.json_schema import (
+    FORMATS,
+    TYPES,
+    UNSUPPORTED,
+    check_grammar,
+    check_keywords,
+    check_pattern,
+)
 
 BYTES = LLTokenizer("byte")
 KEYWORDS = frozenset(
@@ -270,3 +277,21 @@ def test_patterns_that_only_look_like_it(pattern: str) -> None:
 )
 def test_repetitions_are_counted_as_if_written_out(pattern: str, size: int) -> None:
     assert json_schema._written_out(pattern) == size
+
+
+def rules(num: int, name: str) -> str:
+    """Rules that refer to each other; a compiler that calls itself for each overflows its stack."""
+    return "\n".join(f"{name}{i}: {name}{i + 1}" for i in range(num)) + f'\n{name}{num}: "x"'
+
+
+@pytest.mark.parametrize("name", ["a", "A", " ?a", "!_a", "a-"])
+def test_a_grammar_of_too_many_rules_is_refused(name: str) -> None:
+    check_grammar(rules(999, name), param="x")
+    with pytest.raises(RequestError, match="has 1001 rules, at most 1000 are allowed"):
+        check_grammar(rules(1_000, name), param="x")
+
+
+def test_rules_are_counted_and_texts_with_colons_are_not() -> None:
+    schema = json.dumps({"type": "object", "properties": {str(i): {} for i in range(1_000)}}, indent=1)
+    alternatives = "\n".join(f'    | "a: {i}"' for i in range(2_000))
+    check_grammar(f'start: "b:"\n{alternatives}\n    | j\nj: %json {schema}', param="x")

@@ -6,19 +6,17 @@ r"""The fields by which clients ask for an answer of a certain form; whichever t
     vLLM        structured_outputs    {"json" | "regex" | "choice" | "grammar" | "json_object": ...}
     older vLLM  guided_json, guided_regex, guided_choice, guided_grammar
 
-Two of them at once are refused, and so is an option that changes nothing of the one that is there. Shapes and
-sizes are checked by `Structured`, the keywords of schemas by `sampling/json_schema.py`.
+Two of them at once are refused, and so is an option that changes nothing of the one that is there. What a
+constraint may hold is checked by `Structured`.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from infer.errors import MalformedRequest, RequestError, closest
-from infer.sampling.json_schema import check_keywords
 from infer.sampling.structured import Structured
 from infer.server.protocol.errors import show_value
 from infer.server.protocol.schemas import Neutral, SamplingBody, check_neutral
@@ -141,21 +139,7 @@ def _read_guided(body: SamplingBody) -> list[Structured]:
 
 def _make(kind: str, value: Any, param: str, **options: Any) -> Structured:
     """A constraint of one of vLLM's kinds; a schema may also be a text that holds it."""
-    made = KINDS[kind](value, param=param, **options)
-    if kind == "grammar":
-        _check_embedded(made.text, param)
-    return made
-
-
-def _check_embedded(grammar: str, param: str) -> None:
-    """The schemas in a grammar, `%json {...}`, are held to what schemas are held to."""
-    decoder = json.JSONDecoder()
-    for found in re.finditer(r"%json\s*", grammar):
-        try:
-            schema, _ = decoder.raw_decode(grammar, found.end())
-        except (ValueError, RecursionError):
-            raise RequestError(f"{param}: %json is not followed by a JSON schema", param=param) from None
-        check_keywords(schema, param=param)
+    return KINDS[kind](value, param=param, **options)
 
 
 def _blanks(pattern: Any, param: str, kind: str) -> dict[str, str]:
