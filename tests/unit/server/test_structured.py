@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import httpx
 import pytest
 
 from infer.errors import RequestError
 from infer.frontend.llm import LLM
 from infer.sampling.structured import Structured
 from infer.scheduling.request import Request, StepOutput
+from infer.server.protocol import translate
 from infer.server.protocol.schemas import MAX_CONSTRAINT_BYTES, SamplingBody
 from infer.server.protocol.structured import CONSTRAINTS, NO_BLANKS, read_structured
+from infer.server.routes import json_route
 from infer.server.routes.json_route import MAX_FIELD_BYTES, check_fields
 from tests.support.wire import ScriptedClient, Wire, make_state, outputs_of
 
@@ -286,3 +291,41 @@ def test_a_large_schema_is_422_over_http(scripted: Wire, route: str) -> None:
     error = scripted.refused(route, ROUTES[route] | {"response_format": openai(schema)}, 422)
     assert error["param"] == "response_format"
     assert "at most 262144" in error["message"]
+
+
+def test_a_constraint_is_read_beside_the_event_loop(scripted: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader waits for a heart that beats on the loop; on the loop itself it would wait in vain."""
+    is_alive = threading.Event()
+    read = translate.read_structured
+
+    def wait_and_read(body: SamplingBody) -> Structured | None:
+        assert is_alive.wait(30), "the event loop stood still while a schema was read"
+        return read(body)
+
+    monkeypatch.setattr(translate, "read_structured", wait_and_read)
+
+    async def beat() -> None:
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        is_alive.set()
+
+    async def both() -> None:
+        transport = httpx.ASGITransport(scripted.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            body = {"prompt": "a", "max_tokens": 2, "response_format": openai()}
+            answer, _ = await asyncio.gather(client.post("/v1/completions", json=body), beat())
+            assert answer.status_code == 200, answer.text
+
+    asyncio.run(both())
+
+
+def test_a_schema_that_is_too_large_is_never_parsed(scripted: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parser would hold Python's lock, in a thread too, for a second at 8 MiB of this."""
+    parsed: list[int] = []
+    monkeypatch.setattr(json_route.JsonRequest, "json", lambda self: parsed.append(1))
+    content = b'{"prompt":"a","response_format":{"enum":[' + b"[]," * 200_000 + b"1]}}"
+    response = scripted.request(
+        "POST", "/v1/completions", content=content, headers={"content-type": "application/json"}
+    )
+    assert response.status_code == 422
+    assert parsed == []
