@@ -4,26 +4,37 @@
                                     |--------------- total_s ------------------|
 
 Both `generate` and `chat` load a model, pass its stream of text to standard output and then know the
-whole answer; this file is what they share.
+whole answer; this file is what they share. Beside its text an answer may hold reasoning, which is shown apart
+or not at all, and tool calls, which are shown when they are whole.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from infer.cli.flags import knobs_from
 from infer.cli.interrupts import importing
 from infer.config.settings import EngineConfig
+from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ReasoningDelta
 
 if TYPE_CHECKING:
     from infer.cli.remote import RemoteDelta
     from infer.engine.observer import EngineObserver
     from infer.frontend.llm import LLM, TextDelta
+
+
+class AskedCall(NamedTuple):
+    """A call that a model asks for."""
+
+    call_id: str
+    name: str
+    arguments: str  # as the model wrote them: JSON, if it is right
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +47,8 @@ class ShownAnswer:
     first_token_s: float
     total_s: float
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
+    reasoning: str = ""
+    calls: tuple[AskedCall, ...] = ()
 
     @property
     def tokens_per_s(self) -> float:
@@ -75,11 +88,13 @@ def show_answer(
     deltas: Iterator[TextDelta] | Iterator[RemoteDelta],
     show: Callable[[str], None],
     is_stopped: Callable[[], bool] = lambda: False,
+    show_reasoning: Callable[[str], None] = lambda text: None,
 ) -> ShownAnswer:
     """Pass each piece of text to `show` as it comes, until the end or until `is_stopped` says so."""
     started = perf_counter()
     first_token_s = 0.0
     pieces: list[str] = []
+    beside = _Beside(show_reasoning)
     token_ids: list[int] = []
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -90,6 +105,8 @@ def show_answer(
                 first_token_s = perf_counter() - started
             token_ids += delta.token_ids
             finish_reason, stop_reason = delta.finish_reason, delta.stop_reason
+            for event in delta.events:
+                beside.take(event)
             if delta.text:
                 pieces.append(delta.text)
                 show(delta.text)
@@ -109,10 +126,72 @@ def show_answer(
         stop_reason=stop_reason,
         first_token_s=first_token_s,
         total_s=total_s,
+        reasoning="".join(beside.reasoning),
+        calls=beside.calls(),
     )
     if is_interrupted:
         raise Interrupted(answer)
     return answer
+
+
+class _Beside:
+    """What an answer holds beside its text, collected from its events."""
+
+    def __init__(self, show_reasoning: Callable[[str], None]) -> None:
+        self._show = show_reasoning
+        self.reasoning: list[str] = []
+        self.starts: list[CallStart] = []
+        self.arguments: dict[int, list[str]] = {}  # pieces, by the index of the call
+
+    def take(self, event: AnswerEvent) -> None:
+        if isinstance(event, ReasoningDelta):
+            self.reasoning.append(event.text)
+            self._show(event.text)
+        elif isinstance(event, CallStart) and event.index not in self.arguments:
+            self.starts.append(event)
+            self.arguments[event.index] = []
+        elif isinstance(event, CallDelta) and event.index in self.arguments:
+            self.arguments[event.index].append(event.arguments)
+
+    def calls(self) -> tuple[AskedCall, ...]:
+        return tuple(
+            AskedCall(start.call_id, start.name, "".join(self.arguments[start.index]))
+            for start in self.starts
+        )
+
+
+class Screen:
+    """One answer at the terminal: text on standard output; before it, on standard error, the reasoning."""
+
+    def __init__(self, *, shows_reasoning: bool) -> None:
+        self._shows_reasoning = shows_reasoning
+        is_dim = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+        self._dim, self._plain = ("\x1b[2m", "\x1b[0m") if is_dim else ("", "")
+        self._num_hidden = 0  # characters of reasoning
+        self._is_reasoning = False
+        self.is_begun = False  # text was written
+
+    def show(self, piece: str) -> None:
+        """Write a piece of the answer."""
+        self.end_reasoning()
+        self.is_begun = True
+        write_out(piece)
+
+    def show_reasoning(self, piece: str) -> None:
+        """Write a piece of the reasoning, or count it."""
+        if not self._shows_reasoning:
+            self._num_hidden += len(piece)
+            return
+        print(f"{self._dim}{piece}{self._plain}", end="", file=sys.stderr, flush=True)
+        self._is_reasoning = True
+
+    def end_reasoning(self) -> None:
+        """End the line of the reasoning, or say how much was left out."""
+        if self._is_reasoning:
+            notice("")
+        if self._num_hidden:
+            notice(f"[{self._num_hidden} characters of reasoning; --show-reasoning shows them]")
+        self._is_reasoning, self._num_hidden = False, 0
 
 
 def write_out(text: str) -> None:

@@ -7,6 +7,13 @@ silence looks like a model that lies.
 Ctrl-C stops the answer being written and keeps what there is of it; at the prompt, twice, or Ctrl-D,
 it leaves. When standard input is a file or a pipe, each of its lines is one message.
 
+With `--tools FILE` the model may call functions (chat_tools.py): each call is shown and asked for, its result
+goes back, and the model answers again, until an answer holds no call.
+
+    you ──► answer ──┬── text ──► your next message
+              ▲      └── calls ──► asked for, made ──┐
+              └────────────── results ───────────────┘        at most MAX_ROUNDS times in a row
+
 Each turn is drawn with a seed of its own, made from `--seed`, or from a fresh number, and the count of the
 turns before it: the same question may get another answer, and the same conversation can be held again.
 """
@@ -14,6 +21,7 @@ turns before it: the same question may get another answer, and the same conversa
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import signal
 import sys
@@ -21,10 +29,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from infer.cli import flags
-from infer.cli.answer import ShownAnswer, notice, open_llm, show_answer, write_out
+from infer.cli.answer import AskedCall, Screen, ShownAnswer, notice, open_llm, show_answer, write_out
+from infer.cli.chat_tools import MAX_ROUNDS, ToolBox, escape, is_whole, read_tools, to_wire
 from infer.cli.remote import RemoteModel, add_url_flags, is_remote, open_server
 from infer.errors import (
     ConfigError,
@@ -44,6 +53,7 @@ COMMANDS = {
     "/help": "list these commands",
     "/reset": "forget the conversation, keep the system message",
     "/system": "TEXT  set the system message; without TEXT, remove it",
+    "/tools": "list the functions that the model may call",
     "/save": "FILE  write the conversation to a JSON file",
     "/exit": "leave (so does Ctrl-D)",
 }
@@ -54,6 +64,7 @@ examples:
   infer chat
   infer chat --url http://127.0.0.1:8000
   infer chat --model path/to/model --system "You are a pirate." --temperature 1
+  infer chat --tools examples/tools.py --tool-choice required
   printf 'My name is Ada.\\nWhat is my name?\\n' | infer chat --seed 1
 """
 
@@ -73,6 +84,27 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_url_flags(conversation)
     flags.add_thinking_flag(conversation)
     conversation.add_argument(
+        "--show-reasoning",
+        action=argparse.BooleanOptionalAction,
+        help="print what the model thinks before its answer; default: at a terminal",
+    )
+    conversation.add_argument(
+        "--tools",
+        metavar="FILE",
+        type=Path,
+        help="let the model call the functions of this Python file; asks before each call",
+    )
+    conversation.add_argument(
+        "--tool-choice",
+        metavar="auto|required|NAME",
+        help="whether the first answer to a message must call a tool, or this one (default: auto)",
+    )
+    conversation.add_argument(
+        "--yes-to-tools",
+        action="store_true",
+        help="call tools without asking; needed where input is no terminal",
+    )
+    conversation.add_argument(
         "--stats", action="store_true", help="print times and speed of each answer to standard error"
     )
     flags.add_sampling_flags(parser)
@@ -84,52 +116,100 @@ class ChatSession:
     """The messages so far, and the model that answers the next."""
 
     def __init__(
-        self, llm: LLM | RemoteModel, params: SamplingParams, system: str | None, options: dict[str, object]
+        self,
+        llm: LLM | RemoteModel,
+        params: SamplingParams,
+        system: str | None,
+        options: dict[str, object],
+        toolbox: ToolBox | None = None,
+        tool_choice: str | dict[str, Any] | None = None,
     ) -> None:
         self.llm = llm
         self.params = params
         self.system = system
         self.options = options
-        self.turns: list[dict[str, str]] = []  # user and assistant in turn, oldest first
+        self.toolbox = toolbox
+        self.tool_choice = tool_choice  # of the first answer to a message
+        self.turns: list[dict[str, Any]] = []  # a user's message, what follows it, the next; oldest first
         self.num_answers = 0  # forgotten ones included: each is drawn with a seed of its own
 
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         """The conversation as the chat template takes it."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, *self.turns]
 
-    def say(self, text: str, show: Callable[[str], None], is_stopped: Callable[[], bool]) -> ShownAnswer:
+    def say(self, text: str, screen: Screen, is_stopped: Callable[[], bool]) -> ShownAnswer:
         """Add the user's message and the model's answer; a message that cannot be answered is taken back."""
         self.turns.append({"role": "user", "content": text})
         try:
-            answer = self._answer(show, is_stopped)
+            return self.go_on(screen, is_stopped, self.tool_choice)
         except BaseException:
             self.turns.pop()
             raise
-        self.turns.append({"role": "assistant", "content": answer.text})
+
+    def go_on(
+        self,
+        screen: Screen,
+        is_stopped: Callable[[], bool],
+        tool_choice: str | dict[str, Any] | None = None,
+    ) -> ShownAnswer:
+        """Add the model's answer to the messages so far."""
+        answer = self._answer(screen, is_stopped, tool_choice)
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.calls:
+            message["tool_calls"] = [to_wire(call) for call in answer.calls]
+        self.turns.append(message)
         self.num_answers += 1
         return answer
 
-    def _answer(self, show: Callable[[str], None], is_stopped: Callable[[], bool]) -> ShownAnswer:
+    def call_tools(self, answer: ShownAnswer, *, is_last: bool) -> bool:
+        """Add the results of an answer's calls, and return whether the model goes on from them."""
+        if self.toolbox is None or not answer.calls:
+            return False
+        results, goes_on = self.toolbox.call_all(answer.calls, goes_on=not is_last)
+        self.turns += results
+        return goes_on
+
+    def _answer(
+        self, screen: Screen, is_stopped: Callable[[], bool], tool_choice: str | dict[str, Any] | None
+    ) -> ShownAnswer:
         params = flags.nth_draw(self.params, self.num_answers)
+        tools: dict[str, Any] = {} if self.toolbox is None else {"tools": self.toolbox.schemas}
+        if tool_choice is not None:
+            tools["tool_choice"] = tool_choice
         while True:
             try:
-                deltas = self.llm.stream_chat(self.messages(), params, template_options=self.options)
-                return show_answer(deltas, show, is_stopped)
+                deltas = self.llm.stream_chat(self.messages(), params, template_options=self.options, **tools)
+                answer = show_answer(deltas, screen.show, is_stopped, screen.show_reasoning)
+                return dataclasses.replace(answer, calls=tuple(_whole_calls(answer)))
             except ContextOverflow:  # raised before the first piece of text
-                if len(self.turns) == 1:
+                later = [index for index, turn in enumerate(self.turns) if turn["role"] == "user"][1:]
+                if not later:
                     raise
-                forgotten, _ = self.turns[:2]
-                del self.turns[:2]
+                forgotten = self.turns[0]
+                del self.turns[: later[0]]
                 notice(
                     f"[the context of {self.llm.context_len} tokens is full: "
                     f"forgot your oldest message and its answer: {_shorten(forgotten['content'])!r}]"
                 )
 
 
+def _whole_calls(answer: ShownAnswer) -> Iterator[AskedCall]:
+    """Yield the calls that can be made: none of an answer that the user stopped, none that was cut."""
+    for call in answer.calls:
+        if is_whole(call) and answer.finish_reason is not None:
+            yield call
+        else:
+            notice(f"[left out a call of {escape(call.name)}: its arguments broke off]")
+
+
 def run(args: argparse.Namespace) -> int:
     """Load the model, then answer until the user leaves."""
     params = flags.sampling_from(args)
+    is_typed = sys.stdin.isatty()
+    toolbox, tool_choice = open_tools(args, is_typed=is_typed)
     llm = open_server(args) if is_remote(args) else open_llm(args)
     if not llm.has_chat_template:
         raise ConfigError(
@@ -139,8 +219,8 @@ def run(args: argparse.Namespace) -> int:
     if not isinstance(llm, RemoteModel) and llm.encoder.template_warning is not None:
         notice(f"infer: warning: {llm.encoder.template_warning}")
     params = flags.fit_to_model(params, args, llm.context_len, llm.sampling_defaults)
-    conversation = ChatSession(llm, params, args.system, flags.template_options(args))
-    is_typed = sys.stdin.isatty()
+    options = flags.template_options(args)
+    conversation = ChatSession(llm, params, args.system, options, toolbox, tool_choice)
     if is_typed:
         notice(f"{llm.name}, context of {llm.context_len} tokens; /help lists the commands, Ctrl-D leaves")
     for line in _typed_lines() if is_typed else _piped_lines():
@@ -149,34 +229,70 @@ def run(args: argparse.Namespace) -> int:
             if not run_command(conversation, text):
                 break
         elif text:
-            _answer_line(conversation, text, shows_stats=args.stats, is_typed=is_typed)
+            _answer_line(conversation, text, args, is_typed=is_typed)
     return 0
 
 
-def _answer_line(conversation: ChatSession, text: str, *, shows_stats: bool, is_typed: bool) -> None:
+def open_tools(
+    args: argparse.Namespace, *, is_typed: bool
+) -> tuple[ToolBox | None, str | dict[str, Any] | None]:
+    """Return the tools that flags ask for, and the choice among them in the words of the wire."""
+    choice = args.tool_choice
+    if args.tools is None:
+        if choice is not None or args.yes_to_tools:
+            name = "--tool-choice" if choice is not None else "--yes-to-tools"
+            raise ConfigError(f"{name} is for the functions of --tools FILE; give both or neither")
+        return None, None
+    if not is_typed and not args.yes_to_tools:
+        raise ConfigError(
+            "--tools asks before each call, and standard input is no terminal; "
+            "--yes-to-tools calls without asking"
+        )
+    toolbox = ToolBox(read_tools(args.tools), asks=not args.yes_to_tools)
+    if choice in (None, "auto", "required"):
+        return toolbox, choice
+    if choice not in toolbox.tools:
+        hint = closest(choice, ["auto", "required", *toolbox.tools])
+        raise ConfigError(f"--tool-choice must be auto, required or a tool's name, got {choice!r}{hint}")
+    return toolbox, {"type": "function", "function": {"name": choice}}
+
+
+def _answer_line(conversation: ChatSession, text: str, args: argparse.Namespace, *, is_typed: bool) -> None:
     """Show the answer to one message; a message without an answer is told, and the next one may have one.
 
     At a terminal the message can be sent again, or the conversation saved. In a script a failure is the end.
     """
-    is_begun = False
-
-    def show(piece: str) -> None:
-        nonlocal is_begun
-        is_begun = True
-        write_out(piece)
-
-    with _ctrl_c_stops() as is_stopped:
+    shows_reasoning = sys.stderr.isatty() if args.show_reasoning is None else args.show_reasoning
+    for number in range(MAX_ROUNDS + 1):
+        screen = Screen(shows_reasoning=shows_reasoning)
         try:
-            answer = conversation.say(text, show, is_stopped)
+            with _ctrl_c_stops() as is_stopped:
+                if number == 0:
+                    answer = conversation.say(text, screen, is_stopped)
+                else:
+                    answer = conversation.go_on(screen, is_stopped)
         except (RequestError, EngineError) as error:
-            if is_begun:
+            screen.end_reasoning()
+            if screen.is_begun:
                 write_out("\n")
             is_over = isinstance(error, DeviceLost | EngineStopped) or not is_typed
             if is_over and not isinstance(error, RequestError):
                 raise
             notice(f"infer: error: {error}")
             return
-    write_out("\n")
+        screen.end_reasoning()
+        if answer.text or not answer.calls:
+            write_out("\n")
+        _explain_end(conversation, answer)
+        if args.stats:
+            notice(f"[{answer.stats()}]")
+        if not conversation.call_tools(answer, is_last=number == MAX_ROUNDS):
+            break
+    if number == MAX_ROUNDS and answer.calls:
+        notice(f"[the model called tools {MAX_ROUNDS} times in a row; say something to go on]")
+
+
+def _explain_end(conversation: ChatSession, answer: ShownAnswer) -> None:
     if answer.finish_reason is None:
         notice("[stopped]")
     if answer.finish_reason == "length":
@@ -184,8 +300,6 @@ def _answer_line(conversation: ChatSession, text: str, *, shows_stats: bool, is_
         is_asked = num_tokens == conversation.params.max_tokens
         reason = "--max-tokens allows more" if is_asked else "the context is full, /reset empties it"
         notice(f"[cut after {num_tokens} tokens; {reason}]")
-    if shows_stats:
-        notice(f"[{answer.stats()}]")
 
 
 def run_command(conversation: ChatSession, line: str) -> bool:
@@ -203,6 +317,9 @@ def run_command(conversation: ChatSession, line: str) -> bool:
     elif name == "/system":
         conversation.system = argument or None
         notice("[system message set]" if argument else "[system message removed]")
+    elif name == "/tools":
+        toolbox = conversation.toolbox
+        notice("no tools; --tools FILE gives some" if toolbox is None else toolbox.describe())
     elif name == "/save":
         _save(conversation, argument)
     else:

@@ -7,6 +7,8 @@ the standard library: one POST per answer, its body a stream of events
     data: {"choices": [{"text": "The", "finish_reason": null}]}                    a completion's
     data: [DONE]
 
+A chat's delta may also hold `reasoning_content` (or `reasoning`) and pieces of `tool_calls`.
+
 One stream is read piece by piece on demand; several at once are read ahead by a thread each. A server that
 is full (429 or 503) is then asked again: after growing pauses, none shorter than the seconds of its
 `Retry-After`. As long as it says these it is believed, up to ten minutes; else it is given up after four.
@@ -29,6 +31,7 @@ from typing import Any
 
 from infer.cli import flags
 from infer.cli.answer_form import to_fields
+from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ReasoningDelta
 from infer.errors import ConfigError, ContextOverflow, EngineError, InferError, QueueFull, RequestError
 from infer.sampling.params import SamplingParams
 
@@ -48,6 +51,7 @@ class RemoteDelta:
     token_ids: tuple[int, ...]
     finish_reason: str | None
     stop_reason: str | int | None = None
+    events: tuple[AnswerEvent, ...] = ()  # reasoning and calls
 
 
 class RemoteOverflow(ContextOverflow):
@@ -120,10 +124,16 @@ class RemoteModel:
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
         template_options: Mapping[str, object] | None = None,
     ) -> RemoteStream:
         """Answer a conversation, piece by piece; closing the iterator hangs up, which ends the request."""
         body = {"messages": list(messages), **self._body(params)}
+        if tools:
+            body["tools"] = list(tools)
+        if tool_choice is not None:
+            body["tool_choice"] = tool_choice
         if template_options:
             body["chat_template_kwargs"] = dict(template_options)
         return RemoteStream(self, "/chat/completions", body)
@@ -203,7 +213,7 @@ class RemoteStream(Iterator[RemoteDelta]):
                     self.usage = event.get("usage") or self.usage
                     for piece in map(_to_delta, event["choices"]):
                         is_whole = is_whole or piece.finish_reason is not None
-                        if piece.text or piece.finish_reason is not None:
+                        if piece.text or piece.events or piece.finish_reason is not None:
                             yield piece
             except (KeyError, TypeError, AttributeError) as error:
                 name = f" {error}" if isinstance(error, KeyError) else " what it should"
@@ -232,9 +242,23 @@ def _to_delta(choice: Mapping[str, Any]) -> RemoteDelta:
     text = (choice["delta"].get("content") if "delta" in choice else choice["text"]) or ""
     if not isinstance(text, str):
         raise TypeError(f"text is {text!r}")
-    return RemoteDelta(
-        text, (UNKNOWN_ID,) if text else (), choice["finish_reason"], choice.get("stop_reason")
-    )
+    events = tuple(_read_events(choice.get("delta", {})))
+    token_ids = (UNKNOWN_ID,) if text or events else ()
+    return RemoteDelta(text, token_ids, choice["finish_reason"], choice.get("stop_reason"), events)
+
+
+def _read_events(delta: Mapping[str, Any]) -> Iterator[AnswerEvent]:
+    """Yield the reasoning and the calls of a delta; not every server numbers its calls."""
+    reasoning = delta.get("reasoning_content") or delta.get("reasoning")
+    if reasoning:
+        yield ReasoningDelta(str(reasoning))
+    for place, call in enumerate(delta.get("tool_calls") or ()):
+        index = place if call.get("index") is None else int(call["index"])
+        function = call.get("function") or {}
+        if function.get("name"):
+            yield CallStart(index, str(call.get("id") or f"call_{index}"), str(function["name"]))
+        if function.get("arguments"):
+            yield CallDelta(index, str(function["arguments"]))
 
 
 class StreamAhead(Iterator[RemoteDelta]):
@@ -271,7 +295,7 @@ class StreamAhead(Iterator[RemoteDelta]):
             with closing(self._stream) as pieces:
                 for piece in pieces:
                     now = perf_counter() - started
-                    self.seconds = (self.seconds[0] or (now if piece.text else 0.0), now)
+                    self.seconds = (self.seconds[0] or (now if piece.token_ids else 0.0), now)
                     self._pieces.put(piece)
                     if self._is_closed:
                         break

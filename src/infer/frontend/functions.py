@@ -49,7 +49,7 @@ ALLOWED = (
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SECTION = re.compile(r"(Args|Arguments|Parameters):")
 _ENTRY = re.compile(r"(\s+)\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
-_SCALARS: dict[object, tuple[str, str, tuple[type, ...]]] = {
+_SCALARS: dict[object, tuple[str, str, Any]] = {  # the JSON type, in words, the Python types
     str: ("string", "a text", (str,)),
     int: ("integer", "a whole number", (int,)),
     float: ("number", "a number", (int, float)),
@@ -86,7 +86,7 @@ class FunctionTool:
         self._fields = self._read_signature(said)
         described = {"description": self.description} if self.description else {}
         parameters = _object_schema(self._fields)
-        self.schema = {
+        self.schema: dict[str, Any] = {
             "type": "function",
             "function": {"name": self.name, **described, "parameters": parameters},
         }

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from infer.dialects.events import AnswerEvent
 from infer.errors import RequestError
 from infer.sampling.params import RowLogprobs, SamplingParams
 from infer.scheduling.request import Request, StepOutput
@@ -46,6 +47,7 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     logprobs: tuple[RowLogprobs, ...] = ()
     error: str | None = None
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
+    events: tuple[AnswerEvent, ...] = ()  # reasoning and tool calls, which are no part of the text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from infer.dialects.events import AnswerEvent
 from infer.errors import ContextOverflow, EngineError, QueueFull, TemplateError
 from infer.sampling.params import SamplingParams
 
@@ -20,6 +21,7 @@ class FakeDelta:
     token_ids: tuple[int, ...]
     finish_reason: str | None
     stop_reason: str | None = None
+    events: tuple[AnswerEvent, ...] = ()
 
 
 class FakeLLM:

@@ -345,3 +345,80 @@ def test_a_model_without_a_chat_template_is_answered_with_a_flag_and_not_with_a_
         "infer: error: the server's model has no chat template; "
         "use 'infer generate --raw', or serve it with --chat-template FILE\n"
     )
+
+
+def event(delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+    return b"data: %s\n\n" % json.dumps({"choices": [choice]}).encode()
+
+
+def call_piece(**function: str) -> dict[str, Any]:
+    return {"index": 0, "function": function}
+
+
+def start(index: int | None, call_id: str | None, **function: str) -> dict[str, Any]:
+    return {"index": index, "id": call_id, "type": "function", "function": function}
+
+
+@pytest.mark.parametrize("reasoning", ["reasoning_content", "reasoning"])
+def test_reasoning_and_calls_of_a_server_are_those_of_an_engine_here(
+    infer: Infer, tmp_path: Path, reasoning: str
+) -> None:
+    (tmp_path / "tools.py").write_text("def add(a: int) -> int:\n    return a + 1\n")
+    bodies: list[dict[str, Any]] = []
+    answer = b"".join(
+        [
+            event({"role": "assistant", "content": None}),
+            event({reasoning: "Let me "}),
+            event({reasoning: "think."}),
+            event({"tool_calls": [start(0, "call_a", name="add", arguments="")]}),
+            event({"tool_calls": [call_piece(arguments='{"a"')]}),
+            event({"tool_calls": [call_piece(arguments=": 1}")]}),
+            event({"tool_calls": [start(1, "call_b", name="add", arguments='{"a": 2}')]}),
+            event({}, "tool_calls"),
+            b"data: [DONE]\n\n",
+        ]
+    )
+    with server(ONE_MODEL, answer, bodies=bodies) as url:
+        tools = ["--tools", str(tmp_path / "tools.py"), "--yes-to-tools", "--tool-choice", "required"]
+        outcome = infer("chat", "--url", url, *tools, stdin="go\n")
+    assert outcome.code == 0, outcome.err
+    assert "13 characters of reasoning" in outcome.err
+    assert bodies[0]["tool_choice"] == "required"
+    assert "tool_choice" not in bodies[1]
+    assert bodies[1]["tools"] == bodies[0]["tools"]
+    asked, *results = bodies[1]["messages"][1:]
+    assert asked["reasoning_content"] == "Let me think."
+    assert [call["function"]["arguments"] for call in asked["tool_calls"]] == ['{"a": 1}', '{"a": 2}']
+    assert results == [
+        {"role": "tool", "tool_call_id": "call_a", "content": "2"},
+        {"role": "tool", "tool_call_id": "call_b", "content": "3"},
+    ]
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [start(None, None, name="add", arguments='{"a": 1}')],  # neither numbered nor named
+        [call_piece(arguments="{}"), start(0, "x", name="add", arguments='{"a": 1}')],  # a piece of nothing
+        [start(0, "x", name="add", arguments='{"a": '), start(0, "x", name="add", arguments="1}")],
+    ],
+)
+def test_a_server_may_be_careless_about_its_calls(
+    infer: Infer, tmp_path: Path, calls: list[dict[str, Any]]
+) -> None:
+    (tmp_path / "tools.py").write_text("def add(a: int) -> int:\n    return a + 1\n")
+    bodies: list[dict[str, Any]] = []
+    answer = b"".join(event({"tool_calls": [call]}) for call in calls) + event({}, "tool_calls")
+    with server(ONE_MODEL, answer, bodies=bodies) as url:
+        tools = ["--tools", str(tmp_path / "tools.py"), "--yes-to-tools"]
+        assert infer("chat", "--url", url, *tools, stdin="go\n").code == 0
+    assert bodies[1]["messages"][-1]["content"] == "2"
+
+
+@pytest.mark.parametrize("calls", [[1], [{"index": "x"}]])
+def test_calls_that_are_none_break_an_answer_off(infer: Infer, calls: Any) -> None:
+    with server(ONE_MODEL, event({"tool_calls": calls}) + event({}, "stop")) as url:
+        outcome = infer("chat", "--url", url, stdin="go\n")
+    assert outcome.code == 2
+    assert outcome.err.startswith("infer: error: the server's answer broke off: ")

@@ -5,7 +5,7 @@ import enum
 import json
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from infer.errors import RequestError
@@ -109,7 +109,7 @@ def test_an_annotation_is_a_schema_and_reads_what_the_schema_allows(
     hint: Any, schema: dict[str, Any], fits: list[tuple[Any, Any]], unfit: list[Any]
 ) -> None:
     tool = tool_of(hint)
-    parameters = tool.schema["function"]["parameters"]
+    parameters: dict[str, Any] = tool.schema["function"]["parameters"]
     assert parameters == obj({"value": schema}, "value")
     for given, expected in fits:
         jsonschema.validate({"value": given}, parameters)
