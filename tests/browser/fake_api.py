@@ -7,6 +7,9 @@ What the last message (or the prompt) begins with decides what happens:
     refuse       answers 422 with a message, before the stream
     break        streams one word, then an error event
     cut          streams one word, then closes the connection without [DONE]
+    think TEXT   streams TEXT word by word as reasoning, and then "so yes"
+    call CALLS   streams tool calls, each NAME JSON with "; " between, as pieces of three characters
+    callcut ...  the same, and breaks off within the last one
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from starlette.applications import Starlette
@@ -78,9 +81,15 @@ class FakeApi:
         self.bodies.append(body)
         text = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
         verb, _, rest = text.partition(" ")
+        if verb == "refuse" and "response_format" in body:
+            return error(422, "response_format: the keyword 'contains' at /properties/a is not supported")
         if verb == "refuse":
             return error(422, "temperature must be in 0..2, got 7")
         stream = self.events("messages" in body, verb, rest)
+        if verb in ("think", "call", "callcut"):
+            stream = script(verb, rest)
+        elif body.get("messages", [{}])[-1].get("role") == "tool":
+            stream = self.events(True, "say", f"it gave {text}")
         return StreamingResponse(stream, media_type="text/event-stream")
 
     async def events(self, is_chat: bool, verb: str, rest: str) -> AsyncIterator[str]:
@@ -108,6 +117,35 @@ class FakeApi:
         finally:
             if not has_ended:
                 self.hung_up.set()
+
+
+async def script(verb: str, rest: str) -> AsyncIterator[str]:
+    """An answer with more than text in it."""
+    for delta in thoughts(rest) if verb == "think" else calls(rest, is_cut=verb == "callcut"):
+        yield event({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+    reason = {"think": "stop", "call": "tool_calls", "callcut": "length"}[verb]
+    yield event({"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
+    usage = {"completion_tokens": 9, "completion_tokens_details": {"reasoning_tokens": 4}}
+    yield event({"choices": [], "usage": usage})
+    yield "data: [DONE]\n\n"
+
+
+def thoughts(text: str) -> Iterator[dict[str, object]]:
+    """Deltas of reasoning, and of an answer behind it."""
+    yield from ({"reasoning_content": word + " ", "reasoning": word + " "} for word in text.split(" "))
+    yield {"content": "so yes"}
+
+
+def calls(text: str, *, is_cut: bool) -> Iterator[dict[str, object]]:
+    """Deltas of tool calls, in OpenAI's shape."""
+    for index, call in enumerate(text.split("; ")):
+        name, _, arguments = call.partition(" ")
+        begin = {"index": index, "id": f"call_{index}", "type": "function"}
+        yield {"tool_calls": [begin | {"function": {"name": name, "arguments": ""}}]}
+        if is_cut and index == text.count("; "):
+            arguments = arguments[:-1]
+        for at in range(0, len(arguments), 3):
+            yield {"tool_calls": [{"index": index, "function": {"arguments": arguments[at : at + 3]}}]}
 
 
 def choice(is_chat: bool, text: str, finish_reason: str | None) -> dict[str, object]:

@@ -201,6 +201,145 @@ def test_a_key_is_asked_for_sent_and_not_stored(
     assert "secret" not in browser.evaluate("location.href")
 
 
+WEATHER = '[{"name": "get_weather", "parameters": {"type": "object"}}]'
+ASK = 'call get_weather {"city":"Bern","days":[1,2]}; now {}'
+
+
+def write_json(page: Page, field: str, text: str) -> None:
+    page.evaluate(
+        "document.querySelector('#settings').open = document.querySelector('#structure').open = true"
+    )
+    page.type(field, text)
+
+
+def test_calls_are_shown_and_their_results_typed_in(page: Page, api: FakeApi) -> None:
+    write_json(page, "#tools", WEATHER)
+    page.evaluate("document.querySelector('#tool-choice').value = 'required'")
+    ask(page, ASK)
+    page.wait_for("document.querySelectorAll('.result').length === 2")
+    page.wait_for(IS_IDLE)
+    body = api.bodies[0]
+    assert body["tools"] == [
+        {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+    ]
+    assert body["tool_choice"] == "required"
+    shown = page.text(".call")
+    assert "get_weather" in shown
+    assert '{\n  "city": "Bern",\n  "days": [\n    1,\n    2\n  ]\n}' in shown
+    assert "Result of get_weather" in shown
+    assert page.evaluate("document.activeElement.className") == "result code", "ready to be typed into"
+    assert page.text(LAST_ANSWER + " .stats").endswith("tool_calls")
+
+    page.command("Input.insertText", text="18 degrees")
+    page.press("Enter", ctrl=True)
+    page.wait_for("document.querySelectorAll('.assistant').length === 2")
+    assert answer(page) == "it gave"
+    asked, *results = api.bodies[1]["messages"][1:]
+    assert asked["role"] == "assistant"
+    assert [call["id"] for call in asked["tool_calls"]] == ["call_0", "call_1"]
+    assert [call["function"]["name"] for call in asked["tool_calls"]] == ["get_weather", "now"]
+    assert asked["tool_calls"][0]["function"]["arguments"] == '{"city":"Bern","days":[1,2]}'
+    assert results == [
+        {"role": "tool", "tool_call_id": "call_0", "content": "18 degrees"},
+        {"role": "tool", "tool_call_id": "call_1", "content": ""},
+    ]
+    assert page.evaluate("document.querySelectorAll('.result:not([readonly])').length") == 0
+    assert page.complaints() == []
+
+
+def test_a_question_takes_open_results_along_and_a_refusal_gives_them_back(page: Page, api: FakeApi) -> None:
+    write_json(page, "#tools", WEATHER)
+    ask(page, "call now {}")
+    page.wait_for("document.querySelector('.result')")
+    page.wait_for(IS_IDLE)
+    page.type(".result", "noon")
+    ask(page, "refuse this")
+    page.wait_for("!document.querySelector('#error').hidden")
+    assert page.evaluate("document.querySelector('.result').readOnly") is False
+    assert page.evaluate("document.querySelector('#question').value") == "refuse this"
+    ask(page, "say thanks")
+    assert answer(page) == "thanks"
+    roles = [message["role"] for message in api.bodies[2]["messages"]]
+    assert roles == ["user", "assistant", "tool", "user"]
+    assert api.bodies[2]["messages"][2]["content"] == "noon"
+
+
+def test_a_call_that_broke_off_is_shown_and_not_sent(page: Page, api: FakeApi) -> None:
+    write_json(page, "#tools", WEATHER)
+    ask(page, 'callcut now {}; get_weather {"city": "Bern"}')
+    page.wait_for("document.querySelector('.result')")
+    page.wait_for(IS_IDLE)
+    assert page.evaluate("document.querySelectorAll('.call').length") == 2
+    assert page.evaluate("document.querySelectorAll('.result').length") == 1
+    ask(page, "say so")
+    assert answer(page) == "so"
+    assert [call["id"] for call in api.bodies[1]["messages"][1]["tool_calls"]] == ["call_0"]
+
+
+def test_reasoning_is_folded_and_no_part_of_the_answer(page: Page, api: FakeApi) -> None:
+    ask(page, "think let me see")
+    assert answer(page) == "so yes"
+    folded = "document.querySelector('#messages li:last-child .reasoning')"
+    assert page.evaluate(f"[{folded}.hidden, {folded}.open]") == [False, False]
+    page.click(LAST_ANSWER + " summary")
+    assert page.text(LAST_ANSWER + " .thought").strip() == "let me see"
+    assert "4 of reasoning" in page.text(LAST_ANSWER + " .stats")
+    ask(page, "say on")
+    assert answer(page) == "on"
+    assert page.evaluate(f"{folded}.hidden"), "an answer without any shows none"
+    message = api.bodies[1]["messages"][1]
+    assert (message["content"], message["reasoning_content"]) == ("so yes", "let me see ")
+    assert page.complaints() == []
+
+
+def test_a_schema_is_sent_and_the_words_of_a_refusal_shown(page: Page, api: FakeApi) -> None:
+    write_json(page, "#schema", '{"type": "object"}')
+    ask(page, "say {}")
+    assert answer(page) == "{}"
+    wanted = {"name": "answer", "schema": {"type": "object"}, "strict": True}
+    assert api.bodies[0]["response_format"] == {"type": "json_schema", "json_schema": wanted}
+    assert "tools" not in api.bodies[0]
+    ask(page, "refuse this")
+    page.wait_for("!document.querySelector('#error').hidden")
+    assert page.text("#error") == (
+        "response_format: the keyword 'contains' at /properties/a is not supported"
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "message"),
+    [
+        ("#schema", '{"type": ', "JSON schema of the answer: this is no JSON: "),
+        ("#schema", "[]", "JSON schema of the answer: a schema is a JSON object"),
+        ("#tools", "{}", "Tools: tools are a JSON list"),
+        ("#tools", '[{"name": "a"}, {"title": "b"}]', "Tools: tool 2 has no name"),
+    ],
+)
+def test_json_that_cannot_be_sent_is_pointed_out(
+    page: Page, api: FakeApi, field: str, text: str, message: str
+) -> None:
+    write_json(page, field, text)
+    page.evaluate("document.querySelector('#structure').open = false")
+    ask(page, "say yes")
+    assert page.text("#error").startswith(message)
+    assert page.evaluate("document.querySelector('#structure').open")
+    assert page.evaluate("document.activeElement.id") == field[1:]
+    assert api.bodies == []
+    page.type(field, "")
+    ask(page, "say yes")
+    assert answer(page) == "yes"
+
+
+def test_the_examples_can_be_sent(page: Page, api: FakeApi) -> None:
+    write_json(page, "#schema", "{")
+    for button in page.evaluate("[...document.querySelectorAll('.example')].map((each) => each.dataset.for)"):
+        page.click(f"[data-for={button}]")
+    ask(page, "say yes")
+    assert answer(page) == "yes"
+    assert api.bodies[0]["tools"][0]["function"]["name"] == "get_weather"
+    assert api.bodies[0]["response_format"]["json_schema"]["schema"]["type"] == "object"
+
+
 @pytest.mark.parametrize("width", [360, 1200])
 def test_nothing_is_wider_than_the_window(
     browser: Page, api: FakeApi, server: tuple[FakeApi, str], width: int
@@ -209,11 +348,15 @@ def test_nothing_is_wider_than_the_window(
     browser.wait_for("!document.querySelector('#model').disabled")
     ask(browser, "say " + "long" * 100)
     answer(browser)
+    ask(browser, 'call now {"x": "' + "long" * 100 + '"}')
+    browser.wait_for("document.querySelector('.result')")
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
     assert browser.evaluate("document.documentElement.scrollHeight") <= 700  # only the conversation scrolls
 
 
 def test_every_field_and_button_has_a_name(page: Page) -> None:
+    ask(page, "call now {}")
+    page.wait_for("document.querySelector('.result')")
     nameless = page.evaluate(
         """[...document.querySelectorAll("input, textarea, select, button")]
             .filter((e) => !(e.labels?.length || e.textContent.trim() || e.ariaLabel))

@@ -2,6 +2,8 @@
  * The wire: OpenAI's routes, read as they arrive.
  *
  *   POST /v1/chat/completions      data: {"choices":[{"delta":{"content":"Hel"}}]}
+ *                                  data: {"choices":[{"delta":{"reasoning_content":"Hm"}}]}
+ *                                  data: {"choices":[{"delta":{"tool_calls":[{"index":0,"id":"call_1",...}]}}]}
  *   POST /v1/completions           data: {"choices":[{"text":"Hel"}]}
  *                                  data: {"choices":[],"usage":{...}}
  *                                  data: [DONE]
@@ -24,7 +26,7 @@ export async function listModels(key) {
   return (await response.json()).data;
 }
 
-/** Ask for a streamed answer and yield `{text, finish, usage}` per event, each of them possibly empty. */
+/** Ask for a streamed answer and yield `{text, reasoning, calls, finish, usage}` per event, each possibly empty. */
 export async function* streamAnswer(path, body, key, signal) {
   const asked = { ...body, stream: true, stream_options: { include_usage: true } };
   const response = await request(path, key, { method: "POST", body: JSON.stringify(asked), signal });
@@ -33,7 +35,14 @@ export async function* streamAnswer(path, body, key, signal) {
     const event = JSON.parse(data);
     if (event.error) throw new ApiError(event.error.message);
     const choice = event.choices[0] ?? {};
-    yield { text: choice.delta?.content ?? choice.text ?? "", finish: choice.finish_reason, usage: event.usage };
+    const delta = choice.delta ?? { content: choice.text };
+    yield {
+      text: delta.content ?? "",
+      reasoning: delta.reasoning_content ?? delta.reasoning ?? "",
+      calls: delta.tool_calls ?? [],
+      finish: choice.finish_reason,
+      usage: event.usage,
+    };
   }
   throw new ApiError("the connection ended before the answer did");
 }

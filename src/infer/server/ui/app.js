@@ -3,35 +3,46 @@
  *
  * One request runs at a time. Text from the model only ever becomes text nodes, so nothing it writes can
  * turn into markup. A turn that made no text at all is taken back: the question returns to its field.
+ *
+ * A tool call is answered by hand: a field under it takes the result, which is sent with the next turn.
  */
 
+import { Answer, EXAMPLES, indent, readSchema, readTools } from "/ui/answer.js";
 import { listModels, streamAnswer } from "/ui/api.js";
 
 const $ = (id) => document.getElementById(id);
-const conversation = []; // [{role, content}], as the API wants it
+const conversation = []; // [{role, content, …}], as the API wants it
 let running = null; // the AbortController of the request in flight
 
 // -- asking -------------------------------------------------------------------------------------------
 
 async function sendChat() {
   const question = $("question").value.trim();
-  if (!question || !canSend()) return;
+  const results = [...$("messages").querySelectorAll(".result:not([readonly])")];
+  if ((!question && !results.length) || !canSend()) return;
+  const turn = results.map(({ dataset, value }) => ({ role: "tool", tool_call_id: dataset.call, content: value }));
+  if (question) turn.push({ role: "user", content: question });
+  conversation.push(...turn);
+  for (const field of results) field.readOnly = true;
   $("question").value = "";
-  const asked = addMessage("user", question);
-  const answer = addMessage("assistant", "");
-  conversation.push({ role: "user", content: question });
+  const asked = question && addMessage("user", question);
+  const place = addMessage("assistant", "");
   const system = $("system").value.trim();
   const messages = system ? [{ role: "system", content: system }, ...conversation] : conversation;
+  const tools = readTools($("tools").value);
+  const choice = tools && { tools, tool_choice: $("tool-choice").value };
 
-  const text = await generate("/v1/chat/completions", { messages }, answer, $("messages"));
-  if (!asked.isConnected) return; // the conversation was reset meanwhile
-  if (text) {
-    conversation.push({ role: "assistant", content: text });
+  const answer = await generate("/v1/chat/completions", { messages, ...choice }, place, $("messages"));
+  if (!place.isConnected) return; // the conversation was reset meanwhile
+  const message = answer.toMessage();
+  if (message) {
+    conversation.push(message);
     return;
   }
-  conversation.pop();
-  asked.remove();
-  answer.remove();
+  conversation.length -= turn.length;
+  for (const field of results) field.readOnly = false;
+  if (asked) asked.remove();
+  place.remove();
   $("question").value ||= question;
 }
 
@@ -40,26 +51,33 @@ async function sendCompletion() {
   if (!prompt || !canSend()) return;
   const shown = newMessage("", "");
   $("continuation").replaceChildren(...shown.childNodes);
-  const text = await generate("/v1/completions", { prompt }, $("continuation"), $("continuation"));
-  if (!text) $("continuation").replaceChildren();
+  const answer = await generate("/v1/completions", { prompt }, $("continuation"), $("continuation"));
+  if (!answer.text) $("continuation").replaceChildren();
 }
 
-/** Stream one answer into `place` and return its text. What goes wrong is shown, not thrown. */
+/** Stream one answer into `place` and return it. What goes wrong is shown, not thrown. */
 async function generate(path, question, place, scroller) {
   const controller = (running = new AbortController());
+  const answer = new Answer();
   const text = place.querySelector(".text").appendChild(document.createTextNode(""));
+  const thought = place.querySelector(".thought").appendChild(document.createTextNode(""));
   const stats = place.querySelector(".stats");
   const watch = new Stopwatch();
-  const body = { model: $("model").value, ...question, ...readParameters() };
+  const format = readSchema($("schema").value);
+  const body = { model: $("model").value, ...question, ...readParameters(), ...(format && { response_format: format }) };
   setBusy(place, true);
   showError("");
   try {
-    for await (const { text: piece, finish, usage } of streamAnswer(path, body, $("key").value, controller.signal)) {
+    for await (const piece of streamAnswer(path, body, $("key").value, controller.signal)) {
       const isAtEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 40;
-      if (piece) watch.lap();
-      text.appendData(piece);
-      watch.finish ??= finish;
-      watch.usage ??= usage;
+      if (piece.text || piece.reasoning || piece.calls.length) watch.lap();
+      answer.take(piece);
+      text.appendData(piece.text);
+      thought.appendData(piece.reasoning);
+      if (piece.reasoning) place.querySelector(".reasoning").hidden = false;
+      if (piece.calls.length) showCalls(place, answer.calls);
+      watch.finish ??= piece.finish;
+      watch.usage ??= piece.usage;
       stats.textContent = watch.describe();
       if (isAtEnd) scroller.scrollTop = scroller.scrollHeight; // someone who scrolled up is reading
     }
@@ -71,8 +89,9 @@ async function generate(path, question, place, scroller) {
     running = null;
     setBusy(place, false);
   }
-  place.querySelector(".copy").hidden = !text.data;
-  return text.data;
+  askForResults(place, answer);
+  place.querySelector(".copy").hidden = !answer.text;
+  return answer;
 }
 
 /** When the first token came, and how fast the others followed. */
@@ -93,8 +112,10 @@ class Stopwatch {
     const tokens = this.usage?.completion_tokens ?? this.laps; // until the usage arrives, one event is one token
     const seconds = (this.last - this.first) / 1000;
     const cached = this.usage?.prompt_tokens_details?.cached_tokens;
+    const reasoning = this.usage?.completion_tokens_details?.reasoning_tokens;
     return [
       `${tokens} token${tokens === 1 ? "" : "s"}`,
+      reasoning && `${reasoning} of reasoning`,
       `first after ${Math.round(this.first - this.start)} ms`,
       tokens > 1 && seconds > 0 && `${((tokens - 1) / seconds).toFixed(1)} tokens/s`,
       cached && `${cached} of ${this.usage.prompt_tokens} prompt tokens cached`,
@@ -118,8 +139,24 @@ const writeBreaks = (stop) => stop.replaceAll("\\n", "\n").replaceAll("\\t", "\t
 /** Whether a request may start; a field that cannot be sent is pointed out where it is. */
 function canSend() {
   if (running) return false;
-  if (!$("parameters").checkValidity()) $("settings").open = true; // what is folded away cannot be pointed at
+  for (const id of ["schema", "tools"]) checkJson($(id));
+  const wrong = $("parameters").querySelector(":invalid");
+  if (wrong?.matches(".code")) showError(`${wrong.labels[0].firstChild.data.trim()}: ${wrong.validationMessage}`);
+  for (let fold = wrong; fold; fold = fold.parentElement) {
+    if (fold.matches("details")) fold.open = true; // what is folded away cannot be pointed at
+  }
   return $("parameters").reportValidity();
+}
+
+/** Mark a field of JSON that cannot be sent; the browser points it out. */
+function checkJson(field) {
+  let complaint = "";
+  try {
+    (field.id === "schema" ? readSchema : readTools)(field.value);
+  } catch (error) {
+    complaint = error.message;
+  }
+  field.setCustomValidity(complaint);
 }
 
 // -- showing ------------------------------------------------------------------------------------------
@@ -136,6 +173,32 @@ function addMessage(role, text) {
   const message = $("messages").appendChild(newMessage(role, text));
   $("messages").scrollTop = $("messages").scrollHeight;
   return message;
+}
+
+/** Show the calls of an answer as far as they came. */
+function showCalls(place, calls) {
+  const shown = place.querySelector(".calls");
+  calls.forEach((call, index) => {
+    const block = shown.children[index] ?? shown.appendChild($("call").content.firstElementChild.cloneNode(true));
+    block.querySelector(".name").textContent = call.name;
+    block.querySelector(".arguments").textContent = call.arguments;
+  });
+}
+
+/** Put a field for the result under each call that is whole, and its arguments into lines. */
+function askForResults(place, answer) {
+  answer.calls.forEach((call, index) => {
+    const block = place.querySelector(".calls").children[index];
+    block.querySelector(".arguments").textContent = indent(call.arguments || "{}");
+    const label = block.querySelector("label");
+    label.hidden = !answer.wholeCalls.includes(call);
+    if (label.hidden) return label.remove(); // it broke off: there is nothing to answer
+    label.querySelector("span").textContent = `Result of ${call.name}`;
+    label.querySelector(".result").dataset.call = call.id;
+  });
+  const first = place.querySelector(".result");
+  first?.scrollIntoView({ block: "nearest" });
+  if (!$("question").value) first?.focus();
 }
 
 function setBusy(place, isBusy) {
@@ -208,10 +271,16 @@ $("prompt").addEventListener("keydown", (event) => {
 });
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") running?.abort();
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && event.target.matches(".result")) sendChat();
 });
 document.addEventListener("click", ({ target }) => {
   if (target.matches(".stop")) running?.abort();
   if (target.matches(".copy")) copy(target);
+  if (target.matches(".example")) {
+    const field = $(target.dataset.for);
+    field.value = JSON.stringify(EXAMPLES[field.id], null, 2);
+    field.dispatchEvent(new Event("input"));
+  }
   if (target.matches("[role=tab]")) selectTab(target);
 });
 document.querySelector("[role=tablist]").addEventListener("keydown", (event) => {
@@ -228,6 +297,7 @@ $("reset").addEventListener("click", () => {
   $("question").focus();
 });
 $("key").addEventListener("change", showModels);
+for (const id of ["schema", "tools"]) $(id).addEventListener("input", ({ target }) => checkJson(target));
 
 $("settings").open = matchMedia("(min-width: 60rem)").matches;
 showModels();

@@ -1,0 +1,143 @@
+"""The modules of the page that touch no page, run by Node where there is one; what no file may contain."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]
+import pytest
+
+from infer.server.routes.pages import DIRECTORY
+
+NODE = shutil.which("node")
+
+
+def run_js(expression: str, tmp_path: Path) -> Any:
+    """The JSON value of an expression that sees what answer.js and api.js export."""
+    if NODE is None:
+        pytest.skip("no Node")
+    for name in ("answer.js", "api.js"):
+        (tmp_path / name.replace(".js", ".mjs")).write_text((DIRECTORY / name).read_text("utf-8"), "utf-8")
+    script = tmp_path / "test.mjs"
+    script.write_text(
+        'import * as answer from "./answer.mjs";\nimport * as api from "./api.mjs";\n'
+        "const attempt = (f) => { try { return f() ?? null; } catch (error) { return error.message; } };\n"
+        f"console.log(JSON.stringify(await ({expression})));\n",
+        "utf-8",
+    )
+    done = subprocess.run([NODE, str(script)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_pieces_of_a_stream_become_a_message(tmp_path: Path) -> None:
+    pieces = [
+        {"choices": [{"delta": {"role": "assistant", "content": None}}]},
+        {"choices": [{"delta": {"reasoning_content": "Hm"}}]},
+        {"choices": [{"delta": {"reasoning": "."}}]},
+        {"choices": [{"delta": {"content": "I look. "}}]},
+        {"choices": [{"delta": {"tool_calls": [{"index": 0, "id": "a", "function": {"name": "f"}}]}}]},
+        {"choices": [{"delta": {"tool_calls": [{"index": 0, "function": {"arguments": '{"x"'}}]}}]},
+        {"choices": [{"delta": {"tool_calls": [{"index": 0, "function": {"arguments": ": 1}"}}]}}]},
+        {"choices": [{"delta": {"tool_calls": [{"index": 1, "id": "b", "function": {"name": "g"}}]}}]},
+        {"choices": [{"delta": {"tool_calls": [{"index": 2, "function": {"name": "h", "arguments": "{"}}]}}]},
+        {"choices": [{"delta": {}, "finish_reason": "length"}]},
+        {"choices": [], "usage": {"completion_tokens": 7}},
+    ]
+    stream = "".join(f"data: {json.dumps(piece)}\r\n\r\n" for piece in pieces) + "data: [DONE]\n\n"
+    told = run_js(
+        f"""(async () => {{
+            let sent;
+            globalThis.fetch = async (path, options) => {{
+                sent = options;
+                return new Response({json.dumps(stream)});
+            }};
+            const whole = new answer.Answer();
+            let finish, usage;
+            for await (const piece of api.streamAnswer("/v1/chat/completions", {{ model: "m" }}, "key")) {{
+                whole.take(piece);
+                finish ??= piece.finish;
+                usage ??= piece.usage;
+            }}
+            const names = whole.calls.map((call) => call.name);
+            return {{ message: whole.toMessage(), names, finish, usage, sent }};
+        }})()""",
+        tmp_path,
+    )
+    calls = [("a", "f", '{"x": 1}'), ("b", "g", "{}")]
+    assert told["message"] == {
+        "role": "assistant",
+        "content": "I look. ",
+        "reasoning_content": "Hm.",
+        "tool_calls": [
+            {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for call_id, name, arguments in calls
+        ],
+    }
+    assert told["names"] == ["f", "g", "h"], "the one that broke off is shown, and not sent"
+    assert (told["finish"], told["usage"]) == ("length", {"completion_tokens": 7})
+    assert told["sent"]["headers"]["authorization"] == "Bearer key"
+
+
+def test_an_answer_of_nothing_or_of_reasoning_alone_is_no_message(tmp_path: Path) -> None:
+    expression = """[{ reasoning: "" }, { reasoning: "Hm" }].map(({ reasoning }) => {
+        const whole = new answer.Answer();
+        whole.take({ text: "", reasoning, calls: [] });
+        return whole.toMessage();
+    })"""
+    assert run_js(expression, tmp_path) == [None, None]
+
+
+def test_fields_of_json_are_read_or_refused_in_words(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    given = {
+        "schema": ["", " ", '{"type": "object"}', "[]", "{"],
+        "tools": ["", "[]", '[{"name": "f"}]', json.dumps([tool]), "{}", "[1]", '[{"name": "f"}, {}]'],
+    }
+    schemas, tools = run_js(
+        f"""[
+            {json.dumps(given["schema"])}.map((text) => attempt(() => answer.readSchema(text))),
+            {json.dumps(given["tools"])}.map((text) => attempt(() => answer.readTools(text))),
+        ]""",
+        tmp_path,
+    )
+    wanted = {"name": "answer", "schema": {"type": "object"}, "strict": True}
+    assert schemas[:4] == [
+        None,
+        None,
+        {"type": "json_schema", "json_schema": wanted},
+        'a schema is a JSON object, such as {"type": "object"}',
+    ]
+    assert schemas[4].startswith("this is no JSON: ")
+    assert tools[:4] == [None, None, [tool], [tool]]
+    assert tools[4].startswith("tools are a JSON list")
+    assert [text.partition(":")[0] for text in tools[5:]] == ["tool 1 has no name", "tool 2 has no name"]
+
+
+def test_json_is_put_into_lines_and_anything_else_left_alone(tmp_path: Path) -> None:
+    assert run_js("""['{"a":[1]}', "{", ""].map(answer.indent)""", tmp_path) == [
+        '{\n  "a": [\n    1\n  ]\n}',
+        "{",
+        "",
+    ]
+
+
+def test_the_examples_are_schemas(tmp_path: Path) -> None:
+    examples = run_js("answer.EXAMPLES", tmp_path)
+    jsonschema.Draft202012Validator.check_schema(examples["schema"])
+    for tool in examples["tools"]:
+        jsonschema.Draft202012Validator.check_schema(tool["parameters"])
+
+
+@pytest.mark.parametrize("file", sorted(DIRECTORY.iterdir()), ids=lambda file: file.name)
+def test_no_file_names_another_server_or_needs_a_looser_policy(file: Path) -> None:
+    text = file.read_text("utf-8")
+    assert not re.findall(
+        r"""(?:https?:)?//[a-z]\S*\.[a-z]{2,}""", text.replace("http://www.w3.org/2000/svg", "")
+    )
+    assert not re.findall(r"\bstyle=|\bon\w+=\"|innerHTML|insertAdjacentHTML|document\.write|eval\(", text)
