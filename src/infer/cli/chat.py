@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from infer.cli import flags
 from infer.cli.answer import AskedCall, Screen, ShownAnswer, notice, open_llm, show_answer, write_out
+from infer.cli.answer_form import add_form_flags, form_from
 from infer.cli.chat_tools import MAX_ROUNDS, ToolBox, escape, is_whole, read_tools, to_wire
 from infer.cli.remote import RemoteModel, add_url_flags, is_remote, open_server
 from infer.errors import (
@@ -64,7 +65,8 @@ examples:
   infer chat
   infer chat --url http://127.0.0.1:8000
   infer chat --model path/to/model --system "You are a pirate." --temperature 1
-  infer chat --tools examples/tools.py --tool-choice required
+  infer chat --tools functions.py
+  infer chat --json-schema person.json
   printf 'My name is Ada.\\nWhat is my name?\\n' | infer chat --seed 1
 """
 
@@ -107,6 +109,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     conversation.add_argument(
         "--stats", action="store_true", help="print times and speed of each answer to standard error"
     )
+    add_form_flags(parser)
     flags.add_sampling_flags(parser)
     flags.add_knob_flags(parser, without=flags.SAMPLING_HELP)
     flags.add_common_flags(parser)
@@ -207,7 +210,7 @@ def _whole_calls(answer: ShownAnswer) -> Iterator[AskedCall]:
 
 def run(args: argparse.Namespace) -> int:
     """Load the model, then answer until the user leaves."""
-    params = flags.sampling_from(args)
+    params = dataclasses.replace(flags.sampling_from(args), structured=form_from(args))
     is_typed = sys.stdin.isatty()
     toolbox, tool_choice = open_tools(args, is_typed=is_typed)
     llm = open_server(args) if is_remote(args) else open_llm(args)

@@ -230,3 +230,9 @@ def test_without_an_engine_there_is_nothing_to_go_on_with(infer: Infer, error: E
     llm.before_token = fail
     assert infer("chat", stdin="one\ntwo\n", is_typed=True, llm=llm).code == 2
     assert llm.num_opened == 1
+
+
+def test_the_form_of_the_answers_can_be_given(infer: Infer) -> None:
+    outcome = infer("chat", "--json-schema", '{"type": "object"}', stdin="hi\nho\n")
+    kinds = [params.structured.kind for params in outcome.llm.params]
+    assert kinds == ["json_schema", "json_schema"]
