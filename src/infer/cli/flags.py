@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from infer.cli.readers import int_or_none, token_bias
-from infer.config.foreign import FOREIGN
+from infer.config.foreign import FOREIGN, SHORT_FLAGS
 from infer.config.knobs import KnobRow, given_names, own_names, parse_knob
 from infer.config.settings import ServerConfig, engine_sections, knob_table
 from infer.config.yaml_file import read_config_file
@@ -83,7 +83,8 @@ def add_knob_flags(
             _add_knob(groups[row.section], row)
     for name, (nothing, *_) in FOREIGN.items():
         action = argparse.BooleanOptionalAction if isinstance(nothing, bool) else "store"
-        parser.add_argument(flag(name), dest=KNOB + name, action=action, **HIDDEN)
+        short = [SHORT_FLAGS[name]] if name in SHORT_FLAGS else []
+        parser.add_argument(flag(name), *short, dest=KNOB + name, action=action, **HIDDEN)
     groups["load"].add_argument(
         "--config", metavar="FILE", type=Path, help="YAML file of knobs, written as here; flags win over it"
     )

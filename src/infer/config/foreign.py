@@ -38,11 +38,15 @@ FOREIGN: Mapping[str, Foreign] = {
     "speculative_model": Foreign(None, _SPECULATION),
     "num_speculative_tokens": Foreign(0, _SPECULATION),
     "tensor_parallel_size": Foreign(1, _GPUS),
+    "tp": Foreign(1, _GPUS),
+    "tp_size": Foreign(1, _GPUS),
     "pipeline_parallel_size": Foreign(1, _GPUS),
     "enable_expert_parallel": Foreign(False, _GPUS),
     "distributed_executor_backend": Foreign(None, _GPUS),
     "tensor_split": Foreign(None, _GPUS),
     "enable_lora": Foreign(False, _LORA),
+    "max_loras": Foreign(1, _LORA),
+    "max_lora_rank": Foreign(16, _LORA),
     "lora_modules": Foreign(None, _LORA),
     "lora": Foreign(None, _LORA),
     "kv_cache_dtype": Foreign("auto", _CACHE_TYPE),
@@ -54,6 +58,7 @@ FOREIGN: Mapping[str, Foreign] = {
     "hf_overrides": Foreign(None, "overriding the config of a checkpoint"),
     "rope_scaling": Foreign(None, "overriding the config of a checkpoint"),
     "n_gpu_layers": _instead(None, "a model is on one device as a whole; use device=cpu or device=cuda"),
+    "parallel": _instead(None, "requests share the whole cache, there are no slots; use max_batch_size"),
     "swap_space": _instead(0, "host memory for preempted sequences is counted in blocks; use swap_blocks"),
     "trust_remote_code": _instead(False, "code of a checkpoint is never run; leave it out"),
     "load_format": _instead("auto", "the format is found from the files; leave it out"),
@@ -71,6 +76,13 @@ FOREIGN: Mapping[str, Foreign] = {
     ),
     "enable_sleep_mode": _instead(False, "the server's admin routes load and unload models; leave it out"),
 }
+
+SHORT_FLAGS: Mapping[str, str] = {
+    "n_gpu_layers": "-ngl",
+    "parallel": "-np",
+    "tensor_parallel_size": "-tp",
+}
+"""Settings that other engines also have a short flag for."""
 
 SCHEMES = (
     "fp4", "nvfp4", "mxfp4", "marlin", "aqlm", "hqq", "torchao", "modelopt", "experts_int8",

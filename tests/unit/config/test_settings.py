@@ -131,6 +131,8 @@ def test_a_knob_given_under_two_names_is_refused() -> None:
         ("speculative_decoding", False, True),
         ("draft_model", None, "org/name"),
         ("spec_length", 0, 4),
+        ("tp", 1, 2),
+        ("max_loras", 1, 4),
         ("tensor_parallel_size", 1, 2),
         ("enable_lora", False, True),
         ("speculative_config", None, "{}"),
@@ -153,6 +155,7 @@ def test_what_is_not_built_yet_is_refused_by_name(name: str, taken: object, refu
     [
         ({"n_gpu_layers": 99}, "n_gpu_layers must be None, got 99: .* use device=cpu or device=cuda"),
         ({"n_gpu_layers": 0}, "n_gpu_layers must be None, got 0: .* use device=cpu or device=cuda"),
+        ({"parallel": 4}, "parallel must be None, got 4: .* use max_batch_size"),
         ({"swap_space": 4}, "use swap_blocks"),
         ({"trust_remote_code": True}, "code of a checkpoint is never run; leave it out"),
     ],
@@ -160,6 +163,19 @@ def test_what_is_not_built_yet_is_refused_by_name(name: str, taken: object, refu
 def test_what_is_done_another_way_says_how(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig.from_knobs(**knobs)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-ngl", "99"], "n_gpu_layers must be None, got '99': .* use device=cpu or device=cuda"),
+        (["-tp", "2"], "tensor_parallel_size must be 1, got '2': .* is not built yet"),
+        (["-np", "4"], "parallel must be None, got '4': .* use max_batch_size"),
+    ],
+)
+def test_a_short_flag_of_another_engine_is_explained(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        knobs_from(build_parser().parse_args(["generate", *words, "hi"]))
 
 
 def test_no_setting_of_another_engine_hides_a_knob() -> None:
