@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 
 import torch
 
 from infer.config.settings import EngineConfig
 from infer.loader.load import LoadedModel, ModelHeaders, load_model
+from infer.log import get_logger
 from infer.tools.memory_plan import check_settings
+
+logger = get_logger(__name__)
 
 
 def load_weights(config: EngineConfig, headers: ModelHeaders, *, show_progress: bool = False) -> LoadedModel:
@@ -18,7 +22,7 @@ def load_weights(config: EngineConfig, headers: ModelHeaders, *, show_progress: 
     """
     load = config.load
     if load.num_threads is not None:
-        torch.set_num_threads(load.num_threads)
+        use_threads(load.num_threads)
     return load_model(
         headers.source,
         dtype=load.dtype,
@@ -29,3 +33,13 @@ def load_weights(config: EngineConfig, headers: ModelHeaders, *, show_progress: 
         headers=headers,
         check=partial(check_settings, config),
     )
+
+
+def use_threads(number: int) -> None:
+    """Compute with so many threads on the CPU; more than it has are taken, with a warning."""
+    num_cpus = os.cpu_count() or 1
+    if number > num_cpus:
+        logger.warning(
+            "more threads than CPUs, so they wait for each other num_threads=%d cpus=%d", number, num_cpus
+        )
+    torch.set_num_threads(number)

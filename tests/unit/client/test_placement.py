@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from infer.client import placement
+from infer.client.load import use_threads
 from infer.client.messages import Replica
 from infer.client.placement import divide_memory, own_cpus, physical_cores, take_place
 from infer.config.settings import EngineConfig
@@ -128,3 +129,16 @@ def test_cores_are_read_from_the_system(tmp_path: Path, monkeypatch: pytest.Monk
         folder.mkdir(parents=True)
         (folder / "thread_siblings_list").write_text(siblings + "\n")
     assert physical_cores(tmp_path) == [[0, 2], [1, 3], [9]]
+
+
+def test_more_threads_than_cpus_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    use_threads(2)
+    assert not caplog.messages
+    use_threads(500)
+    assert asked == [2, 500]
+    assert caplog.messages == ["more threads than CPUs, so they wait for each other num_threads=500 cpus=2"]
