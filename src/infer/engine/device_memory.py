@@ -22,9 +22,10 @@ from collections.abc import Callable
 
 import torch
 
-from infer.cache.memory import GPU_RUNTIME_BYTES, DeviceMemory, free_host_bytes, host_memory
+from infer.cache.memory import GPU_RUNTIME_BYTES, DeviceMemory, format_bytes, free_host_bytes, host_memory
 from infer.config.defaults import GPU_SHARE
 from infer.config.knobs import parse_memory
+from infer.errors import ConfigError
 from infer.kernels.runtime.dispatch import is_gpu
 
 PIN_BYTES = 2 << 20  # above 1 MiB: what is smaller is not taken from large blocks
@@ -39,7 +40,7 @@ def look(device: torch.device, asked: str | None, *, free_host: int | None = Non
     """Return what a device has now; `asked` is `device_memory`, `free_host` what is free of a CPU's."""
     if not is_gpu(device):
         total, resident = host_memory()
-        limit = None if asked is None else parse_memory(asked, total, "device_memory")
+        limit = None if asked is None else device_limit(asked, total)
         free_host = free_host_bytes() if free_host is None else free_host
         return DeviceMemory(total=total, free=free_host, held=resident, limit=limit)
     free, total = torch.cuda.mem_get_info(device)
@@ -53,8 +54,14 @@ def look(device: torch.device, asked: str | None, *, free_host: int | None = Non
 
 
 def device_limit(asked: str, total: int) -> int:
-    """Return the bytes that an engine may take of a GPU."""
-    return min(parse_memory(asked, total, "device_memory"), total)
+    """Return the bytes that an engine may take of a device; more than it has are refused."""
+    limit = parse_memory(asked, total, "device_memory")
+    if limit > total:
+        raise ConfigError(
+            f"device_memory is {asked!r}, but this device has {format_bytes(total)}; ask for less, or for a "
+            "share such as 0.9"
+        )
+    return limit
 
 
 def enforce_limit(device: torch.device, asked: str | None) -> None:

@@ -50,7 +50,7 @@ class FakeCuda:
         ("1", 80 * GIB),
         ("1.0", 80 * GIB),
         ("12GiB", 12 * GIB),
-        ("90GiB", 80 * GIB),
+        ("80GiB", 80 * GIB),
     ],
 )
 def test_an_engine_may_take_a_size_or_a_share(
@@ -66,6 +66,15 @@ def test_an_engine_may_take_a_size_or_a_share(
     else:
         assert memory.room == min(limit - 10 * GIB - GPU_RUNTIME_BYTES, memory.free)
         assert cuda.fraction == pytest.approx((limit - GPU_RUNTIME_BYTES) / cuda.total)
+
+
+@pytest.mark.parametrize("device", [GPU, torch.device("cpu")])
+def test_more_than_a_device_has_is_refused(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(monkeypatch)
+    monkeypatch.setattr(device_memory, "host_memory", lambda: (80 * GIB, 0))
+    message = r"device_memory is '90GiB', but this device has 80.0 GiB; .* a share such as 0.9"
+    with pytest.raises(ConfigError, match=message):
+        device_memory.look(device, "90GiB")
 
 
 def test_what_other_processes_hold_is_not_counted_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
