@@ -147,6 +147,16 @@ def test_what_cannot_be_honoured_is_refused_by_name(
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize("key", ["x", "-1", "1.5", "9" * 30])
+def test_a_key_of_logit_bias_that_is_no_token_id_says_what_is_allowed(state: ServerState, key: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        complete(state, logit_bias={key: 1})
+    assert str(caught.value) == (
+        f'logit_bias maps token ids to numbers from -100 to 100, as {{"17": -1.5}}, got the key {key!r}; '
+        "/tokenize gives the ids of a text"
+    )
+
+
 @pytest.mark.parametrize("n", [0, 5, 1000])
 def test_the_servers_limit_is_the_one_that_a_client_hears_of(state: ServerState, n: int) -> None:
     with pytest.raises(RequestError) as caught:

@@ -251,7 +251,9 @@ def _read_bias(given: dict[str, float]) -> dict[int, float]:
     for key, value in given.items():
         if not (key.isascii() and key.isdigit() and len(key) < 19):
             raise RequestError(
-                f"logit_bias must map token ids to numbers, got the key {key[:40]!r}", param="logit_bias"
+                'logit_bias maps token ids to numbers from -100 to 100, as {"17": -1.5}, '
+                f"got the key {key[:40]!r}; /tokenize gives the ids of a text",
+                param="logit_bias",
             )
         bias[int(key)] = value
     return bias
