@@ -169,12 +169,12 @@ class Screen:
         self._dim, self._plain = ("\x1b[2m", "\x1b[0m") if is_dim else ("", "")
         self._num_hidden = 0  # characters of reasoning
         self._is_reasoning = False
-        self.is_begun = False  # text was written
+        self._is_begun = False  # text was written
 
     def show(self, piece: str) -> None:
         """Write a piece of the answer."""
-        self.end_reasoning()
-        self.is_begun = True
+        self._end_reasoning()
+        self._is_begun = True
         write_out(piece)
 
     def show_reasoning(self, piece: str) -> None:
@@ -185,8 +185,14 @@ class Screen:
         print(f"{self._dim}{piece}{self._plain}", end="", file=sys.stderr, flush=True)
         self._is_reasoning = True
 
-    def end_reasoning(self) -> None:
-        """End the line of the reasoning, or say how much was left out."""
+    def end(self) -> None:
+        """End the last line, if there is one."""
+        self._end_reasoning()
+        if self._is_begun:
+            write_out("\n")
+        self._is_begun = False
+
+    def _end_reasoning(self) -> None:
         if self._is_reasoning:
             notice("")
         if self._num_hidden:

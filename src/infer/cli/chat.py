@@ -158,11 +158,14 @@ class ChatSession:
     ) -> ShownAnswer:
         """Add the model's answer to the messages so far."""
         answer = self._answer(screen, is_stopped, tool_choice)
+        screen.end()
+        calls = () if self.toolbox is None else tuple(_whole_calls(answer))
+        answer = dataclasses.replace(answer, calls=calls)
         message: dict[str, Any] = {"role": "assistant", "content": answer.text}
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
-        if answer.calls:
-            message["tool_calls"] = [to_wire(call) for call in answer.calls]
+        if calls:
+            message["tool_calls"] = [to_wire(call) for call in calls]
         self.turns.append(message)
         self.num_answers += 1
         return answer
@@ -185,8 +188,7 @@ class ChatSession:
         while True:
             try:
                 deltas = self.llm.stream_chat(self.messages(), params, template_options=self.options, **tools)
-                answer = show_answer(deltas, screen.show, is_stopped, screen.show_reasoning)
-                return dataclasses.replace(answer, calls=tuple(_whole_calls(answer)))
+                return show_answer(deltas, screen.show, is_stopped, screen.show_reasoning)
             except ContextOverflow:  # raised before the first piece of text
                 later = [index for index, turn in enumerate(self.turns) if turn["role"] == "user"][1:]
                 if not later:
@@ -275,17 +277,14 @@ def _answer_line(conversation: ChatSession, text: str, args: argparse.Namespace,
                 else:
                     answer = conversation.go_on(screen, is_stopped)
         except (RequestError, EngineError) as error:
-            screen.end_reasoning()
-            if screen.is_begun:
-                write_out("\n")
+            screen.end()
             is_over = isinstance(error, DeviceLost | EngineStopped) or not is_typed
             if is_over and not isinstance(error, RequestError):
                 raise
             notice(f"infer: error: {error}")
             return
-        screen.end_reasoning()
-        if answer.text or not answer.calls:
-            write_out("\n")
+        if not answer.text and not answer.calls:
+            write_out("\n")  # an answer is a line, even an empty one
         _explain_end(conversation, answer)
         if args.stats:
             notice(f"[{answer.stats()}]")

@@ -226,11 +226,18 @@ def test_a_choice_holds_for_the_first_answer_to_a_message(infer: Infer, file: Pa
 
 
 def test_a_call_that_broke_off_is_left_out(infer: Infer, file: Path) -> None:
-    llm = ScriptedLLM([Call("add", '{"a": 1}'), Call("add", '{"a": ')], ["2"])
+    llm = ScriptedLLM(["Wait.", Call("add", '{"a": 1}'), Call("add", '{"a": ')], ["2"])
     outcome = infer("chat", "--tools", str(file), "--yes-to-tools", stdin="go\n", llm=llm)
-    assert results(llm) == ["2"]
+    assert (results(llm), outcome.out) == (["2"], "Wait.\n2\n")
     assert len(llm.chats[-1][1]["tool_calls"]) == 1
     assert "[left out a call of add: its arguments broke off]" in outcome.err
+
+
+def test_calls_that_were_not_asked_for_are_no_part_of_the_conversation(infer: Infer) -> None:
+    llm = ScriptedLLM(["Hm.", Call("add", '{"a": 1}')], ["Hello."])
+    outcome = infer("chat", stdin="go\nhi\n", llm=llm)
+    assert outcome.out == "Hm.\nHello.\n"
+    assert llm.chats[1][1] == {"role": "assistant", "content": "Hm."}
 
 
 def test_calls_of_an_answer_that_was_stopped_are_not_made(infer: Infer, file: Path) -> None:
