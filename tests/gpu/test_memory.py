@@ -1,9 +1,19 @@
-"""Memory on a real GPU: plans against measurements, limits that hold, a neighbour that takes the rest."""
+"""Memory on a real GPU: plans against measurements, limits that hold, a neighbour that takes the rest.
+
+    python -m pytest tests/gpu/test_memory.py -q                    about a minute on an H200
+    MEMORY_SHAPES=0.6B,1B,8B python -m pytest tests/gpu/test_memory.py -q     all shapes
+
+A test that failed leaves its frames, and with them an engine, in the interpreter's last traceback. Each test
+begins by forgetting it: what one could not free does not make the next fail.
+"""
 
 from __future__ import annotations
 
 import gc
 import json
+import os
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,9 +59,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
            "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False},
 }  # fmt: skip
+CHOSEN = os.environ.get("MEMORY_SHAPES", "0.6B").split(",")
+FEW: dict[str, Any] = {"max_batch_size": 64, "max_num_batched_tokens": 4096}  # captured in a few seconds
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=CHOSEN)
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
     folder: Path = tmp_path_factory.mktemp("shape") / str(request.param)
     folder.mkdir()
@@ -62,6 +74,10 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        if hasattr(sys, name):
+            delattr(sys, name)
+    _free()
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
     _free()
@@ -76,6 +92,14 @@ def ready(engine: Engine) -> Engine:
     while engine.prepare():
         pass
     return engine
+
+
+def reserved_by_pool() -> Counter[tuple[int, int]]:
+    """Bytes that PyTorch's allocator holds, by pool: (0, 0) is everyone's, another that of captured steps."""
+    held: Counter[tuple[int, int]] = Counter()
+    for segment in torch.cuda.memory_snapshot():
+        held[tuple(segment["segment_pool_id"])] += segment["total_size"]
+    return held
 
 
 def count_repeated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -118,26 +142,29 @@ def test_graphs_take_no_more_than_was_left_for_them(
 
     monkeypatch.setattr(build, "rehearse", rehearse)
     engine = build_engine(EngineConfig.from_knobs(num_blocks=1024), loaded)
-    before = torch.cuda.memory_reserved()
+    before, allocated = reserved_by_pool(), torch.cuda.memory_allocated()
     ready(engine)
-    grown = torch.cuda.memory_reserved() - before
-    print(f"graphs planned {steps[0].graphs >> 20} MiB, taken {grown >> 20} MiB")
-    assert grown <= steps[0].graphs + (64 << 20)
+    grown = reserved_by_pool()
+    grown.subtract(before)
+    taken = {pool: f"{num_bytes >> 20} MiB" for pool, num_bytes in grown.items() if num_bytes}
+    kept = torch.cuda.memory_allocated() - allocated
+    print(f"planned {steps[0].graphs >> 20} MiB, taken by pool {taken}, tensors {kept >> 20} MiB")
     assert not engine._runner._graphs._uncaptured  # type: ignore[attr-defined]
+    assert sum(grown.values()) <= steps[0].graphs + (64 << 20), f"planned {steps[0]}, taken by pool {taken}"
 
 
-@pytest.mark.parametrize("limit", ["8GiB", "12GiB", "24GiB"])
+@pytest.mark.parametrize("limit", ["8GiB", "24GiB"])
 def test_a_limit_holds_under_load_or_the_start_is_refused(loaded: LoadedModel, limit: str) -> None:
     try:
-        engine = ready(build_engine(EngineConfig.from_knobs(device_memory=limit), loaded))
+        engine = ready(build_engine(EngineConfig.from_knobs(device_memory=limit, **FEW), loaded))
     except ConfigError as error:
         print(f"refused: {error}")
         assert "device_memory" in str(error)
         return
-    found = serve(engine, make_requests(engine, 300, 1000, "r"))
-    assert found["num_errors"] == 0
+    found = serve(engine, make_requests(engine, 120, 1000, "r"))
+    assert found["num_errors"] == 0, found
     held = torch.cuda.memory_reserved() + GPU_RUNTIME_BYTES
-    assert held <= int(limit.removesuffix("GiB")) * GIB
+    assert held <= int(limit.removesuffix("GiB")) * GIB, f"{held >> 20} MiB, {reserved_by_pool()}"
     engine.scheduler.pool.check()
 
 
@@ -145,14 +172,16 @@ def test_a_neighbour_that_takes_everything_costs_no_request(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repeated = count_repeated(monkeypatch)
-    engine = ready(build_engine(EngineConfig.from_knobs(device_memory="0.5"), loaded))
-    reserved = torch.cuda.memory_reserved()
+    engine = ready(build_engine(EngineConfig.from_knobs(device_memory="0.5", **FEW), loaded))
+    reserved = reserved_by_pool()
     with neighbour("0B"):
-        assert torch.cuda.mem_get_info()[0] < 64 << 20
-        found = serve(engine, make_requests(engine, 200, 1000, "r"))
-    assert found["num_errors"] == 0
-    assert repeated == [], "every step found its memory in the arena"
-    assert torch.cuda.memory_reserved() >= reserved, "nothing was given back"
+        free = torch.cuda.mem_get_info()[0]
+        assert free < 64 << 20, f"the neighbour left {free >> 20} MiB: did it start?"
+        found = serve(engine, make_requests(engine, 120, 1000, "r"))
+    print(f"served {found}, repeated {repeated}, reserved before {reserved}, after {reserved_by_pool()}")
+    assert found["num_errors"] == 0, found
+    assert repeated == [], f"every step found its memory in the arena; {reserved} -> {reserved_by_pool()}"
+    assert reserved_by_pool().total() >= reserved.total(), f"given back: {reserved} -> {reserved_by_pool()}"
 
 
 def test_an_arena_is_kept_when_memory_runs_out(loaded: LoadedModel) -> None:
@@ -167,7 +196,7 @@ def test_an_arena_is_kept_when_memory_runs_out(loaded: LoadedModel) -> None:
     del pieces, small, arena
     _free()
     spare = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    assert spare < 64 << 20, "it is gone with its engine"
+    assert spare < 64 << 20, f"it is gone with its engine; {spare >> 20} MiB are still held"
 
 
 def test_without_an_arena_steps_are_repeated_and_no_request_is_lost(
@@ -181,7 +210,7 @@ def test_without_an_arena_steps_are_repeated_and_no_request_is_lost(
     room = 256 << 20
     fraction = (torch.cuda.memory_reserved() + room) / torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction(fraction)
-    found = serve(engine, make_requests(engine, 60, 1000, "r"))
-    assert found["num_errors"] == 0
-    assert repeated, "256 MiB are too few for the largest steps"
+    found = serve(engine, make_requests(engine, 40, 1000, "r"))
+    assert found["num_errors"] == 0, found
+    assert repeated, f"256 MiB are too few for the largest steps; {reserved_by_pool()}"
     engine.scheduler.check()
