@@ -33,6 +33,8 @@ examples:
 NO_MEMORY = {
     "tokenizer",
     "chat_template",
+    "tool_call_parser",
+    "reasoning_parser",
     "num_threads",
     "attention_backend",
     "decode_attention_backend",

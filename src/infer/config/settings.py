@@ -69,6 +69,16 @@ class LoadConfig:
         "Jinja file that overrides the family's chat template; 'checkpoint': the one shipped with the model; "
         "'family': the family's, also for a model shipped without one",
     )
+    tool_call_parser: str = knob(
+        "auto",
+        "notation of the model's tool calls, see docs/features/tools.md; auto: the one its chat template "
+        "asks for",
+    )
+    reasoning_parser: str = knob(
+        "auto",
+        "tags of the model's reasoning, see docs/features/reasoning.md; auto: those its chat template "
+        "writes; none: reasoning is part of the answer",
+    )
     dtype: str = knob(
         "auto",
         "number format of weights and activations; auto: the checkpoint's, unless this device is slow at it",

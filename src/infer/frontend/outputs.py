@@ -6,6 +6,9 @@
 Both come from the same detokenizer, so the pieces joined are the answer, byte for byte. Stop strings
 are found here, because here is the first place that knows text: the builder then says which sequence
 the engine may stop working on.
+
+An answer that may hold reasoning or tool calls has an `AnswerFormat`, and each of its sequences a parser.
+`text` is then the answer's own text, without either, and `TextDelta.events` has all three in order.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from typing import Any
 
 import msgspec
 
-from infer.dialects.events import AnswerEvent
+from infer.dialects.answer import AnswerFormat
+from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ContentDelta, ReasoningDelta
 from infer.errors import RequestError
 from infer.sampling.params import RowLogprobs, SamplingParams
 from infer.scheduling.request import Request, StepOutput
@@ -47,7 +51,17 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     logprobs: tuple[RowLogprobs, ...] = ()
     error: str | None = None
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
-    events: tuple[AnswerEvent, ...] = ()  # reasoning and tool calls, which are no part of the text
+    events: tuple[AnswerEvent, ...] = ()  # what the piece is made of, where the answer has a format
+    num_reasoning: int = 0  # of its tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call that the model asks for."""
+
+    call_id: str
+    name: str
+    arguments: str  # a JSON object, as the model wrote it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +69,15 @@ class CompletionOutput:
     """One of the n answers to a prompt."""
 
     index: int
-    text: str
+    text: str  # without reasoning and tool calls, where they can be told apart
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
     logprobs: list[RowLogprobs] | None = None
     cumulative_logprob: float | None = None  # known where logprobs, best_of or beams asked for it
+    reasoning: str | None = None  # what the model wrote for itself
+    tool_calls: tuple[ToolCall, ...] = ()
+    num_reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +118,11 @@ class RequestOutput:
                     "stop_reason": output.stop_reason,
                     "logprobs": _plain_rows(output.logprobs),
                     "cumulative_logprob": output.cumulative_logprob,
+                    "reasoning": output.reasoning,
+                    "tool_calls": [
+                        {"id": call.call_id, "name": call.name, "arguments": call.arguments}
+                        for call in output.tool_calls
+                    ],
                 }
                 for output in self.outputs
             ],
@@ -131,13 +153,25 @@ def _finite(logprob: float) -> float | None:
 class _SequenceText:
     """The text of one sequence so far."""
 
-    def __init__(self, tokenizer: Tokenizer, request: Request, prompt_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        request: Request,
+        prompt_ids: tuple[int, ...],
+        form: AnswerFormat | None,
+    ) -> None:
         self._request = request
+        self._parser = form.parser() if form is not None else None
+        shown = form.shown_ids if form is not None else frozenset()
         # A stop string counts only once min_tokens are there; the search begins then.
         stop = request.params.stop if request.params.min_tokens == 0 else ()
-        self._detokenizer = Detokenizer(tokenizer, stop=stop, prompt_ids=prompt_ids)
+        self._detokenizer = Detokenizer(tokenizer, stop=stop, prompt_ids=prompt_ids, shown=shown)
         # Most outputs are a token and nothing else.
-        self._is_plain = not request.params.stop and request.params.num_sequences == request.params.n
+        self._is_plain = (
+            not request.params.stop and form is None and request.params.num_sequences == request.params.n
+        )
+        self.events: list[AnswerEvent] = []
+        self.num_reasoning = 0
         self._pieces: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[RowLogprobs] = []
@@ -156,12 +190,20 @@ class _SequenceText:
             self._pieces.append(text)
             return TextDelta(text=text, token_ids=output.token_ids, index=output.index)
         text = ""
-        num_taken = 0
+        num_taken = num_reasoning = 0
+        events: list[AnswerEvent] = []
+        parser = self._parser
         for token_id in output.token_ids:
             self.token_ids.append(token_id)
             num_taken += 1
-            text += self._detokenizer.push((token_id,))
-            if self._detokenizer.stopped is not None:
+            piece = self._detokenizer.push((token_id,))
+            if parser is None:
+                text += piece
+            else:
+                was_reasoning = parser.is_reasoning
+                events += parser.push(piece)
+                num_reasoning += was_reasoning or parser.is_reasoning
+            if self._detokenizer.stopped is not None or (parser is not None and parser.is_done):
                 break
             if self._request.params.stop and len(self.token_ids) == self._request.params.min_tokens:
                 self._detokenizer.look_for(self._request.params.stop)
@@ -169,11 +211,23 @@ class _SequenceText:
         self.cumulative_logprob = output.cumulative_logprob
         if self._detokenizer.stopped is not None:
             self.finish_reason, self.stop_reason = "stop", self._detokenizer.stopped
+        elif parser is not None and parser.is_done:
+            self.finish_reason = "stop"
         elif output.finish_reason is not None:
-            text += self._detokenizer.finish()
+            rest = self._detokenizer.finish()
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
             if self._detokenizer.stopped is not None:  # what was held back turns out to be a stop string
                 self.finish_reason, self.stop_reason = "stop", self._detokenizer.stopped
+            if parser is None:
+                text += rest
+            else:
+                events += parser.push(rest)
+        if parser is not None:
+            if self.finish_reason is not None:
+                events += parser.finish()
+            text = "".join([event.text for event in events if isinstance(event, ContentDelta)])
+            self.events += events
+            self.num_reasoning += num_reasoning
         self._pieces.append(text)
         return TextDelta(
             text=text,
@@ -183,6 +237,31 @@ class _SequenceText:
             logprobs=output.logprobs[:num_taken],
             error=output.error,
             stop_reason=self.stop_reason,
+            events=tuple(events),
+            num_reasoning=num_reasoning,
+        )
+
+    def build(self, index: int, *, has_logprobs: bool, has_cumulative: bool) -> CompletionOutput:
+        reasoning = "".join(event.text for event in self.events if isinstance(event, ReasoningDelta))
+        arguments: dict[int, str] = {}
+        for event in self.events:
+            if isinstance(event, CallDelta):
+                arguments[event.index] = arguments.get(event.index, "") + event.arguments
+        return CompletionOutput(
+            index=index,
+            text=self.text,
+            token_ids=self.token_ids,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=self.logprobs if has_logprobs else None,
+            cumulative_logprob=self.cumulative_logprob if has_cumulative else None,
+            reasoning=reasoning or None,
+            tool_calls=tuple(
+                ToolCall(call_id=event.call_id, name=event.name, arguments=arguments.get(event.index, ""))
+                for event in self.events
+                if isinstance(event, CallStart)
+            ),
+            num_reasoning_tokens=self.num_reasoning,
         )
 
 
@@ -190,13 +269,22 @@ class OutputBuilder:
     """The outputs of one request so far, as text. Belongs to the request's reader."""
 
     def __init__(
-        self, request: Request, tokenizer: Tokenizer, prompt: str | None, *, is_chat: bool = False
+        self,
+        request: Request,
+        tokenizer: Tokenizer,
+        prompt: str | None,
+        *,
+        is_chat: bool = False,
+        form: AnswerFormat | None = None,
     ) -> None:
-        """Collect for `request`; the answer in a chat is a text of its own and continues no prompt."""
+        """Collect for `request`; the answer in a chat is a text of its own and continues no prompt.
+
+        With a format each sequence gets a parser; without one, which is most of the time, there is none.
+        """
         self.request = request
         self._prompt = prompt
         continued = () if is_chat else request.prompt
-        self._lines = [_SequenceText(tokenizer, request, continued) for _ in range(self._num_lines)]
+        self._lines = [_SequenceText(tokenizer, request, continued, form) for _ in range(self._num_lines)]
         self._num_cached = 0
         self._prompt_logprobs: list[RowLogprobs | None] | None = None
 
@@ -238,15 +326,7 @@ class OutputBuilder:
             num_cached_tokens=self._num_cached,
             prompt_logprobs=self._prompt_logprobs,
             outputs=[
-                CompletionOutput(
-                    index=index,
-                    text=line.text,
-                    token_ids=line.token_ids,
-                    finish_reason=line.finish_reason,
-                    stop_reason=line.stop_reason,
-                    logprobs=line.logprobs if params.logprobs is not None else None,
-                    cumulative_logprob=line.cumulative_logprob if knows_logprob else None,
-                )
+                line.build(index, has_logprobs=params.logprobs is not None, has_cumulative=knows_logprob)
                 for index, line in enumerate(ranked[: params.n])
             ],
         )

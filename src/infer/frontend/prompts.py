@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack, cast
 
 from infer.config.settings import EngineConfig, LoadConfig
+from infer.dialects.answer import AnswerFormat, find_format, read_choice, read_tools
+from infer.dialects.table import check_parsers, find_dialect, find_think
 from infer.errors import ConfigError, ContextOverflow, RequestError, closest, spell_context, spell_limit
 from infer.loader.find.source import ModelSource, resolve_model
 from infer.loader.text_headers import TextHeaders, read_text_headers
@@ -69,6 +71,11 @@ class PromptEncoder:
         self.pooling = headers.pooling  # how they make embeddings
         self.tokenizer = tokenizer
         self._template = _find_template(config, family, tokenizer)
+        check_parsers(config.tool_call_parser, config.reasoning_parser)
+        self.dialect = self.think = None  # how it calls tools and reasons, as far as that is known
+        if isinstance(self._template, ChatTemplate):
+            self.dialect = find_dialect(config.tool_call_parser, self._template, tokenizer)
+            self.think = find_think(config.reasoning_parser, self._template, tokenizer)
         # A base model often has the tokens of its family's chat format, but it comes without a template.
         self.ships_chat_template = (
             config.chat_template is not None or self.tokenizer.published_chat_template is not None
@@ -142,6 +149,47 @@ class PromptEncoder:
             return self._template.encode_chat(messages, self.context_len, tools=tools, **options)
         except ContextOverflow as error:
             raise blame(error.of(self.model_len), "messages") from None
+
+    def open_chat(
+        self,
+        messages: Conversation,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: object = None,
+        parallel_tool_calls: bool = True,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> tuple[list[int], AnswerFormat | None]:
+        """A conversation's ids, and how the answer is to be read: None if it is text and nothing else.
+
+        With `tool_choice` none the tools are not shown to the model.
+        """
+        known = read_tools(tools)
+        choice = read_choice(tool_choice, known)
+        if choice == "none":
+            tools, known = None, ()
+        if choice not in ("auto", "none"):
+            raise RequestError(
+                "tool_choice must be 'none', 'auto' or absent: this server shows tools to the model, "
+                "but cannot force it to call one",
+                param="tool_choice",
+            )
+        if known and self.has_chat_template and self.dialect is None:
+            raise RequestError(
+                "this model's chat template does not say how tools are called, so no call could be found in "
+                "its answers; serve it with --tool-call-parser NAME, or leave tools out",
+                param="tools",
+            )
+        ids = self.encode_chat(messages, tools=tools, template_options=template_options)
+        form = find_format(
+            self.tokenizer,
+            ids,
+            dialect=self.dialect,
+            think=self.think,
+            tools=known,
+            choice=choice,
+            is_parallel=parallel_tool_calls,
+        )
+        return ids, form
 
     def make_request(
         self,

@@ -15,6 +15,7 @@ Clients write messages in the OpenAI format, templates were written for a slight
     content       null beside tool_calls                                   ->  ""
     tool_calls    arguments as a JSON string                               ->  arguments as an object
     role          developer                                                ->  system
+    reasoning     another name of reasoning_content                        ->  reasoning_content
 
 Keys that no template reads are dropped. What cannot be shown to a model (an image, an unknown role,
 arguments that are no JSON) is refused, and so is a conversation beyond the limits below: they bound the
@@ -51,7 +52,7 @@ MAX_TOOLS = 512
 MAX_CHARS = 8 * 2**20  # of all strings together
 MAX_DEPTH = 32  # of nested tool schemas and arguments
 
-_STRING_KEYS = ("name", "tool_call_id", "reasoning_content")
+_STRING_KEYS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 MAX_RENDERED_CHARS = 4 * MAX_CHARS
 
 # what a client may set beside messages and tools, if the template reads it
@@ -64,6 +65,7 @@ class ChatTemplate:
     def __init__(self, source: str, tokenizer: Tokenizer, *, name: str) -> None:
         """Compile a template; `name` is how errors call it."""
         self.name = name
+        self.source = source
         self._tokenizer = tokenizer
         try:
             names = jinja2.meta.find_undeclared_variables(_ENVIRONMENT.parse(source))
@@ -275,6 +277,8 @@ def _clean_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
                     f"{where}.{key} must be text, got {message[key]!r}", param=f"{where}.{key}"
                 )
             clean[key] = message[key]
+    if (reasoning := clean.pop("reasoning", None)) is not None:
+        clean.setdefault("reasoning_content", reasoning)
     return clean
 
 

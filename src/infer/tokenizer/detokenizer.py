@@ -32,14 +32,21 @@ class Detokenizer:
     """The text of one sequence. Not thread-safe: it belongs to the reader of the sequence."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), prompt_ids: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: Sequence[str] = (),
+        prompt_ids: Sequence[int] = (),
+        shown: frozenset[int] = frozenset(),
     ) -> None:
-        """Start a text of its own, or one that continues `prompt_ids`.
+        """Start a text of its own, or one that continues `prompt_ids`; `shown` special tokens are text.
 
         Sentencepiece vocabularies drop the first space of a text. A continuation keeps it, unless the
         prompt ends in a special token: then, as after BOS, the space is the vocabulary's and not the text's.
         """
         self._tokenizer = tokenizer
+        self._shown = shown
+        self._spell = self._shown_bytes_of if shown else self._bytes_of
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._search = _StopSearch(stop) if stop else None
         is_continuation = bool(prompt_ids) and prompt_ids[-1] not in tokenizer.special_ids
@@ -59,7 +66,7 @@ class Detokenizer:
         """Add tokens; return the text that can be shown because of them. After a stop: nothing."""
         if self._search is not None and self._search.hit is not None:
             return ""
-        data = b"".join(map(self._bytes_of, ids))
+        data = b"".join(map(self._spell, ids))
         while self._num_to_strip and data:
             self._num_to_strip = self._num_to_strip - 1 if data[:1] == b" " else 0
             data = data[1:] if data[:1] == b" " else data
@@ -69,6 +76,9 @@ class Detokenizer:
         """The bytes of a token; a model may have more rows than its tokenizer has tokens (padding)."""
         tokenizer = self._tokenizer
         return tokenizer.visible_bytes(token_id) if token_id < tokenizer.vocab_size else b""
+
+    def _shown_bytes_of(self, token_id: int) -> bytes:
+        return self._tokenizer.token_bytes(token_id) if token_id in self._shown else self._bytes_of(token_id)
 
     def breaks_off(self, token_id: int) -> bool:
         """Whether this token cannot continue the character begun before it, which then shows as U+FFFD."""

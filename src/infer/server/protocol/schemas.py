@@ -99,7 +99,6 @@ CHAT_NEUTRAL: dict[str, Neutral] = {
     "echo": Neutral((False,), "use /v1/completions"),
     "function_call": Neutral(("none",), "use tools and tool_choice"),
     "functions": Neutral(([],), "use tools"),
-    "include_reasoning": Neutral((True,), "reasoning is part of the answer's text"),
     "mm_processor_kwargs": _NO_TRANSFER,
     "modalities": Neutral((["text"],), "this server reads and writes text"),
     "moderation": Neutral((), "this server does not moderate"),
@@ -113,7 +112,7 @@ CHAT_NEUTRAL: dict[str, Neutral] = {
 
 
 # What templates are shown of a message; the rest of what servers write into theirs tells a model nothing.
-MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
 MESSAGE_NEUTRAL: dict[str, Neutral] = {
     "audio": Neutral((), "this server reads and writes text"),
     "function_call": Neutral((), "use tool_calls"),
@@ -122,7 +121,6 @@ MESSAGE_IGNORED = frozenset(
     {
         "annotations",
         "provider_specific_fields",
-        "reasoning",
         "reasoning_details",
         "refusal",
         "thinking_blocks",
@@ -319,7 +317,7 @@ class ChatRequest(SamplingBody, Conversation):
     """`POST /v1/chat/completions`."""
 
     neutral = SAMPLING_NEUTRAL | CHAT_NEUTRAL
-    ignored = ABOUT_THE_CLIENT | {"parallel_tool_calls"}
+    ignored = ABOUT_THE_CLIENT
     elsewhere = {
         "prompt": "plain prompts go to /v1/completions, this route takes messages",
         "input": "this route takes messages",
@@ -330,6 +328,8 @@ class ChatRequest(SamplingBody, Conversation):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

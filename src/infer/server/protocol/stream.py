@@ -64,9 +64,10 @@ class Generation:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.num_output = 0
+        self.num_reasoning = 0  # of the output's tokens
         self._clients = [job.model.pick(request) for request in job.requests]
         self._builders = [
-            OutputBuilder(request, job.model.encoder.tokenizer, text, is_chat=job.is_chat)
+            OutputBuilder(request, job.model.encoder.tokenizer, text, is_chat=job.is_chat, form=job.form)
             for request, text in zip(job.requests, job.prompts, strict=True)
         ]
         pairs = zip(self._clients, job.requests, strict=True)
@@ -109,6 +110,7 @@ class Generation:
                     break
                 self._num_open -= builder.is_finished
             self.num_output += len(delta.token_ids)
+            self.num_reasoning += delta.num_reasoning
             pieces.append(Piece(where, part, delta))
         if self._failure is not None and not pieces:
             raise self._failure
@@ -125,7 +127,9 @@ class Generation:
         finally:
             await self.aclose()
         answers = [builder.build() for builder in self._builders]
-        self.num_output = sum(len(output.token_ids) for answer in answers for output in answer.outputs)
+        outputs = [output for answer in answers for output in answer.outputs]
+        self.num_output = sum(len(output.token_ids) for output in outputs)
+        self.num_reasoning = sum(output.num_reasoning_tokens for output in outputs)
         return answers
 
     async def aclose(self) -> None:
@@ -137,12 +141,15 @@ class Generation:
     def usage(self, num_output: int | None = None) -> dict[str, Any]:
         """The number of tokens so far, in OpenAI's words."""
         num_output = self.num_output if num_output is None else num_output
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self._num_prompt,
             "completion_tokens": num_output,
             "total_tokens": self._num_prompt + num_output,
             "prompt_tokens_details": {"cached_tokens": sum(self._num_cached)},
         }
+        if self.job.form is not None and self.job.form.think is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning}
+        return usage
 
     async def _next_output(self) -> tuple[int, StepOutput]:
         if self._is_late:
@@ -269,7 +276,7 @@ class ChunkWriter(FrameWriter):
         constant = {"id": job.job_id, "object": kind, "created": job.created, "model": job.model_name}
         self._before = b"data: " + orjson.dumps(constant)[:-1] + b',"choices":['
         self._heads = [self._before + b'{"index":%d,' % index for index in range(num_choices)]
-        self._closing = closing
+        self._opening, self._closing = opening, closing
         self._openings = [head + opening for head in self._heads]
         self._plain = closing + b',"logprobs":null,"finish_reason":null}]}\n\n'
         self._generation = generation
@@ -292,7 +299,11 @@ class ChunkWriter(FrameWriter):
 
     def role(self, index: int) -> bytes:
         """The first frame of a chat choice: the role of its author."""
-        delta = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
+        # as OpenAI does: null where the answer may be a tool call and nothing else
+        content = b"null" if self._generation.job.has_tools else b'""'
+        delta = (
+            b'"delta":{"role":"assistant","content":' + content + b'},"logprobs":null,"finish_reason":null}]'
+        )
         usage = self.usage(0) if self.has_usage else None
         return self._heads[index] + delta + _usage_field(usage) + b"}\n\n"
 
@@ -311,14 +322,25 @@ class ChunkWriter(FrameWriter):
         stop_reason: str | int | None = None,
     ) -> bytes:
         """A frame with all fields of a choice."""
+        inner = self._opening + orjson.dumps(text) + self._closing
+        return self.frame(index, inner, logprobs, finish_reason, stop_reason)
+
+    def frame(
+        self,
+        index: int,
+        inner: bytes,
+        logprobs: Mapping[str, Any] | None = None,
+        finish_reason: str | None = None,
+        stop_reason: str | int | None = None,
+    ) -> bytes:
+        """A frame whose choice holds `inner`: a field with its name, without braces."""
         end = b""
         if finish_reason is not None:
             end = b',"stop_reason":' + orjson.dumps(stop_reason)
         return b"".join(
             (
-                self._openings[index],
-                orjson.dumps(text),
-                self._closing,
+                self._heads[index],
+                inner,
                 b',"logprobs":',
                 orjson.dumps(logprobs),
                 b',"finish_reason":',

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infer.config.settings import ServerConfig
+from infer.dialects.answer import AnswerFormat
 from infer.errors import RequestError
 from infer.frontend.outputs import check_streams
 from infer.frontend.prompts import PromptEncoder
@@ -48,11 +49,17 @@ class Job:
     prompts: tuple[str | None, ...]  # the texts, where the client gave texts
     time_limit_s: float | None
     is_chat: bool = False
+    form: AnswerFormat | None = None  # how answers are read, where they may hold reasoning or tool calls
 
     @property
     def params(self) -> SamplingParams:
         """The sampling parameters of every prompt."""
         return self.requests[0].params
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether an answer may hold tool calls."""
+        return self.form is not None and self.form.dialect is not None
 
 
 async def open_completion(body: CompletionRequest, state: ServerState) -> Job:
@@ -90,12 +97,6 @@ async def open_chat(body: ChatRequest, state: ServerState) -> Job:
     model = state.get_model(body.model)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise RequestError(
-            "tool_choice must be 'none', 'auto' or absent: this server shows tools to the model, "
-            "but cannot force it to call one",
-            param="tool_choice",
-        )
     structured = await find_structured(body)
     if structured is not None and body.tools and body.tool_choice != "none":
         raise RequestError(
@@ -111,10 +112,16 @@ async def open_chat(body: ChatRequest, state: ServerState) -> Job:
         max_tokens=body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    ids = await asyncio.to_thread(
-        encode_conversation, model.encoder, body.messages, body.tools, body.chat_template_kwargs
+    check_has_template(model.encoder)
+    ids, form = await asyncio.to_thread(
+        model.encoder.open_chat,
+        body.messages,
+        tools=body.tools,
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        template_options=body.chat_template_kwargs,
     )
-    return make_job("chatcmpl", body, model, state.config, [ids], (None,), params)
+    return make_job("chatcmpl", body, model, state.config, [ids], (None,), params, form)
 
 
 def make_job(
@@ -125,6 +132,7 @@ def make_job(
     ids: Sequence[Sequence[int]],
     texts: tuple[str | None, ...],
     params: SamplingParams,
+    form: AnswerFormat | None = None,
 ) -> Job:
     """The job of a body: a fresh id, and a numbered request for each prompt."""
     mark("tokenize")
@@ -151,6 +159,7 @@ def make_job(
         prompts=texts,
         time_limit_s=min(limits, default=None),
         is_chat=isinstance(body, ChatRequest),
+        form=form,
     )
 
 
@@ -238,12 +247,17 @@ def encode_conversation(
     template_options: dict[str, Any] | None,
 ) -> list[int]:
     """The ids of a conversation, ready for the assistant's answer."""
+    check_has_template(encoder)
+    return encoder.encode_chat(messages, tools=tools, template_options=template_options)
+
+
+def check_has_template(encoder: PromptEncoder) -> None:
+    """Refuse a conversation with a model that has no chat template."""
     if not encoder.has_chat_template:
         raise RequestError(
             "this model has no chat template; use /v1/completions, or serve it with --chat-template",
             param="messages",
         )
-    return encoder.encode_chat(messages, tools=tools, template_options=template_options)
 
 
 def _read_bias(given: dict[str, float]) -> dict[int, float]:

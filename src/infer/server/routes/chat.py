@@ -2,15 +2,25 @@
 
 The model's chat template turns messages and tools into a prompt; from there on a chat is a completion whose
 frames are called deltas. The first frame of every choice holds the role, the last one the finish reason.
+
+An answer that may hold reasoning or tool calls has a format (`Job.form`), and its pieces have events:
+
+    ReasoningDelta   delta: {"reasoning_content": …, "reasoning": …}     clients read one name or the other
+    ContentDelta     delta: {"content": …}
+    CallStart        delta: {"tool_calls": [{"index", "id", "type", "function": {"name", "arguments": ""}}]}
+    CallDelta        delta: {"tool_calls": [{"index", "function": {"arguments": …}}]}
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import orjson
 from fastapi import Request, Response
 
+from infer.dialects.answer import AnswerFormat
+from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ContentDelta, ReasoningDelta
 from infer.frontend.outputs import CompletionOutput, RequestOutput
 from infer.server.protocol.logprobs import chat_logprobs, count_logprobs
 from infer.server.protocol.schemas import ChatRequest
@@ -36,7 +46,9 @@ async def create_chat_completion(body: ChatRequest, http: Request) -> Response:
             http, generation, ChatWriter(generation, body), headers=ignored_headers(body)
         )
     answers = await unless_disconnected(http.receive, generation.collect())
-    content = await in_thread_if_large(count_logprobs(answers), chat_body, generation, answers)
+    content = await in_thread_if_large(
+        count_logprobs(answers), chat_body, generation, answers, shows_reasoning(body)
+    )
     return json_response(content, body)
 
 
@@ -56,19 +68,67 @@ class ChatWriter(ChunkWriter):
         self._tokenizer = generation.job.model.encoder.tokenizer
         self._has_logprobs = bool(body.logprobs)
         self._num_roles = num_choices  # roles that have not been sent
+        self._form = generation.job.form
+        self._num_calls = [0] * num_choices
+        self._shows_reasoning = shows_reasoning(body)
 
     def frames(self, piece: Piece) -> list[bytes]:
         """The frame of one token; before the first of all, the role of every choice."""
         delta = piece.delta
         logprobs = chat_logprobs(self._tokenizer, delta.logprobs) if self._has_logprobs else None
-        frame = self.token(delta.index, delta, logprobs)
+        if self._form is None:
+            frames = [self.token(delta.index, delta, logprobs)]
+        else:
+            frames = self._event_frames(piece, self._form, logprobs)
         if not self._num_roles:
-            return [frame]
+            return frames
         roles, self._num_roles = [self.role(index) for index in range(self._num_roles)], 0
-        return [*roles, frame]
+        return [*roles, *frames]
+
+    def _event_frames(
+        self, piece: Piece, form: AnswerFormat, logprobs: Mapping[str, Any] | None
+    ) -> list[bytes]:
+        """A frame for each event, and one for the end; none for a token that is held back."""
+        delta, index = piece.delta, piece.delta.index
+        inners = []
+        for event in delta.events:
+            if self._shows_reasoning or not isinstance(event, ReasoningDelta):
+                inners.append(b'"delta":' + orjson.dumps(event_delta(event)))
+            self._num_calls[index] += isinstance(event, CallStart)
+        if logprobs is not None and not inners:
+            inners.append(b'"delta":{}')
+        frames = []
+        for inner in inners:
+            frames.append(self.frame(index, inner, logprobs))
+            logprobs = None
+        if delta.finish_reason is not None:
+            reason = form.finish_reason(delta.finish_reason, self._num_calls[index])
+            frames.append(self.frame(index, b'"delta":{}', None, reason, delta.stop_reason))
+        return frames
 
 
-def chat_body(generation: Generation, answers: Sequence[RequestOutput]) -> dict[str, Any]:
+def shows_reasoning(body: ChatRequest) -> bool:
+    """Whether the client wants to see what the model writes for itself."""
+    return body.include_reasoning is not False
+
+
+def event_delta(event: AnswerEvent) -> dict[str, Any]:
+    """An event in OpenAI's words."""
+    match event:
+        case ReasoningDelta(text):
+            return {"reasoning_content": text, "reasoning": text}
+        case ContentDelta(text):
+            return {"content": text}
+        case CallStart(index, call_id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case CallDelta(index, arguments):
+            return {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]}
+
+
+def chat_body(
+    generation: Generation, answers: Sequence[RequestOutput], with_reasoning: bool
+) -> dict[str, Any]:
     """The body of an answer that is not streamed."""
     job = generation.job
     return {
@@ -76,17 +136,34 @@ def chat_body(generation: Generation, answers: Sequence[RequestOutput]) -> dict[
         "object": "chat.completion",
         "created": job.created,
         "model": job.model_name,
-        "choices": [_choice(generation, output) for output in answers[0].outputs],
+        "choices": [_choice(generation, output, with_reasoning) for output in answers[0].outputs],
         "usage": generation.usage(),
     }
 
 
-def _choice(generation: Generation, output: CompletionOutput) -> dict[str, Any]:
-    tokenizer = generation.job.model.encoder.tokenizer
+def _choice(generation: Generation, output: CompletionOutput, with_reasoning: bool) -> dict[str, Any]:
+    tokenizer, form = generation.job.model.encoder.tokenizer, generation.job.form
+    message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
+    reason = output.finish_reason
+    if form is not None:
+        if not output.text and (output.tool_calls or output.reasoning):
+            message["content"] = None
+        if output.reasoning and with_reasoning:
+            message |= {"reasoning_content": output.reasoning, "reasoning": output.reasoning}
+        if output.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.call_id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in output.tool_calls
+            ]
+        reason = form.finish_reason(reason, len(output.tool_calls))
     return {
         "index": output.index,
-        "message": {"role": "assistant", "content": output.text, "refusal": None},
+        "message": message,
         "logprobs": None if output.logprobs is None else chat_logprobs(tokenizer, output.logprobs),
-        "finish_reason": output.finish_reason,
+        "finish_reason": reason,
         "stop_reason": output.stop_reason,
     }

@@ -1,0 +1,191 @@
+"""How one answer is to be read: in which notation, with which tools, and whether it begins with reasoning.
+
+    the model's dialect ──┐
+    tools, tool_choice  ──┼──► AnswerFormat ──► parser()       reads the answer, one parser for each sequence
+    the rendered prompt ──┘
+A conversation without tools, with a model that does not reason, has no format: its answer is text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from infer.dialects.parser import AnswerParser
+from infer.dialects.table import Dialect, Think
+from infer.errors import RequestError
+from infer.tokenizer.tokenizer import Tokenizer
+
+MAX_TOOLS = 128
+MAX_DESCRIPTION = 65536  # characters
+TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_TOOL_KEYS = {"name", "description", "parameters", "strict"}
+_TAIL = 8  # tokens at the end of a prompt that show whether reasoning has begun
+
+Choice = Literal["auto", "none", "required"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function that the model may ask to be called."""
+
+    name: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # a JSON schema of an object
+    is_strict: bool = False  # arguments follow the schema, whatever the model would have written
+
+    @property
+    def properties(self) -> Mapping[str, Any]:
+        """The parameters by name."""
+        found = self.parameters.get("properties")
+        return found if isinstance(found, Mapping) else {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerFormat:
+    """How one answer is to be read."""
+
+    dialect: Dialect | None = None  # None: no call is looked for
+    tools: tuple[Tool, ...] = ()
+    choice: str = "auto"  # auto, required, or the name of a tool
+    max_calls: int | None = None  # the answer ends behind so many
+    think: Think | None = None  # None: the model does not reason, or was told not to
+    in_reasoning: bool = False  # the prompt ends inside of it
+    shown_ids: frozenset[int] = frozenset()  # special tokens that are markers: shown to the parser
+
+    def parser(self, new_id: Callable[[], str] | None = None) -> AnswerParser:
+        """A parser for one sequence."""
+        return AnswerParser(self, new_id)
+
+    def finish_reason(self, reason: str | None, num_calls: int) -> str | None:
+        """The reason in OpenAI's words: `tool_calls`, unless the call was one that the client had named."""
+        if reason == "stop" and num_calls and self.choice in ("auto", "required"):
+            return "tool_calls"
+        return reason
+
+
+def find_format(
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    *,
+    dialect: Dialect | None,
+    think: Think | None,
+    tools: tuple[Tool, ...] = (),
+    choice: str = "auto",
+    is_parallel: bool = True,
+) -> AnswerFormat | None:
+    """The format of the answer to a prompt; None if it is text and nothing else."""
+    in_reasoning = False
+    if think is not None:
+        tail = tokenizer.decode(prompt[-_TAIL:], skip_special=False).rstrip()
+        in_reasoning = tail.endswith(think.begin)
+        if tail.endswith(think.end):  # an empty thought: the model was told not to
+            think = None
+    if not tools:
+        dialect = None
+    if dialect is None and think is None:
+        return None
+    markers = (*(dialect.markers if dialect else ()), *((think.begin, think.end) if think else ()))
+    ids = {tokenizer.token_id(marker) for marker in markers}
+    is_single = not is_parallel or choice not in ("auto", "required")
+    return AnswerFormat(
+        dialect=dialect,
+        tools=tools,
+        choice=choice,
+        max_calls=1 if dialect is not None and is_single else None,
+        think=think,
+        in_reasoning=in_reasoning,
+        shown_ids=frozenset(token_id for token_id in ids if token_id in tokenizer.special_ids),
+    )
+
+
+def read_tools(given: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
+    """The tools of a request, checked; raises a `RequestError` that names the wrong field."""
+    if not given:
+        return ()
+    if len(given) > MAX_TOOLS:
+        raise RequestError(f"tools has {len(given)} entries, at most {MAX_TOOLS} are allowed", param="tools")
+    tools = tuple(_read_tool(tool, f"tools[{i}]") for i, tool in enumerate(given))
+    for i, tool in enumerate(tools):
+        if tool.name in (other.name for other in tools[:i]):
+            raise RequestError(f"tools[{i}] has the name {tool.name!r} of another tool", param="tools")
+    return tools
+
+
+def _read_tool(tool: Mapping[str, Any], where: str) -> Tool:
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    function = tool.get("function") if kind == "function" else None
+    if not isinstance(function, Mapping):
+        raise RequestError(
+            f'{where} must look like {{"type": "function", "function": {{"name": ...}}}}; '
+            f"tools of type {kind!r} are not supported",
+            param=where,
+        )
+    where += ".function"
+    for key in function:
+        if key not in _TOOL_KEYS:
+            raise RequestError(
+                f"unknown field {where}.{key!s:.80}; allowed are {', '.join(sorted(_TOOL_KEYS))}", param=where
+            )
+    name = function.get("name")
+    if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
+        raise RequestError(
+            f"{where}.name must be 1 to 64 letters, digits, underscores or dashes, got {name!r:.80}",
+            param=f"{where}.name",
+        )
+    description = function.get("description")
+    if description is not None and (not isinstance(description, str) or len(description) > MAX_DESCRIPTION):
+        raise RequestError(
+            f"{where}.description must be a text of at most {MAX_DESCRIPTION} characters",
+            param=f"{where}.description",
+        )
+    strict = function.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise RequestError(
+            f"{where}.strict must be true or false, got {strict!r:.80}", param=f"{where}.strict"
+        )
+    return Tool(name=name, parameters=_read_schema(function.get("parameters"), where), is_strict=bool(strict))
+
+
+def _read_schema(schema: Any, where: str) -> Mapping[str, Any]:
+    where += ".parameters"
+    if schema is None or schema == {}:
+        return {"type": "object", "properties": {}}
+    if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
+        raise RequestError(
+            f'{where} must be the JSON schema of an object: {{"type": "object", "properties": ...}}',
+            param=where,
+        )
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, Mapping) or not all(
+        isinstance(each, Mapping | bool) for each in properties.values()
+    ):
+        raise RequestError(f"{where}.properties must be an object of JSON schemas", param=where)
+    if not isinstance(required, Sequence) or not all(isinstance(each, str) for each in required):
+        raise RequestError(f"{where}.required must be a list of names", param=where)
+    return schema if "type" in schema else {"type": "object", **schema}
+
+
+def read_choice(given: object, tools: Sequence[Tool]) -> str:
+    """`tool_choice` as auto, none, required, or the name of a tool."""
+    if given is None:
+        return "auto" if tools else "none"
+    if given in ("none", "auto") or (given == "required" and tools):
+        return str(given) if tools else "none"
+    if given == "required":
+        raise RequestError("tool_choice is 'required', but there are no tools", param="tool_choice")
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if isinstance(given, Mapping) and kind == "function":
+        function = given.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else given.get("name")
+        if any(name == tool.name for tool in tools):
+            return str(name)
+        names = ", ".join(tool.name for tool in tools) or "none"
+        raise RequestError(f"tool_choice names {name!r:.80}, but the tools are: {names}", param="tool_choice")
+    what = f"{kind!r:.80} is not supported; " if kind is not None else ""
+    raise RequestError(
+        f"{what}tool_choice must be 'auto', 'none', 'required' or "
+        f'{{"type": "function", "function": {{"name": ...}}}}',
+        param="tool_choice",
+    )

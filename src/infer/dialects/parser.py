@@ -1,0 +1,507 @@
+"""Read an answer while it is written: pieces of text in, events out.
+
+    "<think>hm</think>Let me see.⏎<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>"
+
+    ReasoningDelta("hm")  ContentDelta("Let me see.")  CallStart(0, "call_…", "f")  CallDelta(0, '{"a": 1}')
+
+The parser is a coroutine that is handed one character at a time, so where pieces are cut cannot matter.
+It holds back no more than it must: the beginning of a marker, blanks that may be the markup's, and a call
+until its name is known. From there on arguments are passed on as they come.
+
+What is no call after all is text, markers included, and nothing is lost: a marker with something else behind
+it, an object without a name, a bare object that names no known tool. Once a call has begun, its arguments
+are passed on as they were written, even if they turn out to be no JSON: that is for the caller to see.
+
+Arguments in another notation than JSON are converted: a parameter of XML when it is complete (text while it
+comes), a Python call when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ContentDelta, ReasoningDelta
+from infer.dialects.values import is_text, python_call, read_value
+
+if TYPE_CHECKING:
+    from infer.dialects.answer import AnswerFormat
+
+T = TypeVar("T")
+Reader = Generator[None, str, T]  # is sent characters, an empty one at the end; returns T
+
+ARGUMENT_KEYS = ("arguments", "parameters")
+NAME = re.compile(r"[A-Za-z_][\w.-]{0,127}", re.ASCII)
+_ALPHABET = string.ascii_letters + string.digits
+
+
+class _NotACall(Exception):
+    """What was read since the last marker is text."""
+
+
+def new_call_id(*, is_short: bool) -> str:
+    """A fresh id for a tool call: `call_` and 24 hex digits, or 9 letters and digits for Mistral."""
+    return (
+        "".join(secrets.choice(_ALPHABET) for _ in range(9)) if is_short else f"call_{secrets.token_hex(12)}"
+    )
+
+
+class AnswerParser:
+    """Reads one answer. Not thread-safe: it belongs to the reader of the sequence."""
+
+    def __init__(self, form: AnswerFormat, new_id: Callable[[], str] | None = None) -> None:
+        dialect = form.dialect
+        self._new_id = new_id or (lambda: new_call_id(is_short=dialect is not None and dialect.has_short_ids))
+        self._form = form
+        self._dialect = dialect
+        self._tools = {tool.name: tool for tool in form.tools}
+        self._out: list[tuple[type[AnswerEvent], int, list[str]]] = []  # kind, call, text in pieces
+        self._ahead: list[str] = []  # characters to read again, the next one last
+        self._raw: list[str] = []  # what was read since the last marker
+        self._blank = ""  # blanks that are dropped if markup follows
+        self._is_edge = False  # markup came before, so that leading blanks are its own
+        self._has_text = False
+        self._num_calls = 0
+        self._has_ended = False
+        self.is_reasoning = form.in_reasoning
+        self.is_done = False  # it has as many calls as it may have: the rest is not read
+        self._run = self._answer()
+        self._is_running = True
+        self._send(None)
+
+    def push(self, text: str) -> list[AnswerEvent]:
+        """Add a piece; returns the events that are certain because of it."""
+        for char in text:
+            self._send(char)
+        return self._take()
+
+    def finish(self) -> list[AnswerEvent]:
+        """Return what was held back: the answer has ended."""
+        self._send("")
+        return self._take()
+
+    def _send(self, char: str | None) -> None:
+        if self._is_running:
+            try:
+                self._run.send(char)  # type: ignore[arg-type]
+            except StopIteration:
+                self._is_running = False
+
+    def _take(self) -> list[AnswerEvent]:
+        events: list[AnswerEvent] = []
+        for kind, index, parts in self._out:
+            if kind is CallStart:
+                events.append(CallStart(index, *parts))
+            elif text := "".join(parts):
+                events.append(CallDelta(index, text) if kind is CallDelta else kind(text))  # type: ignore[call-arg, arg-type]
+        self._out.clear()
+        return events
+
+    # -- what is written out -------------------------------------------------------------------------
+
+    def _emit(self, kind: type[AnswerEvent], index: int, text: str) -> None:
+        if self._out and self._out[-1][:2] == (kind, index):
+            self._out[-1][2].append(text)
+        else:
+            self._out.append((kind, index, [text]))
+
+    def _say(self, text: str) -> None:
+        """Text of the answer, or of the reasoning; blanks wait until it is clear that more text follows."""
+        kind: type[AnswerEvent] = ReasoningDelta if self.is_reasoning else ContentDelta
+        for char in text:
+            if char.isspace():
+                self._blank += char
+                continue
+            if self._blank and (self._has_text or not self._is_edge):
+                self._emit(kind, 0, self._blank)
+            self._blank, self._has_text = "", True
+            self._emit(kind, 0, char)
+
+    def _pass_markup(self) -> None:
+        self._is_edge = True
+        self._raw.clear()
+
+    def _start(self, name: str) -> None:
+        self._out.append((CallStart, self._num_calls, [self._new_id(), name]))
+        self._num_calls += 1
+        self._pass_markup()
+
+    def _argue(self, text: str) -> None:
+        self._emit(CallDelta, self._num_calls - 1, text)
+
+    def _end_call(self) -> None:
+        self._raw.clear()
+        self.is_done = self._num_calls == self._form.max_calls
+
+    # -- what is read --------------------------------------------------------------------------------
+
+    def _char(self) -> Reader[str]:
+        if self._ahead:
+            char = self._ahead.pop()
+        elif self._has_ended:
+            return ""
+        else:
+            char = yield
+            if not char:
+                self._has_ended = True
+                return ""
+        self._raw.append(char)
+        return char
+
+    def _unread(self, text: str) -> None:
+        if text:
+            del self._raw[-len(text) :]
+            self._ahead.extend(reversed(text))
+
+    def _begins_with(self, text: str) -> Reader[bool]:
+        """Whether blanks and `text` come next: they are read then, and nothing is read otherwise."""
+        read = ""
+        while True:
+            char = yield from self._char()
+            read += char
+            rest = read.lstrip()
+            if rest == text:
+                return True
+            if not char or not text.startswith(rest):
+                self._unread(read)
+                return False
+
+    def _first(self) -> Reader[str]:
+        """The next character that is no blank."""
+        while True:
+            char = yield from self._char()
+            if not char.isspace():
+                return char
+
+    def _expect(self, text: str) -> Reader[None]:
+        if not (yield from self._begins_with(text)):
+            raise _NotACall
+
+    def _up_to(self, end: str) -> Reader[str]:
+        """What stands in front of `end`, which is read as well."""
+        read = ""
+        while not read.endswith(end):
+            char = yield from self._char()
+            if not char:
+                raise _NotACall
+            read += char
+        return read[: -len(end)]
+
+    def _prose(self, markers: Iterable[str]) -> Reader[str]:
+        """Pass text on; returns the marker that ends it, or nothing at the end of the answer."""
+        markers = tuple(markers)
+        firsts = {marker[0] for marker in markers}
+        held = ""
+        while True:
+            self._raw.clear()
+            char = yield from self._char()
+            if not char:
+                self._say(held)
+                return ""
+            if not held and char not in firsts:
+                self._say(char)
+                continue
+            held += char
+            while held and not any(marker.startswith(held) for marker in markers):
+                self._say(held[0])
+                held = held[1:]
+            if held in markers:
+                self._raw[:] = held
+                return held
+
+    # -- the answer ----------------------------------------------------------------------------------
+
+    def _answer(self) -> Reader[None]:
+        think, begins = self._form.think, self._dialect.begins if self._dialect is not None else ()
+        if think is not None and not self.is_reasoning:
+            self.is_reasoning = yield from self._begins_with(think.begin)
+        if think is not None and self.is_reasoning:
+            self._pass_markup()
+            marker = yield from self._prose((think.end, *begins))
+            self.is_reasoning = not marker
+            self._blank, self._has_text = "", False
+            if marker in begins:  # a call in the middle of reasoning ends it
+                self._unread(marker)
+            self._pass_markup()
+        if self._dialect is not None and self._dialect.is_bare:
+            yield from self._calls("")
+        while not self.is_done and (marker := (yield from self._prose(begins))):
+            yield from self._calls(marker)
+        if self._has_ended and not self._is_edge:
+            self._emit(ContentDelta, 0, self._blank)
+
+    def _calls(self, marker: str) -> Reader[None]:
+        """The calls behind a marker, or where an answer begins; what is none becomes text."""
+        assert self._dialect is not None
+        try:
+            if marker == "<function=":
+                yield from self._xml_call()
+            elif self._dialect.form == "pythonic":
+                yield from self._python_calls(is_fenced=marker != "")
+            elif not marker and not (yield from self._comes("{")):
+                return
+            elif self._dialect.form == "xml" and (yield from self._begins_with("<function=")):
+                yield from self._xml_call()
+            elif self._dialect.form == "named" and not (yield from self._comes("[{")):
+                yield from self._named_call()
+            else:
+                yield from self._json_calls(is_bare=not marker)
+            if marker and self._dialect.end and not self.is_done:
+                yield from self._begins_with(self._dialect.end)
+            self._raw.clear()
+        except _NotACall:
+            text = "".join(self._raw)
+            self._raw.clear()
+            self._say(text)
+
+    def _comes(self, chars: str) -> Reader[bool]:
+        """Whether the next character that is no blank is one of these; nothing is read."""
+        for char in chars:
+            if (yield from self._begins_with(char)):
+                self._unread(char)
+                return True
+        return False
+
+    # -- JSON ----------------------------------------------------------------------------------------
+
+    def _json_calls(self, *, is_bare: bool) -> Reader[None]:
+        """One object, several with semicolons between them, or a list of them."""
+        is_list = yield from self._begins_with("[")
+        between = "," if is_list else ";"
+        while True:
+            yield from self._json_call(is_bare=is_bare)
+            if self.is_done:
+                return
+            if not (yield from self._begins_with(between)):
+                break
+        if is_list:
+            yield from self._begins_with("]")
+
+    def _json_call(self, *, is_bare: bool) -> Reader[None]:
+        yield from self._expect("{")
+        name: str | None = None
+        arguments: str | None = None
+        has_started = False
+        while True:
+            key = _loads((yield from self._value((yield from self._first()))))
+            yield from self._expect(":")
+            char = yield from self._first()
+            if key in ARGUMENT_KEYS and char == "{" and name is not None and not has_started:
+                self._start(name)
+                has_started = True
+                yield from self._stream_object()
+                self._end_call()
+                if self.is_done:
+                    return
+            else:
+                value = yield from self._value(char)
+                if key == "name":
+                    name = self._known(_loads(value), is_bare=is_bare)
+                elif key in ARGUMENT_KEYS:
+                    arguments = value
+            if not (yield from self._begins_with(",")):
+                break
+        if not (yield from self._begins_with("}")) and not has_started:
+            raise _NotACall
+        if not has_started:
+            if name is None:
+                raise _NotACall
+            text = _object_text(arguments)
+            self._start(name)
+            self._argue(text)
+        self._end_call()
+
+    def _known(self, name: Any, *, is_bare: bool) -> str:
+        """The name of a call, where one may stand; without a marker it must be that of a tool."""
+        if not isinstance(name, str) or not name or (is_bare and name not in self._tools):
+            raise _NotACall
+        return name
+
+    def _stream_object(self) -> Reader[None]:
+        """Pass an object on, character by character, up to its closing brace."""
+        self._argue("{")
+        depth, in_text, is_escaped = 1, False, False
+        while depth:
+            char = yield from self._char()
+            if not char:
+                return
+            if in_text:
+                in_text = is_escaped or char != '"'
+                is_escaped = char == "\\" and not is_escaped
+            elif char == "<":  # no JSON: a marker, and a brace was forgotten
+                self._unread(char)
+                return
+            else:
+                in_text = char == '"'
+                depth += (char in "{[") - (char in "}]")
+            self._argue(char)
+
+    def _value(self, first: str) -> Reader[str]:
+        """A JSON value as it was written; `first` is its first character."""
+        if not first or first in ",:}]<":
+            self._unread(first)
+            raise _NotACall
+        read, depth, in_text, is_escaped = first, int(first in "{["), first == '"', False
+        while depth or in_text or first not in '{["':
+            char = yield from self._char()
+            if not char:
+                raise _NotACall
+            if not depth and not in_text and (char in ",}]" or char.isspace()):
+                self._unread(char)
+                break
+            if in_text:
+                in_text = is_escaped or char != '"'
+                is_escaped = char == "\\" and not is_escaped
+            else:
+                in_text = char == '"'
+                depth += (char in "{[") - (char in "}]")
+            read += char
+        return read
+
+    # -- a name, then JSON ---------------------------------------------------------------------------
+
+    def _named_call(self) -> Reader[None]:
+        """`f[ARGS]{…}`, with or without `[CALL_ID]id` in the middle; the markers may be missing."""
+        name = ""
+        char = yield from self._first()
+        while char and (char.isalnum() or char in "_.-"):
+            name += char
+            char = yield from self._char()
+        self._unread(char)
+        if not NAME.fullmatch(name):
+            raise _NotACall
+        if (yield from self._begins_with("[CALL_ID]")):
+            yield from self._up_to("[ARGS]")
+        else:
+            yield from self._begins_with("[ARGS]")
+        yield from self._expect("{")
+        self._start(name)
+        yield from self._stream_object()
+        self._end_call()
+
+    # -- XML -----------------------------------------------------------------------------------------
+
+    def _xml_call(self) -> Reader[None]:
+        """`f>`, parameters, and the end of the function."""
+        name = (yield from self._up_to(">")).strip()
+        if not NAME.fullmatch(name):
+            raise _NotACall
+        self._start(name)
+        properties = self._tools[name].properties if name in self._tools else {}
+        self._argue("{")
+        separator = ""
+        while (yield from self._begins_with("<parameter=")):
+            key = (yield from self._up_to(">")).strip()
+            self._argue(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+            if not (yield from self._xml_value(properties.get(key))):
+                return
+            separator = ", "
+        self._argue("}")
+        yield from self._begins_with("</function>")
+        self._end_call()
+
+    def _xml_value(self, schema: Mapping[str, Any] | None) -> Reader[bool]:
+        """Pass a parameter's value on, text as it comes, the rest in the end; returns whether it has one."""
+        end, held, is_open = "</parameter>", "", is_text(schema)
+        kept: list[str] = []
+        if is_open:
+            self._argue('"')
+        is_first = True
+        while not held.endswith(end):
+            char = yield from self._char()
+            if not char:  # cut off: what is there is passed on, and not closed
+                self._argue(_escape(held) if is_open else "".join(kept) + held)
+                return False
+            if is_first and char == "\n":
+                is_first = False
+                continue
+            is_first = False
+            held += char
+            while held and not ("\n" + end).startswith(held) and not end.startswith(held):
+                self._argue(_escape(held[0])) if is_open else kept.append(held[0])
+                held = held[1:]
+        self._argue('"' if is_open else read_value("".join(kept), schema))
+        self._raw.clear()
+        return True
+
+    # -- Python --------------------------------------------------------------------------------------
+
+    def _python_calls(self, *, is_fenced: bool) -> Reader[None]:
+        """A list of calls; behind a fence also calls without brackets, one after another."""
+        is_list = yield from self._begins_with("[")
+        if not is_list and not is_fenced:
+            return
+        while True:
+            yield from self._python_call(is_bare=not is_fenced)
+            if self.is_done:
+                return
+            has_more = yield from self._begins_with(",")
+            if not has_more and (is_list or (yield from self._comes("`")) or self._has_ended):
+                break
+        if is_list:
+            yield from self._begins_with("]")
+
+    def _python_call(self, *, is_bare: bool) -> Reader[None]:
+        char = yield from self._first()
+        text = ""
+        while char and (char.isalnum() or char in "_."):
+            text += char
+            char = yield from self._char()
+        if char != "(" or (is_bare and text not in self._tools):
+            self._unread(char)
+            raise _NotACall
+        text += yield from self._parentheses()
+        call = python_call(text, {name: list(tool.properties) for name, tool in self._tools.items()})
+        if call is None:
+            raise _NotACall
+        self._start(call[0])
+        self._argue(call[1])
+        self._end_call()
+
+    def _parentheses(self) -> Reader[str]:
+        """From an opening parenthesis, which was read, to the closing one; quotes are those of Python."""
+        read, depth, quote, is_escaped = "(", 1, "", False
+        while depth:
+            char = yield from self._char()
+            if not char:
+                raise _NotACall
+            read += char
+            if quote:
+                if char == quote and not is_escaped:
+                    quote = ""
+                is_escaped = char == "\\" and not is_escaped
+            elif char in "\"'":
+                quote = char
+            else:
+                depth += (char in "([{") - (char in ")]}")
+        return read
+
+
+def _escape(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _loads(text: str) -> Any:
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        raise _NotACall from None
+
+
+def _object_text(arguments: str | None) -> str:
+    """Arguments that were read before they could be passed on: an object, or one in a string."""
+    if arguments is None:
+        return "{}"
+    value = _loads(arguments)
+    if isinstance(value, str):
+        arguments = value.strip() or "{}"
+        value = _loads(arguments)
+    if value is None:
+        return "{}"
+    if not isinstance(value, dict):
+        raise _NotACall
+    return arguments

@@ -1,0 +1,148 @@
+"""How each family of models writes tool calls and reasoning: a table.
+
+    hermes        <tool_call>⏎{"name": "f", "arguments": {…}}⏎</tool_call>         Hermes, Qwen 2.5, Qwen 3
+    smollm2       <tool_call>[{"name": "f", "arguments": {…}}]</tool_call>         SmolLM2
+    qwen3_coder   <tool_call>⏎<function=f>⏎<parameter=k>⏎v⏎</parameter>⏎</function>⏎</tool_call>
+    llama3_json   {"name": "f", "parameters": {…}}; {…}                            Llama 3.1 and later
+    mistral       [TOOL_CALLS][{"name": "f", "arguments": {…}}]                    Mistral 7B v0.3, Nemo
+    mistral_v11   [TOOL_CALLS]f[ARGS]{…}                                           Mistral Small 3.2 and later
+    pythonic      [f(k=1), g()]                                                    Llama 3.2 1B and 3B
+    gemma3        ```tool_code⏎[f(k=1), g()]⏎```                                   Gemma 3
+
+A row says what a call looks like; the parser (parser.py) reads it, the grammar (grammar.py) makes a model
+write it. Which row a model speaks is read from its chat template: a template that shows tools to a model
+also tells it, in these very characters, how to call one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from infer.errors import ConfigError
+from infer.tokenizer.chat_template import ChatTemplate
+from infer.tokenizer.tokenizer import Tokenizer
+
+Form = Literal["json", "named", "xml", "pythonic"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """One notation of tool calls."""
+
+    name: str
+    form: Form
+    begins: tuple[str, ...] = ()  # markers in front of calls; a grammar writes the first
+    end: str = ""  # marker behind them
+    opening: str = ""  # what a grammar writes between the marker and the first call
+    between: str = ""  # and between two calls
+    closing: str = ""  # and between the last call and the end marker
+    is_repeated: bool = False  # a second call has markers of its own
+    is_bare: bool = False  # calls also stand without a marker, where an answer begins
+    key: str = "arguments"  # json: what a grammar calls the arguments; both names are read
+    has_short_ids: bool = False  # ids of calls are 9 letters and digits
+    shown_by: tuple[str, ...] = ()  # a template that holds one of these texts asks for this notation
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Every marker that may be a special token of the vocabulary."""
+        return (*self.begins, *filter(None, (self.end,)), *(("[ARGS]", "[CALL_ID]") * (self.form == "named")))
+
+
+_TAG = ("<tool_call>",)
+DIALECTS = (  # the first one that a template asks for wins
+    Dialect(
+        name="qwen3_coder", form="xml", begins=(*_TAG, "<function="), end="</tool_call>", opening="\n",
+        between="\n", closing="\n", is_repeated=True, shown_by=("<function=",),
+    ),
+    Dialect(
+        name="smollm2", form="json", begins=_TAG, end="</tool_call>", opening="[", between=", ",
+        closing="]", shown_by=("<tool_call>[",),
+    ),
+    Dialect(
+        name="hermes", form="json", begins=_TAG, end="</tool_call>", opening="\n", between="\n",
+        closing="\n", is_repeated=True, shown_by=_TAG,
+    ),
+    Dialect(
+        name="mistral_v11", form="named", begins=("[TOOL_CALLS]",), is_repeated=True, has_short_ids=True,
+        shown_by=("[ARGS]",),
+    ),
+    Dialect(
+        name="mistral", form="json", begins=("[TOOL_CALLS]",), opening="[", between=", ", closing="]",
+        has_short_ids=True, shown_by=("[TOOL_CALLS]",),
+    ),
+    Dialect(
+        name="gemma3", form="pythonic", begins=("```tool_code",), end="```", opening="\n[", between=", ",
+        closing="]\n", is_bare=True, shown_by=("```tool_code",),
+    ),
+    Dialect(
+        name="llama3_json", form="json", begins=("<|python_tag|>",), between="; ", is_bare=True,
+        key="parameters", shown_by=('"parameters": dictionary', "<|python_tag|>"),
+    ),
+    Dialect(name="pythonic", form="pythonic", opening="[", between=", ", closing="]", is_bare=True,
+        shown_by=("[func_name1(",)),
+)  # fmt: skip
+BY_NAME: Mapping[str, Dialect] = {dialect.name: dialect for dialect in DIALECTS}
+ALIASES = {  # names that other servers have for the same
+    "qwen3_xml": "qwen3_coder",
+    "qwen25": "hermes",
+    "qwen": "hermes",
+    "llama3": "llama3_json",
+    "llama4_json": "llama3_json",
+    "llama4_pythonic": "pythonic",
+    "llama3_pythonic": "pythonic",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Think:
+    """The tags around what a model writes for itself before it answers."""
+
+    begin: str
+    end: str
+
+
+THINK = Think("<think>", "</think>")
+THINKS: Mapping[str, Think] = {
+    "think": THINK,
+    "qwen3": THINK,
+    "deepseek_r1": THINK,
+    "mistral": Think("[THINK]", "[/THINK]"),
+}
+
+
+def find_dialect(name: str, template: ChatTemplate, tokenizer: Tokenizer) -> Dialect | None:
+    """The notation of a model's tool calls: the one named, or with `auto` what its template asks for."""
+    if name == "auto":
+        if not template.reads_tools:
+            return None
+        fits = (each for each in DIALECTS if any(text in template.source for text in each.shown_by))
+        return next(fits, None)
+    if name == "mistral" and tokenizer.token_id("[ARGS]") is not None:
+        return BY_NAME["mistral_v11"]
+    return BY_NAME[ALIASES.get(name, name)]
+
+
+def find_think(name: str, template: ChatTemplate, tokenizer: Tokenizer) -> Think | None:
+    """The tags of a model's reasoning; with `auto` those its template writes, if they are tokens."""
+    if name == "none":
+        return None
+    if name != "auto":
+        return THINKS[name]
+    # our own template may serve models of a family that do not reason: the published one knows better
+    source = tokenizer.published_chat_template or template.source
+    for think in (THINK, THINKS["mistral"]):
+        if think.end in source and tokenizer.token_id(think.end) is not None:
+            return think
+    return None
+
+
+def check_parsers(tool_call_parser: str, reasoning_parser: str) -> None:
+    """Refuse names of parsers that are not in the tables."""
+    for knob, given, known in (
+        ("tool_call_parser", tool_call_parser, {"auto", *BY_NAME, *ALIASES}),
+        ("reasoning_parser", reasoning_parser, {"auto", "none", *THINKS}),
+    ):
+        if given not in known:
+            raise ConfigError(f"{knob} must be one of {', '.join(sorted(known))}, got {given!r}")

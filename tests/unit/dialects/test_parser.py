@@ -1,0 +1,312 @@
+"""What models write, in every notation: read whole, and cut anywhere."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infer.dialects.answer import AnswerFormat, Tool
+from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ContentDelta, ReasoningDelta
+from infer.dialects.parser import AnswerParser
+from infer.dialects.table import BY_NAME, THINK
+
+TOOLS = (
+    Tool(
+        name="get_weather",
+        parameters={
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"type": "integer"},
+                "units": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "more": {"type": "object"},
+            },
+        },
+    ),
+    Tool(name="get-time"),
+    Tool(name="now"),
+)
+CITY = '{"city": "Zürich", "days": 2}'
+NESTED = r'{"city": "a}\"{ <b> \u00e9 ] \\", "more": {"x": [{"y": "😀"}], "z": {}}}'
+
+Calls = list[tuple[str, str]]
+
+
+def read(
+    dialect: str | None,
+    pieces: Sequence[str],
+    *,
+    thinks: bool = False,
+    in_reasoning: bool = False,
+    max_calls: int | None = None,
+) -> list[AnswerEvent]:
+    form = AnswerFormat(
+        dialect=BY_NAME[dialect] if dialect else None,
+        tools=TOOLS if dialect else (),
+        think=THINK if thinks else None,
+        in_reasoning=in_reasoning,
+        max_calls=max_calls,
+    )
+    parser = AnswerParser(form, map(str, itertools.count()).__next__)
+    events = [event for piece in pieces for event in parser.push(piece)]
+    return events + parser.finish()
+
+
+def joined(events: Sequence[AnswerEvent]) -> list[AnswerEvent]:
+    """The events with neighbours of a kind made one."""
+    made: list[AnswerEvent] = []
+    for event in events:
+        last = made[-1] if made else None
+        if isinstance(event, ContentDelta) and isinstance(last, ContentDelta):
+            made[-1] = ContentDelta(last.text + event.text)
+        elif isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta):
+            made[-1] = ReasoningDelta(last.text + event.text)
+        elif isinstance(event, CallDelta) and isinstance(last, CallDelta) and last.index == event.index:
+            made[-1] = CallDelta(event.index, last.arguments + event.arguments)
+        else:
+            made.append(event)
+    return made
+
+
+def parts(events: Sequence[AnswerEvent]) -> tuple[str, str, Calls]:
+    """Reasoning, text, and the calls with their arguments."""
+    names = [event.name for event in events if isinstance(event, CallStart)]
+    calls = [
+        (name, "".join(e.arguments for e in events if isinstance(e, CallDelta) and e.index == i))
+        for i, name in enumerate(names)
+    ]
+    assert [event.index for event in events if isinstance(event, CallStart)] == list(range(len(names)))
+    return (
+        "".join(event.text for event in events if isinstance(event, ReasoningDelta)),
+        "".join(event.text for event in events if isinstance(event, ContentDelta)),
+        calls,
+    )
+
+
+def xml(name: str, **parameters: str) -> str:
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in parameters.items())
+    return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
+
+
+def hermes(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+# ruff: noqa: E501
+# dialect, what the model wrote, the text of the answer, its calls
+RECORDED: list[tuple[str, str, str, Calls]] = [
+    ("hermes", hermes("get_weather", CITY), "", [("get_weather", CITY)]),
+    ("hermes", hermes("get_weather", NESTED), "", [("get_weather", NESTED)]),
+    (
+        "hermes",
+        f"I look.\n{hermes('get_weather', CITY)}\n{hermes('get-time', '{}')}",
+        "I look.",
+        [("get_weather", CITY), ("get-time", "{}")],
+    ),
+    ("hermes", f"a\n{hermes('now', '{}')}\nb", "a\n\nb", [("now", "{}")]),
+    ("hermes", hermes("unknown_tool", '{"a":1}'), "", [("unknown_tool", '{"a":1}')]),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", [("now", "{}")]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', "", [("now", "{}")]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": ""}</tool_call>', "", [("now", "{}")]),
+    ("hermes", f'<tool_call>{{"arguments": {CITY}, "name": "now"}}</tool_call>', "", [("now", CITY)]),
+    ("hermes", f'<tool_call>{{"name": "now", "parameters": {CITY}}}</tool_call>', "", [("now", CITY)]),
+    (
+        "hermes",
+        f'<tool_call>{{"name": "now", "arguments": {json.dumps(CITY)}, "id": [1, "]"]}}</tool_call>',
+        "",
+        [("now", CITY)],
+    ),
+    # malformed: text, with nothing lost
+    ("hermes", "<tool_call>oops</tool_call>", "<tool_call>oops</tool_call>", []),
+    ("hermes", '<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
+    ("hermes", '<tool_call>{"name": "now", "arguments": [1]}', '<tool_call>{"name": "now", "arguments": [1]}', []),
+    ("hermes", '<tool_call>{"name": 5}</tool_call>', '<tool_call>{"name": 5}</tool_call>', []),
+    ("hermes", "<tool_call>[]</tool_call>", "<tool_call>[]</tool_call>", []),
+    ("hermes", "<tool_call>", "<tool_call>", []),
+    ("hermes", "a <tool_ca", "a <tool_ca", []),
+    ("hermes", "2 < 3 <tool <tool_cal </tool_call> ok\n", "2 < 3 <tool <tool_cal </tool_call> ok\n", []),
+    ("hermes", f"<tool_call>no {hermes('now', '{}')}", "<tool_call>no", [("now", "{}")]),
+    # a brace that was forgotten, and answers that were cut off
+    ("hermes", f'<tool_call>{{"name": "now", "arguments": {CITY}\n</tool_call>', "", [("now", CITY)]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": {}</tool_call>x', "x", [("now", '{"a": {}')]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"ci', "", [("now", '{"ci')]),
+    ("hermes", '<tool_call>{"name": "no', '<tool_call>{"name": "no', []),
+    (
+        "smollm2",
+        f'<tool_call>[\n{{"name": "get_weather", "arguments": {CITY}}},\n{{"name": "now", "arguments": {{}}}}\n]</tool_call>',
+        "",
+        [("get_weather", CITY), ("now", "{}")],
+    ),
+    ("smollm2", "No tool helps.", "No tool helps.", []),
+    ("qwen3_coder", xml("now"), "", [("now", "{}")]),
+    (
+        "qwen3_coder",
+        f"Ok.\n{xml('get_weather', city='Zürich', days='2')}\n{xml('get-time')}",
+        "Ok.",
+        [("get_weather", '{"city": "Zürich", "days": 2}'), ("get-time", "{}")],
+    ),
+    (
+        "qwen3_coder",
+        xml("get_weather", city='def f():\n    return "<x>"\n', units="null", more='{"a": [1, "]"]}'),
+        "",
+        [("get_weather", '{"city": "def f():\\n    return \\"<x>\\"\\n", "units": null, "more": {"a": [1, "]"]}}')],
+    ),
+    ("qwen3_coder", xml("get_weather", city="12", units="12", days="x"), "",
+        [("get_weather", '{"city": "12", "units": "12", "days": "x"}')]),
+    ("qwen3_coder", xml("new", flag="True", n="1.5", s="abc"), "",
+        [("new", '{"flag": true, "n": 1.5, "s": "abc"}')]),
+    ("qwen3_coder", "<function=now>\n</function>", "", [("now", "{}")]),
+    ("qwen3_coder", hermes("get_weather", CITY), "", [("get_weather", CITY)]),
+    ("qwen3_coder", "<tool_call>\n<function=>", "<tool_call>\n<function=>", []),
+    ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\nZür", "",
+        [("get_weather", '{"city": "Zür')]),
+    ("llama3_json", f'{{"name": "get_weather", "parameters": {CITY}}}', "", [("get_weather", CITY)]),
+    (
+        "llama3_json",
+        f'<|python_tag|>{{"name": "get_weather", "parameters": {NESTED}}}; {{"name": "now", "parameters": {{}}}}',
+        "",
+        [("get_weather", NESTED), ("now", "{}")],
+    ),
+    ("llama3_json", '{"type": "function", "name": "now", "parameters": {}}', "", [("now", "{}")]),
+    ("llama3_json", '{"name": "Bob", "parameters": {}}', '{"name": "Bob", "parameters": {}}', []),
+    ("llama3_json", '{"name": "Bob"} is JSON.\n', '{"name": "Bob"} is JSON.\n', []),
+    ("llama3_json", '\n{"age": 3}', '\n{"age": 3}', []),
+    ("llama3_json", "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+    ("llama3_json", "{ not json", "{ not json", []),
+    ("mistral", f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {CITY}}}]', "", [("get_weather", CITY)]),
+    (
+        "mistral",
+        f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {NESTED}, "id": "abcdef123"}}, {{"arguments": {{}}, "name": "now"}}]',
+        "",
+        [("get_weather", NESTED), ("now", "{}")],
+    ),
+    ("mistral", "See [1] and [TOOL].", "See [1] and [TOOL].", []),
+    ("mistral", '[TOOL_CALLS] [{"name": "now", "arguments": {}}, {"oops"}]', ', {"oops"}]', [("now", "{}")]),
+    ("mistral_v11", f"[TOOL_CALLS]get_weather[ARGS]{CITY}", "", [("get_weather", CITY)]),
+    (
+        "mistral_v11",
+        f"So.[TOOL_CALLS]get_weather[ARGS]{NESTED}[TOOL_CALLS]get-time[CALL_ID]abcdef123[ARGS]{{}}",
+        "So.",
+        [("get_weather", NESTED), ("get-time", "{}")],
+    ),
+    ("mistral_v11", f'[TOOL_CALLS][{{"name": "now", "arguments": {CITY}}}]', "", [("now", CITY)]),
+    ("mistral_v11", "[TOOL_CALLS] hello there", "[TOOL_CALLS] hello there", []),
+    ("gemma3", '```tool_code\n[get_weather(city="Zürich", days=2), now()]\n```', "",
+        [("get_weather", '{"city": "Zürich", "days": 2}'), ("now", "{}")]),
+    ("gemma3", '```tool_code\nprint(get_weather("a)\\"", days=2))\nnow()\n```\nOk.', "Ok.",
+        [("get_weather", '{"city": "a)\\"", "days": 2}'), ("now", "{}")]),
+    ("gemma3", "[now()]", "", [("now", "{}")]),
+    ("gemma3", "```python\nx = [1]\n```", "```python\nx = [1]\n```", []),
+    ("gemma3", "```tool_code\nimport os\n```", "```tool_code\nimport os\n```", []),
+    ("gemma3", "```tool_code\n[now(os.getcwd())]\n```", "```tool_code\n[now(os.getcwd())]\n```", []),
+    ("pythonic", "[get_weather(city='it\\'s', more={'x': [True, None, -1.5]}), now()]", "",
+        [("get_weather", '{"city": "it\'s", "more": {"x": [true, null, -1.5]}}'), ("now", "{}")]),
+    ("pythonic", "[1] says so", "[1] says so", []),
+    ("pythonic", "[print(1)]", "[print(1)]", []),
+    ("pythonic", "[now(1)]", "[now(1)]", []),
+    ("pythonic", "[now(x=1", "[now(x=1", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dialect", "text", "content", "calls"), RECORDED)
+def test_a_recorded_answer(dialect: str, text: str, content: str, calls: Calls) -> None:
+    whole = read(dialect, [text])
+    assert parts(whole) == ("", content, calls)
+    cuts = random.Random(text)
+    assert joined(read(dialect, list(text))) == joined(whole)
+    for _ in range(10):
+        places = [0, *sorted(cuts.choices(range(len(text) + 1), k=4)), len(text)]
+        pieces = [text[a:b] for a, b in itertools.pairwise(places)]
+        assert joined(read(dialect, pieces)) == joined(whole)
+
+
+SCRAPS = [
+    "<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "now", ', '"arguments": ', CITY, "{", "}", "[", "]",
+    "<function=now>", "<parameter=a>", "</parameter>", "</function>", "[TOOL_CALLS]", "[ARGS]", "now", "now(", "a=1", ")",
+    "```tool_code", "```", "<|python_tag|>", "; ", ", ", '"', "\\", "\n", " ", "é", "😀", "<", "x",
+]  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from([*BY_NAME, None]),
+    st.lists(st.sampled_from(SCRAPS), max_size=14).map("".join),
+    st.lists(st.integers(0, 200), max_size=6),
+    st.booleans(),
+    st.booleans(),
+)
+def test_any_scraps_cut_anywhere(
+    dialect: str | None, text: str, places: list[int], thinks: bool, in_reasoning: bool
+) -> None:
+    flags = {"thinks": thinks, "in_reasoning": thinks and in_reasoning}
+    whole = read(dialect, [text], **flags)
+    cuts = [0, *sorted(min(place, len(text)) for place in places), len(text)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(cuts)]
+    assert joined(read(dialect, pieces, **flags)) == joined(whole)
+    reasoning, content, calls = parts(whole)
+    if not calls and not thinks:
+        assert content == text  # what is no call is text, to the last blank
+
+
+REASONED: list[tuple[str, bool, tuple[str, str, Calls]]] = [
+    ("<think>\nhm, 2 < 3\n</think>\n\nSo.", False, ("hm, 2 < 3", "So.", [])),
+    ("hm\n</think>\n\nSo.", True, ("hm", "So.", [])),
+    ("<think>\n\n</think>\n\nSo.", False, ("", "So.", [])),
+    ("hm, and then", True, ("hm, and then", "", [])),
+    ("<think>hm </thi", False, ("hm </thi", "", [])),
+    ("So. <think>", False, ("", "So. <think>", [])),
+    (" \n<thing> is it\n", False, ("", " \n<thing> is it\n", [])),
+    (f"<think>I call\n{hermes('now', '{}')}", False, ("I call", "", [("now", "{}")])),
+    (f"hm</think>{hermes('now', '{}')}", True, ("hm", "", [("now", "{}")])),
+]
+
+
+@pytest.mark.parametrize(("text", "in_reasoning", "expected"), REASONED)
+def test_reasoning_is_split_off(text: str, in_reasoning: bool, expected: tuple[str, str, Calls]) -> None:
+    for pieces in ([text], list(text)):
+        assert parts(read("hermes", pieces, thinks=True, in_reasoning=in_reasoning)) == expected
+
+
+def test_arguments_are_passed_on_as_they_come() -> None:
+    parser = AnswerParser(AnswerFormat(dialect=BY_NAME["hermes"], tools=TOOLS), lambda: "id")
+    assert parser.push('Hi<tool_call>\n{"name": "now"') == [ContentDelta("Hi")]
+    assert parser.push(', "arguments": {"a": "b') == [CallStart(0, "id", "now"), CallDelta(0, '{"a": "b')]
+    assert parser.push('c"') == [CallDelta(0, 'c"')]
+    assert parser.push("}}\n</tool_call>") == [CallDelta(0, "}")]
+    assert parser.finish() == []
+
+
+def test_only_what_may_be_a_marker_is_held_back() -> None:
+    parser = AnswerParser(AnswerFormat(dialect=BY_NAME["hermes"], tools=TOOLS))
+    assert parser.push("a <tool") == [ContentDelta("a")]
+    assert parser.push("box") == [ContentDelta(" <toolbox")]
+
+
+def test_an_answer_with_one_call_is_done_behind_it() -> None:
+    text = hermes("now", CITY)
+    form = AnswerFormat(dialect=BY_NAME["hermes"], tools=TOOLS, max_calls=1)
+    parser = AnswerParser(form, lambda: "id")
+    parser.push(text[: text.index("}}") + 1])
+    assert parser.is_done
+    assert parser.push("}</tool_call>" + text) == [] == parser.finish()
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_ids_have_the_form_that_the_family_knows(name: str) -> None:
+    texts = {dialect: text for dialect, text, _, calls in reversed(RECORDED) if calls}
+    parser = AnswerParser(AnswerFormat(dialect=BY_NAME[name], tools=TOOLS))
+    starts: list[Any] = [e for e in (*parser.push(texts[name]), *parser.finish()) if isinstance(e, CallStart)]
+    for start in starts:
+        if name.startswith("mistral"):
+            assert len(start.call_id) == 9
+            assert start.call_id.isalnum()
+        else:
+            assert start.call_id.startswith("call_")
+            assert len(start.call_id) == 29
