@@ -23,6 +23,7 @@ PUBLISHED = {
     "meta-llama-Llama-3.2-3B-Instruct": ("llama3", "<|begin_of_text|>", "<|eot_id|>"),
     "Qwen-Qwen2.5-7B-Instruct": ("qwen2", "", "<|im_end|>"),
     "Qwen-Qwen3-0.6B": ("qwen3", "", "<|im_end|>"),
+    "Qwen-Qwen3-Coder-30B-A3B-Instruct": ("qwen3_coder", "", "<|im_end|>"),
     "google-gemma-3-it": ("gemma3", "<bos>", "<end_of_turn>"),
     "mistralai-Mistral-Nemo-Instruct-2407": ("mistral", "<s>", "</s>"),
     "HuggingFaceTB-SmolLM2-135M-Instruct": ("smollm2", "<|im_start|>", "<|im_end|>"),

@@ -4,7 +4,7 @@ A model type alone does not say it: SmolLM2, Llama 3 and TinyLlama are all `llam
 because a chat format is made of special tokens, and a model that was trained on a format has its tokens:
 
     <|start_header_id|>   Llama 3            <|im_start|>   ChatML: SmolLM2, Qwen
-    <start_of_turn>       Gemma              [INST]         Mistral from tokenizer v3 on
+    <start_of_turn>       Gemma              [INST]         Mistral from tokenizer v3 on; with [ARGS] v11
 
 The first row that fits wins. A base model whose vocabulary has no such token fits none, and is told so.
 """
@@ -53,8 +53,10 @@ FAMILIES = (
     ChatFamily("smollm2", _LLAMA, tokens=("<|im_start|>", "<|im_end|>", "<gh_stars>")),
     ChatFamily("zephyr", _LLAMA, published="<|user|>"),
     ChatFamily("qwen2", _QWEN2, tokens=("<|im_start|>", "<|im_end|>")),
+    ChatFamily("qwen3_coder", _QWEN3, tokens=("<|im_start|>", "<|im_end|>"), published="<function="),
     ChatFamily("qwen3", _QWEN3, tokens=("<|im_start|>", "<|im_end|>")),
     ChatFamily("gemma3", _GEMMA3, tokens=("<start_of_turn>", "<end_of_turn>")),
+    ChatFamily("mistral_v11", _LLAMA | _MISTRAL, tokens=("[INST]", "[SYSTEM_PROMPT]", "[ARGS]")),
     # GGUF files call Mistral's architecture llama
     ChatFamily("mistral", _LLAMA | _MISTRAL, tokens=("[INST]", "[/INST]"), not_tokens=("[SYSTEM_PROMPT]",)),
     ChatFamily("chatml", _LLAMA | _MISTRAL, tokens=("<|im_start|>", "<|im_end|>")),

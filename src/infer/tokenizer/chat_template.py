@@ -139,6 +139,7 @@ class ChatTemplate:
         variables["bos_token"] = _spelling(tokenizer, tokenizer.bos_id)
         variables["eos_token"] = _spelling(tokenizer, next(iter(tokenizer.eos_ids), None))
         variables["gap"] = tokenizer.gap_after_special
+        variables["published"] = tokenizer.published_chat_template or ""  # tells versions of a family apart
         variables["range"] = allowance.range
         parts: list[str] = []
         num_chars = 0
@@ -363,6 +364,15 @@ def _to_json(
     )
 
 
+def _to_python(value: Any) -> str:
+    """A JSON value as a Python literal; text as JSON has it, which is the same and leaves guards alone."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_to_json(key)}: {_to_python(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_to_python, value)) + "]"
+    return _to_json(value) if isinstance(value, str) else repr(value)
+
+
 def _build_environment() -> jinja2.Environment:
     environment = Sandbox(
         trim_blocks=True,
@@ -370,6 +380,7 @@ def _build_environment() -> jinja2.Environment:
         extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
     )
     environment.add_filter("tojson", _to_json)
+    environment.add_filter("topython", _to_python)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
     return environment
