@@ -74,6 +74,10 @@ FOREIGN: Mapping[str, Foreign] = {
     "compilation_config": _instead(
         None, "kernels are compiled ahead of time; leave it out, or use_cuda_graphs"
     ),
+    "enable_auto_tool_choice": _instead(
+        True, "tool calls are always looked for; clients that want none send tool_choice 'none'"
+    ),
+    "enable_reasoning": _instead(True, "reasoning is always told apart; use reasoning_parser=none"),
     "enable_sleep_mode": _instead(False, "the server's admin routes load and unload models; leave it out"),
 }
 

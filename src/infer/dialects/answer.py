@@ -2,7 +2,8 @@
 
     the model's dialect ──┐
     tools, tool_choice  ──┼──► AnswerFormat ──► parser()       reads the answer, one parser for each sequence
-    the rendered prompt ──┘
+    the rendered prompt ──┘                └──► structured()   makes the model write what tool_choice asks for
+
 A conversation without tools, with a model that does not reason, has no format: its answer is text.
 """
 
@@ -10,12 +11,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from infer.dialects.grammar import constraint
 from infer.dialects.parser import AnswerParser
 from infer.dialects.table import Dialect, Think
 from infer.errors import RequestError
+from infer.sampling.params import SamplingParams
+from infer.sampling.structured import Reasoning, Structured
 from infer.tokenizer.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
@@ -25,6 +29,16 @@ _TOOL_KEYS = {"name", "description", "parameters", "strict"}
 _TAIL = 8  # tokens at the end of a prompt that show whether reasoning has begun
 
 Choice = Literal["auto", "none", "required"]
+
+
+EFFORTS: Mapping[str, int | None] = {  # tokens of reasoning; None: no limit
+    "none": 0,
+    "minimal": 512,
+    "low": 1024,
+    "medium": 4096,
+    "high": None,
+    "xhigh": None,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +54,11 @@ class Tool:
         """The parameters by name."""
         found = self.parameters.get("properties")
         return found if isinstance(found, Mapping) else {}
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The names of parameters that a call must have."""
+        return tuple(self.parameters.get("required") or ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +76,39 @@ class AnswerFormat:
     def parser(self, new_id: Callable[[], str] | None = None) -> AnswerParser:
         """A parser for one sequence."""
         return AnswerParser(self, new_id)
+
+    def structured(self, tokenizer: Tokenizer, text: Structured | None = None) -> Structured | None:
+        """The constraint that makes a model write the calls that were asked for; None if it is free.
+
+        `text` is the constraint on an answer that is no call.
+        """
+        return constraint(self, tokenizer, text)
+
+    def bind(
+        self, params: SamplingParams, tokenizer: Tokenizer, max_reasoning: int | None = None
+    ) -> SamplingParams:
+        """The parameters with what the format asks of an engine: forced calls, an end of reasoning."""
+        structured = self.structured(tokenizer, params.structured)
+        reasoning = None
+        if self.think is not None and (structured is not None or max_reasoning is not None):
+            reasoning = self._reasoning(tokenizer, max_reasoning)
+        if structured is params.structured and reasoning is None:
+            return params
+        return replace(params, structured=structured, reasoning=reasoning)
+
+    def _reasoning(self, tokenizer: Tokenizer, max_tokens: int | None) -> Reasoning | None:
+        assert self.think is not None
+        begin_id, end_id = tokenizer.token_id(self.think.begin), tokenizer.token_id(self.think.end)
+        if end_id is None:
+            if max_tokens is None:
+                return None  # its end cannot be seen by an engine: a constraint holds from the start
+            raise RequestError(
+                f"max_reasoning_tokens needs a model in whose vocabulary {self.think.end} is one token",
+                param="max_reasoning_tokens",
+            )
+        opening = [] if self.in_reasoning or max_tokens or begin_id is None else [begin_id]
+        forced = (*opening, *tokenizer.encode("\n", add_special=False), end_id)
+        return Reasoning(end_id=end_id, max_tokens=max_tokens, forced=forced)
 
     def finish_reason(self, reason: str | None, num_calls: int) -> str | None:
         """The reason in OpenAI's words: `tool_calls`, unless the call was one that the client had named."""
@@ -162,7 +214,7 @@ def _read_schema(schema: Any, where: str) -> Mapping[str, Any]:
         isinstance(each, Mapping | bool) for each in properties.values()
     ):
         raise RequestError(f"{where}.properties must be an object of JSON schemas", param=where)
-    if not isinstance(required, Sequence) or not all(isinstance(each, str) for each in required):
+    if not isinstance(required, list | tuple) or not all(isinstance(each, str) for each in required):
         raise RequestError(f"{where}.required must be a list of names", param=where)
     return schema if "type" in schema else {"type": "object", **schema}
 

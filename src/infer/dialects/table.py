@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from infer.errors import ConfigError
+from infer.tokenizer.chat_families import FAMILIES
 from infer.tokenizer.chat_template import ChatTemplate
 from infer.tokenizer.tokenizer import Tokenizer
 
@@ -43,6 +44,11 @@ class Dialect:
     key: str = "arguments"  # json: what a grammar calls the arguments; both names are read
     has_short_ids: bool = False  # ids of calls are 9 letters and digits
     shown_by: tuple[str, ...] = ()  # a template that holds one of these texts asks for this notation
+
+    @property
+    def writes_marker(self) -> bool:
+        """Whether a call that is forced has the marker: Llama's may be missing, and is."""
+        return bool(self.begins) and not (self.is_bare and not self.end)
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -130,8 +136,10 @@ def find_think(name: str, template: ChatTemplate, tokenizer: Tokenizer) -> Think
         return None
     if name != "auto":
         return THINKS[name]
-    # our own template may serve models of a family that do not reason: the published one knows better
-    source = tokenizer.published_chat_template or template.source
+    source = template.source
+    if any(template.name == family.template for family in FAMILIES):
+        # ours serves models of the family that do not reason as well: the published one knows better
+        source = tokenizer.published_chat_template or source
     for think in (THINK, THINKS["mistral"]):
         if think.end in source and tokenizer.token_id(think.end) is not None:
             return think

@@ -40,6 +40,8 @@ class _Chat(NamedTuple):
 
     messages: Conversation
     tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: object
+    max_reasoning_tokens: int | None
     template_options: Mapping[str, Any] | None
 
 
@@ -123,12 +125,15 @@ class AsyncLLM(TextModel):
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: object = None,
+        max_reasoning_tokens: int | None = None,
         template_options: Mapping[str, Any] | None = None,
         request_id: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> RequestOutput:
-        """Answer a conversation, or a text as its only message, and return the whole answer."""
-        return await self._generate(_Chat(messages, tools, template_options), params, request_id, options)
+        """Answer a conversation, or a text as its only message; returns the whole answer, see `LLM.chat`."""
+        chat = _Chat(messages, tools, tool_choice, max_reasoning_tokens, template_options)
+        return await self._generate(chat, params, request_id, options)
 
     def stream_chat(
         self,
@@ -136,12 +141,15 @@ class AsyncLLM(TextModel):
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: object = None,
+        max_reasoning_tokens: int | None = None,
         template_options: Mapping[str, Any] | None = None,
         request_id: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[TextDelta, None]:
         """Answer a conversation piece by piece."""
-        return self._stream(_Chat(messages, tools, template_options), params, request_id, options)
+        chat = _Chat(messages, tools, tool_choice, max_reasoning_tokens, template_options)
+        return self._stream(chat, params, request_id, options)
 
     async def embed(
         self, prompt: Prompt, *, pooling: str | None = None, normalize: bool | None = None
@@ -196,12 +204,21 @@ class AsyncLLM(TextModel):
     ) -> tuple[Request, OutputBuilder]:
         text = prompt if isinstance(prompt, str) else None
         is_chat = isinstance(prompt, _Chat)
+        form = None
         if isinstance(prompt, _Chat):
-            messages, tools, template_options = prompt
-            prompt = await self.encode_chat(messages, tools=tools, template_options=template_options)
+            check_single(prompt.messages)
+            prompt, params, form = await asyncio.to_thread(
+                self.encoder.open_chat,
+                prompt.messages,
+                params,
+                tools=prompt.tools,
+                tool_choice=prompt.tool_choice,
+                max_reasoning_tokens=prompt.max_reasoning_tokens,
+                template_options=prompt.template_options,
+            )
         check_single(prompt)
         request = await asyncio.to_thread(self.encoder.make_request, prompt, params, request_id, **options)
-        return request, OutputBuilder(request, self.encoder.tokenizer, text, is_chat=is_chat)
+        return request, OutputBuilder(request, self.encoder.tokenizer, text, is_chat=is_chat, form=form)
 
     def _take(self, builder: OutputBuilder, output: StepOutput) -> TextDelta | None:
         """Add an output to its answer; a sequence that met a stop string is aborted."""

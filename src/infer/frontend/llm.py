@@ -24,6 +24,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Unpack
 
 from infer.config.settings import EngineConfig, knob_table
+from infer.dialects.answer import AnswerFormat
 from infer.engine.build import build_engine
 from infer.engine.engine import Engine
 from infer.engine.gc_freeze import collect
@@ -191,9 +192,10 @@ class LLM(TextModel):
         params: SamplingParams | Sequence[SamplingParams] | None,
         options: RequestOptions,
         *,
-        is_chat: bool = False,
+        forms: Sequence[AnswerFormat | None] | None = None,
         show_progress: bool = False,
     ) -> list[RequestOutput]:
+        """Answer prompts together; `forms` are how the answers to conversations are read."""
         if isinstance(params, SamplingParams | Mapping) or params is None:  # one for all, or an error for all
             each: list[Any] = [params] * len(batch)
         else:
@@ -207,7 +209,14 @@ class LLM(TextModel):
         try:
             for index, (prompt, prompt_params) in enumerate(zip(batch, each, strict=True)):
                 try:
-                    stream = self._open(prompt, prompt_params, options, is_chat=is_chat, keeps_deltas=False)
+                    stream = self._open(
+                        prompt,
+                        prompt_params,
+                        options,
+                        is_chat=forms is not None,
+                        form=forms[index] if forms is not None else None,
+                        keeps_deltas=False,
+                    )
                 except RequestError as error:
                     if len(batch) > 1:
                         error.args = (f"prompt {index} of {len(batch)}: {error}",)
@@ -237,16 +246,31 @@ class LLM(TextModel):
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: object = None,
+        max_reasoning_tokens: int | None = None,
         template_options: Mapping[str, object] | None = None,
         **options: Unpack[RequestOptions],
     ) -> list[RequestOutput]:
-        """Answer one conversation or several; a text is a conversation of one message."""
-        prompts: list[Prompt] = [
-            self.encode_chat(conversation, tools=tools, template_options=template_options)
+        """Answer one conversation or several; a text is a conversation of one message.
+
+        An answer's `text` is without its `reasoning` and `tool_calls`, which have fields of their own.
+        `tool_choice` is 'auto', 'none', 'required' or {"type": "function", "function": {"name": ...}}.
+        """
+        opened = [
+            self.encoder.open_chat(
+                conversation,
+                params,
+                tools=tools,
+                tool_choice=tool_choice,
+                max_reasoning_tokens=max_reasoning_tokens,
+                template_options=template_options,
+            )
             for conversation in as_conversations(messages)
         ]
+        prompts: list[Prompt] = [ids for ids, _, _ in opened]
+        each: Any = [bound for _, bound, _ in opened]
         with self._in_turn():
-            return self._generate(prompts, params, options, is_chat=True)
+            return self._generate(prompts, each, options, forms=[form for _, _, form in opened])
 
     def embed(
         self,
@@ -301,12 +325,18 @@ class LLM(TextModel):
         return self._stream(prompt, params, options, is_chat=False)
 
     def _stream(
-        self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions, *, is_chat: bool
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        options: RequestOptions,
+        *,
+        is_chat: bool,
+        form: AnswerFormat | None = None,
     ) -> TextStream:
         if isinstance(params, SamplingParams):
             check_streams(params, "use generate")
         with self._in_turn():
-            return TextStream(self, self._open(prompt, params, options, is_chat=is_chat))
+            return TextStream(self, self._open(prompt, params, options, is_chat=is_chat, form=form))
 
     def stream_chat(
         self,
@@ -314,12 +344,21 @@ class LLM(TextModel):
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: object = None,
+        max_reasoning_tokens: int | None = None,
         template_options: Mapping[str, object] | None = None,
         **options: Unpack[RequestOptions],
     ) -> TextStream:
-        """Answer one conversation, piece by piece."""
-        prompt = self.encode_chat(messages, tools=tools, template_options=template_options)
-        return self._stream(prompt, params, options, is_chat=True)
+        """Answer one conversation, piece by piece; a piece's `events` tell reasoning and calls from text."""
+        prompt, params, form = self.encoder.open_chat(
+            messages,
+            params,
+            tools=tools,
+            tool_choice=tool_choice,
+            max_reasoning_tokens=max_reasoning_tokens,
+            template_options=template_options,
+        )
+        return self._stream(prompt, params, options, is_chat=True, form=form)
 
     def _open(
         self,
@@ -328,11 +367,12 @@ class LLM(TextModel):
         options: RequestOptions,
         *,
         is_chat: bool,
+        form: AnswerFormat | None = None,
         keeps_deltas: bool = True,
     ) -> _Stream:
         request = self.encoder.make_request(prompt, params, **options)
         text = prompt if isinstance(prompt, str) else None
-        builder = OutputBuilder(request, self.tokenizer, text, is_chat=is_chat)
+        builder = OutputBuilder(request, self.tokenizer, text, is_chat=is_chat, form=form)
         stream = _Stream(request, builder, keeps_deltas=keeps_deltas)
         self.engine.add(request)  # last: a request in the engine always has a reader
         self._streams[request.request_id] = stream

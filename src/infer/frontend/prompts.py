@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack, cast
 
 from infer.config.settings import EngineConfig, LoadConfig
-from infer.dialects.answer import AnswerFormat, find_format, read_choice, read_tools
+from infer.dialects.answer import EFFORTS, AnswerFormat, find_format, read_choice, read_tools
 from infer.dialects.table import check_parsers, find_dialect, find_think
 from infer.errors import ConfigError, ContextOverflow, RequestError, closest, spell_context, spell_limit
 from infer.loader.find.source import ModelSource, resolve_model
@@ -153,13 +153,16 @@ class PromptEncoder:
     def open_chat(
         self,
         messages: Conversation,
+        params: SamplingParams | None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: object = None,
         parallel_tool_calls: bool = True,
+        reasoning_effort: str | None = None,
+        max_reasoning_tokens: int | None = None,
         template_options: Mapping[str, Any] | None = None,
-    ) -> tuple[list[int], AnswerFormat | None]:
-        """A conversation's ids, and how the answer is to be read: None if it is text and nothing else.
+    ) -> tuple[list[int], SamplingParams | None, AnswerFormat | None]:
+        """A conversation's ids, the parameters of its answer, and how to read it: None if it is only text.
 
         With `tool_choice` none the tools are not shown to the model.
         """
@@ -167,19 +170,18 @@ class PromptEncoder:
         choice = read_choice(tool_choice, known)
         if choice == "none":
             tools, known = None, ()
-        if choice not in ("auto", "none"):
-            raise RequestError(
-                "tool_choice must be 'none', 'auto' or absent: this server shows tools to the model, "
-                "but cannot force it to call one",
-                param="tool_choice",
-            )
         if known and self.has_chat_template and self.dialect is None:
             raise RequestError(
                 "this model's chat template does not say how tools are called, so no call could be found in "
                 "its answers; serve it with --tool-call-parser NAME, or leave tools out",
                 param="tools",
             )
-        ids = self.encode_chat(messages, tools=tools, template_options=template_options)
+        budget = self._read_budget(reasoning_effort, max_reasoning_tokens)
+        options = dict(template_options or {})
+        reads = self._template.kwargs if isinstance(self._template, ChatTemplate) else ()
+        if budget == 0 and "enable_thinking" in reads:
+            options["enable_thinking"], budget = False, None
+        ids = self.encode_chat(messages, tools=tools, template_options=options)
         form = find_format(
             self.tokenizer,
             ids,
@@ -189,7 +191,32 @@ class PromptEncoder:
             choice=choice,
             is_parallel=parallel_tool_calls,
         )
-        return ids, form
+        if form is not None and isinstance(params, SamplingParams | None):
+            given = self.default_params(len(ids)) if params is None else params
+            bound = form.bind(given, self.tokenizer, budget)
+            params = params if bound is given else bound
+        return ids, params, form
+
+    def _read_budget(self, effort: str | None, max_tokens: int | None) -> int | None:
+        """How many tokens of reasoning are allowed; None: any number."""
+        if effort is not None and effort not in EFFORTS:
+            raise RequestError(
+                f"reasoning_effort must be one of {', '.join(EFFORTS)}, got {effort!r:.80}",
+                param="reasoning_effort",
+            )
+        if effort is None and max_tokens is None:
+            return None
+        if max_tokens is not None and max_tokens < 0:
+            raise RequestError(
+                f"max_reasoning_tokens must be at least 0, got {max_tokens}", param="max_reasoning_tokens"
+            )
+        budget = EFFORTS[effort] if max_tokens is None and effort is not None else max_tokens
+        if self.think is None and budget != 0:
+            raise RequestError(
+                "this model does not reason: its chat template has no tags for it; leave this field out",
+                param="reasoning_effort" if max_tokens is None else "max_reasoning_tokens",
+            )
+        return budget
 
     def make_request(
         self,
@@ -207,14 +234,19 @@ class PromptEncoder:
         ids = self.encode(given) if isinstance(given, str) else given
         _check_options(options)
         if params is None:
-            advice: dict[str, Any] = dict(self.sampling_defaults)
-            params = SamplingParams(**advice)
-            if params.max_tokens is not None and len(ids) + params.max_tokens > self.context_len:
-                params = SamplingParams(**(advice | {"max_tokens": None}))
+            params = self.default_params(len(ids))
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, got {type(params).__name__}", param="params")
         request_id = request_id if request_id is not None else self.next_id()
         return Request(request_id=request_id, prompt=tuple(ids), params=params, **options)
+
+    def default_params(self, num_prompt: int) -> SamplingParams:
+        """What the model's authors recommend; a short context ends an output, and is no error."""
+        advice: dict[str, Any] = dict(self.sampling_defaults)
+        params = SamplingParams(**advice)
+        if params.max_tokens is not None and num_prompt + params.max_tokens > self.context_len:
+            params = SamplingParams(**(advice | {"max_tokens": None}))
+        return params
 
     def next_id(self) -> str:
         """An id for a request that was given none: the next number."""

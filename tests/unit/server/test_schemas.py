@@ -151,11 +151,11 @@ def test_keys_without_effect_are_named_once() -> None:
     message = {
         "role": "assistant",
         "content": "x",
-        "reasoning": "hm",
+        "thinking_blocks": ["hm"],
         "annotations": [{"type": "url_citation"}],
     }
     body = ChatRequest.model_validate({"messages": [message] * 2, "user": "me"})
-    assert body.ignored_fields == ("user", "messages.reasoning", "messages.annotations")
+    assert body.ignored_fields == ("user", "messages.thinking_blocks", "messages.annotations")
 
 
 def test_an_answer_can_be_sent_back_as_openai_s_client_wrote_it_down() -> None:

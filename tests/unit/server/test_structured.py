@@ -264,14 +264,15 @@ def test_what_the_compiler_refuses_is_422_and_not_a_broken_stream(
     assert error["type"] == "UnprocessableEntityError"
 
 
-def test_a_constraint_leaves_no_room_for_calls(scripted: Wire, engine: ScriptedClient) -> None:
-    body = ROUTES["/v1/chat/completions"] | {"response_format": openai(), "tools": [TOOL]}
-    error = scripted.refused("/v1/chat/completions", body, 422)
-    assert error["param"] == "response_format"
+def test_a_constraint_leaves_room_for_calls_where_it_is_json(scripted: Wire, engine: ScriptedClient) -> None:
+    body = ROUTES["/v1/chat/completions"] | {"tools": [TOOL], "max_tokens": 2}
+    error = scripted.refused("/v1/chat/completions", body | {"guided_regex": "a+"}, 422)
+    assert error["param"] == "guided_regex"
     assert "set tool_choice to 'none'" in error["message"]
-    scripted.ok("/v1/chat/completions", body | {"tool_choice": "none", "max_tokens": 2})
-    scripted.ok("/v1/chat/completions", body | {"response_format": {"type": "text"}, "max_tokens": 2})
-    assert [request.params.structured is None for request in engine.requests] == [False, True]
+    for more in ({}, {"tool_choice": "none"}, {"response_format": {"type": "text"}}):
+        scripted.ok("/v1/chat/completions", body | {"response_format": openai()} | more)
+    made = [request.params.structured for request in engine.requests]
+    assert [each and each.kind for each in made] == ["grammar", "json_schema", None]
 
 
 def test_a_field_too_large_is_refused_before_it_is_parsed() -> None:

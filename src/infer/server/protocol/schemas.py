@@ -103,9 +103,6 @@ CHAT_NEUTRAL: dict[str, Neutral] = {
     "modalities": Neutral((["text"],), "this server reads and writes text"),
     "moderation": Neutral((), "this server does not moderate"),
     "prediction": Neutral((), "this server does not use predicted outputs"),
-    "reasoning_effort": Neutral(
-        (), "use chat_template_kwargs, if the model's template reads enable_thinking"
-    ),
     "verbosity": Neutral((), "ask for short answers in the messages"),
     "web_search_options": Neutral((), "this server does not search"),
 }
@@ -330,6 +327,8 @@ class ChatRequest(SamplingBody, Conversation):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    reasoning_effort: str | None = None
+    max_reasoning_tokens: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

@@ -98,12 +98,6 @@ async def open_chat(body: ChatRequest, state: ServerState) -> Job:
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     structured = await find_structured(body)
-    if structured is not None and body.tools and body.tool_choice != "none":
-        raise RequestError(
-            f"{structured.param} holds for the whole answer and leaves no room for calls of tools; "
-            "set tool_choice to 'none', or leave one of the two out",
-            param=structured.param,
-        )
     params = make_params(
         body,
         model.encoder,
@@ -113,12 +107,15 @@ async def open_chat(body: ChatRequest, state: ServerState) -> Job:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     check_has_template(model.encoder)
-    ids, form = await asyncio.to_thread(
+    ids, params, form = await asyncio.to_thread(
         model.encoder.open_chat,
         body.messages,
+        params,
         tools=body.tools,
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
+        reasoning_effort=body.reasoning_effort,
+        max_reasoning_tokens=body.max_reasoning_tokens,
         template_options=body.chat_template_kwargs,
     )
     return make_job("chatcmpl", body, model, state.config, [ids], (None,), params, form)

@@ -1,0 +1,236 @@
+"""The grammar of the tool calls that a request asks for, in the family's own notation.
+
+    required           start: one call or more                      the model chooses the tool
+    a named tool       start: one call of that tool
+    auto, strict       a trigger, and behind it the rest of a call  free text is never masked
+    auto, with a response_format: calls, or JSON of that format
+
+A grammar is written in Lark's notation, in which a JSON schema is a symbol (`%json {…}`), and a token of the
+vocabulary is one as well (`<[id]>`): a marker that is one token is written as that token, and no other way.
+
+Arguments follow the tool's schema. Keywords that the matcher cannot enforce are passed over, unless the tool
+is `strict`: then they are refused by name. XML has raw text in it, so of a string only its choices are
+enforced there; in Python notation, names must be names of Python.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from infer.dialects.table import Dialect
+from infer.dialects.values import schema_types
+from infer.errors import RequestError
+from infer.sampling.structured import Structured
+from infer.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from infer.dialects.answer import AnswerFormat, Tool
+
+BLANKS = r"[\x20\x0A\x0D\x09]{1,8}"  # between JSON tokens: without a limit some models never stop
+_LEAD = r"/[ \n]{0,4}/"  # behind reasoning
+_STRING_KEYWORDS = ("pattern", "format", "minLength", "maxLength")
+
+
+def constraint(form: AnswerFormat, tokenizer: Tokenizer, text: Structured | None = None) -> Structured | None:
+    """The constraint that an answer's tools and `tool_choice` amount to; None if the model is free.
+
+    With `text`, a constraint on answers that are no calls, an answer is one or the other from its start on.
+    """
+    dialect = form.dialect
+    is_free = form.choice == "auto" and not any(tool.is_strict for tool in form.tools)
+    if dialect is None or (text is None and is_free):
+        return text
+    tools = [tool for tool in form.tools if form.choice in ("auto", "required", tool.name)]
+    lines = _Lines(dialect, tokenizer, is_triggered=form.choice == "auto" and text is None)
+    names = " | ".join([lines.tool(tool) for tool in tools])
+    if form.choice == "auto" and text is None:
+        grammar = lines.behind_trigger(names)
+        return Structured(kind="grammar", text=grammar, triggers=(_trigger(dialect),), param="tools")
+    other = lines.other(text) if text is not None and form.choice == "auto" else ""
+    grammar = lines.answer(names, is_single=form.max_calls == 1, has_lead=form.think is not None, other=other)
+    return Structured(kind="grammar", text=grammar, param="tools")
+
+
+def _trigger(dialect: Dialect) -> str:
+    """The text behind which a call is certain, and its name is not written yet."""
+    if dialect.form == "xml":
+        return "<function="
+    if dialect.form == "json" and not dialect.writes_marker:
+        return '{"name": "'
+    if not dialect.begins:
+        raise RequestError(
+            "strict tools need tool_choice 'required' or a named tool with this model: its calls "
+            f"({dialect.name}) have no marker from which on they could be enforced",
+            param="tools",
+        )
+    return dialect.begins[0]
+
+
+def _quote(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+class _Lines:
+    """The rules of a grammar, as they are written."""
+
+    def __init__(self, dialect: Dialect, tokenizer: Tokenizer, *, is_triggered: bool) -> None:
+        self._dialect = dialect
+        self._is_triggered = is_triggered
+        self._tokenizer = tokenizer
+        self._rules: list[str] = []
+        gap = (
+            tokenizer.gap_after_special
+            if self._is_special(dialect.begins[0] if dialect.begins else "")
+            else ""
+        )
+        self._opening = gap + dialect.opening
+
+    def _is_special(self, marker: str) -> bool:
+        return self._tokenizer.token_id(marker) in self._tokenizer.special_ids
+
+    def _marker(self, text: str) -> str:
+        token_id = self._tokenizer.token_id(text) if text else None
+        return f"<[{token_id}]>" if token_id is not None else self._text(text)
+
+    def _text(self, text: str) -> str:
+        return _quote(text) if text else ""
+
+    def _rule(self, body: str) -> str:
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    def _finish(self, start: str) -> str:
+        return "\n".join((f"start: {start}", *self._rules))
+
+    # -- where calls stand ---------------------------------------------------------------------------
+
+    def other(self, text: Structured) -> str:
+        """A rule for answers that are no calls."""
+        if text.kind not in ("json_schema", "json_object"):
+            raise RequestError(
+                f"{text.param} is a {text.kind} for the whole answer and leaves no room for calls of tools; "
+                "set tool_choice to 'none', or leave one of the two out",
+                param=text.param,
+            )
+        schema = json.loads(text.text) if text.kind == "json_schema" else {"type": "object"}
+        whole = dict(schema) if isinstance(schema, Mapping) else {}
+        whole["x-guidance"] = {"whitespace_pattern": text.whitespace or BLANKS, "lenient": False}
+        return self._rule("%json " + json.dumps(whole, ensure_ascii=False))
+
+    def answer(self, tool: str, *, is_single: bool, has_lead: bool, other: str = "") -> str:
+        """The grammar of an answer that is calls and nothing else, or something else and no calls."""
+        dialect = self._dialect
+        call = self._rule(tool)
+        begin = self._marker(dialect.begins[0]) if dialect.writes_marker else ""
+        opening, closing = f"{begin} {self._text(self._opening)}", self._text(dialect.closing)
+        end, between = self._marker(dialect.end), self._text(dialect.between)
+        if dialect.is_repeated:
+            call = self._rule(f"{opening} {call} {closing} {end}")
+            opening = closing = end = ""
+        more = "" if is_single else f"({between} {call})*"
+        calls = self._rule(f"{opening} {call} {more} {closing} {end}")
+        return self._finish(f"{_LEAD if has_lead else ''} ({calls}{' | ' + other if other else ''})")
+
+    def behind_trigger(self, tool: str) -> str:
+        """The grammar of what follows a trigger, to the end of the call."""
+        dialect = self._dialect
+        call = self._rule(tool)
+        if dialect.form == "xml" or not dialect.writes_marker:
+            return self._finish(call)
+        more = "" if dialect.is_repeated else f"({self._text(dialect.between)} {call})*"
+        opening, closing = (self._text(text.strip()) for text in (dialect.opening, dialect.closing))
+        blanks = _LEAD if dialect.end else "/ ?/"
+        end = f"{_LEAD} {self._marker(dialect.end)}" if dialect.end else ""
+        if dialect.form == "named":
+            blanks = ""
+        return self._finish(f"{blanks} {opening} {call} {more} {closing} {end}")
+
+    # -- one call ------------------------------------------------------------------------------------
+
+    def tool(self, tool: Tool) -> str:
+        """The rule of one tool's call."""
+        write = {"json": self._json, "named": self._named, "xml": self._xml, "pythonic": self._pythonic}
+        return self._rule(write[self._dialect.form](tool))
+
+    def _schema(self, schema: Mapping[str, Any] | bool, tool: Tool) -> str:
+        """A JSON schema as a symbol; parts of it may point to the definitions of the whole."""
+        options = {
+            "whitespace_flexible": True,
+            "whitespace_pattern": BLANKS,
+            "lenient": not tool.is_strict,
+            "coerce_one_of": not tool.is_strict,
+        }
+        if self._dialect.form == "pythonic":
+            options["json_allowed_escapes"] = 'nrbtf\\"u'  # those that mean the same in Python
+        whole = dict(schema) if isinstance(schema, Mapping) else ({} if schema else {"not": {}})
+        for name in ("$defs", "definitions"):
+            if name in tool.parameters and name not in whole:
+                whole[name] = tool.parameters[name]
+        whole["x-guidance"] = options
+        return "%json " + json.dumps(whole, ensure_ascii=False)
+
+    def _json(self, tool: Tool) -> str:
+        head = f'{{"name": {_quote(tool.name)}, "{self._dialect.key}": '
+        if not self._dialect.writes_marker and self._is_triggered:
+            head = head.removeprefix('{"name": "')
+        return f'{_quote(head)} {self._schema(tool.parameters, tool)} "}}"'
+
+    def _named(self, tool: Tool) -> str:
+        return f"{_quote(tool.name)} {self._marker('[ARGS]')} {self._schema(tool.parameters, tool)}"
+
+    def _xml(self, tool: Tool) -> str:
+        head = f"<function={tool.name}>\n"
+        if self._is_triggered:
+            head = head.removeprefix("<function=")
+        parts = [_quote(head)]
+        for name, schema in tool.properties.items():
+            rule = self._rule(
+                f"{_quote(f'<parameter={name}>' + chr(10))} {self._xml_value(schema, tool, name)}"
+            )
+            parts.append(rule if name in tool.required else f"{rule}?")
+        return " ".join((*parts, _quote("</function>")))
+
+    def _xml_value(self, schema: Mapping[str, Any] | bool, tool: Tool, name: str) -> str:
+        end = _quote("\n</parameter>\n")
+        types = schema_types(schema if isinstance(schema, Mapping) else None)
+        if "string" not in types or not isinstance(schema, Mapping):
+            return f"{self._schema(schema, tool)} {end}"
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if isinstance(values, list) and all(isinstance(value, str) and value for value in values):
+            return f"({' | '.join(map(_quote, values))}) {end}"
+        if tool.is_strict and (given := [key for key in _STRING_KEYWORDS if key in schema]):
+            raise RequestError(
+                f"{given[0]} of the parameter {name!r} of the strict tool {tool.name!r} cannot be enforced: "
+                "this model writes arguments as raw text; leave it out, or leave strict out",
+                param="tools",
+            )
+        text = self._rule(r"/(.|\n)*<\/parameter>\n/")
+        self._rules[-1] = self._rules[-1].replace(":", "[lazy]:", 1)
+        return text
+
+    def _pythonic(self, tool: Tool) -> str:
+        for name in (tool.name, *tool.properties):
+            if not name.isidentifier():
+                raise RequestError(
+                    f"this model calls tools in Python's notation, in which {name!r} (of the tool "
+                    f"{tool.name!r}) is no name; rename it, or leave tool_choice and strict out",
+                    param="tools",
+                )
+        given = [
+            (name in tool.required, self._rule(f'"{name}=" {self._schema(schema, tool)}'))
+            for name, schema in tool.properties.items()
+        ]
+        required = [rule for is_required, rule in given if is_required]
+        optional = [rule for is_required, rule in given if not is_required]
+        if required:
+            arguments = ' ", " '.join(required) + "".join(f' (", " {rule})?' for rule in optional)
+        else:  # any of them may be the first
+            firsts = [
+                rule + "".join(f' (", " {later})?' for later in optional[i + 1 :])
+                for i, rule in enumerate(optional)
+            ]
+            arguments = f"({' | '.join(map(self._rule, firsts))})?" if firsts else ""
+        return f'"{tool.name}(" {arguments} ")"'

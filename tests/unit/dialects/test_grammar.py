@@ -1,0 +1,211 @@
+"""Grammars of tool calls, walked at random: what they allow parses back into calls that follow the schema."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import random
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from infer.dialects.answer import AnswerFormat, Tool
+from infer.dialects.events import CallDelta, CallStart, ContentDelta
+from infer.dialects.parser import AnswerParser
+from infer.dialects.table import BY_NAME, THINK, Dialect
+from infer.errors import RequestError
+from infer.tokenizer.gguf_vocab import read_gguf_vocabulary
+from infer.tokenizer.tokenizer import Tokenizer
+from tests.unit.tokenizer.vocabularies import gpt2_metadata
+
+WEATHER = Tool(
+    name="get_weather",
+    parameters={
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "units": {"type": "string", "enum": ["C", "°F"]},
+            "days": {"type": "integer", "minimum": 1, "maximum": 99},
+            "spots": {"type": "array", "items": {"$ref": "#/$defs/spot"}, "maxItems": 2},
+            "exact": {"type": "boolean"},
+            "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        },
+        "required": ["city", "days"],
+        "additionalProperties": False,
+        "$defs": {
+            "spot": {
+                "type": "object",
+                "properties": {"x": {"type": "number"}, "name": {"type": ["string", "null"]}},
+                "required": ["x"],
+                "additionalProperties": False,
+            }
+        },
+    },
+    is_strict=True,
+)
+NOW = Tool(name="now", parameters={"type": "object", "properties": {}, "additionalProperties": False})
+PICK = Tool(
+    name="pick",
+    parameters={
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}, "b": {"type": "integer"}, "c": {"type": "null"}},
+        "additionalProperties": False,
+    },
+)
+TOOLS = (WEATHER, NOW, PICK)
+MARKERS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>")
+
+
+@functools.cache
+def vocabulary(*, is_special: bool) -> tuple[Tokenizer, LLTokenizer]:
+    """A vocabulary in which markers are special tokens, or which has none of them."""
+    metadata = gpt2_metadata(("<|endoftext|>", *(MARKERS if is_special else ()), "<|im_end|>"))
+    core = read_gguf_vocabulary(metadata).core
+    tokenizer = Tokenizer.from_gguf(metadata)
+    return tokenizer, LLTokenizer(core.to_str(), eos_token=sorted(tokenizer.eos_ids))
+
+
+def allowed_ids(matcher: LLMatcher) -> list[int]:
+    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+    return [int(i) for i in np.flatnonzero(bits)]
+
+
+WAYS_OUT = ["<|im_end|>", '"', "}", "]", ")", "</tool_call>", ":", "\n", "`", "0"]
+
+
+def _next_of_end(text: str, end: str = "</parameter>\n") -> str:
+    written = next((n for n in range(len(end) - 1, 0, -1) if text.endswith(end[:n])), 0)
+    return end[written]
+
+
+def walk(form: AnswerFormat, seed: int, *, is_special: bool, prefix: str = "") -> str:
+    """A text that the grammar allows, drawn at random; it is led towards an end once it is long."""
+    tokenizer, ll = vocabulary(is_special=is_special)
+    structured = form.structured(tokenizer)
+    assert structured is not None
+    matcher = LLMatcher(ll, LLMatcher.grammar_from_lark(structured.text), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    draw, text, written = random.Random(seed), prefix, list[int]()
+    for step in itertools.count():
+        assert step < 2000, text
+        if matcher.is_stopped():
+            break
+        ids = allowed_ids(matcher)
+        assert ids, text
+        spelled = {tokenizer.token_text(i): i for i in ids}
+        if step > 60:  # the shortest way out
+            is_raw = len(ids) > 90 and "\n" in spelled  # the text of a parameter in XML
+            order = [_next_of_end(text)] if is_raw else WAYS_OUT
+            chosen = next((spelled[each] for each in order if each in spelled), draw.choice(ids))
+        else:
+            printable = [i for each, i in spelled.items() if each.isprintable() or each == "\n"]
+            chosen = draw.choice(printable or ids)
+        if chosen in tokenizer.eos_ids:
+            assert matcher.is_accepting()
+            break
+        assert matcher.consume_token(chosen), (text, tokenizer.token_text(chosen))
+        text += tokenizer.token_text(chosen)
+        written.append(chosen)
+    return prefix + tokenizer.decode(written, skip_special=False)
+
+
+def read(form: AnswerFormat, text: str) -> tuple[list[tuple[str, Any]], str]:
+    parser = AnswerParser(form)
+    events = parser.push(text) + parser.finish()
+    names = [event.name for event in events if isinstance(event, CallStart)]
+    calls = [
+        (name, json.loads("".join(e.arguments for e in events if isinstance(e, CallDelta) and e.index == i)))
+        for i, name in enumerate(names)
+    ]
+    return calls, "".join(event.text for event in events if isinstance(event, ContentDelta))
+
+
+def check(calls: list[tuple[str, Any]], text: str) -> None:
+    schemas = {tool.name: tool.parameters for tool in TOOLS}
+    for name, arguments in calls:
+        try:
+            jsonschema.validate(arguments, schemas[name])
+        except jsonschema.ValidationError as error:
+            raise AssertionError(f"{text!r}: {error.message}") from None
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+@pytest.mark.parametrize("dialect", BY_NAME.values(), ids=BY_NAME)
+def test_required_calls_parse_back(dialect: Dialect, is_special: bool) -> None:
+    form = AnswerFormat(dialect=dialect, tools=TOOLS, choice="required")
+    names = set()
+    for seed in range(12):
+        text = walk(form, seed, is_special=is_special)
+        calls, content = read(form, text)
+        assert calls and not content, text
+        check(calls, text)
+        names.update(name for name, _ in calls)
+    assert len(names) > 1
+
+
+@pytest.mark.parametrize("dialect", BY_NAME.values(), ids=BY_NAME)
+def test_a_named_tool_is_called_once(dialect: Dialect) -> None:
+    form = AnswerFormat(dialect=dialect, tools=TOOLS, choice="get_weather", max_calls=1)
+    for seed in range(6):
+        text = walk(form, seed, is_special=True)
+        calls, content = read(form, text)
+        assert [name for name, _ in calls] == ["get_weather"] and not content, text
+        check(calls, text)
+
+
+@pytest.mark.parametrize("dialect", [each for each in BY_NAME.values() if each.name != "pythonic"])
+def test_strict_tools_are_enforced_behind_a_trigger(dialect: Dialect) -> None:
+    form = AnswerFormat(dialect=dialect, tools=TOOLS)
+    structured = form.structured(vocabulary(is_special=True)[0])
+    assert structured is not None
+    (trigger,) = structured.triggers
+    for seed in range(6):
+        text = walk(form, seed, is_special=True, prefix=trigger)
+        calls, content = read(form, text)
+        assert calls and not content, text
+        check(calls, text)
+
+
+def test_free_text_is_not_constrained_without_strict_tools() -> None:
+    form = AnswerFormat(dialect=BY_NAME["hermes"], tools=(NOW, PICK))
+    assert form.structured(vocabulary(is_special=True)[0]) is None
+
+
+def test_a_call_may_follow_reasoning_after_blanks() -> None:
+    form = AnswerFormat(dialect=BY_NAME["hermes"], tools=(NOW,), choice="required", think=THINK)
+    tokenizer, ll = vocabulary(is_special=True)
+    structured = form.structured(tokenizer)
+    assert structured is not None
+    matcher = LLMatcher(ll, LLMatcher.grammar_from_lark(structured.text), log_level=0)
+    ids = tokenizer.encode(
+        '\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', parse_special=True
+    )
+    assert matcher.validate_tokens(ids) == len(ids)
+
+
+def test_strict_is_refused_where_it_cannot_be_enforced() -> None:
+    tokenizer, _ = vocabulary(is_special=True)
+    with pytest.raises(RequestError, match="have no marker"):
+        AnswerFormat(dialect=BY_NAME["pythonic"], tools=TOOLS).structured(tokenizer)
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "x+"}}}
+    tool = Tool(name="f", parameters=schema, is_strict=True)
+    with pytest.raises(RequestError, match="pattern of the parameter 'a'"):
+        AnswerFormat(dialect=BY_NAME["qwen3_coder"], tools=(tool,)).structured(tokenizer)
+    dashed = Tool(name="get-time")
+    with pytest.raises(RequestError, match="'get-time'"):
+        AnswerFormat(dialect=BY_NAME["gemma3"], tools=(dashed,), choice="required").structured(tokenizer)
+
+
+def test_keywords_that_cannot_be_enforced_are_passed_over_unless_strict() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "not": {"const": "x"}}}}
+    tokenizer, ll = vocabulary(is_special=True)
+    for is_strict in (False, True):
+        tool = Tool(name="f", parameters=schema, is_strict=is_strict)
+        structured = AnswerFormat(dialect=BY_NAME["hermes"], tools=(tool,), choice="f").structured(tokenizer)
+        assert structured is not None
+        matcher = LLMatcher(ll, LLMatcher.grammar_from_lark(structured.text), log_level=0)
+        assert matcher.is_error() == is_strict
