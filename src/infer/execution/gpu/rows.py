@@ -84,8 +84,18 @@ class DeviceRows:
             for (_, unpack), tensor in zip(parcels, sent, strict=True):
                 unpack(tensor)
         except torch.OutOfMemoryError:  # what came by itself is overwritten when it is sent again
-            self._tenancy[[seq.row for seq in arrived]] = NOBODY
+            self.forget(np.array([seq.row for seq in arrived], dtype=np.int64))
             raise
+
+    def grown(self, rows: np.ndarray) -> np.ndarray:
+        """Those of the rows that were given tokens by the host since they were sent."""
+        sent = self._tenancy[rows]
+        found: np.ndarray = rows[(sent != NOBODY) & (sent != self._state.tenancy[rows])]
+        return found
+
+    def forget(self, rows: np.ndarray) -> None:
+        """Let these rows be entered anew."""
+        self._tenancy[rows] = NOBODY
 
     def sync_tables(self, plan: StepPlan) -> None:
         """Send the blocks alone that tables have got: the rows are those of the last step, a token on."""
@@ -103,7 +113,7 @@ class DeviceRows:
     def sampled_on_host(self, rows: np.ndarray) -> None:
         """Note that the device does not know the newest tokens of these rows; its counts are made anew."""
         self.has_newest[rows] = False
-        self._tenancy[rows[self._has_uses[rows]]] = NOBODY
+        self.forget(rows[self._has_uses[rows]])
 
     def _enter(self, seq: TokenSequence) -> bytes:
         """Take a sequence's row for it; returns how it is sampled."""

@@ -336,7 +336,12 @@ class DeviceRunner:
                 return sample()
             except torch.OutOfMemoryError as error:
                 plan.masks = {seq_id: mask_W.copy() for seq_id, mask_W in plan.masks.items()}
-                return self._launch_smaller(plan, sequences, error)
+                grown = self._rows.grown(
+                    plan.chunks.rows
+                )  # what these draw, other tokens have taken its place
+                wait = self._launch_smaller(plan, sequences, error)
+                self._rows.forget(grown)
+                return wait
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {plan.step}") from error
 

@@ -1,0 +1,104 @@
+"""Constraints on the runner of a GPU, on the CPU: the tokens are those of the CPU's own runner.
+
+There the whole step waits for its masks; here the forward has run, ids arrive late, and what a grammar forces
+takes the place of what was sampled meanwhile.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infer import LLM, SamplingParams
+from infer.engine import machine
+from infer.execution.gpu.runner import DeviceRunner
+from infer.sampling.structured import Reasoning, Structured
+from scripts.make_checkpoint import Sizes, make_checkpoint
+
+pytest.importorskip("llguidance")
+
+PROMPTS = [[(7 * i + j) % 200 + 10 for j in range(3 + 5 * (i % 4))] for i in range(9)]
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 6}}, "required": ["name"]}
+JSON = Structured(kind="json_schema", text=json.dumps(SCHEMA))
+FORCED = Structured(
+    kind="regex",
+    text=r'\{"the name of the engine": "[a-z]{1,4}", "tokens": \[[0-9], [0-9]{1,3}\], "done": true\}',
+)  # of which most has one way to be written
+CHOICE = Structured(kind="choice", text=json.dumps(["the engine", "the clock", "the river"]))
+THINKS = Reasoning(end_id=10, max_tokens=5, forced=(10,))  # one id in the place of one that was sampled
+PENALTIES: dict[str, Any] = {"repetition_penalty": 1.3, "frequency_penalty": 0.4}
+KINDS: list[dict[str, Any]] = [
+    {"structured": FORCED},
+    {},
+    {"structured": FORCED, **PENALTIES},
+    {"structured": CHOICE, "temperature": 1.0, "seed": 5},
+    {"reasoning": THINKS, **PENALTIES},
+    {"structured": FORCED, "reasoning": THINKS, "temperature": 0.8, "seed": 3},
+    {"structured": FORCED, "n": 2, "temperature": 1.0, "seed": 4},
+    {"structured": JSON, "logprobs": 1},
+    PENALTIES,
+]
+KNOBS: list[dict[str, Any]] = [
+    {},
+    {"use_overlap": False},
+    {"max_batch_size": 3, "prefill_chunk_size": 5},
+    {"max_num_batched_tokens": 8},
+    {"block_size": 2, "num_blocks": 64, "preemption": "recompute"},
+    {"block_size": 2, "num_blocks": 64, "preemption": "swap", "swap_blocks": 64},
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory: Path = tmp_path_factory.mktemp("tiny") / "qwen3"
+    make_checkpoint("qwen3", directory, sizes=Sizes(vocab_size=397, context_len=128))
+    return str(directory)
+
+
+def tokens_of(llm: LLM) -> list[list[list[int]]]:
+    params = [SamplingParams(**({"temperature": 0.0, "max_tokens": 40} | kind)) for kind in KINDS]
+    answers = llm.generate(PROMPTS, params)
+    return [[list(output.token_ids) for output in answer.outputs] for answer in answers]
+
+
+@functools.cache
+def expected(directory: str) -> list[list[list[int]]]:
+    return tokens_of(LLM(directory, device="cpu", dtype="float32"))
+
+
+@pytest.mark.parametrize("knobs", KNOBS, ids=str)
+def test_constrained_rows_have_the_tokens_of_the_cpu(
+    checkpoint: str, knobs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = expected(checkpoint)
+    monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
+    llm = LLM(checkpoint, device="cpu", dtype="float32", **knobs)
+    assert isinstance(llm.engine._runner, DeviceRunner)
+    assert tokens_of(llm) == known
+    assert bool(llm.engine.scheduler.num_preemptions) is ("num_blocks" in knobs)
+
+
+@pytest.mark.parametrize("period", [2, 5])
+def test_steps_without_memory_for_their_sampler_change_no_token(
+    checkpoint: str, period: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are run again in halves, under the same masks, when the host has already put other tokens."""
+    known = expected(checkpoint)
+    monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
+    llm = LLM(checkpoint, device="cpu", dtype="float32")
+    runner: Any = llm.engine._runner
+    sample, calls = runner._graphs.sample, itertools.count(1)
+
+    def starve(size: Any) -> Any:
+        if next(calls) % period == 0:
+            raise torch.OutOfMemoryError("none left")
+        return sample(size)
+
+    monkeypatch.setattr(runner._graphs, "sample", starve)
+    assert tokens_of(llm) == known
