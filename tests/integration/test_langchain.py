@@ -13,7 +13,7 @@ pytest.importorskip("langchain_openai")
 import tiktoken  # noqa: E402
 from langchain_core.messages import AIMessageChunk, HumanMessage, SystemMessage  # noqa: E402
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings  # noqa: E402
-from pydantic import SecretStr  # noqa: E402
+from pydantic import BaseModel, ConfigDict, Field, SecretStr  # noqa: E402
 
 from infer.sampling.params import SamplingParams  # noqa: E402
 from scripts.make_checkpoint import make_checkpoint  # noqa: E402
@@ -92,6 +92,29 @@ def test_logprobs_come_with_a_chat_answer(live: LiveServer, chat: ChatOpenAI) ->
     assert len(content) == 12
     assert all(len(token["top_logprobs"]) == 2 for token in content)
     assert all(token["logprob"] == token["top_logprobs"][0]["logprob"] for token in content)  # greedy
+
+
+class Answer(BaseModel):
+    """An answer that ends soon, whatever a model says."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(max_length=4)
+    depth: int = Field(ge=0, le=99)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:pydantic.*")
+def test_structured_output_is_an_object_of_the_class(live: LiveServer) -> None:
+    chat = ChatOpenAI(
+        base_url=live.base_url, api_key=KEY, model=live.model, max_completion_tokens=120, max_retries=0
+    )
+    asked = chat.with_structured_output(Answer, method="json_schema")
+    assert isinstance(asked.invoke("a river"), Answer)
+    *_, last = asked.stream("a river")
+    assert isinstance(last, Answer)
+    schema = Answer.model_json_schema()
+    plain = chat.with_structured_output(schema, method="json_schema", strict=False).invoke("a river")
+    Answer.model_validate(plain)
 
 
 def test_a_completion_model_continues_texts(live: LiveServer, completion: OpenAI) -> None:

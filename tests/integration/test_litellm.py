@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ConfigDict, Field
 
 from infer.sampling.params import SamplingParams
 from scripts.make_checkpoint import make_checkpoint
@@ -63,6 +64,22 @@ def test_a_stream_joins_to_the_offline_answer(live: LiveServer, prefix: str) -> 
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == live.oracle.chat(MESSAGES, GREEDY)[0].text
     assert chunks[-1].usage.completion_tokens == 10
+
+
+class Answer(BaseModel):
+    """An answer that ends soon, whatever a model says."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(max_length=4)
+    depth: int = Field(ge=0, le=99)
+
+
+@both_prefixes
+def test_a_response_format_is_followed(live: LiveServer, prefix: str) -> None:
+    no_thinking = {"chat_template_kwargs": {"enable_thinking": False}}
+    answer = complete(live, prefix, max_tokens=120, response_format=Answer, extra_body=no_thinking)
+    Answer.model_validate_json(answer.choices[0].message.content)
 
 
 @both_prefixes

@@ -9,7 +9,6 @@ from pathlib import Path
 import openai
 import pytest
 from openai import OpenAI
-from pydantic import BaseModel
 
 from infer.config.settings import EngineConfig
 from infer.errors import QueueFull
@@ -19,12 +18,6 @@ from infer.server.app import build_app
 from scripts.make_checkpoint import make_checkpoint
 from tests.support.live_server import serve
 from tests.support.wire import ScriptedClient, make_state, outputs_of
-
-
-class Answer(BaseModel):
-    """What a caller of `parse` wants to get."""
-
-    river: str
 
 
 @pytest.fixture(scope="module")
@@ -59,19 +52,6 @@ def engine() -> ScriptedClient:
 def url(encoder: PromptEncoder, engine: ScriptedClient) -> Iterator[str]:
     with serve(build_app(make_state(encoder, engine, access_log=False))) as found:
         yield f"{found}/v1"
-
-
-def test_parse_is_refused_with_a_reason(url: str, engine: ScriptedClient) -> None:
-    with (
-        OpenAI(base_url=url, api_key="any", max_retries=2, timeout=30) as client,
-        pytest.raises(openai.UnprocessableEntityError) as caught,
-    ):
-        client.chat.completions.parse(
-            model="tiny", messages=[{"role": "user", "content": "a river"}], response_format=Answer
-        )
-    assert caught.value.param == "response_format"
-    assert "response_format" in caught.value.message
-    assert engine.requests == [], "nobody generates an answer that breaks its promise"
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

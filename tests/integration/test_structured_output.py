@@ -10,35 +10,30 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import httpx
 import jsonschema
 import openai
 import pytest
 from openai import OpenAI
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from scripts.make_checkpoint import make_checkpoint
 from tests.support.live_server import LiveServer, serve_model
 
 
-class Place(BaseModel):
-    """A part of an answer."""
-
-    lake: bool
-    depth: int = Field(ge=0, le=99)
-
-
 class Answer(BaseModel):
     """An answer that ends soon, whatever a model says."""
 
+    model_config = ConfigDict(extra="forbid")
+
     name: str = Field(max_length=4)
     kind: Literal["river", "city"]
-    places: list[Place] = Field(min_length=1, max_length=2)
+    depths: list[Annotated[int, Field(ge=0, le=99)]] = Field(min_length=1, max_length=2)
 
 
-SCHEMA = Answer.model_json_schema() | {"additionalProperties": False}
+SCHEMA = Answer.model_json_schema()
 MESSAGES: Any = [{"role": "user", "content": "Where is the river?"}]
 ROUTES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "the river"},
@@ -107,16 +102,15 @@ FORMS: list[tuple[dict[str, Any], Callable[[str], object]]] = [
 ]
 
 
-@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(("form", "is_right"), FORMS, ids=[next(iter(form)) for form, _ in FORMS])
 def test_every_spelling_gives_what_it_asks_for(
-    live: LiveServer, route: str, form: dict[str, Any], is_right: Callable[[str], object]
+    live: LiveServer, form: dict[str, Any], is_right: Callable[[str], object]
 ) -> None:
-    whole = texts_of(live, route, **form)
-    assert is_right(whole[0]), whole
-    assert texts_of(live, route, stream=True, **form) == whole
-    several = texts_of(live, route, n=3, temperature=1.5, **form)
-    assert len(several) == 3 and all(map(is_right, several)), several
+    whole = texts_of(live, "/v1/chat/completions", n=2, **form)
+    assert len(whole) == 2 and all(map(is_right, whole)), whole
+    assert texts_of(live, "/v1/chat/completions", n=2, stream=True, **form) == whole
+    (continued,) = texts_of(live, "/v1/completions", temperature=1.5, **form)
+    assert is_right(continued), continued
 
 
 def test_any_object_is_an_object_when_it_ends(live: LiveServer) -> None:
@@ -207,36 +201,6 @@ def test_what_only_the_compiler_knows_is_422_too(live: LiveServer, is_stream: bo
         assert "cannot be compiled" in response.json()["error"]["message"]
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:pydantic.*")
-def test_langchain_with_structured_output(live: LiveServer) -> None:
-    langchain = pytest.importorskip("langchain_openai")
-    chat = langchain.ChatOpenAI(
-        base_url=live.base_url, api_key="any", model=live.model, max_completion_tokens=150, max_retries=0
-    )
-    assert isinstance(chat.with_structured_output(Answer, method="json_schema").invoke("a river"), Answer)
-    as_dict = chat.with_structured_output(SCHEMA, method="json_schema", strict=False).invoke("a river")
-    Answer.model_validate(as_dict)
-    *_, last = chat.with_structured_output(Answer, method="json_schema").stream("a river")
-    assert isinstance(last, Answer)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:pydantic.*")
-@pytest.mark.parametrize("prefix", ["openai", "hosted_vllm"])
-def test_litellm_response_format(live: LiveServer, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else its import asks the network
-    litellm = pytest.importorskip("litellm")
-    answer = litellm.completion(
-        model=f"{prefix}/{live.model}",
-        api_base=live.base_url,
-        api_key="any",
-        messages=MESSAGES,
-        response_format=Answer,
-        max_tokens=150,
-        num_retries=0,
-    )
-    Answer.model_validate_json(answer.choices[0].message.content)
-
-
 # -- bombs -------------------------------------------------------------------------------------------
 
 
@@ -271,7 +235,7 @@ BOMBS: dict[str, tuple[bytes, tuple[int, ...]]] = {  # the field of a body, and 
     "enum of 100k": (b'"guided_json":' + json.dumps({"enum": list(range(100_000))}).encode(), (422,)),
     "enum of 9k": (b'"guided_json":' + json.dumps({"enum": list(range(9_000))}).encode(), (200, 422)),
     "8 MB of brackets": (b'"guided_json":{"enum":[' + b"[]," * 2_600_000 + b"1]}", (422,)),
-    "10 MB": (b'"guided_json":{"const":"' + b"a" * 10_000_000 + b'"}', (413,)),
+    "8 MB of text": (b'"guided_json":{"const":"' + b"a" * 8_000_000 + b'"}', (422,)),
     "chain of references": (b'"guided_json":' + json.dumps(chain(700)).encode(), (422,)),
     "recursion": (b'"guided_json":' + json.dumps(RECURSIVE).encode(), (200, 422)),
     "products": (b'"guided_json":' + json.dumps(unions(6)).encode(), (422,)),
