@@ -132,7 +132,8 @@ async def script(verb: str, rest: str) -> AsyncIterator[str]:
 
 def thoughts(text: str) -> Iterator[dict[str, object]]:
     """Deltas of reasoning, and of an answer behind it."""
-    yield from ({"reasoning_content": word + " ", "reasoning": word + " "} for word in text.split(" "))
+    for word in text.split(" "):
+        yield {"reasoning_content": word + " ", "reasoning": word + " "}
     yield {"content": "so yes"}
 
 
