@@ -297,7 +297,9 @@ def _answer_line(conversation: ChatSession, text: str, args: argparse.Namespace,
 def _explain_end(conversation: ChatSession, answer: ShownAnswer) -> None:
     if answer.finish_reason is None:
         notice("[stopped]")
-    if answer.finish_reason == "length":
+    if answer.finish_reason == "length" and isinstance(conversation.llm, RemoteModel):
+        notice("[cut: --max-tokens or the context allows no more]")  # a chunk may hold several tokens
+    elif answer.finish_reason == "length":
         num_tokens = len(answer.token_ids)
         is_asked = num_tokens == conversation.params.max_tokens
         reason = "--max-tokens allows more" if is_asked else "the context is full, /reset empties it"

@@ -422,3 +422,10 @@ def test_calls_that_are_none_break_an_answer_off(infer: Infer, calls: Any) -> No
         outcome = infer("chat", "--url", url, stdin="go\n")
     assert outcome.code == 2
     assert outcome.err.startswith("infer: error: the server's answer broke off: ")
+
+
+def test_an_answer_cut_by_a_server_is_said_to_be_cut_without_a_count_of_tokens(infer: Infer) -> None:
+    """A chunk may hold several tokens, so how many there were is not known here."""
+    with server(ONE_MODEL, event({"content": "so"}) + event({}, "length")) as url:
+        outcome = infer("chat", "--url", url, "--max-tokens", "3", stdin="go\n")
+    assert outcome.err == "[cut: --max-tokens or the context allows no more]\n"
