@@ -7,7 +7,8 @@
     BodyLimit     reads bodies, up to a size and for a time
     Gate          503 while starting or draining
     Forward       only in API processes beside process 0: what is about the whole server is asked there
-    routes        completions, chat, models, tokens, embeddings; health, metrics; admin; the page
+    routes        completions, chat, messages, responses, models, tokens, embeddings; health, metrics;
+                  admin; the page
 
 All layers are plain ASGI: a streamed chunk passes through function calls, not through queues and tasks.
 """
@@ -32,7 +33,18 @@ from infer.server.middleware.forward import Ask, Forward
 from infer.server.middleware.host_check import HostCheck
 from infer.server.middleware.limits import BodyLimit, Gate
 from infer.server.protocol.errors import install_error_handlers
-from infer.server.routes import admin, chat, completions, embeddings, health, models, pages, tokens
+from infer.server.routes import (
+    admin,
+    chat,
+    completions,
+    embeddings,
+    health,
+    messages,
+    models,
+    pages,
+    responses,
+    tokens,
+)
 from infer.server.state import ServerState
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -95,7 +107,7 @@ def build_app(
         lifespan=lifespan,
     )
     app.state.server, app.state.fleet, app.state.metrics = state, fleet, fleet.metrics
-    for part in (completions, chat, models, tokens, embeddings, health):
+    for part in (completions, chat, messages, responses, models, tokens, embeddings, health):
         app.include_router(part.router)
     if config.admin_key is not None:
         app.include_router(admin.router)

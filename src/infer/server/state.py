@@ -61,6 +61,7 @@ class RequestRecord:
 
     request_id: str
     arrived_at: float  # perf_counter seconds
+    is_anthropic: bool = False  # its path is of Anthropic's API: errors are told in that form
     status: int = 0  # 0: no answer was begun
     models: list[ServedModel] = field(default_factory=list)  # held until the end; the last one serves it
     num_prompt_tokens: int = 0

@@ -267,8 +267,8 @@ def test_an_unknown_route_and_method_answer_in_the_same_form(wire: Wire) -> None
         ("/v1/embedding", "; did you mean '/v1/embeddings'?"),
         ("/api/chat", "; did you mean '/v1/chat/completions'?"),
         ("/api/generate", "; did you mean '/v1/completions'?"),
-        ("/v1/responses", "; did you mean '/v1/chat/completions'?"),  # the newer API of OpenAI's client
-        ("/v1/messages", "; did you mean '/v1/chat/completions'?"),
+        ("/v1/v1/responses", "; did you mean '/v1/responses'?"),
+        ("/v1/v1/messages", "; did you mean '/v1/messages'?"),  # Anthropic's client adds the /v1 itself
         ("/v1/audio/speech", "; GET /openapi.json lists the routes"),
     ],
 )

@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from infer.server.metrics import ServerMetrics
 from infer.server.middleware.auth import HEALTH_PATH, route_path
 from infer.server.middleware.redaction import redacted_reason
-from infer.server.protocol.errors import ApiError
+from infer.server.protocol.errors import ANTHROPIC_PREFIX, ApiError
 from infer.server.state import RAW_SEND, RequestRecord, recording
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,8 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = RequestRecord(request_id=_request_id(scope), arrived_at=perf_counter())
+        is_anthropic = route_path(scope).startswith(ANTHROPIC_PREFIX)
+        record = RequestRecord(_request_id(scope), perf_counter(), is_anthropic)
         if FORWARDED in scope:  # from another API process, which logs and counts it
             with recording(record):
                 await self._app(scope, receive, send)
@@ -72,13 +73,15 @@ class AccessLog:
             self._finish(scope, record)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
-        id_header = (b"x-request-id", record.request_id.encode())
+        id_headers = [(b"x-request-id", record.request_id.encode())]
+        if record.is_anthropic:
+            id_headers.append((b"request-id", record.request_id.encode()))  # as Anthropic's clients call it
         scope[RAW_SEND] = send
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), id_header]
+                message["headers"] = [*message.get("headers", ()), *id_headers]
                 if record.marks is not None:
                     record.mark("send")
                     message["headers"].append((b"server-timing", record.timing.encode()))

@@ -6,7 +6,8 @@
 
 Decided on the path the router matches too (`scope["path"]` below its root path), so no second reading
 of a URL or of a Host header can disagree with it. Keys are compared as hashes, all of them, in constant
-time: how long a refusal takes says nothing about how close a guess was.
+time: how long a refusal takes says nothing about how close a guess was. A key comes as `authorization: Bearer
+KEY`, or as `x-api-key: KEY`, which Anthropic's clients send.
 """
 
 from __future__ import annotations
@@ -88,18 +89,21 @@ class Auth:
             return
         else:
             ring = self._clients
-        if ring.opens(_bearer(scope)):
+        if ring.opens(_key_of(scope)):
             await self._app(scope, receive, send)
             return
-        message = "no valid key was given; send it as 'authorization: Bearer KEY'"
+        message = "no valid key was given; send it as 'authorization: Bearer KEY' or 'x-api-key: KEY'"
         error = ApiError(status=401, message=message, headers={"www-authenticate": "Bearer"})
         await error.send_unread(scope, send)
 
 
-def _bearer(scope: Scope) -> bytes:
-    """The key in the authorization header; empty if there is none."""
+def _key_of(scope: Scope) -> bytes:
+    """The key in the authorization header, else in that of Anthropic's clients; empty without either."""
+    other = b""
     for name, value in scope["headers"]:
         if name == b"authorization":
             scheme, _, key = bytes(value).partition(b" ")
             return key.strip() if scheme.lower() == b"bearer" else b""
-    return b""
+        if name == b"x-api-key":
+            other = bytes(value).strip()
+    return other

@@ -1,4 +1,4 @@
-"""Errors in the form that OpenAI's clients understand.
+"""Errors in the form that OpenAI's clients understand, and on Anthropic's routes in Anthropic's.
 
     exception                              status   the client's next move
     MalformedRequest, wrong JSON type       400     mend the program
@@ -10,10 +10,14 @@
     RequestTimeout                          504     ask for less, or for more time; not the same again
     EngineError, anything else              500     tell the operator
 
-Every body is `{"error": {"message", "type", "param", "code"}}`, also for unknown routes. A message about a
-request is written here, or quotes the client's own words. A message of an engine or a template may quote
-another library's exception, with addresses and paths of this machine in it, so these are scrubbed: all paths
-but the names of our routes. Of an unexpected exception the client learns nothing but that it happened.
+Every body is `{"error": {"message", "type", "param", "code"}}`, also for unknown routes. Under /v1/messages
+it is `{"type": "error", "error": {"type", "message"}, "request_id"}`, from every layer of the server; there a
+422 is a 400, and a model that is not served a 404, because Anthropic's API has no finer words.
+
+A message about a request is written here, or quotes the client's own words. A message of an engine or a
+template may quote another library's exception, with addresses and paths of this machine in it, so these are
+scrubbed: all paths but the names of our routes. Of an unexpected exception the client learns nothing but that
+it happened.
 """
 
 from __future__ import annotations
@@ -73,6 +77,18 @@ ERROR_TYPES = {  # as vLLM calls them; openai's client maps by status
     504: "GatewayTimeoutError",
 }
 
+ANTHROPIC_PREFIX = "/v1/messages"
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",  # theirs has the status 529, which no proxy knows
+    504: "timeout_error",
+}
+# by the field to blame: with these details the tool runner of Anthropic's package sends whole conversations
+ANTHROPIC_DETAILS = {"thread": {"error_code": "thread_unsupported_request"}}
+
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,16}\b")
 _PATH = re.compile(r"(?<![\w/.:<])/(?:[\w.@+~-]{1,255}/)*[\w.@+~-]{1,255}")  # </tag> is none
 ROUTES = frozenset(  # what a hint may send a client to
@@ -86,14 +102,16 @@ ROUTES = frozenset(  # what a hint may send a client to
         "/v1/completions",
         "/v1/completions/stream",
         "/v1/embeddings",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
         "/v1/models",
+        "/v1/responses",
         "/version",
     }
 )
 
 FOREIGN_ROUTES = {  # of another API: what does the same here
-    "/v1/responses": "/v1/chat/completions",
-    "/v1/messages": "/v1/chat/completions",
+    "/v1/complete": "/v1/messages",
     "/api/chat": "/v1/chat/completions",
     "/api/generate": "/v1/completions",
     "/api/embed": "/v1/embeddings",
@@ -126,22 +144,43 @@ class ApiError:
         code = self.code or self.status
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": code}}
 
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """The JSON body in Anthropic's form."""
+        kind = "api_error" if self.status >= 500 else "invalid_request_error"
+        error: dict[str, Any] = {"type": ANTHROPIC_TYPES.get(self.status, kind), "message": self.message}
+        if self.param in ANTHROPIC_DETAILS:
+            error["details"] = ANTHROPIC_DETAILS[self.param]
+        return {"type": "error", "error": error, "request_id": current_id()}
+
+    def rendered(self) -> tuple[int, bytes]:
+        """Status and body in the form of the current request's API; the error goes into its log line."""
+        record = current_record()
+        if record is None or not record.is_anthropic:
+            shown, body = self, self.body
+        else:
+            status = {422: 404 if self.code == MODEL_NOT_FOUND else 400}.get(self.status, self.status)
+            shown = replace(self, status=status)
+            body = shown.anthropic_body
+        if record is not None:
+            record.error = shown
+        return shown.status, orjson.dumps(body)
+
     def encode(self) -> bytes:
-        """The JSON body as bytes; the error goes into the log line of the current request."""
-        if (record := current_record()) is not None:
-            record.error = self
-        return orjson.dumps(self.body)
+        """The JSON body as bytes, for a stream that has sent its status."""
+        return self.rendered()[1]
 
     def response(self) -> Response:
         """The error as a whole answer."""
-        return Response(self.encode(), self.status, headers=dict(self.headers), media_type="application/json")
+        status, body = self.rendered()
+        return Response(body, status, headers=dict(self.headers), media_type="application/json")
 
     async def send(self, send: Send) -> None:
         """Answer from bare ASGI: middleware stands outside of the framework's exception handlers."""
-        body = self.encode()
+        status, body = self.rendered()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         headers += [(name.lower().encode(), value.encode()) for name, value in self.headers.items()]
-        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
     async def send_unread(self, scope: Scope, send: Send) -> None:

@@ -17,7 +17,7 @@ shapes are checked here; ranges are checked where values are used (`SamplingPara
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 from pydantic import (
@@ -141,6 +141,10 @@ class Body(BaseModel):
         """The fields that were given and have no effect."""
         return self._ignored
 
+    def note_ignored(self, names: Iterable[str]) -> None:
+        """Add fields of inner objects that have no effect."""
+        self._ignored = (*self._ignored, *names)
+
     @model_validator(mode="wrap")
     @classmethod
     def _account_for_fields(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
@@ -182,7 +186,7 @@ class Conversation(Body):
                     )
                 elif value:  # a null or an empty list says nothing
                     ignored[f"messages.{name}"] = None
-        self._ignored = (*self._ignored, *ignored)
+        self.note_ignored(ignored)
         return self
 
 

@@ -95,10 +95,10 @@ class JsonRoute(APIRoute):
         return handle_json
 
 
-def make_router() -> APIRouter:
+def make_router(error_body: type[BaseModel] = ErrorBody) -> APIRouter:
     """A router for JSON routes, with their errors in the OpenAPI schema."""
     statuses = (400, 401, 413, 422, 500, 503, 504)
-    errors: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for status in statuses}
+    errors: dict[int | str, dict[str, Any]] = {status: {"model": error_body} for status in statuses}
     return APIRouter(route_class=JsonRoute, responses=errors)
 
 

@@ -1,0 +1,130 @@
+"""An answer as parts, for APIs whose answers are lists: blocks of `/v1/messages`, items of `/v1/responses`.
+
+    ReasoningDelta ReasoningDelta ContentDelta CallStart CallDelta CallDelta       events of the answer
+    └──────── reasoning ────────┘ └── text ──┘ └────────── call ─────────┘        parts
+
+A part ends where an event of another kind, or another call, begins. A stream opens a part, adds to it and
+closes it; a whole answer is the same parts, closed.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ContentDelta, ReasoningDelta
+from infer.frontend.outputs import CompletionOutput, TextDelta
+from infer.server.protocol.stream import FrameWriter, Generation, Piece
+
+Kind = Literal["reasoning", "text", "call"]
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """A stretch of an answer: reasoning, text, or a tool call, whose text is its arguments."""
+
+    kind: Kind
+    index: int
+    call_id: str = ""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """All of it so far."""
+        return "".join(self.pieces)
+
+
+def events_of(delta: TextDelta) -> Sequence[AnswerEvent]:
+    """The events of a piece; one of an answer without a format is text."""
+    return delta.events or ([ContentDelta(delta.text)] if delta.text else ())
+
+
+def gather(output: CompletionOutput) -> list[Part]:
+    """The parts of a whole answer; one that says nothing has an empty text."""
+    events: list[AnswerEvent] = [ReasoningDelta(output.reasoning)] if output.reasoning else []
+    events += [ContentDelta(output.text)] if output.text else []
+    for i, call in enumerate(output.tool_calls):
+        events += [CallStart(i, call.call_id, call.name), CallDelta(i, call.arguments)]
+    parts: list[Part] = []
+    for event in events:
+        place(event, parts)
+    return parts or [Part("text", 0)]
+
+
+def place(event: AnswerEvent, parts: list[Part]) -> tuple[Part, str]:
+    """Add an event to the last part, or begin another; returns the part and the text that is new in it."""
+    match event:
+        case CallStart(call_id=call_id, name=name):
+            parts.append(Part("call", len(parts), call_id, name))
+            return parts[-1], ""
+        case CallDelta(arguments=text):
+            kind: Kind = "call"
+        case ReasoningDelta(text=text):
+            kind = "reasoning"
+        case ContentDelta(text=text):
+            kind = "text"
+    if not parts or parts[-1].kind != kind:
+        parts.append(Part(kind, len(parts)))
+    parts[-1].pieces.append(text)
+    return parts[-1], text
+
+
+class PartWriter(FrameWriter):
+    """A stream of named events that opens, fills and closes the parts of one answer."""
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+        self.parts: list[Part] = []
+        self.finish_reason: str | None = None  # why the answer ended: "stop" or "length"
+        self.stop_reason: str | int | None = None  # the stop string or stop token that ended it
+        self._has_begun = False
+
+    @abstractmethod
+    def begin(self) -> list[bytes]:
+        """The frames before the first part."""
+
+    @abstractmethod
+    def open(self, part: Part) -> list[bytes]:
+        """The frames that begin a part."""
+
+    @abstractmethod
+    def add(self, part: Part, text: str) -> bytes:
+        """The frame of more text of a part."""
+
+    @abstractmethod
+    def close(self, part: Part) -> list[bytes]:
+        """The frames that end a part."""
+
+    @abstractmethod
+    def finish(self) -> list[bytes]:
+        """The frames behind the last part."""
+
+    def frames(self, piece: Piece) -> list[bytes]:
+        """What a piece adds to the answer."""
+        frames: list[bytes] = [] if self._has_begun else self.begin()
+        self._has_begun = True
+        for event in events_of(piece.delta):
+            num_before = len(self.parts)
+            part, text = place(event, self.parts)
+            if len(self.parts) > num_before:
+                frames += (self.close(self.parts[-2]) if num_before else []) + self.open(part)
+            if text:
+                frames.append(self.add(part, text))
+        self.finish_reason, self.stop_reason = piece.delta.finish_reason, piece.delta.stop_reason
+        return frames
+
+    def end(self) -> list[bytes]:
+        """The end of the last part and of the answer; one that says nothing has an empty text."""
+        frames: list[bytes] = []
+        if not self.parts:
+            self.parts.append(Part("text", 0))
+            frames += self.open(self.parts[0])
+        return frames + self.close(self.parts[-1]) + self.finish()
+
+
+def reasoning_tokens(usage: Mapping[str, Any]) -> int:
+    """How many of an answer's tokens are reasoning."""
+    return int(usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0))

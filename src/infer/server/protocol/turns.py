@@ -1,0 +1,132 @@
+"""A conversation written in blocks or items, as the messages that a chat template reads.
+
+`/v1/messages` has blocks inside messages and `/v1/responses` a flat list of items; a chat has one message per
+turn, which holds the turn's reasoning, its text and its tool calls:
+
+    thinking, text, tool_use   |   reasoning, message, function_call     ──►   one assistant message
+    tool_result                |   function_call_output                  ──►   one tool message each
+    text, text                 |   message, message                      ──►   one user message
+
+Blocks and items are bodies of their own (schemas.py): every field of each is accounted for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from pydantic import ValidationError
+
+from infer.errors import MalformedRequest, RequestError, closest
+from infer.server.protocol.errors import show_value, validation_error
+from infer.server.protocol.schemas import Body
+
+Path = tuple[str | int, ...]  # where something stands in a body: ("messages", 0, "content", 2)
+
+
+class Turns:
+    """The messages of a conversation, put together in the order in which its parts are given."""
+
+    def __init__(self) -> None:
+        self._turns: list[dict[str, Any]] = []
+        self.ignored: dict[str, None] = {}  # fields without effect, in the order they were met
+
+    def say(self, role: str, text: str) -> None:
+        """Add text to a turn of this role; texts of one turn stand on lines of their own."""
+        self._turn(role)["content"].append(text)
+
+    def think(self, text: str) -> None:
+        """Add reasoning to the assistant's turn."""
+        self._turn("assistant").setdefault("reasoning_content", []).append(text)
+
+    def call(self, call_id: str, name: str, arguments: str) -> None:
+        """Add a tool call to the assistant's turn; its arguments are JSON text."""
+        made = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        self._turn("assistant").setdefault("tool_calls", []).append(made)
+
+    def answer_call(self, call_id: str, text: str) -> None:
+        """Add the result of a tool call."""
+        self._turns.append({"role": "tool", "tool_call_id": call_id, "content": [text]})
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation as chat messages."""
+        joined = ("content", "reasoning_content")
+        return [
+            {key: "\n".join(value) if key in joined else value for key, value in turn.items()}
+            for turn in self._turns
+        ]
+
+    def read(
+        self,
+        kinds: Mapping[str, type[Body]],
+        given: Any,
+        path: Path,
+        *,
+        refused: Mapping[str, str] | str = "",
+        default: str | None = None,
+    ) -> Body:
+        """A block, an item or a tool as the class of its type; an error says where in the body it stands.
+
+        `refused` is the reason why other types are not taken, or has the reasons of some.
+        """
+        where = spell_path(path)
+        kind = _kind_of(kinds, given, where, refused, default)
+        try:
+            made = kinds[kind].model_validate({name: given[name] for name in given if name != "type"})
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise validation_error([{**first, "loc": ("body", *path, *first["loc"])}], {}) from None
+        except RequestError as error:
+            error.param = where if error.param is None else f"{where}.{error.param}"
+            raise
+        for name in made.ignored_fields:
+            if given[name] not in (None, [], {}):  # which say nothing
+                self.ignored[f"{path[0]}.{name}"] = None
+        return made
+
+    def _turn(self, role: str) -> dict[str, Any]:
+        if not self._turns or self._turns[-1]["role"] != role:
+            self._turns.append({"role": role, "content": []})
+        return self._turns[-1]
+
+
+def spell_path(path: Path) -> str:
+    """("messages", 0, "content") -> messages[0].content."""
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    return "".join(steps).removeprefix(".")
+
+
+@contextmanager
+def spelled(spellings: Mapping[str, str]) -> Iterator[None]:
+    """Tell errors about fields of a chat in the words of another API, which `spellings` has."""
+    try:
+        yield
+    except RequestError as error:
+        param = error.param or ""
+        for name, other in spellings.items():
+            if param == name or param.startswith((f"{name}.", f"{name}[")):
+                error.param = other + param.removeprefix(name)
+                error.args = (str(error).replace(name, other), *error.args[1:])
+                break
+        raise
+
+
+def _kind_of(
+    kinds: Mapping[str, type[Body]],
+    given: Any,
+    where: str,
+    refused: Mapping[str, str] | str,
+    default: str | None,
+) -> str:
+    if not isinstance(given, dict):
+        raise MalformedRequest(f"{where} must be an object, got {type(given).__name__}", param=where)
+    kind = given.get("type", default)
+    if not isinstance(kind, str):
+        message = f"{where}.type must be a string: {', '.join(kinds)}; got {show_value(kind)}"
+        raise MalformedRequest(message, param=f"{where}.type")
+    if kind in kinds:
+        return kind
+    reason = refused if isinstance(refused, str) else refused.get(kind)
+    hint = f": {reason}" if reason else closest(kind[:80], list(kinds), listed="allowed")
+    raise RequestError(f"{where} has type {kind[:80]!r}, which is not supported{hint}", param=where)

@@ -1,0 +1,203 @@
+"""`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's API, as a chat in other words.
+
+    message_start, ping
+    content_block_start, content_block_delta ..., content_block_stop     each block: thinking, text, tool_use
+    message_delta, message_stop                                          why it ended, and the usage
+    error                                                                in place of the rest, if it fails
+
+A request whose max_tokens do not fit behind its prompt is not refused, as it would be in a chat: agents ask
+for more than small models have. Its answer may fill the context, and then ends with the reason
+model_context_window_exceeded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import orjson
+from fastapi import Request, Response
+from pydantic import BaseModel
+
+from infer.server.protocol.errors import to_api_error
+from infer.server.protocol.messages import SPELLINGS, CountTokensRequest, MessagesRequest, messages_to_chat
+from infer.server.protocol.parts import Part, PartWriter, gather, reasoning_tokens
+from infer.server.protocol.stream import EventStream, Generation, named_event, unless_disconnected
+from infer.server.protocol.translate import Job, open_chat
+from infer.server.protocol.turns import spelled
+from infer.server.routes.json_route import (
+    ignored_headers,
+    in_thread_if_large,
+    json_response,
+    make_router,
+    server_state,
+)
+
+
+class MessageError(BaseModel):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class MessageErrorBody(BaseModel):
+    """Every error answer of these routes."""
+
+    type: Literal["error"]
+    error: MessageError
+    request_id: str
+
+
+router = make_router(MessageErrorBody)
+
+UNSIGNED = "unsigned"  # clients want a signature under reasoning, and send it back; it says nothing here
+NOT_ENDED = {"stop_reason": None, "stop_sequence": None}
+DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+@router.post("/v1/messages", response_model=None)
+async def create_message(body: MessagesRequest, http: Request) -> Response:
+    """Answer a conversation."""
+    with spelled(SPELLINGS):
+        generation = Generation(fit(await open_message(body, http)))
+        if body.stream:
+            writer = MessageWriter(generation)
+            return await EventStream.start(http, generation, writer, headers=ignored_headers(body))
+        answers = await unless_disconnected(http.receive, generation.collect())
+    output = answers[0].outputs[0]
+    parts = gather(output)
+    reason = stop_fields(generation, parts, output.finish_reason, output.stop_reason)
+    return json_response(message_body(generation, parts, reason), body)
+
+
+@router.post("/v1/messages/count_tokens", response_model=None)
+async def count_tokens(body: CountTokensRequest, http: Request) -> Response:
+    """The length of a conversation's prompt."""
+    with spelled(SPELLINGS):
+        job = await open_message(body, http)
+    return json_response({"input_tokens": len(job.requests[0].prompt)}, body)
+
+
+async def open_message(body: CountTokensRequest, http: Request) -> Job:
+    """The job of a message, which is that of a chat."""
+    chat = await in_thread_if_large(10 * body.size, messages_to_chat, body)
+    return await open_chat(chat, server_state(http))
+
+
+def fit(job: Job) -> Job:
+    """The job, with an answer that may fill the context where it asks for more than that."""
+    request, max_tokens = job.requests[0], job.params.max_tokens
+    room = job.model.encoder.context_len - len(request.prompt)
+    if max_tokens is None or not 0 < room < max_tokens:
+        return job
+    return replace(job, requests=(replace(request, params=replace(request.params, max_tokens=None)),))
+
+
+class MessageWriter(PartWriter):
+    """Anthropic's stream: blocks that are opened, filled and closed between the start and the end."""
+
+    def begin(self) -> list[bytes]:
+        """The message without content, and the ping that Anthropic sends behind it."""
+        message = message_body(self.generation, [], NOT_ENDED)
+        return [_event("message_start", message=message), _event("ping")]
+
+    def open(self, part: Part) -> list[bytes]:
+        """An empty block."""
+        return [_event("content_block_start", index=part.index, content_block=block(part, is_open=True))]
+
+    def add(self, part: Part, text: str) -> bytes:
+        """More of a block."""
+        kind, key = DELTAS[part.kind]
+        return _delta(part, {"type": kind, key: text})
+
+    def close(self, part: Part) -> list[bytes]:
+        """The end of a block; reasoning is signed before."""
+        stop = _event("content_block_stop", index=part.index)
+        if part.kind != "reasoning":
+            return [stop]
+        return [_delta(part, {"type": "signature_delta", "signature": UNSIGNED}), stop]
+
+    def finish(self) -> list[bytes]:
+        """Why the answer ended, and what it cost."""
+        reason = stop_fields(self.generation, self.parts, self.finish_reason, self.stop_reason)
+        ended = _event("message_delta", delta=reason, usage=usage(self.generation))
+        return [ended, _event("message_stop")]
+
+    def error(self, error: BaseException) -> bytes:
+        """The `error` event."""
+        return named_event("error", to_api_error(error).encode())
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return named_event(kind, orjson.dumps({"type": kind, **fields}))
+
+
+def _delta(part: Part, delta: dict[str, str]) -> bytes:
+    return _event("content_block_delta", index=part.index, delta=delta)
+
+
+def message_body(generation: Generation, parts: Sequence[Part], reason: Mapping[str, Any]) -> dict[str, Any]:
+    """A message; `reason` says why it ended."""
+    return {
+        "id": "msg_" + generation.job.job_id.rpartition("-")[2],
+        "type": "message",
+        "role": "assistant",
+        "model": generation.job.model_name,
+        "content": [block(part) for part in parts],
+        **reason,
+        "usage": usage(generation),
+    }
+
+
+def block(part: Part, *, is_open: bool = False) -> dict[str, Any]:
+    """A part of an answer as a block; the block of a stream begins empty."""
+    text = "" if is_open else part.text
+    match part.kind:
+        case "text":
+            return {"type": "text", "text": text, "citations": None}
+        case "reasoning":
+            return {"type": "thinking", "thinking": text, "signature": "" if is_open else UNSIGNED}
+        case "call":
+            return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _arguments(text)}
+
+
+def _arguments(text: str) -> Any:
+    """The arguments of a call as an object; of a call that was cut short there is none to show."""
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return {}
+
+
+def stop_fields(
+    generation: Generation, parts: Sequence[Part], finish_reason: str | None, stop_reason: str | int | None
+) -> dict[str, Any]:
+    """Why an answer ended, in Anthropic's words."""
+    sequence = stop_reason if isinstance(stop_reason, str) else None
+    if finish_reason == "length":
+        is_full = generation.job.params.max_tokens is None  # `fit` has lifted the limit
+        reason = "model_context_window_exceeded" if is_full else "max_tokens"
+    elif any(part.kind == "call" for part in parts):
+        reason = "tool_use"
+    else:
+        reason = "end_turn" if sequence is None else "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": sequence if reason == "stop_sequence" else None}
+
+
+def usage(generation: Generation) -> dict[str, Any]:
+    """The tokens so far; Anthropic counts those of the prompt that came from the cache by themselves."""
+    counts = generation.usage()
+    num_cached = counts["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": counts["prompt_tokens"] - num_cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": num_cached,
+        "output_tokens": counts["completion_tokens"],
+        "output_tokens_details": {"thinking_tokens": reasoning_tokens(counts)},
+    }

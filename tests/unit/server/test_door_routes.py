@@ -1,0 +1,300 @@
+"""`/v1/messages` and `/v1/responses` through the whole application: answers, streams, limits and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+import pytest
+from anthropic.types import Message
+from anthropic.types.shared import ErrorResponse
+from openai.types.responses import Response
+
+from infer.errors import EngineError, QueueFull
+from infer.frontend.llm import LLM
+from infer.scheduling.request import Request, StepOutput
+from tests.support.app import Site
+from tests.support.fake_client import FakeClient
+from tests.support.wire import ScriptedClient, outputs_of, read_events
+
+MESSAGES, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
+HELLO: dict[str, Any] = {"max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
+ASK: dict[str, Any] = {"max_output_tokens": 5, "input": "hi"}
+
+
+def site(oracle: LLM, client: Any = None, **knobs: Any) -> Site:
+    return Site(client or FakeClient(), encoder=oracle.encoder, **knobs)
+
+
+def saying(oracle: LLM, text: str, finish_reason: str = "stop") -> ScriptedClient:
+    ids = oracle.tokenizer.encode(text, add_special=False)
+
+    async def script(request: Request) -> AsyncGenerator[StepOutput, None]:
+        for output in outputs_of(request, ids, finish_reason):
+            yield output
+
+    return ScriptedClient(script)
+
+
+def failing(error: Exception, after: int = 0) -> ScriptedClient:
+    async def script(request: Request) -> AsyncGenerator[StepOutput, None]:
+        for output in outputs_of(request, [70] * after, None):
+            yield output
+        raise error
+
+    return ScriptedClient(script)
+
+
+def refused(answer: httpx.Response, status: int, kind: str) -> str:
+    """The message of an error in Anthropic's form."""
+    assert answer.status_code == status, answer.text
+    error = ErrorResponse.model_validate(answer.json(), strict=True)
+    assert error.error.type == kind
+    assert error.request_id == answer.headers["request-id"] == answer.headers["x-request-id"]
+    return error.error.message
+
+
+def test_a_message_is_the_chat_it_stands_for(oracle: LLM) -> None:
+    place = site(oracle, saying(oracle, "The river is here."))
+    chat = place.request("POST", "/v1/chat/completions", json=HELLO)
+    answer = place.request("POST", MESSAGES, json=HELLO)
+    assert answer.status_code == 200, answer.text
+    made = Message.model_validate(answer.json(), strict=True)
+    assert [block.to_dict() for block in made.content] == [
+        {"type": "text", "text": chat.json()["choices"][0]["message"]["content"], "citations": None}
+    ]
+    assert (made.stop_reason, made.stop_sequence) == ("end_turn", None)
+    assert made.id.startswith("msg_")
+    assert made.model == "fake"
+    usage = chat.json()["usage"]
+    assert made.usage.input_tokens + (made.usage.cache_read_input_tokens or 0) == usage["prompt_tokens"]
+    assert made.usage.output_tokens == usage["completion_tokens"]
+    counted = place.request("POST", COUNT, json={"messages": HELLO["messages"]})
+    assert counted.json() == {"input_tokens": usage["prompt_tokens"]}
+
+
+def test_a_response_is_the_chat_it_stands_for(oracle: LLM) -> None:
+    place = site(oracle, saying(oracle, "The river is here."))
+    chat = place.request("POST", "/v1/chat/completions", json=HELLO).json()
+    body = {**ASK, "metadata": {"a": "b"}, "user": "u", "instructions": None, "temperature": 0.5}
+    answer = place.request("POST", RESPONSES, json=body)
+    assert answer.status_code == 200, answer.text
+    made = Response.model_validate(answer.json(), strict=True)
+    assert made.output_text == chat["choices"][0]["message"]["content"]
+    assert (made.status, made.error, made.incomplete_details) == ("completed", None, None)
+    assert (made.metadata, made.user, made.temperature) == ({"a": "b"}, "u", 0.5)
+    assert answer.json()["store"] is False
+    assert made.usage is not None
+    assert made.usage.input_tokens == chat["usage"]["prompt_tokens"]
+    assert made.usage.output_tokens == chat["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize("finish_reason", ["stop", "length"])
+def test_streams_add_up_to_whole_answers(oracle: LLM, finish_reason: str) -> None:
+    place = site(oracle, saying(oracle, "The river is here.", finish_reason))
+    whole = place.request("POST", MESSAGES, json=HELLO).json()
+    events = read_events(place.request("POST", MESSAGES, json=HELLO | {"stream": True}))
+    texts = [data["delta"]["text"] for name, data in events if name == "content_block_delta"]
+    assert "".join(texts) == whole["content"][0]["text"]
+    (ending,) = [data for name, data in events if name == "message_delta"]
+    assert ending["delta"]["stop_reason"] == whole["stop_reason"]
+    assert ending["usage"] == whole["usage"]
+
+    response = place.request("POST", RESPONSES, json=ASK).json()
+    name, last = read_events(place.request("POST", RESPONSES, json=ASK | {"stream": True}))[-1]
+    assert name == ("response.completed" if finish_reason == "stop" else "response.incomplete")
+    assert last["response"]["output"][0]["content"] == response["output"][0]["content"]
+    assert last["response"]["usage"] == response["usage"]
+
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+CALL = '{"name": "f", "parameters": {"city": "Rome"}}'
+
+
+def test_a_tool_call_is_a_block(oracle: LLM) -> None:
+    place = site(oracle, saying(oracle, CALL))
+    body = HELLO | {"tools": [{"name": "f", "input_schema": SCHEMA}]}
+    answer = place.request("POST", MESSAGES, json=body).json()
+    (block,) = Message.model_validate(answer, strict=True).content
+    assert block.type == "tool_use"
+    assert (block.name, block.input) == ("f", {"city": "Rome"})
+    assert answer["stop_reason"] == "tool_use"
+
+    events = read_events(place.request("POST", MESSAGES, json=body | {"stream": True}))
+    (start,) = [data["content_block"] for name, data in events if name == "content_block_start"]
+    assert (start["type"], start["name"], start["input"]) == ("tool_use", "f", {})
+    pieces = [data["delta"]["partial_json"] for name, data in events if name == "content_block_delta"]
+    assert json.loads("".join(pieces)) == {"city": "Rome"}
+    assert events[-2][1]["delta"]["stop_reason"] == "tool_use"
+
+
+def test_a_tool_call_is_an_item(oracle: LLM) -> None:
+    place = site(oracle, saying(oracle, CALL))
+    body = ASK | {"tools": [{"type": "function", "name": "f", "parameters": SCHEMA}]}
+    answer = place.request("POST", RESPONSES, json=body).json()
+    (item,) = Response.model_validate(answer, strict=True).output
+    assert item.type == "function_call"
+    assert (item.name, json.loads(item.arguments)) == ("f", {"city": "Rome"})
+    assert item.call_id.startswith("call_")
+
+    events = read_events(place.request("POST", RESPONSES, json=body | {"stream": True}))
+    kind = "response.function_call_arguments"
+    pieces = [data["delta"] for name, data in events if name == f"{kind}.delta"]
+    (done,) = [data["arguments"] for name, data in events if name == f"{kind}.done"]
+    assert json.loads("".join(pieces)) == json.loads(done) == {"city": "Rome"}
+
+
+def test_a_stop_sequence_is_named(oracle: LLM) -> None:
+    place = site(oracle, saying(oracle, "one two three"))
+    body = HELLO | {"stop_sequences": [" two"]}
+    answer = place.request("POST", MESSAGES, json=body).json()
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", " two")
+    assert answer["content"][0]["text"] == "one"
+
+
+def test_an_answer_that_says_nothing_has_an_empty_text(oracle: LLM) -> None:
+    async def script(request: Request) -> AsyncGenerator[StepOutput, None]:
+        yield StepOutput(request.request_id, 0, (), finish_reason="stop")
+
+    place = site(oracle, ScriptedClient(script))
+    for stream in (False, True):
+        message = place.request("POST", MESSAGES, json=HELLO | {"stream": stream})
+        response = place.request("POST", RESPONSES, json=ASK | {"stream": stream})
+        if not stream:
+            assert message.json()["content"] == [{"type": "text", "text": "", "citations": None}]
+            assert Response.model_validate(response.json(), strict=True).output_text == ""
+        else:
+            assert "content_block_start" in [name for name, _ in read_events(message)]
+            assert read_events(response)[-1][1]["response"]["output"][0]["content"][0]["text"] == ""
+
+
+def test_more_tokens_than_fit_fill_the_context(oracle: LLM) -> None:
+    """Agents ask for more than small models have; a prompt that does not fit is refused all the same."""
+    client = saying(oracle, "The river", "length")
+    place = site(oracle, client)
+    answer = place.request("POST", MESSAGES, json=HELLO | {"max_tokens": 100_000})
+    assert answer.json()["stop_reason"] == "model_context_window_exceeded"
+    assert client.requests[-1].params.max_tokens is None
+    place.request("POST", MESSAGES, json=HELLO)
+    assert client.requests[-1].params.max_tokens == 5
+    long = {"max_tokens": 5, "messages": [{"role": "user", "content": "river " * 3000}]}
+    assert "context" in refused(place.request("POST", MESSAGES, json=long), 400, "invalid_request_error")
+    error = place.request("POST", RESPONSES, json={"input": "river " * 3000}).json()["error"]
+    assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+
+
+def test_ignored_fields_are_named_in_a_header(oracle: LLM) -> None:
+    body = HELLO | {"metadata": {"user_id": "u"}}
+    for stream in (False, True):
+        answer = site(oracle).request("POST", MESSAGES, json=body | {"stream": stream})
+        assert answer.headers["x-infer-ignored"] == "metadata"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "kind", "said"),
+    [
+        ({"messages": HELLO["messages"]}, 400, "invalid_request_error", "'max_tokens' is missing"),
+        (HELLO | {"temprature": 1}, 400, "invalid_request_error", "did you mean 'temperature'?"),
+        (HELLO | {"temperature": -1}, 400, "invalid_request_error", "temperature"),
+        (HELLO | {"top_p": "1"}, 400, "invalid_request_error", "top_p"),
+        (HELLO | {"model": "other"}, 404, "not_found_error", "'other' is not served"),
+        (HELLO | {"messages": []}, 400, "invalid_request_error", "messages"),
+        ([], 400, "invalid_request_error", "must be a JSON object"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_have_the_form_of_anthropic(
+    oracle: LLM, body: Any, status: int, kind: str, said: str, stream: bool
+) -> None:
+    if isinstance(body, dict):
+        body = body | {"stream": stream}
+    assert said in refused(site(oracle).request("POST", MESSAGES, json=body), status, kind)
+
+
+def test_every_layer_refuses_in_the_form_of_anthropic(oracle: LLM) -> None:
+    closed = site(oracle, api_key=("secret",), max_body_size="1KiB")
+    refused(closed.request("POST", MESSAGES, json=HELLO), 401, "authentication_error")
+    refused(closed.request("POST", COUNT, json=HELLO), 401, "authentication_error")
+    wrong = {"x-api-key": "other"}
+    refused(closed.request("POST", MESSAGES, json=HELLO, headers=wrong), 401, "authentication_error")
+    key = {"x-api-key": "secret", "anthropic-version": "2023-06-01"}
+    assert closed.request("POST", MESSAGES, json=HELLO, headers=key).status_code == 200
+    assert closed.request("POST", RESPONSES, json=ASK, headers=key).status_code == 200
+    bearer = {"authorization": "Bearer secret"}
+    assert closed.request("POST", MESSAGES, json=HELLO, headers=bearer).status_code == 200
+    assert closed.request("GET", "/v1/models", headers=wrong).json()["error"]["type"] == "AuthenticationError"
+    large = HELLO | {"system": "x" * 2000}
+    answer = closed.request("POST", MESSAGES, json=large, headers=key)
+    assert answer.json()["error"]["type"] == "request_too_large"
+    assert answer.status_code == 413
+
+    open_one = site(oracle)
+    refused(open_one.request("GET", MESSAGES), 405, "invalid_request_error")
+    refused(open_one.request("GET", f"{MESSAGES}/batches"), 404, "not_found_error")
+    open_one.state.is_draining = True
+    busy = open_one.request("POST", MESSAGES, json=HELLO)
+    refused(busy, 503, "overloaded_error")
+    assert busy.headers["retry-after"]
+
+
+def test_a_full_queue_is_an_overload(oracle: LLM) -> None:
+    place = site(oracle, failing(QueueFull("8 requests are waiting")))
+    answer = place.request("POST", MESSAGES, json=HELLO)
+    assert "waiting" in refused(answer, 503, "overloaded_error")
+    assert answer.headers["retry-after"] == "1"
+    assert place.request("POST", RESPONSES, json=ASK).json()["error"]["type"] == "ServiceUnavailableError"
+
+
+def test_a_thread_is_refused_in_the_words_that_make_a_tool_runner_go_on(oracle: LLM) -> None:
+    answer = site(oracle).request("POST", MESSAGES, json=HELLO | {"thread": {"type": "create"}})
+    refused(answer, 400, "invalid_request_error")
+    assert answer.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
+
+
+def test_a_failure_in_a_stream_is_its_last_event(oracle: LLM) -> None:
+    place = site(oracle, failing(EngineError("the engine fell over"), after=3))
+    name, data = read_events(place.request("POST", MESSAGES, json=HELLO | {"stream": True}))[-1]
+    assert name == "error"
+    assert ErrorResponse.model_validate(data, strict=True).error.type == "api_error"
+    *_, (failed, response), (kind, _) = read_events(
+        place.request("POST", RESPONSES, json=ASK | {"stream": True})
+    )
+    assert (failed, kind) == ("response.failed", "error")
+    assert response["response"]["status"] == "failed"
+
+
+@pytest.mark.parametrize(("path", "body"), [(MESSAGES, HELLO), (RESPONSES, ASK)])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_request(oracle: LLM, path: str, body: Any, stream: bool) -> None:
+    client = FakeClient(delay_s=0.01)
+    app = site(oracle, client).app
+
+    async def go() -> None:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://site") as http:
+            many = {"max_output_tokens": 200} if path == RESPONSES else {"max_tokens": 200}
+            asking = asyncio.create_task(http.post(path, json=body | many | {"stream": stream}))
+            while not client.num_open:
+                await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.wait([asking])
+            while client.num_open:
+                await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(go(), 10))
+
+
+def test_routes_are_counted_and_logged_like_all(oracle: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="infer")
+    place = site(oracle)
+    answer = place.request("POST", MESSAGES, json=HELLO, headers={"x-infer-trace": "1"})
+    assert "from_engine" in answer.headers["server-timing"]
+    place.request("POST", MESSAGES, json=HELLO | {"model": "other"})
+    lines = [record.getMessage() for record in caplog.records if "path=" in record.getMessage()]
+    assert 'path="/v1/messages" status=200' in lines[0]
+    assert "output_tokens=5" in lines[0]
+    assert "status=404" in lines[1]
+    assert "code=model_not_found" in lines[1]

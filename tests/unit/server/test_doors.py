@@ -1,0 +1,362 @@
+"""Bodies of `/v1/messages` and `/v1/responses` as the chat they stand for, and every field accounted for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from infer.errors import MalformedRequest, RequestError
+from infer.server.protocol.messages import CountTokensRequest, MessagesRequest, messages_to_chat
+from infer.server.protocol.responses import ResponsesRequest, responses_to_chat
+from infer.server.protocol.schemas import ChatRequest
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}}
+USER = {"role": "user", "content": "hi"}
+
+
+def message(**fields: Any) -> ChatRequest:
+    return messages_to_chat(MessagesRequest.model_validate({"max_tokens": 9, "messages": [USER], **fields}))
+
+
+def response(**fields: Any) -> ChatRequest:
+    return responses_to_chat(ResponsesRequest.model_validate({"input": "hi", **fields}))
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return ChatRequest.model_validate(fields).model_dump(exclude_none=True)
+
+
+def test_blocks_become_turns() -> None:
+    made = message(
+        system=[
+            {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}},
+            {"type": "text", "text": "Be kind."},
+        ],
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "unsigned"},
+                    {"type": "redacted_thinking", "data": "xyz"},
+                    {"type": "text", "text": "Let me see.", "citations": None},
+                    {"type": "tool_use", "id": "call_1", "name": "f", "input": {"city": "Köln"}},
+                    {"type": "tool_use", "id": "call_2", "name": "f", "input": {}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "call_1",
+                        "content": [{"type": "text", "text": "rain"}],
+                    },
+                    {"type": "tool_result", "tool_use_id": "call_2", "content": "no city", "is_error": True},
+                    {"type": "text", "text": "And now?"},
+                ],
+            },
+            {"role": "user", "content": "Go on."},
+        ],
+    )
+    calls = [
+        {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"city":"Köln"}'}},
+        {"id": "call_2", "type": "function", "function": {"name": "f", "arguments": "{}"}},
+    ]
+    assert made.messages == [
+        {"role": "system", "content": "Be brief.\nBe kind."},
+        {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "content": "Let me see.", "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+        {"role": "tool", "tool_call_id": "call_2", "content": "Error: no city"},
+        {"role": "user", "content": "And now?\nGo on."},
+    ]
+
+
+def test_items_become_turns() -> None:
+    made = response(
+        instructions="Be brief.",
+        input=[
+            {"role": "developer", "content": "Be kind."},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+            {
+                "type": "reasoning",
+                "id": "rs_1",
+                "summary": [{"type": "summary_text", "text": "short"}],
+                "content": [{"type": "reasoning_text", "text": "hm"}],
+                "encrypted_content": None,
+            },
+            {
+                "type": "message",
+                "id": "msg_1",
+                "status": "completed",
+                "role": "assistant",
+                "content": [
+                    {"type": "output_text", "text": "Let me see.", "annotations": [], "logprobs": []}
+                ],
+            },
+            {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "f", "arguments": "{}"},
+            {"type": "function_call", "call_id": "call_2", "name": "f", "arguments": '{"city": "Rome"}'},
+            {"type": "function_call_output", "call_id": "call_1", "output": "rain"},
+            {
+                "type": "function_call_output",
+                "call_id": "call_2",
+                "output": [{"type": "input_text", "text": "sun"}],
+            },
+        ],
+    )
+    calls = [
+        {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}},
+        {"id": "call_2", "type": "function", "function": {"name": "f", "arguments": '{"city": "Rome"}'}},
+    ]
+    assert made.messages == [
+        {"role": "system", "content": "Be brief.\nBe kind."},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "Let me see.", "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+        {"role": "tool", "tool_call_id": "call_2", "content": "sun"},
+    ]
+
+
+def test_the_fields_of_a_message() -> None:
+    made = message(
+        model="m",
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        stop_sequences=["###"],
+        stream=True,
+        tools=[
+            {"name": "f", "description": "d", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}
+        ],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+        metadata={"user_id": "u"},
+    )
+    assert made.model_dump(exclude_none=True) == chat(
+        model="m",
+        messages=[USER],
+        max_tokens=9,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        stop=["###"],
+        stream=True,
+        tools=[TOOL],
+        tool_choice="required",
+        parallel_tool_calls=False,
+    )
+
+
+def test_the_fields_of_a_response() -> None:
+    made = response(
+        model="m",
+        max_output_tokens=9,
+        temperature=0.5,
+        top_p=0.9,
+        stream=True,
+        tools=[{"type": "function", "name": "f", "description": "d", "parameters": SCHEMA, "strict": None}],
+        tool_choice={"type": "function", "name": "f"},
+        parallel_tool_calls=False,
+        text={"format": {"type": "json_schema", "name": "out", "schema": SCHEMA, "strict": True}},
+        metadata={"a": "b"},
+        user="u",
+        store=False,
+        truncation="disabled",
+        include=[],
+    )
+    assert made.model_dump(exclude_none=True) == chat(
+        model="m",
+        messages=[USER],
+        max_tokens=9,
+        temperature=0.5,
+        top_p=0.9,
+        stream=True,
+        tools=[TOOL],
+        tool_choice={"type": "function", "function": {"name": "f"}},
+        parallel_tool_calls=False,
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "out", "schema": SCHEMA, "strict": True},
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [
+        ({"type": "auto"}, "auto"),
+        ({"type": "any"}, "required"),
+        ({"type": "none"}, "none"),
+        ({"type": "tool", "name": "f"}, {"type": "function", "function": {"name": "f"}}),
+    ],
+)
+def test_choices_of_tools(given: dict[str, Any], chosen: object) -> None:
+    made = message(tools=[{"name": "f", "input_schema": SCHEMA}], tool_choice=given)
+    assert made.tool_choice == chosen
+
+
+def test_the_schema_of_a_message() -> None:
+    form = {"type": "json_schema", "schema": SCHEMA}
+    wanted = {"type": "json_schema", "json_schema": {"name": "output", "schema": SCHEMA}}
+    assert message(output_config={"format": form}).response_format == wanted
+    assert message(output_format=form).response_format == wanted
+
+
+def test_fields_without_effect_are_named() -> None:
+    text = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}, "citations": None}
+    body = CountTokensRequest.model_validate(
+        {
+            "messages": [{"role": "user", "content": [text, text]}],
+            "system": [text],
+            "metadata": {"user_id": "u"},
+            "tools": [{"name": "f", "input_schema": {}, "cache_control": {"type": "ephemeral"}}],
+        }
+    )
+    messages_to_chat(body)
+    assert body.ignored_fields == (
+        "metadata",
+        "system.cache_control",
+        "messages.cache_control",
+        "tools.cache_control",
+    )
+    other = ResponsesRequest.model_validate(
+        {
+            "input": [{"role": "user", "content": "hi", "status": "completed"}],
+            "service_tier": "auto",
+            "reasoning": {"summary": "auto"},
+            "include": ["reasoning.encrypted_content"],
+        }
+    )
+    responses_to_chat(other)
+    assert other.ignored_fields == ("service_tier", "input.status", "reasoning.summary", "include")
+
+
+IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        (
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            "messages[0].content[0]",
+            "reads and writes text",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "tool_result", "tool_use_id": "c", "content": [IMAGE]}],
+                    }
+                ]
+            },
+            "messages[0].content[0].content[0]",
+            "'image'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "txt", "text": "a"}]}]},
+            "messages[0].content[0]",
+            "did you mean 'text'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "txt": "a"}]}]},
+            "messages[0].content[0].txt",
+            "did you mean 'text'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
+            "messages[0].content[0].text",
+            "valid string",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}
+                ]
+            },
+            "messages[0].content[0]",
+            "allowed: text, tool_result",
+        ),
+        ({"messages": [{"role": "user", "content": ["hi"]}]}, "messages[0].content[0]", "must be an object"),
+        ({"messages": [{"role": "tool", "content": "hi"}]}, "messages[0]", "user, assistant, system"),
+        ({"messages": [{"role": "user", "content": "hi", "name": "Bob"}]}, "messages[0]", "nothing else"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "The answer is ("}]},
+            "messages",
+            "cannot continue",
+        ),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+            "tools[0]",
+            "'web_search_20250305'",
+        ),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema", "missing"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice", "has a name"),
+        ({"tool_choice": {"type": "required"}}, "tool_choice", "allowed: auto, any"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens", "budget_tokens"),
+        ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display", "always shown"),
+        ({"thread": {"type": "create"}}, "thread", "keeps nothing"),
+        ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers", "where the client runs"),
+        ({"container": "c"}, "container", "runs no code"),
+        ({"stop": ["a"]}, "stop", "takes stop_sequences"),
+        ({"temprature": 1}, "temprature", "did you mean 'temperature'"),
+    ],
+)
+def test_what_a_message_cannot_have(fields: dict[str, Any], param: str, said: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        message(**fields)
+    assert caught.value.param == param
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "keeps nothing"),
+        ({"conversation": "conv_1"}, "conversation", "keeps nothing"),
+        ({"background": True}, "background", "on the connection"),
+        ({"store": True}, "store", "keeps nothing"),
+        ({"prompt": {"id": "p"}}, "prompt", "keeps no prompts"),
+        ({"truncation": "auto"}, "truncation", "never cut"),
+        ({"max_tokens": 9}, "max_tokens", "takes max_output_tokens"),
+        ({"messages": []}, "messages", "takes input"),
+        ({"include": ["message.output_text.logprobs"]}, "include", "encrypted_content"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]", "where the client runs"),
+        (
+            {"tools": [{"type": "function", "name": "f", "paramaters": {}}]},
+            "tools[0].paramaters",
+            "did you mean",
+        ),
+        ({"tool_choice": {"type": "file_search"}}, "tool_choice", "where the client runs"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]", "keeps nothing"),
+        ({"input": [{"type": "computer_call_output", "call_id": "c"}]}, "input[0]", "allowed: message"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0]",
+            "reads and writes text",
+        ),
+        ({"input": [{"role": "tool", "content": "hi"}]}, "input[0].role", "allowed are user"),
+        (
+            {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]},
+            "input[0].call_id",
+            "missing",
+        ),
+        ({"text": {"verbosity": "low"}}, "verbosity", "short answers"),
+        ({"temprature": 1}, "temprature", "did you mean 'temperature'"),
+    ],
+)
+def test_what_a_response_cannot_have(fields: dict[str, Any], param: str, said: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        response(**fields)
+    assert caught.value.param == param
+    assert said in str(caught.value)
+
+
+def test_a_block_of_the_wrong_type_is_malformed() -> None:
+    with pytest.raises(MalformedRequest):
+        message(messages=[{"role": "user", "content": [{"type": 7}]}])
+    with pytest.raises(MalformedRequest):
+        response(input=[{"type": None, "role": "user", "content": "hi"}])
