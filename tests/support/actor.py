@@ -1,0 +1,57 @@
+"""A model that plays a part: a real tokenizer and chat template, and an answer chosen by the prompt's text.
+
+    with serve_actor("qwen3", directory, lambda prompt: "<think>hm</think>Hello.") as url: ...
+
+What a client receives is exact, and everything between the client and the engine is real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from infer.config.settings import LoadConfig
+from infer.frontend.prompts import PromptEncoder, find_source, make_encoder
+from infer.loader.load import read_headers
+from infer.scheduling.request import Request, StepOutput
+from scripts.make_checkpoint import make_checkpoint
+from tests.support.app import Site
+from tests.support.live_server import serve
+from tests.support.wire import ScriptedClient, outputs_of
+
+Play = Callable[[str], str]  # the rendered prompt, special tokens included, to the answer
+
+
+class Actor(ScriptedClient):
+    """An engine that says what `play` makes of each prompt, up to the request's max_tokens."""
+
+    def __init__(self, encoder: PromptEncoder, play: Play) -> None:
+        super().__init__(self._act)
+        self._tokenizer = encoder.tokenizer
+        self.play = play
+        self.prompts: list[str] = []
+
+    async def _act(self, request: Request) -> AsyncGenerator[StepOutput, None]:
+        self.prompts.append(self._tokenizer.decode(request.prompt, skip_special=False))
+        text = self.play(self.prompts[-1])
+        ids = self._tokenizer.encode(text, add_special=False, parse_special=True)
+        limit = request.params.max_tokens
+        is_cut = limit is not None and len(ids) > limit
+        for output in outputs_of(request, ids[:limit], "length" if is_cut else "stop"):
+            yield output
+
+
+def read_encoder(family: str, directory: Path) -> PromptEncoder:
+    """The text side of a tiny checkpoint."""
+    make_checkpoint(family, directory)
+    config = LoadConfig(model=str(directory))
+    return make_encoder(config, read_headers(find_source(config, show_progress=False)))
+
+
+@contextmanager
+def serve_actor(actor: Actor, encoder: PromptEncoder, **knobs: Any) -> Iterator[str]:
+    """Serve an actor under the name "fake" on the loopback interface; yields the URL."""
+    with serve(Site(actor, encoder=encoder, access_log=False, **knobs).app) as url:
+        yield url
