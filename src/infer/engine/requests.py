@@ -27,10 +27,9 @@ from time import perf_counter
 import msgspec
 import numpy as np
 
-from infer.execution.host_sampling import num_logprobs
 from infer.execution.runner import StepResult
 from infer.sampling.params import RowLogprobs
-from infer.scheduling.beam import advance_beams, best_outputs
+from infer.scheduling.beam import advance_beams, best_outputs, num_logprobs
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import StepOutput
 from infer.scheduling.scheduler import Scheduler

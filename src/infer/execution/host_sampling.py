@@ -22,10 +22,9 @@ from infer.models.model import Model
 from infer.sampling.logprobs import logprob_table, read_logprobs
 from infer.sampling.params import RowLogprobs
 from infer.sampling.sampler import SampleRow, sample
-from infer.scheduling.beam import num_offers
+from infer.scheduling.beam import num_logprobs
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.sequence import Sequence as TokenSequence
-from infer.scheduling.sequence import SequenceGroup
 
 LOGPROB_ROWS = 64  # rows of logits held at once for prompt logprobs: 64 * 150k * 4 bytes = 38 MB
 
@@ -132,16 +131,6 @@ def sample_row(seq: TokenSequence, index: int, position: int, mask_W: np.ndarray
         num_logprobs=num_logprobs(seq.group),
         mask_W=None if mask_W is None else torch.from_numpy(mask_W),
     )
-
-
-def num_logprobs(group: SequenceGroup) -> int | None:
-    """How many alternatives to each token the engine wants to know; None: no logprobs at all."""
-    params = group.request.params
-    if params.use_beam_search:
-        return num_offers(group)
-    if params.logprobs is None and params.num_sequences > params.n:
-        return 0  # ranking needs the chosen token's logprob
-    return params.logprobs
 
 
 def sequence_seed(seed: int, index: int) -> int:

@@ -38,6 +38,16 @@ def num_offers(group: SequenceGroup) -> int:
     return group.request.params.num_sequences + len(group.stop_ids)
 
 
+def num_logprobs(group: SequenceGroup) -> int | None:
+    """How many alternatives to each token the engine wants to know; None: no logprobs at all."""
+    params = group.request.params
+    if params.use_beam_search:
+        return num_offers(group)
+    if params.logprobs is None and params.num_sequences > params.n:
+        return 0  # ranking needs the chosen token's logprob
+    return params.logprobs
+
+
 def advance_beams(
     group: SequenceGroup,
     offers: Seq[tuple[Sequence, RowLogprobs]],

@@ -78,7 +78,7 @@ class ReasoningItem(Body):
     content: list[dict[str, Any]] | None = None
 
 
-class FunctionTool(Body):
+class ResponsesTool(Body):
     """A tool that the client runs."""
 
     ignored = frozenset({"output_schema"})
@@ -261,7 +261,7 @@ def _texts(
 
 
 def _tool(turns: Turns, given: Any, path: Path) -> dict[str, Any]:
-    tool = turns.read({"function": FunctionTool}, given, path, refused=_NO_HOSTED_TOOLS)
+    tool = turns.read({"function": ResponsesTool}, given, path, refused=_NO_HOSTED_TOOLS)
     return {"type": "function", "function": tool.model_dump(exclude_none=True)}
 
 
