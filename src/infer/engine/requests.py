@@ -257,23 +257,21 @@ class RequestTable:
         return [output for seq in running for output in self.jump(seq)]
 
     def jump(self, seq: Sequence) -> list[StepOutput]:
-        """Append the ids that must follow, if that is worth it; the outputs that say so, or none.
+        """Append the ids that must follow, if that saves a step; the outputs that say so, or none.
 
         A token that a step under way draws meanwhile must be dropped: the first of these ids is in its place.
-        A request that asks for logprobs gets them from steps. Only an end of its reasoning is appended all
-        the same, with a logprob of 0.
+        Where one id must follow and is being drawn, its mask is enough. A request that asks for logprobs gets
+        all its tokens from steps.
         """
         guide = self.guides[seq.seq_id]
-        wants_logprobs = num_logprobs(seq.group) is not None
-        may_jump = seq.is_running and seq.num_samples == 1 and seq.finish_reason is None
-        if not may_jump or not (guide.must_force or (self.jumps and not wants_logprobs)):
+        may_jump = self.jumps and seq.is_running and seq.num_samples == 1 and num_logprobs(seq.group) is None
+        if not may_jump or not guide.has_mask:
             return []
         num_drawn = seq.num_tokens - len(seq.tokens)  # whose ids are not known yet: one or none
         ids = guide.forced()[: seq.max_total - len(seq.tokens)]
-        if len(ids) <= num_drawn and not guide.must_force:
+        if len(ids) <= num_drawn:
             return []
-        rows = tuple(RowLogprobs(token_id, 0.0, 1, ()) if wants_logprobs else None for token_id in ids)
-        outputs = self._follow(seq, guide, ids, rows)
+        outputs = self._follow(seq, guide, ids, (None,) * len(ids))
         self.num_output_tokens += sum(len(output.token_ids) for output in outputs)
         if seq.finish_reason is None:
             self._scheduler.grow(seq, len(ids) - num_drawn)

@@ -14,16 +14,12 @@ sometimes write nothing else.
 
 from __future__ import annotations
 
-import json
-import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from infer.errors import RequestError
 from infer.sampling.structured import Structured
-from infer.structured.keywords import find_keyword
 from infer.structured.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
@@ -145,6 +141,8 @@ def _to_grammar(structured: Structured) -> str:
     if structured.kind == "choice":
         return LLMatcher.grammar_from_regex("|".join(map(_escape, structured.choices)))
     schema = structured.text if structured.kind == "json_schema" else '{"type":"object"}'
+    if schema.strip() == "true":  # options can be given to an object only
+        schema = "{}"
     options = {  # all of them: a schema may set its own under "x-guidance", where none is said here
         "whitespace_flexible": True,
         "whitespace_pattern": structured.whitespace or WHITESPACE,
@@ -161,51 +159,12 @@ def _escape(text: str) -> str:
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
 
 
-# -- what is wrong ----------------------------------------------------------------------------------
-
-
 def _explain(structured: Structured, message: str) -> str:
-    """What the library says, in one line, with the place of the keyword it stumbled over."""
+    """What the library says, in one line; unknown keywords are refused before (sampling/json_schema.py)."""
     lines = [line.strip() for line in message.splitlines() if line.strip()] or ["it is not valid"]
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     said = reasons[-1] if reasons else lines[0]
-    if structured.kind != "json_schema":
-        return f"the {structured.kind} cannot be compiled: {said}"
-    place = _place_of(json.loads(structured.text), message)
-    if keys := _UNKNOWN_KEYS.search(message):
-        names = ", ".join(json.loads(f"[{keys[1]}]"))
-        said = f"{names} {'are' if ',' in names else 'is'} not supported"
-    elif message.startswith("oneOf constraints"):
+    if message.startswith("oneOf constraints"):
         said = "oneOf is not supported where its branches may overlap; use anyOf"
-    return f"the schema cannot be compiled{f' at {place}' if place else ''}: {said}"
-
-
-def _place_of(schema: object, message: str) -> str | None:
-    """The JSON pointer of the keyword that a message is about, where it can be found."""
-    if keys := _UNKNOWN_KEYS.search(message):
-        return find_keyword(schema, json.loads(f"[{keys[1]}]")[0])
-    for pattern, keyword in _KEYWORD_OF:
-        if found := pattern.search(message):
-            return find_keyword(schema, keyword, _holds(found[1]))
-    if "oneOf" in message:
-        return find_keyword(schema, "oneOf")
-    if "regex parse error" in message:
-        text = next((line.strip() for line in message.splitlines()[1:]), "")
-        return find_keyword(schema, "pattern", _holds(text)) or find_keyword(
-            schema, "patternProperties", _holds(text)
-        )
-    return None
-
-
-def _holds(text: str) -> Callable[[Any], bool]:
-    """Whether a keyword's value, or a name in it, is the text that a message speaks of."""
-    return lambda value: any(text in str(each) for each in (value if isinstance(value, dict) else [value]))
-
-
-_UNKNOWN_KEYS = re.compile(r"Unimplemented keys: \[(.*)\]")
-_KEYWORD_OF = (
-    (re.compile(r"Unknown format: (.*)"), "format"),
-    (re.compile(r"Invalid type: (.*)"), "type"),
-    (re.compile(r"Resource '(.*?)' is not present"), "$ref"),
-    (re.compile(r"Pointer '(.*?)' does not exist"), "$ref"),
-)
+    name = "schema" if structured.kind == "json_schema" else structured.kind
+    return f"the {name} cannot be compiled: {said}"

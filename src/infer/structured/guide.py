@@ -11,7 +11,8 @@ computed again without it. Every id is consumed exactly once, in order; a matche
 does not allow is broken for good, so nothing is consumed that was neither masked nor validated.
 
 Ids that must come next need no model (`forced`): the rest of a key that the grammar has only one way to
-write, or what ends a reasoning that has used up its tokens.
+write, or what ends a reasoning that has used up its tokens. Forced text can often be cut into tokens in
+several ways; the tokenizer's own is the one that comes, whether the ids are appended or drawn under a mask.
 """
 
 from __future__ import annotations
@@ -34,24 +35,17 @@ class Guide:
     """The state of one sequence's constraint."""
 
     __slots__ = (
-        "_due",
-        "_forced",
-        "_num_reasoned",
-        "_tail",
-        "error",
-        "grammar",
-        "matcher",
-        "reasoning",
+        "_due", "_is_early_end", "_num_reasoned", "_tail", "error", "grammar", "matcher", "reasoning",
         "state",
-    )
+    )  # fmt: skip
 
     def __init__(self, grammar: Grammar | None, reasoning: Reasoning | None = None) -> None:
         self.grammar, self.reasoning = grammar, reasoning
         self.matcher: LLMatcher | None = None  # while it is CONSTRAINED
         self.error: str | None = None  # why it cannot go on
         self._num_reasoned = 0  # tokens
-        self._forced: tuple[int, ...] | None = None  # what the grammar forces next; None: not looked up yet
-        self._due: tuple[int, ...] = ()  # what is left of the ids that end a reasoning early
+        self._due: tuple[int, ...] | None = ()  # ids that must come next; None: the grammar was not asked yet
+        self._is_early_end = False  # they end a reasoning, and are not the grammar's
         self._tail = b""  # the end of the free text, in which a trigger may have begun
         self.state = REASONING
         if reasoning is None:
@@ -70,14 +64,20 @@ class Guide:
     @property
     def has_mask(self) -> bool:
         """Whether the next id is not free."""
-        return self.state == CONSTRAINED or bool(self._due)
+        return self.matcher is not None or self._is_early_end
+
+    def forced(self) -> tuple[int, ...]:
+        """Ids that must come next, whatever the model says; none: it has a choice."""
+        if self._due is None:
+            assert self.matcher is not None
+            self._due = tuple(self.matcher.compute_ff_tokens())
+        return self._due
 
     def fill(self, mask_W: np.ndarray) -> None:
         """Write which ids may come next; a bit each, the lowest first. Only where `has_mask` is true."""
-        if self._due:
+        if forced := self.forced():
             mask_W[:] = 0
-            word, bit = divmod(self._due[0], 32)
-            mask_W[word] = np.uint32(1 << bit).astype(np.int32)
+            mask_W.view(np.uint32)[forced[0] // 32] = 1 << forced[0] % 32
             return
         assert self.matcher is not None, f"a guide that is {self.state} has no mask"
         self.matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
@@ -91,27 +91,12 @@ class Guide:
                 f"{self.matcher.get_error().splitlines()[0]}"
             )
 
-    def forced(self) -> tuple[int, ...]:
-        """Ids that must come next, whatever the model says; none: it has a choice."""
-        if self._due:
-            return self._due
-        if self.matcher is None or self.error is not None:
-            return ()
-        if self._forced is None:
-            self._forced = tuple(self.matcher.compute_ff_tokens())
-        return self._forced
-
-    @property
-    def must_force(self) -> bool:
-        """Whether forced ids are to be appended even if that saves no step: the model must not go on."""
-        return bool(self._due)
-
     def validate(self, ids: Sequence[int]) -> int:
         """How many of these ids could follow, from the first on; the state stays as it is."""
         trial = self.copy()
         for number, token_id in enumerate(ids):
-            is_due = trial._due and token_id != trial._due[0]
-            if is_due or trial.state == ENDED:
+            forced = trial.forced() if trial.has_mask else ()
+            if trial.state == ENDED or (forced and token_id != forced[0]):
                 return number
             if trial.matcher is not None and not trial.matcher.validate_tokens([token_id]):
                 return number
@@ -120,10 +105,9 @@ class Guide:
 
     def consume(self, ids: Sequence[int]) -> None:
         """Take note of ids that were appended to the output; `error` says if that was not possible."""
-        self._forced = None
         for token_id in ids:
-            if self._due:
-                self._due = self._due[1:]
+            if self._is_early_end:
+                self._due = (self._due or ())[1:]
                 if not self._due:
                     self._begin()
             elif self.state == REASONING:
@@ -145,16 +129,17 @@ class Guide:
         assert self.reasoning is not None
         limit = self.reasoning.max_tokens
         if limit is not None and self._num_reasoned >= limit:
-            self._due = self.reasoning.forced
+            self._due, self._is_early_end = self.reasoning.forced, True
 
     def _begin(self) -> None:
         """Let the constraint hold from here on, or watch for what starts it."""
+        self._due, self._is_early_end = (), False
         if self.grammar is None:
             self.state = ENDED
         elif self.grammar.triggers:
             self.state, self._tail = FREE, b""
         else:
-            self.state, self.matcher = CONSTRAINED, self.grammar.matcher()
+            self.state, self.matcher, self._due = CONSTRAINED, self.grammar.matcher(), None
 
     def _watch(self, token_id: int) -> None:
         """Look for a trigger that ends in this token, be it in the middle of it."""
@@ -172,15 +157,16 @@ class Guide:
         if matcher.validate_tokens(ids) < len(ids):  # the model has written on already, and not this
             self._tail = b""
             return
-        self.state, self.matcher, self._tail = CONSTRAINED, matcher, b""
+        self.state, self.matcher, self._due, self._tail = CONSTRAINED, matcher, None, b""
         for each in ids:
             self._match(each)
 
     def _match(self, token_id: int) -> None:
         assert self.matcher is not None and self.grammar is not None
-        if not self.matcher.consume_token(token_id):
+        self._due = (self._due or ())[1:] or None  # what is left of them still comes first
+        is_taken = self.matcher.consume_token(token_id)
+        if not is_taken or self.matcher.is_stopped():
             self.check()
-        elif self.matcher.is_stopped():
-            self.check()
-            self.matcher = None
-            self.state, self._tail = (FREE, b"") if self.grammar.triggers else (ENDED, b"")
+        if self.matcher.is_stopped():
+            self.matcher, self._due, self._tail = None, (), b""
+            self.state = FREE if self.grammar.triggers else ENDED

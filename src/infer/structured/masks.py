@@ -27,7 +27,11 @@ class MaskFiller:
 
         Their rows allow everything: what they draw is not wanted.
         """
-        matched = [(guide.matcher, row) for row, guide in enumerate(guides) if guide.matcher is not None]
+        matched = [
+            (guide.matcher, row)
+            for row, guide in enumerate(guides)
+            if guide.matcher is not None and not guide.forced()
+        ]
         if len(matched) > 1:
             from llguidance import LLExecutor
             from llguidance.numpy import fill_next_token_bitmask_par
@@ -37,7 +41,7 @@ class MaskFiller:
             fill_next_token_bitmask_par(self._executor, matched, masks_KW)
         broken: list[Guide] = []
         for row, guide in enumerate(guides):
-            if len(matched) <= 1 or guide.matcher is None:
+            if len(matched) <= 1 or guide.forced():
                 guide.fill(masks_KW[row])
             else:
                 guide.check()

@@ -1,0 +1,46 @@
+"""Random outputs that a constraint allows, drawn token by token from its masks."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from infer.structured.compiler import Grammar
+from infer.structured.guide import ENDED, Guide
+from tests.support.words import EOS_IDS, VOCAB_SIZE, token_of
+
+NUM_WORDS = -(-VOCAB_SIZE // 32)
+CLOSING = [token_of(text) for text in ('"', "}", "]", '"}', "{}", "[]", "0", "1", "true", "b", "z", ":")]
+
+
+def allowed_ids(guide: Guide) -> np.ndarray:
+    """The ids that may come next."""
+    mask_W = np.zeros(NUM_WORDS, dtype=np.int32)
+    guide.fill(mask_W)
+    return np.unpackbits(mask_W.view(np.uint8), bitorder="little")[:VOCAB_SIZE].nonzero()[0]
+
+
+def walk(grammar: Grammar, rng: random.Random, max_tokens: int = 300) -> list[int] | None:
+    """The ids of an output that has ended; None: it would have gone on. In a hurry to close what is open."""
+    guide, output = Guide(grammar), list[int]()
+    while len(output) < max_tokens:
+        forced = guide.forced()
+        if not forced:
+            allowed = allowed_ids(guide)
+            assert guide.error is None, guide.error
+            assert len(allowed), "nothing may follow"
+            choices = allowed.tolist()
+            if (ends := [i for i in choices if i in EOS_IDS]) and rng.random() < 0.5:
+                return output
+            hurry = min(0.4 + len(output) / 100, 1.0)
+            if (closing := [i for i in CLOSING if i in set(choices)]) and rng.random() < hurry:
+                choices = closing
+            choices = [i for i in choices if i not in ends] or [0]
+            forced = (rng.choice(choices),)
+        guide.consume(forced)
+        output += forced
+        assert guide.error is None, guide.error
+        if guide.state == ENDED:
+            return output
+    return None

@@ -1,0 +1,182 @@
+"""Constraints of other kinds than schemas, what is cached, and what no constraint may take."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+
+from infer.errors import RequestError
+from infer.sampling.structured import MAX_CHOICES, Structured
+from infer.structured import compiler as compiler_module
+from infer.structured.compiler import Compiler
+from infer.structured.guide import ENDED, Guide
+from tests.support.walks import allowed_ids
+from tests.support.words import compiled, ids_of, token_bytes
+
+TEXTS = [
+    "yes",
+    "no",
+    "a b",
+    'quo"te',
+    "back\\slash",
+    "new\nline",
+    "ü€😀",
+    "a.*b",
+    "[x](y){z}",
+    "\x07",
+    " lead",
+    "/",
+]
+
+
+def accepts(structured: Structured, text: str) -> bool:
+    matcher, ids = compiled(structured).matcher(), ids_of(text)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def test_a_choice_is_exactly_one_of_its_texts() -> None:
+    structured = Structured.choice(TEXTS)
+    for text in TEXTS:
+        assert accepts(structured, text), text
+    for text in ("", "ye", "yes ", "axxb", "x(y)"):
+        assert not accepts(structured, text), text
+
+
+def test_a_choice_of_many_texts() -> None:
+    structured = Structured.choice([f"option {number}" for number in range(MAX_CHOICES)])
+    assert accepts(structured, "option 999") and not accepts(structured, "option 1000")
+
+
+def test_a_regex_matches_the_whole_output() -> None:
+    structured = Structured.regex(r"[0-9]+(\.[0-9]{1,2})?/")
+    assert (
+        accepts(structured, "12.5/")
+        and not accepts(structured, "x12.5/")
+        and not accepts(structured, "12.555/")
+    )
+
+
+def test_a_grammar_has_rules_and_json() -> None:
+    structured = Structured.grammar('start: "<" word ">" body\nword: /[a-z]+/\nbody: %json {"type": "array"}')
+    assert accepts(structured, "<abc>[1, {}]") and not accepts(structured, "<abc>{}")
+
+
+@pytest.mark.parametrize(
+    ("structured", "words"),
+    [
+        (Structured(kind="regex", text="("), "the regex cannot be compiled: unclosed group"),
+        (Structured(kind="regex", text="(?=a)b"), "look-around"),
+        (Structured.grammar("start: missing"), 'the grammar cannot be compiled: .*"missing"'),
+        (Structured.grammar("garbage ((("), "the grammar cannot be compiled"),
+        (Structured.grammar('start: %json {"not": {}}'), "not"),
+        (Structured.json_object(whitespace="("), "unclosed group"),
+    ],
+)
+def test_what_cannot_be_compiled_says_why_in_one_line(structured: Structured, words: str) -> None:
+    with pytest.raises(RequestError, match=words) as caught:
+        compiled(structured)
+    assert "\n" not in str(caught.value)
+    assert caught.value.param == "structured"
+
+
+def test_equal_constraints_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    compile_one = compiler_module._compile
+    monkeypatch.setattr(
+        compiler_module, "_compile", lambda each, tok: (made.append(each.text), compile_one(each, tok))[1]
+    )
+    monkeypatch.setattr(compiler_module, "MAX_CACHED", 2)
+    own = Compiler(token_bytes())
+    for text in ("a", "b", "a", "c", "a", "b"):
+        own.compile(Structured.regex(text, triggers=(f"<{len(made)}>",), param=f"p{len(made)}"))
+    assert made == ["a", "b", "c", "b"], "b was used longest ago when c came"
+    assert own.find(Structured.regex("c")) is None, "and c when b came back"
+    found = own.find(Structured.regex("a", param="mine", triggers=("x",)))
+    assert found is not None and (found.param, found.triggers) == ("mine", (b"x",))
+
+
+def test_what_is_cached_is_bounded_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_CACHED_BYTES", 100)
+    own = Compiler(token_bytes())
+    for letter in "abcdefgh":
+        own.compile(Structured.regex(letter * 30))
+        assert own._num_bytes == sum(len(key[1]) for key in own._cache) <= 100
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for number in range(depth):
+        schema = {"anyOf": [schema, {"type": "array", "items": schema, "maxItems": number}]}
+    return schema
+
+
+def deep_refs() -> dict[str, Any]:
+    """Each refers to the next twice: written out, 2^60 objects."""
+    refs = [{"$ref": f"#/$defs/d{number + 1}"} for number in range(60)]
+    defs: dict[str, Any] = {
+        f"d{number}": {"type": "object", "properties": {"a": ref, "b": ref}}
+        for number, ref in enumerate(refs)
+    }
+    return {"$defs": defs | {"d60": {"type": "string"}}, "$ref": "#/$defs/d0"}
+
+
+BOMBS = {
+    "alternatives inside alternatives": lambda: Structured.json_schema(nested(10)),
+    "repetitions": lambda: Structured(kind="json_schema", text='{"pattern":"^(a{0,5000}){0,5000}$"}'),
+    "repetitions of a regex": lambda: Structured(kind="regex", text="((a{0,999}){0,999}){0,999}"),
+    "a state for every suffix": lambda: Structured(kind="regex", text="(a|b)*a(a|b){60}c"),
+    "many such": lambda: Structured(kind="regex", text="|".join(f"(a|b)*{c}(a|b){{25}}" for c in "cdefghij")),
+    "long strings": lambda: Structured.json_schema({"type": "string", "maxLength": 100_000_000}),
+    "long arrays": lambda: Structured.json_schema({"type": "array", "minItems": 1_000_000}),
+    "references to itself": lambda: Structured.json_schema(
+        {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}
+    ),
+    "references that double": lambda: Structured.json_schema(deep_refs()),
+    "a large enum": lambda: Structured.json_schema({"enum": [f"value {n}" for n in range(100_000)]}),
+    "a grammar that counts": lambda: Structured.grammar('start: "a"{3,900000}'),
+    "an ambiguous grammar": lambda: Structured.grammar('start: start start | "a" | "a" "a"'),
+    "products": lambda: Structured.json_schema(
+        {"allOf": [{"anyOf": [{"properties": {f"a{i}{j}": {}}} for j in range(8)]} for i in range(8)]}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_is_refused_or_stays_within_its_limits(name: str) -> None:
+    """Refused when it is made or compiled; otherwise its masks work, or end with an error of their own.
+
+    Time and memory are bounded by the counts in the limits; the clock here only says that it came back.
+    """
+    begun = time.monotonic()
+    try:
+        guide = Guide(compiled(BOMBS[name]()))
+    except RequestError as error:
+        assert str(error)
+    else:
+        for _ in range(40):
+            if guide.state == ENDED or guide.error is not None:
+                break
+            forced = guide.forced()[:20]
+            guide.consume(forced or allowed_ids(guide)[-1:].tolist())
+    assert time.monotonic() - begun < 60
+
+
+def test_a_limit_that_is_reached_while_it_is_used_is_the_error_of_its_guide(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_LEXER_STATES", 150)
+    own = Compiler(token_bytes())
+    grammar = own.compile(Structured(kind="regex", text="(a|b)*a(a|b){14}c"))
+    guide, other = Guide(grammar), Guide(compiled(Structured.regex("(a|b)*")))
+    rng = random.Random(1)
+    for _ in range(200):
+        allowed_ids(guide)
+        if guide.error is not None:
+            break
+        token = ids_of(rng.choice("ab"))
+        guide.consume(token)
+        other.consume(token)
+    assert guide.error is not None and "too complex" in guide.error and other.error is None

@@ -1,0 +1,185 @@
+"""What may follow, state by state: reasoning, free text, grammar, end."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from infer.sampling.structured import Reasoning, Structured
+from infer.structured.guide import CONSTRAINED, ENDED, FREE, REASONING, Guide
+from infer.structured.masks import MaskFiller
+from tests.support.words import (
+    EOS_IDS,
+    PIECES,
+    THINK_END,
+    TOOL,
+    VOCAB_SIZE,
+    compiled,
+    ids_of,
+    text_of,
+    token_of,
+)
+
+NUMBER = Structured.regex("[0-9]{3}")
+CALL = Structured.grammar('start: %json {"type": "object"} "</tc>"', triggers=("<tc>",))
+
+
+def allowed(guide: Guide) -> set[int]:
+    mask_W = np.zeros(-(-VOCAB_SIZE // 32), dtype=np.int32)
+    guide.fill(mask_W)
+    bits = np.unpackbits(mask_W.view(np.uint8), bitorder="little")
+    assert not bits[VOCAB_SIZE:].any()
+    return set(bits.nonzero()[0].tolist())
+
+
+def texts(ids: set[int]) -> set[str]:
+    return {text_of([token_id]) for token_id in ids}
+
+
+def test_a_constraint_holds_from_the_start_and_ends_the_output() -> None:
+    guide = Guide(compiled(NUMBER))
+    assert texts(allowed(guide)) == {*"0123456789", "12"}
+    guide.consume(ids_of("1"))
+    guide.consume(ids_of("12"))
+    assert guide.state == ENDED and not guide.has_mask
+
+
+def test_an_end_that_is_not_the_only_way_on_is_one_of_them() -> None:
+    guide = Guide(compiled(Structured.regex("a+")))
+    guide.consume(ids_of("a"))
+    assert guide.state == CONSTRAINED
+    assert allowed(guide) == {*ids_of("a"), *EOS_IDS}
+
+
+def test_reasoning_is_free_and_the_constraint_begins_behind_its_end() -> None:
+    guide = Guide(compiled(NUMBER), Reasoning(end_id=THINK_END))
+    for text in ("any", '{"', "12"):
+        guide.consume(ids_of(text))
+        assert guide.state == REASONING and not guide.has_mask
+    guide.consume([THINK_END, *ids_of("1")])
+    assert texts(allowed(guide)) == {*"0123456789", "12"}
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3])
+def test_a_reasoning_that_is_used_up_is_ended(limit: int) -> None:
+    forced = (*ids_of("no"), THINK_END, *ids_of("\n\n"))
+    guide = Guide(compiled(NUMBER), Reasoning(end_id=THINK_END, max_tokens=limit, forced=forced))
+    for _ in range(limit):
+        assert not guide.has_mask
+        guide.consume(ids_of("a"))
+    for number, token_id in enumerate(forced):
+        assert guide.forced() == forced[number:] and allowed(guide) == {token_id}
+        guide.consume([token_id])
+    assert guide.state == CONSTRAINED and not guide.forced()
+
+
+def test_without_a_constraint_the_end_of_reasoning_is_the_end_of_guiding() -> None:
+    guide = Guide(None, Reasoning(end_id=THINK_END, max_tokens=5))
+    guide.consume([*ids_of("a"), THINK_END])
+    assert guide.state == ENDED
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        ["<t", "c", ">"],  # over several tokens
+        ["<tc>"],  # one token of its own
+        ["<", "<t", "<tc>"],  # a false start
+        ["a<", "tc>"],
+        ["<tc>\n"],  # it ends inside a token, whose rest fits
+        ["<t", "c>", " {"],
+    ],
+)
+def test_a_trigger_is_found_however_it_is_cut(pieces: list[str]) -> None:
+    spaced = Structured.regex(r"\s*\{[a-z]\}", triggers=("<tc>",))
+    guide = Guide(compiled(spaced))
+    assert guide.state == FREE
+    for piece in pieces:
+        assert not guide.has_mask or "{" in piece
+        guide.consume([token_of(piece)] if piece in PIECES else ids_of(piece))
+    assert guide.state == CONSTRAINED
+    guide.consume(ids_of("{") if "{" not in pieces[-1] else [])
+    assert "{" not in texts(allowed(guide)) and "x" in texts(allowed(guide))
+
+
+def test_text_goes_on_freely_behind_each_match() -> None:
+    guide = Guide(compiled(CALL))
+    for _ in range(2):
+        guide.consume(ids_of("some <tc"))
+        assert guide.state == FREE
+        guide.consume(ids_of(">"))
+        assert guide.state == CONSTRAINED
+        guide.consume(ids_of('{"a": 1}'))
+        guide.consume(ids_of("</tc>"))
+        assert guide.state == FREE and guide.error is None
+
+
+def test_a_special_token_may_be_a_trigger() -> None:
+    guide = Guide(compiled(Structured.regex("[0-9]", triggers=("<tool>",))))
+    guide.consume([TOOL])
+    assert guide.state == CONSTRAINED
+
+
+def test_what_was_written_behind_a_trigger_and_does_not_fit_stays_text() -> None:
+    guide = Guide(compiled(Structured.regex("[0-9]+;", triggers=("<tc>",))))
+    guide.consume([token_of("<tc>\n")])
+    assert guide.state == FREE and guide.error is None
+    guide.consume(ids_of("<tc>"))
+    assert guide.state == CONSTRAINED
+
+
+def test_forced_ids_come_in_their_order_however_they_are_taken() -> None:
+    schema = {"type": "object", "properties": {"name": {"const": "abc"}}, "required": ["name"]}
+    structured = Structured.json_schema(schema | {"additionalProperties": False})
+    one, many = Guide(compiled(structured)), Guide(compiled(structured))
+    while many.state != ENDED:
+        forced = many.forced()
+        for number, token_id in enumerate(forced):
+            assert one.forced()[: len(forced) - number] == forced[number:] and allowed(one) == {token_id}
+            one.consume([token_id])
+        many.consume(forced)
+        if many.state != ENDED and not many.forced():
+            (least, *_) = sorted(allowed(many))
+            one.consume([least])
+            many.consume([least])
+    assert one.state == ENDED
+
+
+def test_validate_says_how_many_fit_and_changes_nothing() -> None:
+    guide = Guide(compiled(NUMBER), Reasoning(end_id=THINK_END))
+    digits = ids_of("9") * 4
+    assert guide.validate([*ids_of("a"), THINK_END, *digits]) == 5, "three digits, then the end"
+    assert guide.validate([THINK_END, *ids_of("1a")]) == 2
+    assert guide.state == REASONING
+    calls = Guide(compiled(CALL))
+    assert calls.validate(ids_of("x <tc>[")) == len(ids_of("x <tc>[")) - 1
+    assert calls.state == FREE
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    guide = Guide(compiled(NUMBER))
+    guide.consume(ids_of("1"))
+    copy = guide.copy()
+    copy.consume(ids_of("12"))
+    assert copy.state == ENDED and guide.state == CONSTRAINED
+    guide.consume(ids_of("9"))
+    assert guide.error is None and "12" not in texts(allowed(guide))
+
+
+def test_an_id_that_does_not_fit_is_an_error_and_no_other_guide_has_it() -> None:
+    guide, other = Guide(compiled(NUMBER)), Guide(compiled(NUMBER))
+    guide.consume(ids_of("a"))
+    assert guide.error is not None
+    other.consume(ids_of("1"))
+    assert other.error is None
+
+
+def test_masks_of_several_rows_are_those_of_each() -> None:
+    guides = [Guide(compiled(each)) for each in (NUMBER, Structured.regex("a+"), Structured.choice(["abc"]))]
+    guides.append(Guide(None, Reasoning(end_id=THINK_END, max_tokens=0)))
+    assert guides[2].forced(), "one way to write it"
+    masks_KW = np.zeros((4, -(-VOCAB_SIZE // 32)), dtype=np.int32)
+    assert MaskFiller().fill(guides, masks_KW) == []
+    for guide, mask_W in zip(guides, masks_KW, strict=True):
+        bits = np.unpackbits(mask_W.view(np.uint8), bitorder="little")
+        assert set(bits.nonzero()[0].tolist()) == allowed(guide)

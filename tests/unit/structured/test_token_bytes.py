@@ -1,0 +1,95 @@
+"""The bytes that grammars see are those that the text side writes, for every id of a vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from infer.errors import CheckpointError, RequestError
+from infer.sampling.structured import Structured
+from infer.structured.compiler import Compiler
+from infer.structured.token_bytes import TokenBytes, tokenizer_json
+from infer.tokenizer.tokenizer import Tokenizer
+from tests.unit.tokenizer.vocabularies import gpt2_metadata, spm_metadata
+
+
+def bytes_of(metadata: Mapping[str, Any], **options: Any) -> tuple[TokenBytes, Tokenizer]:
+    from pathlib import Path
+
+    tokenizer = Tokenizer.from_gguf(metadata)
+    made = TokenBytes(
+        lambda: tokenizer_json(Path(), metadata),
+        **({"vocab_size": tokenizer.vocab_size + 3, "eos_ids": tokenizer.eos_ids} | options),
+    )
+    return made, tokenizer
+
+
+@pytest.mark.parametrize(
+    "metadata", [gpt2_metadata(), gpt2_metadata(user_defined=("<tool>",)), spm_metadata()]
+)
+def test_every_id_has_the_bytes_that_the_text_side_writes(metadata: Mapping[str, Any]) -> None:
+    made, tokenizer = bytes_of(metadata)
+    library = made.tokenizer()
+    assert library.vocab_size == tokenizer.vocab_size + 3
+    wrong = {
+        token_id: (library.decode_bytes([token_id]), tokenizer.token_bytes(token_id))
+        for token_id in range(tokenizer.vocab_size)
+        if library.decode_bytes([token_id]) != tokenizer.token_bytes(token_id)
+        and tokenizer.token_bytes(token_id) != b"\xff"  # which is in no text, and marks specials there
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize("metadata", [gpt2_metadata(), spm_metadata()])
+def test_a_grammar_accepts_what_the_text_side_encodes(metadata: Mapping[str, Any]) -> None:
+    made, tokenizer = bytes_of(metadata)
+    text = '{"the": "in a 한 ü", "b": [1, 2]}'
+    matcher = Compiler(made).compile(Structured.json_object()).matcher()
+    ids = tokenizer.encode("x" + text, add_special=False)
+    start = next(n for n in range(1, len(ids)) if tokenizer.decode(ids[n:]).strip() == text)
+    assert matcher.try_consume_tokens(ids[start:]) == len(ids) - start
+    assert matcher.is_accepting()
+
+
+def test_a_model_without_a_tokenizer_says_so() -> None:
+    made = TokenBytes(None, vocab_size=10)
+    made.start()
+    with pytest.raises(RequestError, match="has no tokenizer") as caught:
+        Compiler(made).compile(Structured.json_object(param="response_format"))
+    assert caught.value.param == "response_format"
+
+
+def test_a_tokenizer_that_cannot_be_read_fails_the_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+    def read() -> str:
+        raise CheckpointError("tokenizer.json is damaged")
+
+    made = TokenBytes(read, vocab_size=10, eos_ids=(1,))
+    assert not made.prepare()
+    for _ in range(2):
+        with pytest.raises(RequestError, match="cannot be used for constraints: tokenizer.json is damaged"):
+            made.tokenizer()
+    assert "no constraints" in caplog.text
+
+
+def test_a_model_without_an_end_of_text_cannot_be_constrained() -> None:
+    made, _ = bytes_of(gpt2_metadata(), eos_ids=())
+    with pytest.raises(RequestError, match="no end-of-text token"):
+        made.tokenizer()
+
+
+def test_it_is_built_once_and_beside_other_work() -> None:
+    calls = []
+    metadata = gpt2_metadata()
+
+    def read() -> str:
+        from pathlib import Path
+
+        calls.append(1)
+        return tokenizer_json(Path(), metadata)
+
+    made = TokenBytes(read, vocab_size=300, eos_ids=(2,))
+    made.start()
+    assert made.tokenizer() is made.tokenizer()
+    assert calls == [1]
