@@ -9,27 +9,15 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from typing import Any
 
-import numpy as np
 import pytest
 
-from infer.engine.engine import Engine
 from infer.errors import RequestError
-from infer.execution.host_sampling import sequence_seed
-from infer.execution.runner import StepResult
-from infer.sampling.params import SamplingParams
 from infer.sampling.structured import Reasoning, Structured
-from infer.scheduling.plan import StepPlan
 from infer.scheduling.preemption import PreemptionCost
-from infer.scheduling.sequence import Sequence
-from infer.structured.guide import ENDED, Guide
-from tests.support import words
-from tests.support.oracle import OracleRunner, OracleWorld, next_token
-from tests.support.walks import allowed_ids
-from tests.support.words import EOS_IDS, THINK_END, VOCAB_SIZE, ids_of, token_of
+from tests.support.guided import GuidedWorld
+from tests.support.words import THINK_END, VOCAB_SIZE, ids_of, token_of
 
 PERSON = {
     "type": "object",
@@ -47,126 +35,6 @@ CONSTRAINTS = [
     Structured.regex("[0-9]{2}", triggers=("a", "no")),  # letters that the oracle often draws
 ]
 SWAPS = PreemptionCost(swap_seconds=0.1, recompute_seconds=1.0)
-
-
-def draw(seen: Seq[int], seed: int, allowed: np.ndarray | None) -> int:
-    """What the oracle says next, among what is allowed."""
-    token = next_token(seen, seed)
-    if allowed is None:
-        return token % VOCAB_SIZE
-    return int(allowed[(token * 7919 + len(seen)) % len(allowed)])
-
-
-class MaskedOracle(OracleRunner):
-    """An oracle that draws among what is allowed."""
-
-    vocab_size = VOCAB_SIZE
-
-    def run(self, plan: StepPlan, sequences: Seq[Sequence]) -> StepResult:
-        return self.begin(plan, sequences).sample([])()
-
-    def begin(self, plan: StepPlan, sequences: Seq[Sequence]) -> OracleStep:
-        return OracleStep(self, plan, sequences)
-
-    def forward(self, plan: StepPlan, sequences: Seq[Sequence]) -> tuple[StepResult, list[list[int]]]:
-        """Write and read the cache; what each chunk's last token sees."""
-        result, size = super().run(plan, sequences), self.pool.block_size
-        stops, rows = plan.chunks.stops.tolist(), plan.chunks.rows.tolist()
-        tables = [
-            self.state.tables[:, row, : -(-stop // size)] for row, stop in zip(rows, stops, strict=True)
-        ]
-        starts = plan.chunks.starts.tolist()
-        return result, [self._read(*each) for each in zip(sequences, tables, starts, stops, strict=True)]
-
-
-class OracleStep:
-    """A step that has read the cache when it begins, as a device has, and draws when its masks are there."""
-
-    def __init__(self, runner: MaskedOracle, plan: StepPlan, sequences: Seq[Sequence]) -> None:
-        self._runner, self._plan, self._sequences = runner, plan, sequences
-        self._result, self._seen = runner.forward(plan, sequences)
-        self._masks_KW = np.empty((0, -(-VOCAB_SIZE // 32)), dtype=np.int32)
-
-    def masks(self, num_rows: int) -> np.ndarray:
-        self._masks_KW = np.zeros((num_rows, -(-VOCAB_SIZE // 32)), dtype=np.int32)
-        return self._masks_KW
-
-    def sample(self, numbers: Seq[int]) -> Callable[[], StepResult]:
-        allowed = {number: bits_of(mask_W) for number, mask_W in zip(numbers, self._masks_KW, strict=True)}
-        for number, (chunk, seq) in enumerate(zip(self._plan.chunks, self._sequences, strict=True)):
-            seeds = [sequence_seed(seq.group.seed, seq.index + i) for i in range(chunk.num_samples)]
-            drawn = tuple(draw(self._seen[number], seed, allowed.get(number)) for seed in seeds)
-            if len(drawn) == 1:
-                self._runner._latest[seq.seq_id] = (chunk.stop, drawn[0])
-            self._result.ids[number] = drawn
-        return lambda: self._result
-
-
-def bits_of(mask_W: np.ndarray) -> np.ndarray:
-    return np.unpackbits(mask_W.view(np.uint8), bitorder="little")[:VOCAB_SIZE].nonzero()[0]
-
-
-class GuidedWorld(OracleWorld):
-    """A world whose requests may be constrained."""
-
-    def __init__(self, *, steps_ahead: int = 0, jumps: bool = True, **knobs: Any) -> None:
-        super().__init__(eos_ids=EOS_IDS, steps_ahead=steps_ahead, **knobs)
-        self.runner = MaskedOracle(self.pool, self.scheduler.state, len(self.runner.host))
-        self.engine = Engine(
-            self.scheduler,
-            self.runner,
-            context_len=self.engine.context_len,
-            vocab_size=VOCAB_SIZE,
-            eos_ids=EOS_IDS,
-            observer=self.observer,
-            steps_ahead=steps_ahead,
-            token_bytes=words.token_bytes(),
-        )
-        self.engine._requests.jumps = jumps
-
-    def check_books(self) -> None:
-        super().check_books()
-        guides, live = self.engine._requests.guides, {seq.seq_id for seq in self.scheduler.sequences()}
-        assert guides.keys() <= live
-
-    def verify(self) -> int:
-        num_checked = 0
-        for request_id, request in self.requests.items():
-            if request_id in self.aborted:
-                continue
-            for index in range(request.params.num_sequences):
-                key = request_id, index
-                tokens, reason = expected(request.prompt, request.params, index)
-                assert self.tokens[key] == tokens, key
-                assert self.finished[key].finish_reason == reason, key
-                num_checked += 1
-        return num_checked
-
-
-def expected(prompt: Seq[int], params: SamplingParams, index: int) -> tuple[list[int], str]:
-    """What a request must get, made token by token without any cache, batch or overlap."""
-    assert params.seed is not None and params.max_tokens is not None
-    guide: Guide | None = None
-    if params.is_guided:
-        grammar = None if params.structured is None else words.compiled(params.structured)
-        guide = Guide(grammar, params.reasoning)
-    seen, output = list(prompt), list[int]()
-    seed = sequence_seed(params.seed, index)
-    while len(output) < params.max_tokens:
-        allowed = None
-        if guide is not None and guide.has_mask:
-            allowed = np.array(guide.forced()[:1]) if guide.forced() else allowed_ids(guide)
-        token = draw(seen, seed, allowed)
-        seen.append(token)
-        output.append(token)
-        if token in EOS_IDS:
-            return output, "stop"
-        if guide is not None:
-            guide.consume((token,))
-            assert guide.error is None
-            if guide.state == ENDED and guide.grammar is not None:
-                return output, "stop"
-    return output, "length"
 
 
 def random_params(rng: random.Random, number: int) -> dict[str, Any]:

@@ -1,0 +1,245 @@
+"""Constrained requests in the engine: compiled aside, combined with every other parameter, ended rightly."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from infer.engine.engine import Engine
+from infer.errors import QueueFull, RequestError
+from infer.sampling.params import SamplingParams
+from infer.sampling.structured import Reasoning, Structured
+from infer.scheduling.request import Request, StepOutput
+from infer.structured import compiler as compiler_module
+from tests.support.guided import GuidedWorld, expected
+from tests.support.oracle import OracleWorld
+from tests.support.words import EOS_IDS, THINK_END, ids_of, text_of, token_of
+
+DIGITS = Structured.regex("[0-9]{6}")
+BAD = Structured(kind="regex", text="(", param="guided_regex")
+
+
+class Aside:
+    """An engine that compiles in threads; `wait` returns when the next constraint is compiled."""
+
+    def __init__(self, **knobs: Any) -> None:
+        self.world = GuidedWorld(num_blocks=100, **knobs)
+        self._woken = threading.Semaphore(0)
+        self.world.engine.compile_aside(self._woken.release)
+
+    def wait(self) -> None:
+        assert self._woken.acquire(timeout=60)
+
+    @property
+    def engine(self) -> Engine:
+        return self.world.engine
+
+
+def test_a_request_waits_beside_the_queue_while_it_is_compiled() -> None:
+    aside = Aside()
+    aside.world.add("a", [5], structured=Structured.regex("[0-9]{3}x"), max_tokens=20)
+    engine = aside.engine
+    assert engine.num_requests == 1 and engine.is_serving("a") and engine.stats().num_waiting == 1
+    aside.wait()
+    assert engine.has_work
+    aside.world.run()
+    assert aside.world.verify() == 1
+    stats = engine.stats()
+    assert sum(stats.grammar_times) == 1 and stats.grammar_s > 0 and not stats.num_grammar_failures
+
+
+def test_while_it_is_compiled_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    compile_one = compiler_module._compile
+
+    def compile_late(structured: Structured, tokenizer: Any) -> Any:
+        assert gate.wait(60)
+        return compile_one(structured, tokenizer)
+
+    monkeypatch.setattr(compiler_module, "_compile", compile_late)
+    aside = Aside(max_queue=1, max_batch_size=1)
+    aside.world.add("a", [5], structured=DIGITS)
+    assert not aside.engine.has_work
+    aside.world.add("free", [5], max_tokens=3)
+    aside.world.run()
+    assert ("free", 0) in aside.world.finished, "others are served meanwhile"
+    aside.world.add("b", [5], structured=Structured.regex("[a-z]{3}"))
+    with pytest.raises(QueueFull):
+        aside.world.add("c", [5], structured=Structured.regex("[a-z]{4}"))
+    with pytest.raises(RequestError, match="already being served"):
+        aside.world.add("a", [5])
+    gate.set()
+    aside.wait()
+    aside.wait()
+    aside.world.run()
+    assert aside.world.verify() == 3
+
+
+def test_a_constraint_that_cannot_be_compiled_is_the_last_output_of_its_request() -> None:
+    aside = Aside()
+    aside.world.add("a", [5], structured=BAD, n=2)
+    aside.wait()
+    outputs = aside.engine.step()
+    assert [(out.index, out.finish_reason, out.param) for out in outputs] == [
+        (0, "error", "guided_regex"),
+        (1, "error", "guided_regex"),
+    ]
+    assert outputs[0].error == "the regex cannot be compiled: unclosed group"
+    assert not aside.engine.is_serving("a") and not aside.engine.has_work
+    assert aside.engine.stats().num_grammar_failures == 1
+
+
+def test_without_threads_it_is_refused_at_once() -> None:
+    world = GuidedWorld()
+    with pytest.raises(RequestError, match="unclosed group") as caught:
+        world.add("a", [5], structured=BAD)
+    assert caught.value.param == "guided_regex" and not world.engine.is_serving("a")
+
+
+def test_a_request_is_aborted_while_it_is_compiled_and_its_id_is_free_again() -> None:
+    aside = Aside()
+    aside.world.add("a", [5], structured=DIGITS, n=2)
+    ended = aside.engine.abort("a")
+    assert [(out.index, out.finish_reason) for out in ended] == [(0, "abort"), (1, "abort")]
+    assert not aside.engine.is_serving("a") and aside.engine.abort("a") == []
+    aside.world.add("a", [7], max_tokens=4)
+    aside.wait()
+    aside.world.run()
+    assert aside.world.verify() == 1
+
+
+def test_a_constraint_that_was_compiled_before_does_not_wait() -> None:
+    aside = Aside()
+    aside.world.add("a", [5], structured=DIGITS)
+    aside.wait()
+    aside.world.run()
+    aside.world.add("b", [5], structured=DIGITS)
+    assert aside.engine.has_work
+    aside.world.run()
+    assert aside.world.verify() == 2
+
+
+def test_seeds_follow_the_order_in_which_requests_take_their_place() -> None:
+    """A record has the order of the queue, so a replay, which compiles at once, gives the same seeds."""
+    aside, replayed = Aside(), GuidedWorld(num_blocks=100)
+    aside.world.add("late", [5], structured=DIGITS, seed=None, max_tokens=9)
+    aside.world.add("early", [6], seed=None, max_tokens=9)
+    aside.wait()
+    aside.world.run()
+    for name, prompt, structured in (("early", 6, None), ("late", 5, DIGITS)):
+        replayed.add(name, [prompt], structured=structured, seed=None, max_tokens=9)
+    replayed.run()
+    assert replayed.tokens == aside.world.tokens
+
+
+def run_one(params: dict[str, Any], **knobs: Any) -> tuple[list[int], StepOutput, list[StepOutput]]:
+    world = GuidedWorld(num_blocks=100, **knobs)
+    world.add("a", [9, 9], **({"max_tokens": 40} | params))
+    outputs: list[StepOutput] = []
+    while world.engine.has_work:
+        outputs += world.step()
+    return world.tokens["a", 0], world.finished["a", 0], outputs
+
+
+def test_the_token_that_ends_the_match_ends_the_output() -> None:
+    tokens, last, _ = run_one({"structured": DIGITS})
+    assert last.finish_reason == "stop" and last.stop_reason is None
+    assert len(text_of(tokens)) == 6 and not set(EOS_IDS) & set(tokens)
+
+
+def test_a_match_that_ends_with_the_last_token_allowed_is_complete() -> None:
+    tokens, last, _ = run_one({"structured": Structured.regex("[3-9]{4}"), "max_tokens": 4})
+    assert len(tokens) == 4 and last.finish_reason == "stop"
+    _, last, _ = run_one({"structured": Structured.regex("[3-9]{5}"), "max_tokens": 4})
+    assert last.finish_reason == "length"
+
+
+def test_min_tokens_holds_back_an_end_that_is_optional_and_no_other() -> None:
+    """Where the grammar allows nothing but the end, the output ends: it could only be wrong otherwise."""
+    tokens, last, _ = run_one({"structured": DIGITS, "min_tokens": 30})
+    assert len(tokens) <= 6 and last.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_logprobs_are_those_of_every_token(steps_ahead: int) -> None:
+    structured = Structured.json_schema(
+        {"type": "object", "properties": {"name": {"const": 1}}, "required": ["name"]}
+    )
+    plain, _, _ = run_one({"structured": structured}, steps_ahead=steps_ahead)
+    tokens, _, outputs = run_one({"structured": structured, "logprobs": 1}, steps_ahead=steps_ahead)
+    assert sum(len(output.logprobs) for output in outputs) == len(tokens)
+    assert tokens == plain, "logprobs switch jumps off, which change no token"
+
+
+def test_a_stop_token_ends_a_constrained_output() -> None:
+    stop = token_of("12")
+    tokens, last, _ = run_one({"structured": Structured.regex("(ab|12|no){20}"), "stop_token_ids": (stop,)})
+    assert tokens[-1] == stop and last.finish_reason == "stop" and last.stop_reason == stop
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+@pytest.mark.parametrize("limit", [0, 1, 5])
+def test_a_reasoning_has_no_more_tokens_than_it_may(limit: int, steps_ahead: int) -> None:
+    forced = (*ids_of("no"), THINK_END)
+    params = {"reasoning": Reasoning(end_id=THINK_END, max_tokens=limit, forced=forced), "structured": DIGITS}
+    for more in ({}, {"n": 2}, {"logprobs": 0}):
+        tokens, _, _ = run_one(params | more, steps_ahead=steps_ahead)
+        end = tokens.index(THINK_END)
+        assert end <= limit + len(forced) - 1
+        if end == limit + len(forced) - 1:
+            assert tuple(tokens[limit : end + 1]) == forced
+        assert text_of(tokens[end + 1 :]).isdigit()
+
+
+def test_a_limit_that_is_reached_ends_its_own_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_LEXER_STATES", 60)
+    world = GuidedWorld(num_blocks=100, steps_ahead=1)
+    heavy = Structured(kind="regex", text="(a|b)*a(a|b){14}c", param="structured_outputs")
+    world.add("heavy", [5], structured=heavy, max_tokens=50, n=2)
+    world.add("light", [5], structured=DIGITS)
+    world.add("free", [5], max_tokens=40)
+    world.run()
+    for index in range(2):
+        last = world.finished["heavy", index]
+        assert last.finish_reason == "error" and last.param == "structured_outputs"
+        assert last.error is not None and "too complex" in last.error
+    for name in ("light", "free"):
+        request = world.requests[name]
+        assert world.tokens[name, 0] == expected(request.prompt, request.params, 0)[0]
+
+
+def test_a_model_without_a_tokenizer_refuses_the_request() -> None:
+    world = OracleWorld()
+    with pytest.raises(RequestError, match="has no tokenizer") as caught:
+        world.add("a", [5], structured=Structured.json_object(param="response_format"))
+    assert caught.value.param == "response_format"
+
+
+def test_ids_of_reasoning_must_be_the_model_s() -> None:
+    world = GuidedWorld()
+    with pytest.raises(RequestError, match="reasoning holds token id 5000") as caught:
+        world.add("a", [5], reasoning=Reasoning(end_id=5000))
+    assert caught.value.param == "reasoning"
+
+
+def test_an_embedding_has_no_constraint() -> None:
+    world = GuidedWorld()
+    request = Request(request_id="a", prompt=(1,), params=SamplingParams(structured=DIGITS), pooling="last")
+    with pytest.raises(RequestError, match="structured"):
+        world.engine.add(request)
+
+
+def test_a_batch_without_constraints_never_asks_for_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = GuidedWorld(num_blocks=100, steps_ahead=3)
+    world.add("a", [5], structured=Structured.choice(["yes"]))
+    world.run()
+    assert not world.engine._requests.guides
+    asked: list[int] = []
+    begin = world.engine._sample
+    monkeypatch.setattr(world.engine, "_sample", lambda *step: (asked.append(1), begin(*step))[1])
+    world.add("b", [5], max_tokens=20, ignore_eos=True, reasoning=Reasoning(end_id=THINK_END))
+    world.run()
+    assert world.most_late > 1, "steps overlap as deep as without any of this"
+    assert not asked
