@@ -251,7 +251,9 @@ def compile_times(token_bytes: TokenBytes) -> dict[str, float]:
 def open_random(args: argparse.Namespace) -> BenchTarget:
     """Random weights of a shape, whose answers end at a token of the tokenizer that was given."""
     knobs = {"device": args.device, "dtype": args.dtype or "bfloat16", "tokenizer": str(args.tokenizer)}
-    target = open_target(knobs | {"max_seq_len": 4096, **args.knobs}, model_config=Path(args.model))
+    target = open_target(
+        knobs | {"max_seq_len": PROMPT_LEN + args.tokens + 64, **args.knobs}, model_config=Path(args.model)
+    )
     vocab = Tokenizer.from_file(str(args.tokenizer / "tokenizer.json")).get_vocab()
     end = next((vocab[end] for end in ENDS if end in vocab), max(vocab.values()))
     return replace(target, loaded=replace(target.loaded, eos_ids=(end,)))
