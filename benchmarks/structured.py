@@ -12,11 +12,12 @@ of a real vocabulary, which may be smaller than the model's: ids without a token
     free      no constraint
     json      an array of objects whose `minItems` outlasts the output
     masks     the same, with every token sampled: no ids are appended because nothing else could follow
+    words     the same, with texts of at most 16 characters, whose masks take several times as long
     keys      an array of objects with long keys and short values, of which most characters are forced
 
 Runs alternate. A cost is 1 - (tokens per second over those of `free` in the same round), in per cent; that of
-`masks` is a step's time over that of `free`. Then the times of one step's work on the host: all masks of a
-step in which every row has one, one consumed id, and the compilation of ordinary schemas.
+`masks` and `words` is a step's time over that of `free`. Then the times of one step's work on the host: all
+masks of a step in which every row has one, one consumed id, and the compilation of ordinary schemas.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from infer.structured.token_bytes import TokenBytes, tokenizer_json
 PROMPT_LEN = 128
 ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|endoftext|>", "</s>")  # of an answer, in vocabularies
 LONG = 10_000  # items: more than any output here has
+TEXT = {"type": "string"}
 WORD = {"type": "string", "maxLength": 16}
 
 
@@ -65,15 +67,20 @@ def array_of(properties: dict[str, Any]) -> str:
     return json.dumps({"type": "array", "items": item, "minItems": LONG})
 
 
-RECORDS = array_of(
-    {
-        "name": WORD,
-        "count": {"type": "integer"},
-        "kind": {"enum": ["small", "large", "unknown"]},
-        "tags": {"type": "array", "items": WORD, "maxItems": 3},
-        "done": {"type": "boolean"},
-    }
-)
+def records(text: dict[str, Any]) -> str:
+    """Of every kind of value, some of them texts."""
+    return array_of(
+        {
+            "id": {"type": "integer"},
+            "kind": {"enum": ["small", "large", "unknown"]},
+            "scores": {"type": "array", "items": {"type": "number"}, "maxItems": 4},
+            "done": {"type": "boolean"},
+            "name": text,
+        }
+    )
+
+
+RECORDS = records(TEXT)
 KEYS = array_of(
     {
         f"{subject}_{fact}": {"type": "boolean"}
@@ -146,6 +153,7 @@ VARIANTS = {
     "free": Variant(None),
     "json": Variant(Structured(kind="json_schema", text=RECORDS)),
     "masks": Variant(Structured(kind="json_schema", text=RECORDS), jumps=False),
+    "words": Variant(Structured(kind="json_schema", text=records(WORD)), jumps=False),
     "keys": Variant(Structured(kind="json_schema", text=KEYS)),
 }
 
@@ -190,11 +198,14 @@ def compare(
 ) -> tuple[list[dict[str, float]], dict[str, float]]:
     """The figures of all rounds but the first, and the times of the host's work."""
     rounds: list[dict[str, float]] = []
-    with timed(MaskFiller, "fill") as fills, timed(Guide, "consume") as consumed:
+    whole: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    with timed(Guide, "consume") as consumed:
         for number in range(args.repeats + 1):
             found: dict[str, float] = {}
             for name, variant in VARIANTS.items():
-                made = run(engine, variant, args.rows, args.tokens, tokenizer.get_vocab_size())
+                with timed(MaskFiller, "fill") as fills:
+                    made = run(engine, variant, args.rows, args.tokens, tokenizer.get_vocab_size())
+                whole[name] += [seconds for seconds, (guides, _) in fills if len(guides) == args.rows]
                 found[f"{name}_tokens_per_s"] = made.tokens_per_s
                 found[f"{name}_step_us"] = made.seconds / made.num_steps * 1e6
                 found[f"{name}_chars_per_s"] = num_chars(tokenizer, made.outputs) / made.seconds
@@ -202,16 +213,14 @@ def compare(
                     sample = tokenizer.decode(made.outputs[0], skip_special_tokens=False)
                     print(f"{name:6} {sample[:90]!r}", flush=True)
             found["json_cost_percent"] = (1 - found["json_tokens_per_s"] / found["free_tokens_per_s"]) * 100
-            found["masks_cost_percent"] = (found["masks_step_us"] / found["free_step_us"] - 1) * 100
+            for name in ("masks", "words"):
+                found[f"{name}_cost_percent"] = (found[f"{name}_step_us"] / found["free_step_us"] - 1) * 100
             found["keys_speedup"] = found["keys_chars_per_s"] / found["free_chars_per_s"]
             rounds.append(found)
-    whole = [seconds for seconds, (guides, _) in fills if len(guides) == args.rows]
-    times = {
-        "fill_p50_ms": percentile(whole, 50) * 1e3,
-        "fill_p99_ms": percentile(whole, 99) * 1e3,
-        "fill_max_ms": max(whole) * 1e3,
-        "consume_mean_us": statistics.fmean(seconds for seconds, _ in consumed) * 1e6,
-    }
+    times = {"consume_mean_us": statistics.fmean(seconds for seconds, _ in consumed) * 1e6}
+    for name, prefix in (("masks", "fill"), ("words", "fill_words")):
+        for percent in (50, 99):
+            times[f"{prefix}_p{percent}_ms"] = percentile(whole[name], percent) * 1e3
     return rounds[1:], times
 
 
@@ -283,9 +292,10 @@ def show(name: str, figures: dict[str, float]) -> None:
     for variant in VARIANTS:
         columns = (figures[f"{variant}_{part}"] for part in ("tokens_per_s", "step_us", "chars_per_s"))
         print(f"{variant:8}" + "".join(f"{value:10.0f}" for value in columns))
-    print(f"json costs {figures['json_cost_percent']:.2f} % of throughput, masks")
-    print(f"{figures['masks_cost_percent']:.2f} % of a step; keys make {figures['keys_speedup']:.2f} x")
-    print("the characters per second of free text")
+    print(f"json costs {figures['json_cost_percent']:.2f} % of throughput")
+    for name in ("masks", "words"):
+        print(f"{name} cost {figures[f'{name}_cost_percent']:.2f} % of a step")
+    print(f"keys make {figures['keys_speedup']:.2f} x the characters per second of free text")
 
 
 def main() -> int:

@@ -97,7 +97,7 @@ def ready(engine: Engine) -> Engine:
 def reserved_by_pool() -> Counter[tuple[int, int]]:
     """Bytes that PyTorch's allocator holds, by pool: (0, 0) is everyone's, another that of captured steps."""
     held: Counter[tuple[int, int]] = Counter()
-    for segment in torch.cuda.memory_snapshot():
+    for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
         held[tuple(segment["segment_pool_id"])] += segment["total_size"]
     return held
 
