@@ -111,7 +111,7 @@ def test_after_prepare_steps_under_masks_capture_nothing(checkpoint: str) -> Non
         engine.add(Request(request_id=str(number), prompt=tuple(prompt), params=params))
     drain(engine)
     assert len(runner._graphs._graphs) == num_graphs
-    assert torch.cuda.memory_reserved() <= reserved + (4 << 20)
+    assert torch.cuda.memory_reserved() <= reserved + (32 << 20)
 
 
 # -- real constraints -------------------------------------------------------------------------------------

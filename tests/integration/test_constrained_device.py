@@ -46,11 +46,8 @@ KINDS: list[dict[str, Any]] = [
 ]
 KNOBS: list[dict[str, Any]] = [
     {},
-    {"use_overlap": False},
-    {"max_batch_size": 3, "prefill_chunk_size": 5},
-    {"max_num_batched_tokens": 8},
+    {"max_num_batched_tokens": 8, "max_batch_size": 5},
     {"block_size": 2, "num_blocks": 64, "preemption": "recompute"},
-    {"block_size": 2, "num_blocks": 64, "preemption": "swap", "swap_blocks": 64},
 ]
 
 
@@ -84,9 +81,8 @@ def test_constrained_rows_have_the_tokens_of_the_cpu(
     assert bool(llm.engine.scheduler.num_preemptions) is ("num_blocks" in knobs)
 
 
-@pytest.mark.parametrize("period", [2, 5])
 def test_steps_without_memory_for_their_sampler_change_no_token(
-    checkpoint: str, period: int, monkeypatch: pytest.MonkeyPatch
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are run again in halves, under the same masks, when the host has already put other tokens."""
     known = expected(checkpoint)
@@ -96,7 +92,7 @@ def test_steps_without_memory_for_their_sampler_change_no_token(
     sample, calls = runner._graphs.sample, itertools.count(1)
 
     def starve(size: Any) -> Any:
-        if next(calls) % period == 0:
+        if next(calls) % 4 == 0:
             raise torch.OutOfMemoryError("none left")
         return sample(size)
 

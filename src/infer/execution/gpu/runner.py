@@ -302,7 +302,8 @@ class DeviceRunner:
         if plan.masks:
             return _launch_masked(self.begin(plan, sequences), plan)
         try:
-            self._transfer(plan)
+            if plan.transfers:
+                self._store.transfer(plan.transfers)
             try:
                 return self._start(plan, sequences, has_masks=False)()
             except torch.OutOfMemoryError as error:
@@ -313,7 +314,8 @@ class DeviceRunner:
     def begin(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> UnsampledStep:
         """Begin a plan up to its logits: it is sampled when the masks of some of its rows are there."""
         try:
-            self._transfer(plan)
+            if plan.transfers:
+                self._store.transfer(plan.transfers)
             try:
                 sample: Sample = self._start(plan, sequences, has_masks=True)
             except torch.OutOfMemoryError as error:  # known again when all can be run that the halves need
@@ -336,9 +338,8 @@ class DeviceRunner:
                 return sample()
             except torch.OutOfMemoryError as error:
                 plan.masks = {seq_id: mask_W.copy() for seq_id, mask_W in plan.masks.items()}
-                grown = self._rows.grown(
-                    plan.chunks.rows
-                )  # what these draw, other tokens have taken its place
+                # what these draw is not wanted: the host has put other tokens in its place
+                grown = self._rows.grown(plan.chunks.rows)
                 wait = self._launch_smaller(plan, sequences, error)
                 self._rows.forget(grown)
                 return wait
@@ -348,10 +349,6 @@ class DeviceRunner:
     def take_masks(self, count: int) -> np.ndarray:
         """So many lines of pinned memory for the masks of the step that was begun."""
         return self._rows.masks.take(count)
-
-    def _transfer(self, plan: StepPlan) -> None:
-        if plan.transfers:
-            self._store.transfer(plan.transfers)
 
     def _start(self, plan: StepPlan, sequences: Sequence[TokenSequence], *, has_masks: bool) -> Sample:
         """Launch a step up to its logits; returns what launches the rest."""
