@@ -13,7 +13,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Lock
+from threading import Lock, stack_size
 from time import perf_counter
 from typing import TypeAlias
 
@@ -28,6 +28,7 @@ from infer.structured.compiler import Compiler, Grammar
 logger = get_logger(__name__)
 
 NUM_THREADS = 2
+STACK_BYTES = 256 << 20  # of their address space: the library calls itself for a rule inside of a rule
 
 Waiting: TypeAlias = tuple[SequenceGroup, "array[int]"]  # an admitted request, and its prompt's ids
 
@@ -70,7 +71,12 @@ class CompilingRequests:
             self._done.append((group, result))
             wake()
 
-        self._threads.submit(self._compile, structured).add_done_callback(done)
+        usual = stack_size(STACK_BYTES)
+        try:
+            result = self._threads.submit(self._compile, structured)  # may start a thread
+        finally:
+            stack_size(usual)
+        result.add_done_callback(done)
         return None
 
     def _compile(self, structured: Structured) -> Grammar:

@@ -1,0 +1,69 @@
+"""Compiling aside: a constraint of the largest size, nested as deep as can be, does not end the process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from array import array
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from infer.engine.compiling import CompilingRequests
+from infer.sampling.structured import MAX_GRAMMAR_BYTES, MAX_SCHEMA_BYTES, Structured
+from infer.structured.compiler import Compiler
+
+
+def references() -> Structured:
+    """A chain of references, which a schema that a client sends may not have (`check_keywords`)."""
+    parts: dict[str, Any] = {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(1_600)}
+    text = json.dumps({"$ref": "#/$defs/0", "$defs": parts | {"1600": {}}}, separators=(",", ":"))
+    assert MAX_SCHEMA_BYTES * 0.9 < len(text) <= MAX_SCHEMA_BYTES
+    return Structured(kind="json_schema", text=text)
+
+
+def rules() -> Structured:
+    text = "start:a0\n" + "\n".join(f"a{i}:a{i + 1}" for i in range(5_500)) + '\na5500:"x"'
+    assert MAX_GRAMMAR_BYTES * 0.9 < len(text) <= MAX_GRAMMAR_BYTES
+    return Structured(kind="grammar", text=text)
+
+
+class PlainCompiler:
+    """The library on a vocabulary of bytes, without a cache."""
+
+    def find(self, structured: Structured) -> None:
+        return None
+
+    def compile(self, structured: Structured) -> LLMatcher:
+        is_schema = structured.kind == "json_schema"
+        make = LLMatcher.grammar_from_json_schema if is_schema else LLMatcher.grammar_from_lark
+        return LLMatcher(LLTokenizer("byte"), make(structured.text), log_level=0)
+
+
+def compile_aside(structured: Structured) -> None:
+    """Compile in a thread of the engine's; a stack that overflows ends this process."""
+    compiling = CompilingRequests(cast(Compiler, PlainCompiler()))
+    done = threading.Event()
+    compiling.wake = done.set
+    group = cast(Any, SimpleNamespace(request=SimpleNamespace(request_id="a")))
+    assert compiling.begin(structured, group, array("q")) is None
+    assert done.wait(60)
+    ((_, _, matcher),) = compiling.take()
+    assert not cast(LLMatcher, matcher).is_error()
+
+
+@pytest.mark.parametrize("name", ["references", "rules"])
+def test_the_deepest_constraint_does_not_overflow_the_stack(name: str) -> None:
+    code = f"from tests.unit.engine import test_compiling as t; t.compile_aside(t.{name}())"
+    ended = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True)
+    assert ended.returncode == 0, (ended.returncode, ended.stderr[-2000:])
+
+
+def test_other_threads_keep_their_stack() -> None:
+    before = threading.stack_size()
+    compile_aside(Structured(kind="grammar", text='start: "a"'))
+    assert threading.stack_size() == before
