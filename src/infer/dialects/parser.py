@@ -67,6 +67,7 @@ class AnswerParser:
         self._has_text = False
         self._num_calls = 0
         self._has_ended = False
+        self._firsts: frozenset[str] | None = None  # while text is read: what markers begin with
         self.is_reasoning = form.in_reasoning
         self.is_done = False  # it has as many calls as it may have: the rest is not read
         self._run = self._answer()
@@ -75,8 +76,11 @@ class AnswerParser:
 
     def push(self, text: str) -> list[AnswerEvent]:
         """Add a piece; returns the events that are certain because of it."""
-        for char in text:
-            self._send(char)
+        if self._firsts is not None and self._firsts.isdisjoint(text):
+            self._say(text)  # most pieces: nothing in them can begin a marker
+        else:
+            for char in text:
+                self._send(char)
         return self._take()
 
     def finish(self) -> list[AnswerEvent]:
@@ -111,15 +115,13 @@ class AnswerParser:
 
     def _say(self, text: str) -> None:
         """Text of the answer, or of the reasoning; blanks wait until it is clear that more text follows."""
-        kind: type[AnswerEvent] = ReasoningDelta if self.is_reasoning else ContentDelta
-        for char in text:
-            if char.isspace():
-                self._blank += char
-                continue
-            if self._blank and (self._has_text or not self._is_edge):
-                self._emit(kind, 0, self._blank)
-            self._blank, self._has_text = "", True
-            self._emit(kind, 0, char)
+        text = self._blank + text
+        said = text.rstrip()
+        self._blank = text[len(said) :]
+        if said:
+            kind: type[AnswerEvent] = ReasoningDelta if self.is_reasoning else ContentDelta
+            self._emit(kind, 0, said if self._has_text or not self._is_edge else said.lstrip())
+            self._has_text = True
 
     def _pass_markup(self) -> None:
         self._is_edge = True
@@ -194,11 +196,13 @@ class AnswerParser:
     def _prose(self, markers: Iterable[str]) -> Reader[str]:
         """Pass text on; returns the marker that ends it, or nothing at the end of the answer."""
         markers = tuple(markers)
-        firsts = {marker[0] for marker in markers}
+        firsts = frozenset(marker[0] for marker in markers)
         held = ""
         while True:
             self._raw.clear()
+            self._firsts = None if held or self._ahead else firsts
             char = yield from self._char()
+            self._firsts = None
             if not char:
                 self._say(held)
                 return ""

@@ -207,7 +207,7 @@ class AsyncLLM(TextModel):
         form = None
         if isinstance(prompt, _Chat):
             check_single(prompt.messages)
-            prompt, params, form = await asyncio.to_thread(
+            ids, params, form = await asyncio.to_thread(
                 self.encoder.open_chat,
                 prompt.messages,
                 params,
@@ -216,6 +216,7 @@ class AsyncLLM(TextModel):
                 max_reasoning_tokens=prompt.max_reasoning_tokens,
                 template_options=prompt.template_options,
             )
+            prompt = ids
         check_single(prompt)
         request = await asyncio.to_thread(self.encoder.make_request, prompt, params, request_id, **options)
         return request, OutputBuilder(request, self.encoder.tokenizer, text, is_chat=is_chat, form=form)

@@ -107,7 +107,7 @@ async def open_chat(body: ChatRequest, state: ServerState) -> Job:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     check_has_template(model.encoder)
-    ids, params, form = await asyncio.to_thread(
+    ids, bound, form = await asyncio.to_thread(
         model.encoder.open_chat,
         body.messages,
         params,
@@ -118,7 +118,7 @@ async def open_chat(body: ChatRequest, state: ServerState) -> Job:
         max_reasoning_tokens=body.max_reasoning_tokens,
         template_options=body.chat_template_kwargs,
     )
-    return make_job("chatcmpl", body, model, state.config, [ids], (None,), params, form)
+    return make_job("chatcmpl", body, model, state.config, [ids], (None,), bound or params, form)
 
 
 def make_job(

@@ -1,0 +1,171 @@
+"""Tools and reasoning over HTTP, with clients' own libraries and engines that really run.
+
+The models are tiny and their weights are random: a call is well-formed because nothing else can be written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from openai import OpenAI
+
+from infer.frontend.llm import LLM
+from infer.sampling.params import SamplingParams
+from scripts.make_checkpoint import Sizes, make_checkpoint
+from tests.support.live_server import KNOBS, LiveServer, serve_model
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "enum": ["Paris", "Zürich"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA, "strict": True}},
+    {"type": "function", "function": {"name": "now"}},
+]
+NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+ASK: Any = [{"role": "user", "content": "Weather?"}]
+QUIET = {"chat_template_kwargs": {"enable_thinking": False}}
+SIZES = Sizes(context_len=4096)
+
+
+def check(name: str, arguments: str) -> None:
+    assert name in ("get_weather", "now")
+    if name == "get_weather":
+        jsonschema.validate(json.loads(arguments), SCHEMA)
+    assert isinstance(json.loads(arguments), dict)
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    directory: Path = tmp_path_factory.mktemp("tools") / "qwen3"
+    make_checkpoint("qwen3", directory, sizes=SIZES)
+    with serve_model(directory, max_n=4) as server:
+        yield server
+
+
+@pytest.fixture
+def client(live: LiveServer) -> Iterator[OpenAI]:
+    with OpenAI(base_url=live.base_url, api_key="any", max_retries=0, timeout=60) as made:
+        yield made
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tool_is_called_and_its_result_is_taken_back(client: OpenAI, seed: int) -> None:
+    answer = client.chat.completions.create(
+        model="tiny", messages=ASK, tools=TOOLS, tool_choice="required", seed=seed, max_tokens=300,
+        parallel_tool_calls=False, extra_body=QUIET,
+    )  # fmt: skip
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    (call,) = choice.message.tool_calls or []
+    assert call.type == "function"
+    check(call.function.name, call.function.arguments)
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "21"}
+    again = client.chat.completions.create(
+        model="tiny", messages=[*ASK, choice.message, result], tools=TOOLS, max_tokens=3, extra_body=QUIET
+    )
+    assert again.usage is not None and answer.usage is not None
+    assert again.usage.prompt_tokens > answer.usage.prompt_tokens
+
+
+def test_a_named_tool_is_the_one_that_is_called(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="tiny", messages=ASK, tools=TOOLS, tool_choice=NAMED, n=3, max_tokens=300, extra_body=QUIET
+    )
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        (call,) = choice.message.tool_calls or []
+        assert call.type == "function" and call.function.name == "get_weather"
+        check(call.function.name, call.function.arguments)
+
+
+def test_a_stream_of_a_call(client: OpenAI) -> None:
+    with client.chat.completions.stream(
+        model="tiny", messages=ASK, tools=TOOLS, tool_choice=NAMED, max_tokens=300, seed=2, extra_body=QUIET
+    ) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_completion()
+    assert "tool_calls.function.arguments.done" in kinds
+    (call,) = final.choices[0].message.tool_calls or []
+    check(call.function.name, call.function.arguments)
+
+
+def test_a_call_waits_for_the_end_of_reasoning(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="tiny", messages=ASK, tools=TOOLS, tool_choice="required", max_tokens=400, seed=1,
+        parallel_tool_calls=False, extra_body={"max_reasoning_tokens": 7},
+    )  # fmt: skip
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls or []
+    assert call.type == "function"
+    check(call.function.name, call.function.arguments)
+
+
+def test_a_thought_is_ended_when_its_tokens_are_spent(live: LiveServer) -> None:
+    """Random weights never end a thought by themselves."""
+    encoder = live.oracle.encoder
+    end = encoder.tokenizer.token_id("</think>")
+    for budget in (0, 1, 9):
+        params = SamplingParams(max_tokens=40, seed=3, logit_bias={end: -100.0})
+        ids, bound, form = encoder.open_chat("Hm?", params, max_reasoning_tokens=budget)
+        if budget == 0:  # told not to think at all
+            assert form is None
+            continue
+        assert bound is not None and bound.reasoning is not None
+        (answer,) = live.oracle.generate([ids], bound)
+        written = answer.outputs[0].token_ids
+        assert written.index(end) == budget + len(bound.reasoning.forced) - 1
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3", "mistral"])
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_every_family_writes_its_own_calls(family: str, choice: Any, tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path / family, sizes=SIZES)
+    with LLM(str(tmp_path / family), **KNOBS) as llm:
+        options = QUIET["chat_template_kwargs"] if family == "qwen3" else None
+        params = SamplingParams(max_tokens=400, seed=4)
+        (answer,) = llm.chat("Weather?", params, tools=TOOLS, tool_choice=choice, template_options=options)
+        output = answer.outputs[0]
+        assert output.tool_calls and not output.text, llm.tokenizer.decode(output.token_ids)
+        for call in output.tool_calls if output.finish_reason == "stop" else output.tool_calls[:-1]:
+            check(call.name, call.arguments)
+        assert answer.to_dict()["outputs"][0]["tool_calls"][0]["name"] == output.tool_calls[0].name
+
+
+def test_langchain_binds_tools(live: LiveServer) -> None:
+    pytest.importorskip("langchain_openai")
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+    from pydantic import SecretStr
+
+    @tool
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    chat = ChatOpenAI(
+        base_url=live.base_url, api_key=SecretStr("any"), model="tiny", max_completion_tokens=300, seed=5,
+        extra_body=QUIET,
+    )  # fmt: skip
+    bound = chat.bind_tools([add], tool_choice="add", strict=True)
+    message = bound.invoke("1 + 2?")
+    (call,) = message.tool_calls
+    assert call["name"] == "add"
+    assert set(call["args"]) == {"a", "b"}
+    whole = None
+    for chunk in bound.stream("1 + 2?"):
+        whole = chunk if whole is None else whole + chunk
+    assert whole is not None
+    assert [each["name"] for each in whole.tool_calls] == ["add"]

@@ -1,0 +1,119 @@
+"""Which notation a model speaks, and markers that are special tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from infer.dialects.answer import AnswerFormat, Tool, find_format
+from infer.dialects.events import CallDelta, CallStart
+from infer.dialects.table import BY_NAME, THINK, find_dialect, find_think
+from infer.errors import ConfigError
+from infer.frontend.outputs import OutputBuilder
+from infer.sampling.params import SamplingParams
+from infer.scheduling.request import Request, StepOutput
+from infer.tokenizer.chat_families import templates_directory
+from infer.tokenizer.chat_template import ChatTemplate
+from infer.tokenizer.tokenizer import Tokenizer
+from tests.unit.tokenizer.vocabularies import gpt2_metadata, id_of
+
+SPOKEN = {
+    "llama3": "llama3_json",
+    "qwen2": "hermes",
+    "qwen3": "hermes",
+    "qwen3_coder": "qwen3_coder",
+    "smollm2": "smollm2",
+    "chatml": "hermes",
+    "gemma3": "gemma3",
+    "mistral": "mistral",
+    "mistral_v11": "mistral_v11",
+    "zephyr": None,
+}
+MARKERS = ("<s>", "[TOOL_CALLS]", "[ARGS]", "</s>")
+
+
+def tokenizer(*specials: str, plain: tuple[str, ...] = (), published: str | None = None) -> Tokenizer:
+    metadata = gpt2_metadata(specials or MARKERS, user_defined=plain)
+    return Tokenizer.from_gguf(metadata | ({"tokenizer.chat_template": published} if published else {}))
+
+
+def template(name: str, vocabulary: Tokenizer) -> ChatTemplate:
+    source = (templates_directory() / f"{name}.jinja").read_text(encoding="utf-8")
+    return ChatTemplate(source, vocabulary, name=name)
+
+
+@pytest.mark.parametrize("file", sorted(path.name for path in templates_directory().iterdir()))
+def test_every_template_asks_for_a_notation_or_shows_no_tools(file: str) -> None:
+    name, vocabulary = file.removesuffix(".jinja"), tokenizer()
+    found = find_dialect("auto", template(name, vocabulary), vocabulary)
+    assert (found.name if found else None) == SPOKEN[name]
+    assert template(name, vocabulary).reads_tools == (found is not None)
+
+
+def test_a_notation_can_be_named() -> None:
+    plain, v11 = tokenizer("<s>", "</s>"), tokenizer()
+    llama = template("llama3", plain)
+    assert find_dialect("pythonic", llama, plain) is BY_NAME["pythonic"]
+    assert find_dialect("qwen3_xml", llama, plain) is BY_NAME["qwen3_coder"]
+    assert find_dialect("mistral", llama, plain) is BY_NAME["mistral"]
+    assert find_dialect("mistral", llama, v11) is BY_NAME["mistral_v11"]
+
+
+def test_reasoning_is_known_from_the_model_s_own_template() -> None:
+    tags = ("<think>", "</think>")
+    thinks = tokenizer(plain=tags, published="… </think> …")
+    instructs = tokenizer(plain=tags, published="no tags")
+    without = tokenizer()
+    assert find_think("auto", template("qwen3", thinks), thinks) is THINK
+    assert find_think("auto", template("qwen3", instructs), instructs) is None
+    assert find_think("auto", template("qwen3", without), without) is None, "no tokens for it"
+    assert find_think("none", template("qwen3", thinks), thinks) is None
+    assert find_think("deepseek_r1", template("qwen2", instructs), instructs) is THINK
+
+
+@pytest.mark.parametrize(
+    ("prompt", "thinks", "in_reasoning"),
+    [("<|user|>", True, False), ("a<think>\n", True, True), ("a<think>\n\n</think>\n\n", False, False)],
+)
+def test_the_prompt_says_where_an_answer_begins(prompt: str, thinks: bool, in_reasoning: bool) -> None:
+    vocabulary = tokenizer(plain=("<think>", "</think>"))
+    form = find_format(vocabulary, vocabulary.encode(prompt), dialect=None, think=THINK)
+    assert (form is not None) == thinks
+    assert form is None or form.in_reasoning == in_reasoning
+
+
+def test_a_marker_that_is_a_special_token_reaches_the_parser() -> None:
+    vocabulary = tokenizer()
+    form = find_format(vocabulary, [], dialect=BY_NAME["mistral_v11"], think=None, tools=(Tool(name="f"),))
+    assert form is not None
+    assert form.shown_ids == {id_of(vocabulary, "[TOOL_CALLS]"), id_of(vocabulary, "[ARGS]")}
+    request = Request(request_id="r", prompt=(0,), params=SamplingParams())
+    ids = vocabulary.encode('[TOOL_CALLS]f[ARGS]{"a": 1}</s>', parse_special=True, add_special=False)
+    for each in (form, None):
+        builder = OutputBuilder(request, vocabulary, None, is_chat=True, form=each)
+        delta, _ = builder.take(StepOutput("r", 0, tuple(ids), finish_reason="stop"))
+        assert delta is not None
+        if each is None:
+            assert delta.text == 'f{"a": 1}'
+        else:
+            assert {type(event) for event in delta.events} == {CallStart, CallDelta}
+            (call,) = builder.build().outputs[0].tool_calls
+            assert (call.name, call.arguments) == ("f", '{"a": 1}')
+            assert delta.text == ""
+
+
+def test_an_answer_without_a_format_has_no_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AnswerFormat, "parser", None)
+    vocabulary = tokenizer()
+    assert find_format(vocabulary, [1], dialect=BY_NAME["hermes"], think=None) is None
+    request = Request(request_id="r", prompt=(0,), params=SamplingParams())
+    OutputBuilder(request, vocabulary, None, is_chat=True)
+
+
+def test_names_that_are_in_no_table_are_refused() -> None:
+    from infer.dialects.table import check_parsers
+
+    check_parsers("auto", "auto")
+    with pytest.raises(ConfigError, match="tool_call_parser must be one of .*hermes.*, got 'xlam'"):
+        check_parsers("xlam", "auto")
+    with pytest.raises(ConfigError, match="reasoning_parser must be one of"):
+        check_parsers("auto", "glm45")
