@@ -8,20 +8,23 @@
 A grammar is written in Lark's notation, in which a JSON schema is a symbol (`%json {…}`), and a token of the
 vocabulary is one as well (`<[id]>`): a marker that is one token is written as that token, and no other way.
 
-Arguments follow the tool's schema. Keywords that the matcher cannot enforce are passed over, unless the tool
-is `strict`: then they are refused by name. XML has raw text in it, so of a string only its choices are
-enforced there; in Python notation, names must be names of Python.
+Arguments follow the tool's schema. Keywords that the matcher cannot enforce are passed over, and arguments of
+a schema that it cannot follow at all are any object, unless the tool is `strict`: then it is refused by name.
+XML has raw text in it, so of a string only its choices are enforced there; in Python notation, names must be
+names of Python.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from infer.dialects.table import Dialect
 from infer.dialects.values import schema_types
 from infer.errors import RequestError
+from infer.sampling.json_schema import check_keywords
 from infer.sampling.structured import Structured
 from infer.tokenizer.tokenizer import Tokenizer
 
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 
 BLANKS = r"[\x20\x0A\x0D\x09]{1,8}"  # between JSON tokens: without a limit some models never stop
 _LEAD = r"/[ \n]{0,4}/"  # behind reasoning
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # keywords that hold schemas by name
+_NOTES = frozenset(("title", "description", "examples", "default", "$comment", "deprecated", "x-guidance"))
 _STRING_KEYWORDS = ("pattern", "format", "minLength", "maxLength")
 
 
@@ -42,7 +47,11 @@ def constraint(form: AnswerFormat, tokenizer: Tokenizer, text: Structured | None
     is_free = form.choice == "auto" and not any(tool.is_strict for tool in form.tools)
     if dialect is None or (text is None and is_free):
         return text
-    tools = [tool for tool in form.tools if form.choice in ("auto", "required", tool.name)]
+    tools = [
+        _followed(tool, f"tools[{i}].function.parameters")
+        for i, tool in enumerate(form.tools)
+        if form.choice in ("auto", "required", tool.name)
+    ]
     lines = _Lines(dialect, tokenizer, is_triggered=form.choice == "auto" and text is None)
     names = " | ".join([lines.tool(tool) for tool in tools])
     if form.choice == "auto" and text is None:
@@ -51,6 +60,33 @@ def constraint(form: AnswerFormat, tokenizer: Tokenizer, text: Structured | None
     other = lines.other(text) if text is not None and form.choice == "auto" else ""
     grammar = lines.answer(names, is_single=form.max_calls == 1, has_lead=form.think is not None, other=other)
     return Structured(kind="grammar", text=grammar, param="tools")
+
+
+def _followed(tool: Tool, where: str) -> Tool:
+    """The tool with a schema that can be followed, without what only describes it."""
+    schema = _bare(tool.parameters)
+    try:
+        check_keywords(schema, param=where, is_lenient=not tool.is_strict)
+    except RequestError:
+        if tool.is_strict:
+            raise
+        schema = {"type": "object"}
+    return replace(tool, parameters=schema)
+
+
+def _bare(schema: Any) -> Any:
+    """A schema without titles and descriptions, which are the model's to read."""
+    if isinstance(schema, list):
+        return [_bare(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    made: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, Mapping):
+            made[key] = {name: _bare(each) for name, each in value.items()}
+        elif key not in _NOTES:
+            made[key] = value if key in ("enum", "const", "required") else _bare(value)
+    return made
 
 
 def _trigger(dialect: Dialect) -> str:

@@ -68,9 +68,12 @@ _RULE = re.compile(r"^[ \t]*[!?]?\w[^\n\"'/:{]*:", re.MULTILINE)  # of a grammar
 _REPEAT = re.compile(r"\{(\d{1,9})?(?:,(\d{0,9}))?\}")
 
 
-def check_keywords(schema: object, *, param: str) -> None:
-    """Refuse a schema that cannot be followed, or not in reasonable time; `param` is the client's field."""
-    _SchemaCheck(schema, param).visit(schema, "#", 0)
+def check_keywords(schema: object, *, param: str, is_lenient: bool = False) -> None:
+    """Refuse a schema that cannot be followed, or not in reasonable time; `param` is the client's field.
+
+    A lenient check lets keywords and formats pass that a lenient compiler passes over.
+    """
+    _SchemaCheck(schema, param, is_lenient).visit(schema, "#", 0)
 
 
 def check_pattern(pattern: str, *, param: str, where: str = "") -> None:
@@ -114,9 +117,10 @@ def check_grammar(grammar: str, *, param: str) -> None:
 class _SchemaCheck:
     """One walk through a schema; `visit` returns how many alternatives a schema has."""
 
-    def __init__(self, root: object, param: str) -> None:
+    def __init__(self, root: object, param: str, is_lenient: bool) -> None:
         self._root = root
         self._param = param
+        self._is_lenient = is_lenient
         self._num_enum = 0
         self._by_ref: dict[str, int] = {}  # alternatives of what was referred to; 1 while it is visited
 
@@ -128,7 +132,7 @@ class _SchemaCheck:
         if depth > MAX_DEPTH:
             raise self._refuse(where, f"is {depth} schemas deep, at most {MAX_DEPTH} are allowed")
         for keyword, instead in UNSUPPORTED.items():
-            if keyword in schema:
+            if keyword in schema and not self._is_lenient:
                 raise self._refuse(f"{where}/{keyword}", f"is not supported; {instead}")
         self._check_values(schema, where)
         inner = [
@@ -239,7 +243,7 @@ class _SchemaCheck:
         if where != "#" and "$id" in schema:
             raise self._refuse(f"{where}/$id", "is not supported below the root; use $defs")
         is_text = not types or "string" in types
-        if is_text and schema.get("format", "unknown") not in FORMATS:
+        if is_text and not self._is_lenient and schema.get("format", "unknown") not in FORMATS:
             raise self._error(
                 f"{where}/format", f"must be one of {', '.join(sorted(FORMATS))}", schema["format"]
             )

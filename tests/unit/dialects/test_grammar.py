@@ -8,7 +8,7 @@ import json
 import random
 from typing import Any
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -137,7 +137,7 @@ def check(calls: list[tuple[str, Any]], text: str) -> None:
 @pytest.mark.parametrize("dialect", BY_NAME.values(), ids=BY_NAME)
 def test_required_calls_parse_back(dialect: Dialect, is_special: bool) -> None:
     form = AnswerFormat(dialect=dialect, tools=TOOLS, choice="required")
-    names = set()
+    names: set[str] = set()
     for seed in range(12):
         text = walk(form, seed, is_special=is_special)
         calls, content = read(form, text)
@@ -200,12 +200,46 @@ def test_strict_is_refused_where_it_cannot_be_enforced() -> None:
         AnswerFormat(dialect=BY_NAME["gemma3"], tools=(dashed,), choice="required").structured(tokenizer)
 
 
-def test_keywords_that_cannot_be_enforced_are_passed_over_unless_strict() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "string", "not": {"const": "x"}}}}
+WILD = {
+    "not": {"type": "string", "not": {"const": "x"}},
+    "format": {"type": "string", "format": "color"},
+    "pattern": {"type": "string", "pattern": "(?=a)b"},
+    "$ref": {"$ref": "https://example.com/schema"},
+    "uniqueItems": {"type": "array", "uniqueItems": True},
+    "{0,500}": {"type": "string", "pattern": "(a{0,500}b){0,500}"},
+}
+
+
+@pytest.mark.parametrize("keyword", WILD)
+def test_a_schema_that_cannot_be_followed_is_refused_only_if_strict(keyword: str) -> None:
+    schema = {"type": "object", "properties": {"a": WILD[keyword], "not": {"type": "integer"}}}
     tokenizer, ll = vocabulary(is_special=True)
-    for is_strict in (False, True):
-        tool = Tool(name="f", parameters=schema, is_strict=is_strict)
-        structured = AnswerFormat(dialect=BY_NAME["hermes"], tools=(tool,), choice="f").structured(tokenizer)
-        assert structured is not None
-        matcher = LLMatcher(ll, LLMatcher.grammar_from_lark(structured.text), log_level=0)
-        assert matcher.is_error() == is_strict
+    loose, strict = (
+        AnswerFormat(
+            dialect=BY_NAME["hermes"],
+            tools=(Tool(name="f", parameters=schema, is_strict=each),),
+            choice="f",
+        )
+        for each in (False, True)
+    )
+    structured = loose.structured(tokenizer)
+    assert structured is not None
+    matcher = LLMatcher(ll, LLMatcher.grammar_from_lark(structured.text), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    with pytest.raises(RequestError, match=r"tools\[0\]\.function\.parameters: .*#/properties/a") as caught:
+        strict.structured(tokenizer)
+    assert caught.value.param == "tools[0].function.parameters"
+
+
+def test_what_only_describes_a_schema_is_left_out() -> None:
+    described = {"type": "string", "title": "T", "description": "D" * 9999, "enum": ["title"]}
+    schema = {"type": "object", "properties": {"description": described, "title": {"type": "integer"}}}
+    form = AnswerFormat(
+        dialect=BY_NAME["hermes"], tools=(Tool(name="f", parameters=schema),), choice="required"
+    )
+    structured = form.structured(vocabulary(is_special=True)[0])
+    assert structured is not None
+    assert "DDD" not in structured.text
+    assert '"description": {"type": "string", "enum": ["title"]}, "title": {"type": "integer"}' in (
+        structured.text
+    )
