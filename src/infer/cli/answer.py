@@ -16,25 +16,17 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from infer.cli.flags import knobs_from
 from infer.cli.interrupts import importing
 from infer.config.settings import EngineConfig
-from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ReasoningDelta
+from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ReasoningDelta, ToolCall
 
 if TYPE_CHECKING:
     from infer.cli.remote import RemoteDelta
     from infer.engine.observer import EngineObserver
     from infer.frontend.llm import LLM, TextDelta
-
-
-class AskedCall(NamedTuple):
-    """A call that a model asks for."""
-
-    call_id: str
-    name: str
-    arguments: str  # as the model wrote them: JSON, if it is right
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +40,7 @@ class ShownAnswer:
     total_s: float
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
     reasoning: str = ""
-    calls: tuple[AskedCall, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
 
     @property
     def tokens_per_s(self) -> float:
@@ -153,9 +145,9 @@ class _Beside:
         elif isinstance(event, CallDelta) and event.index in self.arguments:
             self.arguments[event.index].append(event.arguments)
 
-    def calls(self) -> tuple[AskedCall, ...]:
+    def calls(self) -> tuple[ToolCall, ...]:
         return tuple(
-            AskedCall(start.call_id, start.name, "".join(self.arguments[start.index]))
+            ToolCall(call_id=start.call_id, name=start.name, arguments="".join(self.arguments[start.index]))
             for start in self.starts
         )
 

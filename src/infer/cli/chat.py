@@ -32,10 +32,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from infer.cli import flags
-from infer.cli.answer import AskedCall, Screen, ShownAnswer, notice, open_llm, show_answer, write_out
+from infer.cli.answer import Screen, ShownAnswer, notice, open_llm, show_answer, write_out
 from infer.cli.answer_form import add_form_flags, form_from
 from infer.cli.chat_tools import MAX_ROUNDS, ToolBox, escape, is_whole, read_tools, to_wire
 from infer.cli.remote import RemoteModel, add_url_flags, is_remote, open_server
+from infer.dialects.events import ToolCall
 from infer.errors import (
     ConfigError,
     ContextOverflow,
@@ -182,12 +183,16 @@ class ChatSession:
         self, screen: Screen, is_stopped: Callable[[], bool], tool_choice: str | dict[str, Any] | None
     ) -> ShownAnswer:
         params = flags.nth_draw(self.params, self.num_answers)
-        tools: dict[str, Any] = {} if self.toolbox is None else {"tools": self.toolbox.schemas}
-        if tool_choice is not None:
-            tools["tool_choice"] = tool_choice
+        tools = None if self.toolbox is None else self.toolbox.schemas
         while True:
             try:
-                deltas = self.llm.stream_chat(self.messages(), params, template_options=self.options, **tools)
+                deltas = self.llm.stream_chat(
+                    self.messages(),
+                    params,
+                    tools=tools,
+                    tool_choice=tool_choice,
+                    template_options=self.options,
+                )
                 return show_answer(deltas, screen.show, is_stopped, screen.show_reasoning)
             except ContextOverflow:  # raised before the first piece of text
                 later = [index for index, turn in enumerate(self.turns) if turn["role"] == "user"][1:]
@@ -201,7 +206,7 @@ class ChatSession:
                 )
 
 
-def _whole_calls(answer: ShownAnswer) -> Iterator[AskedCall]:
+def _whole_calls(answer: ShownAnswer) -> Iterator[ToolCall]:
     """Yield the calls that can be made: none of an answer that the user stopped, none that was cut."""
     for call in answer.calls:
         if is_whole(call) and answer.finish_reason is not None:

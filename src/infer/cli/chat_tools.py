@@ -23,9 +23,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from infer.cli.answer import AskedCall, notice
+from infer.cli.answer import notice
+from infer.dialects.events import ToolCall
 from infer.errors import ConfigError
-from infer.frontend.functions import FunctionTool
+from infer.frontend.functions import PythonTool
 
 MAX_ROUNDS = 8  # answers with calls in a row, until the user is asked for the next message
 MAX_RESULT_LEN = 8000  # characters of a result that the model sees
@@ -36,7 +37,7 @@ NOT_CALLED = "it was not called"
 DECLINED = "the user declined this call"
 
 
-def read_tools(path: Path) -> list[FunctionTool]:
+def read_tools(path: Path) -> list[PythonTool]:
     """Run a Python file and return its public functions as tools; those of `__all__`, if it has one."""
     module = _run_file(path)
     own = [
@@ -50,7 +51,7 @@ def read_tools(path: Path) -> list[FunctionTool]:
         raise ConfigError(f"--tools {path}: __all__ names {missing[0]!r}, which is no function of the file")
     if not names:
         raise ConfigError(f"--tools {path} holds no public function; write one: def name(city: str) -> str")
-    return [FunctionTool(getattr(module, name)) for name in names]
+    return [PythonTool(getattr(module, name)) for name in names]
 
 
 def _run_file(path: Path) -> ModuleType:
@@ -78,7 +79,7 @@ def _run_file(path: Path) -> ModuleType:
 class ToolBox:
     """The functions that a conversation may call, and those that need no question any more."""
 
-    def __init__(self, tools: Sequence[FunctionTool], *, asks: bool) -> None:
+    def __init__(self, tools: Sequence[PythonTool], *, asks: bool) -> None:
         """Ask before each call, unless not `asks`."""
         self.tools = {tool.name: tool for tool in tools}
         self._is_allowed = dict.fromkeys(self.tools, not asks)
@@ -98,7 +99,7 @@ class ToolBox:
         return "\n".join(lines)
 
     def call_all(
-        self, calls: Sequence[AskedCall], *, goes_on: bool = True
+        self, calls: Sequence[ToolCall], *, goes_on: bool = True
     ) -> tuple[list[dict[str, Any]], bool]:
         """Return a `tool` message for each call, and whether the model goes on; if not `goes_on`, call none.
 
@@ -114,7 +115,7 @@ class ToolBox:
             messages.append({"role": "tool", "tool_call_id": call.call_id, "content": result})
         return messages, goes_on
 
-    def _answer(self, call: AskedCall) -> str:
+    def _answer(self, call: ToolCall) -> str:
         """Return what the model reads in answer to its call."""
         tool = self.tools.get(call.name)
         try:
@@ -142,7 +143,7 @@ class ToolBox:
         return True
 
 
-def is_whole(call: AskedCall) -> bool:
+def is_whole(call: ToolCall) -> bool:
     """Whether the arguments of a call are a JSON object, so that a chat template can show them."""
     try:
         return isinstance(json.loads(call.arguments.strip() or "{}"), dict)
@@ -150,13 +151,13 @@ def is_whole(call: AskedCall) -> bool:
         return False
 
 
-def to_wire(call: AskedCall) -> dict[str, Any]:
+def to_wire(call: ToolCall) -> dict[str, Any]:
     """A call as the conversation holds it."""
     function = {"name": call.name, "arguments": call.arguments.strip() or "{}"}
     return {"id": call.call_id, "type": "function", "function": function}
 
 
-def _run(tool: FunctionTool, keywords: Mapping[str, Any]) -> str:
+def _run(tool: PythonTool, keywords: Mapping[str, Any]) -> str:
     """Call a function; Ctrl-C ends it and nothing else."""
     try:
         with redirect_stdout(sys.stderr):

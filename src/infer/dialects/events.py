@@ -42,3 +42,12 @@ class CallDelta:
 
 
 AnswerEvent = ReasoningDelta | ContentDelta | CallStart | CallDelta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call that the model asks for."""
+
+    call_id: str
+    name: str
+    arguments: str  # a JSON object, as the model wrote it

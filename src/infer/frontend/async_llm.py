@@ -21,6 +21,7 @@ from infer.client.client import EngineClient, InProcessClient, embed
 from infer.engine.engine import Engine
 from infer.engine.gc_freeze import collect
 from infer.errors import EngineError, EngineStopped
+from infer.frontend.functions import Tools
 from infer.frontend.llm import TextModel
 from infer.frontend.outputs import OutputBuilder, RequestOutput, TextDelta, check_streams
 from infer.frontend.prompts import (
@@ -39,7 +40,7 @@ class _Chat(NamedTuple):
     """A conversation that is to be a prompt."""
 
     messages: Conversation
-    tools: Sequence[Mapping[str, Any]] | None
+    tools: Tools | None
     tool_choice: object
     max_reasoning_tokens: int | None
     template_options: Mapping[str, Any] | None
@@ -124,7 +125,7 @@ class AsyncLLM(TextModel):
         messages: Conversation,
         params: SamplingParams | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools | None = None,
         tool_choice: object = None,
         max_reasoning_tokens: int | None = None,
         template_options: Mapping[str, Any] | None = None,
@@ -140,7 +141,7 @@ class AsyncLLM(TextModel):
         messages: Conversation,
         params: SamplingParams | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools | None = None,
         tool_choice: object = None,
         max_reasoning_tokens: int | None = None,
         template_options: Mapping[str, Any] | None = None,

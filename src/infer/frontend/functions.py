@@ -3,7 +3,7 @@
     def get_weather(city: str, unit: Literal["celsius", "fahrenheit"] = "celsius") -> dict[str, float]:
         \"\"\"Look up the weather of a city.\"\"\"
 
-    tool = FunctionTool(get_weather)
+    tool = PythonTool(get_weather)
     tool.schema                     {"type": "function", "function": {"name": "get_weather", ...}}
     tool.call(tool.read('{"city": "Bern"}'))                              get_weather(city="Bern")
 
@@ -15,7 +15,6 @@ tool is made, with the function, its line and the parameter.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import inspect
 import itertools
@@ -33,6 +32,7 @@ from typing import (
     NamedTuple,
     NotRequired,
     Required,
+    TypeAlias,
     Union,
     get_args,
     get_origin,
@@ -47,6 +47,7 @@ ALLOWED = (
     "T | None, and Annotated[T, 'description']"
 )
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+Tools: TypeAlias = Sequence[Mapping[str, Any] | Callable[..., object]]  # as the wire has them, or functions
 _SECTION = re.compile(r"(Args|Arguments|Parameters):")
 _ENTRY = re.compile(r"(\s+)\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
 _SCALARS: dict[object, tuple[str, str, Any]] = {  # the JSON type, in words, the Python types
@@ -72,7 +73,7 @@ class _Field(NamedTuple):
     is_required: bool
 
 
-class FunctionTool:
+class PythonTool:
     """A function that a model may call."""
 
     def __init__(self, function: Callable[..., object]) -> None:
@@ -103,6 +104,8 @@ class FunctionTool:
         """Call the function and return its result as text: a text as it is, anything else as JSON."""
         result = self.function(**keywords)
         if inspect.iscoroutine(result):
+            import asyncio  # here: the command line begins without it
+
             result = asyncio.run(result)
         if isinstance(result, str):
             return result
@@ -141,9 +144,11 @@ class FunctionTool:
         return RequestError(f"{where}{self.name} cannot be a tool: {what}", param="tools")
 
 
-def as_schema(tool: Mapping[str, Any] | Callable[..., object]) -> Mapping[str, Any]:
-    """Return a tool as the wire has it; a function becomes its schema."""
-    return tool if isinstance(tool, Mapping) else FunctionTool(tool).schema
+def as_schemas(tools: Tools | None) -> Sequence[Mapping[str, Any]] | None:
+    """Return tools as the wire has them; a function becomes its schema, anything else is left as it is."""
+    if not isinstance(tools, list | tuple):
+        return tools  # None, or no list, which is refused where tools are read
+    return [PythonTool(tool).schema if callable(tool) else tool for tool in tools]
 
 
 def _kind(hint: Any) -> _Kind:

@@ -30,6 +30,7 @@ from infer.engine.engine import Engine
 from infer.engine.gc_freeze import collect
 from infer.engine.observer import EngineObserver
 from infer.errors import BatchFailed, ConfigError, EngineError, EngineStopped, RequestError
+from infer.frontend.functions import Tools
 from infer.frontend.outputs import CompletionOutput, OutputBuilder, RequestOutput, TextDelta, check_streams
 from infer.frontend.prompts import (
     Conversation,
@@ -245,7 +246,7 @@ class LLM(TextModel):
         messages: Conversation | Sequence[Sequence[Message]],
         params: SamplingParams | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools | None = None,
         tool_choice: object = None,
         max_reasoning_tokens: int | None = None,
         template_options: Mapping[str, object] | None = None,
@@ -254,7 +255,8 @@ class LLM(TextModel):
         """Answer one conversation or several; a text is a conversation of one message.
 
         An answer's `text` is without its `reasoning` and `tool_calls`, which have fields of their own.
-        `tool_choice` is 'auto', 'none', 'required' or {"type": "function", "function": {"name": ...}}.
+        `tools` are as OpenAI's API has them, or Python functions (functions.py); `tool_choice` is 'auto',
+        'none', 'required' or {"type": "function", "function": {"name": ...}}.
         """
         opened = [
             self.encoder.open_chat(
@@ -343,7 +345,7 @@ class LLM(TextModel):
         messages: Conversation,
         params: SamplingParams | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools | None = None,
         tool_choice: object = None,
         max_reasoning_tokens: int | None = None,
         template_options: Mapping[str, object] | None = None,

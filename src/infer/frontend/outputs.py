@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from infer.dialects.answer import AnswerFormat
-from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ContentDelta, ReasoningDelta
+from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ContentDelta, ReasoningDelta, ToolCall
 from infer.errors import RequestError
 from infer.sampling.params import RowLogprobs, SamplingParams
 from infer.scheduling.request import Request, StepOutput
@@ -53,15 +53,6 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
     events: tuple[AnswerEvent, ...] = ()  # what the piece is made of, where the answer has a format
     num_reasoning: int = 0  # of its tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
-    """A call that the model asks for."""
-
-    call_id: str
-    name: str
-    arguments: str  # a JSON object, as the model wrote it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ from infer.config.settings import EngineConfig, LoadConfig
 from infer.dialects.answer import EFFORTS, AnswerFormat, find_format, read_choice, read_tools
 from infer.dialects.table import check_parsers, find_dialect, find_think
 from infer.errors import ConfigError, ContextOverflow, RequestError, closest, spell_context, spell_limit
+from infer.frontend.functions import Tools, as_schemas
 from infer.loader.find.source import ModelSource, resolve_model
 from infer.loader.text_headers import TextHeaders, read_text_headers
 from infer.sampling.params import SamplingParams
@@ -155,7 +156,7 @@ class PromptEncoder:
         messages: Conversation,
         params: SamplingParams | None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools | None = None,
         tool_choice: object = None,
         parallel_tool_calls: bool = True,
         reasoning_effort: str | None = None,
@@ -166,6 +167,7 @@ class PromptEncoder:
 
         With `tool_choice` none the tools are not shown to the model.
         """
+        tools = as_schemas(tools)
         known = read_tools(tools)
         choice = read_choice(tool_choice, known)
         if choice == "none":

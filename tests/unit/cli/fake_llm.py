@@ -100,6 +100,7 @@ class FakeLLM:
         params: SamplingParams,
         *,
         tools: object = None,
+        tool_choice: object = None,
         template_options: Mapping[str, object] | None = None,
     ) -> Iterator[FakeDelta]:
         yield from self.stream(self.encode_chat(messages, template_options=template_options), params)

@@ -9,7 +9,7 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from infer.errors import RequestError
-from infer.frontend.functions import FunctionTool, as_schema
+from infer.frontend.functions import PythonTool, as_schemas
 
 
 class Unit(enum.Enum):
@@ -96,12 +96,12 @@ CASES: list[tuple[Any, dict[str, Any], list[tuple[Any, Any]], list[Any]]] = [
 ]
 
 
-def tool_of(hint: Any) -> FunctionTool:
+def tool_of(hint: Any) -> PythonTool:
     def function(value: str) -> str:
         return "done"
 
     function.__annotations__["value"] = hint
-    return FunctionTool(function)
+    return PythonTool(function)
 
 
 @pytest.mark.parametrize(("hint", "schema", "fits", "unfit"), CASES, ids=[str(case[0]) for case in CASES])
@@ -141,7 +141,7 @@ def get_weather(city: str, days: int = 1, unit: Unit = Unit.CELSIUS, at: str | N
 
 
 def test_a_function_is_told_with_what_its_docstring_says() -> None:
-    assert FunctionTool(get_weather).schema == {
+    assert PythonTool(get_weather).schema == {
         "type": "function",
         "function": {
             "name": "get_weather",
@@ -162,12 +162,13 @@ def test_a_function_is_told_with_what_its_docstring_says() -> None:
             ),
         },
     }
-    assert as_schema(get_weather) == FunctionTool(get_weather).schema
-    assert as_schema({"type": "function"}) == {"type": "function"}
+    plain = {"type": "function"}
+    assert as_schemas([get_weather, plain]) == [PythonTool(get_weather).schema, plain]
+    assert as_schemas(None) is None
 
 
 def test_a_call_gives_json_or_text() -> None:
-    tool = FunctionTool(get_weather)
+    tool = PythonTool(get_weather)
     assert tool.call(tool.read('{"city": "Zürich", "unit": "kelvin"}')) == (
         '{"city": "Zürich", "days": 1, "unit": "kelvin", "at": null}'
     )
@@ -181,16 +182,16 @@ def test_a_call_gives_json_or_text() -> None:
     def records() -> list[Point]:
         return [Point(1)]
 
-    assert FunctionTool(later).call({}) == "a text"
-    assert FunctionTool(odd).call({}) == "{(1, 2): Point(x=1, y=0.0)}"
-    assert FunctionTool(records).call({}) == '[{"x": 1, "y": 0.0}]'
+    assert PythonTool(later).call({}) == "a text"
+    assert PythonTool(odd).call({}) == "{(1, 2): Point(x=1, y=0.0)}"
+    assert PythonTool(records).call({}) == '[{"x": 1, "y": 0.0}]'
 
 
 def test_no_argument_is_read_from_nothing_and_from_an_empty_object() -> None:
     def now() -> str:
         return "noon"
 
-    tool = FunctionTool(now)
+    tool = PythonTool(now)
     assert tool.schema["function"] == {"name": "now", "parameters": obj({})}
     assert tool.read("") == tool.read("{}") == {}
 
@@ -210,7 +211,7 @@ def test_no_argument_is_read_from_nothing_and_from_an_empty_object() -> None:
 )
 def test_arguments_that_do_not_fit_are_refused_in_words_for_the_model(arguments: str, message: str) -> None:
     with pytest.raises(ValueError) as caught:
-        FunctionTool(get_weather).read(arguments)
+        PythonTool(get_weather).read(arguments)
     assert str(caught.value).startswith(message)
 
 
@@ -268,7 +269,7 @@ def test_a_function_that_cannot_be_told_is_refused_with_its_name_and_line(
     function: Any, message: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
-        FunctionTool(function)
+        PythonTool(function)
     line = function.__code__.co_firstlineno
     assert str(caught.value).startswith(
         f"test_functions.py, line {line}: {function.__name__} cannot be a tool: {message}"
