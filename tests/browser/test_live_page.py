@@ -12,6 +12,7 @@ import pytest
 
 from infer.sampling.params import SamplingParams
 from scripts.make_checkpoint import make_checkpoint
+from tests.support.actor import Actor, read_encoder, serve_actor
 from tests.support.live_server import LiveServer, serve_model
 
 if TYPE_CHECKING:
@@ -92,3 +93,36 @@ def test_what_the_server_refuses_is_shown_in_its_words(page: Page) -> None:
     ask(page, "Where is the river?")
     page.wait_for("!document.querySelector('#error').hidden")
     assert "this model's maximum context length is 256 tokens" in page.text("#error")
+
+
+def play(prompt: str) -> str:
+    """Look at the weather, then say what it was."""
+    if "<tool_response>" in prompt:
+        return "It is warm." if "18 degrees" in prompt else "Nobody knows."
+    return (
+        "<think>\nA tool knows.\n</think>\n\nLet me look.\n"
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    )
+
+
+def test_a_call_of_a_model_is_answered_by_hand(browser: Page, tmp_path: Path) -> None:
+    encoder = read_encoder("qwen3", tmp_path / "qwen3")
+    with serve_actor(Actor(encoder, play), encoder) as url:
+        browser.open(f"{url}/")
+        browser.wait_for("!document.querySelector('#model').disabled")
+        browser.evaluate("document.querySelector('[data-for=tools]').click()")
+        ask(browser, "How is Rome?")
+        browser.wait_for("document.querySelector('.result')")
+        browser.wait_for(IS_IDLE)
+        assert browser.text("#messages li:last-child .text").strip() == "Let me look."
+        assert browser.text(".call .name") == "get_weather"
+        assert browser.text(".call .arguments") == '{\n  "city": "Rome"\n}'
+        thought = browser.evaluate("document.querySelector('.assistant .thought').textContent")
+        assert thought.strip() == "A tool knows."
+        assert browser.text("#messages li:last-child .stats").endswith("tool_calls")
+        browser.type(".result", "18 degrees")
+        browser.press("Enter", ctrl=True)
+        browser.wait_for("document.querySelectorAll('.assistant').length === 2")
+        browser.wait_for(IS_IDLE)
+        assert browser.text("#messages li:last-child .text").strip() == "It is warm."
+        assert browser.complaints() == []
