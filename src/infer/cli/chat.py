@@ -35,6 +35,7 @@ from infer.cli import flags
 from infer.cli.answer import Screen, ShownAnswer, notice, open_llm, show_answer, write_out
 from infer.cli.answer_form import add_form_flags, form_from
 from infer.cli.chat_tools import MAX_ROUNDS, ToolBox, escape, is_whole, read_tools, to_wire
+from infer.cli.readers import natural
 from infer.cli.remote import RemoteModel, add_url_flags, is_remote, open_server
 from infer.dialects.events import ToolCall
 from infer.errors import (
@@ -87,6 +88,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_url_flags(conversation)
     flags.add_thinking_flag(conversation)
     conversation.add_argument(
+        "--max-reasoning-tokens",
+        metavar="N",
+        type=natural,
+        help="end the model's thinking after so many tokens; 0: do not think; default: as long as it likes",
+    )
+    conversation.add_argument(
         "--show-reasoning",
         action=argparse.BooleanOptionalAction,
         help="print what the model thinks before its answer; default: at a terminal",
@@ -127,6 +134,7 @@ class ChatSession:
         options: dict[str, object],
         toolbox: ToolBox | None = None,
         tool_choice: str | dict[str, Any] | None = None,
+        max_reasoning_tokens: int | None = None,
     ) -> None:
         self.llm = llm
         self.params = params
@@ -134,6 +142,7 @@ class ChatSession:
         self.options = options
         self.toolbox = toolbox
         self.tool_choice = tool_choice  # of the first answer to a message
+        self.max_reasoning_tokens = max_reasoning_tokens
         self.turns: list[dict[str, Any]] = []  # a user's message, what follows it, the next; oldest first
         self.num_answers = 0  # forgotten ones included: each is drawn with a seed of its own
 
@@ -191,6 +200,7 @@ class ChatSession:
                     params,
                     tools=tools,
                     tool_choice=tool_choice,
+                    max_reasoning_tokens=self.max_reasoning_tokens,
                     template_options=self.options,
                 )
                 return show_answer(deltas, screen.show, is_stopped, screen.show_reasoning)
@@ -230,7 +240,9 @@ def run(args: argparse.Namespace) -> int:
         notice(f"infer: warning: {llm.encoder.template_warning}")
     params = flags.fit_to_model(params, args, llm.context_len, llm.sampling_defaults)
     options = flags.template_options(args)
-    conversation = ChatSession(llm, params, args.system, options, toolbox, tool_choice)
+    conversation = ChatSession(
+        llm, params, args.system, options, toolbox, tool_choice, args.max_reasoning_tokens
+    )
     if is_typed:
         notice(f"{llm.name}, context of {llm.context_len} tokens; /help lists the commands, Ctrl-D leaves")
     for line in _typed_lines() if is_typed else _piped_lines():

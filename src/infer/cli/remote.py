@@ -126,6 +126,7 @@ class RemoteModel:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: str | Mapping[str, Any] | None = None,
+        max_reasoning_tokens: int | None = None,
         template_options: Mapping[str, object] | None = None,
     ) -> RemoteStream:
         """Answer a conversation, piece by piece; closing the iterator hangs up, which ends the request."""
@@ -134,6 +135,8 @@ class RemoteModel:
             body["tools"] = list(tools)
         if tool_choice is not None:
             body["tool_choice"] = tool_choice
+        if max_reasoning_tokens is not None:
+            body["max_reasoning_tokens"] = max_reasoning_tokens
         if template_options:
             body["chat_template_kwargs"] = dict(template_options)
         return RemoteStream(self, "/chat/completions", body)

@@ -34,6 +34,7 @@ from typing import (
     Required,
     TypeAlias,
     Union,
+    cast,
     get_args,
     get_origin,
     get_type_hints,
@@ -146,8 +147,8 @@ class PythonTool:
 
 def as_schemas(tools: Tools | None) -> Sequence[Mapping[str, Any]] | None:
     """Return tools as the wire has them; a function becomes its schema, anything else is left as it is."""
-    if not isinstance(tools, list | tuple):
-        return tools  # None, or no list, which is refused where tools are read
+    if not isinstance(tools, list | tuple):  # None, or no list, which is refused where tools are read
+        return cast("Sequence[Mapping[str, Any]] | None", tools)
     return [PythonTool(tool).schema if callable(tool) else tool for tool in tools]
 
 

@@ -101,6 +101,7 @@ class FakeLLM:
         *,
         tools: object = None,
         tool_choice: object = None,
+        max_reasoning_tokens: int | None = None,
         template_options: Mapping[str, object] | None = None,
     ) -> Iterator[FakeDelta]:
         yield from self.stream(self.encode_chat(messages, template_options=template_options), params)

@@ -63,6 +63,7 @@ class ScriptedLLM(FakeLLM):
         self.answers = iter(answers)
         self.tools: list[Any] = []
         self.choices: list[Any] = []
+        self.budgets: list[int | None] = []
 
     def stream_chat(
         self,
@@ -71,11 +72,13 @@ class ScriptedLLM(FakeLLM):
         *,
         tools: object = None,
         tool_choice: object = None,
+        max_reasoning_tokens: int | None = None,
         template_options: Mapping[str, object] | None = None,
     ) -> Iterator[FakeDelta]:
         self.chats.append([dict(message) for message in messages])
         self.tools.append(tools)
         self.choices.append(tool_choice)
+        self.budgets.append(max_reasoning_tokens)
         parts = next(self.answers)
         calls = [part for part in parts if isinstance(part, Call)]
         for part in parts:
@@ -355,3 +358,11 @@ def test_reasoning_is_no_part_of_the_answer_and_goes_back_into_the_conversation(
 
     outcome = infer("chat", "--show-reasoning", stdin="is it?\nreally?\n", llm=ScriptedLLM(*script))
     assert (outcome.out, outcome.err) == ("Yes.\nNo.\n", "Hm, well.\n")
+
+
+def test_reasoning_can_be_bounded(infer: Infer) -> None:
+    llm = ScriptedLLM(["Yes."])
+    infer("chat", "--max-reasoning-tokens", "40", stdin="is it?\n", llm=llm)
+    assert llm.budgets == [40]
+    outcome = infer("chat", "--max-reasoning-tokens", "-1", stdin="is it?\n")
+    assert "--max-reasoning-tokens must be a whole number of 0 or more" in outcome.err

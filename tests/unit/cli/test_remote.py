@@ -381,8 +381,9 @@ def test_reasoning_and_calls_of_a_server_are_those_of_an_engine_here(
     )
     with server(ONE_MODEL, answer, bodies=bodies) as url:
         tools = ["--tools", str(tmp_path / "tools.py"), "--yes-to-tools", "--tool-choice", "required"]
-        outcome = infer("chat", "--url", url, *tools, stdin="go\n")
+        outcome = infer("chat", "--url", url, *tools, "--max-reasoning-tokens", "9", stdin="go\n")
     assert outcome.code == 0, outcome.err
+    assert [body["max_reasoning_tokens"] for body in bodies[:2]] == [9, 9]
     assert "13 characters of reasoning" in outcome.err
     assert bodies[0]["tool_choice"] == "required"
     assert "tool_choice" not in bodies[1]
