@@ -112,18 +112,6 @@ class BlockAllocator:
             blocks.append(block)
         return blocks
 
-    def take_each(self, owners: Sequence[Owner]) -> list[int]:
-        """Hand out one free block to each of these owners, who hold blocks already; there must be enough."""
-        free, counts, held = self.free, self._ref_counts, self._held
-        if self._random is not None:
-            _move_random_to_end(free, len(owners), self._random)
-        blocks = free[: -1 - len(owners) : -1]
-        del free[len(free) - len(owners) :]
-        for owner, block in zip(owners, blocks, strict=True):
-            counts[block] = 1
-            held[owner].add(block)
-        return blocks
-
     def adopt(self, block: int) -> None:
         """Let the prefix tree hold a block as well that a sequence holds, and that it does not hold yet."""
         self._ref_counts[block] += 1

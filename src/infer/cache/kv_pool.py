@@ -115,13 +115,6 @@ class KVCachePool(Protocol):
         """
         ...
 
-    def extend(self, seq_ids: list[int], num_tokens: list[int], num_computed: list[int]) -> list[int] | None:
-        """`reserve` for sequences that have filled their only table, in one call: returns their next blocks.
-
-        None, and nothing has changed, unless each needs just one and all are free at once.
-        """
-        ...
-
     def commit(self, seq_id: int, tokens: Sequence[int], num_computed: int) -> int:
         """Let the full blocks of the first `num_computed` tokens, which are in the cache for good, be shared.
 

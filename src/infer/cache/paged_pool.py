@@ -151,9 +151,11 @@ class PagedKVCachePool:
         num_wanted = 0
         short: list[tuple[list[int], int]] = []  # tables, and how many blocks they lack
         shared: list[list[int]] = []
-        for table, start, most in zip(books.tables, books.starts, self._most_held, strict=True):
+        for number, table in enumerate(books.tables):  # zip takes longer than all the rest
             num_held = len(table)
-            num_new = min(table_len, start + most) - num_held
+            num_new = table_len - num_held
+            if self._sliding:
+                num_new = min(table_len, books.starts[number] + self._most_held[number]) - num_held
             if num_new > 0:
                 num_wanted += num_new
                 short.append((table, num_new))
@@ -177,26 +179,6 @@ class PagedKVCachePool:
             self._tree.record(*books.uncounted)
             books.uncounted = None
         return copies
-
-    def extend(self, seq_ids: list[int], num_tokens: list[int], num_computed: list[int]) -> list[int] | None:
-        """Give each of these sequences its next block, if that is all they need and there are as many."""
-        sequences, size = self._sequences, self.block_size
-        if len(self.windows) > 1 or self._sliding or len(seq_ids) > len(self._device.free):
-            return None
-        tables = [sequences[seq_id].tables[0] for seq_id in seq_ids]
-        for table, count, stop in zip(tables, num_computed, num_tokens, strict=True):
-            num_held = len(table)
-            if (
-                not num_held
-                or count != num_held * size
-                or stop > count + size
-                or num_held >= self._longest_table
-            ):
-                return None
-        blocks = self._device.take_each(seq_ids)
-        for table, block in zip(tables, blocks, strict=True):
-            table.append(block)
-        return blocks
 
     def _slide(self, books: SequenceBooks, num_computed: int) -> None:
         """Let go of the blocks that no token from `num_computed` on can see."""

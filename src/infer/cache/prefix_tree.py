@@ -140,13 +140,8 @@ class PrefixTree:
         if len(ids) < (stop - depth) * label_size:
             raise EngineError(f"blocks of {stop * size} tokens are cached, but there are only {len(tokens)}")
         adopt, by_block, place = self._allocator.adopt, self._by_block, 0
-        first = tables[0][depth:stop]
-        lines = (
-            [(block,) for block in first]
-            if len(tables) == 1
-            else zip(first, *[t[depth:stop] for t in tables[1:]], strict=True)
-        )
-        for blocks in lines:
+        while depth < stop:
+            blocks = tuple([table[depth] for table in tables])
             ids_of_block = ids[place : place + label_size]
             label: Label = ids_of_block if depth else (salt, ids_of_block)
             child = node.children.get(label)

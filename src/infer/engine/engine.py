@@ -236,7 +236,7 @@ class Engine:
         if self._compiling.has_done:
             self._unreported += self._take_compiled()
         outputs = self._step()
-        if not self.has_work:
+        if not self._flights and not self.scheduler.has_work:
             self._let_go()
         if self._unreported:
             outputs = self._unreported + outputs

@@ -57,7 +57,6 @@ from infer.scheduling.sequence import (
 )
 
 _sort_key = attrgetter("sort_key")
-_NONE = np.empty(0, dtype=np.int64)
 
 
 class BatchState:
@@ -81,8 +80,6 @@ class BatchState:
         self.version = 0  # another after every arrival and departure
         self.num_drafts = 0  # proposed and not yet launched, of all sequences
         self.num_steady = 0  # coming steps that may repeat a plan which decodes with every column
-        self.num_roomy = 0  # of these, the next ones for which every column has a slot
-        self._fills_at = [0, 0]  # a version, and how many more steps of it, read in order, fill no block
         self.tables = np.zeros((num_tables, max_sequences, max_blocks), dtype=np.int64)
         self.tenancy = np.zeros(max_sequences, dtype=np.int64)  # how often each row has been given out
         self._table_cells = self.tables.data
@@ -142,22 +139,14 @@ class BatchState:
         That is, up to the end of its shortest table. What has changed is added to `changes`, for a mirror: a
         row, an index and a block for each, the rows of all tables counted through.
         """
-        cells, place, size = self._cells, seq.place, self.block_size
+        cells, place, size, num_rows = self._cells, seq.place, self.block_size, self.tables.shape[1]
         row, first = cells[ROW][place], cells[NUM_RESERVED][place] // size
         stop = len(tables[0]) if len(tables) == 1 else min(map(len, tables))
         for number, blocks in enumerate(tables):
-            counted = row + number * len(self.tenancy)
             for index in range(first, stop):
                 self._table_cells[number, row, index] = block = blocks[index]
-                changes += counted, index, block
+                changes += number * num_rows + row, index, block
         cells[NUM_RESERVED][place] = stop * size
-
-    def extend_tables(self, places: np.ndarray, blocks: list[int], changes: list[int]) -> None:
-        """Append a block each to the only tables of these columns, which are full; see `write_tables`."""
-        rows, indices = self.row[places], self.num_reserved[places] // self.block_size
-        self.tables[0, rows, indices] = blocks
-        self.num_reserved[places] += self.block_size
-        changes += np.array((rows, indices, blocks)).T.ravel().tolist()
 
     def enter_tables(self, seq: Sequence, tables: Seq[Seq[int]]) -> None:
         """Copy the tables of a sequence that has just entered to its row; it may write all of them.
@@ -214,19 +203,11 @@ class BatchState:
         """
         if self.sequences and not self.num_drafts:
             self.num_steady = int((self.limit - self.num_tokens).min())
-            self.num_roomy = 0
 
     def short(self, places: np.ndarray | None = None) -> np.ndarray:
-        """Which of these columns, or of all, have no slot for their last token.
-
-        Of all: if there are none, in how many more steps that decode a token of each there will be none.
-        """
-        if places is not None:
-            is_short: np.ndarray = self.num_tokens[places] > self.num_reserved[places]
-            return np.compress(is_short, places)
-        room: np.ndarray = self.num_reserved - self.num_tokens
-        self.num_roomy = max(int(room.min()), 0)
-        return _NONE if self.num_roomy else np.flatnonzero(room < 0)
+        """Which of these columns, or of all, have no slot for their last token."""
+        is_short: np.ndarray = self.num_tokens > self.num_reserved
+        return is_short.nonzero()[0] if places is None else places[is_short[places]]
 
     def advance(self, chunks: Chunks) -> None:
         """Count a step that is under way; sampled tokens get their place before they are known."""
@@ -245,13 +226,8 @@ class BatchState:
     def filled(self, chunks: Chunks) -> np.ndarray:
         """Which chunks of a step that has run complete a block, of sequences that still run."""
         if chunks.is_repeated and chunks.version == self.version:
-            if self._fills_at[0] == self.version and self._fills_at[1] > 0:
-                self._fills_at[1] -= 1
-                return _NONE
-            num_missing: np.ndarray = self.next_commit - chunks.ends
-            self._fills_at = [self.version, max(int(num_missing.min()), 1) - 1]
-            return np.flatnonzero(num_missing <= 0)
-        self._fills_at[1] = 0
+            is_full: np.ndarray = chunks.ends >= self.next_commit
+            return is_full.nonzero()[0]
         running = np.array([seq.is_running for seq in chunks.sequences], dtype=bool).nonzero()[0]
         is_due = chunks.ends[running] >= self.next_commit[self.places_of(chunks.sequences)]
         return np.compress(is_due, running)

@@ -34,7 +34,6 @@ from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.sequence import NEXT_COMMIT, NUM_COMPUTED, NUM_PLANNED, NUM_RESERVED, TURN, Sequence
 from infer.scheduling.waiting_queue import WaitingQueue
 
-MANY = 4  # sequences: from here on they are cheaper to give blocks together
 BACKLOG_TOKENS = 2048  # prompt tokens that wait; with more of them prompts are computed at full speed:
 HURRIED_TOKENS = 8192  # prompt tokens of a step, beside which sequences that decode take longer
 FIRST_SHARE = 2  # one part in so many of a step's prompt tokens is the first prompt's, if others are shorter
@@ -145,17 +144,13 @@ class Scheduler:
         self.step += 1
         may_admit = self.num_waiting > 0 and self._slots_used < self.config.max_batch_size
         state, may_repeat = self.state, self.state.num_steady > 0 and not may_admit
-        if may_repeat and state.num_roomy:
-            state.num_roomy -= 1
-            state.num_steady -= 1
-            return StepPlan(self.step, state.planned_chunks(decodes_all=True))
         short = state.short() if may_repeat else None
         if short is not None and not len(short):
             state.num_steady -= 1
             return StepPlan(self.step, state.planned_chunks(decodes_all=True))
         draft = PlanDraft(self._token_budget, self.config.max_prefill_chunks_per_step)
         if short is not None:
-            self._reserve(short, draft)
+            self._reserve_last(short, draft)
         if may_repeat and state.num_steady > 0:  # else one was preempted
             state.num_steady -= 1
             return draft.to_plan(self.step, state.planned_chunks(decodes_all=True))
@@ -291,7 +286,7 @@ class Scheduler:
         state.num_planned[served] = state.decode_len[served]
         draft.spend(int(state.decode_len[served].sum()) if state.num_drafts else num_served)
         if len(short := state.short(places)):
-            self._reserve(short, draft)
+            self._reserve_last(short, draft)
             if draft.preempted:
                 num_served = int(np.count_nonzero((state.num_planned > 0) & (state.turn >= first_turn)))
         self._rotation += num_served
@@ -373,7 +368,7 @@ class Scheduler:
                 break
             stop = seq.num_computed + length
             if seq.is_running and stop > seq.num_reserved:
-                self._reserve_one(seq, stop, draft)
+                self._reserve([seq], [stop], draft)
             if seq.is_running:
                 self._add_prompt(seq, length, draft)
 
@@ -459,30 +454,23 @@ class Scheduler:
         draft.spend(length)
         draft.num_prompts -= 1
 
-    def _reserve(self, places: np.ndarray, draft: PlanDraft) -> None:
-        """Make room for the tokens of these columns, in order, preempting from the back."""
-        state, running = self.state, self.running
-        num_tokens = state.num_tokens[places].tolist()
-        if len(places) >= MANY:
-            seq_ids, num_computed = state.seq_id[places].tolist(), state.num_computed[places].tolist()
-            blocks = self.pool.extend(seq_ids, num_tokens, num_computed)
-            if blocks is not None:
-                state.extend_tables(places, blocks, draft.table_changes)
-                return
-        for seq, count in zip([running[place] for place in places.tolist()], num_tokens, strict=True):
-            self._reserve_one(seq, count, draft)
+    def _reserve_last(self, places: np.ndarray, draft: PlanDraft) -> None:
+        """Make room for the last tokens of these columns."""
+        sequences = [self.running[place] for place in places.tolist()]
+        self._reserve(sequences, self.state.num_tokens[places].tolist(), draft)
 
-    def _reserve_one(self, seq: Sequence, num_tokens: int, draft: PlanDraft) -> None:
-        """Make room for so many tokens of a sequence, if it still runs, preempting from the back."""
-        pool = self.pool
-        while seq.is_running:
-            copies = pool.reserve(seq.seq_id, num_tokens, seq.cells[NUM_COMPUTED][seq.place])
-            if copies is not None:
-                self.state.write_tables(seq, pool.block_tables(seq.seq_id), draft.table_changes)
-                if copies:
-                    draft.transfer(COPY, copies)
-                return
-            self._preempt(self.running[-1], draft)
+    def _reserve(self, sequences: Seq[Sequence], num_tokens: Seq[int], draft: PlanDraft) -> None:
+        """Make room for so many tokens of each, in order and if it still runs, preempting from the back."""
+        pool, write_tables = self.pool, self.state.write_tables
+        for seq, count in zip(sequences, num_tokens, strict=True):
+            while seq.is_running:
+                copies = pool.reserve(seq.seq_id, count, seq.cells[NUM_COMPUTED][seq.place])
+                if copies is not None:
+                    write_tables(seq, pool.block_tables(seq.seq_id), draft.table_changes)
+                    if copies:
+                        draft.transfer(COPY, copies)
+                    break
+                self._preempt(self.running[-1], draft)
 
     def _preempt(self, victim: Sequence, draft: PlanDraft) -> None:
         """Take back a sequence's blocks and its part of the plan; the beams of one search go together."""

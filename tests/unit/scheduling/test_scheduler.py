@@ -6,8 +6,6 @@ token oracle, because a plan only means something together with what follows fro
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -513,21 +511,3 @@ def test_an_idle_engine_keeps_nothing_of_its_last_batch(is_aborted: bool) -> Non
         world.abort("a")
     world.run()
     assert world.engine._begun == world.scheduler.planned == []
-
-
-def test_blocks_for_many_are_reserved_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight sequences cross a block boundary in the same step; alone they would be eight calls."""
-    world = make_world(block_size=4, max_batch_size=8)
-    calls: list[str] = []
-
-    def note(name: str, plain: Callable[..., Any], *args: Any) -> Any:
-        calls.append(name)
-        return plain(*args)
-
-    for name in ("reserve", "extend"):
-        monkeypatch.setattr(world.pool, name, partial(note, name, getattr(world.pool, name)))
-    for number in range(8):
-        world.add(str(number), prompt_of(4, number + 1), max_tokens=12)
-    world.run()
-    assert calls == [*["reserve"] * 8, *["extend"] * 3]
-    world.verify()

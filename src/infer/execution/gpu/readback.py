@@ -54,12 +54,12 @@ class HostCopy(NamedTuple):
 class PendingStep:
     """A step that was launched and whose ids are on their way; call it to wait for its result."""
 
-    __slots__ = ("_asked", "_ids", "_places", "_prompts", "_step", "_table", "num_chunks")
+    __slots__ = ("_asked", "_buffer", "_event", "_places", "_prompts", "_step", "_table", "num_chunks")
 
     def __init__(
         self, step: int, buffer: torch.Tensor, event: torch.cuda.Event | None, num_chunks: int
     ) -> None:
-        self._step, self._ids = step, HostCopy(buffer, event)
+        self._step, self._buffer, self._event = step, buffer, event
         self.num_chunks = num_chunks
         self._places: list[tuple[int, int]] | None = None
         self._prompts: list[PromptTable] = []
@@ -80,33 +80,37 @@ class PendingStep:
 
     def settle(self) -> None:
         """Wait for the ids and keep them: the buffer may be written again."""
-        self._ids = HostCopy(self._ids.wait().clone(), None)
+        if self._event is not None:
+            self._event.synchronize()
+        self._buffer, self._event = self._buffer.clone(), None
 
     def __call__(self) -> StepResult:
         """Wait for the ids; raises `DeviceLost` where the device failed."""
         try:
-            arrived: list[int] = self._ids.wait().tolist()
+            if self._event is not None:
+                self._event.synchronize()
+            arrived: list[int] = self._buffer.tolist()
             rows = self._logprobs(arrived)
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {self._step}") from error
         if self._places is None:  # one id for each chunk, in order
-            return StepResult(list(zip(arrived)), list(zip(rows)), {}, NO_TOKEN not in arrived)
+            return StepResult(list(zip(arrived)), rows, {}, NO_TOKEN not in arrived)
         ids: list[tuple[int, ...]] = [()] * self.num_chunks
         logprobs: list[tuple[RowLogprobs | None, ...]] = [()] * self.num_chunks
         for number, place in self._places:
-            ids[number], logprobs[number] = (arrived[place],), (rows[place],)
+            ids[number], logprobs[number] = (arrived[place],), rows[place]
         is_whole = all(NO_TOKEN not in row for row in ids)
         return StepResult(ids, logprobs, read_prompts(self._prompts), is_whole)
 
-    def _logprobs(self, ids: list[int]) -> list[RowLogprobs | None]:
+    def _logprobs(self, ids: list[int]) -> list[tuple[RowLogprobs | None, ...]]:
         """The logprobs of each id whose row asked and has a token."""
-        rows: list[RowLogprobs | None] = [None] * len(ids)
+        rows: list[tuple[RowLogprobs | None, ...]] = [(None,)] * len(ids)
         if self._asked is not None and self._table is not None:
             places, counts, _ = self._asked
             table = self._table.wait()
             found = read_logprobs(table, [ids[place] for place in places], counts)
             for place, row in zip(places, found, strict=True):
-                rows[place] = row if ids[place] != NO_TOKEN else None
+                rows[place] = (row if ids[place] != NO_TOKEN else None,)
         return rows
 
 
@@ -119,6 +123,7 @@ class Readback:
         self._buffers = [
             torch.zeros(max_rows, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(num_buffers)
         ]
+        self._parts = list(self._buffers)  # of each buffer: what the last step that took it needed of it
         self._events = [_event() if self._is_cuda else None for _ in range(num_buffers)]
         self._next = 0
         self._aside: torch.cuda.Stream | None = None  # of logprobs, made for the first of them
@@ -130,7 +135,9 @@ class Readback:
         """Begin to copy the ids of a step to the host, and logprobs for the rows that ask."""
         number = self._next
         self._next = (number + 1) % len(self._buffers)
-        buffer, event = self._buffers[number][: ids_S.shape[0]], self._events[number]
+        buffer, event, num_ids = self._parts[number], self._events[number], ids_S.shape[0]
+        if buffer.shape[0] != num_ids:
+            self._parts[number] = buffer = self._buffers[number][:num_ids]
         buffer.copy_(ids_S, non_blocking=True)
         if event is not None:
             event.record()

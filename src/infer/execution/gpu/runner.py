@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -58,6 +59,15 @@ _FEW_TOKENS = 512  # of a ragged step: with fewer, steps are captured
 
 WaitForStep = Callable[[], StepResult]
 Sample = Callable[[], WaitForStep]  # launches the second part of a step, of which the first was launched
+
+
+class DecodedRows(NamedTuple):
+    """The rows of a step that decodes and nothing else."""
+
+    rows: np.ndarray
+    size: StepSize
+    ids_S: torch.Tensor  # where their ids are sampled
+    has_logprobs: bool  # whether any of them asks for logprobs
 
 
 class DeviceRunner:
@@ -105,8 +115,7 @@ class DeviceRunner:
             max_batch_size, max_tokens, max_graph_tokens, tile_len, device, len(state.tables)
         )
         self._readback = Readback(max_batch_size + MAX_CHUNKS, device, steps_ahead=steps_ahead)
-        # of a step that decoded and nothing else, its rows and size: the next is often the same, one token on
-        self._decoded: tuple[np.ndarray, StepSize] | None = None
+        self._decoded: DecodedRows | None = None  # of the last step: the next is often the same, one token on
         self._dense: DenseAttention | None = None
         if attention_backend == "auto" and self._windows == (None,):
             self._dense = DenseAttention(
@@ -353,11 +362,11 @@ class DeviceRunner:
     def _start(self, plan: StepPlan, sequences: Sequence[TokenSequence], *, has_masks: bool) -> Sample:
         """Launch a step up to its logits; returns what launches the rest."""
         decoded, self._decoded = self._decoded, None
-        if decoded is not None and decoded[0] is plan.chunks.rows:  # all that decoded last: a token on
+        if decoded is not None and decoded.rows is plan.chunks.rows:  # all that decoded last: a token on
             if plan.table_changes:
                 self._rows.sync_tables(plan)
             self._await_masks(has_masks)
-            return self._launch_decode(plan, decoded[1])
+            return self._launch_decode(plan, decoded)
         with torch.inference_mode():
             rows = plan.chunks.rows
             if not len(rows):  # beams coming back compute their next tokens together, once all are here
@@ -370,7 +379,9 @@ class DeviceRunner:
             if size.num_tokens:
                 return self._launch_mixed(plan, size)
             self._rows.has_newest[rows] = True
-            return self._launch_decode(plan, size)
+            has_logprobs = int(self._rows.num_logprobs[rows].max()) != NO_LOGPROBS
+            decoded = DecodedRows(rows, size, self._scratch.ids_S[: len(rows)], has_logprobs)
+            return self._launch_decode(plan, decoded)
 
     def _await_masks(self, has_masks: bool) -> None:
         """Let masks come from here on, or let no row be sampled under one of an earlier step."""
@@ -426,17 +437,17 @@ class DeviceRunner:
 
     # -- steps of a size that is, or could be, a graph ------------------------------------------------
 
-    def _launch_decode(self, plan: StepPlan, size: StepSize) -> Sample:
+    def _launch_decode(self, plan: StepPlan, decoded: DecodedRows) -> Sample:
         """Launch rows that decode and nothing else, which is what most steps are."""
-        rows = plan.chunks.rows
+        rows, size, ids_S, has_logprobs = decoded
         self._graphs.ensure(size)
         self._inputs.send_rows(rows, size.num_rows)
         self._graphs.forward(size)
 
         def sample() -> WaitForStep:
             logits_SV = self._graphs.sample(size)
-            self._decoded = rows, size
-            ids_S, asked = self._scratch.ids_S[: len(rows)], self._asked(logits_SV, rows, None)
+            self._decoded = decoded
+            asked = self._asked(logits_SV, rows, None) if has_logprobs else None
             return self._readback.take(plan.step, ids_S, len(rows), asked)
 
         return sample
