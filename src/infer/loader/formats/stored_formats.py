@@ -72,8 +72,8 @@ def _open_gptq(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRo
         module.fail(f"the config says sym, but qzeros are neither all {middle - 1} nor all {middle}")
     if is_constant and settings.is_symmetric is not False:
         zeros = torch.full_like(zeros, middle)  # of either version: files that name the wrong one exist
-    elif settings.raw.get("checkpoint_format") in (None, "gptq"):
-        zeros = zeros + 1 & (1 << bits) - 1  # version 1 stores z - 1, and -1 as all ones
+    elif not settings.has_true_zeros:
+        zeros = zeros + 1 & (1 << bits) - 1  # a zero of 0, less one, is all ones
     scales = module.finite("scales", tensors["scales"]).T
     groups = layout.group_size or tensors["g_idx"].long()
 

@@ -51,6 +51,17 @@ class Settings:
         value = self.raw.get("sym")
         return value if isinstance(value, bool) else None
 
+    @property
+    def has_true_zeros(self) -> bool:
+        """Whether the qzeros of GPTQ are the zeros; version 1 stores each less one.
+
+        AutoRound's own packing has true zeros and no version; exported for GPTQ, it is version 1.
+        """
+        if self.method == "auto-round":
+            packing = str(self.raw.get("packing_format") or "auto_gptq")
+            return "gptq" not in packing or "gptqmodel" in packing
+        return self.raw.get("checkpoint_format") not in (None, "gptq")
+
     def hints(self, *keys: str) -> list[int]:
         """Every integer under one of these keys, of the config itself and of its groups."""
         groups = self.raw.get("config_groups")
