@@ -84,8 +84,8 @@ def answers(path: Path, **knobs: Any) -> list[list[int]]:
 
 
 def logits(path: Path) -> torch.Tensor:
-    """Of every prompt's last token, in float32."""
-    return run_step(load(path, "none", "float32").model, PROMPTS)[0]
+    """Of every token of every prompt, in float32."""
+    return torch.cat(run_step(load(path, "none", "float32").model, PROMPTS))
 
 
 def edit_config(path: Path, **settings: Any) -> None:
