@@ -71,7 +71,6 @@ def test_a_grammar_has_rules_and_json() -> None:
         (Structured(kind="regex", text="(?=a)b"), "look-around"),
         (Structured.grammar("start: missing"), 'the grammar cannot be compiled: .*"missing"'),
         (Structured.grammar("garbage ((("), "the grammar cannot be compiled"),
-        (Structured.grammar('start: %json {"not": {}}'), "not"),
         (Structured.json_object(whitespace="("), "unclosed group"),
     ],
 )
