@@ -54,6 +54,24 @@ SHOWN: dict[str, tuple[tuple[str, ...], ...]] = {
         ("num_requests", "num_errors", "num_hung_up", "host_drift_share", "gpu_drift_share"),
         ("output_tokens_per_s", "ttft_p50_s", "ttft_p99_s", "itl_p99_s", "e2e_p99_s", "seconds"),
     ),
+    "structured": (
+        (
+            "output_tokens_per_s",
+            "token_cost_percent",
+            "step_ms",
+            "step_cost_percent",
+            "chars_per_s",
+            "chars_ratio",
+        ),
+        (
+            "fill_p50_ms",
+            "fill_p99_ms",
+            "fill_words_p99_ms",
+            "consume_mean_us",
+            "compile_max_ms",
+            "vocabulary_s",
+        ),
+    ),
     "memory": (
         ("weights_bytes", "kv_bytes", "activation_bytes", "graph_bytes", "process_bytes"),
         ("mean_running", "peak_running", "num_preemptions", "num_steps", "speed_up"),
