@@ -149,6 +149,24 @@ def test_logprobs_come_for_every_token_of_a_constrained_answer(live: LiveServer,
     assert spelled.decode().startswith(choice.message.content or "?")
 
 
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    directory: Path = tmp_path_factory.mktemp("tiny-qwen3")
+    make_checkpoint("qwen3", directory)
+    with serve_model(directory) as server:
+        yield server
+
+
+def test_the_form_begins_behind_the_thinking(thinking: LiveServer) -> None:
+    body = {"messages": MESSAGES, "guided_json": SCHEMA, "max_reasoning_tokens": 9, "max_tokens": 140}
+    answer = httpx.post(f"{thinking.base_url}/chat/completions", json=body, timeout=60).json()
+    message = answer["choices"][0]["message"]
+    assert answer["choices"][0]["finish_reason"] == "stop", answer
+    assert is_answer(message["content"].strip())
+    assert message["reasoning_content"], "a model that may think does, or its answer would be free"
+    assert "</think>" not in message["content"]
+
+
 # -- clients' libraries ------------------------------------------------------------------------------
 
 
@@ -244,6 +262,11 @@ BOMBS: dict[str, tuple[bytes, tuple[int, ...]]] = {  # the field of a body, and 
     "remainders": (b'"guided_json":{"type":"integer","multipleOf":999999937}', (422,)),
     "chain of rules": (b'"guided_grammar":' + json.dumps(f"start: a0\n{RULES}").encode(), (422,)),
     "ambiguity": (b'"guided_grammar":"start: start start | \\"a\\" | \\"\\""', (200, 422)),
+    "a tool's references": (
+        b'"tool_choice":"required","tools":'
+        + json.dumps([{"type": "function", "function": {"name": "f", "parameters": chain(700)}}]).encode(),
+        (200, 422),
+    ),
     "many blanks": (b'"guided_json":{},"guided_whitespace_pattern":"[ ]*[ ]*[ ]*[ ]*"', (200, 422)),
 }
 
