@@ -197,11 +197,16 @@ def test_choices_of_tools(given: dict[str, Any], chosen: object) -> None:
     assert made.tool_choice == chosen
 
 
-def test_the_schema_of_a_message() -> None:
+def test_thinking_and_output_config() -> None:
+    made = message(thinking={"type": "enabled", "budget_tokens": 100}, output_config={"effort": "max"})
+    assert (made.max_reasoning_tokens, made.reasoning_effort) == (100, "xhigh")
+    assert message(thinking={"type": "disabled"}, output_config={"effort": "low"}).reasoning_effort == "none"
+    assert message(thinking={"type": "adaptive"}).max_reasoning_tokens is None
     form = {"type": "json_schema", "schema": SCHEMA}
     wanted = {"type": "json_schema", "json_schema": {"name": "output", "schema": SCHEMA}}
     assert message(output_config={"format": form}).response_format == wanted
     assert message(output_format=form).response_format == wanted
+    assert response(reasoning={"effort": "low", "summary": "auto"}).reasoning_effort == "low"
 
 
 def test_fields_without_effect_are_named() -> None:

@@ -114,7 +114,7 @@ BLOCKS: dict[str, dict[str, type[Body]]] = {  # by the role of the message they 
 }
 REFUSED_BLOCKS = dict.fromkeys(("image", "document", "search_result", "container_upload"), _TEXT_ONLY)
 TOOL_CHOICES = dict.fromkeys(("auto", "any", "tool", "none"), ToolChoice)
-EFFORTS = {"xhigh": "high", "max": "high"}  # Anthropic's words for more than a chat knows
+EFFORTS = {"max": "xhigh"}  # by other names in a chat
 # Fields of a chat, as this API calls them: for errors of what the two share.
 SPELLINGS = {
     "max_reasoning_tokens": "thinking.budget_tokens",
