@@ -66,6 +66,20 @@ class Interrupted(KeyboardInterrupt):
         self.answer = answer  # as far as it came
 
 
+def add_reasoning_flag(group: argparse._ArgumentGroup) -> None:
+    """Add the switch that shows what a model thinks."""
+    group.add_argument(
+        "--show-reasoning",
+        action=argparse.BooleanOptionalAction,
+        help="print what the model thinks before its answer; default: at a terminal",
+    )
+
+
+def shows_reasoning(args: argparse.Namespace) -> bool:
+    """Whether reasoning is shown: as the flag says, else where standard error is a terminal."""
+    return sys.stderr.isatty() if args.show_reasoning is None else bool(args.show_reasoning)
+
+
 def open_llm(args: argparse.Namespace, observer: EngineObserver | None = None) -> LLM:
     """Load the model the flags ask for; torch is imported here and not before."""
     knobs = knobs_from(args)

@@ -32,7 +32,16 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from infer.cli import flags
-from infer.cli.answer import Screen, ShownAnswer, notice, open_llm, show_answer, write_out
+from infer.cli.answer import (
+    Screen,
+    ShownAnswer,
+    add_reasoning_flag,
+    notice,
+    open_llm,
+    show_answer,
+    shows_reasoning,
+    write_out,
+)
 from infer.cli.answer_form import add_form_flags, form_from
 from infer.cli.chat_tools import MAX_ROUNDS, ToolBox, escape, is_whole, read_tools, to_wire
 from infer.cli.readers import natural
@@ -93,11 +102,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=natural,
         help="end the model's thinking after so many tokens; 0: do not think; default: as long as it likes",
     )
-    conversation.add_argument(
-        "--show-reasoning",
-        action=argparse.BooleanOptionalAction,
-        help="print what the model thinks before its answer; default: at a terminal",
-    )
+    add_reasoning_flag(conversation)
     conversation.add_argument(
         "--tools",
         metavar="FILE",
@@ -284,9 +289,8 @@ def _answer_line(conversation: ChatSession, text: str, args: argparse.Namespace,
 
     At a terminal the message can be sent again, or the conversation saved. In a script a failure is the end.
     """
-    shows_reasoning = sys.stderr.isatty() if args.show_reasoning is None else args.show_reasoning
     for number in range(MAX_ROUNDS + 1):
-        screen = Screen(shows_reasoning=shows_reasoning)
+        screen = Screen(shows_reasoning=shows_reasoning(args))
         try:
             with _ctrl_c_stops() as is_stopped:
                 if number == 0:

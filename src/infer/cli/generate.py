@@ -7,7 +7,7 @@ Where a prompt comes from                          What is done with it
   infer generate --prompts-file FILE   (one per line)
 
 Standard output holds the answers and nothing else: text as it is generated, or with `--json` one
-object per line and prompt.
+object per line and prompt. What a model thinks before its answer is no part of it: it goes to standard error.
 
 The prompts of a file are all in the engine together, which batches them; their answers are printed in the
 order of the file, each as soon as those before it are out. A prompt that fails is reported by its line and
@@ -36,7 +36,17 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infer.cli import flags
-from infer.cli.answer import Interrupted, ShownAnswer, notice, open_llm, show_answer, write_out
+from infer.cli.answer import (
+    Interrupted,
+    Screen,
+    ShownAnswer,
+    add_reasoning_flag,
+    notice,
+    open_llm,
+    show_answer,
+    shows_reasoning,
+    write_out,
+)
 from infer.cli.answer_form import add_form_flags, form_from
 from infer.cli.remote import RemoteModel, RemoteStream, StreamAhead, add_url_flags, is_remote, open_server
 from infer.errors import (
@@ -85,7 +95,6 @@ class AskedPrompt:
 
     prompt: Prompt
     params: SamplingParams  # its own: each line of a file has another seed
-    prompt_ids: list[int]  # none, where a server has them
     stream: TextStream | RemoteStream | StreamAhead | InferError
 
 
@@ -113,6 +122,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_url_flags(prompt)
     prompt.add_argument("--raw", action="store_true", help="continue the text as is, without a chat template")
     flags.add_thinking_flag(prompt)
+    add_reasoning_flag(prompt)
     prompt.add_argument(
         "--json", action="store_true", help="print one JSON object per prompt, when it is done"
     )
@@ -200,7 +210,7 @@ def answer_each(
         if len(prompts) > 1 and not args.json:
             notice(f"[{number}/{len(prompts)}] {shorten(prompt.text, LABEL_LEN)}")
         try:
-            answer = read_answer(asked, is_shown=not args.json)
+            answer = read_answer(asked, None if args.json else Screen(shows_reasoning=shows_reasoning(args)))
         except (RequestError, EngineError) as error:
             if prompt.line is None or isinstance(error, DeviceLost | EngineStopped):
                 raise
@@ -250,11 +260,22 @@ def _ask(
             raise RequestError("the prompt is empty; write at least one character", param="prompt")
         if isinstance(llm, RemoteModel):
             stream = _ask_server(llm, prompt.text, params, args)
-            return AskedPrompt(prompt, params, [], stream if prompt.line is None else StreamAhead(stream))
-        prompt_ids = encode_prompt(llm, prompt.text, args)
-        return AskedPrompt(prompt, params, prompt_ids, llm.stream(prompt_ids, params))
+            return AskedPrompt(prompt, params, stream if prompt.line is None else StreamAhead(stream))
+        return AskedPrompt(prompt, params, _ask_engine(llm, prompt.text, params, args))
     except RequestError as error:  # to be told in its turn
-        return AskedPrompt(prompt, params, [], error)
+        return AskedPrompt(prompt, params, error)
+
+
+def _ask_engine(llm: LLM, text: str, params: SamplingParams, args: argparse.Namespace) -> TextStream:
+    """Ask with a user's message where the model has a chat template, else with plain text."""
+    if args.raw or not llm.encoder.ships_chat_template:
+        if args.system is not None:
+            raise ConfigError(
+                f"--system needs a chat template, and {llm.name} came without one; give it one with "
+                "--chat-template FILE, or its family's with --chat-template family"
+            )
+        return llm.stream(text, params)
+    return llm.stream_chat(to_messages(text, args), params, template_options=flags.template_options(args))
 
 
 def _ask_server(
@@ -265,24 +286,17 @@ def _ask_server(
     return llm.stream_chat(to_messages(text, args), params, template_options=flags.template_options(args))
 
 
-def read_answer(asked: AskedPrompt, *, is_shown: bool) -> ShownAnswer:
-    """Wait for one answer, on standard output as it comes if `is_shown`."""
+def read_answer(asked: AskedPrompt, screen: Screen | None) -> ShownAnswer:
+    """Wait for one answer, on a screen as it comes if there is one."""
     if isinstance(asked.stream, InferError):
         raise asked.stream
-    is_begun = False
-
-    def show(text: str) -> None:
-        nonlocal is_begun
-        is_begun = True
-        write_out(text)
-
+    if screen is None:
+        return show_answer(asked.stream, lambda text: None)
     try:
-        answer = show_answer(asked.stream, show if is_shown else lambda text: None)
-    except (InferError, Interrupted):
-        if is_begun:
-            write_out("\n")
-        raise
-    if is_shown:
+        answer = show_answer(asked.stream, screen.show, show_reasoning=screen.show_reasoning)
+    finally:
+        screen.end()
+    if not answer.text:
         write_out("\n")
     return answer
 
@@ -335,18 +349,6 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
     return [Prompt(text.removesuffix("\n"))]
 
 
-def encode_prompt(llm: LLM, prompt: str, args: argparse.Namespace) -> list[int]:
-    """Return the prompt's tokens: a user's message where the model has a chat template, else plain text."""
-    if args.raw or not llm.encoder.ships_chat_template:
-        if args.system is not None:
-            raise ConfigError(
-                f"--system needs a chat template, and {llm.name} came without one; give it one with "
-                "--chat-template FILE, or its family's with --chat-template family"
-            )
-        return llm.encode(prompt)
-    return llm.encode_chat(to_messages(prompt, args), template_options=flags.template_options(args))
-
-
 def to_messages(prompt: str, args: argparse.Namespace) -> list[dict[str, str]]:
     """A prompt as a conversation that waits for its answer."""
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
@@ -355,21 +357,26 @@ def to_messages(prompt: str, args: argparse.Namespace) -> list[dict[str, str]]:
 
 def to_json(asked: AskedPrompt, answer: ShownAnswer, load_s: float) -> dict[str, Any]:
     """Return the object that `--json` prints for one prompt; a server's answer has no token ids."""
-    has_ids = not isinstance(asked.stream, RemoteStream | StreamAhead)
-    num_prompt, num_output = len(asked.prompt_ids), len(answer.token_ids)
-    usage: Any = {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_output,
-        "total_tokens": num_prompt + num_output,
-    }
+    stream = asked.stream
+    assert not isinstance(stream, InferError), "it has an answer"
+    if isinstance(stream, RemoteStream | StreamAhead):
+        token_ids, usage = None, stream.usage  # a server counts for itself
+    else:
+        token_ids, num_prompt = list(answer.token_ids), stream.num_prompt_tokens
+        usage = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": len(token_ids),
+            "total_tokens": num_prompt + len(token_ids),
+        }
     return {
         "prompt": asked.prompt.text,
         "text": answer.text,
-        "token_ids": list(answer.token_ids) if has_ids else None,
+        "reasoning": answer.reasoning or None,
+        "token_ids": token_ids,
         "finish_reason": answer.finish_reason,
         "stop_reason": answer.stop_reason,
         "seed": asked.params.seed,
-        "usage": getattr(asked.stream, "usage", usage),  # a server counts for itself
+        "usage": usage,
         "timings": {
             "load_s": round(load_s, 4),
             "first_token_s": round(answer.first_token_s, 4),

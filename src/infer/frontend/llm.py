@@ -474,6 +474,11 @@ class TextStream(Iterator[TextDelta]):
         return delta
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """How many tokens the prompt has."""
+        return len(self._stream.request.prompt)
+
+    @property
     def seconds(self) -> tuple[float, float]:
         """The times from the call to the first token and to the latest piece, whenever those are read."""
         return self._stream.first_s, self._stream.last_s

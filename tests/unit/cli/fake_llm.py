@@ -6,7 +6,7 @@ or prompt in capitals, one character at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,20 @@ class FakeDelta:
     finish_reason: str | None
     stop_reason: str | None = None
     events: tuple[AnswerEvent, ...] = ()
+
+
+class FakeStream(Iterator[FakeDelta]):
+    """Stands in for infer.frontend.llm.TextStream."""
+
+    def __init__(self, deltas: Generator[FakeDelta, None, None], num_prompt_tokens: int) -> None:
+        self._deltas = deltas
+        self.num_prompt_tokens = num_prompt_tokens
+
+    def __next__(self) -> FakeDelta:
+        return next(self._deltas)
+
+    def close(self) -> None:
+        self._deltas.close()
 
 
 class FakeLLM:
@@ -70,8 +84,9 @@ class FakeLLM:
         self.options.append(template_options)
         return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages))
 
-    def stream(self, prompt: list[int], params: SamplingParams) -> Iterator[FakeDelta]:
+    def stream(self, prompt: str | list[int], params: SamplingParams) -> FakeStream:
         """Open at once, as the real one does; a prompt that holds "broken" fails after its first letter."""
+        prompt = self.encode(prompt) if isinstance(prompt, str) else prompt
         room = self.context_len - len(prompt)
         if (params.max_tokens or 1) > room:
             raise ContextOverflow(len(prompt), params.max_tokens or 1, self.context_len)
@@ -79,9 +94,11 @@ class FakeLLM:
             raise QueueFull("the queue is full")
         self.params.append(params)
         self.num_opened += 1
-        return self._deltas(prompt, params, room)
+        return FakeStream(self._deltas(prompt, params, room), len(prompt))
 
-    def _deltas(self, prompt: list[int], params: SamplingParams, room: int) -> Iterator[FakeDelta]:
+    def _deltas(
+        self, prompt: list[int], params: SamplingParams, room: int
+    ) -> Generator[FakeDelta, None, None]:
         answer = "".join(map(chr, prompt)).rpartition(">")[2].upper()
         limit = params.max_tokens or room
         try:
@@ -104,4 +121,4 @@ class FakeLLM:
         max_reasoning_tokens: int | None = None,
         template_options: Mapping[str, object] | None = None,
     ) -> Iterator[FakeDelta]:
-        yield from self.stream(self.encode_chat(messages, template_options=template_options), params)
+        return self.stream(self.encode_chat(messages, template_options=template_options), params)

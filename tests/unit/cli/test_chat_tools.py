@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 from infer.cli.chat_tools import MAX_RESULT_LEN, MAX_ROUNDS, escape
 from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ReasoningDelta
 from infer.sampling.params import SamplingParams
-from tests.unit.cli.fake_llm import FakeDelta, FakeLLM
+from tests.unit.cli.fake_llm import FakeDelta, FakeLLM, FakeStream
 
 Infer = Callable[..., Any]
 
@@ -74,12 +74,14 @@ class ScriptedLLM(FakeLLM):
         tool_choice: object = None,
         max_reasoning_tokens: int | None = None,
         template_options: Mapping[str, object] | None = None,
-    ) -> Iterator[FakeDelta]:
+    ) -> FakeStream:
         self.chats.append([dict(message) for message in messages])
         self.tools.append(tools)
         self.choices.append(tool_choice)
         self.budgets.append(max_reasoning_tokens)
-        parts = next(self.answers)
+        return FakeStream(self._play(next(self.answers)), len(messages))
+
+    def _play(self, parts: Sequence[str | Call | ReasoningDelta]) -> Generator[FakeDelta, None, None]:
         calls = [part for part in parts if isinstance(part, Call)]
         for part in parts:
             text, events = part if isinstance(part, str) else "", list[AnswerEvent]()
@@ -245,8 +247,8 @@ def test_calls_that_were_not_asked_for_are_no_part_of_the_conversation(infer: In
 
 def test_calls_of_an_answer_that_was_stopped_are_not_made(infer: Infer, file: Path) -> None:
     class Stopped(ScriptedLLM):
-        def stream_chat(self, *args: Any, **options: Any) -> Iterator[FakeDelta]:
-            for delta in super().stream_chat(*args, **options):
+        def _play(self, parts: Any) -> Generator[FakeDelta, None, None]:
+            for delta in super()._play(parts):
                 if len(self.chats) == 1:
                     signal.raise_signal(signal.SIGINT)
                 yield delta
@@ -270,7 +272,7 @@ def test_a_call_cannot_hide_what_it_does_from_the_terminal(infer: Infer, file: P
 
 def test_the_oldest_message_is_forgotten_with_its_calls(infer: Infer, file: Path) -> None:
     class Narrow(ScriptedLLM):
-        def stream_chat(self, messages: Any, params: Any, **options: Any) -> Iterator[FakeDelta]:
+        def stream_chat(self, messages: Any, params: Any, **options: Any) -> FakeStream:
             if len(messages) > 4:
                 self.stream([0] * self.context_len, params)  # raises
             return super().stream_chat(messages, params, **options)
@@ -366,3 +368,16 @@ def test_reasoning_can_be_bounded(infer: Infer) -> None:
     assert llm.budgets == [40]
     outcome = infer("chat", "--max-reasoning-tokens", "-1", stdin="is it?\n")
     assert "--max-reasoning-tokens must be a whole number of 0 or more" in outcome.err
+
+
+def test_what_is_thought_before_an_answer_to_a_prompt_is_no_part_of_it(infer: Infer) -> None:
+    script: list[str | Call | ReasoningDelta] = [ReasoningDelta("Hm, "), ReasoningDelta("well."), "Yes."]
+    outcome = infer("generate", "is it?", llm=ScriptedLLM(script))
+    assert outcome.out == "Yes.\n"
+    assert outcome.err == "[9 characters of reasoning; --show-reasoning shows them]\n"
+    outcome = infer("generate", "is it?", "--show-reasoning", llm=ScriptedLLM(script))
+    assert (outcome.out, outcome.err) == ("Yes.\n", "Hm, well.\n")
+    outcome = infer("generate", "is it?", "--json", llm=ScriptedLLM(script))
+    data = json.loads(outcome.out)
+    assert (data["text"], data["reasoning"], outcome.err) == ("Yes.", "Hm, well.", "")
+    assert data["usage"] == {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4}

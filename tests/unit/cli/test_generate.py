@@ -3,13 +3,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from infer.cli.answer import ShownAnswer, show_answer
 from infer.cli.generate import AskedPrompt, Prompt, to_json
-from infer.errors import DeviceLost, RequestError
+from infer.errors import DeviceLost
 from infer.frontend.outputs import TextDelta
 from infer.sampling.params import SamplingParams
 from tests.unit.cli.fake_llm import FakeLLM
@@ -216,7 +217,8 @@ def test_json_names_the_stop_string_that_ended_the_text() -> None:
         TextDelta(text="", token_ids=(2,), finish_reason="stop", stop_reason="END"),
     ]
     answer = show_answer(iter(deltas), lambda text: None)
-    data = to_json(AskedPrompt(Prompt("?"), SamplingParams(), [5], RequestError("read")), answer, load_s=0.0)
+    stream: Any = SimpleNamespace(num_prompt_tokens=1)
+    data = to_json(AskedPrompt(Prompt("?"), SamplingParams(), stream), answer, load_s=0.0)
     assert (data["finish_reason"], data["stop_reason"]) == ("stop", "END")
 
 
