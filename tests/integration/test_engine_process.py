@@ -501,3 +501,8 @@ def test_restarts_slow_down_and_end() -> None:
     policy = RestartPolicy(max_restarts=4, window=100.0, first_delay=1.0, max_delay=5.0)
     assert [policy.next_delay(now) for now in (0.0, 1.0, 2.0, 3.0, 4.0)] == [1.0, 2.0, 4.0, 5.0, None]
     assert policy.next_delay(101.5) == 4.0  # two of the four are out of the window
+
+
+def test_a_thousand_restarts_wait_the_longest_delay() -> None:
+    policy = RestartPolicy(max_restarts=2000, max_delay=5.0)
+    assert [policy.next_delay(0.0) for _ in range(1500)][-1] == 5.0

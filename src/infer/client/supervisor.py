@@ -60,7 +60,8 @@ class RestartPolicy:
             self._times.popleft()
         if len(self._times) >= self.max_restarts:
             return None
-        delay: float = min(self.first_delay * 2.0 ** len(self._times), self.max_delay)
+        num_doublings = min(len(self._times), 64)  # the delay has long been the longest by then
+        delay: float = min(self.first_delay * 2.0**num_doublings, self.max_delay)
         self._times.append(now)
         return delay
 
