@@ -78,9 +78,15 @@ class RequestRecord:
 
     @property
     def timing(self) -> str:
-        """What each stage took so far, as the value of a `server-timing` header."""
-        before, parts = self.arrived_at, []
+        """What each stage took so far, as the value of a `server-timing` header.
+
+        A stage that several prompts of a body went through ends with the last of them.
+        """
+        ends: dict[str, float] = {}
         for stage, at in self.marks or ():
+            ends[stage] = max(at, ends.get(stage, at))
+        before, parts = self.arrived_at, []
+        for stage, at in ends.items():
             parts.append(f"{stage};dur={1000 * (at - before):.3f}")
             before = at
         return ", ".join(parts)

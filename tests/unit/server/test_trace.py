@@ -42,6 +42,23 @@ def test_stages_are_told_in_order(wire: Wire, path: str, body: dict[str, object]
     assert all(float(ms) >= 0 for _, ms in stages)
 
 
+@pytest.mark.parametrize("inputs", ["a b", ["a b", "c", "d e f"]])
+def test_an_embedding_tells_the_same_stages(wire: Wire, inputs: object) -> None:
+    answer = wire.request("POST", "/v1/embeddings", json={"input": inputs}, headers=ASKS)
+    assert answer.status_code == 200
+    stages = re.findall(r"(\w+);dur=(-?[0-9.]+)", answer.headers["server-timing"])
+    assert [name for name, _ in stages] == TOLD
+    assert all(float(ms) >= 0 for _, ms in stages)
+
+
+def test_several_prompts_tell_each_stage_once(wire: Wire) -> None:
+    body = {"prompt": ["a", "b c"], "max_tokens": 2}
+    answer = wire.request("POST", "/v1/completions", json=body, headers=ASKS)
+    stages = re.findall(r"(\w+);dur=(-?[0-9.]+)", answer.headers["server-timing"])
+    assert [name for name, _ in stages] == TOLD
+    assert all(float(ms) >= 0 for _, ms in stages)
+
+
 def test_nothing_is_told_unasked(wire: Wire) -> None:
     assert "server-timing" not in wire.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).headers
 

@@ -115,6 +115,7 @@ class _RequestTimes:
             self._num_tokens[output.index] += count
             self._meter.num_output_tokens += count
         if output.embedding:
+            self._mark_stages(now, output)
             self._count_prompt(output)
         if output.finish_reason is not None:
             self._open.discard(output.index)
@@ -128,13 +129,16 @@ class _RequestTimes:
     def _begin(self, now: float, output: StepOutput) -> None:
         self._first_at = now
         self._queue_s = output.queue_s
+        self._mark_stages(now, output)
+        self._meter.first_token_s.observe(now - self._record.arrived_at)
+        self._count_prompt(output)
+
+    def _mark_stages(self, now: float, output: StepOutput) -> None:
         if output.made_at:
             self._record.mark("to_engine", output.added_at)
             self._record.mark("wait", output.added_at + output.queue_s)
             self._record.mark("compute", output.made_at)
         self._record.mark("from_engine", now)
-        self._meter.first_token_s.observe(now - self._record.arrived_at)
-        self._count_prompt(output)
 
     def _count_prompt(self, output: StepOutput) -> None:
         self._meter.num_prompt_tokens += len(self._request.prompt)

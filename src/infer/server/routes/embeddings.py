@@ -26,7 +26,7 @@ from infer.server.protocol.schemas import EmbeddingRequest
 from infer.server.protocol.stream import unless_disconnected
 from infer.server.protocol.translate import split_prompts
 from infer.server.routes.json_route import json_response, make_router, server_state
-from infer.server.state import ServedModel, engine_id
+from infer.server.state import ServedModel, engine_id, mark
 
 router = make_router()
 
@@ -46,6 +46,7 @@ async def create_embeddings(body: EmbeddingRequest, http: HttpRequest) -> Respon
             param="encoding_format",
         )
     inputs = split_prompts(body.input, state.config.max_prompts, "input")
+    mark("parse")
     job = await asyncio.to_thread(
         open_embeddings,
         model.encoder,
@@ -54,6 +55,7 @@ async def create_embeddings(body: EmbeddingRequest, http: HttpRequest) -> Respon
         normalize=body.normalize,
         add_special=body.add_special_tokens is not False,
     )
+    mark("tokenize")
     limit = min((each for each in (body.timeout, state.config.request_timeout) if each), default=None)
     requests = job.requests(
         lambda: engine_id(f"embd-{uuid.uuid4().hex}"),
