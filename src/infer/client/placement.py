@@ -44,7 +44,16 @@ def take_place(config: EngineConfig, replica: Replica) -> EngineConfig:
     cpus = own_cpus(replica, physical_cores())
     if cpus and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cpus)  # of this thread, and of all that it starts
-    num_threads = max(torch.get_num_threads() // replica.count, 1)
+    return share_threads(config, replica.count)
+
+
+def share_threads(config: EngineConfig, count: int) -> EngineConfig:
+    """Return the config of one of so many engines that compute on this machine's CPU side by side."""
+    if count == 1 or config.load.num_threads is not None:
+        return config
+    import torch  # here: see above
+
+    num_threads = max(torch.get_num_threads() // count, 1)
     return replace(config, load=replace(config.load, num_threads=num_threads))
 
 

@@ -12,7 +12,7 @@ import torch
 from infer.client import placement
 from infer.client.load import use_threads
 from infer.client.messages import Replica
-from infer.client.placement import divide_memory, own_cpus, physical_cores, take_place
+from infer.client.placement import divide_memory, own_cpus, physical_cores, share_threads, take_place
 from infer.config.settings import EngineConfig
 from infer.errors import ConfigError
 from infer.loader import load
@@ -99,6 +99,15 @@ def test_threads_that_were_asked_for_are_left_alone(monkeypatch: pytest.MonkeyPa
     machine = Machine(monkeypatch, cores=[(0,), (1,)])
     config = EngineConfig.from_knobs(device="cpu", num_threads=3)
     assert take_place(config, Replica(number=1, count=2)) == config
+    assert machine.bound == []
+
+
+def test_engines_of_one_process_divide_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, cores=[(0,), (1,), (2,), (3,)])
+    config = EngineConfig.from_knobs(device="cpu")
+    assert [share_threads(config, count).load.num_threads for count in (1, 2, 3, 9)] == [None, 2, 1, 1]
+    asked = EngineConfig.from_knobs(num_threads=3)
+    assert share_threads(asked, 2) is asked
     assert machine.bound == []
 
 

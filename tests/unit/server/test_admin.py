@@ -7,11 +7,13 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from infer.client.client import EngineClient
 from infer.config.defaults import SERVER_MAX_QUEUE
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.errors import (
+    ConfigError,
     EngineError,
     EngineLost,
     EngineStopped,
@@ -94,6 +96,21 @@ def test_a_queue_is_bounded_unless_the_operator_said_how() -> None:
     assert with_server_defaults(EngineConfig()).scheduler.max_queue == SERVER_MAX_QUEUE
     own = EngineConfig.from_knobs(max_queue=7)
     assert with_server_defaults(own) is own
+
+
+def test_replicas_in_one_process_divide_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[EngineConfig] = []
+
+    def note(config: EngineConfig, **options: object) -> None:
+        opened.append(config)
+        raise ConfigError("that is all")
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr("infer.server.fleet.fleet.open_model", note)
+    fleet = Fleet(ServerState(config=ServerConfig(in_process=True, replicas=4)), ServerMetrics("infer"))
+    with pytest.raises(ConfigError, match="that is all"):
+        asyncio.run(fleet._start_threads(EngineConfig.from_knobs(device="cpu")))
+    assert opened[0].load.num_threads == 2
 
 
 def test_models_are_loaded_served_and_unloaded_while_the_server_runs(

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from infer.client.client import EngineClient, InProcessClient, failure_of
 from infer.client.messages import Replica
+from infer.client.placement import share_threads
 from infer.client.process_client import ProcessClient
 from infer.client.spawn import SpareEngines
 from infer.config.defaults import SERVER_MAX_QUEUE
@@ -226,13 +227,14 @@ class Fleet:
         def build() -> tuple[PromptEncoder, list[EngineClient]]:
             from infer.engine.build import build_engine  # here: it imports torch
 
-            encoder, loaded = open_model(config, show_progress=True)
+            own = share_threads(config, self.state.config.replicas)
+            encoder, loaded = open_model(own, show_progress=True)
             if self.state.config.replicas > 1 and not str(loaded.device).startswith("cpu"):
                 raise ConfigError(
                     "replicas of one process would share a GPU; leave out in_process or replicas"
                 )
             timeout = self.state.config.stuck_timeout
-            engines = [build_engine(config, loaded) for _ in range(self.state.config.replicas)]
+            engines = [build_engine(own, loaded) for _ in range(self.state.config.replicas)]
             return encoder, [InProcessClient(engine, stuck_timeout=timeout) for engine in engines]
 
         return await asyncio.to_thread(build)
