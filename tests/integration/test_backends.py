@@ -18,6 +18,7 @@ from infer.layers.bind import bind
 from infer.layers.linear import Projected
 from infer.layers.mlp import MLP, GatedMLP
 from infer.quant.dense import Dense
+from infer.quant.projection import Projection
 from infer.quant.reference import Reference
 from infer.sampling.params import SamplingParams
 from tests.support.tiny import make_engine, random_prompts, run_engine, tiny_model
@@ -76,10 +77,8 @@ def test_the_reference_multiplies_what_a_packed_matrix_stands_for() -> None:
 
 
 def test_a_scheme_that_cannot_unpack_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def cannot(self: Dense) -> torch.Tensor:
-        raise NotImplementedError
-
-    monkeypatch.setattr(Dense, "dequantized", cannot)
+    for name in ("dequantized", "lookup"):
+        monkeypatch.setattr(Dense, name, getattr(Projection, name))
     with pytest.raises(ConfigError, match="^mlp_backend=torch_ref cannot be had with quantization=none, "):
         bind(tiny_model("llama").model, torch.device("cpu"), deterministic=False, mlp_backend="torch_ref")
 

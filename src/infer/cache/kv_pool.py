@@ -76,11 +76,6 @@ class KVCachePool(Protocol):
         ...
 
     @property
-    def max_chunk(self) -> int | None:
-        """The most tokens of a sequence that a step may compute; None: any number."""
-        ...
-
-    @property
     def num_free_blocks(self) -> int:
         """Blocks that can be had at once, those included that only the prefix tree holds."""
         ...
@@ -108,7 +103,8 @@ class KVCachePool(Protocol):
     def reserve(self, seq_id: int, num_tokens: int, num_computed: int) -> list[BlockPair] | None:
         """Let a sequence write from `num_computed` to `num_tokens`; returns block copies, None: no room.
 
-        Of more tokens than `max_chunk` at least that many may be written: the rest has to be asked for again.
+        Of a long prompt a table with a window gets less at once, at least the tokens of one step: the rest
+        has to be asked for again.
         Blocks behind a window are let go of, cached ones that no sequence uses are evicted as needed; after
         None every sequence has what it needs and had.
         A pair in the answer means that one entry of a table of the sequence has changed.

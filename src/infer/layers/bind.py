@@ -81,13 +81,11 @@ def _use_references(modules: Iterable[nn.Module]) -> None:
     halves = [module for module in modules if isinstance(module, GatedMLP | MLP | MixtureOfExperts)]
     for layer in (child for half in halves for child in half.children()):
         if isinstance(layer, Projected):
-            try:
-                layer.stored.expert(0).dequantized() if layer.spec.num_experts else layer.stored.dequantized()
-            except NotImplementedError:
+            if not layer.stored.can_dequantize:
                 raise ConfigError(
                     f"mlp_backend={REFERENCE} cannot be had with quantization={layer.stored.scheme}, which "
                     "cannot unpack its weights; leave it out"
-                ) from None
+                )
             layer.projection = Reference(layer.stored)
 
 

@@ -304,6 +304,12 @@ class Projection:
         """Rows of W for a tied embedding, in the dtype of activations; without it, the head stays dense."""
         raise NotImplementedError(f"{self.scheme} has no rows to look up")
 
+    @property
+    def can_dequantize(self) -> bool:
+        """Whether there is a `dequantized`: the scheme's own, or the default with the scheme's `lookup`."""
+        own = type(self)
+        return (own.dequantized, own.lookup) != (Projection.dequantized, Projection.lookup)
+
     def dequantized(self) -> torch.Tensor:
         """W as plain numbers, [N, K]: what the reference multiplies with (quant/reference.py)."""
         return self.lookup(torch.arange(self.spec.num_rows, device=self.spec.device))
