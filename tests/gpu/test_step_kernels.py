@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from infer.kernels.elementwise.heads import (
 from infer.kernels.elementwise.step_state import StepInputs, advance_rows, apply_table_diffs, gather_step
 from infer.kernels.sampling import sample_rows as sampling
 from infer.kernels.sampling.sample_rows import (
-    COMPILING,
     SampleScratch,
     compile_sample_rows,
     sample_rows,
@@ -42,10 +40,7 @@ class TestCompiledStep(StepContract):
         vocab_size = 50_001  # of no other test
         rows = SampledRows([SamplingParams(temperature=0.7, top_k=5)] * 3, "cuda")
         scratch = SampleScratch(3, vocab_size, "cuda")
-        compile_sample_rows(rows.state, scratch, torch.bfloat16)
-        for thread in threading.enumerate():
-            if thread.name == COMPILING:
-                thread.join()
+        compile_sample_rows(rows.state, scratch, torch.bfloat16)()
         names = ("_survey_kernel", "_candidates_kernel", "_buckets_kernel", "_wide_kernel")
         caches = [getattr(sampling, name).device_caches[0][0] for name in names]
         num_compiled = [len(cache) for cache in caches]

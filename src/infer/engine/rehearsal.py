@@ -12,7 +12,6 @@ share of the tokens is its share of the memory.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import torch
@@ -23,7 +22,6 @@ from infer.engine import device_memory
 from infer.engine.gc_freeze import collect
 from infer.errors import ConfigError, NoRoom
 from infer.execution.gpu.runner import DeviceRunner
-from infer.kernels.sampling.sample_rows import COMPILING
 
 GAP_FACTOR = 1.25  # what an arena needs for tensors of all sizes, for each byte of the largest step
 
@@ -59,8 +57,9 @@ def rehearse(
             "max_num_batched_tokens="
             f"{max(num_tokens // 4, 1)} and max_batch_size={max(num_rows // 4, 1)}, or raise device_memory"
         ) from None
+    runner.wait_for_compiler()
     del runner
-    _give_back()
+    collect()  # what comes next looks at how much is free
     graphs = 0
     if graph_tokens is not None:
         share = min((num_rows + graph_tokens) / num_tokens, 1.0)
@@ -69,11 +68,3 @@ def rehearse(
     return StepBytes(
         int(GAP_FACTOR * layers), int(GAP_FACTOR * max(logits, computed.logits)), graphs, buffers
     )
-
-
-def _give_back() -> None:
-    """Free what the rehearsal has taken: what comes after it looks at how much is free."""
-    for thread in threading.enumerate():
-        if thread.name == COMPILING:  # it holds the runner's tables
-            thread.join()
-    collect()

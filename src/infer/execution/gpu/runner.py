@@ -73,6 +73,8 @@ class DecodedRows(NamedTuple):
 class DeviceRunner:
     """A model whose decode state lives beside it."""
 
+    can_embed = True
+
     def __init__(
         self,
         model: Model,
@@ -98,7 +100,8 @@ class DeviceRunner:
                 (attention_backend, decode_attention_backend), config, store, state.block_size, max_batch_size
             ),
         )
-        compile_sample_rows(self._rows.sampling, self._scratch, store.keys[0].dtype)  # beside what follows
+        # begins here, and goes on beside what follows
+        self.wait_for_compiler = compile_sample_rows(self._rows.sampling, self._scratch, store.keys[0].dtype)
         self._windows = tuple(dict.fromkeys(config.window(layer) for layer in range(config.num_layers)))
         self._work = DecodeWork(
             max_rows=max_batch_size,

@@ -45,6 +45,7 @@ Shapes:  S sampled rows, V vocabulary, R rows of state, C candidates, B buckets.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -83,7 +84,6 @@ GROUP = 512  # tokens of a group, whose peak is known
 TILE = 4096  # tokens of one program
 MAX_CANDIDATES = 2048
 NUM_BUCKETS = 2048
-COMPILING = "compile-sample-rows"  # the thread that does
 _ROWS_PER_TILE = 16  # so many rows, and a program of the kernels after the survey takes one more tile
 
 
@@ -821,14 +821,15 @@ def sample_rows(
     return ids_S
 
 
-def compile_sample_rows(state: SampleState, scratch: SampleScratch, dtype: torch.dtype) -> None:
+def compile_sample_rows(state: SampleState, scratch: SampleScratch, dtype: torch.dtype) -> Callable[[], None]:
     """Begin to compile the kernels in the background; `sample_rows` waits for what it needs.
 
-    They are the longest of all that a first token needs, and the last of it that is needed.
+    They are the longest of all that a first token needs, and the last of it that is needed. Call what it
+    returns to wait for all of them: until then the tables are held.
     """
     device = scratch.ids_S.device
     if async_compile_mode is None or not is_gpu(device):
-        return
+        return lambda: None
     logits_1V = torch.empty((1, scratch.vocab_size), dtype=dtype, device=device)
     rows_1 = torch.full((1,), -1, dtype=torch.int32, device=device)
     positions_1 = rows_1.long()
@@ -837,7 +838,9 @@ def compile_sample_rows(state: SampleState, scratch: SampleScratch, dtype: torch
         with compiling_ahead(device):
             sample_rows(logits_1V, state, rows_1, positions_1, scratch)
 
-    threading.Thread(target=compile_all, name=COMPILING, daemon=True).start()
+    thread = threading.Thread(target=compile_all, name="compile-sample-rows", daemon=True)
+    thread.start()
+    return thread.join
 
 
 def _register_limit(num_warps: int) -> dict[str, int]:
