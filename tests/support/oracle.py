@@ -100,6 +100,8 @@ def _extend(state: int, token: int) -> int:
 class OracleRunner(SyncRunner):
     """A `Runner` over a fake store of token ids."""
 
+    can_embed = True
+
     def __init__(self, pool: KVCachePool, state: BatchState, num_host_blocks: int = 0) -> None:
         self.pool = pool
         self.state = state

@@ -133,6 +133,8 @@ class Engine:
             raise RequestError(
                 f"request id {request.request_id!r} is already being served", param="request_id"
             )
+        if request.pooling is not None and not self._runner.can_embed:
+            raise RequestError("this engine has no model to embed with: it makes tokens up")
         try:
             group, tokens = admit(
                 request,

@@ -38,6 +38,8 @@ from infer.scheduling.sequence import Sequence as TokenSequence
 class ModelRunner(SyncRunner):
     """A model, a store, and one device that is waited for."""
 
+    can_embed = True
+
     def __init__(
         self,
         model: Model,

@@ -61,6 +61,11 @@ class UnsampledStep(Protocol):
 class Runner(Protocol):
     """Executes plans: a model on a device, or a stand-in for tests and simulations."""
 
+    @property
+    def can_embed(self) -> bool:
+        """Whether steps pool the hidden states of embeddings."""
+        ...
+
     def launch(self, plan: StepPlan, sequences: Sequence[TokenSequence]) -> Callable[[], StepResult]:
         """Begin a plan whose chunks belong to `sequences`, in order; call what it returns to wait for it."""
         ...
@@ -76,6 +81,7 @@ class Runner(Protocol):
 class SyncRunner(ABC):
     """A runner that is done when it returns. The masks of a plan's sequences are in `plan.masks`."""
 
+    can_embed = False
     vocab_size: int = 0  # the number of logits of a row; to be given where sequences are constrained
 
     @abstractmethod

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from infer.bench.simulated import SLOW_MACHINE, SimulatedRunner
 from infer.cache.kv_pool import KVCachePool
 from infer.cache.paged_pool import PagedKVCachePool, SlottedKVCachePool
 from infer.engine.admission import check_order, check_token_ids, check_width, longest_total
+from infer.engine.engine import Engine
 from infer.errors import ContextOverflow, RequestError
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
@@ -177,3 +179,12 @@ def test_whatever_is_let_in_finishes_in_a_cache_it_only_just_fits(
     world.add("other", prompt_of(5, start=3), max_tokens=3)
     world.run()
     assert world.verify() == 2
+
+
+def test_an_embedding_needs_a_runner_that_pools() -> None:
+    """Else it would compute its prompt and then wait for ever."""
+    world = OracleWorld()
+    engine = Engine(world.scheduler, SimulatedRunner(SLOW_MACHINE), context_len=32, vocab_size=100)
+    with pytest.raises(RequestError, match="no model to embed with"):
+        engine.add(Request(request_id="r", prompt=(1, 2), pooling="last"))
+    assert not engine.has_work
