@@ -822,11 +822,7 @@ def sample_rows(
 
 
 def compile_sample_rows(state: SampleState, scratch: SampleScratch, dtype: torch.dtype) -> Callable[[], None]:
-    """Begin to compile the kernels in the background; `sample_rows` waits for what it needs.
-
-    They are the longest of all that a first token needs, and the last of it that is needed. Call what it
-    returns to wait for all of them: until then the tables are held.
-    """
+    """Begin to compile the kernels: `sample_rows` waits for what it needs, the call returned for all."""
     device = scratch.ids_S.device
     if async_compile_mode is None or not is_gpu(device):
         return lambda: None
