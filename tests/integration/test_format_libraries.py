@@ -18,7 +18,7 @@ from infer.loader.find.source import resolve_model
 from infer.loader.formats.checkpoint import open_checkpoint
 from infer.loader.formats.quantized import quantized_checkpoint
 from infer.loader.load import read_headers
-from infer.tools.quantize import Recipe, quantize_checkpoint, quantize_matrix
+from infer.tools.quantize import Recipe, config_of, quantize_checkpoint, quantize_matrix
 from scripts.make_checkpoint import Sizes, make_checkpoint
 
 N, K = 96, 128
@@ -61,41 +61,37 @@ def test_transformers_reads_the_same_fp8_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])
 def test_compressed_tensors_packs_what_is_read(bits: int, symmetric: bool, tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-    from compressed_tensors.quantization import QuantizationArgs
-    from compressed_tensors.quantization.lifecycle.forward import dequantize
-
+    pack = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers").pack_to_int32
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    dequantize = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward").dequantize
     middle = 2 ** (bits - 1)
     codes = torch.randint(-middle, middle, (N, K), dtype=torch.int8)
     scale = (torch.rand(N, K // 32) + 0.1).half()
     zeros = torch.randint(-middle, middle, scale.shape, dtype=torch.int8)
-    args = QuantizationArgs(num_bits=bits, strategy="group", group_size=32, symmetric=symmetric)
+    args = quantization.QuantizationArgs(num_bits=bits, strategy="group", group_size=32, symmetric=symmetric)
     leaves = {
-        "weight_packed": pack_to_int32(codes, bits),
+        "weight_packed": pack(codes, bits),
         "weight_scale": scale,
         "weight_shape": torch.tensor([N, K]),
     }
     if not symmetric:
-        leaves["weight_zero_point"] = pack_to_int32(zeros, bits, packed_dim=0)
+        leaves["weight_zero_point"] = pack(zeros, bits, packed_dim=0)
     theirs = dequantize(codes, scale, None if symmetric else zeros, args)
     assert torch.equal(read(tmp_path, leaves).half(), theirs)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_compressed_tensors_reads_what_is_written(symmetric: bool, tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-    from compressed_tensors.quantization import QuantizationArgs
-    from compressed_tensors.quantization.lifecycle.forward import dequantize
-
+    unpack = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers").unpack_from_int32
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    dequantize = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward").dequantize
     recipe = Recipe(scheme="ct-w4a16", group_size=32, symmetric=symmetric)
     leaves = quantize_matrix(weight(), recipe)
-    codes = unpack_from_int32(leaves["weight_packed"], 4, torch.Size((N, K)))
+    codes = unpack(leaves["weight_packed"], 4, torch.Size((N, K)))
     zeros = leaves.get("weight_zero_point")
     if zeros is not None:
-        zeros = unpack_from_int32(zeros, 4, torch.Size((N, K // 32)), packed_dim=0)
-    args = QuantizationArgs(num_bits=4, strategy="group", group_size=32, symmetric=symmetric)
+        zeros = unpack(zeros, 4, torch.Size((N, K // 32)), packed_dim=0)
+    args = quantization.QuantizationArgs(num_bits=4, strategy="group", group_size=32, symmetric=symmetric)
     theirs = dequantize(codes, leaves["weight_scale"], zeros, args)
     assert torch.equal(read(tmp_path, leaves).half(), theirs)
 
@@ -145,10 +141,8 @@ def _groups(bits: int, *, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_auto_round_packs_what_is_read(bits: int, packing: str, symmetric: bool, tmp_path: Path) -> None:
     """Its own packing has true zeros, and what it exports for GPTQ zeros less one."""
-    pytest.importorskip("auto_round")
-    from auto_round.export.export_to_autoround.export import dynamic_import_quant_linear_for_packing
-
-    make = dynamic_import_quant_linear_for_packing(packing, bits, 32, symmetric)
+    export = pytest.importorskip("auto_round.export.export_to_autoround.export")
+    make = export.dynamic_import_quant_linear_for_packing(packing, bits, 32, symmetric)
     layer = make(bits=bits, group_size=32, infeatures=K, outfeatures=N, bias=False)
     linear = torch.nn.Linear(K, N, bias=False)
     scale, zeros = _groups(bits, symmetric=symmetric)
@@ -161,28 +155,22 @@ def test_auto_round_packs_what_is_read(bits: int, packing: str, symmetric: bool,
 
 
 def test_auto_round_packs_awq(tmp_path: Path) -> None:
-    pytest.importorskip("auto_round")
-    from auto_round.export.export_to_awq.utils import WQLinear_GEMM, dequantize_gemm
-
+    awq = pytest.importorskip("auto_round.export.export_to_awq.utils")
     scale, zeros = _groups(4, symmetric=False)
-    layer = WQLinear_GEMM.from_linear(
+    layer = awq.WQLinear_GEMM.from_linear(
         torch.nn.Linear(K, N, bias=False), 4, 32, scales=scale.T.contiguous(), zeros=zeros.T.contiguous()
     )
-    theirs = dequantize_gemm(layer.qweight, layer.qzeros, layer.scales, 4, 32).T
+    theirs = awq.dequantize_gemm(layer.qweight, layer.qzeros, layer.scales, 4, 32).T
     ours = read(tmp_path, {name: value for name, value in layer.state_dict().items() if value is not None})
     assert torch.equal(ours.half(), theirs)
     written = quantize_matrix(weight(), Recipe(scheme="awq", group_size=32))
-    theirs = dequantize_gemm(written["qweight"], written["qzeros"], written["scales"], 4, 32).T
+    theirs = awq.dequantize_gemm(written["qweight"], written["qzeros"], written["scales"], 4, 32).T
     assert torch.equal(read(tmp_path, written).half(), theirs)
 
 
 def test_a_config_of_each_library_is_understood() -> None:
     """What is written beside the weights is JSON that the library would have written."""
-    pytest.importorskip("compressed_tensors")
-    from compressed_tensors.quantization import QuantizationConfig
-
-    from infer.tools.quantize import config_of
-
+    quantization = pytest.importorskip("compressed_tensors.quantization")
     for scheme in ("ct-w4a16", "ct-w8a16", "ct-int8", "fp8-channel"):
         raw = json.loads(json.dumps(config_of(Recipe(scheme=scheme), ["lm_head"])))
-        assert QuantizationConfig(**raw).ignore == ["lm_head"]
+        assert quantization.QuantizationConfig(**raw).ignore == ["lm_head"]

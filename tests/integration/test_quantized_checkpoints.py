@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from infer import LLM, SamplingParams
 from infer.cli.main import main
+from infer.cli.quantize import SCHEMES
 from infer.errors import CheckpointError, ConfigError
 from infer.kernels.cpu.library import library
 from infer.layers.linear import Projected
@@ -342,3 +343,41 @@ def test_settings_in_a_file_of_their_own(root: Path, tmp_path: Path) -> None:
     assert answers(other, dtype="float32", quantization="none") == expected
     (other / "quantize_config.json").unlink()
     assert answers(other, dtype="float32", quantization="none") != expected
+
+
+def test_the_command_writes_what_is_read(root: Path, tmp_path: Path, capsys: Any) -> None:
+    dense, out = str(dense_checkpoint(root, "llama")), tmp_path / "out"
+    assert SCHEMES == SCHEME_NAMES
+    words = [
+        "quantize",
+        dense,
+        str(out),
+        "--scheme",
+        "gptq",
+        "--bits",
+        "3",
+        "--group-size",
+        "32",
+        "--asymmetric",
+    ]
+    assert main(words) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    assert load(out, "gptq").published_as.startswith("gptq:int3-g32 ")
+    for wrong, message in (
+        (words, "is not empty; delete it or choose another directory"),
+        (["quantize", str(out), str(tmp_path / "two"), "--scheme", "nf4"], "is quantized already"),
+        ([*words[:2], str(tmp_path / "two"), *words[3:5], "--bits", "5"], "bits must be 2, 3, 4 or 8, got 5"),
+        ([*words[:2], str(tmp_path / "two"), *words[3:5], "--group-size", "3"], "group_size must be -1"),
+    ):
+        assert main(wrong) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_large_checkpoints_are_written_in_shards(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infer.tools.quantize.SHARD_BYTES", 20_000)
+    source = resolve_model(str(dense_checkpoint(root, "llama")), show_progress=False)
+    quantize_checkpoint(source, tmp_path / "out", RECIPES["gptq"])
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    assert torch.equal(logits(tmp_path / "out"), logits(quantized_pair(root, "llama", "gptq")[0]))

@@ -87,7 +87,8 @@ class LoadConfig:
     quantization: str = knob(
         "auto",
         "how weights are kept: none (unpacked, in the dtype), on a CPU also int8, int4, int4+int8, fp32, "
-        "bf16; a quantized checkpoint keeps its own form; auto: on a CPU int4 where the file has 4 bits and "
+        "bf16; the name of a quantized format (gptq, awq, compressed-tensors, fp8, bitsandbytes, squeezellm) "
+        "checks that the file has it, and means auto; auto: on a CPU int4 where the file has 4 bits and "
         "int8 elsewhere, but fp32 for files in float32",
         formerly=("cpu_weights",),
     )

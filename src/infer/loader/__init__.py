@@ -1,7 +1,7 @@
 """From a name to tensors in their final place.
 
     find/             which files?      path, hub id or the default model
-    formats/          what is in them?  config, tensors, number formats; safetensors and GGUF
+    formats/          what is in them?  config, tensors, number formats; safetensors, plain or quantized, GGUF
     text_headers.py   and about text?   tokenizer, sampling, pooling: what a server reads, without PyTorch
     placement.py      where to?         each tensor to its parameter, or its part of a fused one
     load.py           go                the device, the number format (dtype.py, quantization.py), the copying

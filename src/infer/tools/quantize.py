@@ -115,7 +115,7 @@ def _awq(weight: torch.Tensor, recipe: Recipe) -> Leaves:
     codes, scales, zeros = round_to_groups(weight, 4, recipe.groups_of(weight.shape[1]), symmetric=False)
 
     def words(rows: torch.Tensor) -> torch.Tensor:
-        return pack(rows.unflatten(1, (-1, 8))[:, :, _AWQ_COLUMNS].flatten(1), 4)
+        return pack(rows.reshape(len(rows), -1, 8)[:, :, _AWQ_COLUMNS].flatten(1), 4)
 
     return {"qweight": words(codes.T), "qzeros": words(zeros.T), "scales": scales.T.contiguous()}
 
@@ -145,7 +145,7 @@ def _fp8(weight: torch.Tensor, recipe: Recipe) -> Leaves:
     }[recipe.scheme]  # fmt: skip
     (num_rows, size), numbers = weight.shape, weight.float()
     padded = torch.nn.functional.pad(numbers, (0, -size % columns, 0, -num_rows % rows))
-    blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))  # [blocks, rows, blocks, columns]
+    blocks = padded.view(-1, rows, padded.shape[1] // columns, columns)
     scale = blocks.abs().amax((1, 3)).clamp(min=1e-12) / _E4M3_MAX
     by_weight = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:num_rows, :size]
     codes = (numbers / by_weight).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)

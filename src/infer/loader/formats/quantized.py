@@ -196,10 +196,11 @@ def _supported() -> str:
 def read_settings(raw: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
     """What a checkpoint says about how it was quantized: in its config, or in a file of its own."""
     for key in ("quantization_config", "compression_config"):
-        if raw.get(key) is not None:
-            if not isinstance(raw[key], Mapping):
-                raise CheckpointError(f"{key!r} in config.json must be an object, got {raw[key]!r}")
-            return raw[key]
+        settings: Mapping[str, Any] | None = raw.get(key)
+        if settings is not None:
+            if not isinstance(settings, Mapping):
+                raise CheckpointError(f"{key!r} in config.json must be an object, got {settings!r}")
+            return settings
     path = next((directory / name for name in CONFIG_FILES if (directory / name).is_file()), None)
     return {} if path is None else read_json(path, MAX_CONFIG_BYTES)
 
@@ -223,10 +224,12 @@ def format_names(tensor: StoredTensor) -> tuple[str, ...]:
 
 
 def describe(tensors: Mapping[str, StoredTensor]) -> str:
-    """The formats of the quantized matrices, most weights first, and their bytes: `gptq:int4-g128 96MiB`."""
+    """The formats of the quantized matrices, most weights first, and their bytes: `gptq:int4-g128 4.9GiB`."""
     weights: dict[str, int] = {}
     matrices = [tensor for tensor in tensors.values() if isinstance(tensor, QuantizedTensor)]
     for tensor in matrices:
         weights[tensor.type_name] = weights.get(tensor.type_name, 0) + math.prod(tensor.shape)
     names = "+".join(sorted(weights, key=lambda name: -weights[name]))
-    return names and f"{names} {sum(tensor.num_bytes for tensor in matrices) / 2**20:.3g}MiB"
+    num_bytes = sum(tensor.num_bytes for tensor in matrices)
+    size = f"{num_bytes / 2**30:.1f}GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f}MiB"
+    return names and f"{names} {size}"

@@ -22,7 +22,7 @@ Shapes:  N rows of W (out), K columns (in), G groups of a row, b bits of a code.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,10 @@ MAX_STATE_BYTES = 1 << 16  # of the JSON beside a matrix of bitsandbytes
 _SCALES = ("F16", "BF16", "F32")
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that has column 0, 1, ... of eight
+
+
+def _has_weight_of(types: tuple[str, ...]) -> Callable[[Mapping[str, StoredTensor]], bool]:
+    return lambda leaves: leaves["weight"].type_name in types
 
 
 def _last(leaves: Mapping[str, StoredTensor], leaf: str) -> int:
@@ -421,7 +425,7 @@ FORMATS: tuple[StoredFormat, ...] = (
         StoredFormat(
             name=name, needs={"weight": types, leaf: _SCALES},
             may_have={"weight_zero_point": ("I8", *_FLOAT8), **_INPUTS},
-            matches=lambda leaves, types=types: leaves["weight"].type_name in types,
+            matches=_has_weight_of(types),
             measure=_measure_scaled, open=_open_scaled,
         )
         for name, types, leaf in (
