@@ -23,6 +23,7 @@ from infer.frontend.async_llm import AsyncLLM
 from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model
 from infer.scheduling.request import Request
+from infer.scheduling.sequence import Sequence
 from infer.tokenizer.tokenizer import Tokenizer
 from infer.tools.record import Recorder
 from infer.tools.record_reader import Record
@@ -140,7 +141,12 @@ def test_the_runner_of_a_gpu_gives_the_same_tokens(
     assert isinstance(engine._runner, DeviceRunner)
     grown: list[int] = []
     grow = engine.scheduler.grow
-    monkeypatch.setattr(engine.scheduler, "grow", lambda seq, count: (grown.append(count), grow(seq, count)))
+
+    def grow_and_note(seq: Sequence, count: int) -> None:
+        grown.append(count)
+        grow(seq, count)
+
+    monkeypatch.setattr(engine.scheduler, "grow", grow_and_note)
     assert run(engine) == usual
     assert len(grown) > 5 and max(grown) > 1
 

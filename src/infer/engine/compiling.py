@@ -64,7 +64,7 @@ class CompilingRequests:
             return self._compile(structured)
         if self._threads is None:
             self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="infer-grammar")
-        wake = self.wake
+        wake, group.added_at = self.wake, perf_counter()
         self._waiting[group.request.request_id] = group, tokens
 
         def done(result: Future[Grammar]) -> None:

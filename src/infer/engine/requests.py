@@ -63,7 +63,7 @@ class RequestTable:
     def add(self, group: SequenceGroup, tokens: array[int], grammar: Grammar | None = None) -> None:
         """Make the leader of an admitted request with its prompt's ids, and let it wait for its turn."""
         params = group.request.params
-        group.added_at = perf_counter()
+        group.added_at = group.added_at or perf_counter()  # one that was compiled waits since before that
         leader = self._new_sequence(group, 0, tokens)
         leader.arrival = self.num_added * ARRIVALS_PER_GROUP
         leader.num_slots = params.num_sequences

@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 
 from infer.client.client import EngineClient, failure_of
 from infer.config.settings import CacheConfig
-from infer.engine.stats import STEP_TOKENS, Histogram
+from infer.engine.stats import GRAMMAR_SECONDS, STEP_TOKENS, Histogram
 from infer.tools.nvml import GpuReading, read_gpu
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -102,10 +102,14 @@ class EngineMeter:
     @property
     def step_tokens(self) -> Histogram:
         """The sizes of the engine's steps, which the engine counts."""
-        stats, histogram = self.client.stats(), Histogram(STEP_TOKENS)
-        if stats.step_sizes:
-            histogram.counts, histogram.total = list(stats.step_sizes), float(stats.num_step_tokens)
-        return histogram
+        stats = self.client.stats()
+        return _filled(STEP_TOKENS, stats.step_sizes, float(stats.num_step_tokens))
+
+    @property
+    def grammar_seconds(self) -> Histogram:
+        """How long constraints took to compile, which the engine counts."""
+        stats = self.client.stats()
+        return _filled(GRAMMAR_SECONDS, stats.grammar_times, stats.grammar_s)
 
     @property
     def cache_labels(self) -> dict[str, str]:
@@ -117,6 +121,13 @@ class EngineMeter:
             labels["kv_cache_backend"] = self.cache.kv_cache_backend
             labels["num_cpu_blocks"] = str(self.cache.swap_blocks)
         return labels
+
+
+def _filled(bounds: tuple[float, ...], counts: Sequence[int], total: float) -> Histogram:
+    histogram = Histogram(bounds)
+    if counts:
+        histogram.counts, histogram.total = list(counts), total
+    return histogram
 
 
 def _cache_use(client: EngineClient) -> float:
@@ -140,6 +151,7 @@ COUNTERS: tuple[tuple[str, str, Reading], ...] = (
     ("prompt_tokens_cached", "of these, found in the prefix cache", lambda m: m.num_cached_tokens),
     ("generation_tokens", "tokens made", lambda m: m.num_output_tokens),
     ("engine_restarts", "times the engine was started again", lambda m: m.client.stats().num_restarts),
+    ("grammar_failures", "constraints not compiled", lambda m: m.client.stats().num_grammar_failures),
 )
 HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMeter], Histogram]], ...] = (
     ("time_to_first_token_seconds", "from arrival to the first token", lambda m: m.first_token_s),
@@ -156,6 +168,7 @@ HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMeter], Histogram]], ...] = (
     ("request_params_n", "outputs asked for", lambda m: m.choices),
     ("request_params_max_tokens", "max_tokens, where it was given", lambda m: m.max_tokens),
     ("iteration_tokens_total", "tokens the model saw in a step", lambda m: m.step_tokens),
+    ("grammar_compile_seconds", "to compile the constraint of a request", lambda m: m.grammar_seconds),
 )
 GPU_GAUGES: tuple[tuple[str, str, Callable[[GpuReading], float | None]], ...] = (
     ("gpu_memory_used_bytes", "of the engine's GPU, by all processes", lambda r: r.memory_used),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections import deque
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -36,8 +37,10 @@ from infer.engine.engine import Engine
 from infer.engine.stats import EngineStats
 from infer.errors import EngineError
 from infer.sampling.params import SamplingParams
+from infer.sampling.structured import Structured
 from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.scheduler import Scheduler
+from tests.support.guided import GuidedWorld
 from tests.support.oracle import VOCAB_SIZE, OracleRunner
 
 
@@ -165,6 +168,35 @@ def test_api_processes_share_one_queue_and_get_their_own_outputs(monkeypatch: py
     assert len(links[1].reports) < len(links[0].reports), "counts alone are sent now and then"
     assert [link.reports[-1].stats.num_running for link in links] == [0, 0], "both learn that it is idle"
     assert [link.reports[-1].num_commands for link in links] == [2, 2]
+
+
+def test_an_idle_engine_is_woken_when_a_constraint_is_compiled() -> None:
+    """Real sockets: the loop sleeps in them while a thread compiles, and no command comes to wake it."""
+    context: zmq.Context[Any] = zmq.Context.instance()
+    ours, theirs = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    ours.bind("inproc://constraints")
+    theirs.connect("inproc://constraints")
+    ours.rcvtimeo = 60_000
+    server = EngineServer(GuidedWorld(num_blocks=100).engine, [theirs])
+    loop = threading.Thread(target=server.run)
+    loop.start()
+    try:
+        for ticket, text in ((1, "[0-9]{7}"), (2, "(")):
+            structured = Structured(kind="regex", text=text, param="guided_regex")
+            params = SamplingParams(structured=structured, max_tokens=9)
+            ours.send(encode(Add(ticket, Request(request_id=f"r{ticket}", prompt=(5,), params=params))))
+            last: StepOutput | None = None
+            while last is None or last.finish_reason is None:
+                report = decode_message(ours.recv())
+                assert isinstance(report, StepReport)
+                assert set(report.tickets) <= {ticket}
+                last = report.outputs[-1] if report.outputs else last
+            assert (last.finish_reason, last.param) == (("stop", None), ("error", "guided_regex"))[ticket - 1]
+    finally:
+        ours.send(encode(Stop()))
+        loop.join(60)
+        ours.close(0)
+        theirs.close(0)
 
 
 class SilentProcess:

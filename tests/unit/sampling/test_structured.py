@@ -120,9 +120,8 @@ def test_an_error_names_the_field_of_the_client() -> None:
 @pytest.mark.parametrize("knob", ["use_beam_search", "ignore_eos"])
 def test_combinations_that_have_no_meaning_are_refused(knob: str) -> None:
     with pytest.raises(RequestError, match=f"{knob} cannot be combined") as caught:
-        SamplingParams(
-            temperature=0.0, structured=Structured.json_object(param="response_format"), **{knob: True}
-        )
+        structured = Structured.json_object(param="response_format")
+        SamplingParams.from_knobs(temperature=0.0, structured=structured, **{knob: True})
     assert caught.value.param == "response_format"
 
 

@@ -304,6 +304,8 @@ OTHERS = [
     "iteration_tokens_total_bucket",
     "iteration_tokens_total_sum",
     "iteration_tokens_total_count",
+    "grammar_compile_seconds_bucket",
+    "grammar_failures_total",
     "cache_config_info",
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +17,9 @@ from tests.unit.tokenizer.vocabularies import gpt2_metadata, spm_metadata
 
 
 def bytes_of(metadata: Mapping[str, Any], **options: Any) -> tuple[TokenBytes, Tokenizer]:
-    from pathlib import Path
-
     tokenizer = Tokenizer.from_gguf(metadata)
-    made = TokenBytes(
-        lambda: tokenizer_json(Path(), metadata),
-        **({"vocab_size": tokenizer.vocab_size + 3, "eos_ids": tokenizer.eos_ids} | options),
-    )
-    return made, tokenizer
+    given: dict[str, Any] = {"vocab_size": tokenizer.vocab_size + 3, "eos_ids": tokenizer.eos_ids} | options
+    return TokenBytes(lambda: tokenizer_json(Path(), metadata), **given), tokenizer
 
 
 @pytest.mark.parametrize(
@@ -84,8 +80,6 @@ def test_it_is_built_once_and_beside_other_work() -> None:
     metadata = gpt2_metadata()
 
     def read() -> str:
-        from pathlib import Path
-
         calls.append(1)
         return tokenizer_json(Path(), metadata)
 
