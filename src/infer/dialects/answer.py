@@ -96,19 +96,6 @@ class AnswerFormat:
             return params
         return replace(params, structured=structured, reasoning=reasoning)
 
-    def must_open(self, tokenizer: Tokenizer, params: SamplingParams) -> int | None:
-        """The token that begins reasoning, where the prompt must end with it.
-
-        A constraint waits for the end of reasoning. A model that did not begin with any would never come to
-        that, and its whole answer would be free.
-        """
-        if self.think is None or self.in_reasoning:
-            return None
-        structured = self.structured(tokenizer, params.structured)
-        is_held_up = structured is not None and not structured.triggers
-        can_end = tokenizer.token_id(self.think.end) is not None
-        return tokenizer.token_id(self.think.begin) if is_held_up and can_end else None
-
     def _reasoning(self, tokenizer: Tokenizer, max_tokens: int | None) -> Reasoning | None:
         assert self.think is not None
         begin_id, end_id = tokenizer.token_id(self.think.begin), tokenizer.token_id(self.think.end)

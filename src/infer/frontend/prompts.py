@@ -19,7 +19,7 @@ import math
 import numbers
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack, cast
 
@@ -195,8 +195,6 @@ class PromptEncoder:
         )
         if form is not None and isinstance(params, SamplingParams | None):
             given = self.default_params(len(ids)) if params is None else params
-            if (begin_id := form.must_open(self.tokenizer, given)) is not None:
-                ids, form = [*ids, begin_id], replace(form, in_reasoning=True)
             bound = form.bind(given, self.tokenizer, budget)
             params = params if bound is given else bound
         return ids, params, form
