@@ -33,7 +33,10 @@ SCHEMA: dict[str, Any] = {
 }
 TOOLS: Any = [
     {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA, "strict": True}},
-    {"type": "function", "function": {"name": "now"}},
+    {
+        "type": "function",
+        "function": {"name": "now", "parameters": {"type": "object", "additionalProperties": False}},
+    },
 ]
 NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
 ASK: Any = [{"role": "user", "content": "Weather?"}]
@@ -75,9 +78,9 @@ def test_a_tool_is_called_and_its_result_is_taken_back(client: OpenAI, seed: int
     (call,) = choice.message.tool_calls or []
     assert call.type == "function"
     check(call.function.name, call.function.arguments)
-    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "21"}
+    history: Any = [*ASK, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "21"}]
     again = client.chat.completions.create(
-        model="tiny", messages=[*ASK, choice.message, result], tools=TOOLS, max_tokens=3, extra_body=QUIET
+        model="tiny", messages=history, tools=TOOLS, max_tokens=3, extra_body=QUIET
     )
     assert again.usage is not None and answer.usage is not None
     assert again.usage.prompt_tokens > answer.usage.prompt_tokens
@@ -107,20 +110,23 @@ def test_a_stream_of_a_call(client: OpenAI) -> None:
 
 def test_a_call_waits_for_the_end_of_reasoning(client: OpenAI) -> None:
     answer = client.chat.completions.create(
-        model="tiny", messages=ASK, tools=TOOLS, tool_choice="required", max_tokens=400, seed=1,
-        parallel_tool_calls=False, extra_body={"max_reasoning_tokens": 7},
+        model="tiny", messages=ASK, tools=TOOLS, tool_choice=NAMED, max_tokens=400, seed=1,
+        extra_body={"max_reasoning_tokens": 7},
     )  # fmt: skip
     (choice,) = answer.choices
-    assert choice.finish_reason == "tool_calls"
+    assert choice.finish_reason == "stop"
     (call,) = choice.message.tool_calls or []
     assert call.type == "function"
     check(call.function.name, call.function.arguments)
+    assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 9, "the budget, a newline and the tag"
 
 
 def test_a_thought_is_ended_when_its_tokens_are_spent(live: LiveServer) -> None:
     """Random weights never end a thought by themselves."""
     encoder = live.oracle.encoder
     end = encoder.tokenizer.token_id("</think>")
+    assert end is not None
     for budget in (0, 1, 9):
         params = SamplingParams(max_tokens=40, seed=3, logit_bias={end: -100.0})
         ids, bound, form = encoder.open_chat("Hm?", params, max_reasoning_tokens=budget)
@@ -128,6 +134,7 @@ def test_a_thought_is_ended_when_its_tokens_are_spent(live: LiveServer) -> None:
             assert form is None
             continue
         assert bound is not None and bound.reasoning is not None
+        assert form is not None and form.in_reasoning, "the thought is opened, so that it can be ended"
         (answer,) = live.oracle.generate([ids], bound)
         written = answer.outputs[0].token_ids
         assert written.index(end) == budget + len(bound.reasoning.forced) - 1
@@ -165,9 +172,8 @@ def test_the_default_model_calls_a_tool() -> None:
         streamed = "".join(each.function.arguments or "" for each in deltas if each.function)
         assert streamed == call.function.arguments
         result: Any = {"role": "tool", "tool_call_id": call.id, "content": "21 degrees, sunny"}
-        told = client.chat.completions.create(
-            messages=[*asked, answer.choices[0].message, result], tool_choice="none", **wishes
-        )
+        history: Any = [*asked, answer.choices[0].message, result]
+        told = client.chat.completions.create(messages=history, tool_choice="none", **wishes)
         assert told.choices[0].message.content
 
 
@@ -191,7 +197,7 @@ def test_langchain_binds_tools(live: LiveServer) -> None:
     (call,) = message.tool_calls
     assert call["name"] == "add"
     assert set(call["args"]) == {"a", "b"}
-    whole = None
+    whole: Any = None
     for chunk in bound.stream("1 + 2?"):
         whole = chunk if whole is None else whole + chunk
     assert whole is not None

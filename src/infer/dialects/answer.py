@@ -91,30 +91,42 @@ class AnswerFormat:
         structured = self.structured(tokenizer, params.structured)
         reasoning = None
         if self.think is not None and (structured is not None or max_reasoning is not None):
-            reasoning = self._reasoning(tokenizer, max_reasoning)
+            reasoning = _find_end(self.think, tokenizer, max_reasoning)
         if structured is params.structured and reasoning is None:
             return params
         return replace(params, structured=structured, reasoning=reasoning)
 
-    def _reasoning(self, tokenizer: Tokenizer, max_tokens: int | None) -> Reasoning | None:
+    def opened(self, tokenizer: Tokenizer) -> tuple[list[int], AnswerFormat]:
+        """The ids that open the reasoning, and the format of an answer behind them.
+
+        For an engine that watches for the end: an answer that never began to reason would have none.
+        """
         assert self.think is not None
-        begin_id, end_id = tokenizer.token_id(self.think.begin), tokenizer.token_id(self.think.end)
-        if end_id is None:
-            if max_tokens is None:
-                return None  # its end cannot be seen by an engine: a constraint holds from the start
-            raise RequestError(
-                f"max_reasoning_tokens needs a model in whose vocabulary {self.think.end} is one token",
-                param="max_reasoning_tokens",
-            )
-        opening = [] if self.in_reasoning or max_tokens or begin_id is None else [begin_id]
-        forced = (*opening, *tokenizer.encode("\n", add_special=False), end_id)
-        return Reasoning(end_id=end_id, max_tokens=max_tokens, forced=forced)
+        begin_id = tokenizer.token_id(self.think.begin)
+        if self.in_reasoning or begin_id is None:
+            return [], self
+        ids = [begin_id, *tokenizer.encode(self.think.blank, add_special=False)]
+        return ids, replace(self, in_reasoning=True)
 
     def finish_reason(self, reason: str | None, num_calls: int) -> str | None:
         """The reason in OpenAI's words: `tool_calls`, unless the call was one that the client had named."""
         if reason == "stop" and num_calls and self.choice in ("auto", "required"):
             return "tool_calls"
         return reason
+
+
+def _find_end(think: Think, tokenizer: Tokenizer, max_tokens: int | None) -> Reasoning | None:
+    """The end of reasoning, and what brings it about after `max_tokens`."""
+    end_id = tokenizer.token_id(think.end)
+    if end_id is not None:
+        forced = (*tokenizer.encode(think.blank, add_special=False), end_id)
+        return Reasoning(end_id=end_id, max_tokens=max_tokens, forced=forced)
+    if max_tokens is None:
+        return None  # an engine cannot see the end: a constraint holds from the start
+    raise RequestError(
+        f"max_reasoning_tokens needs a model in whose vocabulary {think.end} is one token",
+        param="max_reasoning_tokens",
+    )
 
 
 def find_format(
@@ -202,7 +214,7 @@ def _read_tool(tool: Mapping[str, Any], where: str) -> Tool:
 
 def _read_schema(schema: Any, where: str) -> Mapping[str, Any]:
     where += ".parameters"
-    if schema is None or schema == {}:
+    if schema is None:
         return {"type": "object", "properties": {}}
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
         raise RequestError(

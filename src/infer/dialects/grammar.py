@@ -71,6 +71,9 @@ def _followed(tool: Tool, where: str) -> Tool:
         if tool.is_strict:
             raise
         schema = {"type": "object"}
+    else:
+        if not set(schema) - {"type", "properties", "required", "$defs", "definitions", "$schema"}:
+            schema["additionalProperties"] = False  # what a schema does not name, no tool can use
     return replace(tool, parameters=schema)
 
 

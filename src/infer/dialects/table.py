@@ -107,6 +107,7 @@ class Think:
 
     begin: str
     end: str
+    blank: str = "\n"  # behind the one and before the other
 
 
 THINK = Think("<think>", "</think>")
@@ -114,7 +115,7 @@ THINKS: Mapping[str, Think] = {
     "think": THINK,
     "qwen3": THINK,
     "deepseek_r1": THINK,
-    "mistral": Think("[THINK]", "[/THINK]"),
+    "mistral": Think("[THINK]", "[/THINK]", ""),
 }
 
 

@@ -197,6 +197,9 @@ class PromptEncoder:
             given = self.default_params(len(ids)) if params is None else params
             bound = form.bind(given, self.tokenizer, budget)
             params = params if bound is given else bound
+            if bound.reasoning is not None:
+                opening, form = form.opened(self.tokenizer)
+                ids += opening
         return ids, params, form
 
     def _read_budget(self, effort: str | None, max_tokens: int | None) -> int | None:

@@ -231,6 +231,14 @@ def test_a_schema_that_cannot_be_followed_is_refused_only_if_strict(keyword: str
     assert caught.value.param == "tools[0].function.parameters"
 
 
+@pytest.mark.parametrize("parameters", [{}, {"type": "object"}, {"type": "object", "properties": {}}])
+def test_a_tool_without_parameters_is_called_without_arguments(parameters: dict[str, Any]) -> None:
+    form = AnswerFormat(
+        dialect=BY_NAME["hermes"], tools=(Tool(name="f", parameters=parameters),), choice="f", max_calls=1
+    )
+    assert read(form, walk(form, 1, is_special=True)) == ([("f", {})], "")
+
+
 def test_what_only_describes_a_schema_is_left_out() -> None:
     described = {"type": "string", "title": "T", "description": "D" * 9999, "enum": ["title"]}
     schema = {"type": "object", "properties": {"description": described, "title": {"type": "integer"}}}
