@@ -282,6 +282,9 @@ def test_a_field_too_large_is_refused_before_it_is_parsed() -> None:
     with pytest.raises(RequestError, match="response_format has .* bytes, at most 262144") as caught:
         check_fields(body)
     assert caught.value.param == "response_format"
+    for name in ("text", "output_config", "output_format"):  # what /v1/responses and /v1/messages call it
+        with pytest.raises(RequestError, match=f"{name} has"):
+            check_fields(body.replace(b"response_format", name.encode()))
     check_fields(json.dumps({"prompt": "response_format" * 100_000}).encode())
     check_fields(body[:-1])  # the parser says what is wrong with it
 

@@ -35,6 +35,8 @@ MAX_FIELD_BYTES = {  # of the JSON of fields that hold schemas; other fields may
     "guided_grammar": MAX_CONSTRAINT_BYTES,
     "guided_json": MAX_CONSTRAINT_BYTES,
     "guided_regex": MAX_CONSTRAINT_BYTES,
+    "output_config": MAX_CONSTRAINT_BYTES,
+    "output_format": MAX_CONSTRAINT_BYTES,
     "response_format": MAX_CONSTRAINT_BYTES,
     "structured_outputs": MAX_CONSTRAINT_BYTES,
     "text": MAX_CONSTRAINT_BYTES,
