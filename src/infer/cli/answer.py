@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from infer.cli.flags import knobs_from
 from infer.cli.interrupts import importing
+from infer.cli.readers import natural
 from infer.config.settings import EngineConfig
 from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ReasoningDelta, ToolCall
 
@@ -66,8 +67,14 @@ class Interrupted(KeyboardInterrupt):
         self.answer = answer  # as far as it came
 
 
-def add_reasoning_flag(group: argparse._ArgumentGroup) -> None:
-    """Add the switch that shows what a model thinks."""
+def add_reasoning_flags(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of what a model thinks before it answers."""
+    group.add_argument(
+        "--max-reasoning-tokens",
+        metavar="N",
+        type=natural,
+        help="end the model's thinking after so many tokens; 0: do not think; default: as long as it likes",
+    )
     group.add_argument(
         "--show-reasoning",
         action=argparse.BooleanOptionalAction,

@@ -35,7 +35,7 @@ from infer.cli import flags
 from infer.cli.answer import (
     Screen,
     ShownAnswer,
-    add_reasoning_flag,
+    add_reasoning_flags,
     notice,
     open_llm,
     show_answer,
@@ -44,7 +44,6 @@ from infer.cli.answer import (
 )
 from infer.cli.answer_form import add_form_flags, form_from
 from infer.cli.chat_tools import MAX_ROUNDS, ToolBox, escape, is_whole, read_tools, to_wire
-from infer.cli.readers import natural
 from infer.cli.remote import RemoteModel, add_url_flags, is_remote, open_server
 from infer.dialects.events import ToolCall
 from infer.errors import (
@@ -96,13 +95,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     conversation.add_argument("--system", metavar="TEXT", help="the system message to begin with")
     add_url_flags(conversation)
     flags.add_thinking_flag(conversation)
-    conversation.add_argument(
-        "--max-reasoning-tokens",
-        metavar="N",
-        type=natural,
-        help="end the model's thinking after so many tokens; 0: do not think; default: as long as it likes",
-    )
-    add_reasoning_flag(conversation)
+    add_reasoning_flags(conversation)
     conversation.add_argument(
         "--tools",
         metavar="FILE",

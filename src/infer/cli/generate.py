@@ -40,7 +40,7 @@ from infer.cli.answer import (
     Interrupted,
     Screen,
     ShownAnswer,
-    add_reasoning_flag,
+    add_reasoning_flags,
     notice,
     open_llm,
     show_answer,
@@ -122,7 +122,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_url_flags(prompt)
     prompt.add_argument("--raw", action="store_true", help="continue the text as is, without a chat template")
     flags.add_thinking_flag(prompt)
-    add_reasoning_flag(prompt)
+    add_reasoning_flags(prompt)
     prompt.add_argument(
         "--json", action="store_true", help="print one JSON object per prompt, when it is done"
     )
@@ -142,6 +142,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Answer every prompt; exit code 1 if some of a file's have no answer."""
+    if args.raw and args.max_reasoning_tokens is not None:
+        raise ConfigError(
+            "--max-reasoning-tokens needs the chat template that --raw turns off; give one of them"
+        )
     if args.raw and args.system is not None:
         raise ConfigError("--system needs the chat template that --raw turns off; give one of the two")
     if is_remote(args) and (args.record is not None or args.overwrite):
@@ -258,32 +262,39 @@ def _ask(
     try:
         if not prompt.text:
             raise RequestError("the prompt is empty; write at least one character", param="prompt")
-        if isinstance(llm, RemoteModel):
-            stream = _ask_server(llm, prompt.text, params, args)
-            return AskedPrompt(prompt, params, stream if prompt.line is None else StreamAhead(stream))
-        return AskedPrompt(prompt, params, _ask_engine(llm, prompt.text, params, args))
+        stream = _open_stream(llm, prompt.text, params, args)
+        if isinstance(stream, RemoteStream) and prompt.line is not None:
+            return AskedPrompt(prompt, params, StreamAhead(stream))
+        return AskedPrompt(prompt, params, stream)
     except RequestError as error:  # to be told in its turn
         return AskedPrompt(prompt, params, error)
 
 
-def _ask_engine(llm: LLM, text: str, params: SamplingParams, args: argparse.Namespace) -> TextStream:
+def _open_stream(
+    llm: LLM | RemoteModel, text: str, params: SamplingParams, args: argparse.Namespace
+) -> TextStream | RemoteStream:
     """Ask with a user's message where the model has a chat template, else with plain text."""
-    if args.raw or not llm.encoder.ships_chat_template:
-        if args.system is not None:
-            raise ConfigError(
-                f"--system needs a chat template, and {llm.name} came without one; give it one with "
-                "--chat-template FILE, or its family's with --chat-template family"
-            )
-        return llm.stream(text, params)
-    return llm.stream_chat(to_messages(text, args), params, template_options=flags.template_options(args))
+    has_template = isinstance(llm, RemoteModel) or llm.encoder.ships_chat_template
+    if has_template and not args.raw:
+        return llm.stream_chat(
+            to_messages(text, args),
+            params,
+            max_reasoning_tokens=args.max_reasoning_tokens,
+            template_options=flags.template_options(args),
+        )
+    if needs := _needs_template(args):
+        raise ConfigError(
+            f"{needs} needs a chat template, and {llm.name} came without one; give it one with "
+            "--chat-template FILE, or its family's with --chat-template family"
+        )
+    return llm.stream(text, params)
 
 
-def _ask_server(
-    llm: RemoteModel, text: str, params: SamplingParams, args: argparse.Namespace
-) -> RemoteStream:
-    if args.raw:
-        return llm.stream(text, params)
-    return llm.stream_chat(to_messages(text, args), params, template_options=flags.template_options(args))
+def _needs_template(args: argparse.Namespace) -> str | None:
+    """Return the flag that asks for a conversation, if one does."""
+    if args.system is not None:
+        return "--system"
+    return None if args.max_reasoning_tokens is None else "--max-reasoning-tokens"
 
 
 def read_answer(asked: AskedPrompt, screen: Screen | None) -> ShownAnswer:

@@ -366,6 +366,10 @@ def test_reasoning_can_be_bounded(infer: Infer) -> None:
     llm = ScriptedLLM(["Yes."])
     infer("chat", "--max-reasoning-tokens", "40", stdin="is it?\n", llm=llm)
     assert llm.budgets == [40]
+    llm = ScriptedLLM(["Yes."])
+    infer("generate", "--max-reasoning-tokens", "0", "is it?", llm=llm)
+    assert llm.budgets == [0]
+    assert infer("generate", "--raw", "--max-reasoning-tokens", "0", "is it?").code == 2
     outcome = infer("chat", "--max-reasoning-tokens", "-1", stdin="is it?\n")
     assert "--max-reasoning-tokens must be a whole number of 0 or more" in outcome.err
 
