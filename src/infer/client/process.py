@@ -199,7 +199,7 @@ def load_engine(config: EngineConfig) -> Engine:
     with phases("find"):
         source = resolve_model(config.load.model, revision=config.load.revision, show_progress=False)
         headers = read_headers(source)
-    token_bytes = token_bytes_of(source, config.load.tokenizer, headers.config, headers.eos_ids)
+    token_bytes = token_bytes_of(source, config.load.tokenizer, headers.config, headers.eos_ids, headers)
     token_bytes.start()  # beside the weights
     with phases("load weights"):
         loaded = load_weights(config, headers)

@@ -46,7 +46,7 @@ from infer.layers.bind import bind
 from infer.loader.find.source import ModelSource
 from infer.loader.load import LoadChoice, LoadedModel
 from infer.loader.quantization import PACKED
-from infer.loader.text_headers import read_text_headers
+from infer.loader.text_headers import TextHeaders, read_text_headers
 from infer.models.config import ModelConfig
 from infer.scheduling.batch_state import BatchState
 from infer.scheduling.preemption import PreemptionCost
@@ -152,15 +152,22 @@ def build_engine(
 
 
 def token_bytes_of(
-    source: ModelSource | None, tokenizer: str | None, config: ModelConfig, eos_ids: tuple[int, ...]
+    source: ModelSource | None,
+    tokenizer: str | None,
+    config: ModelConfig,
+    eos_ids: tuple[int, ...],
+    text: TextHeaders | None = None,
 ) -> TokenBytes:
-    """Return what reads the tokens of a model's files, or of another `tokenizer`; nothing is read yet."""
+    """Return what reads the tokens of a model's files, or of another `tokenizer`; nothing is read yet.
+
+    `text` are the headers of these files, where they are read already.
+    """
 
     def read() -> str:
         if tokenizer is not None:
             return tokenizer_json(Path(tokenizer).expanduser(), None)
         assert source is not None
-        return tokenizer_json(source.path, read_text_headers(source).gguf_metadata)
+        return tokenizer_json(source.path, (text or read_text_headers(source)).gguf_metadata)
 
     has_text = source is not None or tokenizer is not None
     return TokenBytes(read if has_text else None, vocab_size=config.vocab_size, eos_ids=eos_ids)

@@ -60,24 +60,28 @@ class CompilingRequests:
         """The grammar of a request, or None: it waits, and is taken later."""
         if (found := self._compiler.find(structured)) is not None:
             return found
-        if self.wake is None:
-            return self._compile(structured)
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="infer-grammar")
-        wake, group.added_at = self.wake, perf_counter()
+        result, wake = self._submit(structured), self.wake
+        if wake is None:
+            return result.result()
+        group.added_at = perf_counter()
         self._waiting[group.request.request_id] = group, tokens
 
         def done(result: Future[Grammar]) -> None:
             self._done.append((group, result))
             wake()
 
-        usual = stack_size(STACK_BYTES)
-        try:
-            result = self._threads.submit(self._compile, structured)  # may start a thread
-        finally:
-            stack_size(usual)
         result.add_done_callback(done)
         return None
+
+    def _submit(self, structured: Structured) -> Future[Grammar]:
+        """Begin to compile in a thread: also where the caller waits for it, whose stack may be small."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="infer-grammar")
+        usual = stack_size(STACK_BYTES)
+        try:
+            return self._threads.submit(self._compile, structured)  # may start a thread
+        finally:
+            stack_size(usual)
 
     def _compile(self, structured: Structured) -> Grammar:
         begun = perf_counter()

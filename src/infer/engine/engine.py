@@ -291,8 +291,9 @@ class Engine:
 
     def _sample(self, plan: StepPlan, sequences: list[Sequence], step: UnsampledStep) -> list[StepOutput]:
         """Sample a step that has begun, once all ids before it are known: they say what may come next."""
-        outputs = self._retire()
+        outputs: list[StepOutput] = []
         try:
+            outputs += self._retire()
             masked, dropped, made = self._requests.next_of_guided(plan, sequences)
             outputs += made
             broken = self._masks.fill(masked.values(), step.masks(len(masked)))

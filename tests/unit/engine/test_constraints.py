@@ -13,7 +13,7 @@ from infer.sampling.params import SamplingParams
 from infer.sampling.structured import Reasoning, Structured
 from infer.scheduling.request import Request, StepOutput
 from infer.structured import compiler as compiler_module
-from tests.support.guided import GuidedWorld, expected
+from tests.support.guided import GuidedWorld, OracleStep, expected
 from tests.support.oracle import OracleWorld
 from tests.support.words import EOS_IDS, THINK_END, ids_of, text_of, token_of
 
@@ -208,6 +208,31 @@ def test_a_limit_that_is_reached_ends_its_own_request_alone(monkeypatch: pytest.
     for name in ("light", "free"):
         request = world.requests[name]
         assert world.tokens[name, 0] == expected(request.prompt, request.params, 0)[0]
+
+
+@pytest.mark.parametrize("moment", ["retire", "sample"])
+def test_an_interrupt_between_the_model_and_the_sampler_leaves_the_books_balanced(
+    monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    world = GuidedWorld(num_blocks=100, steps_ahead=1)
+    world.add("a", [5], structured=DIGITS)
+    world.add("b", [6], max_tokens=30, ignore_eos=True)
+    world.step()
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    where: tuple[Any, str] = (world.engine, "_retire") if moment == "retire" else (OracleStep, "sample")
+    with monkeypatch.context() as patch:
+        patch.setattr(*where, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            world.engine.step()
+    world.step()
+    world.run()
+    assert {world.finished[name, 0].finish_reason for name in "ab"} == {"error"}
+    world.add("c", [7], structured=DIGITS)
+    world.run()
+    assert world.finished["c", 0].finish_reason == "stop"
 
 
 def test_a_model_without_a_tokenizer_refuses_the_request() -> None:
