@@ -14,8 +14,10 @@ sometimes write nothing else.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from infer.errors import RequestError
@@ -164,7 +166,21 @@ def _explain(structured: Structured, message: str) -> str:
     lines = [line.strip() for line in message.splitlines() if line.strip()] or ["it is not valid"]
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     said = reasons[-1] if reasons else lines[0]
+    if structured.kind != "json_schema":
+        return f"the {structured.kind} cannot be compiled: {said}"
+    where = ""
     if message.startswith("oneOf constraints"):
         said = "oneOf is not supported where its branches may overlap; use anyOf"
-    name = "schema" if structured.kind == "json_schema" else structured.kind
-    return f"the {name} cannot be compiled: {said}"
+        places = list(_places(json.loads(structured.text), "oneOf", "#"))
+        where = f" at {' or '.join(places[:3])}" if places else ""
+    return f"the schema cannot be compiled{where}: {said}"
+
+
+def _places(value: object, keyword: str, pointer: str) -> Iterator[str]:
+    """JSON pointers to a keyword, wherever it stands."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
+    for name, each in inner:
+        place = f"{pointer}/{str(name).replace('~', '~0').replace('/', '~1')}"
+        if name == keyword:
+            yield place
+        yield from _places(each, keyword, place)
