@@ -214,6 +214,8 @@ class RequestTable:
                 break
         if guide.state == ENDED:
             del self.guides[seq.seq_id]
+        if not has_ended and len(seq.tokens) < seq.bare_until and seq.tokens[-1] not in seq.stop_ids:
+            return [StepOutput(seq.request_id, seq.index, ids)]
         return [self._describe(seq, ids[:num_taken], logprobs[:num_taken], has_ended=has_ended)]
 
     def fail_guided(self, seq: Sequence, guide: Guide) -> list[StepOutput]:
@@ -238,13 +240,15 @@ class RequestTable:
         masked: dict[int, Guide] = {}
         dropped: set[int] = set()
         outputs: list[StepOutput] = []
-        for number in plan.chunks.draws.nonzero()[0].tolist():
-            seq = sequences[number]
-            guide = self.guides.get(seq.seq_id)
-            if guide is None or seq.finish_reason is not None:
-                continue
-            made = self.jump(seq)
-            if made:
+        guided = [
+            (number, seq)
+            for number in plan.chunks.draws.nonzero()[0].tolist()
+            if (seq := sequences[number]).seq_id in self.guides and seq.finish_reason is None
+        ]
+        jumps = self._is_worth_it([seq for _, seq in guided], len(sequences))
+        for number, seq in guided:
+            guide = self.guides[seq.seq_id]
+            if jumps and (made := self._jump(seq)):
                 outputs += made
                 dropped.add(number)
             elif guide.has_mask:
@@ -253,25 +257,39 @@ class RequestTable:
 
     def jump_all(self) -> list[StepOutput]:
         """Append what must follow in every guided sequence, while no step is under way."""
-        running = [seq for seq in self._scheduler.running if seq.seq_id in self.guides]
-        return [output for seq in running for output in self.jump(seq)]
+        running = self._scheduler.running
+        guided = [seq for seq in running if seq.seq_id in self.guides]
+        jumps = self._is_worth_it(guided, len(running))
+        return [output for seq in guided for output in self._jump(seq)] if jumps else []
 
-    def jump(self, seq: Sequence) -> list[StepOutput]:
-        """Append the ids that must follow, if that saves a step; the outputs that say so, or none.
+    def _is_worth_it(self, guided: Seq[Sequence], num_sequences: int) -> bool:
+        """Whether ids that must follow are appended: the step that computes them is longer for all.
 
-        A token that a step under way draws meanwhile must be dropped: the first of these ids is in its place.
-        Where one id must follow and is being drawn, its mask is enough. A request that asks for logprobs gets
-        all its tokens from steps.
+        It must save as many draws as the batch has sequences. Otherwise they are drawn one by one, under
+        masks that allow nothing else.
+        """
+        return sum(len(ids) - num_drawn for ids, num_drawn in map(self._due, guided)) >= num_sequences
+
+    def _due(self, seq: Sequence) -> tuple[tuple[int, ...], int]:
+        """The ids that must follow, where they may be appended, and how many of them are being drawn.
+
+        A request that asks for logprobs gets all its tokens from steps.
         """
         guide = self.guides[seq.seq_id]
         may_jump = self.jumps and seq.is_running and seq.num_samples == 1 and num_logprobs(seq.group) is None
-        if not may_jump or not guide.has_mask:
-            return []
         num_drawn = seq.num_tokens - len(seq.tokens)  # whose ids are not known yet: one or none
-        ids = guide.forced()[: seq.max_total - len(seq.tokens)]
-        if len(ids) <= num_drawn:
+        ids = guide.forced()[: seq.max_total - len(seq.tokens)] if may_jump and guide.has_mask else ()
+        return (ids, num_drawn) if len(ids) > num_drawn else ((), 0)
+
+    def _jump(self, seq: Sequence) -> list[StepOutput]:
+        """Append the ids that must follow; the outputs that say so, or none.
+
+        A token that a step under way draws meanwhile must be dropped: the first of these ids is in its place.
+        """
+        ids, num_drawn = self._due(seq)
+        if not ids:
             return []
-        outputs = self._follow(seq, guide, ids, (None,) * len(ids))
+        outputs = self._follow(seq, self.guides[seq.seq_id], ids, (None,) * len(ids))
         self.num_output_tokens += sum(len(output.token_ids) for output in outputs)
         if seq.finish_reason is None:
             self._scheduler.grow(seq, len(ids) - num_drawn)
