@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from infer.loader.find.source import resolve_model
@@ -19,14 +21,14 @@ def loaded(checkpoint: str) -> LoadedModel:
 
 @pytest.mark.parametrize("name", ["usual", "no overlap", "no graphs", "no jumps", "squeezed", "swapping"])
 def test_every_way_to_make_steps_gives_valid_outputs(loaded: LoadedModel, checkpoint: str, name: str) -> None:
-    """Tokens may differ, where a batch of another size rounds otherwise; that they are equal the CPU shows."""
-    knobs = {
+    """Tokens may differ where a batch of another size rounds otherwise; on a CPU they are compared."""
+    rows: dict[str, dict[str, Any]] = {
         "no overlap": {"use_overlap": False},
         "no graphs": {"use_cuda_graphs": False},
         "squeezed": {"block_size": 4, "num_blocks": 34, "preemption": "recompute"},
         "swapping": {"block_size": 4, "num_blocks": 34, "preemption": "swap", "swap_blocks": 60},
-    }.get(name, {})
-    engine = make_engine(loaded, **knobs)
+    }
+    engine = make_engine(loaded, **rows.get(name, {}))
     engine._requests.jumps = name != "no jumps"
     tokens = run(engine)
     assert len({number for number, _ in tokens}) == len(PARAMS)
