@@ -94,6 +94,7 @@ FORMS: list[tuple[dict[str, Any], Callable[[str], object]]] = [
         {"structured_outputs": {"grammar": 'start: "a" b\nb: "(" b ")" | "c"'}},
         re.compile(r"a\(*c\)*").fullmatch,
     ),
+    ({"structured_outputs": {"grammar": 'root ::= "a" b\nb ::= "x" | "y"'}}, ["ax", "ay"].__contains__),
     ({"guided_json": json.dumps(SCHEMA)}, is_answer),
     ({"guided_json": SCHEMA, "guided_whitespace_pattern": r"[ \n]{0,2}"}, is_answer),
     ({"guided_regex": r"\d{4}-\d{2}"}, re.compile(r"\d{4}-\d{2}").fullmatch),

@@ -3,7 +3,7 @@
     --json-schema '{"type": "object", ...}'     or the name of a file that holds it
     --regex '[0-9]{4}'                          of the whole answer
     --choice yes --choice no
-    --grammar FILE                              in Lark's notation
+    --grammar FILE                              in Lark's notation, or in EBNF
 
 One of them at a time. An engine here gets the constraint itself; a server of `--url` is asked in the words
 that it is most likely to know: OpenAI's for a schema, vLLM's for the others.
@@ -32,7 +32,10 @@ def add_form_flags(parser: argparse.ArgumentParser) -> None:
         "--choice", metavar="TEXT", action="append", help="this text, or that of another --choice"
     )
     one.add_argument(
-        "--grammar", metavar="FILE", type=Path, help="text of this grammar, in Lark's notation: start: ..."
+        "--grammar",
+        metavar="FILE",
+        type=Path,
+        help="text of this grammar, in Lark's notation (start: ...) or EBNF (root ::= ...)",
     )
 
 

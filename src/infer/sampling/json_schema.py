@@ -27,6 +27,10 @@ MAX_PRODUCT = 256  # alternatives that allOf combines
 MAX_ENUM = 10_000  # values of all enums
 MAX_MULTIPLE_OF = 10_000  # a remainder is a state of an automaton
 MAX_RULES = 1_000  # of a grammar; its compiler calls itself for a rule that a rule refers to
+MAX_EBNF_RULES, MAX_EBNF_LEN = (
+    200,
+    16_384,
+)  # of one that is translated first, in time that is no longer linear
 MAX_PATTERN_LEN = 10_000  # characters
 MAX_PATTERN_SIZE = 20_000  # characters and classes, once repetitions are written out
 
@@ -65,6 +69,7 @@ _BOUNDS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multip
 _LOOK_AROUND = ("(?=", "(?!", "(?<=", "(?<!")
 _ESCAPE = re.compile(r"\\(?:[pPuUx]\{[^}]{0,40}\}|.)", re.DOTALL)  # \p{Greek} repeats nothing
 _RULE = re.compile(r"^[ \t]*[!?]?\w[^\n\"'/:{]*:", re.MULTILINE)  # of a grammar; a rule begins a line
+_EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _REPEAT = re.compile(r"\{(\d{1,9})?(?:,(\d{0,9}))?\}")
 
 
@@ -100,11 +105,25 @@ def check_pattern(pattern: str, *, param: str, where: str = "") -> None:
         )
 
 
+def is_ebnf(grammar: str) -> bool:
+    """Whether a grammar is written as `root ::= ...` (EBNF as GBNF has it), not as `start: ...` (Lark)."""
+    return _EBNF_RULE.search(grammar) is not None
+
+
 def check_grammar(grammar: str, *, param: str) -> None:
     """Refuse a grammar of too many rules, or with a schema in it, `%json {...}`, that cannot be followed."""
-    if (num_rules := sum(1 for _ in _RULE.finditer(grammar))) > MAX_RULES:
+    max_rules = MAX_RULES
+    if is_ebnf(grammar):
+        max_rules = MAX_EBNF_RULES
+        if len(grammar) > MAX_EBNF_LEN:
+            raise RequestError(
+                f"{param}: the grammar has {len(grammar)} characters, at most {MAX_EBNF_LEN} are allowed in "
+                "EBNF; write it in Lark's notation",
+                param=param,
+            )
+    if (num_rules := sum(1 for _ in _RULE.finditer(grammar))) > max_rules:
         raise RequestError(
-            f"{param}: the grammar has {num_rules} rules, at most {MAX_RULES} are allowed", param=param
+            f"{param}: the grammar has {num_rules} rules, at most {max_rules} are allowed", param=param
         )
     for found in re.finditer(r"%json\s*", grammar):
         try:

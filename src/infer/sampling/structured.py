@@ -108,7 +108,7 @@ class Structured:
 
     @classmethod
     def grammar(cls, grammar: str, **options: Any) -> Structured:
-        """Text of a context-free grammar in Lark's notation, whose first rule is `start`."""
+        """Text of a context-free grammar in Lark's notation (`start: ...`) or in EBNF (`root ::= ...`)."""
         made = cls(kind="grammar", text=grammar, **options)
         check_grammar(grammar, param=made.param)
         return made

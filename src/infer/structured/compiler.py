@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from infer.errors import RequestError
+from infer.sampling.json_schema import is_ebnf
 from infer.sampling.structured import Structured
 from infer.structured.token_bytes import TokenBytes
 
@@ -137,7 +138,7 @@ def _to_grammar(structured: Structured) -> str:
     from llguidance import LLMatcher
 
     if structured.kind == "grammar":
-        return LLMatcher.grammar_from_lark(structured.text)
+        return LLMatcher.grammar_from_lark(_to_lark(structured.text))
     if structured.kind == "regex":
         return LLMatcher.grammar_from_regex(structured.text)
     if structured.kind == "choice":
@@ -154,6 +155,19 @@ def _to_grammar(structured: Structured) -> str:
         "lenient": False,
     }
     return LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
+
+
+def _to_lark(grammar: str) -> str:
+    """A grammar in Lark's notation, into which EBNF is translated."""
+    if not is_ebnf(grammar):
+        return grammar
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(grammar)
+    except Exception as error:  # it raises a bare one for a rule that is not there
+        said = str(error) or type(error).__name__
+        raise RequestError(f"the grammar cannot be compiled: {said}") from None
 
 
 def _escape(text: str) -> str:

@@ -18,6 +18,7 @@ from infer.sampling.json_schema import (
     check_grammar,
     check_keywords,
     check_pattern,
+    is_ebnf,
 )
 
 BYTES = LLTokenizer("byte")
@@ -295,3 +296,14 @@ def test_rules_are_counted_and_texts_with_colons_are_not() -> None:
     schema = json.dumps({"type": "object", "properties": {str(i): {} for i in range(1_000)}}, indent=1)
     alternatives = "\n".join(f'    | "a: {i}"' for i in range(2_000))
     check_grammar(f'start: "b:"\n{alternatives}\n    | j\nj: %json {schema}', param="x")
+
+
+def test_ebnf_is_told_from_lark_and_held_to_less() -> None:
+    assert is_ebnf('root ::= "a"') and is_ebnf('# a comment\n  root-2\t::= "a"')
+    assert not is_ebnf('start: "x ::= y"') and not is_ebnf('start: a\na: "b"\n    | "c ::="')
+    rule = "root ::= a\n" + "\n".join(f'a{i} ::= "x"' for i in range(199))
+    check_grammar(rule, param="x")
+    with pytest.raises(RequestError, match="has 201 rules, at most 200 are allowed"):
+        check_grammar(rule + '\nb ::= "y"', param="x")
+    with pytest.raises(RequestError, match="at most 16384 are allowed in EBNF; write it in Lark's notation"):
+        check_grammar(f'root ::= "{"a" * 16_384}"', param="x")

@@ -25,7 +25,7 @@ from tests.support.wire import ScriptedClient, Wire, make_state, outputs_of
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
 TEXT = '{"type":"object","properties":{"b":{"type":"string"},"a":{"type":"integer"}}}'
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-ROUTES = {
+ROUTES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "the river"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Who are you?"}]},
 }
@@ -277,7 +277,7 @@ def test_a_constraint_leaves_room_for_calls_where_it_is_json(scripted: Wire, eng
 
 def test_a_field_too_large_is_refused_before_it_is_parsed() -> None:
     assert {name for name in CONSTRAINTS if name not in MAX_FIELD_BYTES} == {"guided_whitespace_pattern"}
-    big = [[]] * (MAX_CONSTRAINT_BYTES // 3 + 1)
+    big: list[list[int]] = [[]] * (MAX_CONSTRAINT_BYTES // 3 + 1)
     body = json.dumps({"prompt": "a", "response_format": big}, separators=(",", ":")).encode()
     with pytest.raises(RequestError, match="response_format has .* bytes, at most 262144") as caught:
         check_fields(body)
@@ -300,11 +300,10 @@ def test_a_large_schema_is_422_over_http(scripted: Wire, route: str) -> None:
 def test_a_constraint_is_read_beside_the_event_loop(scripted: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader waits for a heart that beats on the loop; on the loop itself it would wait in vain."""
     is_alive = threading.Event()
-    read = translate.read_structured
 
     def wait_and_read(body: SamplingBody) -> Structured | None:
         assert is_alive.wait(30), "the event loop stood still while a schema was read"
-        return read(body)
+        return read_structured(body)
 
     monkeypatch.setattr(translate, "read_structured", wait_and_read)
 

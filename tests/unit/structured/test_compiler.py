@@ -179,3 +179,32 @@ def test_a_limit_that_is_reached_while_it_is_used_is_the_error_of_its_guide(
         guide.consume(token)
         other.consume(token)
     assert guide.error is not None and "too complex" in guide.error and other.error is None
+
+
+EBNF = """\
+root ::= "SELECT " column " from " [a-c]+ condition?
+column ::= "one" | "two"  # a comment
+condition ::= " where " column "=" [0-9]{1,2}
+"""
+
+
+def test_a_grammar_may_be_written_in_ebnf() -> None:
+    structured = Structured.grammar(EBNF)
+    for text in ("SELECT one from abc", "SELECT two from a where one=42"):
+        assert accepts(structured, text), text
+    for text in ("SELECT three from a", "SELECT one from a where one=", "SELECT one from a where one=123"):
+        assert not accepts(structured, text), text
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('root ::= ")" (', "cannot be compiled"),
+        ("root ::= foo", "'foo' not found"),
+        ('foo ::= "a"', "No 'root' rule"),
+        ("root ::= " + "(" * 3_000 + '"a"' + ")" * 3_000, "recursion"),
+    ],
+)
+def test_what_is_wrong_with_ebnf_is_said(text: str, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        compiled(Structured.grammar(text))
