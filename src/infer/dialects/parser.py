@@ -26,7 +26,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ContentDelta, ReasoningDelta
-from infer.dialects.values import is_text, python_call, read_value
+from infer.dialects.values import is_text, python_call, read_value, whole_characters
 
 if TYPE_CHECKING:
     from infer.dialects.answer import AnswerFormat
@@ -35,7 +35,7 @@ T = TypeVar("T")
 Reader = Generator[None, str, T]  # is sent characters, an empty one at the end; returns T
 
 ARGUMENT_KEYS = ("arguments", "parameters")
-NAME = re.compile(r"[A-Za-z_][\w.-]{0,127}", re.ASCII)
+NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 _ALPHABET = string.ascii_letters + string.digits
 
 
@@ -321,7 +321,7 @@ class AnswerParser:
 
     def _known(self, name: Any, *, is_bare: bool) -> str:
         """The name of a call, where one may stand; without a marker it must be that of a tool."""
-        if not isinstance(name, str) or not name or (is_bare and name not in self._tools):
+        if not isinstance(name, str) or not NAME.fullmatch(name) or (is_bare and name not in self._tools):
             raise _NotACall
         return name
 
@@ -372,7 +372,7 @@ class AnswerParser:
         """`f[ARGS]{…}`, with or without `[CALL_ID]id` in the middle; the markers may be missing."""
         name = ""
         char = yield from self._first()
-        while char and (char.isalnum() or char in "_.-"):
+        while NAME.fullmatch(char):
             name += char
             char = yield from self._char()
         self._unread(char)
@@ -502,7 +502,7 @@ def _object_text(arguments: str | None) -> str:
         return "{}"
     value = _loads(arguments)
     if isinstance(value, str):
-        arguments = value.strip() or "{}"
+        arguments = whole_characters(value.strip()) or "{}"
         value = _loads(arguments)
     if value is None:
         return "{}"

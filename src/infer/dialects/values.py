@@ -23,6 +23,14 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 _WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 
 
+MAX_PYTHON = 1 << 16  # characters of one call in Python's notation, which is parsed at once
+
+
+def whole_characters(text: str) -> str:
+    """The text with pairs of surrogates, as escapes spell characters, made one; a single one is U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def schema_types(schema: Mapping[str, Any] | None) -> frozenset[str]:
     """The JSON types that a schema names; none if it does not say."""
     if not isinstance(schema, Mapping):
@@ -71,6 +79,8 @@ def python_call(text: str, parameters: Mapping[str, Sequence[str]]) -> tuple[str
 
     `parameters` has the parameters of each tool in order, for arguments that are given without a name.
     """
+    if len(text) > MAX_PYTHON:
+        return None
     try:
         node = ast.parse(text, mode="eval").body
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and "print" not in parameters:
@@ -105,8 +115,7 @@ def _literal(node: ast.expr) -> Any:
         return dict(zip(keys, map(_literal, node.values), strict=True))
     value = ast.literal_eval(node)
     if isinstance(value, str):
-        # a pair of surrogates, as JSON escapes a character, is that character
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return whole_characters(value)
     if isinstance(value, bool | int | float) or value is None:
         return value
     raise ValueError("no JSON value")

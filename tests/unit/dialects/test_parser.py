@@ -128,6 +128,9 @@ RECORDED: list[tuple[str, str, str, Calls]] = [
     ("hermes", '<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
     ("hermes", '<tool_call>{"name": "now", "arguments": [1]}', '<tool_call>{"name": "now", "arguments": [1]}', []),
     ("hermes", '<tool_call>{"name": 5}</tool_call>', '<tool_call>{"name": 5}</tool_call>', []),
+    ("hermes", r'<tool_call>{"name": "\ud800", "arguments": {}}', r'<tool_call>{"name": "\ud800", "arguments": {}}', []),
+    ("hermes", '<tool_call>{"name": "a b"}', '<tool_call>{"name": "a b"}', []),
+    ("hermes", r'<tool_call>{"name": "now", "arguments": "{\"a\": \"\ud83d\ude00\ud83d\"}"}', "", [("now", '{"a": "😀\ufffd"}')]),
     ("hermes", "<tool_call>[]</tool_call>", "<tool_call>[]</tool_call>", []),
     ("hermes", "<tool_call>", "<tool_call>", []),
     ("hermes", "a <tool_ca", "a <tool_ca", []),
@@ -208,6 +211,11 @@ RECORDED: list[tuple[str, str, str, Calls]] = [
     ("gemma3", "```tool_code\n[now(os.getcwd())]\n```", "```tool_code\n[now(os.getcwd())]\n```", []),
     ("pythonic", "[get_weather(city='it\\'s', more={'x': [True, None, -1.5]}), now()]", "",
         [("get_weather", '{"city": "it\'s", "more": {"x": [true, null, -1.5]}}'), ("now", "{}")]),
+    ("pythonic", r"[now(a='\ud83d\ude00')]", "", [("now", '{"a": "😀"}')]),
+    ("pythonic", "[now(a=" + "(" * 5000 + ")" * 5000 + ")]", "[now(a=" + "(" * 5000 + ")" * 5000 + ")]", []),
+    ("pythonic", "[now(a=" + "-" * 5000 + "1)]", "[now(a=" + "-" * 5000 + "1)]", []),
+    ("pythonic", "[now(a=" + "1" * 5000 + ")]", "[now(a=" + "1" * 5000 + ")]", []),
+    ("pythonic", "[now(a=1e999)]", "[now(a=1e999)]", []),
     ("pythonic", "[1] says so", "[1] says so", []),
     ("pythonic", "[print(1)]", "[print(1)]", []),
     ("pythonic", "[now(1)]", "[now(1)]", []),
@@ -215,7 +223,11 @@ RECORDED: list[tuple[str, str, str, Calls]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("dialect", "text", "content", "calls"), RECORDED)
+@pytest.mark.parametrize(
+    ("dialect", "text", "content", "calls"),
+    RECORDED,
+    ids=[f"{row[0]} {i}" for i, row in enumerate(RECORDED)],
+)
 def test_a_recorded_answer(dialect: str, text: str, content: str, calls: Calls) -> None:
     whole = read(dialect, [text])
     assert parts(whole) == ("", content, calls)

@@ -117,3 +117,12 @@ def test_names_that_are_in_no_table_are_refused() -> None:
         check_parsers("xlam", "auto")
     with pytest.raises(ConfigError, match="reasoning_parser must be one of"):
         check_parsers("auto", "glm45")
+
+
+def test_a_switch_of_another_server_is_taken_where_it_changes_nothing() -> None:
+    from infer.config.settings import EngineConfig
+
+    config = EngineConfig.from_knobs(enable_auto_tool_choice=True, tool_call_parser="hermes")
+    assert config.load.tool_call_parser == "hermes"
+    with pytest.raises(ConfigError, match="tool calls are always looked for"):
+        EngineConfig.from_knobs(enable_auto_tool_choice=False)
