@@ -26,7 +26,7 @@ MAX_TOOLS = 128
 MAX_DESCRIPTION = 65536  # characters
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _TOOL_KEYS = {"name", "description", "parameters", "strict"}
-_TAIL = 8  # tokens at the end of a prompt that show whether reasoning has begun
+_TAIL = 32  # tokens at the end of a prompt that show whether reasoning has begun
 
 Choice = Literal["auto", "none", "required"]
 

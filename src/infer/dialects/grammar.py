@@ -119,6 +119,7 @@ class _Lines:
         self._is_triggered = is_triggered
         self._tokenizer = tokenizer
         self._rules: list[str] = []
+        self._names: dict[str, str] = {}  # of rules, by their bodies
         gap = (
             tokenizer.gap_after_special
             if self._is_special(dialect.begins[0] if dialect.begins else "")
@@ -136,10 +137,12 @@ class _Lines:
     def _text(self, text: str) -> str:
         return _quote(text) if text else ""
 
-    def _rule(self, body: str) -> str:
-        name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}: {body}")
-        return name
+    def _rule(self, body: str, option: str = "") -> str:
+        """The name of the rule with this body; the same body is written once."""
+        if body not in self._names:
+            self._names[body] = f"r{len(self._rules)}"
+            self._rules.append(f"{self._names[body]}{option}: {body}")
+        return self._names[body]
 
     def _finish(self, start: str) -> str:
         return "\n".join((f"start: {start}", *self._rules))
@@ -196,12 +199,9 @@ class _Lines:
 
     def _schema(self, schema: Mapping[str, Any] | bool, tool: Tool) -> str:
         """A JSON schema as a symbol; parts of it may point to the definitions of the whole."""
-        options = {
-            "whitespace_flexible": True,
-            "whitespace_pattern": BLANKS,
-            "lenient": not tool.is_strict,
-            "coerce_one_of": not tool.is_strict,
-        }
+        options: dict[str, Any] = {"whitespace_pattern": BLANKS}
+        if not tool.is_strict:
+            options |= {"lenient": True, "coerce_one_of": True}
         if self._dialect.form == "pythonic":
             options["json_allowed_escapes"] = 'nrbtf\\"u'  # those that mean the same in Python
         whole = dict(schema) if isinstance(schema, Mapping) else ({} if schema else {"not": {}})
@@ -209,7 +209,7 @@ class _Lines:
             if name in tool.parameters and name not in whole:
                 whole[name] = tool.parameters[name]
         whole["x-guidance"] = options
-        return "%json " + json.dumps(whole, ensure_ascii=False)
+        return self._rule("%json " + json.dumps(whole, ensure_ascii=False, separators=(",", ":")))
 
     def _json(self, tool: Tool) -> str:
         head = f'{{"name": {_quote(tool.name)}, "{self._dialect.key}": '
@@ -246,9 +246,7 @@ class _Lines:
                 "this model writes arguments as raw text; leave it out, or leave strict out",
                 param="tools",
             )
-        text = self._rule(r"/(.|\n)*<\/parameter>\n/")
-        self._rules[-1] = self._rules[-1].replace(":", "[lazy]:", 1)
-        return text
+        return self._rule(r"/(.|\n)*<\/parameter>\n/", "[lazy]")
 
     def _pythonic(self, tool: Tool) -> str:
         for name in (tool.name, *tool.properties):
