@@ -8,7 +8,7 @@ import json
 import random
 from typing import Any
 
-import jsonschema  # type: ignore[import-untyped]
+import jsonschema
 import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
