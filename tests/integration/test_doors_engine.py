@@ -95,8 +95,9 @@ def test_answers_of_a_class(claude: Anthropic, gpt: OpenAI) -> None:
 
 def test_a_schema_that_cannot_be_used_is_blamed_by_its_own_name(claude: Anthropic, gpt: OpenAI) -> None:
     wrong = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
+    config: Any = {"format": {"type": "json_schema", "schema": wrong}}
     with pytest.raises(anthropic.BadRequestError, match=r"not"):
-        claude.messages.create(**ASK, output_config={"format": {"type": "json_schema", "schema": wrong}})
+        claude.messages.create(**ASK, output_config=config)
     form: Any = {"format": {"type": "json_schema", "name": "out", "schema": wrong}}
     with pytest.raises(openai.UnprocessableEntityError) as caught:
         gpt.responses.create(**RESPOND, text=form)

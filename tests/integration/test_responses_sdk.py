@@ -119,7 +119,7 @@ def test_errors_are_the_packages_own_classes(client: OpenAI) -> None:
 
 def make_agent(served: tuple[str, Actor], api: str, asked: list[str]) -> Any:
     """An agent of the openai-agents package with one tool."""
-    agents = pytest.importorskip("agents")
+    agents: Any = pytest.importorskip("agents")
     try:
         agents.Usage()
     except ValueError as error:  # it makes records of the openai package, which asks for more fields by now
@@ -127,7 +127,7 @@ def make_agent(served: tuple[str, Actor], api: str, asked: list[str]) -> Any:
     agents.set_tracing_disabled(True)
     client = AsyncOpenAI(base_url=served[0], api_key="any", max_retries=0, timeout=30)
 
-    @agents.function_tool
+    @agents.function_tool  # type: ignore[untyped-decorator, unused-ignore]
     def get_weather(city: str) -> str:
         """The weather of a city."""
         asked.append(city)

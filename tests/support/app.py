@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import httpx
 
+from infer.client.client import EngineClient
 from infer.config.settings import ServerConfig
 from infer.frontend.prompts import PromptEncoder
 from infer.server.app import build_app
@@ -17,8 +18,8 @@ from tests.support.fake_client import FakeClient
 class Site:
     """An application with one model called "fake" and an engine per given client."""
 
-    def __init__(self, *clients: FakeClient, encoder: PromptEncoder | None = None, **knobs: Any) -> None:
-        self.clients = list(clients) or [FakeClient()]
+    def __init__(self, *clients: EngineClient, encoder: PromptEncoder | None = None, **knobs: Any) -> None:
+        self.clients: list[Any] = list(clients) or [FakeClient()]
         model = ServedModel(
             name="fake",
             encoder=cast(PromptEncoder, encoder),

@@ -287,6 +287,40 @@ def test_a_client_that_leaves_ends_its_request(oracle: LLM, path: str, body: Any
     asyncio.run(asyncio.wait_for(go(), 10))
 
 
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"type": "object", "properties": {"a": value}}
+    return value
+
+
+@pytest.mark.parametrize("depth", [20, 100, 250])
+def test_deep_bodies_are_refused(oracle: LLM, depth: int) -> None:
+    """What a body may hold in its depths is neither rendered nor sent back: never a 5xx."""
+    place, deep = site(oracle), nested(depth)
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": deep}
+    tool = {"name": "f", "input_schema": deep}
+    function = {"type": "function", "name": "f", "parameters": deep}
+    message = {"role": "assistant", "content": [use]}
+    schema = {"type": "json_schema", "name": "s", "schema": deep}
+    for path, body in (
+        (MESSAGES, HELLO | {"messages": [*HELLO["messages"], message, *HELLO["messages"]]}),
+        (MESSAGES, HELLO | {"tools": [tool]}),
+        (MESSAGES, HELLO | {"tools": [tool], "tool_choice": {"type": "none"}}),
+        (MESSAGES, HELLO | {"system": [deep]}),
+        (MESSAGES, HELLO | {"output_config": {"format": {"type": "json_schema", "schema": deep}}}),
+        (RESPONSES, ASK | {"tools": [function]}),
+        (RESPONSES, ASK | {"tools": [function], "tool_choice": "none"}),
+        (RESPONSES, ASK | {"tool_choice": deep}),
+        (RESPONSES, ASK | {"text": {"format": schema}}),
+        (RESPONSES, ASK | {"input": [deep]}),
+    ):
+        for stream in (False, True):
+            answer = place.request("POST", path, json=body | {"stream": stream})
+            assert answer.status_code in (200, 400, 422), (path, body.keys(), answer.text)
+            assert b"event: error" not in answer.content, (path, body.keys())
+
+
 def test_routes_are_counted_and_logged_like_all(oracle: LLM, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="infer")
     place = site(oracle)

@@ -62,8 +62,8 @@ def test_blocks_become_turns() -> None:
         ],
     )
     calls = [
-        {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"city":"Köln"}'}},
-        {"id": "call_2", "type": "function", "function": {"name": "f", "arguments": "{}"}},
+        {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"city": "Köln"}}},
+        {"id": "call_2", "type": "function", "function": {"name": "f", "arguments": {}}},
     ]
     assert made.messages == [
         {"role": "system", "content": "Be brief.\nBe kind."},

@@ -121,7 +121,8 @@ def test_a_stream_of_blocks_adds_up_to_the_message(
     Message.model_validate(whole, strict=True)
 
     assert [name for name, _ in events[:2]] == ["message_start", "ping"]
-    snapshot, buffers = None, {}
+    snapshot = None
+    buffers: dict[int, bytes] = {}
     for name, data in events:
         if name != "ping":
             event = MESSAGE_EVENT.validate_python(data, strict=True)
@@ -176,7 +177,11 @@ def test_a_stream_of_items_adds_up_to_the_response(
 
 
 def test_the_events_of_a_response_are_those_of_openai() -> None:
-    pieces = [[ReasoningDelta("hm")], [ContentDelta("a")], [CallStart(0, "call_0", "f"), CallDelta(0, "{}")]]
+    pieces: list[list[AnswerEvent]] = [
+        [ReasoningDelta("hm")],
+        [ContentDelta("a")],
+        [CallStart(0, "call_0", "f"), CallDelta(0, "{}")],
+    ]
     assert [name.removeprefix("response.") for name, _ in stream(response_writer(), pieces)] == [
         "created",
         "in_progress",

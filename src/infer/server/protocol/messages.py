@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
-
 from infer.errors import RequestError
 from infer.server.protocol.errors import show_value
 from infer.server.protocol.schemas import Body, ChatRequest, Name, Neutral
@@ -255,7 +253,7 @@ def _add_message(turns: Turns, message: dict[str, Any], path: Path) -> None:
             case ThinkingBlock(thinking=text):
                 turns.think(text)
             case ToolUseBlock(id=call_id, name=name, input=given_input):
-                turns.call(call_id, name, orjson.dumps(given_input).decode())
+                turns.call(call_id, name, given_input)
             case ToolResultBlock() as result:
                 turns.answer_call(result.tool_use_id, _result_text(turns, result, where))
 

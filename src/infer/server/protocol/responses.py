@@ -18,6 +18,7 @@ from typing import Any
 from infer.errors import RequestError
 from infer.server.protocol.schemas import ABOUT_THE_CLIENT, Body, ChatRequest, Name, Neutral
 from infer.server.protocol.turns import Path, Turns, spell_path
+from infer.tokenizer.chat_template import map_strings
 
 _NOT_KEPT = "this server keeps nothing between requests; send the whole conversation as input"
 _NO_HOSTED_TOOLS = "tools run where the client runs; describe one with type function, name and parameters"
@@ -187,7 +188,8 @@ class ResponsesRequest(Body):
     @property
     def size(self) -> int:
         """About how many items and parts there are to translate."""
-        return len(self.input)
+        items = () if isinstance(self.input, str) else self.input
+        return len(items) + sum(len(item.get("content") or ()) for item in items)
 
 
 def responses_to_chat(body: ResponsesRequest) -> ChatRequest:
@@ -262,6 +264,7 @@ def _texts(
 
 def _tool(turns: Turns, given: Any, path: Path) -> dict[str, Any]:
     tool = turns.read({"function": ResponsesTool}, given, path, refused=_NO_HOSTED_TOOLS)
+    map_strings(given, str)  # bounds its depth: tools are sent back, also those that no template sees
     return {"type": "function", "function": tool.model_dump(exclude_none=True)}
 
 

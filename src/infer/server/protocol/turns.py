@@ -12,6 +12,7 @@ Blocks and items are bodies of their own (schemas.py): every field of each is ac
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -40,8 +41,8 @@ class Turns:
         """Add reasoning to the assistant's turn."""
         self._turn("assistant").setdefault("reasoning_content", []).append(text)
 
-    def call(self, call_id: str, name: str, arguments: str) -> None:
-        """Add a tool call to the assistant's turn; its arguments are JSON text."""
+    def call(self, call_id: str, name: str, arguments: str | Mapping[str, Any]) -> None:
+        """Add a tool call to the assistant's turn; its arguments are an object, or its JSON text."""
         made = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._turn("assistant").setdefault("tool_calls", []).append(made)
 
@@ -107,7 +108,7 @@ def spelled(spellings: Mapping[str, str]) -> Iterator[None]:
         for name, other in spellings.items():
             if param == name or param.startswith((f"{name}.", f"{name}[")):
                 error.param = other + param.removeprefix(name)
-                error.args = (str(error).replace(name, other), *error.args[1:])
+                error.args = (re.sub(rf"\b{name}\b", other, str(error)), *error.args[1:])
                 break
         raise
 
