@@ -11,7 +11,7 @@ import anthropic
 import pytest
 from anthropic import Anthropic, AsyncAnthropic, beta_tool
 
-from tests.support.actor import Actor, read_encoder, serve_actor
+from tests.support.actor import Actor, read_encoder, reasoned, serve_actor
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 TOOL: Any = {
@@ -25,10 +25,10 @@ ASK: Any = {"model": "fake", "max_tokens": 200, "messages": [{"role": "user", "c
 def play(prompt: str) -> str:
     """Look at the weather if there is a tool for it, then say what it was."""
     if "<tool_response>" in prompt:
-        return "It rains in Rome." if "rain" in prompt else "Nobody knows."
+        return reasoned(prompt, "So.", "It rains in Rome." if "rain" in prompt else "Nobody knows.")
     if "get_weather" in prompt:
-        return f"<think>\nA tool knows.\n</think>\n\nLet me look.\n{CALL}"
-    return "<think>\nEasy.\n</think>\n\nRome is old ### and large."
+        return reasoned(prompt, "A tool knows.", f"Let me look.\n{CALL}")
+    return reasoned(prompt, "Easy.", "Rome is old ### and large.")
 
 
 @pytest.fixture(scope="module")

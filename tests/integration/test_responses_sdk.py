@@ -10,9 +10,8 @@ from typing import Any
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
-from pydantic import BaseModel
 
-from tests.support.actor import Actor, read_encoder, serve_actor
+from tests.support.actor import Actor, read_encoder, reasoned, serve_actor
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 TOOL: Any = {
@@ -30,20 +29,13 @@ TOOL: Any = {
 ASK: Any = {"model": "fake", "input": "How is Rome?"}
 
 
-class City(BaseModel):
-    name: str
-    age: int
-
-
 def play(prompt: str) -> str:
-    """Look at the weather if there is a tool for it, then say what it was; as JSON if that is asked for."""
+    """Look at the weather if there is a tool for it, then say what it was."""
     if "<tool_response>" in prompt:
-        return "It rains in Rome." if "rain" in prompt else "Nobody knows."
+        return reasoned(prompt, "So.", "It rains in Rome." if "rain" in prompt else "Nobody knows.")
     if "get_weather" in prompt:
-        return f"<think>\nA tool knows.\n</think>\n\n{CALL}"
-    if "JSON" in prompt:
-        return '<think>\n\n</think>\n\n{"name": "Rome", "age": 2778}'
-    return "<think>\nEasy.\n</think>\n\nRome is old."
+        return reasoned(prompt, "A tool knows.", CALL)
+    return reasoned(prompt, "Easy.", "Rome is old.")
 
 
 @pytest.fixture(scope="module")
@@ -117,40 +109,39 @@ def test_errors_are_the_packages_own_classes(client: OpenAI) -> None:
         client.responses.retrieve("resp_1")
 
 
-def make_agent(served: tuple[str, Actor], api: str, asked: list[str]) -> Any:
-    """An agent of the openai-agents package with one tool."""
+def import_agents() -> Any:
+    """The openai-agents package, if it fits."""
     agents: Any = pytest.importorskip("agents")
     try:
         agents.Usage()
     except ValueError as error:  # it makes records of the openai package, which asks for more fields by now
         pytest.skip(f"this openai-agents does not fit this openai: {error!s:.80}")
     agents.set_tracing_disabled(True)
-    client = AsyncOpenAI(base_url=served[0], api_key="any", max_retries=0, timeout=30)
-
-    @agents.function_tool  # type: ignore[untyped-decorator, unused-ignore]
-    def get_weather(city: str) -> str:
-        """The weather of a city."""
-        asked.append(city)
-        return "rain"
-
-    model = getattr(agents, api)(model="fake", openai_client=client)
-    return agents.Agent(name="guide", instructions="Be brief.", model=model, tools=[get_weather])
+    return agents
 
 
 @pytest.mark.parametrize("api", ["OpenAIResponsesModel", "OpenAIChatCompletionsModel"])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_agents_work_unmodified(served: tuple[str, Actor], api: str, streamed: bool) -> None:
+    agents = import_agents()
     asked: list[str] = []
-    agent = make_agent(served, api, asked)
-    from agents import Runner
+
+    def get_weather(city: str) -> str:
+        """The weather of a city."""
+        asked.append(city)
+        return "rain"
 
     async def go() -> Any:
-        if not streamed:
-            return await Runner.run(agent, "How is Rome?")
-        running = Runner.run_streamed(agent, "How is Rome?")
-        async for _ in running.stream_events():
-            pass
-        return running
+        async with AsyncOpenAI(base_url=served[0], api_key="any", max_retries=0, timeout=30) as client:
+            model = getattr(agents, api)(model="fake", openai_client=client)
+            tools = [agents.function_tool(get_weather)]
+            agent = agents.Agent(name="guide", instructions="Be brief.", model=model, tools=tools)
+            if not streamed:
+                return await agents.Runner.run(agent, "How is Rome?")
+            running = agents.Runner.run_streamed(agent, "How is Rome?")
+            async for _ in running.stream_events():
+                pass
+            return running
 
     result = asyncio.run(go())
     assert asked == ["Rome"]

@@ -24,6 +24,12 @@ from tests.support.wire import ScriptedClient, outputs_of
 Play = Callable[[str], str]  # the rendered prompt, special tokens included, to the answer
 
 
+def reasoned(prompt: str, thought: str, answer: str) -> str:
+    """An answer behind a thought, which the prompt may have opened."""
+    opening = "" if prompt.endswith("<think>\n") else "<think>\n"
+    return f"{opening}{thought}\n</think>\n\n{answer}"
+
+
 class Actor(ScriptedClient):
     """An engine that says what `play` makes of each prompt, up to the request's max_tokens."""
 
