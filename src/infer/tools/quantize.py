@@ -88,6 +88,13 @@ def round_to_groups(
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Rows of codes as one little-endian stream of bits in int32 words."""
+    if bits in (2, 4, 8):  # whole codes in a byte
+        per_byte = 8 // bits
+        codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % (4 * per_byte)))
+        packed = codes[..., ::per_byte].clone()
+        for place in range(1, per_byte):
+            packed |= codes[..., place::per_byte] << bits * place
+        return packed.view(torch.int32)
     places = torch.arange(bits, dtype=torch.uint8, device=codes.device)
     stream = (codes[..., None] >> places & 1).flatten(-2)
     stream = torch.nn.functional.pad(stream, (0, -stream.shape[-1] % 32))

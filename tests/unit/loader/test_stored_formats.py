@@ -23,6 +23,7 @@ from infer.loader.formats.checkpoint import open_checkpoint
 from infer.loader.formats.coded import unpack
 from infer.loader.formats.quantized import QuantizedTensor, describe, quantized_checkpoint
 from infer.quant.projection import QuantizedRows
+from scripts.unpickle import main as unpickle
 
 Leaves = dict[str, torch.Tensor]
 K, N, G = 96, 64, 32
@@ -578,3 +579,54 @@ def test_a_version_of_gptq_that_is_not_known(version: str, tmp_path: Path) -> No
     leaves, _, settings = gptq(3)
     with pytest.raises(CheckpointError, match=f"checkpoint_format is '{version}'; supported: gptq, gptq_v2"):
         opened(tmp_path, leaves, settings | {"checkpoint_format": version})
+
+
+# what a config may say: nothing of it may do more than mislead
+ANYTHING = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.sampled_from(["gptq", "x", ""]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["weights", "a"]), inner),
+    max_leaves=6,
+)
+KEYS = (
+    "quant_method",
+    "sym",
+    "checkpoint_format",
+    "packing_format",
+    "group_size",
+    "num_bits",
+    "config_groups",
+)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    paths = [tmp_path_factory.mktemp(name) for name in ("gptq", "compressed")]
+    for path, leaves in zip(paths, (gptq(4)[0], compressed(4, symmetric=False)[0]), strict=True):
+        opened(path, leaves)
+    return paths
+
+
+@given(settings=st.dictionaries(st.sampled_from([*KEYS, "weight_block_size", "version", "format"]), ANYTHING))
+def test_no_config_makes_it_fail_otherwise(settings: dict[str, Any], files: list[Path]) -> None:
+    for path in files:
+        try:
+            tensor = quantized_checkpoint(open_checkpoint(path), {}, settings)["m.weight"]
+            assert isinstance(tensor, QuantizedTensor) and numbers(tensor).isfinite().all()
+        except CheckpointError as error:
+            assert "checkpoint_format" in str(error) or "sym" in str(error)
+
+
+def test_a_pickle_of_tensors_is_converted(tmp_path: Path) -> None:
+    codes, _, _ = draw(4)
+    leaves = {"m.qweight": packed(codes.T, 4, axis=0), "m.lookup_table": torch.randn(N, 16)}
+    torch.save({"state_dict": leaves, "step": 3}, tmp_path / "model.pt")
+    assert unpickle([str(tmp_path / "model.pt"), str(tmp_path / "out")]) == 0
+    found = quantized_checkpoint(open_checkpoint(tmp_path / "out"), {}, {})
+    assert found["m.weight"].type_name == "squeezellm:lut4"
+    torch.save({"path": Path("a")}, tmp_path / "code.pt")  # an object of a class, however harmless
+    with pytest.raises(SystemExit):
+        unpickle([str(tmp_path / "code.pt"), str(tmp_path / "other")])

@@ -124,7 +124,8 @@ def _checked_directory(path: Path, shown: str) -> Path:
     if not any(name.endswith(".safetensors") for name in names):
         pickles = [pattern for pattern in _PICKLES if any(path.glob(pattern))]
         reason = (
-            f"only pickle files ({', '.join(pickles)}), which can run code when opened and are refused"
+            f"only pickle files ({', '.join(pickles)}), which can run code when opened and are refused "
+            "(scripts/unpickle.py converts tensors alone)"
             if pickles
             else "a config.json but no weights"
         )
@@ -145,7 +146,8 @@ def _checked_gguf(path: Path) -> Path:
         raise ModelSourceError(f"{path} is one file of a model directory; give its directory, {path.parent}")
     if any(path.match(pattern) for pattern in _PICKLES):
         raise ModelSourceError(
-            f"{path} is a pickle file, which can run code when opened; safetensors is needed"
+            f"{path} is a pickle file, which can run code when opened; safetensors is needed "
+            "(scripts/unpickle.py converts tensors alone)"
         )
     raise ModelSourceError(f"{path} is not a GGUF file: it begins with {magic!r}, not with {GGUF_MAGIC!r}")
 

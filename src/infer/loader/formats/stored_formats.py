@@ -223,8 +223,9 @@ def _open_scaled(module: StoredModule, layout: Layout, tensors: Tensors) -> Read
     assert counts is not None
     scales = module.finite(leaf, tensors[leaf]).view(counts)  # "inv" or not, both multiply
     zeros = tensors["weight_zero_point"].view(counts).short() if "weight_zero_point" in tensors else None
-    if "input_scale" in tensors:  # for kernels of 8 bits; what is read is checked
-        module.finite("input_scale", tensors["input_scale"])
+    for unused in ("input_scale", "activation_scale"):  # for kernels of 8 bits; what is there is checked
+        if unused in tensors:
+            module.finite(unused, tensors[unused])
 
     def rows(part: slice) -> CodedRows:
         codes = tensors["weight"][part]
@@ -383,7 +384,7 @@ def _label(kind: str, group_size: int, size: int) -> str:
 
 # fmt: off
 _INT_GROUPS = {"qweight": ("I32",), "qzeros": ("I32",), "scales": _SCALES}
-_INPUTS = {"input_scale": _SCALES, "input_zero_point": ("I8", "I32", *_FLOAT8)}
+_INPUTS = {"input_scale": _SCALES, "activation_scale": _SCALES, "input_zero_point": ("I8", "I32", *_FLOAT8)}
 FORMATS: tuple[StoredFormat, ...] = (
     StoredFormat(
         name="gptq", needs=_INT_GROUPS, may_have={"g_idx": ("I32",)},
