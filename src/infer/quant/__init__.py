@@ -4,6 +4,7 @@ projection.py   the contract: leaves, load, num_bytes, prepare, multiply, projec
 registry.py     one row for each scheme
 residual.py     the residual stream, and where a projection is fused with it
 dense.py        the numbers of the checkpoint, in the dtype of the model; fast, or row by row
+coded.py        rows of a quantized file, as its format has them
 packed.py       int8 or int4 in groups of 32, for the kernels of kernels/cpu
 memory.py       large pages for them
 

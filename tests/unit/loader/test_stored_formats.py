@@ -19,8 +19,8 @@ from hypothesis import given
 from safetensors.torch import save_file
 
 from infer.errors import CheckpointError
+from infer.loader.formats.bit_stream import unpack
 from infer.loader.formats.checkpoint import open_checkpoint
-from infer.loader.formats.coded import unpack
 from infer.loader.formats.quantized import QuantizedTensor, describe, quantized_checkpoint
 from infer.quant.projection import QuantizedRows
 from scripts.unpickle import main as unpickle

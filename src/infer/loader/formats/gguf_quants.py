@@ -38,9 +38,9 @@ import torch
 
 from infer.errors import CheckpointError
 from infer.loader.formats import gguf_grids
-from infer.loader.formats.coded import as_halves
 from infer.loader.formats.gguf import BLOCK, GGMLType
 from infer.loader.formats.gguf_bits import fields, half, look_up
+from infer.quant.coded import as_halves
 from infer.quant.projection import QuantizedRows
 
 _CHUNK_WEIGHTS = 1 << 20  # 4 MiB of float32: a chunk stays in the CPU's cache between the passes over it

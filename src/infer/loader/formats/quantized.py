@@ -24,11 +24,11 @@ import torch
 
 from infer.errors import CheckpointError, ConfigError
 from infer.loader.formats.checkpoint import StoredTensor
-from infer.loader.formats.coded import CodedRows, is_grouped
 from infer.loader.formats.hf_config import MAX_CONFIG_BYTES, read_json
 from infer.loader.formats.stored_formats import FORMATS
 from infer.loader.formats.stored_module import Layout, Settings, StoredFormat, StoredModule
 from infer.models.weight_map import WeightMap, find_target
+from infer.quant.coded import CodedRows, is_grouped
 from infer.quant.projection import QuantizedRows
 from infer.quant.registry import SCHEMES
 
@@ -90,13 +90,13 @@ class QuantizedTensor:
     def copy_to(self, out: torch.Tensor) -> None:
         """Unpack into `out`, on its device."""
         out = out.T if self.transposed else out
-        for part, rows in self._rows(_CHUNK_WEIGHTS // self.layout.size, out.device):
+        for part, rows in self.rows(_CHUNK_WEIGHTS // self.layout.size, out.device):
             out[part].copy_(rows.numbers() if isinstance(rows, CodedRows) else rows)
 
     def chunks(self, num_rows: int, bits: int) -> Iterator[torch.Tensor | QuantizedRows]:
         """The rows of the matrix: their integers if they fit, else float32."""
         assert not self.transposed, self.module.name
-        for _, rows in self._rows(num_rows, torch.device("cpu")):
+        for _, rows in self.rows(num_rows, torch.device("cpu")):
             integers = rows.integers(bits) if isinstance(rows, CodedRows) else None
             if integers is None:
                 yield rows.numbers().contiguous() if isinstance(rows, CodedRows) else rows
@@ -111,7 +111,8 @@ class QuantizedTensor:
         """Stacks have no published format here."""
         raise CheckpointError(f"{self.module.name} holds all experts in one quantized stack; not supported")
 
-    def _rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:
+    def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:
+        """The matrix as the file has it, some rows at a time: codes, or float32 if they have no even steps."""
         tensors = {leaf: self.module.read(leaf, device) for leaf in self.module.leaves}
         read = self.format.open(self.module, self.layout, tensors)
         step = max(1, num_rows // _ALIGNED) * _ALIGNED

@@ -27,9 +27,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from infer.loader.formats.bit_stream import unpack
 from infer.loader.formats.checkpoint import StoredTensor
-from infer.loader.formats.coded import CodedRows, unpack
 from infer.loader.formats.stored_module import Layout, ReadRows, StoredFormat, StoredModule, Tensors
+from infer.quant.coded import CodedRows
 
 MAX_STATE_BYTES = 1 << 16  # of the JSON beside a matrix of bitsandbytes
 _SCALES = ("F16", "BF16", "F32")

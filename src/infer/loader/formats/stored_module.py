@@ -15,7 +15,7 @@ import torch
 
 from infer.errors import CheckpointError
 from infer.loader.formats.checkpoint import StoredTensor
-from infer.loader.formats.coded import CodedRows
+from infer.quant.coded import CodedRows
 
 _BLOCK = 128  # rows and columns that share a scale where nothing says otherwise
 
