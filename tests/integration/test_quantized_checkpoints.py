@@ -285,6 +285,11 @@ def test_the_plan_of_a_config_alone(root: Path, tmp_path: Path, capsys: Any) -> 
     (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
     assert main(["plan", str(tmp_path), "--device", "cpu", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["weight_format"] == ("int4" if library() else "float32")
+    config = json.loads((tmp_path / "config.json").read_text())
+    old = {name: config["quantization_config"][name] for name in ("bits", "group_size", "sym")}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": old}))
+    assert main(["plan", str(tmp_path), "--device", "cpu", "--json"]) == 0  # of a tool that names no method
+    assert json.loads(capsys.readouterr().out)["weight_format"] == ("int4" if library() else "float32")
     edit_config(tmp_path, quant_method="aqlm")
     assert main(["plan", str(tmp_path), "--device", "cpu"]) == 2
     assert "quantized with 'aqlm', which is not supported; supported: gptq, awq" in capsys.readouterr().err

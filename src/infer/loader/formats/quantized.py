@@ -112,7 +112,7 @@ class QuantizedTensor:
         raise CheckpointError(f"{self.module.name} holds all experts in one quantized stack; not supported")
 
     def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:
-        """The matrix as the file has it, some rows at a time: codes, or float32 if they have no even steps."""
+        """The matrix as the file has it, some rows at a time; float32 where codes have no even steps."""
         tensors = {leaf: self.module.read(leaf, device) for leaf in self.module.leaves}
         read = self.format.open(self.module, self.layout, tensors)
         step = max(1, num_rows // _ALIGNED) * _ALIGNED
@@ -209,8 +209,8 @@ def read_settings(raw: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
 def check_method(settings: Mapping[str, Any]) -> None:
     """Refuse a method that is not known where there are no tensors to ask."""
     known = [*FORMAT_NAMES, "auto-round", *(method for row in SCHEMES.values() for method in row.methods)]
-    method = settings.get("quant_method") or "an unnamed method"
-    if settings and method not in known:
+    method = settings.get("quant_method")
+    if method is not None and method not in known:  # older tools name none
         raise ConfigError(
             f"this checkpoint is quantized with {method!r}, which is not supported; supported: "
             f"{', '.join(known)}; or use its weights in float16, bfloat16 or float32"
