@@ -71,6 +71,7 @@ def test_a_grammar_has_rules_and_json() -> None:
         (Structured(kind="regex", text="(?=a)b"), "look-around"),
         (Structured.grammar("start: missing"), 'the grammar cannot be compiled: .*"missing"'),
         (Structured.grammar("garbage ((("), "the grammar cannot be compiled"),
+        (Structured(kind="grammar", text='start: %json {"not": {}}'), "not"),
         (Structured.json_object(whitespace="("), "unclosed group"),
     ],
 )
@@ -84,9 +85,12 @@ def test_what_cannot_be_compiled_says_why_in_one_line(structured: Structured, wo
 def test_equal_constraints_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     compile_one = compiler_module._compile
-    monkeypatch.setattr(
-        compiler_module, "_compile", lambda each, tok: (made.append(each.text), compile_one(each, tok))[1]
-    )
+
+    def compile_and_note(structured: Structured, tokenizer: Any) -> Any:
+        made.append(structured.text)
+        return compile_one(structured, tokenizer)
+
+    monkeypatch.setattr(compiler_module, "_compile", compile_and_note)
     monkeypatch.setattr(compiler_module, "MAX_CACHED", 2)
     own = Compiler(token_bytes())
     for text in ("a", "b", "a", "c", "a", "b"):
@@ -135,7 +139,7 @@ BOMBS = {
     ),
     "references that double": lambda: Structured.json_schema(deep_refs()),
     "a large enum": lambda: Structured.json_schema({"enum": [f"value {n}" for n in range(100_000)]}),
-    "a grammar that counts": lambda: Structured.grammar('start: "a"{3,900000}'),
+    "a grammar that counts": lambda: Structured(kind="grammar", text='start: "a"{3,900000}'),
     "an ambiguous grammar": lambda: Structured.grammar('start: start start | "a" | "a" "a"'),
     "products": lambda: Structured.json_schema(
         {"allOf": [{"anyOf": [{"properties": {f"a{i}{j}": {}}} for j in range(8)]} for i in range(8)]}
