@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 
 import msgspec
@@ -35,8 +36,10 @@ from infer.config.settings import EngineConfig
 from infer.engine.stats import EngineStats
 from infer.errors import ContextOverflow, EngineError, InferError, RequestError
 from infer.sampling.params import MAX_INT, RowLogprobs, SamplingParams
+from infer.sampling.structured import Reasoning, Structured
 from infer.scheduling.request import Request, StepOutput
 
+WORDS = st.text(min_size=1, max_size=20)
 TEXT = st.text(max_size=20)  # hypothesis makes no lone surrogates
 IDS = st.integers(0, MAX_INT)
 COUNTS = st.integers(0, 2**64 - 1)
@@ -74,6 +77,13 @@ PARAMS = st.builds(
 ) | st.builds(
     SamplingParams, temperature=st.just(0.0), n=st.integers(1, 4), best_of=some(st.integers(4, 8)),
     use_beam_search=st.just(True),
+) | st.builds(
+    SamplingParams,
+    structured=some(st.builds(
+        Structured, kind=st.just("choice"), text=st.lists(WORDS, min_size=1, max_size=4).map(json.dumps),
+        triggers=tuples_of(WORDS), param=WORDS,
+    )),
+    reasoning=some(st.builds(Reasoning, end_id=st.just(3), max_tokens=some(IDS), forced=st.just((1, 3)))),
 )  # fmt: skip
 REQUESTS = st.builds(
     Request,
