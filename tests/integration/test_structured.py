@@ -182,6 +182,21 @@ def test_llm_takes_a_constraint_and_says_what_is_wrong_with_it(checkpoint: str) 
             llm.generate("a", SamplingParams(structured=Structured(kind="regex", text="("), max_tokens=8))
 
 
+def test_min_tokens_holds_back_an_end_that_is_optional_and_no_other(checkpoint: str) -> None:
+    with LLM(checkpoint, device="cpu", dtype="float32") as llm:
+        (eos, *_) = llm.engine._eos_ids
+        for pattern, min_tokens, most in (("[a-z]*", 0, 1), ("[a-z]*", 7, 8), ("[a-f]{3}", 7, 3)):
+            params = SamplingParams(
+                structured={"regex": pattern},  # type: ignore[arg-type]
+                logit_bias={eos: 100.0},
+                min_tokens=min_tokens,
+                max_tokens=20,
+            )
+            (output,) = llm.generate("a", params)[0].outputs
+            assert output.finish_reason == "stop" and len(output.token_ids) <= most
+            assert len(output.token_ids) == most or pattern == "[a-f]{3}"
+
+
 def test_async_llm_compiles_aside_and_raises_late(checkpoint: str) -> None:
     async def main() -> None:
         async with AsyncLLM(checkpoint, device="cpu", dtype="float32") as llm:
