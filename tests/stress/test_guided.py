@@ -103,15 +103,19 @@ WORLDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("steps_ahead", [0, 1, 3])
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize(
+    ("name", "steps_ahead"),
+    [(name, steps) for name in WORLDS for steps in (0, 1)] + [("roomy", 3), ("squeezed, swapping", 3)],
+)
 def test_every_sequence_gets_what_its_constraint_and_the_model_say(name: str, steps_ahead: int) -> None:
     """What is appended without a step is what steps would have drawn, so both are compared with one loop."""
-    world = GuidedWorld(steps_ahead=steps_ahead, jumps=(len(name) + steps_ahead) % 3 > 0, **WORLDS[name])
-    counts = send_and_run(world, f"{name} {steps_ahead}", 30)
-    assert counts["checked"] > 25
+    kind = (len(name) + steps_ahead) % 3
+    jumping = {"jumps": kind > 0, "always_jumps": kind > 1}
+    world = GuidedWorld(steps_ahead=steps_ahead, **jumping, **WORLDS[name])
+    counts = send_and_run(world, f"{name} {steps_ahead}", 20)
+    assert counts["checked"] > 15
     if name.startswith("squeezed"):
-        assert counts["preempted"] > 3
+        assert counts["preempted"] > 1
 
 
 def test_jumps_save_steps() -> None:

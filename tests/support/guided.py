@@ -85,7 +85,9 @@ def bits_of(mask_W: np.ndarray) -> np.ndarray:
 class GuidedWorld(OracleWorld):
     """A world whose requests may be constrained."""
 
-    def __init__(self, *, steps_ahead: int = 0, jumps: bool = True, **knobs: Any) -> None:
+    def __init__(
+        self, *, steps_ahead: int = 0, jumps: bool = True, always_jumps: bool = False, **knobs: Any
+    ) -> None:
         super().__init__(eos_ids=EOS_IDS, steps_ahead=steps_ahead, **knobs)
         self.runner = MaskedOracle(self.pool, self.scheduler.state, len(self.runner.host))
         self.engine = Engine(
@@ -98,7 +100,10 @@ class GuidedWorld(OracleWorld):
             steps_ahead=steps_ahead,
             token_bytes=words.token_bytes(),
         )
-        self.engine._requests.jumps = jumps
+        requests = self.engine._requests
+        requests.jumps = jumps
+        if always_jumps:
+            requests._is_worth_it = lambda guided, num_sequences: True  # type: ignore[method-assign]
 
     def check_books(self) -> None:
         super().check_books()
