@@ -66,6 +66,8 @@ _SCHEMAS = ("additionalItems", "additionalProperties", "items")
 _COUNTS = ("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties")
 _BOUNDS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf")
 
+_COMBINING = frozenset(("$ref", "allOf", "anyOf", "oneOf"))
+
 _LOOK_AROUND = ("(?=", "(?!", "(?<=", "(?<!")
 _ESCAPE = re.compile(r"\\(?:[pPuUx]\{[^}]{0,40}\}|.)", re.DOTALL)  # \p{Greek} repeats nothing
 _RULE = re.compile(r"^[ \t]*[!?]?\w[^\n\"'/:{]*:", re.MULTILINE)  # of a grammar; a rule begins a line
@@ -79,6 +81,40 @@ def check_keywords(schema: object, *, param: str, is_lenient: bool = False) -> N
     A lenient check lets keywords and formats pass that a lenient compiler passes over.
     """
     _SchemaCheck(schema, param, is_lenient).visit(schema, "#", 0)
+
+
+def close_objects(schema: Any) -> bool:
+    """Let objects that name their properties have no others, where the schema does not say; whether any did.
+
+    It changes `schema` itself. What is allowed then was allowed before. A schema that combines objects
+    (`allOf`, or properties beside `anyOf`) is left as it is: each of its parts names some of the properties.
+    """
+    found, stack = [], [schema]
+    while stack:
+        each = stack.pop()
+        if not isinstance(each, dict):
+            continue
+        found.append(each)
+        for keyword in (*_SCHEMAS_BY_NAME, "$defs", "definitions"):
+            stack += each.get(keyword, {}).values() if isinstance(each.get(keyword, {}), dict) else ()
+        for keyword in (*_SCHEMA_LISTS, *_SCHEMAS):
+            inner = each.get(keyword, [])
+            stack += inner if isinstance(inner, list) else [inner]
+    if any(
+        len(each.get("allOf", ())) > 1 or ("properties" in each and each.keys() & _COMBINING)
+        for each in found
+    ):
+        return False
+    closable = [
+        each
+        for each in found
+        if isinstance(names := each.get("properties"), dict)
+        and not each.keys() & {"additionalProperties", "patternProperties", "minProperties", "maxProperties"}
+        and names.keys() >= set(each.get("required", ()))
+    ]
+    for each in closable:
+        each["additionalProperties"] = False
+    return bool(closable)
 
 
 def check_pattern(pattern: str, *, param: str, where: str = "") -> None:

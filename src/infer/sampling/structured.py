@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from infer.errors import RequestError
-from infer.sampling.json_schema import check_grammar, check_keywords, check_pattern
+from infer.sampling.json_schema import check_grammar, check_keywords, check_pattern, close_objects
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -74,7 +74,10 @@ class Structured:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str | bool | type, **options: Any) -> Structured:
-        """JSON that a schema allows: a mapping, JSON text, or a class of pydantic (`BaseModel`)."""
+        """JSON that a schema allows: a mapping, JSON text, or a class of pydantic (`BaseModel`).
+
+        Objects have the properties that the schema names, and others only where it says so.
+        """
         param = options.get("param", "structured")
         if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
             schema = schema.model_json_schema()
@@ -86,8 +89,9 @@ class Structured:
             )
         text = schema if isinstance(schema, str) else _dump(schema, param)
         made = cls(kind="json_schema", text=text, **options)
-        check_keywords(json.loads(text), param=param)
-        return made
+        parsed = json.loads(text)
+        check_keywords(parsed, param=param)
+        return replace(made, text=_dump(parsed, param)) if close_objects(parsed) else made
 
     @classmethod
     def json_object(cls, **options: Any) -> Structured:

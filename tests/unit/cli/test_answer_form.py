@@ -16,7 +16,7 @@ from infer.server.protocol.structured import read_structured
 from tests.unit.cli.test_remote import ONE_MODEL, PIECE, server
 
 Infer = Callable[..., Any]
-SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
+SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": false}'
 GRAMMAR = 'start: "a" | "b"\n'
 
 

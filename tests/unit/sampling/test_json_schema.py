@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from typing import Any
@@ -18,6 +19,7 @@ from infer.sampling.json_schema import (
     check_grammar,
     check_keywords,
     check_pattern,
+    close_objects,
     is_ebnf,
 )
 
@@ -307,3 +309,50 @@ def test_ebnf_is_told_from_lark_and_held_to_less() -> None:
         check_grammar(rule + '\nb ::= "y"', param="x")
     with pytest.raises(RequestError, match="at most 16384 are allowed in EBNF; write it in Lark's notation"):
         check_grammar(f'root ::= "{"a" * 16_384}"', param="x")
+
+
+A, B = {"type": "string"}, {"properties": {"b": {}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": A}},
+        {"properties": {"a": {"properties": {"b": A}}}, "required": ["a"]},
+        {"items": {"properties": {"a": A}}},
+        {"anyOf": [{"properties": {"a": A}}, {"type": "null"}]},
+        {"$defs": {"x": {"properties": {"a": A}}}, "properties": {"x": {"allOf": [{"$ref": "#/$defs/x"}]}}},
+    ],
+)
+def test_objects_are_closed_where_the_schema_does_not_say(schema: dict[str, Any]) -> None:
+    closed = copy.deepcopy(schema)
+    assert close_objects(closed)
+    assert json.dumps(closed).count('"additionalProperties": false') == json.dumps(schema).count(
+        '"properties"'
+    )
+    assert not compile_error(closed)
+    assert not close_objects(closed), "and only once"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {},
+        {"type": "object"},
+        {"properties": {"properties": A}, "additionalProperties": True},
+        {"properties": {"a": A}, "additionalProperties": A},
+        {"properties": {"a": A}, "patternProperties": {"^x": A}},
+        {"properties": {"a": A}, "required": ["z"]},
+        {"properties": {"a": A}, "minProperties": 1},
+        {"allOf": [{"properties": {"a": A}}, B]},
+        {"properties": {"a": A}, "anyOf": [B, {"properties": {"c": A}}]},
+        {"properties": {"a": A}, "allOf": [B]},
+        {"$defs": {"x": B}, "properties": {"a": A}, "$ref": "#/$defs/x"},
+        {"enum": [{"properties": {"a": 1}}], "default": {"properties": {}}},
+    ],
+)
+def test_objects_stay_open_where_closing_could_change_what_a_schema_means(schema: Any) -> None:
+    before = copy.deepcopy(schema)
+    assert not close_objects(schema)
+    assert schema == before

@@ -23,7 +23,7 @@ from infer.server.routes.json_route import MAX_FIELD_BYTES, check_fields
 from tests.support.wire import ScriptedClient, Wire, make_state, outputs_of
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
-TEXT = '{"type":"object","properties":{"b":{"type":"string"},"a":{"type":"integer"}}}'
+TEXT = json.dumps(SCHEMA | {"additionalProperties": False}, separators=(",", ":"))  # closed
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 ROUTES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "the river"},
@@ -57,6 +57,7 @@ SPELLINGS: list[tuple[dict[str, Any], Structured | None]] = [
             openai(strict=True, description="an answer"),
             openai(strict=False),
             openai(strict=None),
+            openai(SCHEMA | {"additionalProperties": False}),
             {"type": "json_schema", "schema": SCHEMA},
             {"type": "json_schema", "schema": SCHEMA, "name": "answer", "strict": True},
         )
@@ -140,11 +141,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         {"structured_outputs": {"regex": "a", "structural_tag": "{}"}},
         "structured_outputs.structural_tag",
         "use tools",
-    ),
-    (
-        {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
-        "structured_outputs.disable_additional_properties",
-        '"additionalProperties": false into the schema',
     ),
     (
         {"structured_outputs": {"json_object": 1}},

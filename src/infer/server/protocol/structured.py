@@ -33,7 +33,7 @@ KINDS: Mapping[str, Callable[..., Structured]] = {  # vLLM's words
 }
 OPTIONS = ("json_object", "whitespace_pattern", "disable_any_whitespace")
 NEUTRAL = {
-    "disable_additional_properties": Neutral((False,), 'write "additionalProperties": false into the schema'),
+    "disable_additional_properties": Neutral((True, False), "a schema that says nothing has none"),
     "disable_fallback": Neutral((True, False), "there is one compiler of constraints"),
     "structural_tag": Neutral((), "use tools, whose calls are constrained"),
 }
