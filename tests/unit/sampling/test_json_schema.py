@@ -311,7 +311,8 @@ def test_ebnf_is_told_from_lark_and_held_to_less() -> None:
         check_grammar(f'root ::= "{"a" * 16_384}"', param="x")
 
 
-A, B = {"type": "string"}, {"properties": {"b": {}}}
+A: dict[str, Any] = {"type": "string"}
+B: dict[str, Any] = {"properties": {"b": {}}}
 
 
 @pytest.mark.parametrize(
