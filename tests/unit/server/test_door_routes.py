@@ -186,6 +186,35 @@ def test_more_tokens_than_fit_fill_the_context(oracle: LLM) -> None:
     assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
 
 
+def test_what_coding_agents_send_is_taken(oracle: LLM) -> None:
+    """Marks for caches, edits of the context, notes of the system between turns, far too many tokens."""
+    mark = {"cache_control": {"type": "ephemeral"}}
+    call = {"type": "tool_use", "id": "call_1", "name": "f", "input": {"city": "Rome"}, **mark}
+    result = {"type": "tool_result", "tool_use_id": "call_1", "content": "rain", "is_error": False}
+    body = {
+        "max_tokens": 32_000,
+        "stream": True,
+        "system": [{"type": "text", "text": "You write programs.", **mark}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "hi", **mark}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "One moment."}, call]},
+            {"role": "user", "content": [result]},
+            {"role": "system", "content": "5000 tokens left"},
+        ],
+        "tools": [{"name": "f", "description": "d", "input_schema": SCHEMA, "defer_loading": True}],
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "metadata": {"user_id": "u"},
+    }
+    answer = site(oracle, saying(oracle, "Done.")).request("POST", f"{MESSAGES}?beta=true", json=body)
+    assert answer.status_code == 200, answer.text
+    assert read_events(answer)[-1][0] == "message_stop"
+    ignored = (
+        "context_management, metadata, system.cache_control, messages.cache_control, tools.defer_loading"
+    )
+    assert answer.headers["x-infer-ignored"] == ignored
+
+
 def test_ignored_fields_are_named_in_a_header(oracle: LLM) -> None:
     body = HELLO | {"metadata": {"user_id": "u"}}
     for stream in (False, True):

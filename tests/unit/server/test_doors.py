@@ -216,12 +216,14 @@ def test_fields_without_effect_are_named() -> None:
             "messages": [{"role": "user", "content": [text, text]}],
             "system": [text],
             "metadata": {"user_id": "u"},
+            "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
             "tools": [{"name": "f", "input_schema": {}, "cache_control": {"type": "ephemeral"}}],
         }
     )
     messages_to_chat(body)
     assert body.ignored_fields == (
         "metadata",
+        "context_management",
         "system.cache_control",
         "messages.cache_control",
         "tools.cache_control",

@@ -72,10 +72,9 @@ class ToolResultBlock(Body):
 class CustomTool(Body):
     """A tool that the client runs."""
 
-    ignored = frozenset({"cache_control", "eager_input_streaming"})
+    ignored = frozenset({"cache_control", "defer_loading", "eager_input_streaming"})  # all tools are shown
     neutral = {
         "allowed_callers": Neutral((["direct"],), _NO_SERVER_TOOLS),
-        "defer_loading": Neutral((False,), "all tools are shown to the model"),
         "input_examples": Neutral(([],), "put examples into the description"),
     }
 
@@ -131,7 +130,6 @@ class CountTokensRequest(Body):
     neutral = {
         "compaction": _NOT_KEPT,
         "container": Neutral((), "this server runs no code"),
-        "context_management": _NOT_KEPT,
         "fallbacks": Neutral((), "this server has no other model to turn to"),
         "mcp_servers": Neutral(([],), _NO_SERVER_TOOLS),
         "speed": Neutral(("standard",), "there is one speed"),
@@ -140,6 +138,7 @@ class CountTokensRequest(Body):
     ignored = frozenset(
         {
             "cache_control",
+            "context_management",  # what may be left out of a prompt: nothing is
             "diagnostics",
             "inference_geo",
             "metadata",
