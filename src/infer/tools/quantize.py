@@ -92,7 +92,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     if bits in (2, 4, 8):  # whole codes in a byte
         per_byte = 8 // bits
         codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % (4 * per_byte)))
-        packed = codes[..., ::per_byte].clone()
+        packed = codes[..., ::per_byte].clone(memory_format=torch.contiguous_format)
         for place in range(1, per_byte):
             packed |= codes[..., place::per_byte] << bits * place
         return packed.view(torch.int32)
