@@ -151,7 +151,19 @@ def projections(loaded: LoadedModel) -> dict[str, Any]:
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_on_a_cpu_it_stays_packed(family: str, recipe: str, form: str, error: float, root: Path) -> None:
     """The same integers where they fit; rounded to 8 bits in groups of 32 where they do not."""
-    path, plain = quantized_pair(root, family, recipe)
+    check_packed(*quantized_pair(root, family, recipe), form, error)
+
+
+@needs_c
+@pytest.mark.parametrize(("recipe", "form", "error"), [("gptq", "int4", 0.0), ("nf4", "int8", 0.01)])
+def test_matrices_that_a_model_stores_transposed_stay_packed(
+    recipe: str, form: str, error: float, root: Path
+) -> None:
+    """GPT-2's; formats have rows of outputs for them, too."""
+    check_packed(*quantized_pair(root, "gpt2", recipe), form, error)
+
+
+def check_packed(path: Path, plain: Path, form: str, error: float) -> None:
     loaded, exact = load(path), load(plain, "none", "float32")
     assert loaded.weights == form and loaded.dtype is torch.float32
     for name, stored in projections(loaded).items():

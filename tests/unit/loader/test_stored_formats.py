@@ -22,6 +22,7 @@ from infer.errors import CheckpointError
 from infer.loader.formats.bit_stream import unpack
 from infer.loader.formats.checkpoint import open_checkpoint
 from infer.loader.formats.quantized import QuantizedTensor, describe, quantized_checkpoint
+from infer.loader.placement import ShardedTensor
 from infer.quant.projection import QuantizedRows
 from scripts.unpickle import main as unpickle
 
@@ -474,6 +475,20 @@ def test_a_scale_that_a_float16_cannot_hold_is_not_rounded_to_nothing(tmp_path: 
     leaves["weight_scale"] = torch.full((N, 3), 1e-9)
     tensor = opened(tmp_path, leaves)
     assert all(isinstance(rows, torch.Tensor) and bool(rows.any()) for rows in tensor.chunks(32, 4))
+
+
+def test_a_rank_has_its_share_of_the_numbers_and_of_the_integers(tmp_path: Path) -> None:
+    leaves, expected, settings = gptq(4, symmetric=True)
+    tensor = opened(tmp_path, leaves, settings)
+    for kept in ((slice(N // 2, N), slice(0, K)), (slice(0, N), slice(32, 64))):
+        part = ShardedTensor(tensor, kept)
+        out = torch.empty(part.shape)
+        part.copy_to(out)
+        assert torch.equal(out.double(), expected[kept])
+        chunks = list(part.chunks(32, 4))
+        assert chunks and all(isinstance(chunk, QuantizedRows) for chunk in chunks)
+        integers = torch.cat([chunk.integers for chunk in chunks if isinstance(chunk, QuantizedRows)])
+        assert torch.equal(integers, torch.from_numpy(draw(4)[0])[kept].to(torch.int8))
 
 
 # -- what is refused -----------------------------------------------------------------------------------
