@@ -181,7 +181,7 @@ def step_bytes(
     return StepBytes(
         layers,
         logits,
-        graphs=int(GRAPH_FACTOR * max(captured, num_rows * sizes.vocab_size * each)),
+        graphs=int(GRAPH_FACTOR * (captured + num_rows * sizes.vocab_size * each)),
         buffers=splits + num_rows * sizes.vocab_size * SAMPLER_BYTES,
     )
 
