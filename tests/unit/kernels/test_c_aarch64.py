@@ -47,14 +47,16 @@ class Result(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The compiled library by variant."""
+def libraries() -> dict[str, Path]:
+    """The compiled library by variant, kept as those of this processor are until a source changes."""
     if CROSS_COMPILER is None:
         pytest.skip("no cross compiler for ARM; on Debian: apt-get install gcc-aarch64-linux-gnu")
-    scratch = tmp_path_factory.mktemp("aarch64")
-    paths = {variant: scratch / f"{variant}.so" for variant in BUILDS}
-    for variant, path in paths.items():
-        build._compile(CROSS_COMPILER, (*build._FLAGS, *BUILDS[variant][1]), path)
+    paths = {}
+    for variant, (_, own_flags) in BUILDS.items():
+        flags = (*build._FLAGS, *own_flags)
+        paths[variant] = path = build.cache_directory() / f"{build._key(CROSS_COMPILER, flags)}.so"
+        if not path.exists():
+            build._compile(CROSS_COMPILER, flags, path)
     return paths
 
 
