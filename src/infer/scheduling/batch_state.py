@@ -82,7 +82,7 @@ class BatchState:
         self.num_steady = 0  # coming steps that may repeat a plan which decodes with every column
         self.tables = np.zeros((num_tables, max_sequences, max_blocks), dtype=np.int64)
         self.tenancy = np.zeros(max_sequences, dtype=np.int64)  # how often each row has been given out
-        self._table_cells = self.tables.data
+        self._table_cells = self.tables.reshape(-1, max_blocks).data  # the rows of all tables counted through
         self._columns = np.zeros((len(LINES), max_sequences), dtype=np.int64)
         self._cells = cells_of(self._columns)
         self._free_rows = list(range(max_sequences - 1, -1, -1))
@@ -139,13 +139,14 @@ class BatchState:
         That is, up to the end of its shortest table. What has changed is added to `changes`, for a mirror: a
         row, an index and a block for each, the rows of all tables counted through.
         """
-        cells, place, size, num_rows = self._cells, seq.place, self.block_size, self.tables.shape[1]
+        cells, table_cells, place, size = self._cells, self._table_cells, seq.place, self.block_size
         row, first = cells[ROW][place], cells[NUM_RESERVED][place] // size
         stop = len(tables[0]) if len(tables) == 1 else min(map(len, tables))
-        for number, blocks in enumerate(tables):
+        for blocks in tables:
             for index in range(first, stop):
-                self._table_cells[number, row, index] = block = blocks[index]
-                changes += number * num_rows + row, index, block
+                table_cells[row, index] = block = blocks[index]
+                changes += row, index, block
+            row += len(self.tenancy)
         cells[NUM_RESERVED][place] = stop * size
 
     def enter_tables(self, seq: Sequence, tables: Seq[Seq[int]]) -> None:

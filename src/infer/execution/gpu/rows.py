@@ -196,10 +196,7 @@ def _packed_diffs(changes: list[int], tables: Sequence[np.ndarray]) -> np.ndarra
 
     For every other number of programs a launch is prepared anew (kernels/runtime/launch.py).
     """
-    end = len(changes) // 3
-    diffs_K3 = np.full((next_power_of_two(end + sum(map(len, tables))), 3), -1, dtype=np.int32)
-    diffs_K3.reshape(-1)[: len(changes)] = changes
-    for table_K3 in tables:
-        start, end = end, end + len(table_K3)
-        diffs_K3[start:end] = table_K3
-    return diffs_K3
+    num_lines = len(changes) // 3 + sum(map(len, tables))
+    padding = [PADDING] * 3 * (next_power_of_two(num_lines) - num_lines)
+    diffs_K3 = np.array(changes + padding, dtype=np.int32).reshape(-1, 3)
+    return np.concatenate([diffs_K3, *tables]) if tables else diffs_K3
