@@ -73,7 +73,7 @@ class MaskFiller:
 
         if self._executor is None:
             self._executor = LLExecutor(max(1, min(MAX_THREADS, (os.cpu_count() or 1) - 1)))
-        pairs = [(guide.matcher, row) for row, guide in matched]
+        pairs = [(guide.matcher, row) for row, guide in matched if guide.matcher is not None]
         fill_next_token_bitmask_par(self._executor, pairs, masks_KW)
         for _, guide in matched:
             guide.check()

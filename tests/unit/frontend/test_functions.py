@@ -5,7 +5,7 @@ import enum
 import json
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
-import jsonschema  # type: ignore[import-untyped]
+import jsonschema
 import pytest
 
 from infer.errors import RequestError

@@ -290,7 +290,7 @@ CALLS = {
         {"id": "abc123deg", "function": {"name": "get_time", "arguments": "{}"}},
     ],
 }
-RESULTS = [
+RESULTS: list[dict[str, Any]] = [
     {"role": "tool", "tool_call_id": "abc123def", "content": [{"type": "text", "text": "21"}]},
     {"role": "tool", "tool_call_id": "abc123deg", "content": "noon"},
 ]
