@@ -381,6 +381,14 @@ def test_nf4(nested: bool, shape: tuple[int, int], tmp_path: Path) -> None:
     assert tensor.type_name == "bitsandbytes:nf4-g64" and torch.equal(numbers(tensor), expected)
 
 
+def test_nested_blocks_of_any_length_take_no_memory_of_theirs(tmp_path: Path) -> None:
+    leaves, expected = nf4(nested=True, rows=64, size=96)
+    name = "weight.quant_state.bitsandbytes__nf4"
+    state = json.loads(bytes(leaves[name].tolist())) | {"nested_blocksize": 2**40}
+    leaves[name] = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
+    assert torch.equal(numbers(opened(tmp_path, leaves)), expected), "all blocks are in the first of these"
+
+
 def test_int8_of_bitsandbytes(tmp_path: Path) -> None:
     codes = torch.randint(-127, 128, (N, K), dtype=torch.int8)
     leaves = {"weight": codes, "SCB": torch.rand(N), "weight_format": torch.zeros((), dtype=torch.uint8)}

@@ -298,7 +298,8 @@ def _open_nf4(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRow
     if state.nested_block:
         nested = module.finite("weight.nested_absmax", tensors["weight.nested_absmax"])
         numbers = tensors["weight.nested_quant_map"].float()[absmax.long()]
-        absmax = numbers * nested.repeat_interleave(state.nested_block)[: len(numbers)] + state.offset
+        which = torch.arange(len(numbers), device=numbers.device) // state.nested_block
+        absmax = numbers * nested[which] + state.offset
     absmax = module.finite("weight.absmax", absmax)
     table, packed = (
         module.finite("weight.quant_map", tensors["weight.quant_map"]),
