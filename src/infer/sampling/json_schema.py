@@ -22,6 +22,7 @@ from infer.errors import RequestError
 
 MAX_DEPTH = 100  # schemas inside of schemas, references followed
 MAX_PROPERTIES = 1_000  # of one object
+MAX_OPTIONAL = 400  # of them not required: any of them may come next, and a step follows so many at most
 MAX_ALTERNATIVES = 1_000  # of one anyOf or oneOf
 MAX_PRODUCT = 256  # alternatives that allOf combines
 MAX_ENUM = 10_000  # values of all enums
@@ -58,6 +59,7 @@ UNSUPPORTED = {  # keyword: what to do instead
 FORMATS = frozenset(
     ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid")
 )
+MAX_BOUND = 2**53 - 1  # of a number: beyond it the compiler computes with others, or ends the process
 TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 
 _SCHEMAS_BY_NAME = ("properties", "patternProperties")
@@ -65,6 +67,11 @@ _SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SCHEMAS = ("additionalItems", "additionalProperties", "items")
 _COUNTS = ("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties")
 _BOUNDS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf")
+
+_RANGES = (
+    ("minimum", "maximum"), ("minItems", "maxItems"), ("minLength", "maxLength"),
+    ("minProperties", "maxProperties"),
+)  # fmt: skip
 
 _COMBINING = frozenset(("$ref", "allOf", "anyOf", "oneOf"))
 
@@ -268,10 +275,18 @@ class _SchemaCheck:
             count = schema.get(keyword, 0)
             if not _is_number(count) or count < 0 or count != int(count):
                 raise self._error(f"{where}/{keyword}", "must be a whole number of at least 0", count)
+            if count > MAX_BOUND:
+                raise self._error(f"{where}/{keyword}", f"must be at most {MAX_BOUND}", count)
         for keyword in _BOUNDS:
             bound = schema.get(keyword, 0)
             if not (_is_number(bound) or (keyword.startswith("exclusive") and isinstance(bound, bool))):
                 raise self._error(f"{where}/{keyword}", "must be a number", bound)
+            if not -MAX_BOUND <= bound <= MAX_BOUND:
+                wanted = f"must be from -{MAX_BOUND} to {MAX_BOUND}, where numbers are exact; leave it out"
+                raise self._error(f"{where}/{keyword}", wanted, bound)
+        for low, high in _RANGES:
+            if low in schema and high in schema and schema[low] > schema[high]:
+                raise self._refuse(f"{where}/{low}", f"is above {high}: no value can be both")
         if schema.get("multipleOf", 0) > MAX_MULTIPLE_OF:
             raise self._error(
                 f"{where}/multipleOf", f"must be at most {MAX_MULTIPLE_OF}", schema["multipleOf"]
@@ -286,6 +301,9 @@ class _SchemaCheck:
         required = schema.get("required", [])
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise self._error(f"{where}/required", "must be a list of names", required)
+        named = schema.get("properties", {})
+        what = "properties that are not required; require some"
+        self._check_count(f"{where}/properties", len(named.keys() - set(required)), MAX_OPTIONAL, what)
         values = schema.get("enum", [])
         if not isinstance(values, list):
             raise self._error(f"{where}/enum", "must be a list", values)

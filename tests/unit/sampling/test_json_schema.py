@@ -207,6 +207,45 @@ def test_bombs_are_refused_before_anything_is_built(schema: Any, words: str) -> 
     assert words in refusal(schema)
 
 
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"type": "integer", "minimum": -1e20, "maximum": -1e19}, "#/maximum"),  # crashed the compiler
+        ({"type": "integer", "exclusiveMinimum": -(2**53)}, "#/exclusiveMinimum"),
+        ({"allOf": [{"minimum": 2**53}, {"type": "integer"}]}, "#/allOf/0/minimum"),
+        ({"type": "string", "minLength": 2**64}, "#/minLength"),
+        ({"type": "integer", "minimum": 5, "maximum": 3}, "#/minimum"),
+        ({"type": "string", "minLength": 2, "maxLength": 1}, "#/minLength"),
+    ],
+)
+def test_bounds_are_exact_numbers_with_something_between_them(schema: Any, place: str) -> None:
+    assert f"at {place} " in refusal(schema)
+
+
+@pytest.mark.parametrize("number", [2**53 - 1, -(2**53 - 1)])
+def test_the_largest_bounds_are_followed_to_the_last_digit(number: int) -> None:
+    schema = {"type": "integer", "minimum": number, "maximum": number}
+    check_keywords(schema, param="response_format")
+    for value in (number - 1, number, number + 1):
+        matcher = LLMatcher(BYTES, LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+        text = str(value).encode()
+        is_taken = matcher.try_consume_tokens(list(text)) == len(text) and matcher.is_accepting()
+        assert is_taken == (value == number)
+
+
+def test_optional_properties_are_as_many_as_a_step_can_follow() -> None:
+    names = {f"k{i}": {"type": "null"} for i in range(401)}
+    said = refusal({"type": "object", "properties": names})
+    assert "has 401 properties that are not required; require some; at most 400 are allowed" in said
+    for schema in ({"properties": names, "required": ["k7"]}, {"properties": dict(list(names.items())[1:])}):
+        check_keywords({"type": "object", **schema}, param="response_format")
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps({"additionalProperties": False, **schema}))
+        matcher = LLMatcher(BYTES, grammar)
+        matcher.try_consume_tokens(list(b'{"'))
+        matcher.compute_bitmask()
+        assert not matcher.is_error()
+
+
 def test_the_largest_that_are_taken() -> None:
     check_keywords(nested(100), param="x")
     check_keywords(chain(48), param="x")
@@ -295,8 +334,8 @@ def test_a_grammar_of_too_many_rules_is_refused(name: str) -> None:
 
 
 def test_rules_are_counted_and_texts_with_colons_are_not() -> None:
-    schema = json.dumps({"type": "object", "properties": {str(i): {} for i in range(1_000)}}, indent=1)
-    alternatives = "\n".join(f'    | "a: {i}"' for i in range(2_000))
+    schema = json.dumps({"type": "object", "properties": {str(i): {} for i in range(400)}}, indent=1)
+    alternatives = "\n".join(f'    | "a: {i}"' for i in range(3_000))
     check_grammar(f'start: "b:"\n{alternatives}\n    | j\nj: %json {schema}', param="x")
 
 
