@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from infer.dialects.answer import read_choice, read_tools
 from infer.errors import MalformedRequest, RequestError
 from infer.server.protocol.messages import CountTokensRequest, MessagesRequest, messages_to_chat
 from infer.server.protocol.responses import ResponsesRequest, responses_to_chat
 from infer.server.protocol.schemas import ChatRequest
+from infer.server.protocol.structured import read_structured
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}}
@@ -367,3 +372,127 @@ def test_a_block_of_the_wrong_type_is_malformed() -> None:
         message(messages=[{"role": "user", "content": [{"type": 7}]}])
     with pytest.raises(MalformedRequest):
         response(input=[{"type": None, "role": "user", "content": "hi"}])
+
+
+VALUES: tuple[Any, ...] = (
+    *(None, True, 5, 3.5, -1, 1e300, 2**70, "", "x", "auto", [], [5], ["x"], [None], [[]], {}, [{}]),
+    *(
+        {"type": 5},
+        {"type": []},
+        {"type": "text"},
+        {"type": "function"},
+        {"x": {"y": [1]}},
+        [{"type": "text"}],
+    ),
+)
+FULL_MESSAGE: dict[str, Any] = {
+    "model": "m",
+    "max_tokens": 9,
+    "system": [{"type": "text", "text": "s"}],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "tool_use", "id": "1", "name": "f", "input": {"city": "x"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "1",
+                    "content": [{"type": "text", "text": "b"}],
+                    "is_error": True,
+                }
+            ],
+        },
+    ],
+    "tools": [{"type": "custom", "name": "f", "description": "d", "input_schema": SCHEMA, "strict": True}],
+    "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
+    "thinking": {"type": "enabled", "budget_tokens": 5},
+    "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}},
+    "output_format": {"type": "json_schema", "schema": SCHEMA},
+    "stop_sequences": ["x"],
+    "temperature": 1.0,
+    "top_p": 0.5,
+    "top_k": 4,
+    "stream": False,
+    "metadata": {"user_id": "u"},
+    "mcp_servers": [],
+    "speed": "standard",
+}
+FULL_RESPONSE: dict[str, Any] = {
+    "model": "m",
+    "instructions": "s",
+    "input": [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {
+            "type": "reasoning",
+            "id": "r",
+            "summary": [{"type": "summary_text", "text": "s"}],
+            "content": [{"type": "reasoning_text", "text": "hm"}],
+        },
+        {
+            "type": "function_call",
+            "call_id": "1",
+            "name": "f",
+            "arguments": "{}",
+            "caller": {"type": "direct"},
+        },
+        {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "b"}]},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+    ],
+    "tools": [{"type": "function", "name": "f", "description": "d", "parameters": SCHEMA, "strict": True}],
+    "tool_choice": {"type": "function", "name": "f"},
+    "parallel_tool_calls": True,
+    "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}},
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "include": ["reasoning.encrypted_content"],
+    "max_output_tokens": 9,
+    "temperature": 1.0,
+    "top_p": 0.5,
+    "stream": False,
+    "stream_options": {"include_obfuscation": False},
+    "metadata": {"a": "b"},
+    "user": "u",
+    "store": False,
+}
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths to everything inside of a value."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inner:
+        yield (*path, key)
+        yield from places(each, (*path, key))
+
+
+@pytest.mark.parametrize(
+    ("body_type", "to_chat", "full"),
+    [(MessagesRequest, messages_to_chat, FULL_MESSAGE), (ResponsesRequest, responses_to_chat, FULL_RESPONSE)],
+)
+def test_any_value_in_any_place_is_taken_or_refused(body_type: Any, to_chat: Any, full: Any) -> None:
+    assert isinstance(to_chat(body_type.model_validate(full)), ChatRequest)
+    for path in places(full):
+        for value in VALUES:
+            made = copy.deepcopy(full)
+            holder = made
+            for key in path[:-1]:
+                holder = holder[key]
+            holder[path[-1]] = value
+            try:
+                body = body_type.model_validate(made)
+            except (ValidationError, RequestError):  # FastAPI's to answer
+                continue
+            try:
+                assert body.size >= 0
+                made_chat = to_chat(body)
+                read_structured(made_chat)
+                read_choice(made_chat.tool_choice, read_tools(made_chat.tools))
+            except RequestError as error:
+                assert error.param, (path, value)
+            except Exception as error:
+                raise AssertionError(f"{path} = {value!r}: {error!r}") from error

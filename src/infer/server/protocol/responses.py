@@ -189,7 +189,8 @@ class ResponsesRequest(Body):
     def size(self) -> int:
         """About how many items and parts there are to translate."""
         items = () if isinstance(self.input, str) else self.input
-        return len(items) + sum(len(item.get("content") or ()) for item in items)
+        contents = (item.get(name) for item in items for name in ("content", "output", "summary"))
+        return len(items) + sum(len(content) for content in contents if isinstance(content, list))
 
 
 def responses_to_chat(body: ResponsesRequest) -> ChatRequest:
