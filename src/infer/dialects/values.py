@@ -60,12 +60,16 @@ def read_value(text: str, schema: Mapping[str, Any] | None) -> str:
     types = schema_types(schema)
     stripped = text.strip()
     try:
-        value = _WORDS[stripped] if stripped in _WORDS else json.loads(stripped)
+        value = _WORDS[stripped] if stripped in _WORDS else json.loads(stripped, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     if types and not any(_is_of(value, name) for name in types):
         return json.dumps(text, ensure_ascii=False)
     return json.dumps(value) if stripped in _WORDS else stripped
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _is_of(value: Any, name: str) -> bool:

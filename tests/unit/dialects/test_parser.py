@@ -165,6 +165,8 @@ RECORDED: list[tuple[str, str, str, Calls]] = [
         [("get_weather", '{"city": "12", "units": "12", "days": "x"}')]),
     ("qwen3_coder", xml("new", flag="True", n="1.5", s="abc"), "",
         [("new", '{"flag": true, "n": 1.5, "s": "abc"}')]),
+    ("qwen3_coder", xml("new", a="NaN", b="-Infinity", c="[Infinity]"), "",
+        [("new", '{"a": "NaN", "b": "-Infinity", "c": "[Infinity]"}')]),
     ("qwen3_coder", "<function=now>\n</function>", "", [("now", "{}")]),
     ("qwen3_coder", hermes("get_weather", CITY), "", [("get_weather", CITY)]),
     ("qwen3_coder", "<tool_call>\n<function=>", "<tool_call>\n<function=>", []),
