@@ -462,7 +462,7 @@ class AnswerParser:
         call = python_call(text, {name: list(tool.properties) for name, tool in self._tools.items()})
         if call is None:
             raise _NotACall
-        self._start(call[0])
+        self._start(self._known(call[0], is_bare=is_bare))
         self._argue(call[1])
         self._end_call()
 
