@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from infer.dialects.grammar import constraint
 from infer.dialects.parser import AnswerParser
@@ -28,8 +28,7 @@ TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _TOOL_KEYS = {"name", "description", "parameters", "strict"}
 _TAIL = 32  # tokens at the end of a prompt that show whether reasoning has begun
 
-Choice = Literal["auto", "none", "required"]
-
+CHOICES = ("auto", "none", "required")  # no tool can have one of these as its name
 
 EFFORTS: Mapping[str, int | None] = {  # tokens of reasoning; None: no limit
     "none": 0,
@@ -196,6 +195,12 @@ def _read_tool(tool: Mapping[str, Any], where: str) -> Tool:
     if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
         raise RequestError(
             f"{where}.name must be 1 to 64 letters, digits, underscores or dashes, got {name!r:.80}",
+            param=f"{where}.name",
+        )
+    if name in CHOICES:
+        raise RequestError(
+            f"{where}.name cannot be {name!r}, which is a value of tool_choice ({', '.join(CHOICES)}); "
+            "rename the tool",
             param=f"{where}.name",
         )
     description = function.get("description")
