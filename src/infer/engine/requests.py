@@ -273,10 +273,11 @@ class RequestTable:
     def _due(self, seq: Sequence) -> tuple[tuple[int, ...], int]:
         """The ids that must follow, where they may be appended, and how many of them are being drawn.
 
-        A request that asks for logprobs gets all its tokens from steps.
+        A request that asks for logprobs gets all its tokens from steps, as the prompt's come with its first.
         """
-        guide = self.guides[seq.seq_id]
-        may_jump = self.jumps and seq.is_running and seq.num_samples == 1 and num_logprobs(seq.group) is None
+        guide, group = self.guides[seq.seq_id], seq.group
+        asks = num_logprobs(group) is not None or group.request.params.prompt_logprobs is not None
+        may_jump = self.jumps and seq.is_running and seq.num_samples == 1 and not asks
         num_drawn = seq.num_tokens - len(seq.tokens)  # whose ids are not known yet: one or none
         ids = guide.forced()[: seq.max_total - len(seq.tokens)] if may_jump and guide.has_mask else ()
         return (ids, num_drawn) if len(ids) > num_drawn else ((), 0)

@@ -173,6 +173,14 @@ def test_logprobs_are_those_of_every_token(steps_ahead: int) -> None:
     assert tokens == plain, "logprobs switch jumps off, which change no token"
 
 
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_prompt_logprobs_come_with_the_first_token_where_there_is_one_way_to_write(steps_ahead: int) -> None:
+    params = {"structured": Structured.choice(["yes, no"]), "prompt_logprobs": 0}
+    _, _, outputs = run_one(params, steps_ahead=steps_ahead, always_jumps=True)
+    (given,) = [out.prompt_logprobs for out in outputs if out.prompt_logprobs is not None]
+    assert len(given) == 2 and given[0] is None and given[1] is not None
+
+
 def test_a_stop_token_ends_a_constrained_output() -> None:
     stop = token_of("12")
     tokens, last, _ = run_one({"structured": Structured.regex("(ab|12|no){20}"), "stop_token_ids": (stop,)})
