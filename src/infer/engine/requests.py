@@ -119,7 +119,8 @@ class RequestTable:
         sampled: Iterable[Sampled] = zip(sequences, result.ids, result.logprobs, strict=True)
         if self.waiting_for_ids:
             sampled = self._fork_leaders(sampled, offers)
-        if self.guides:
+        is_guided = bool(self.guides)
+        if is_guided:
             sampled = self._take_guided(sampled, outputs)
         for seq, ids, logprobs in sampled:
             if not ids or seq.finish_reason is not None:
@@ -135,7 +136,9 @@ class RequestTable:
                     continue
             outputs.append(self._describe(seq, ids, logprobs))
         self.num_output_tokens += (
-            sum(len(output.token_ids) for output in outputs) if plan.chunks.num_drafts else len(outputs)
+            sum(len(output.token_ids) for output in outputs)
+            if plan.chunks.num_drafts or is_guided  # a constraint that fails gives outputs without ids
+            else len(outputs)
         )
         for group, beams in offers.values():
             if not group.is_finished:

@@ -13,6 +13,7 @@ from infer.sampling.params import SamplingParams
 from infer.sampling.structured import Reasoning, Structured
 from infer.scheduling.request import Request, StepOutput
 from infer.structured import compiler as compiler_module
+from infer.structured.guide import Guide
 from tests.support.guided import GuidedWorld, OracleStep, expected
 from tests.support.oracle import OracleWorld
 from tests.support.words import EOS_IDS, THINK_END, ids_of, text_of, token_of
@@ -216,6 +217,17 @@ def test_a_limit_that_is_reached_ends_its_own_request_alone(monkeypatch: pytest.
     for name in ("light", "free"):
         request = world.requests[name]
         assert world.tokens[name, 0] == expected(request.prompt, request.params, 0)[0]
+
+
+def test_outputs_of_a_constraint_that_fails_are_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = GuidedWorld(num_blocks=100)
+    world.add("a", [5], structured=DIGITS, n=3)
+    world.step()
+    before = world.engine.stats().num_output_tokens
+    guide = world.engine._requests.guides[world.seqs("a")[0].seq_id]
+    monkeypatch.setattr(Guide, "consume", lambda self, ids: setattr(self, "error", "a limit"))
+    assert guide.error is None and {out.finish_reason for out in world.step()} == {"error"}
+    assert world.engine.stats().num_output_tokens == before == 3
 
 
 @pytest.mark.parametrize("moment", ["retire", "sample"])
