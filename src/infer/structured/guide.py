@@ -146,20 +146,19 @@ class Guide:
         assert self.grammar is not None
         tokenizer, triggers = self.grammar.tokenizer, self.grammar.triggers
         text = self._tail + tokenizer.decode_bytes([token_id])
-        ends = [text.find(trigger) + len(trigger) for trigger in triggers if trigger in text]
         longest = max(map(len, triggers))
         self._tail = text[-(longest - 1) :] if longest > 1 else b""
-        if not ends:
+        for end in range(len(text) + 1) if any(trigger in text for trigger in triggers) else ():
+            if not text.endswith(triggers, 0, end):
+                continue
+            matcher, rest = self.grammar.matcher(), text[end:]
+            ids = tokenizer.tokenize_bytes(rest) if rest else []
+            if matcher.validate_tokens(ids) < len(ids):  # the model has written on already, and not this
+                continue
+            self.state, self.matcher, self._due, self._tail = CONSTRAINED, matcher, None, b""
+            for each in ids:
+                self._match(each)
             return
-        rest = text[min(ends) :]
-        matcher = self.grammar.matcher()
-        ids = tokenizer.tokenize_bytes(rest) if rest else []
-        if matcher.validate_tokens(ids) < len(ids):  # the model has written on already, and not this
-            self._tail = b""
-            return
-        self.state, self.matcher, self._due, self._tail = CONSTRAINED, matcher, None, b""
-        for each in ids:
-            self._match(each)
 
     def _match(self, token_id: int) -> None:
         assert self.matcher is not None and self.grammar is not None

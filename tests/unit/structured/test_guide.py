@@ -128,6 +128,17 @@ def test_what_was_written_behind_a_trigger_and_does_not_fit_stays_text() -> None
     assert guide.state == CONSTRAINED
 
 
+def test_a_trigger_behind_one_that_does_not_fit_is_found() -> None:
+    guide = Guide(compiled(Structured.regex("[0-9]", triggers=("\n",))))
+    guide.consume([token_of("\n\n")])
+    assert guide.state == CONSTRAINED, "the second of one token"
+    guide = Guide(compiled(Structured.regex("[0-9]", triggers=("<tc", "\nx"))))
+    guide.consume([token_of("<tc>\n")])
+    assert guide.state == FREE
+    guide.consume(ids_of("x"))
+    assert guide.state == CONSTRAINED, "one that began in the token of the first"
+
+
 def test_forced_ids_come_in_their_order_however_they_are_taken() -> None:
     schema = {"type": "object", "properties": {"name": {"const": "abc"}}, "required": ["name"]}
     structured = Structured.json_schema(schema | {"additionalProperties": False})
