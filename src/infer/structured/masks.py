@@ -25,6 +25,12 @@ TRY_AGAIN = 64  # fills, before the slower way is timed again
 NEWEST = 0.25  # the weight of the last fill in what a row is expected to take
 
 
+def num_threads() -> int:
+    """How many threads fill masks: as many as this process has cores, but for the engine's own."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MAX_THREADS, num_cores - 1))
+
+
 class MaskFiller:
     """Fills the masks of a step; its threads begin with the second step that has two."""
 
@@ -72,7 +78,7 @@ class MaskFiller:
         from llguidance.numpy import fill_next_token_bitmask_par
 
         if self._executor is None:
-            self._executor = LLExecutor(max(1, min(MAX_THREADS, (os.cpu_count() or 1) - 1)))
+            self._executor = LLExecutor(num_threads())
         pairs = [(guide.matcher, row) for row, guide in matched if guide.matcher is not None]
         fill_next_token_bitmask_par(self._executor, pairs, masks_KW)
         for _, guide in matched:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
 from infer.sampling.structured import Reasoning, Structured
 from infer.structured.guide import CONSTRAINED, ENDED, FREE, REASONING, Guide
-from infer.structured.masks import MaskFiller
+from infer.structured.masks import MAX_THREADS, MaskFiller, num_threads
 from tests.support.words import (
     EOS_IDS,
     PIECES,
@@ -183,6 +185,16 @@ def test_an_id_that_does_not_fit_is_an_error_and_no_other_guide_has_it() -> None
     assert guide.error is not None
     other.consume(ids_of("1"))
     assert other.error is None
+
+
+def test_threads_are_as_many_as_the_cores_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 8, 9}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert num_threads() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert num_threads() == MAX_THREADS
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert num_threads() == 1
 
 
 def test_masks_of_several_rows_are_those_of_each() -> None:
