@@ -1,7 +1,6 @@
 """Requests whose constraint is being compiled: beside the scheduler's queue, counted as waiting.
 
-    add ──► in the cache? ──yes──► the queue
-              └─no─► a thread compiles ──► `wake`, and the next step takes it into the queue, or refuses it
+    add ──► a thread compiles ──► `wake`, and the next step takes it into the queue, or refuses it
 
 A step is a moment of the engine's clock, so a request that was compiled meanwhile counts as added then: that
 is what a record has, and a replay, which compiles while it adds, does the same things in the same steps.
@@ -58,8 +57,6 @@ class CompilingRequests:
 
     def begin(self, structured: Structured, group: SequenceGroup, tokens: array[int]) -> Grammar | None:
         """The grammar of a request, or None: it waits, and is taken later."""
-        if (found := self._compiler.find(structured)) is not None:
-            return found
         result, wake = self._submit(structured), self.wake
         if wake is None:
             return result.result()

@@ -33,10 +33,7 @@ def rules() -> Structured:
 
 
 class PlainCompiler:
-    """The library on a vocabulary of bytes, without a cache."""
-
-    def find(self, structured: Structured) -> None:
-        return None
+    """The library on a vocabulary of bytes."""
 
     def compile(self, structured: Structured) -> LLMatcher:
         is_schema = structured.kind == "json_schema"

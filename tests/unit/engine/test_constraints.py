@@ -111,17 +111,6 @@ def test_a_request_is_aborted_while_it_is_compiled_and_its_id_is_free_again() ->
     assert aside.world.verify() == 1
 
 
-def test_a_constraint_that_was_compiled_before_does_not_wait() -> None:
-    aside = Aside()
-    aside.world.add("a", [5], structured=DIGITS)
-    aside.wait()
-    aside.world.run()
-    aside.world.add("b", [5], structured=DIGITS)
-    assert aside.engine.has_work
-    aside.world.run()
-    assert aside.world.verify() == 2
-
-
 def test_seeds_follow_the_order_in_which_requests_take_their_place() -> None:
     """A record has the order of the queue, so a replay, which compiles at once, gives the same seeds."""
     aside, replayed = Aside(), GuidedWorld(num_blocks=100)
@@ -217,6 +206,18 @@ def test_a_limit_that_is_reached_ends_its_own_request_alone(monkeypatch: pytest.
     for name in ("light", "free"):
         request = world.requests[name]
         assert world.tokens[name, 0] == expected(request.prompt, request.params, 0)[0]
+
+
+def test_no_request_fails_because_of_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has the limits for itself, as have two that run side by side."""
+    monkeypatch.setattr(compiler_module, "MAX_LEXER_STATES", 400)
+    world = GuidedWorld(num_blocks=100)
+    heavy = Structured(kind="regex", text="(a|b)*a(a|b){14}c")
+    for number in range(20):
+        world.add(f"{number}", [number], structured=heavy, max_tokens=30)
+        world.add(f"{number}, too", [number], structured=heavy, max_tokens=30, seed=number)
+        world.run()
+    assert {last.finish_reason for last in world.finished.values()} <= {"stop", "length"}
 
 
 def test_outputs_of_a_constraint_that_fails_are_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

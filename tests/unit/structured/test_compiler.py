@@ -1,4 +1,4 @@
-"""Constraints of other kinds than schemas, what is cached, and what no constraint may take."""
+"""Constraints of other kinds than schemas, and what no constraint may take."""
 
 from __future__ import annotations
 
@@ -82,31 +82,16 @@ def test_what_cannot_be_compiled_says_why_in_one_line(structured: Structured, wo
     assert caught.value.param == "structured"
 
 
-def test_equal_constraints_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-    compile_one = compiler_module._compile
-
-    def compile_and_note(structured: Structured, tokenizer: Any) -> Any:
-        made.append(structured.text)
-        return compile_one(structured, tokenizer)
-
-    monkeypatch.setattr(compiler_module, "_compile", compile_and_note)
-    monkeypatch.setattr(compiler_module, "MAX_CACHED", 2)
-    own = Compiler(token_bytes())
-    for text in ("a", "b", "a", "c", "a", "b"):
-        own.compile(Structured.regex(text, triggers=(f"<{len(made)}>",), param=f"p{len(made)}"))
-    assert made == ["a", "b", "c", "b"], "b was used longest ago when c came"
-    assert own.find(Structured.regex("c")) is None, "and c when b came back"
-    found = own.find(Structured.regex("a", param="mine", triggers=("x",)))
-    assert found is not None and (found.param, found.triggers) == ("mine", (b"x",))
-
-
-def test_what_is_cached_is_bounded_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler_module, "MAX_CACHED_BYTES", 100)
-    own = Compiler(token_bytes())
-    for letter in "abcdefgh":
-        own.compile(Structured.regex(letter * 30))
-        assert own._num_bytes == sum(len(key[1]) for key in own._cache) <= 100
+def test_equal_constraints_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its own lexer: the states that one has made do not count for another."""
+    monkeypatch.setattr(compiler_module, "MAX_LEXER_STATES", 200)
+    rng = random.Random(1)
+    for _ in range(40):
+        guide = Guide(compiled(Structured(kind="regex", text="(a|b)*a(a|b){14}c")))
+        for _ in range(20):
+            allowed_ids(guide)
+            assert guide.error is None, guide.error
+            guide.consume(ids_of(rng.choice("ab")))
 
 
 def nested(depth: int) -> dict[str, Any]:
