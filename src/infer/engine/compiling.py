@@ -11,10 +11,10 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Lock, stack_size
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from threading import Event, Lock, stack_size
 from time import perf_counter
-from typing import TypeAlias
+from typing import NamedTuple
 
 from infer.engine.stats import GRAMMAR_SECONDS, Histogram
 from infer.errors import RequestError
@@ -29,7 +29,13 @@ logger = get_logger(__name__)
 NUM_THREADS = 2
 STACK_BYTES = 256 << 20  # of their address space: the library calls itself for a rule inside of a rule
 
-Waiting: TypeAlias = tuple[SequenceGroup, "array[int]"]  # an admitted request, and its prompt's ids
+
+class _Waiting(NamedTuple):
+    """An admitted request, and its prompt's ids."""
+
+    group: SequenceGroup
+    tokens: array[int]
+    is_aborted: Event  # seen by the thread that would compile
 
 
 class CompilingRequests:
@@ -38,10 +44,11 @@ class CompilingRequests:
     def __init__(self, compiler: Compiler) -> None:
         self.seconds, self.num_failures = Histogram(GRAMMAR_SECONDS), 0
         self._compiler = compiler
-        self._counting = Lock()  # of the two counts above
+        self._num_unfinished = 0  # jobs
+        self._counting = Lock()  # of the counts above
         self._threads: ThreadPoolExecutor | None = None
         self.wake: Callable[[], None] | None = None  # called in a compiler's thread; None: compile at once
-        self._waiting: dict[str, Waiting] = {}  # by request id
+        self._waiting: dict[str, _Waiting] = {}  # by request id
         self._done: deque[tuple[SequenceGroup, Future[Grammar]]] = deque()  # which compilers append to
 
     def __len__(self) -> int:
@@ -51,60 +58,79 @@ class CompilingRequests:
         return request_id in self._waiting
 
     @property
+    def num_jobs(self) -> int:
+        """Requests that wait, or jobs that no thread has got rid of yet, whichever are more.
+
+        The job of an aborted request stays in the threads' queue until its turn comes.
+        """
+        return max(len(self._waiting), self._num_unfinished)
+
+    @property
     def has_done(self) -> bool:
         """Whether there is a request to `take`."""
         return bool(self._done)
 
     def begin(self, structured: Structured, group: SequenceGroup, tokens: array[int]) -> Grammar | None:
         """The grammar of a request, or None: it waits, and is taken later."""
-        result, wake = self._submit(structured), self.wake
+        is_aborted, wake = Event(), self.wake
+        result = self._submit(structured, is_aborted)
         if wake is None:
             return result.result()
         group.added_at = perf_counter()
-        self._waiting[group.request.request_id] = group, tokens
+        self._waiting[group.request.request_id] = _Waiting(group, tokens, is_aborted)
 
         def done(result: Future[Grammar]) -> None:
-            self._done.append((group, result))
-            wake()
+            if not is_aborted.is_set():
+                self._done.append((group, result))
+                wake()
 
         result.add_done_callback(done)
         return None
 
-    def _submit(self, structured: Structured) -> Future[Grammar]:
+    def _submit(self, structured: Structured, is_aborted: Event) -> Future[Grammar]:
         """Begin to compile in a thread: also where the caller waits for it, whose stack may be small."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="infer-grammar")
+        with self._counting:
+            self._num_unfinished += 1
         usual = stack_size(STACK_BYTES)
         try:
-            return self._threads.submit(self._compile, structured)  # may start a thread
+            return self._threads.submit(self._compile, structured, is_aborted)  # may start a thread
         finally:
             stack_size(usual)
 
-    def _compile(self, structured: Structured) -> Grammar:
-        begun = perf_counter()
+    def _compile(self, structured: Structured, is_aborted: Event) -> Grammar:
+        begun, is_wanted, has_failed = perf_counter(), not is_aborted.is_set(), True
         try:
-            return self._compiler.compile(structured)
-        except BaseException:
-            with self._counting:
-                self.num_failures += 1
-            raise
+            if not is_wanted:
+                raise CancelledError
+            grammar = self._compiler.compile(structured)
+            has_failed = False
+            return grammar
         finally:
             with self._counting:
-                self.seconds.observe(perf_counter() - begun)
+                self._num_unfinished -= 1
+                if is_wanted:
+                    self.num_failures += has_failed
+                    self.seconds.observe(perf_counter() - begun)
 
     def abort(self, request_id: str) -> list[StepOutput]:
-        """Forget a request that waits; its last outputs."""
+        """Forget a request that waits; its last outputs. A thread that has not begun with it never does."""
         waiting = self._waiting.pop(request_id, None)
-        return [] if waiting is None else _last_outputs(waiting[0].request, "abort")
+        if waiting is None:
+            return []
+        waiting.is_aborted.set()
+        return _last_outputs(waiting.group.request, "abort")
 
     def take(self) -> Iterator[tuple[SequenceGroup, array[int], Grammar | list[StepOutput]]]:
         """The requests that need not wait any more: each with its grammar, or with its last outputs."""
         while self._done:
             group, result = self._done.popleft()
             request_id = group.request.request_id
-            if self._waiting.get(request_id, (None,))[0] is not group:  # aborted; the id may be another's
+            waiting = self._waiting.get(request_id)
+            if waiting is None or waiting.group is not group:  # aborted; the id may be another's
                 continue
-            _, tokens = self._waiting.pop(request_id)
+            tokens = self._waiting.pop(request_id).tokens
             error = result.exception()
             if error is None:
                 yield group, tokens, result.result()

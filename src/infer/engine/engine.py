@@ -143,7 +143,7 @@ class Engine:
                 context_len=self.context_len,
                 vocab_size=self._vocab_size,
                 eos_ids=self._eos_ids,
-                num_compiling=len(self._compiling),
+                num_compiling=self._compiling.num_jobs if request.params.structured else len(self._compiling),
             )
         except ContextOverflow as error:
             raise error.of(self.model_len) from None

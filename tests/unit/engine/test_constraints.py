@@ -106,9 +106,50 @@ def test_a_request_is_aborted_while_it_is_compiled_and_its_id_is_free_again() ->
     assert [(out.index, out.finish_reason) for out in ended] == [(0, "abort"), (1, "abort")]
     assert not aside.engine.is_serving("a") and aside.engine.abort("a") == []
     aside.world.add("a", [7], max_tokens=4)
-    aside.wait()
     aside.world.run()
     assert aside.world.verify() == 1
+
+
+def test_what_was_aborted_is_not_compiled_and_counts_until_a_thread_has_passed_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, begun, seen = threading.Event(), threading.Semaphore(0), list[str]()
+    compile_one = compiler_module._compile
+
+    def compile_late(structured: Structured, tokenizer: Any) -> Any:
+        seen.append(structured.text)
+        begun.release()
+        assert gate.wait(60)
+        return compile_one(structured, tokenizer)
+
+    monkeypatch.setattr(compiler_module, "_compile", compile_late)
+    aside = Aside(max_queue=6, max_batch_size=2)
+    try:
+        for text in ("a{2}", "a{3}"):  # as many as there are threads
+            aside.world.add(text, [5], structured=Structured.regex(text))
+            assert begun.acquire(timeout=60)
+        with pytest.raises(QueueFull):
+            for number in range(100):
+                aside.world.add(f"b{number}", [5], structured=Structured.regex("b{2}"))
+                aside.engine.abort(f"b{number}")
+        assert number == 6, "with the two that run, as many as may wait beside two free places"
+        aside.world.add("free", [5], max_tokens=3)  # needs no thread
+    finally:
+        gate.set()
+    aside.wait()
+    aside.wait()
+    threads, both = aside.engine._compiling._threads, threading.Barrier(2)
+    assert threads is not None
+    for passed in [threads.submit(both.wait, 60) for _ in range(2)]:  # behind all that was aborted
+        passed.result()
+    aside.world.add("c", [5], structured=Structured.regex("c{2}"))
+    aside.wait()
+    aside.world.run()
+    assert sorted(seen) == ["a{2}", "a{3}", "c{2}"] and aside.engine._compiling.num_jobs == 0
+    assert sum(aside.engine.stats().grammar_times) == 3 and not aside.engine.stats().num_grammar_failures
+    assert {aside.world.finished[name, 0].finish_reason for name in ("a{2}", "a{3}", "c", "free")} <= {
+        "stop", "length",
+    }  # fmt: skip
 
 
 def test_seeds_follow_the_order_in_which_requests_take_their_place() -> None:
