@@ -28,6 +28,7 @@ logger = get_logger(__name__)
 
 NUM_THREADS = 2
 STACK_BYTES = 256 << 20  # of their address space: the library calls itself for a rule inside of a rule
+_starting = Lock()  # the size of new threads' stacks is the process's, which may have several engines
 
 
 class _Waiting(NamedTuple):
@@ -93,11 +94,12 @@ class CompilingRequests:
             self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="infer-grammar")
         with self._counting:
             self._num_unfinished += 1
-        usual = stack_size(STACK_BYTES)
-        try:
-            return self._threads.submit(self._compile, structured, is_aborted)  # may start a thread
-        finally:
-            stack_size(usual)
+        with _starting:
+            usual = stack_size(STACK_BYTES)
+            try:
+                return self._threads.submit(self._compile, structured, is_aborted)  # may start a thread
+            finally:
+                stack_size(usual)
 
     def _compile(self, structured: Structured, is_aborted: Event) -> Grammar:
         begun, is_wanted, has_failed = perf_counter(), not is_aborted.is_set(), True

@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from infer.engine import compiling as compiling_module
 from infer.engine.compiling import CompilingRequests
 from infer.sampling.structured import MAX_GRAMMAR_BYTES, MAX_SCHEMA_BYTES, Structured
 from infer.structured.compiler import Compiler
@@ -64,3 +65,27 @@ def test_other_threads_keep_their_stack() -> None:
     before = threading.stack_size()
     compile_aside(Structured(kind="grammar", text='start: "a"'))
     assert threading.stack_size() == before
+
+
+def test_engines_of_one_process_change_the_stack_of_new_threads_one_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second sets a size only when the first has put back the usual one."""
+    sizes, size, second = list[int](), threading.stack_size(), list[threading.Thread]()
+    aside = Structured(kind="grammar", text='start: "a"')
+
+    def change(new: int) -> int:
+        nonlocal size
+        sizes.append(new)
+        if not second:  # another engine comes here now, if it may
+            second.append(threading.Thread(target=compile_aside, args=(aside,)))
+            second[0].start()
+            second[0].join(0 if compiling_module._starting.locked() else 60)
+        old, size = size, new
+        return old
+
+    usual = size
+    monkeypatch.setattr(compiling_module, "stack_size", change)
+    compile_aside(aside)
+    second[0].join(60)
+    assert sizes == [compiling_module.STACK_BYTES, usual] * 2 and size == usual
