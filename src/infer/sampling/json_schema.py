@@ -28,10 +28,8 @@ MAX_PRODUCT = 256  # alternatives that allOf combines
 MAX_ENUM = 10_000  # values of all enums
 MAX_MULTIPLE_OF = 10_000  # a remainder is a state of an automaton
 MAX_RULES = 1_000  # of a grammar; its compiler calls itself for a rule that a rule refers to
-MAX_EBNF_RULES, MAX_EBNF_LEN = (
-    200,
-    16_384,
-)  # of one that is translated first, in time that is no longer linear
+MAX_EBNF_RULES = 200  # of a grammar in EBNF, which is translated first, in time that is no longer linear
+MAX_EBNF_LEN = 16_384  # characters
 MAX_PATTERN_LEN = 10_000  # characters
 MAX_PATTERN_SIZE = 20_000  # characters and classes, once repetitions are written out
 
@@ -79,7 +77,8 @@ _LOOK_AROUND = ("(?=", "(?!", "(?<=", "(?<!")
 _ESCAPE = re.compile(r"\\(?:[pPuUx]\{[^}]{0,40}\}|.)", re.DOTALL)  # \p{Greek} repeats nothing
 _RULE = re.compile(r"^[ \t]*[!?]?\w[^\n\"'/:{]*:", re.MULTILINE)  # of a grammar; a rule begins a line
 _EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
-_REPEAT = re.compile(r"\{(\d{1,9})?(?:,(\d{0,9}))?\}")
+_REPEAT = re.compile(r"\{\s*+([0-9]*+)\s*+(?:,\s*+([0-9]*+)\s*+)?\}")
+_VERBOSE = re.compile(r"\(\?[a-wyzA-Z]*x")  # (?x): blanks and comments between any two characters
 
 
 def check_keywords(schema: object, *, param: str, is_lenient: bool = False) -> None:
@@ -368,6 +367,8 @@ def _unsupported_in(pattern: str) -> str | None:
             continue
         if pattern.startswith(_LOOK_AROUND, i):
             return f"look-around ({pattern[i : i + 3]}...)"
+        if _VERBOSE.match(pattern, i):
+            return "the flag x"
         i = _class_end(pattern, i) if pattern[i] == "[" else i + 1
     return None
 
@@ -381,7 +382,7 @@ def _written_out(pattern: str) -> int:
             sizes.append(0)
             last = 0
         elif char == "{" and (found := _REPEAT.match(pattern, i)):
-            most = max(int(found[1] or 0), int(found[2] or 0), 1)
+            most = max(_count(found[1]), _count(found[2]), 1)
             sizes[-1] += last * (most - 1)
             last, end = last * most, found.end()
         elif char not in "*+?|^$":
@@ -396,10 +397,21 @@ def _written_out(pattern: str) -> int:
 
 
 def _class_end(pattern: str, start: int) -> int:
-    """Where a class in brackets, `[^]a-z\\]]`, has ended."""
-    i = start + 1
-    i += pattern.startswith("^", i)
-    i += pattern.startswith("]", i)
-    while i < len(pattern) and pattern[i] != "]":
+    """Where a class in brackets, `[^]a-z\\]]` or `[a[bc]]`, has ended."""
+    i, depth = start, 0
+    while i < len(pattern):
+        if pattern[i] == "[":
+            depth += 1
+            i += pattern.startswith("^", i + 1)
+            i += pattern.startswith("]", i + 1)
+        elif pattern[i] == "]":
+            depth -= 1
+            if depth == 0:
+                return i + 1
         i += 2 if pattern[i] == "\\" else 1
-    return i + 1
+    return i
+
+
+def _count(digits: str | None) -> int:
+    """How often something is repeated; of a number that is far too large anyway, its beginning."""
+    return int((digits or "").lstrip("0")[:12] or 0)

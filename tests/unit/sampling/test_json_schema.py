@@ -284,10 +284,12 @@ def test_a_schema_that_refers_to_the_same_twice_at_every_level_is_walked_once(
         (r"(a)\1", r"the back-reference \1"),
         (r"\bword\b", r"the word boundary \b"),
         (r"\Bx", r"the word boundary \B"),
+        ("(?x)(a{999}) {999}", "the flag x"),
+        ("(a (?i-s:b)(?ix-s:c)", "the flag x"),
     ],
 )
 def test_what_a_pattern_cannot_ask_for(pattern: str, found: str) -> None:
-    assert compile_error({"type": "string", "pattern": pattern})
+    assert "flag" in found or compile_error({"type": "string", "pattern": pattern})
     with pytest.raises(RequestError, match=re.escape(f"guided_regex: the pattern uses {found}")):
         check_pattern(pattern, param="guided_regex")
 
@@ -313,9 +315,18 @@ def test_patterns_that_only_look_like_it(pattern: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "pattern", ["(a{ 999}){ 999}", "(a{0000000999}){0000000999}", "a{" + "9" * 5_000 + "}"]
+)
+def test_a_repetition_is_seen_however_its_number_is_written(pattern: str) -> None:
+    with pytest.raises(RequestError, match="repeat less often"):
+        check_pattern(pattern, param="x")
+
+
+@pytest.mark.parametrize(
     ("pattern", "size"),
     [("", 0), ("abc", 3), ("a{3}", 3), ("[abc]{2,5}", 5), ("(ab){3}", 6), ("((ab){3}c){2}", 14)]
-    + [("a*b+c?", 3), (r"\d{4}", 4), (r"\x{41}", 1), ("(a|bc){9,}", 27), (")", 1), ("(ab", 2), ("a{4", 3)],
+    + [("a*b+c?", 3), (r"\d{4}", 4), (r"\x{41}", 1), ("(a|bc){9,}", 27), (")", 1), ("(ab", 2), ("a{4", 3)]
+    + [("a{ 3}", 3), ("(a{ 3 , 4 }){\n2}", 8), ("a{000000000000003}", 3), ("([[])]a]b{3}){2}", 8)],
 )
 def test_repetitions_are_counted_as_if_written_out(pattern: str, size: int) -> None:
     assert json_schema._written_out(pattern) == size
