@@ -25,7 +25,7 @@ from infer.dialects.table import Dialect
 from infer.dialects.values import schema_types
 from infer.errors import RequestError
 from infer.sampling.json_schema import check_keywords
-from infer.sampling.structured import Structured
+from infer.sampling.structured import MAX_GRAMMAR_BYTES, Structured
 from infer.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -47,11 +47,18 @@ def constraint(form: AnswerFormat, tokenizer: Tokenizer, text: Structured | None
     is_free = form.choice == "auto" and not any(tool.is_strict for tool in form.tools)
     if dialect is None or (text is None and is_free):
         return text
-    tools = [
-        _followed(tool, f"tools[{i}].function.parameters")
+    asked = {
+        i: replace(tool, parameters=_bare(tool.parameters))
         for i, tool in enumerate(form.tools)
         if form.choice in ("auto", "required", tool.name)
-    ]
+    }
+    if (size := sum(len(_compact(tool.parameters)) for tool in asked.values())) > MAX_GRAMMAR_BYTES:
+        raise RequestError(
+            f"the parameters of all tools have {size} characters without their descriptions, at most "
+            f"{MAX_GRAMMAR_BYTES} are allowed; offer fewer tools, or leave tool_choice and strict out",
+            param="tools",
+        )
+    tools = [_followed(tool, f"tools[{i}].function.parameters") for i, tool in asked.items()]
     lines = _Lines(dialect, tokenizer, is_triggered=form.choice == "auto" and text is None)
     names = " | ".join([lines.tool(tool) for tool in tools])
     if form.choice == "auto" and text is None:
@@ -63,8 +70,8 @@ def constraint(form: AnswerFormat, tokenizer: Tokenizer, text: Structured | None
 
 
 def _followed(tool: Tool, where: str) -> Tool:
-    """The tool with a schema that can be followed, without what only describes it."""
-    schema = _bare(tool.parameters)
+    """The tool with a schema that can be followed."""
+    schema = dict(tool.parameters)
     try:
         check_keywords(schema, param=where, is_lenient=not tool.is_strict)
     except RequestError:
@@ -109,6 +116,10 @@ def _trigger(dialect: Dialect) -> str:
 
 def _quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def _compact(schema: Mapping[str, Any]) -> str:
+    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
 
 
 class _Lines:
@@ -209,7 +220,7 @@ class _Lines:
             if name in tool.parameters and name not in whole:
                 whole[name] = tool.parameters[name]
         whole["x-guidance"] = options
-        return self._rule("%json " + json.dumps(whole, ensure_ascii=False, separators=(",", ":")))
+        return self._rule("%json " + _compact(whole))
 
     def _json(self, tool: Tool) -> str:
         head = f'{{"name": {_quote(tool.name)}, "{self._dialect.key}": '

@@ -6,8 +6,8 @@ Three kinds of schema are refused here, with the keyword and a JSON pointer to i
     it means nothing                a type that JSON does not have, a bound that is no number
     it would take seconds           too many properties, alternatives multiplied by `allOf`, `(a{999}){999}`
 
-A compiler says all this too, but not where, and only after it has spent the time. Every reference is followed
-once, and schemas that nothing refers to are not looked at. All of it is linear in the size of the schema.
+A compiler says all this too, but not where, and only after it has spent the time. Every schema is visited
+once, however many references lead to it, and only if one does. All of it is linear in the size of the schema.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from urllib.parse import unquote
 from infer.errors import RequestError
 
 MAX_DEPTH = 100  # schemas inside of schemas, references followed
+MAX_SCHEMAS = 20_000  # all of them
 MAX_PROPERTIES = 1_000  # of one object
 MAX_OPTIONAL = 400  # of them not required: any of them may come next, and a step follows so many at most
 MAX_ALTERNATIVES = 1_000  # of one anyOf or oneOf
@@ -183,13 +184,21 @@ class _SchemaCheck:
         self._param = param
         self._is_lenient = is_lenient
         self._num_enum = 0
-        self._by_ref: dict[str, int] = {}  # alternatives of what was referred to; 1 while it is visited
+        self._by_id: dict[int, int] = {}  # alternatives of every schema; 1 while it is visited
 
     def visit(self, schema: object, where: str, depth: int) -> int:
         if isinstance(schema, bool):
             return 1
         if not isinstance(schema, dict):
             raise self._error(where, "must be an object, true or false", schema)
+        if id(schema) not in self._by_id:
+            self._by_id[id(schema)] = 1
+            if len(self._by_id) > MAX_SCHEMAS:
+                raise self._refuse("#", f"holds more than {MAX_SCHEMAS} schemas, which is the most allowed")
+            self._by_id[id(schema)] = self._visit_new(schema, where, depth)
+        return self._by_id[id(schema)]
+
+    def _visit_new(self, schema: dict[str, Any], where: str, depth: int) -> int:
         if depth > MAX_DEPTH:
             raise self._refuse(where, f"is {depth} schemas deep, at most {MAX_DEPTH} are allowed")
         for keyword, instead in UNSUPPORTED.items():
@@ -217,10 +226,7 @@ class _SchemaCheck:
     def _visit_ref(self, ref: object, where: str, depth: int) -> int:
         if not isinstance(ref, str) or (ref != "#" and not ref.startswith("#/")):
             raise self._error(where, "must point into this schema, such as #/$defs/name", ref)
-        if ref not in self._by_ref:
-            self._by_ref[ref] = 1
-            self._by_ref[ref] = self.visit(self._resolve(ref, where), ref, depth + 1)
-        return self._by_ref[ref]
+        return self.visit(self._resolve(ref, where), ref, depth + 1)
 
     def _resolve(self, ref: str, where: str) -> object:
         found: Any = self._root

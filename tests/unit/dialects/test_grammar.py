@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -249,3 +250,15 @@ def test_what_only_describes_a_schema_is_left_out() -> None:
     assert structured is not None
     assert "DDD" not in structured.text
     assert '"description":{"type":"string","enum":["title"]},"title":{"type":"integer"}' in structured.text
+
+
+def test_tools_that_are_too_large_together_are_refused_before_they_are_looked_at() -> None:
+    schema = {
+        "properties": {"a": {"prefixItems": [{} for _ in range(900)], "not": {}, "description": "x" * 99_999}}
+    }
+    tools = tuple(Tool(name=f"t{i}", parameters=schema) for i in range(30))
+    tokenizer, _ = vocabulary(is_special=True)
+    form = AnswerFormat(dialect=BY_NAME["hermes"], tools=tools[:20], choice="required")
+    assert form.structured(tokenizer) is not None
+    with pytest.raises(RequestError, match="the parameters of all tools have 8.... characters"):
+        dataclasses.replace(form, tools=tools).structured(tokenizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import re
 from typing import Any
@@ -195,7 +196,8 @@ def shared_key(num: int) -> dict[str, Any]:
         (products(40, 2), "combines more than 256 alternatives"),
         (shared_key(5), "combines more than 256 alternatives"),
         (at_a(enum=list(range(10_001))), "has 10001 values, with those of other enums; at most 10000"),
-        (at_a(anyOf=[{"enum": list(range(100))}] * 101), "has 10100 values"),
+        (at_a(anyOf=[{"enum": list(range(100))} for _ in range(101)]), "has 10100 values"),
+        (at_a(items=[{} for _ in range(20_000)]), "the schema at # holds more than 20000 schemas"),
         ({"properties": {str(i): {} for i in range(1_001)}}, "has 1001 properties; at most 1000"),
         (at_a(oneOf=[{"const": i} for i in range(1_001)]), "has 1001 schemas; at most 1000"),
         (at_a(pattern="(a|b|cd){0,5000}" * 3), "written out, are 60000 characters long"),
@@ -255,23 +257,39 @@ def test_the_largest_that_are_taken() -> None:
     check_pattern("(a|b|cd){0,5000}", param="x")
 
 
+def count_visits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The places of the schemas that are looked at."""
+    visits: list[str] = []
+    visit = json_schema._SchemaCheck._visit_new
+
+    def counted(self: Any, schema: Any, where: str, depth: int) -> int:
+        visits.append(where)
+        return visit(self, schema, where, depth)
+
+    monkeypatch.setattr(json_schema._SchemaCheck, "_visit_new", counted)
+    return visits
+
+
 def test_a_schema_that_refers_to_the_same_twice_at_every_level_is_walked_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    visits = 0
-    visit = json_schema._SchemaCheck.visit
-
-    def counted(*args: Any) -> int:
-        nonlocal visits
-        visits += 1
-        return visit(*args)
-
-    monkeypatch.setattr(json_schema._SchemaCheck, "visit", counted)
+    visits = count_visits(monkeypatch)
     two = {f"a{i}": {"items": {"$ref": f"#/$defs/a{i + 1}"}, "not_": 1} for i in range(30)}
     for i in range(30):
         two[f"a{i}"]["properties"] = {"x": {"$ref": f"#/$defs/a{i + 1}"}}
     check_keywords({"$ref": "#/$defs/a0", "$defs": two | {"a30": {}}}, param="x")
-    assert visits < 300  # not 2 ** 30
+    assert len(visits) < 300  # not 2 ** 30
+
+
+def test_a_reference_that_is_spelled_in_many_ways_is_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    visits = count_visits(monkeypatch)
+    spelled = ["".join(pair) for pair in itertools.product(*[(c, f"%{ord(c):x}") for c in "abcdef"])]
+    target = {"prefixItems": [{} for _ in range(500)]}
+    refs = [
+        {"$ref": f"#/$defs/{name}"} for name in (*spelled, *(f"{name}/prefixItems/3" for name in spelled))
+    ]
+    check_keywords({"anyOf": [{"$ref": "#"}, *refs], "$defs": {"abcdef": target}}, param="x")
+    assert len(visits) == 1 + 1 + len(refs) + 1 + 500  # not 64 times 500
 
 
 @pytest.mark.parametrize(
