@@ -13,6 +13,7 @@ once, however many references lead to it, and only if one does. All of it is lin
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -108,7 +109,8 @@ def close_objects(schema: Any) -> bool:
             inner = each.get(keyword, [])
             stack += inner if isinstance(inner, list) else [inner]
     if any(
-        len(each.get("allOf", ())) > 1 or ("properties" in each and each.keys() & _COMBINING)
+        (isinstance(every := each.get("allOf"), list) and len(every) > 1)
+        or ("properties" in each and each.keys() & _COMBINING)
         for each in found
     ):
         return False
@@ -117,7 +119,8 @@ def close_objects(schema: Any) -> bool:
         for each in found
         if isinstance(names := each.get("properties"), dict)
         and not each.keys() & {"additionalProperties", "patternProperties", "minProperties", "maxProperties"}
-        and names.keys() >= set(each.get("required", ()))
+        and isinstance(needed := each.get("required", []), list)
+        and all(isinstance(name, str) and name in names for name in needed)
     ]
     for each in closable:
         each["additionalProperties"] = False
@@ -170,10 +173,18 @@ def check_grammar(grammar: str, *, param: str) -> None:
         )
     for found in re.finditer(r"%json\s*", grammar):
         try:
-            schema, _ = json.JSONDecoder().raw_decode(grammar, found.end())
+            schema, _ = _DECODER.raw_decode(grammar, found.end())
         except (ValueError, RecursionError):
             raise RequestError(f"{param}: %json is not followed by a JSON schema", param=param) from None
         check_keywords(schema, param=param)
+
+
+def refuse_constant(name: str) -> None:
+    """For a JSON parser: NaN and Infinity, which Python reads, are no JSON."""
+    raise ValueError(f"{name} is no JSON number")
+
+
+_DECODER = json.JSONDecoder(parse_constant=refuse_constant)
 
 
 class _SchemaCheck:
@@ -321,10 +332,9 @@ class _SchemaCheck:
         if where != "#" and "$id" in schema:
             raise self._refuse(f"{where}/$id", "is not supported below the root; use $defs")
         is_text = not types or "string" in types
-        if is_text and not self._is_lenient and schema.get("format", "unknown") not in FORMATS:
-            raise self._error(
-                f"{where}/format", f"must be one of {', '.join(sorted(FORMATS))}", schema["format"]
-            )
+        name = schema.get("format", "unknown")
+        if is_text and not self._is_lenient and not (isinstance(name, str) and name in FORMATS):
+            raise self._error(f"{where}/format", f"must be one of {', '.join(sorted(FORMATS))}", name)
 
     def _check_count(self, where: str, count: int, limit: int, what: str) -> None:
         if count > limit:
@@ -352,7 +362,10 @@ _KEYWORDS = frozenset(
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether a value is a number of JSON; 1e400 is read as infinity, which is none."""
+    return (isinstance(value, int) and not isinstance(value, bool)) or (
+        isinstance(value, float) and math.isfinite(value)
+    )
 
 
 def _escaped(name: str) -> str:

@@ -25,7 +25,13 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from infer.errors import RequestError
-from infer.sampling.json_schema import check_grammar, check_keywords, check_pattern, close_objects
+from infer.sampling.json_schema import (
+    check_grammar,
+    check_keywords,
+    check_pattern,
+    close_objects,
+    refuse_constant,
+)
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -268,7 +274,7 @@ def _inside(value: object) -> Iterable[object]:
 
 def _parse(text: str, param: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=refuse_constant)
     except RecursionError:
         raise RequestError(
             f"the JSON is nested too deep, at most {MAX_SCHEMA_DEPTH} deep is allowed", param=param
@@ -283,7 +289,3 @@ def _dump(value: object, param: str) -> str:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"this cannot be written as JSON: {error}", param=param) from None
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from infer import Structured
 from infer.errors import RequestError
+from infer.sampling.json_schema import _KEYWORDS, check_keywords
 from infer.sampling.params import SamplingParams
 from infer.sampling.structured import (
     MAX_CHOICES,
@@ -77,6 +81,9 @@ BAD = [
     (lambda: Structured.of({"json_object": {"a": 1}}), "takes no value"),
     (lambda: Structured.json_schema("{"), "not JSON"),
     (lambda: Structured.json_schema('{"const": NaN}'), "NaN"),
+    (lambda: Structured.json_schema('{"minLength": 1e400}'), "got inf"),
+    (lambda: Structured.json_schema('{"minLength": 1%s}' % ("0" * 5_000)), "not JSON"),
+    (lambda: Structured.grammar('start: %json {"minLength": NaN}'), "not followed by a JSON schema"),
     (lambda: Structured.json_schema("[]"), "got list"),
     (lambda: Structured.json_schema(int), "got type"),
     (lambda: Structured.json_schema({"const": "x" * MAX_SCHEMA_BYTES}), f"at most {MAX_SCHEMA_BYTES}"),
@@ -141,3 +148,30 @@ def test_without_a_limit_or_a_constraint_reasoning_guides_nothing() -> None:
     assert SamplingParams(reasoning=Reasoning(end_id=1, max_tokens=0)).is_guided
     assert SamplingParams(reasoning=Reasoning(end_id=1), structured=Structured.json_object()).is_guided
     assert Reasoning(end_id=1).forced == (1,)
+
+
+WORDS = st.sampled_from(sorted(_KEYWORDS | {"$defs", "definitions", "const", "x-guidance", "a"}))
+TEXTS = st.text(max_size=8) | st.sampled_from(
+    ["#", "#/$defs/a", "#/a/0", "string", "date", "a{2}", "(", "\ud800"]
+)
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.just(10**400) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(schema=st.dictionaries(WORDS, VALUES, max_size=5), is_lenient=st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_whatever_stands_behind_a_keyword_is_taken_or_refused(schema: Any, is_lenient: bool) -> None:
+    text = json.dumps(schema)
+    for make in (
+        lambda: check_keywords(schema, param="x", is_lenient=is_lenient),
+        lambda: Structured.json_schema(schema),
+        lambda: Structured.json_schema(text),
+        lambda: Structured.grammar(f"start: %json {text}"),
+        lambda: Structured.of(schema),
+        lambda: Structured.of({"choice": schema.get("enum")}),
+    ):
+        with contextlib.suppress(RequestError):
+            make()
