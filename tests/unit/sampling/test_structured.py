@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from infer import Structured
 from infer.errors import RequestError
-from infer.sampling.json_schema import _KEYWORDS, check_keywords
+from infer.sampling.json_schema import _KEYWORDS, UNSUPPORTED, check_keywords
 from infer.sampling.params import SamplingParams
 from infer.sampling.structured import (
     MAX_CHOICES,
@@ -150,28 +150,31 @@ def test_without_a_limit_or_a_constraint_reasoning_guides_nothing() -> None:
     assert Reasoning(end_id=1).forced == (1,)
 
 
-WORDS = st.sampled_from(sorted(_KEYWORDS | {"$defs", "definitions", "const", "x-guidance", "a"}))
+WORDS = sorted((_KEYWORDS - UNSUPPORTED.keys()) | {"$defs", "const", "x-guidance", "a"})
 TEXTS = st.text(max_size=8) | st.sampled_from(
     ["#", "#/$defs/a", "#/a/0", "string", "date", "a{2}", "(", "\ud800"]
 )
 VALUES: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.just(10**400) | TEXTS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4),
     max_leaves=12,
 )
 
 
-@given(schema=st.dictionaries(WORDS, VALUES, max_size=5), is_lenient=st.booleans())
-@settings(max_examples=200, deadline=None)
-def test_whatever_stands_behind_a_keyword_is_taken_or_refused(schema: Any, is_lenient: bool) -> None:
-    text = json.dumps(schema)
-    for make in (
-        lambda: check_keywords(schema, param="x", is_lenient=is_lenient),
-        lambda: Structured.json_schema(schema),
-        lambda: Structured.json_schema(text),
-        lambda: Structured.grammar(f"start: %json {text}"),
-        lambda: Structured.of(schema),
-        lambda: Structured.of({"choice": schema.get("enum")}),
-    ):
-        with contextlib.suppress(RequestError):
-            make()
+@given(value=VALUES, is_lenient=st.booleans())
+@example(value=[[]], is_lenient=False)
+@example(value={"a": {}}, is_lenient=False)
+@example(value=float("inf"), is_lenient=False)
+@settings(max_examples=60, deadline=None)
+def test_whatever_stands_behind_a_keyword_is_taken_or_refused(value: Any, is_lenient: bool) -> None:
+    for keyword in WORDS:
+        part = {keyword: value}
+        for schema in (part, {"$defs": {"a": part, "b": {"properties": {}, keyword: value}}}):
+            text = json.dumps(schema)
+            for make in (
+                lambda: check_keywords(schema, param="x", is_lenient=is_lenient),  # noqa: B023
+                lambda: Structured.json_schema(text),  # noqa: B023
+                lambda: Structured.grammar(f"start: %json {text}"),  # noqa: B023
+            ):
+                with contextlib.suppress(RequestError):
+                    make()
