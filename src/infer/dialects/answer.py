@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from infer.dialects.events import ToolCall, is_complete
 from infer.dialects.grammar import constraint
 from infer.dialects.parser import AnswerParser
 from infer.dialects.table import Dialect, Think
@@ -107,9 +108,13 @@ class AnswerFormat:
         ids = [begin_id, *tokenizer.encode(self.think.blank, add_special=False)]
         return ids, replace(self, in_reasoning=True)
 
-    def finish_reason(self, reason: str | None, num_calls: int) -> str | None:
-        """The reason in OpenAI's words: `tool_calls`, unless the call was one that the client had named."""
-        if reason == "stop" and num_calls and self.choice in ("auto", "required"):
+    def finish_reason(self, reason: str | None, calls: Sequence[ToolCall]) -> str | None:
+        """The reason in OpenAI's words: `tool_calls`, unless the call was one that the client had named.
+
+        An answer whose last call was cut, as by a stop string, has not ended to have it made.
+        """
+        is_free = self.choice in ("auto", "required")
+        if reason == "stop" and is_free and calls and is_complete(calls[-1].arguments):
             return "tool_calls"
         return reason
 

@@ -7,6 +7,7 @@ own words. Joined, the arguments of one call are one JSON object, character for 
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 
@@ -51,3 +52,11 @@ class ToolCall:
     call_id: str
     name: str
     arguments: str  # a JSON object, as the model wrote it
+
+
+def is_complete(arguments: str) -> bool:
+    """Whether the arguments of a call are a whole JSON object: a stop string or a limit may cut them."""
+    try:
+        return isinstance(json.loads(arguments, strict=False), dict)
+    except (ValueError, RecursionError):
+        return False

@@ -46,7 +46,7 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     text: str
     token_ids: tuple[int, ...]
-    finish_reason: str | None = None  # "stop", "length", "abort" or "error", with the last piece
+    finish_reason: str | None = None  # "stop", "tool_calls", "length", "abort" or "error", at the end
     index: int = 0  # which of the request's n outputs
     logprobs: tuple[RowLogprobs, ...] = ()
     error: str | None = None
@@ -86,6 +86,26 @@ class RequestOutput:
     def text(self) -> str:
         """The text of the first output."""
         return self.outputs[0].text
+
+    @property
+    def reasoning(self) -> str | None:
+        """What the model wrote for itself before the first output; None if it did not reason."""
+        return self.outputs[0].reasoning
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """How many tokens of the first output are reasoning."""
+        return self.outputs[0].num_reasoning_tokens
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The tool calls of the first output."""
+        return self.outputs[0].tool_calls
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the first output ended: "stop", "tool_calls" or "length"."""
+        return self.outputs[0].finish_reason
 
     @property
     def token_ids(self) -> list[int]:
@@ -152,6 +172,7 @@ class _SequenceText:
         form: AnswerFormat | None,
     ) -> None:
         self._request = request
+        self._form = form
         self._parser = form.parser() if form is not None else None
         shown = form.shown_ids if form is not None else frozenset()
         # A stop string counts only once min_tokens are there; the search begins then.
@@ -218,6 +239,8 @@ class _SequenceText:
                 events += parser.finish()
             text = "".join([event.text for event in events if isinstance(event, ContentDelta)])
             self.events += events
+            if self.finish_reason is not None and self._form is not None:
+                self.finish_reason = self._form.finish_reason(self.finish_reason, self.calls())
             self.num_reasoning += num_reasoning
         self._pieces.append(text)
         return TextDelta(
@@ -232,12 +255,21 @@ class _SequenceText:
             num_reasoning=num_reasoning,
         )
 
-    def build(self, index: int, *, has_logprobs: bool, has_cumulative: bool) -> CompletionOutput:
-        reasoning = "".join(event.text for event in self.events if isinstance(event, ReasoningDelta))
-        arguments: dict[int, str] = {}
+    def calls(self) -> tuple[ToolCall, ...]:
+        arguments: dict[int, list[str]] = {}
         for event in self.events:
             if isinstance(event, CallDelta):
-                arguments[event.index] = arguments.get(event.index, "") + event.arguments
+                arguments.setdefault(event.index, []).append(event.arguments)
+        return tuple(
+            ToolCall(
+                call_id=event.call_id, name=event.name, arguments="".join(arguments.get(event.index, ()))
+            )
+            for event in self.events
+            if isinstance(event, CallStart)
+        )
+
+    def build(self, index: int, *, has_logprobs: bool, has_cumulative: bool) -> CompletionOutput:
+        reasoning = "".join(event.text for event in self.events if isinstance(event, ReasoningDelta))
         return CompletionOutput(
             index=index,
             text=self.text,
@@ -247,11 +279,7 @@ class _SequenceText:
             logprobs=self.logprobs if has_logprobs else None,
             cumulative_logprob=self.cumulative_logprob if has_cumulative else None,
             reasoning=reasoning or None,
-            tool_calls=tuple(
-                ToolCall(call_id=event.call_id, name=event.name, arguments=arguments.get(event.index, ""))
-                for event in self.events
-                if isinstance(event, CallStart)
-            ),
+            tool_calls=self.calls(),
             num_reasoning_tokens=self.num_reasoning,
         )
 

@@ -96,7 +96,10 @@ def test_a_marker_that_is_a_special_token_reaches_the_parser() -> None:
             assert delta.text == 'f{"a": 1}'
         else:
             assert {type(event) for event in delta.events} == {CallStart, CallDelta}
-            (call,) = builder.build().outputs[0].tool_calls
+            output = builder.build()
+            (call,) = output.tool_calls
+            assert delta.finish_reason == output.finish_reason == "tool_calls", "as over HTTP"
+            assert (output.reasoning, output.num_reasoning_tokens) == (None, 0)
             assert (call.name, call.arguments) == ("f", '{"a": 1}')
             assert delta.text == ""
 

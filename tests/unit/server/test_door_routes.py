@@ -131,6 +131,29 @@ def test_a_tool_call_is_a_block(oracle: LLM) -> None:
     assert events[-2][1]["delta"]["stop_reason"] == "tool_use"
 
 
+@pytest.mark.parametrize(
+    ("text", "finish_reason", "expected"),
+    [(CALL, "stop", "stop_sequence"), (CALL[:-5], "length", "max_tokens")],
+)
+def test_a_call_that_is_cut_is_no_block(oracle: LLM, text: str, finish_reason: str, expected: str) -> None:
+    """No arguments are made up for it, and the reason is what cut it."""
+    place = site(oracle, saying(oracle, text, finish_reason))
+    body = HELLO | {"tools": [{"name": "f", "input_schema": SCHEMA}], "tool_choice": {"type": "any"}}
+    body |= {"stop_sequences": ["ome"]} if expected == "stop_sequence" else {}
+    answer = place.request("POST", MESSAGES, json=body).json()
+    assert answer["content"] == [{"type": "text", "text": "", "citations": None}]
+    assert answer["stop_reason"] == expected
+    events = read_events(place.request("POST", MESSAGES, json=body | {"stream": True}))
+    assert events[-2][1]["delta"]["stop_reason"] == expected
+
+
+def test_line_ends_in_arguments_are_kept(oracle: LLM) -> None:
+    place = site(oracle, saying(oracle, CALL.replace("Rome", "Ro\nme")))
+    body = HELLO | {"tools": [{"name": "f", "input_schema": SCHEMA}]}
+    (block,) = place.request("POST", MESSAGES, json=body).json()["content"]
+    assert block["input"] == {"city": "Ro\nme"}
+
+
 def test_a_tool_call_is_an_item(oracle: LLM) -> None:
     place = site(oracle, saying(oracle, CALL))
     body = ASK | {"tools": [{"type": "function", "name": "f", "parameters": SCHEMA}]}

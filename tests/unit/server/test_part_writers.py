@@ -206,11 +206,16 @@ def test_the_events_of_a_response_are_those_of_openai() -> None:
 
 
 def test_reasons_to_stop() -> None:
-    text, call = Part("text", 0), Part("call", 1, "call_0", "f")
+    text, call = Part("text", 0), Part("call", 1, "call_0", "f", ["{}"])
     assert stop_fields(GENERATION, [text], "stop", None)["stop_reason"] == "end_turn"
     assert stop_fields(GENERATION, [text], "length", None)["stop_reason"] == "max_tokens"
     assert stop_fields(GENERATION, [text, call], "stop", None)["stop_reason"] == "tool_use"
     assert stop_fields(GENERATION, [text, call], "length", None)["stop_reason"] == "max_tokens"
+    cut = Part("call", 1, "call_0", "f", ['{"a": '])
+    assert stop_fields(GENERATION, [cut], "stop", "x") == {
+        "stop_reason": "stop_sequence",
+        "stop_sequence": "x",
+    }
     assert stop_fields(GENERATION, [text], "stop", 7)["stop_reason"] == "end_turn"
     ended = stop_fields(GENERATION, [text], "stop", "###")
     assert ended == {"stop_reason": "stop_sequence", "stop_sequence": "###"}

@@ -317,3 +317,15 @@ def test_json_of_a_history_is_shown_again(oracle: LLM) -> None:
     shown = oracle.tokenizer.decode(talk.engine.requests[-1].prompt)
     assert json.dumps({"city": "Zürich"}, ensure_ascii=False) in shown
     assert "21 °C" in shown
+
+
+def test_a_call_that_is_cut_does_not_look_complete(oracle: LLM) -> None:
+    """A stop string inside the arguments ends the answer: there is no call to make."""
+    talk = Talk(oracle, CALL)
+    for choice, reason in (("auto", "stop"), ("required", "stop")):
+        whole = talk.choice(stop=["rich"], tool_choice=choice)
+        assert (whole["finish_reason"], whole["stop_reason"]) == (reason, "rich")
+        assert joined(talk.frames(stop=["rich"], tool_choice=choice))["finish_reason"] == reason
+    assert talk.choice(stop=["</tool_call>"])["finish_reason"] == "tool_calls", "it is cut behind the call"
+    text = CALL.partition("rich")[0]
+    assert Talk(oracle, text, reason="length").choice()["finish_reason"] == "length"

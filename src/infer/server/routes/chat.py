@@ -19,7 +19,6 @@ from typing import Any
 import orjson
 from fastapi import Request, Response
 
-from infer.dialects.answer import AnswerFormat
 from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ContentDelta, ReasoningDelta
 from infer.frontend.outputs import CompletionOutput, RequestOutput
 from infer.server.protocol.logprobs import chat_logprobs, count_logprobs
@@ -68,33 +67,29 @@ class ChatWriter(ChunkWriter):
         self._tokenizer = generation.job.model.encoder.tokenizer
         self._has_logprobs = bool(body.logprobs)
         self._num_roles = num_choices  # roles that have not been sent
-        self._form = generation.job.form
-        self._num_calls = [0] * num_choices
+        self._has_form = generation.job.form is not None
         self._shows_reasoning = shows_reasoning(body)
 
     def frames(self, piece: Piece) -> list[bytes]:
         """The frame of one token; before the first of all, the role of every choice."""
         delta = piece.delta
         logprobs = chat_logprobs(self._tokenizer, delta.logprobs) if self._has_logprobs else None
-        if self._form is None:
-            frames = [self.token(delta.index, delta, logprobs)]
+        if self._has_form:
+            frames = self._event_frames(piece, logprobs)
         else:
-            frames = self._event_frames(piece, self._form, logprobs)
+            frames = [self.token(delta.index, delta, logprobs)]
         if not self._num_roles:
             return frames
         roles, self._num_roles = [self.role(index) for index in range(self._num_roles)], 0
         return [*roles, *frames]
 
-    def _event_frames(
-        self, piece: Piece, form: AnswerFormat, logprobs: Mapping[str, Any] | None
-    ) -> list[bytes]:
+    def _event_frames(self, piece: Piece, logprobs: Mapping[str, Any] | None) -> list[bytes]:
         """A frame for each event, and one for the end; none for a token that is held back."""
         delta, index = piece.delta, piece.delta.index
         inners = []
         for event in delta.events:
             if self._shows_reasoning or not isinstance(event, ReasoningDelta):
                 inners.append(b'"delta":' + orjson.dumps(event_delta(event)))
-            self._num_calls[index] += isinstance(event, CallStart)
         if logprobs is not None and not inners:
             inners.append(b'"delta":{}')
         frames = []
@@ -102,8 +97,7 @@ class ChatWriter(ChunkWriter):
             frames.append(self.frame(index, inner, logprobs))
             logprobs = None
         if delta.finish_reason is not None:
-            reason = form.finish_reason(delta.finish_reason, self._num_calls[index])
-            frames.append(self.frame(index, b'"delta":{}', None, reason, delta.stop_reason))
+            frames.append(self.frame(index, b'"delta":{}', None, delta.finish_reason, delta.stop_reason))
         return frames
 
 
@@ -144,7 +138,6 @@ def chat_body(
 def _choice(generation: Generation, output: CompletionOutput, with_reasoning: bool) -> dict[str, Any]:
     tokenizer, form = generation.job.model.encoder.tokenizer, generation.job.form
     message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
-    reason = output.finish_reason
     if form is not None:
         if not output.text and (output.tool_calls or output.reasoning):
             message["content"] = None
@@ -159,11 +152,10 @@ def _choice(generation: Generation, output: CompletionOutput, with_reasoning: bo
                 }
                 for call in output.tool_calls
             ]
-        reason = form.finish_reason(reason, len(output.tool_calls))
     return {
         "index": output.index,
         "message": message,
         "logprobs": None if output.logprobs is None else chat_logprobs(tokenizer, output.logprobs),
-        "finish_reason": reason,
+        "finish_reason": output.finish_reason,
         "stop_reason": output.stop_reason,
     }

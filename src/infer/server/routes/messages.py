@@ -12,6 +12,7 @@ model_context_window_exceeded.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -20,6 +21,7 @@ import orjson
 from fastapi import Request, Response
 from pydantic import BaseModel
 
+from infer.dialects.events import is_complete
 from infer.server.protocol.errors import to_api_error
 from infer.server.protocol.messages import SPELLINGS, CountTokensRequest, MessagesRequest, messages_to_chat
 from infer.server.protocol.parts import Part, PartWriter, gather, reasoning_tokens
@@ -149,10 +151,16 @@ def message_body(generation: Generation, parts: Sequence[Part], reason: Mapping[
         "type": "message",
         "role": "assistant",
         "model": generation.job.model_name,
-        "content": [block(part) for part in parts],
+        "content": [block(part) for part in whole_parts(parts)],
         **reason,
         "usage": usage(generation),
     }
+
+
+def whole_parts(parts: Sequence[Part]) -> Sequence[Part]:
+    """The parts without calls that were cut, whose arguments are no object; an empty text if none is left."""
+    whole = [part for part in parts if part.kind != "call" or _arguments(part.text) is not None]
+    return whole or [Part("text", 0)][: len(parts)]
 
 
 def block(part: Part, *, is_open: bool = False) -> dict[str, Any]:
@@ -164,15 +172,17 @@ def block(part: Part, *, is_open: bool = False) -> dict[str, Any]:
         case "reasoning":
             return {"type": "thinking", "thinking": text, "signature": "" if is_open else UNSIGNED}
         case "call":
-            return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _arguments(text)}
+            given = {} if is_open else _arguments(text)
+            return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": given}
 
 
-def _arguments(text: str) -> Any:
-    """The arguments of a call as an object; of a call that was cut short there is none to show."""
-    try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return {}
+def _arguments(text: str) -> dict[str, Any] | None:
+    """The arguments of a call as an object; None of a call that was cut short."""
+    try:  # models write line ends in strings as they are, which JSON does not allow
+        found = orjson.loads(json.dumps(json.loads(text, strict=False)))
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def stop_fields(
@@ -183,7 +193,7 @@ def stop_fields(
     if finish_reason == "length":
         is_full = generation.job.params.max_tokens is None  # `fit` has lifted the limit
         reason = "model_context_window_exceeded" if is_full else "max_tokens"
-    elif any(part.kind == "call" for part in parts):
+    elif (calls := [part for part in parts if part.kind == "call"]) and is_complete(calls[-1].text):
         reason = "tool_use"
     else:
         reason = "end_turn" if sequence is None else "stop_sequence"
