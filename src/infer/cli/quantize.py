@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from infer.cli import flags
 from infer.cli.answer import write_out
+from infer.errors import ConfigError
 
 EXAMPLES = """\
 examples:
@@ -17,6 +19,11 @@ examples:
 SCHEMES = (
     "gptq", "awq", "ct-w4a16", "ct-w8a16", "ct-int8", "fp8-channel", "fp8-block", "fp8-tensor", "nf4"
 )  # fmt: skip
+OPTIONS = {  # what can be chosen of some schemes; the others are as they are
+    "bits": ("gptq",),
+    "group_size": ("gptq", "awq", "ct-w4a16"),
+    "asymmetric": ("gptq", "ct-w4a16"),
+}
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -36,26 +43,43 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("model", metavar="MODEL", help="model directory or hub id of plain safetensors")
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to write; new, or empty")
     parser.add_argument("--scheme", required=True, choices=SCHEMES, metavar="NAME", help=", ".join(SCHEMES))
-    parser.add_argument("--bits", type=int, default=4, metavar="N", help="2, 3, 4 or 8, of gptq; default: 4")
+    parser.add_argument("--bits", type=int, metavar="N", help="2, 3, 4 or 8, of gptq; default: 4")
     parser.add_argument(
-        "--group-size", type=int, default=128, metavar="N",
+        "--group-size", type=int, metavar="N",
         help="columns that share a scale, of gptq, awq and ct-w4a16; -1: all; default: 128",
     )  # fmt: skip
     parser.add_argument(
-        "--asymmetric", action="store_true", help="a zero for each group, of gptq and ct-w4a16; awq has them"
+        "--asymmetric",
+        action="store_true",
+        default=None,
+        help="a zero for each group, of gptq and ct-w4a16; awq has them",
     )
     parser.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a hub id")
     flags.add_common_flags(parser)
 
 
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What the flags choose of a recipe; a flag that the scheme does not have is refused."""
+    given = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
+    for name in given:
+        if args.scheme not in OPTIONS[name]:
+            has = [f"--{each.replace('_', '-')}" for each in OPTIONS if args.scheme in OPTIONS[each]]
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is of {' and '.join(OPTIONS[name])}; "
+                f"{args.scheme} has {' and '.join(has) or 'nothing to choose'}"
+            )
+    if given.pop("asymmetric", False):
+        given["symmetric"] = False
+    return given
+
+
 def run(args: argparse.Namespace) -> int:
     """Quantize the model and print where it lies."""
+    chosen = options_of(args)
     from infer.loader.find.source import resolve_model
     from infer.tools.quantize import Recipe, quantize_checkpoint
 
-    recipe = Recipe(
-        scheme=args.scheme, bits=args.bits, group_size=args.group_size, symmetric=not args.asymmetric
-    )
+    recipe = Recipe(scheme=args.scheme, **chosen)
     source = resolve_model(args.model, revision=args.revision, show_progress=True)
     quantize_checkpoint(source, args.out, recipe, show_progress=True)
     write_out(f"{args.out}\n")
