@@ -145,7 +145,7 @@ def test_every_family_writes_its_own_calls(family: str, tmp_path: Path) -> None:
     make_checkpoint(family, tmp_path / family, sizes=SIZES)
     with LLM(str(tmp_path / family), **KNOBS) as llm:
         params = SamplingParams(max_tokens=200, seed=4)
-        for choice in ("required", NAMED):
+        for choice in ("required", "get_weather"):
             (answer,) = llm.chat("Weather?", params, tools=TOOLS, tool_choice=choice)
             output = answer.outputs[0]
             assert output.tool_calls and not output.text, llm.tokenizer.decode(output.token_ids)

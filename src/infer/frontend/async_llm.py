@@ -21,7 +21,7 @@ from infer.client.client import EngineClient, InProcessClient, embed
 from infer.engine.engine import Engine
 from infer.engine.gc_freeze import collect
 from infer.errors import EngineError, EngineStopped
-from infer.frontend.functions import Tools
+from infer.frontend.functions import Tools, as_choice
 from infer.frontend.llm import TextModel
 from infer.frontend.outputs import OutputBuilder, RequestOutput, TextDelta, check_streams
 from infer.frontend.prompts import (
@@ -213,7 +213,7 @@ class AsyncLLM(TextModel):
                 prompt.messages,
                 params,
                 tools=prompt.tools,
-                tool_choice=prompt.tool_choice,
+                tool_choice=as_choice(prompt.tool_choice),
                 max_reasoning_tokens=prompt.max_reasoning_tokens,
                 template_options=prompt.template_options,
             )

@@ -34,7 +34,6 @@ from typing import (
     Required,
     TypeAlias,
     Union,
-    cast,
     get_args,
     get_origin,
     get_type_hints,
@@ -147,9 +146,20 @@ class PythonTool:
 
 def as_schemas(tools: Tools | None) -> Sequence[Mapping[str, Any]] | None:
     """Return tools as the wire has them; a function becomes its schema, anything else is left as it is."""
-    if not isinstance(tools, list | tuple):  # None, or no list, which is refused where tools are read
-        return cast("Sequence[Mapping[str, Any]] | None", tools)
+    if tools is None:
+        return None
+    if not isinstance(tools, list | tuple):
+        raise RequestError(
+            f"tools must be a list of functions or schemas, got {type(tools).__name__}", param="tools"
+        )
     return [PythonTool(tool).schema if callable(tool) else tool for tool in tools]
+
+
+def as_choice(tool_choice: object) -> object:
+    """Return a choice as the wire has it: the name of a tool may stand for itself."""
+    if not isinstance(tool_choice, str) or tool_choice in ("auto", "none", "required"):
+        return tool_choice
+    return {"type": "function", "function": {"name": tool_choice}}
 
 
 def _kind(hint: Any) -> _Kind:

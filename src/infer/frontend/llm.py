@@ -30,7 +30,7 @@ from infer.engine.engine import Engine
 from infer.engine.gc_freeze import collect
 from infer.engine.observer import EngineObserver
 from infer.errors import BatchFailed, ConfigError, EngineError, EngineStopped, RequestError
-from infer.frontend.functions import Tools
+from infer.frontend.functions import Tools, as_choice
 from infer.frontend.outputs import CompletionOutput, OutputBuilder, RequestOutput, TextDelta, check_streams
 from infer.frontend.prompts import (
     Conversation,
@@ -256,14 +256,14 @@ class LLM(TextModel):
 
         An answer's `text` is without its `reasoning` and `tool_calls`, which have fields of their own.
         `tools` are as OpenAI's API has them, or Python functions (functions.py); `tool_choice` is 'auto',
-        'none', 'required' or {"type": "function", "function": {"name": ...}}.
+        'none', 'required', or the name of a tool.
         """
         opened = [
             self.encoder.open_chat(
                 conversation,
                 params,
                 tools=tools,
-                tool_choice=tool_choice,
+                tool_choice=as_choice(tool_choice),
                 max_reasoning_tokens=max_reasoning_tokens,
                 template_options=template_options,
             )
@@ -356,7 +356,7 @@ class LLM(TextModel):
             messages,
             params,
             tools=tools,
-            tool_choice=tool_choice,
+            tool_choice=as_choice(tool_choice),
             max_reasoning_tokens=max_reasoning_tokens,
             template_options=template_options,
         )

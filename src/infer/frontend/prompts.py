@@ -43,6 +43,9 @@ Prompt: TypeAlias = str | Sequence[int]
 Conversation: TypeAlias = str | Sequence[Message]  # a text is one message of a user
 
 
+CHAT_OPTIONS = ("tools", "tool_choice", "max_reasoning_tokens", "template_options")  # of chat and stream_chat
+
+
 class RequestOptions(TypedDict, total=False):
     """The options of a request beside its prompt and its params; `Request` has the defaults."""
 
@@ -345,7 +348,10 @@ def _check_options(options: RequestOptions) -> None:
         if name in SamplingParams.__dataclass_fields__:
             raise RequestError(f"{name} belongs to the params: SamplingParams({name}=...)", param=name)
         if name not in RequestOptions.__annotations__:
-            hint = closest(name, RequestOptions.__annotations__, listed="known")
+            if name in CHAT_OPTIONS:
+                raise RequestError(f"{name} is an option of a chat: use chat or stream_chat", param=name)
+            known = (*RequestOptions.__annotations__, *CHAT_OPTIONS)
+            hint = closest(name, known, listed="known")
             raise RequestError(f"unknown option {name!r}{hint}", param=name)
     priority, deadline = options.get("priority", 0), options.get("deadline")
     if not is_token_id(priority):

@@ -180,7 +180,9 @@ class SamplingParams(metaclass=_CheckedNames):
     def _check_structured(self) -> None:
         if self.structured is None:
             return
-        structured = Structured.of(self.structured)
+        given: object = self.structured
+        is_class = isinstance(given, type) and hasattr(given, "model_json_schema")  # of pydantic
+        structured = Structured.of({"json_schema": given} if is_class else given)
         object.__setattr__(self, "structured", structured)
         for name in ("use_beam_search", "ignore_eos"):
             if getattr(self, name):

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from infer.errors import RequestError
-from infer.frontend.functions import PythonTool, as_schemas
+from infer.frontend.functions import PythonTool, as_choice, as_schemas
 
 
 class Unit(enum.Enum):
@@ -275,3 +275,20 @@ def test_a_function_that_cannot_be_told_is_refused_with_its_name_and_line(
         f"test_functions.py, line {line}: {function.__name__} cannot be a tool: {message}"
     )
     assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize("given", [get_weather, {"type": "function"}, "get_weather"])
+def test_tools_that_are_no_list_are_refused(given: Any) -> None:
+    with pytest.raises(RequestError, match="tools must be a list of functions or schemas, got"):
+        as_schemas(given)
+
+
+def test_a_tool_may_be_chosen_by_its_name() -> None:
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    assert as_choice("get_weather") == as_choice(named) == named
+    assert [as_choice(each) for each in (None, "auto", "none", "required")] == [
+        None,
+        "auto",
+        "none",
+        "required",
+    ]

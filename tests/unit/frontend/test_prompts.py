@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 
 from infer.config.settings import LoadConfig
 from infer.errors import ContextOverflow, RequestError
-from infer.frontend.prompts import PromptEncoder, find_source, make_encoder
+from infer.frontend.async_llm import AsyncLLM
+from infer.frontend.llm import LLM
+from infer.frontend.prompts import CHAT_OPTIONS, PromptEncoder, find_source, make_encoder
 from infer.loader.load import read_headers
 from infer.sampling.params import SamplingParams
 from scripts.make_checkpoint import make_checkpoint
@@ -87,11 +90,17 @@ def test_a_text_that_can_never_fit_is_told_which_limit_it_breaks(folder: Path) -
             assert limit in str(caught.value)
 
 
+KNOWN = "known: priority, deadline, cache_salt, tools, tool_choice, max_reasoning_tokens, template_options"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"prioritty": 1}, "unknown option 'prioritty'; did you mean 'priority'?"),
-        ({"urgency": 1}, "unknown option 'urgency'; known: priority, deadline, cache_salt"),
+        ({"urgency": 1}, "unknown option 'urgency'; " + KNOWN),
+        ({"parallel_tool_calls": False}, "unknown option 'parallel_tool_calls'; " + KNOWN),
+        ({"reasoning_effort": "low"}, "unknown option 'reasoning_effort'; " + KNOWN),
+        ({"tools": []}, "tools is an option of a chat: use chat or stream_chat"),
         ({"temperature": 0.5}, "temperature belongs to the params: SamplingParams(temperature=...)"),
         ({"n": 2}, "n belongs to the params: SamplingParams(n=...)"),
         ({"deadline": True}, "deadline must be a number of seconds, got True"),
@@ -104,6 +113,12 @@ def test_an_option_that_no_request_has_is_refused_with_the_one_that_was_meant(
         encoder_of(folder).make_request([1, 2], None, **options)
     assert str(caught.value) == message
     assert caught.value.param in options
+
+
+def test_the_options_of_a_chat_are_those_that_its_method_has() -> None:
+    for method in (LLM.chat, LLM.stream_chat, AsyncLLM.chat, AsyncLLM.stream_chat):
+        names = set(inspect.signature(method).parameters)
+        assert names - {"self", "messages", "params", "request_id", "options"} == set(CHAT_OPTIONS)
 
 
 def test_a_request_has_its_options(folder: Path) -> None:

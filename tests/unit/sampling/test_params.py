@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from infer.errors import RequestError
 from infer.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
+from infer.sampling.structured import Structured
 
 NAN, INF = float("nan"), float("inf")
 LONG = pytest.param(10**400, id="long")  # no float can hold it
@@ -231,3 +233,11 @@ def test_whatever_is_given_is_accepted_or_refused_never_crashes(knobs: dict[str,
         assert error.param in knobs
     else:
         assert 0 <= params.temperature <= 100 and 0 < params.top_p <= 1 and params.n >= 1
+
+
+def test_a_class_of_pydantic_is_a_constraint() -> None:
+    class Person(BaseModel):
+        name: str
+
+    given: Any = Person
+    assert SamplingParams(structured=given).structured == Structured.json_schema(Person)
