@@ -223,6 +223,9 @@ def answer_each(
                 _write_json({"prompt": prompt.text, "line": prompt.line, "error": str(error)})
             continue
         answers.append(answer)
+        if answer.finish_reason == "length" and params.structured is not None:
+            line = "" if prompt.line is None else f"line {prompt.line}: "
+            notice(f"[{line}cut: the answer is incomplete; --max-tokens or the context allows no more]")
         if args.json:
             _write_json(to_json(asked, answer, load_s))
         if args.stats:

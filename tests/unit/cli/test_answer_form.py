@@ -104,3 +104,15 @@ def test_this_server_reads_back_what_was_meant(structured: Structured) -> None:
     read = read_structured(body)
     assert read is not None
     assert (read.kind, read.text) == (structured.kind, structured.text)
+
+
+def test_a_cut_answer_is_said_to_be_incomplete(infer: Infer, tmp_path: Path) -> None:
+    cut = infer("generate", "--json-schema", SCHEMA, "--max-tokens", "2", "hello")
+    assert (cut.code, cut.out) == (0, "HE\n")
+    assert cut.err == "[cut: the answer is incomplete; --max-tokens or the context allows no more]\n"
+    assert infer("generate", "--json-schema", SCHEMA, "hello").err == ""
+    assert infer("generate", "--max-tokens", "2", "hello").err == "", "text may end anywhere"
+    (tmp_path / "prompts").write_text("hi\nhello\n")
+    many = infer("generate", "--regex", "a", "--max-tokens", "2", "--prompts-file", str(tmp_path / "prompts"))
+    assert "[line 2: cut: the answer is incomplete" in many.err
+    assert "line 1" not in many.err
