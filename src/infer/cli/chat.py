@@ -224,7 +224,7 @@ def _whole_calls(answer: ShownAnswer) -> Iterator[ToolCall]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load the model, then answer until the user leaves."""
+    """Load the model, then answer until the user leaves; exit code 1 if a line of a pipe has no answer."""
     params = dataclasses.replace(flags.sampling_from(args), structured=form_from(args))
     is_typed = sys.stdin.isatty()
     toolbox, tool_choice = open_tools(args, is_typed=is_typed)
@@ -243,14 +243,15 @@ def run(args: argparse.Namespace) -> int:
     )
     if is_typed:
         notice(f"{llm.name}, context of {llm.context_len} tokens; /help lists the commands, Ctrl-D leaves")
+    num_failed = 0
     for line in _typed_lines() if is_typed else _piped_lines():
         text = line.strip()
         if text.startswith("/"):
             if not run_command(conversation, text):
                 break
         elif text:
-            _answer_line(conversation, text, args, is_typed=is_typed)
-    return 0
+            num_failed += not _answer_line(conversation, text, args, is_typed=is_typed)
+    return 1 if num_failed and not is_typed else 0
 
 
 def open_tools(
@@ -263,6 +264,12 @@ def open_tools(
             name = "--tool-choice" if choice is not None else "--yes-to-tools"
             raise ConfigError(f"{name} is for the functions of --tools FILE; give both or neither")
         return None, None
+    for flag in ("regex", "choice", "grammar"):  # of a schema's JSON calls can be told apart
+        if getattr(args, flag) is not None:
+            raise ConfigError(
+                f"--{flag} says what the whole answer is, which leaves --tools no room for a call; "
+                "give one of them, or --json-schema"
+            )
     if not is_typed and not args.yes_to_tools:
         raise ConfigError(
             "--tools asks before each call, and standard input is no terminal; "
@@ -277,8 +284,8 @@ def open_tools(
     return toolbox, {"type": "function", "function": {"name": choice}}
 
 
-def _answer_line(conversation: ChatSession, text: str, args: argparse.Namespace, *, is_typed: bool) -> None:
-    """Show the answer to one message; a message without an answer is told, and the next one may have one.
+def _answer_line(conversation: ChatSession, text: str, args: argparse.Namespace, *, is_typed: bool) -> bool:
+    """Show the answer to one message; returns whether there is one: the next message may have one.
 
     At a terminal the message can be sent again, or the conversation saved. In a script a failure is the end.
     """
@@ -296,7 +303,7 @@ def _answer_line(conversation: ChatSession, text: str, args: argparse.Namespace,
             if is_over and not isinstance(error, RequestError):
                 raise
             notice(f"infer: error: {error}")
-            return
+            return False
         if not answer.text and not answer.calls:
             write_out("\n")  # an answer is a line, even an empty one
         _explain_end(conversation, answer)
@@ -306,6 +313,7 @@ def _answer_line(conversation: ChatSession, text: str, args: argparse.Namespace,
             break
     if number == MAX_ROUNDS and answer.calls:
         notice(f"[the model called tools {MAX_ROUNDS} times in a row; say something to go on]")
+    return True
 
 
 def _explain_end(conversation: ChatSession, answer: ShownAnswer) -> None:

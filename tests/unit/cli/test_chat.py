@@ -108,7 +108,7 @@ def test_the_oldest_turns_are_dropped_with_a_notice_when_the_context_is_full(inf
 
 def test_a_message_too_long_for_the_context_is_refused_and_the_talk_goes_on(infer: Infer) -> None:
     outcome = infer("chat", "--max-tokens", "10", stdin="x" * 50 + "\nhi\n", context_len=40)
-    assert outcome.code == 0
+    assert outcome.code == 1
     assert outcome.out == "HI\n"
     assert outcome.err == (
         "infer: error: prompt has 56 tokens, but this model's maximum context length is 40 tokens; "
@@ -121,6 +121,8 @@ def test_a_message_the_template_refuses_is_taken_back(infer: Infer) -> None:
     outcome = infer("chat", stdin="forbidden\nhi\n")
     assert outcome.llm.chats == [[user("hi")]]
     assert "infer: error: the template refuses this message" in outcome.err
+    assert (outcome.code, outcome.out) == (1, "HI\n"), "a script can see that a line has no answer"
+    assert infer("chat", stdin="forbidden\nhi\n", is_typed=True).code == 0
 
 
 def test_a_cut_answer_is_said_to_be_cut(infer: Infer) -> None:

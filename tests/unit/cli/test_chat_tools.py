@@ -339,6 +339,14 @@ def test_a_file_may_choose_its_tools_and_import_its_neighbours(infer: Infer, tmp
             ["--tools", "{file}", "--yes-to-tools", "--tool-choice", "ad"],
             "--tool-choice must be auto, required or a tool's name, got 'ad'",
         ),
+        (
+            ["--tools", "{file}", "--choice", "a"],
+            "--choice says what the whole answer is, which leaves --tools",
+        ),
+        (
+            ["--tools", "{file}", "--regex", "a"],
+            "--regex says what the whole answer is, which leaves --tools",
+        ),
     ],
 )
 def test_flags_that_cannot_work_are_refused(infer: Infer, file: Path, flags: list[str], message: str) -> None:
