@@ -50,8 +50,8 @@ CLI_INTRO = """\
 
 Standard output holds the answer and nothing else; progress, log lines and notices go to standard
 error. Exit codes: 0 done, 1 `infer replay` found a difference, or `infer bench` one for the worse or
-requests that failed, or prompts without an answer (`infer generate --prompts-file`, `infer chat` from a pipe),
-2 an impossible request (one line says what to do), 130 Ctrl-C, 141 the reader of a pipe has gone.
+requests that failed, or prompts without an answer (`infer generate --prompts-file`, `infer chat` from a
+pipe), 2 an impossible request (one line says what to do), 130 Ctrl-C, 141 the reader of a pipe has gone.
 """
 
 
