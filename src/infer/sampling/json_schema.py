@@ -34,6 +34,7 @@ MAX_EBNF_RULES = 200  # of a grammar in EBNF, which is translated first, in time
 MAX_EBNF_LEN = 16_384  # characters
 MAX_PATTERN_LEN = 10_000  # characters
 MAX_PATTERN_SIZE = 20_000  # characters and classes, once repetitions are written out
+MAX_PATTERNS_SIZE = 1_000_000  # of all the expressions of a grammar
 
 _ANY_OF = "list the cases with anyOf"
 UNSUPPORTED = {  # keyword: what to do instead
@@ -80,6 +81,8 @@ _ESCAPE = re.compile(r"\\(?:[pPuUx]\{[^}]{0,40}\}|.)", re.DOTALL)  # \p{Greek} r
 _RULE = re.compile(r"^[ \t]*[!?]?\w[^\n\"'/:{]*:", re.MULTILINE)  # of a grammar; a rule begins a line
 _EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _REPEAT = re.compile(r"\{\s*+([0-9]*+)\s*+(?:,\s*+([0-9]*+)\s*+)?\}")
+_BLANKS = re.compile(r"\s*")
+_HUGE = 10**12  # characters; no more are counted
 _VERBOSE = re.compile(r"\(\?[a-wyzA-Z]*x")  # (?x): blanks and comments between any two characters
 
 
@@ -127,8 +130,8 @@ def close_objects(schema: Any) -> bool:
     return bool(closable)
 
 
-def check_pattern(pattern: str, *, param: str, where: str = "") -> None:
-    """Refuse a regular expression that cannot be followed, or not in reasonable time.
+def check_pattern(pattern: str, *, param: str, where: str = "") -> int:
+    """Refuse a regular expression that cannot be followed, or not in reasonable time; returns its size.
 
     `where` is its place in a schema. Whether it is well formed is left to its compiler.
     """
@@ -143,10 +146,16 @@ def check_pattern(pattern: str, *, param: str, where: str = "") -> None:
         raise RequestError(
             f"{param}: the pattern{place} uses {found}, which is not supported; write it without", param=param
         )
-    if (size := _written_out(pattern)) > MAX_PATTERN_SIZE:
+    size = _written_out(pattern)
+    _check_size(size, MAX_PATTERN_SIZE, f"the pattern{place}", param)
+    return size
+
+
+def _check_size(size: int, limit: int, what: str, param: str) -> None:
+    if size > limit:
         raise RequestError(
-            f"{param}: the repetitions of the pattern{place}, written out, are {size} characters long, "
-            f"at most {MAX_PATTERN_SIZE} are allowed; repeat less often",
+            f"{param}: the repetitions of {what}, written out, are {size} characters long, "
+            f"at most {limit} are allowed; repeat less often",
             param=param,
         )
 
@@ -157,7 +166,7 @@ def is_ebnf(grammar: str) -> bool:
 
 
 def check_grammar(grammar: str, *, param: str) -> None:
-    """Refuse a grammar of too many rules, or with a schema in it, `%json {...}`, that cannot be followed."""
+    """Refuse a grammar of too many rules, or with a schema, `%json {...}`, or a pattern that is refused."""
     max_rules = MAX_RULES
     if is_ebnf(grammar):
         max_rules = MAX_EBNF_RULES
@@ -171,18 +180,130 @@ def check_grammar(grammar: str, *, param: str) -> None:
         raise RequestError(
             f"{param}: the grammar has {num_rules} rules, at most {max_rules} are allowed", param=param
         )
-    for found in re.finditer(r"%json\s*", grammar):
-        try:
-            schema, _ = _DECODER.raw_decode(grammar, found.end())
-        except (ValueError, RecursionError):
-            raise RequestError(f"{param}: %json is not followed by a JSON schema", param=param) from None
-        check_keywords(schema, param=param)
+    if not is_ebnf(grammar):
+        _check_terminals(_read_lark(grammar, param), param)
+
+
+_Token = tuple[str, str, int]  # its kind, its text, and how many characters it matches
+
+
+def _read_lark(grammar: str, param: str) -> list[_Token]:
+    """The tokens of a grammar in Lark's notation, its schemas and expressions checked."""
+    tokens: list[_Token] = []
+    i = 0
+    while found := _LARK.match(grammar, i):
+        kind, text, size, i = str(found.lastgroup), found[0], 0, found.end()
+        if text in ("%json", "%regex"):
+            i = _json_end(grammar, i, text, param)
+        elif kind == "pattern":
+            flags = found["flags"] or ""
+            pattern = text[1 : len(text) - len(flags)]
+            size = check_pattern(f"(?{flags[1:]})" if "x" in flags else pattern, param=param)
+        elif kind == "text":
+            size = len(text) - 2
+        if kind != "blank":
+            tokens.append((kind, text, size))
+    return tokens
+
+
+def _json_end(grammar: str, start: int, directive: str, param: str) -> int:
+    """Where the JSON behind a directive ends; a schema is checked."""
+    try:
+        value, end = _DECODER.raw_decode(grammar, _BLANKS.match(grammar, start).end())  # type: ignore[union-attr]
+    except (ValueError, RecursionError):
+        raise RequestError(f"{param}: {directive} is not followed by a JSON schema", param=param) from None
+    if directive == "%json":
+        check_keywords(value, param=param)
+        if isinstance(value, dict) and "x-guidance" in value:  # its options are the compiler's, and unchecked
+            raise RequestError(f"{param}: x-guidance in a schema of a grammar is not supported", param=param)
+    return end
+
+
+def _check_terminals(tokens: list[_Token], param: str) -> None:
+    """Refuse terminals that are too long once written out: each becomes one pattern, with those it names."""
+    bodies: dict[str, list[_Token]] = {}
+    body: list[_Token] = []
+    for i, token in enumerate(tokens):
+        if token[0] == "name" and _begins_rule(tokens, i):
+            body = bodies.setdefault(token[1], [])
+        body.append(token)
+    sizes: dict[str, int] = {}
+    opened: set[str] = set()
+    stack = [name for name in bodies if _is_terminal(name) or bodies[name][1][1] == "["]
+    total = sum(size for kind, _, size in tokens if kind == "pattern")
+    _check_size(total, MAX_PATTERNS_SIZE, "all expressions", param)
+    while stack:
+        name = stack[-1]
+        if name not in opened:  # those that it names first
+            opened.add(name)
+            named = {text for kind, text, _ in bodies[name] if kind == "name" and _is_terminal(text)}
+            stack += [text for text in named if text in bodies and text not in opened]
+            continue
+        stack.pop()
+        if name in sizes:
+            continue
+        sizes[name] = _size_of(bodies[name][1:], sizes)
+        _check_size(sizes[name], MAX_PATTERN_SIZE, f"the terminal {name[:80]}", param)
+        total += sizes[name]
+        _check_size(total, MAX_PATTERNS_SIZE, "all terminals", param)
+
+
+def _is_terminal(name: str) -> bool:
+    return name.lstrip("_")[:1].isupper()
+
+
+def _begins_rule(tokens: list[_Token], i: int) -> bool:
+    """Whether the name at `i` begins a rule, `name:`, with `.priority` or `[options]` before the colon."""
+    texts = (text for _, text, _ in tokens[i + 1 : i + 4])
+    if (sign := next(texts, "")) == ".":
+        next(texts, "")
+        sign = next(texts, "")
+    if sign == "[":
+        i += 2
+        while i < len(tokens) and tokens[i][1] not in ("[", "]"):
+            i += 1
+        sign = tokens[i + 1][1] if i + 1 < len(tokens) and tokens[i][1] == "]" else ""
+    return sign == ":"
+
+
+def _size_of(body: list[_Token], sizes: dict[str, int]) -> int:
+    """How many characters a terminal matches, at most, as `_written_out` counts them."""
+    groups, last, most, is_counted = [0], 0, 0, False
+    for kind, text, size in (*body, ("sign", "", 0)):
+        if is_counted and (kind == "number" or text in (",", ".")):  # of {2,3} or ~2..3
+            most = max(most, _count(text if kind == "number" else ""))
+            continue
+        if is_counted:
+            groups[-1] = min(groups[-1] + last * (max(most, 1) - 1), _HUGE)
+            last, most, is_counted = min(last * max(most, 1), _HUGE), 0, False
+        if text in ("{", "~"):
+            is_counted = True
+        elif text in ("(", "["):
+            groups.append(0)
+        elif text in (")", "]"):
+            last = groups.pop() if len(groups) > 1 else 0
+            groups[-1] += last
+        elif kind in ("text", "pattern", "name"):
+            last = sizes.get(text, 1) if kind == "name" else size
+            groups[-1] += last
+    return min(sum(groups), _HUGE)
 
 
 def refuse_constant(name: str) -> None:
     """For a JSON parser: NaN and Infinity, which Python reads, are no JSON."""
     raise ValueError(f"{name} is no JSON number")
 
+
+_LARK = re.compile(  # tokens of a grammar; what has no end goes on, and the compiler refuses it
+    r"(?P<blank>(?://|\#)[^\n]*|\s+)"
+    r'|(?P<text>"(?:\\.|[^"\\\n])*+(?:"i?)?+)'
+    r"|(?P<pattern>/(?:\\.|[^/\\])++(?P<flags>/[a-z]*)?+)"
+    r"|(?P<name>[A-Za-z_][\w-]*)"
+    r"|(?P<directive>%\w+)"
+    r"|(?P<number>[0-9]+)"
+    r"|(?P<sign>.)",
+    re.DOTALL,
+)
 
 _DECODER = json.JSONDecoder(parse_constant=refuse_constant)
 
@@ -402,8 +523,8 @@ def _written_out(pattern: str) -> int:
             last = 0
         elif char == "{" and (found := _REPEAT.match(pattern, i)):
             most = max(_count(found[1]), _count(found[2]), 1)
-            sizes[-1] += last * (most - 1)
-            last, end = last * most, found.end()
+            sizes[-1] = min(sizes[-1] + last * (most - 1), _HUGE)
+            last, end = min(last * most, _HUGE), found.end()
         elif char not in "*+?|^$":
             last = sizes.pop() if char == ")" and len(sizes) > 1 else 1
             sizes[-1] += last

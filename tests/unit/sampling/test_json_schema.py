@@ -373,6 +373,45 @@ def test_rules_are_counted_and_texts_with_colons_are_not() -> None:
     check_grammar(f'start: "b:"\n{alternatives}\n    | j\nj: %json {schema}', param="x")
 
 
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        ("start: /(a{999}){999}/", "the pattern, written out, are 998001 characters"),
+        ("start: /a\\/(b\n{999}){999}/", "repeat less often"),
+        ('start: "/" /(a{999}){999}/ // "', "repeat less often"),
+        ("start: /(a{99}) {999}/x", "uses the flag x"),
+        ("start: /a(?=b)/", "look-around"),
+        ('start: A\nA: B{999}\nB: C{ 999 }\nC: "a"', "the terminal A, written out, are 998001 characters"),
+        ('start: A\nA.5: (B "x")~9..999\nB: /a{999}/', "the terminal A, written out, are 999000 characters"),
+        ('start: a\na[lazy, stop="]"]: B{999}\nB: /a{999}/', "the terminal a, written out"),
+        ("start: %lark {start: A\nA: B{999}\nB: /a{999}/}", "the terminal A, written out"),
+        ("start: A0\n" + "\n".join(f"A{i}: A{i + 1} A{i + 1}" for i in range(99)) + '\nA99: "a"', "A8"),
+        ("start: " + " | ".join(["/(a{140}){140}/"] * 60), "of all expressions, written out, are 1176000"),
+        ("\n".join(f"A{i}: /a/{{19000}}" for i in range(60)), "of all terminals, written out"),
+        ('start: %json {"x-guidance": {"whitespace_pattern": " *"}}', "x-guidance"),
+        ("start: %json // {}", "%json is not followed by a JSON schema"),
+        ("A: B\nB: A A{" + "9" * 5_000 + "}", "repeat less often"),
+    ],
+)
+def test_expressions_of_a_grammar_are_checked(grammar: str, words: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(words)):
+        check_grammar(grammar, param="x")
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: "/(a{999}){999}/" // /(a{999}){999}/\n# /(?=a)/',
+        'start: "%json" /\\/\\/ %json/ a\na: "b"',
+        'start: a{1000}\na: b{1000}\nb: "a"',
+        'start: A\nA: ("ab" | /[a-z]{5}/)~1..99 B?\nB: "c"{2,}',
+        'start: %json {"pattern": "/a", "const": "/"}',
+    ],
+)
+def test_what_only_looks_like_an_expression_is_taken(grammar: str) -> None:
+    check_grammar(grammar, param="x")
+
+
 def test_ebnf_is_told_from_lark_and_held_to_less() -> None:
     assert is_ebnf('root ::= "a"') and is_ebnf('# a comment\n  root-2\t::= "a"')
     assert not is_ebnf('start: "x ::= y"') and not is_ebnf('start: a\na: "b"\n    | "c ::="')
