@@ -108,7 +108,7 @@ class Structured:
     def regex(cls, pattern: str, **options: Any) -> Structured:
         """Text that a regular expression matches as a whole."""
         made = cls(kind="regex", text=pattern, **options)
-        check_pattern(pattern, param=made.param)
+        made._check_contents()
         return made
 
     @classmethod
@@ -120,7 +120,7 @@ class Structured:
     def grammar(cls, grammar: str, **options: Any) -> Structured:
         """Text of a context-free grammar in Lark's notation (`start: ...`) or in EBNF (`root ::= ...`)."""
         made = cls(kind="grammar", text=grammar, **options)
-        check_grammar(grammar, param=made.param)
+        made._check_contents()
         return made
 
     @classmethod
@@ -142,7 +142,9 @@ class Structured:
             names = {field.name for field in fields(cls)}
             if unknown := set(given) - names:
                 raise RequestError(f"{param} has unknown fields {', '.join(sorted(unknown))}", param=param)
-            return cls(**given)
+            whole = cls(**given)
+            whole._check_contents()
+            return whole
         kinds = [name for name in given if name in KINDS]
         options = {name: given.pop(name) for name in ("whitespace", "triggers", "param") if name in given}
         if len(kinds) != 1 or len(given) != 1:
@@ -167,6 +169,19 @@ class Structured:
 
     def _error(self, message: str) -> RequestError:
         return RequestError(message, param=self.param if isinstance(self.param, str) else "structured")
+
+    def _check_contents(self) -> None:
+        """Refuse what would take a compiler long; for constraints that come from a client.
+
+        Not on construction: an engine decodes what was checked before, and the grammars of tools hold options
+        that a client may not set.
+        """
+        if self.kind == "json_schema":
+            check_keywords(json.loads(self.text), param=self.param)
+        elif self.kind == "regex":
+            check_pattern(self.text, param=self.param)
+        elif self.kind == "grammar":
+            check_grammar(self.text, param=self.param)
 
     def _check_text(self) -> None:
         if not isinstance(self.text, str):

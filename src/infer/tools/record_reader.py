@@ -19,6 +19,7 @@ from infer.cache.memory import CacheSize
 from infer.engine.run_manifest import RunFacts
 from infer.errors import ConfigError, InferError
 from infer.sampling.params import SamplingParams
+from infer.sampling.structured import Structured
 from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, Chunks, StepPlan, Transfer
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.request import Request
@@ -88,6 +89,8 @@ class Added(_Event, frozen=True, tag="add"):
         try:
             if isinstance(bias := params.get("logit_bias"), dict):
                 params["logit_bias"] = {int(token_id): value for token_id, value in bias.items()}
+            if isinstance(form := params.get("structured"), dict):  # it was accepted, also a tool's grammar
+                params["structured"] = msgspec.convert(form, Structured)
             given = msgspec.structs.asdict(self.written) | {"params": SamplingParams(**params)}
         except (InferError, ValueError) as error:
             raise ValueError(f"its sampling parameters are not possible: {error}") from None

@@ -4,9 +4,11 @@ import json
 import os
 import resource
 import stat
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from infer.config.settings import EngineConfig
@@ -14,6 +16,7 @@ from infer.engine.run_manifest import fingerprint
 from infer.errors import ConfigError
 from infer.models.config import ModelConfig
 from infer.sampling.params import SamplingParams
+from infer.sampling.structured import Structured
 from infer.scheduling.plan import Chunk
 from infer.scheduling.request import Request
 from infer.tools.record import Recorder
@@ -242,3 +245,18 @@ def test_a_file_that_was_there_becomes_its_owners_alone(tmp_path: Path) -> None:
     path.chmod(0o644)
     Recorder(path).close()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_recorded_grammar_of_tools_is_read_as_it_was_accepted() -> None:
+    form = Structured(kind="grammar", text='start: %json {"x-guidance": {"lenient": true}, "not": {}}')
+    params = {"structured": asdict(form)}
+    request: dict[str, Any] = {
+        "request_id": "a",
+        "prompt": [1],
+        "params": params,
+        "priority": 0,
+        "deadline": None,
+    }
+    request["cache_salt"] = ""
+    event = {"kind": "add", "step": 0, "t": 0.0, "request": request}
+    assert msgspec.convert(event, Added).request.params.structured == form
