@@ -17,9 +17,10 @@ names of Python.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from infer.dialects.table import Dialect
 from infer.dialects.values import schema_types
@@ -99,6 +100,35 @@ def _bare(schema: Any) -> Any:
     return made
 
 
+def _references(schema: Any) -> Iterator[str]:
+    """Every `$ref` in a schema."""
+    stack = [schema]
+    while stack:
+        each = stack.pop()
+        if isinstance(each, Mapping):
+            if isinstance(ref := each.get("$ref"), str):
+                yield ref
+            stack += [value for key, value in each.items() if key not in ("enum", "const")]
+        elif isinstance(each, list):
+            stack += each
+
+
+def _reached(schema: Any, whole: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
+    """The definitions of the whole that a part of it refers to; None if it refers to anything else."""
+    found: dict[str, dict[str, Any]] = {}
+    waiting = [schema]
+    while waiting:
+        for ref in _references(waiting.pop()):
+            keyword, name = ([unquote(step) for step in ref.split("/")[1:]] + ["", ""])[:2]
+            name = name.replace("~1", "/").replace("~0", "~")
+            if keyword not in ("$defs", "definitions") or name not in whole.get(keyword, ()):
+                return None
+            if name not in found.setdefault(keyword, {}):
+                found[keyword][name] = whole[keyword][name]
+                waiting.append(whole[keyword][name])
+    return found
+
+
 def _trigger(dialect: Dialect) -> str:
     """The text behind which a call is certain, and its name is not written yet."""
     if dialect.form == "xml":
@@ -131,6 +161,8 @@ class _Lines:
         self._tokenizer = tokenizer
         self._rules: list[str] = []
         self._names: dict[str, str] = {}  # of rules, by their bodies
+        self._symbols: dict[tuple[str, str], str] = {}  # rules of schemas, by tool and schema
+        self._size = 0
         gap = (
             tokenizer.gap_after_special
             if self._is_special(dialect.begins[0] if dialect.begins else "")
@@ -151,6 +183,13 @@ class _Lines:
     def _rule(self, body: str, option: str = "") -> str:
         """The name of the rule with this body; the same body is written once."""
         if body not in self._names:
+            self._size += len(body)
+            if self._size > MAX_GRAMMAR_BYTES:
+                raise RequestError(
+                    f"the grammar of these tools has more than {MAX_GRAMMAR_BYTES} characters, which is the "
+                    "most that is allowed; send fewer tools, or smaller schemas",
+                    param="tools",
+                )
             self._names[body] = f"r{len(self._rules)}"
             self._rules.append(f"{self._names[body]}{option}: {body}")
         return self._names[body]
@@ -209,18 +248,29 @@ class _Lines:
         return self._rule(write[self._dialect.form](tool))
 
     def _schema(self, schema: Mapping[str, Any] | bool, tool: Tool) -> str:
-        """A JSON schema as a symbol; parts of it may point to the definitions of the whole."""
+        """A JSON schema as a symbol: the tool's, or a part of it with the definitions that it refers to."""
+        key = tool.name, _compact(schema)
+        if key in self._symbols:
+            return self._symbols[key]
         options: dict[str, Any] = {"whitespace_pattern": BLANKS}
         if not tool.is_strict:
             options |= {"lenient": True, "coerce_one_of": True}
         if self._dialect.form == "pythonic":
             options["json_allowed_escapes"] = 'nrbtf\\"u'  # those that mean the same in Python
         whole = dict(schema) if isinstance(schema, Mapping) else ({} if schema else {"not": {}})
-        for name in ("$defs", "definitions"):
-            if name in tool.parameters and name not in whole:
-                whole[name] = tool.parameters[name]
+        if schema is not tool.parameters:
+            reached = _reached(schema, tool.parameters)
+            if reached is None and tool.is_strict:
+                raise RequestError(
+                    f"a $ref of the strict tool {tool.name!r} cannot be followed: this model writes its "
+                    "arguments one by one, so each can refer to $defs only; "
+                    "move it there, or leave strict out",
+                    param="tools",
+                )
+            whole = {} if reached is None else whole | reached
         whole["x-guidance"] = options
-        return self._rule("%json " + _compact(whole))
+        self._symbols[key] = self._rule("%json " + _compact(whole))
+        return self._symbols[key]
 
     def _json(self, tool: Tool) -> str:
         head = f'{{"name": {_quote(tool.name)}, "{self._dialect.key}": '
@@ -277,8 +327,8 @@ class _Lines:
             arguments = ' ", " '.join(required) + "".join(f' (", " {rule})?' for rule in optional)
         else:  # any of them may be the first
             firsts = [
-                rule + "".join(f' (", " {later})?' for later in optional[i + 1 :])
+                self._rule(rule + "".join(f' (", " {later})?' for later in optional[i + 1 :]))
                 for i, rule in enumerate(optional)
             ]
-            arguments = f"({' | '.join(map(self._rule, firsts))})?" if firsts else ""
+            arguments = f"({' | '.join(firsts)})?" if firsts else ""
         return f'"{tool.name}(" {arguments} ")"'

@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import random
+import tracemalloc
 from typing import Any
 
 import jsonschema
@@ -262,3 +263,81 @@ def test_tools_that_are_too_large_together_are_refused_before_they_are_looked_at
     assert form.structured(tokenizer) is not None
     with pytest.raises(RequestError, match="the parameters of all tools have 8.... characters"):
         dataclasses.replace(form, tools=tools).structured(tokenizer)
+
+
+PARTED = [each for each in BY_NAME.values() if each.form in ("xml", "pythonic")]
+
+
+def forced(dialect: Dialect, schema: dict[str, Any], *, is_strict: bool = False) -> AnswerFormat:
+    return AnswerFormat(
+        dialect=dialect,
+        tools=(Tool(name="f", parameters=schema, is_strict=is_strict),),
+        choice="f",
+        max_calls=1,
+    )
+
+
+@pytest.mark.parametrize("dialect", PARTED, ids=lambda each: each.name)
+def test_a_grammar_too_large_is_refused_while_it_is_written(dialect: Dialect) -> None:
+    tokenizer, _ = vocabulary(is_special=True)
+    big = {f"d{i}": {"enum": [f"value {i} {j}" for j in range(20)]} for i in range(100)}
+    refs = {"anyOf": [{"$ref": f"#/$defs/d{i}"} for i in range(100)]}
+    properties = {f"p{i}": refs | {"minItems": i} for i in range(300)}
+    schema = {"type": "object", "properties": properties, "$defs": big}
+    with pytest.raises(RequestError, match="the parameters of all tools have"):
+        forced(dialect, schema).structured(tokenizer)
+    schema["properties"] = {f"p{i}": {"$ref": "#/$defs/all", "minItems": i} for i in range(300)}
+    schema["$defs"] = big | {"all": refs}
+    tracemalloc.start()
+    with pytest.raises(RequestError, match="the grammar of these tools has more than"):
+        forced(dialect, schema).structured(tokenizer)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 << 20
+
+
+@pytest.mark.parametrize("dialect", PARTED, ids=lambda each: each.name)
+def test_definitions_are_written_where_they_are_reached(dialect: Dialect) -> None:
+    tokenizer, _ = vocabulary(is_special=True)
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": {"$ref": "#/$defs/list"},
+            "b": {"$ref": "#/$defs/list"},
+            "c": {"type": "integer", "minimum": 1, "maximum": 9},
+            "d": {"type": "array", "maxItems": 1, "items": {"$ref": "#/definitions/x~1y%20z"}},
+        },
+        "required": ["a", "b", "c", "d"],
+        "$defs": {
+            "list": {"type": "array", "items": {"$ref": "#/$defs/item"}, "maxItems": 2},
+            "item": {"enum": [1, 2]},
+            "unused": {"enum": ["never"]},
+        },
+        "definitions": {"x/y z": {"type": "boolean"}},
+    }
+    form = forced(dialect, schema, is_strict=True)
+    structured = form.structured(tokenizer)
+    assert structured is not None
+    assert "never" not in structured.text
+    assert structured.text.count('"enum":[1,2]') == 1
+    for seed in range(4):
+        ((_, arguments),), content = read(form, walk(form, seed, is_special=True))
+        jsonschema.validate(arguments, schema)
+        assert not content
+
+
+@pytest.mark.parametrize("ref", ["#/properties/a", "#"])
+@pytest.mark.parametrize("dialect", PARTED, ids=lambda each: each.name)
+def test_a_reference_to_another_argument_cannot_be_followed(dialect: Dialect, ref: str) -> None:
+    tokenizer, ll = vocabulary(is_special=True)
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"type": "array", "items": {"$ref": ref}}},
+    }
+    structured = forced(dialect, schema).structured(tokenizer)
+    assert structured is not None
+    matcher = LLMatcher(ll, LLMatcher.grammar_from_lark(structured.text), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    with pytest.raises(RequestError, match="a \\$ref of the strict tool 'f' cannot be followed") as caught:
+        forced(dialect, schema, is_strict=True).structured(tokenizer)
+    assert caught.value.param == "tools"
