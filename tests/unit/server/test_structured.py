@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from infer.errors import RequestError
+from infer.errors import MalformedRequest, RequestError
 from infer.frontend.llm import LLM
 from infer.sampling.structured import Structured
 from infer.scheduling.request import Request, StepOutput
@@ -19,7 +19,7 @@ from infer.server.protocol import translate
 from infer.server.protocol.schemas import MAX_CONSTRAINT_BYTES, SamplingBody
 from infer.server.protocol.structured import CONSTRAINTS, NO_BLANKS, read_structured
 from infer.server.routes import json_route
-from infer.server.routes.json_route import MAX_FIELD_BYTES, check_fields
+from infer.server.routes.json_route import MAX_FIELD_BYTES, MAX_REST_BYTES, check_fields
 from tests.support.wire import ScriptedClient, Wire, make_state, outputs_of
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
@@ -282,7 +282,27 @@ def test_a_field_too_large_is_refused_before_it_is_parsed() -> None:
         with pytest.raises(RequestError, match=f"{name} has"):
             check_fields(body.replace(b"response_format", name.encode()))
     check_fields(json.dumps({"prompt": "response_format" * 100_000}).encode())
-    check_fields(body[:-1])  # the parser says what is wrong with it
+
+
+def test_what_is_in_no_measured_field_is_counted_together() -> None:
+    junk = b"[" + b"[]," * (MAX_REST_BYTES // 3) + b"[]]"
+    for body in (
+        b'{"tools": %s, "prompt": "a", "tools": []}' % junk,  # the last one is read
+        b'{"messages": %s, "messages": []}' % junk,
+        b'{"zzz": %s}' % junk,
+        b"{%s}" % b",".join(b'"z%d": %s' % (i, junk[:9] + b"]") for i in range(MAX_REST_BYTES // 16)),
+        b'{"%s": 1}' % (b"z" * MAX_REST_BYTES),
+    ):
+        with pytest.raises(RequestError, match=f"given twice; at most {MAX_REST_BYTES}"):
+            check_fields(body)
+    for name in (b"input", b"instructions", b"messages", b"prompt", b"system", b"tokens"):
+        check_fields(b'{"%s": %s, "model": "m"}' % (name, junk))
+
+
+@pytest.mark.parametrize("body", [b'{"zzz": [[]', b"[[]]", b'{"prompt": "a"} x', b'"a"', b"[" * 9999])
+def test_a_large_body_that_is_no_object_is_not_parsed(body: bytes) -> None:
+    with pytest.raises(MalformedRequest, match="the body is not a JSON object"):
+        check_fields(body)
 
 
 @pytest.mark.parametrize("route", ROUTES)

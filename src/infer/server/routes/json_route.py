@@ -4,7 +4,8 @@ FastAPI's own JSON reader takes NaN, Infinity and lone surrogates; the one here 
 it from `make_router`.
 
 Parsing holds Python's lock, in a thread too, and a schema of 8 MiB takes a second. So the fields of a large
-body are measured before it is parsed, which takes milliseconds and makes no objects.
+body are measured before it is parsed, which takes milliseconds and makes no objects. What is in none of the
+measured fields counts together: unknown fields, and a field that is given twice, of which the last is read.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
-from infer.errors import RequestError
+from infer.errors import MalformedRequest, RequestError
 from infer.server.protocol.schemas import MAX_CONSTRAINT_BYTES, Body
 from infer.server.state import ServerState
 
@@ -30,7 +31,7 @@ LARGE = 2_000  # tokens or logprobs to spell: some milliseconds
 
 IGNORED_HEADER = "x-infer-ignored"
 
-MAX_FIELD_BYTES = {  # of the JSON of fields that hold schemas; other fields may fill the body
+MAX_FIELD_BYTES = {  # of the JSON of fields that hold schemas
     "guided_choice": MAX_CONSTRAINT_BYTES,
     "guided_grammar": MAX_CONSTRAINT_BYTES,
     "guided_json": MAX_CONSTRAINT_BYTES,
@@ -42,7 +43,13 @@ MAX_FIELD_BYTES = {  # of the JSON of fields that hold schemas; other fields may
     "text": MAX_CONSTRAINT_BYTES,
     "tools": 4 * MAX_CONSTRAINT_BYTES,
 }
-_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+LARGE_FIELDS = ("input", "instructions", "messages", "prompt", "system", "tokens")  # may fill the body
+MAX_REST_BYTES = 4 * MAX_CONSTRAINT_BYTES  # of all other fields together
+_FIELDS = msgspec.json.Decoder(
+    msgspec.defstruct(
+        "_Fields", [(name, msgspec.Raw, msgspec.Raw(b"")) for name in (*MAX_FIELD_BYTES, *LARGE_FIELDS)]
+    )
+)
 
 
 class ErrorDetail(BaseModel):
@@ -69,14 +76,22 @@ class JsonRequest(Request):
 
 
 def check_fields(body: bytes) -> None:
-    """Refuse a body with a schema too large to be parsed at once; other faults are left to the parser."""
+    """Refuse a body that is no JSON object, or holds what is too large to be parsed at once."""
     try:
-        sizes = {name: len(bytes(value)) for name, value in _FIELDS.decode(body).items()}
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return
+        fields = _FIELDS.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedRequest(
+            f"the body is not a JSON object: {error}; send UTF-8 text, not compressed"
+        ) from None
+    sizes = {name: len(bytes(getattr(fields, name))) for name in (*MAX_FIELD_BYTES, *LARGE_FIELDS)}
     for name, limit in MAX_FIELD_BYTES.items():
-        if sizes.get(name, 0) > limit:
+        if sizes[name] > limit:
             raise RequestError(f"{name} has {sizes[name]} bytes, at most {limit} are allowed", param=name)
+    if (rest := len(body) - sum(sizes.values())) > MAX_REST_BYTES:
+        raise RequestError(
+            f"the body has {rest} bytes in other fields than {', '.join(sizes)}, or in one of these that is "
+            f"given twice; at most {MAX_REST_BYTES} are allowed"
+        )
 
 
 class JsonRoute(APIRoute):
