@@ -63,7 +63,7 @@ class AnswerParser:
         self._ahead: list[str] = []  # characters to read again, the next one last
         self._raw: list[str] = []  # what was read since the last marker
         self._blank = ""  # blanks that are dropped if markup follows
-        self._is_edge = False  # markup came before, so that leading blanks are its own
+        self._is_edge = False  # markup came last, so that blanks are its own
         self._has_text = False
         self._num_calls = 0
         self._has_ended = False
@@ -121,7 +121,7 @@ class AnswerParser:
         if said:
             kind: type[AnswerEvent] = ReasoningDelta if self.is_reasoning else ContentDelta
             self._emit(kind, 0, said if self._has_text or not self._is_edge else said.lstrip())
-            self._has_text = True
+            self._has_text, self._is_edge = True, False
 
     def _pass_markup(self) -> None:
         self._is_edge = True
