@@ -8,14 +8,14 @@ are found here, because here is the first place that knows text: the builder the
 the engine may stop working on.
 
 An answer that may hold reasoning or tool calls has an `AnswerFormat`, and each of its sequences a parser.
-`text` is then the answer's own text, without either, and `TextDelta.events` has all three in order.
+`text` is then the answer's own text, without either, and `events` has all three in order.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -69,6 +69,7 @@ class CompletionOutput:
     reasoning: str | None = None  # what the model wrote for itself
     tool_calls: tuple[ToolCall, ...] = ()
     num_reasoning_tokens: int = 0
+    events: tuple[AnswerEvent, ...] = field(default=(), repr=False, compare=False)  # as they were streamed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,6 +282,7 @@ class _SequenceText:
             reasoning=reasoning or None,
             tool_calls=self.calls(),
             num_reasoning_tokens=self.num_reasoning,
+            events=tuple(self.events),
         )
 
 

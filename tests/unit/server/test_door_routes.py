@@ -170,6 +170,27 @@ def test_a_tool_call_is_an_item(oracle: LLM) -> None:
     assert json.loads("".join(pieces)) == json.loads(done) == {"city": "Rome"}
 
 
+def test_text_on_both_sides_of_a_call_stays_there(oracle: LLM) -> None:
+    place = site(oracle, saying(oracle, f"one <|python_tag|>{CALL} two"))
+    body = HELLO | {"tools": [{"name": "f", "input_schema": SCHEMA}]}
+    whole = place.request("POST", MESSAGES, json=body).json()["content"]
+    events = read_events(place.request("POST", MESSAGES, json=body | {"stream": True}))
+    streamed = [data["content_block"] for name, data in events if name == "content_block_start"]
+    for name, data in events:
+        if name == "content_block_delta" and "text" in data["delta"]:
+            streamed[data["index"]]["text"] += data["delta"]["text"]
+    assert [block["type"] for block in whole] == [block["type"] for block in streamed]
+    assert [block.get("text") for block in whole] == [block.get("text") for block in streamed]
+    assert [block.get("text") for block in whole] == ["one", None, "  two"]
+
+    body = ASK | {"tools": [{"type": "function", "name": "f", "parameters": SCHEMA}]}
+    response = place.request("POST", RESPONSES, json=body).json()
+    _, last = read_events(place.request("POST", RESPONSES, json=body | {"stream": True}))[-1]
+    for made in (response, last["response"]):
+        texts = [item["content"][0]["text"] if "content" in item else None for item in made["output"]]
+        assert texts == ["one", None, "  two"]
+
+
 def test_a_stop_sequence_is_named(oracle: LLM) -> None:
     place = site(oracle, saying(oracle, "one two three"))
     body = HELLO | {"stop_sequences": [" two"]}

@@ -37,19 +37,15 @@ class Part:
         return "".join(self.pieces)
 
 
-def events_of(delta: TextDelta) -> Sequence[AnswerEvent]:
-    """The events of a piece; one of an answer without a format is text."""
-    return delta.events or ([ContentDelta(delta.text)] if delta.text else ())
+def events_of(answer: TextDelta | CompletionOutput) -> Sequence[AnswerEvent]:
+    """The events of a piece or of a whole answer; one without a format is text."""
+    return answer.events or ([ContentDelta(answer.text)] if answer.text else ())
 
 
 def gather(output: CompletionOutput) -> list[Part]:
     """The parts of a whole answer; one that says nothing has an empty text."""
-    events: list[AnswerEvent] = [ReasoningDelta(output.reasoning)] if output.reasoning else []
-    events += [ContentDelta(output.text)] if output.text else []
-    for i, call in enumerate(output.tool_calls):
-        events += [CallStart(i, call.call_id, call.name), CallDelta(i, call.arguments)]
     parts: list[Part] = []
-    for event in events:
+    for event in events_of(output):
         place(event, parts)
     return parts or [Part("text", 0)]
 
