@@ -172,6 +172,12 @@ class AnswerParser:
                 self._unread(read)
                 return False
 
+    def _close(self, end: str) -> Reader[None]:
+        """Read what ends a call, if it comes next; of one that was cut off, what is there is dropped."""
+        is_there = yield from self._begins_with(end)
+        if not is_there and self._has_ended and end.startswith("".join(reversed(self._ahead)).lstrip()):
+            self._ahead.clear()
+
     def _first(self) -> Reader[str]:
         """The next character that is no blank."""
         while True:
@@ -255,7 +261,7 @@ class AnswerParser:
             else:
                 yield from self._json_calls(is_bare=not marker)
             if marker and self._dialect.end and not self.is_done:
-                yield from self._begins_with(self._dialect.end)
+                yield from self._close(self._dialect.end)
             self._raw.clear()
         except _NotACall:
             text = "".join(self._raw)
@@ -405,7 +411,7 @@ class AnswerParser:
                 return
             separator = ", "
         self._argue("}")
-        yield from self._begins_with("</function>")
+        yield from self._close("</function>")
         self._end_call()
 
     def _xml_value(self, schema: Mapping[str, Any] | None) -> Reader[bool]:

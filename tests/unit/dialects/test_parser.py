@@ -245,6 +245,24 @@ def test_a_recorded_answer(dialect: str, text: str, content: str, calls: Calls) 
         assert joined(read(dialect, pieces)) == joined(whole)
 
 
+@pytest.mark.parametrize(
+    ("dialect", "text", "ends", "calls"),
+    [
+        ("hermes", '<tool_call>{"name": "now", "arguments": {}}\n', ["</tool_call>"], [("now", "{}")]),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {"a": 1', ["</tool_call>"], [("now", '{"a": 1')]),
+        ("smollm2", '<tool_call>[{"name": "now", "arguments": {}}]', ["</tool_call>"], [("now", "{}")]),
+        ("qwen3_coder", "<tool_call>\n<function=now>\n", ["</function>", "\n</tool_call>"], [("now", "{}")]),
+        ("gemma3", "```tool_code\n[now()]\n", ["```"], [("now", "{}")]),
+    ],
+)
+def test_an_end_that_was_cut_off_is_not_text(dialect: str, text: str, ends: list[str], calls: Calls) -> None:
+    end = "".join(ends)
+    for length in range(len(end) + 1):
+        cut = text + end[:length]
+        assert parts(read(dialect, [cut])) == ("", "", calls) == parts(read(dialect, list(cut)))
+    assert parts(read(dialect, [f"{text}{end} <"])) == ("", "<", calls)
+
+
 SCRAPS = [
     "<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "now", ', '"arguments": ', CITY, "{", "}", "[", "]",
     "<function=now>", "<parameter=a>", "</parameter>", "</function>", "[TOOL_CALLS]", "[ARGS]", "now", "now(", "a=1", ")",
