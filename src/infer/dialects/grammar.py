@@ -148,7 +148,7 @@ def _quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _compact(schema: Mapping[str, Any]) -> str:
+def _compact(schema: Mapping[str, Any] | bool) -> str:
     return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
 
 
