@@ -315,6 +315,11 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         ({"container": "c"}, "container", "runs no code"),
         ({"stop": ["a"]}, "stop", "takes stop_sequences"),
         ({"temprature": 1}, "temprature", "did you mean 'temperature'"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "json_schema": {"schema": {}}}}},
+            "output_config.format",
+            'output_config.format has no schema; give {"type": "json_schema", "schema": {...}}',
+        ),
     ],
 )
 def test_what_a_message_cannot_have(fields: dict[str, Any], param: str, said: str) -> None:
@@ -358,6 +363,11 @@ def test_what_a_message_cannot_have(fields: dict[str, Any], param: str, said: st
         ),
         ({"text": {"verbosity": "low"}}, "verbosity", "short answers"),
         ({"temprature": 1}, "temprature", "did you mean 'temperature'"),
+        (
+            {"text": {"format": {"type": "json_schema", "json_schema": {"schema": {}}}}},
+            "text.format",
+            'text.format has no schema; give {"type": "json_schema", "name": ..., "schema": {...}}',
+        ),
     ],
 )
 def test_what_a_response_cannot_have(fields: dict[str, Any], param: str, said: str) -> None:

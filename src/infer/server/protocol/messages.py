@@ -16,6 +16,7 @@ from typing import Any
 from infer.errors import RequestError
 from infer.server.protocol.errors import show_value
 from infer.server.protocol.schemas import Body, ChatRequest, Name, Neutral
+from infer.server.protocol.structured import check_has_schema
 from infer.server.protocol.turns import Path, Turns, spell_path
 
 _TEXT_ONLY = "this server reads and writes text"
@@ -311,6 +312,8 @@ def _output(turns: Turns, body: CountTokensRequest) -> dict[str, Any]:
         if config.effort is not None:
             fields["reasoning_effort"] = EFFORTS.get(config.effort, config.effort)
     if form is not None:
+        if form.get("type") == "json_schema":
+            check_has_schema(form, "output_config.format", '"schema": {...}')
         rest = {name: value for name, value in form.items() if name != "type"}
         fields["response_format"] = {"type": form.get("type"), "json_schema": {"name": "output", **rest}}
     return fields

@@ -17,6 +17,7 @@ from typing import Any
 
 from infer.errors import RequestError
 from infer.server.protocol.schemas import ABOUT_THE_CLIENT, Body, ChatRequest, Name, Neutral
+from infer.server.protocol.structured import check_has_schema
 from infer.server.protocol.turns import Path, Turns, spell_path
 from infer.tokenizer.chat_template import map_strings
 
@@ -273,4 +274,5 @@ def _format(given: dict[str, Any]) -> dict[str, Any]:
     """The format of a chat, where a schema stands one level deeper."""
     if given.get("type") != "json_schema":
         return given
+    check_has_schema(given, "text.format", '"name": ..., "schema": {...}')
     return {"type": "json_schema", "json_schema": {name: given[name] for name in given if name != "type"}}

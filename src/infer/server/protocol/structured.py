@@ -86,10 +86,14 @@ def read_format(given: Mapping[str, Any], param: str) -> Structured | None:
         )
     if described is not given:
         _check_keys(f"{param}.json_schema", described, SCHEMA_KEYS)
-    if (schema := described.get("schema")) is None:
-        form = '{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
-        raise RequestError(f"{param} has no schema; give {form}", param=param)
-    return _make("json", schema, param)
+    check_has_schema(described, param, '"json_schema": {"name": ..., "schema": {...}}')
+    return _make("json", described["schema"], param)
+
+
+def check_has_schema(given: Mapping[str, Any], param: str, form: str) -> None:
+    """Refuse a format without a schema; `form` is how the route writes one."""
+    if given.get("schema") is None:
+        raise RequestError(f'{param} has no schema; give {{"type": "json_schema", {form}}}', param=param)
 
 
 def _read_structured_outputs(given: Mapping[str, Any] | None) -> Structured | None:
