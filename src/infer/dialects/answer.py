@@ -185,11 +185,17 @@ def _read_tool(tool: Mapping[str, Any], where: str) -> Tool:
     kind = tool.get("type") if isinstance(tool, Mapping) else None
     function = tool.get("function") if kind == "function" else None
     if not isinstance(function, Mapping):
+        what = f"tools of type {kind!r:.80} are not supported"
+        if isinstance(tool, Mapping) and "name" in tool and "function" not in tool:
+            what = "name, description and parameters belong inside of function, as a chat has them"
         raise RequestError(
-            f'{where} must look like {{"type": "function", "function": {{"name": ...}}}}; '
-            f"tools of type {kind!r} are not supported",
+            f'{where} must look like {{"type": "function", "function": {{"name": ...}}}}; {what}',
             param=where,
         )
+    for key, value in tool.items():
+        if key not in ("type", "function") and value is not None:
+            hint = "it belongs inside of function" if key in _TOOL_KEYS else "known are type and function"
+            raise RequestError(f"unknown field {where}.{key!s:.80}; {hint}", param=where)
     where += ".function"
     for key in function:
         if key not in _TOOL_KEYS:

@@ -347,6 +347,11 @@ def test_what_a_message_cannot_have(fields: dict[str, Any], param: str, said: st
             "tools[0].paramaters",
             "did you mean",
         ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f"}}]},
+            "tools[0].function",
+            "tools are flat here",
+        ),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice", "where the client runs"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]", "keeps nothing"),
         ({"input": [{"type": "computer_call_output", "call_id": "c"}]}, "input[0]", "allowed: message"),

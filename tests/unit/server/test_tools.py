@@ -329,3 +329,18 @@ def test_a_call_that_is_cut_does_not_look_complete(oracle: LLM) -> None:
     assert talk.choice(stop=["</tool_call>"])["finish_reason"] == "tool_calls", "it is cut behind the call"
     text = CALL.partition("rich")[0]
     assert Talk(oracle, text, reason="length").choice()["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("tool", "said"),
+    [
+        (NOW | {"strict": True}, "unknown field tools[0].strict; it belongs inside of function"),
+        (NOW | {"returns": {}}, "unknown field tools[0].returns; known are type and function"),
+        ({"type": "function", "name": "now"}, "parameters belong inside of function, as a chat has them"),
+        ({"name": "now", "input_schema": {}}, 'tools[0] must look like {"type": "function", "function"'),
+    ],
+)
+def test_no_field_of_a_tool_is_passed_over(oracle: LLM, tool: dict[str, Any], said: str) -> None:
+    error = Talk(oracle, "x").wire.refused(PATH, BODY | {"tools": [tool]}, 422)
+    assert error["param"] == "tools[0]"
+    assert said in error["message"]

@@ -84,6 +84,7 @@ class ResponsesTool(Body):
     """A tool that the client runs."""
 
     ignored = frozenset({"output_schema"})
+    elsewhere = {"function": 'tools are flat here: {"type": "function", "name": ..., "parameters": {...}}'}
     neutral = {
         "allowed_callers": Neutral((["direct"],), _NO_HOSTED_TOOLS),
         "defer_loading": Neutral((False,), "all tools are shown to the model"),
