@@ -405,3 +405,31 @@ def test_routes_are_counted_and_logged_like_all(oracle: LLM, caplog: pytest.LogC
     assert "output_tokens=5" in lines[0]
     assert "status=404" in lines[1]
     assert "code=model_not_found" in lines[1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_limits_on_reasoning_are_kept_by_a_model_that_does_not_reason(oracle: LLM, stream: bool) -> None:
+    """Agents send them to any model."""
+    assert oracle.encoder.think is None
+    place = site(oracle, saying(oracle, "Done."))
+    thinking = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "output_config": {"effort": "low"}}
+    answer = place.request("POST", MESSAGES, json=HELLO | thinking | {"stream": stream})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-infer-ignored"] == "output_config.effort, thinking.budget_tokens"
+    count = place.request("POST", COUNT, json={"messages": HELLO["messages"]} | thinking)
+    assert count.status_code == 200
+    answer = place.request("POST", RESPONSES, json=ASK | {"reasoning": {"effort": "high"}, "stream": stream})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-infer-ignored"] == "reasoning.effort"
+    none = place.request("POST", RESPONSES, json=ASK | {"reasoning": {"effort": "none"}, "stream": stream})
+    assert "x-infer-ignored" not in none.headers, "it has its effect"
+
+
+def test_wrong_limits_on_reasoning_are_refused_all_the_same(oracle: LLM) -> None:
+    place = site(oracle)
+    wrong = place.request("POST", RESPONSES, json=ASK | {"reasoning": {"effort": "banana"}})
+    assert wrong.json()["error"]["param"] == "reasoning.effort"
+    thinking = {"thinking": {"type": "enabled", "budget_tokens": -1}}
+    assert "thinking.budget_tokens" in refused(
+        place.request("POST", MESSAGES, json=HELLO | thinking), 400, "invalid_request_error"
+    )

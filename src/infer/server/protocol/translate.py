@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infer.config.settings import ServerConfig
-from infer.dialects.answer import AnswerFormat
+from infer.dialects.answer import EFFORTS, AnswerFormat
 from infer.errors import RequestError
 from infer.frontend.outputs import check_streams
 from infer.frontend.prompts import PromptEncoder
@@ -91,10 +91,16 @@ async def open_completion(body: CompletionRequest, state: ServerState) -> Job:
     return make_job("cmpl", body, model, state.config, ids, texts, params)
 
 
-async def open_chat(body: ChatRequest, state: ServerState) -> Job:
-    """The job of a chat body; raises a `RequestError` that names the wrong field."""
+async def open_chat(body: ChatRequest, state: ServerState, *, is_agent: bool = False) -> Job:
+    """The job of a chat body; raises a `RequestError` that names the wrong field.
+
+    With `is_agent` the body is that of another API, whose clients limit the reasoning of any model: of one
+    that does not reason every limit is kept, so it is ignored and noted.
+    """
     mark("parse")
     model = state.get_model(body.model)
+    if is_agent and model.encoder.think is None:
+        _ignore_limits(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     structured = await find_structured(body)
@@ -119,6 +125,16 @@ async def open_chat(body: ChatRequest, state: ServerState) -> Job:
         template_options=body.chat_template_kwargs,
     )
     return make_job("chatcmpl", body, model, state.config, [ids], (None,), bound or params, form)
+
+
+def _ignore_limits(body: ChatRequest) -> None:
+    """Leave out limits on reasoning; wrong ones stay, and are refused."""
+    if body.reasoning_effort is not None and EFFORTS.get(body.reasoning_effort, 0) != 0:
+        body.reasoning_effort = None
+        body.note_ignored(["reasoning_effort"])
+    if body.max_reasoning_tokens is not None and body.max_reasoning_tokens > 0:
+        body.max_reasoning_tokens = None
+        body.note_ignored(["max_reasoning_tokens"])
 
 
 def make_job(

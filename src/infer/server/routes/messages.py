@@ -89,7 +89,9 @@ async def count_tokens(body: CountTokensRequest, http: Request) -> Response:
 async def open_message(body: CountTokensRequest, http: Request) -> Job:
     """The job of a message, which is that of a chat."""
     chat = await in_thread_if_large(10 * body.size, messages_to_chat, body)
-    return await open_chat(chat, server_state(http))
+    job = await open_chat(chat, server_state(http), is_agent=True)
+    body.note_ignored(SPELLINGS.get(name, name) for name in chat.ignored_fields)
+    return job
 
 
 def fit(job: Job) -> Job:

@@ -45,7 +45,8 @@ async def create_response(body: ResponsesRequest, http: Request) -> Response:
     """Answer a conversation."""
     with spelled(SPELLINGS):
         chat = await in_thread_if_large(10 * body.size, responses_to_chat, body)
-        generation = Generation(await open_chat(chat, server_state(http)))
+        generation = Generation(await open_chat(chat, server_state(http), is_agent=True))
+        body.note_ignored(SPELLINGS.get(name, name) for name in chat.ignored_fields)
         view = ResponseView(generation, body)
         if body.stream:
             writer = ResponseWriter(generation, view)
