@@ -26,13 +26,12 @@ from infer.dialects.table import Dialect
 from infer.dialects.values import schema_types
 from infer.errors import RequestError
 from infer.sampling.json_schema import check_keywords
-from infer.sampling.structured import MAX_GRAMMAR_BYTES, Structured
+from infer.sampling.structured import MAX_GRAMMAR_BYTES, WHITESPACE, Structured
 from infer.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from infer.dialects.answer import AnswerFormat, Tool
 
-BLANKS = r"[\x20\x0A\x0D\x09]{1,8}"  # between JSON tokens: without a limit some models never stop
 _LEAD = r"/[ \n]{0,4}/"  # behind reasoning
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # keywords that hold schemas by name
 _NOTES = frozenset(("title", "description", "examples", "default", "$comment", "deprecated", "x-guidance"))
@@ -209,7 +208,7 @@ class _Lines:
             )
         schema = json.loads(text.text) if text.kind == "json_schema" else {"type": "object"}
         whole = dict(schema) if isinstance(schema, Mapping) else {}
-        whole["x-guidance"] = {"whitespace_pattern": text.whitespace or BLANKS, "lenient": False}
+        whole["x-guidance"] = {"whitespace_pattern": text.whitespace or WHITESPACE, "lenient": False}
         return self._rule("%json " + json.dumps(whole, ensure_ascii=False))
 
     def answer(self, tool: str, *, is_single: bool, has_lead: bool, other: str = "") -> str:
@@ -252,7 +251,7 @@ class _Lines:
         key = tool.name, _compact(schema)
         if key in self._symbols:
             return self._symbols[key]
-        options: dict[str, Any] = {"whitespace_pattern": BLANKS}
+        options: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
         if not tool.is_strict:
             options |= {"lenient": True, "coerce_one_of": True}
         if self._dialect.form == "pythonic":

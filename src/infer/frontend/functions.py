@@ -40,13 +40,13 @@ from typing import (
     is_typeddict,
 )
 
+from infer.dialects.answer import TOOL_NAME
 from infer.errors import RequestError
 
 ALLOWED = (
     "str, int, float, bool, list[T], dict[str, T], Literal, Enum, TypedDict, a dataclass, "
     "T | None, and Annotated[T, 'description']"
 )
-NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 Tools: TypeAlias = Sequence[Mapping[str, Any] | Callable[..., object]]  # as the wire has them, or functions
 _SECTION = re.compile(r"(Args|Arguments|Parameters):")
 _ENTRY = re.compile(r"(\s+)\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
@@ -80,7 +80,7 @@ class PythonTool:
         """Refuse, with a `RequestError`, a function of which a model cannot be told how to call it."""
         self.function = function
         self.name: str = getattr(function, "__name__", type(function).__name__)
-        if NAME.fullmatch(self.name) is None:
+        if TOOL_NAME.fullmatch(self.name) is None:
             raise self._refusal(f"its name {self.name!r} must be 1 to 64 of A-Z, a-z, 0-9, '_' and '-'")
         said = _read_docstring(inspect.getdoc(function) or "")
         self.description = said.pop("", "")

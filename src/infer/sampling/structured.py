@@ -45,6 +45,7 @@ MAX_CHOICE_BYTES = 64 << 10  # of all choices together, as JSON
 MAX_TRIGGERS = 64
 MAX_TRIGGER_LEN = 256  # characters
 MAX_WHITESPACE_LEN = 256  # characters of a pattern
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"  # between JSON tokens: without a limit some models never stop
 MAX_FORCED = 256  # tokens that end a reasoning early
 
 _MAX_BYTES = {

@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING
 
 from infer.errors import RequestError
 from infer.sampling.json_schema import is_ebnf
-from infer.sampling.structured import Structured
+from infer.sampling.structured import WHITESPACE, Structured
 from infer.structured.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"
 MAX_GRAMMAR_SIZE = 250_000
 MAX_LEXER_STATES = 50_000  # of one or two kilobytes; of all sequences of a request
 MAX_STEP_ITEMS = 50_000  # about 2.5 ms
