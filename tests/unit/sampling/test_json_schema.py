@@ -289,7 +289,7 @@ def test_a_schema_that_refers_to_the_same_twice_at_every_level_is_walked_once(
 def test_a_reference_that_is_spelled_in_many_ways_is_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     visits = count_visits(monkeypatch)
     spelled = ["".join(pair) for pair in itertools.product(*[(c, f"%{ord(c):x}") for c in "abcdef"])]
-    target = {"prefixItems": [{} for _ in range(500)]}
+    target: dict[str, Any] = {"prefixItems": [{} for _ in range(500)]}
     refs = [
         {"$ref": f"#/$defs/{name}"} for name in (*spelled, *(f"{name}/prefixItems/3" for name in spelled))
     ]
