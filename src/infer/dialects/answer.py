@@ -9,12 +9,11 @@ A conversation without tools, with a model that does not reason, has no format: 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from infer.dialects.events import ToolCall, is_complete
+from infer.dialects.events import TOOL_NAME, ToolCall, is_complete
 from infer.dialects.grammar import constraint
 from infer.dialects.parser import AnswerParser
 from infer.dialects.table import Dialect, Think
@@ -25,7 +24,6 @@ from infer.tokenizer.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
 MAX_DESCRIPTION = 65536  # characters
-TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _TOOL_KEYS = {"name", "description", "parameters", "strict"}
 _TAIL = 32  # tokens at the end of a prompt that show whether reasoning has begun
 

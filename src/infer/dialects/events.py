@@ -8,7 +8,10 @@ own words. Joined, the arguments of one call are one JSON object, character for 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
+
+TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # of a function that a model may call
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from typing import (
     is_typeddict,
 )
 
-from infer.dialects.answer import TOOL_NAME
+from infer.dialects.events import TOOL_NAME
 from infer.errors import RequestError
 
 ALLOWED = (
