@@ -89,7 +89,7 @@ class DeviceRows:
             raise
 
     def grown(self, rows: np.ndarray) -> np.ndarray:
-        """Those of the rows that were given tokens by the host since they were sent."""
+        """The rows that got tokens from the host since their state was last sent to the device."""
         sent = self._tenancy[rows]
         found: np.ndarray = rows[(sent != NOBODY) & (sent != self._state.tenancy[rows])]
         return found
