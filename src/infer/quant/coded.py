@@ -38,7 +38,7 @@ class CodedRows(NamedTuple):
         return numbers.mul_(self._by_column(self.scales))
 
     def integers(self, bits: int) -> QuantizedRows | None:
-        """The codes as the CPU's kernels keep them; None: no 32 neighbours share a scale, or codes do not fit.
+        """The codes as a CPU's kernels keep them; None: no 32 neighbours share a scale, or they do not fit.
 
         Scales and minima become float16. A scale of 16 bits loses nothing; a minimum, the product of a zero
         and a scale, one part in 2000 at most. Where one is too large or too small there is no such form.
