@@ -17,10 +17,10 @@ import pytest
 from infer.cli.main import main
 from infer.frontend.functions import PythonTool
 from infer.frontend.llm import LLM
-from infer.loader.find import default_model
 from infer.sampling.params import SamplingParams
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.support.actor import Actor, read_encoder, serve_actor
+from tests.support.fetched import fetched_model
 
 TOOLS = '''
 from typing import Literal
@@ -125,8 +125,7 @@ def test_a_function_is_a_tool_of_the_library(checkpoint: Path) -> None:
 def test_the_default_model_calls_the_functions_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if not (default_model.models_dir() / default_model.FILE).exists():
-        pytest.skip("the default model is not cached; `infer fetch` brings it")
+    fetched_model()
     page = Path(__file__).parents[2] / "docs" / "features" / "chat.md"
     [source] = re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
     (tmp_path / "functions.py").write_text(source)

@@ -16,12 +16,12 @@ from infer.execution.host_sampling import sequence_seed
 from infer.execution.runner import StepResult
 from infer.frontend.llm import LLM
 from infer.frontend.outputs import OutputBuilder
-from infer.loader.find import default_model
 from infer.sampling.params import SamplingParams
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request
 from scripts.make_checkpoint import make_checkpoint
 from tests.support.checkpoints import FAMILIES, build_like, reference_model
+from tests.support.fetched import fetched_model
 from tests.support.simple_loop import (
     all_logprobs,
     beam_search,
@@ -511,8 +511,7 @@ def test_a_request_that_forbids_every_token_fails_alone(llm: LLM) -> None:
 @pytest.mark.slow
 def test_the_default_model_continues_as_transformers_does() -> None:
     """Greedy tokens recorded with transformers from the same file, all cases in one batch."""
-    if not (default_model.models_dir() / default_model.FILE).exists():
-        pytest.skip("the default model is not cached; `infer fetch` brings it")
+    fetched_model()
     recorded = json.loads((DATA / "smollm2_greedy.json").read_text(encoding="utf-8"))
     llm = LLM(dtype="float32", device="cpu", max_seq_len=512, prefill_chunk_size=32)
     cases = recorded["cases"]

@@ -22,6 +22,7 @@ from infer.loader.find import default_model
 from infer.loader.find.source import resolve_model
 from infer.loader.load import read_headers
 from scripts.make_checkpoint import make_checkpoint
+from tests.support.fetched import fetched_model
 from tests.support.wire import Wire, make_state
 
 ADVICE = {"temperature": 1.5, "top_k": 1}
@@ -101,8 +102,6 @@ def test_the_default_model_has_the_advice_of_its_authors_wherever_it_lies(
 
 
 def test_the_default_model_is_read_with_that_advice() -> None:
-    path = default_model.models_dir() / default_model.FILE
-    if not path.exists():
-        pytest.skip("the default model is not cached; `infer fetch` brings it")
+    path = fetched_model()
     for model in (None, str(path)):
         assert read_headers(resolve_model(model)).defaults.sampling == {"temperature": 0.2, "top_p": 0.9}

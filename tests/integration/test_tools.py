@@ -16,10 +16,10 @@ from openai import OpenAI
 
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.frontend.llm import LLM
-from infer.loader.find import default_model
 from infer.sampling.params import SamplingParams
 from infer.server.app import create_app
 from scripts.make_checkpoint import Sizes, make_checkpoint
+from tests.support.fetched import fetched_model
 from tests.support.live_server import KNOBS, LiveServer, serve, serve_model
 
 SCHEMA: dict[str, Any] = {
@@ -155,8 +155,7 @@ def test_every_family_writes_its_own_calls(family: str, tmp_path: Path) -> None:
 
 
 def test_the_default_model_calls_a_tool() -> None:
-    if not (default_model.models_dir() / default_model.FILE).exists():
-        pytest.skip("infer fetch has not run")
+    fetched_model()
     with serve(create_app(EngineConfig.from_knobs(num_threads=1, num_blocks=256), SERVER)) as url:
         client = OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=120)
         asked: Any = [{"role": "user", "content": "How is the weather in Paris?"}]

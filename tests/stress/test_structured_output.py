@@ -13,9 +13,9 @@ import jsonschema
 import pytest
 
 from infer.frontend.llm import LLM
-from infer.loader.find import default_model
 from infer.sampling.params import SamplingParams
 from infer.sampling.structured import Structured
+from tests.support.fetched import fetched_model
 
 
 def closed(**properties: Any) -> dict[str, Any]:
@@ -51,8 +51,7 @@ QUESTIONS = ["Invent a person.", "Describe what you see.", "What is on the table
 
 
 def answer_all(num_requests: int) -> None:
-    if not (default_model.models_dir() / default_model.FILE).exists():
-        pytest.skip("the default model is not cached; `infer fetch` brings it")
+    fetched_model()
     llm = LLM(device="cpu", max_seq_len=512, block_size=8, num_blocks=128, prefill_chunk_size=64)
     prompts, params = [], []
     for i in range(num_requests):
