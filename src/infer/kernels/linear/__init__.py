@@ -9,5 +9,6 @@ wgmma.py           2 to 128 tokens on Hopper (wgmma.cu, wgmma.cuh): TMA and wgmm
 cuda.py            what these two share
 split.py           a hundred tokens or two: K split into a batch of products, added up by the next norm
 invariant.py       the same bits whatever the batch
+coded.py           weights of 8 or 4 bits: their layout
 residual.py        the residual stream as kernels pass it on
 """
