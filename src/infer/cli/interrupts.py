@@ -18,18 +18,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from infer.client.imports import quick_imports
+
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """End the process at Ctrl-C, unless the caller has plans of its own for it."""
+    """Import quickly, and end the process at Ctrl-C, unless the caller has plans of its own for it."""
     handler = signal.getsignal(signal.SIGINT)
     is_ours = handler is signal.default_int_handler and threading.current_thread() is threading.main_thread()
     if is_ours:
         signal.signal(signal.SIGINT, _leave)
     try:
-        yield
+        with quick_imports():
+            yield
     finally:
         if is_ours:
             signal.signal(signal.SIGINT, handler)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import importlib
 import io
 import os
 import sys
@@ -23,7 +24,8 @@ import traceback
 from collections.abc import Sequence
 
 from infer import __version__
-from infer.cli import bench, chat, doctor, fetch, flags, generate, plan, quantize, replay, serve, simulate
+from infer.cli import flags
+from infer.cli.interrupts import importing
 from infer.cli.parser import Parser
 from infer.config.knobs import spell_as_given
 from infer.errors import InferError
@@ -35,8 +37,13 @@ SmolLM2-135M-Instruct is used; it is downloaded once.
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser with every subcommand; scripts/docs.py prints its help into the docs."""
+COMMANDS = (
+    "serve", "generate", "chat", "fetch", "quantize", "plan", "doctor", "simulate", "replay", "bench",
+)  # fmt: skip
+
+
+def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
+    """Return the parser with these subcommands; scripts/docs.py prints its help into the docs."""
     parser = Parser(
         prog="infer",
         description="Run large language models on this machine.",
@@ -47,19 +54,22 @@ def build_parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"infer {__version__}", help="print the version and leave"
     )
     parser.set_defaults(run=None)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in (serve, generate, chat, fetch, quantize, plan, doctor, simulate, replay, bench):
-        command.add_parser(commands)
+    parsers = parser.add_subparsers(title="commands", metavar="COMMAND")
+    with importing():
+        modules = [importlib.import_module(f"infer.cli.{command}") for command in commands]
+    for module in modules:
+        module.add_parser(parsers)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `infer` with these arguments (default: those of the process) and return its exit code."""
     _replace_closed_streams()
-    parser = build_parser()
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
+    is_named = words[:1] and words[0] in COMMANDS  # then the others need not be imported
+    parser = build_parser(words[:1] if is_named else COMMANDS)
     args = parser.parse_args(words)
     if args.run is None:
         parser.print_help(sys.stderr)

@@ -4,7 +4,7 @@ HTTP, JSON and detokenizing must not share an interpreter with the loop that fee
 scheduler and the model live here and speak through a unix socket to each API process (see messages.py).
 
     start    import PyTorch; take one line of JSON on standard input (`Launch`) meanwhile, load the model,
-             compile and capture all that steps can need, send `Ready`
+             compile and capture all that steps can need, send `Ready`; read the vocabulary in a thread
     turn     take every command that is there; make one step, send a `StepReport`
     idle     sleep until a command comes, or a constraint is compiled: no timer, no polling, no CPU
     end      `Stop`, or standard input closes because the server is gone
@@ -31,6 +31,7 @@ from typing import TypeAlias
 import msgspec
 import zmq
 
+from infer.client.imports import quick_imports
 from infer.client.messages import (
     Abort,
     Add,
@@ -200,7 +201,6 @@ def load_engine(config: EngineConfig) -> Engine:
         source = resolve_model(config.load.model, revision=config.load.revision, show_progress=False)
         headers = read_headers(source)
     token_bytes = token_bytes_of(source, config.load.tokenizer, headers.config, headers.eos_ids, headers)
-    token_bytes.start()  # beside the weights
     with phases("load weights"):
         loaded = load_weights(config, headers)
     return build_engine(config, loaded, phases=phases, token_bytes=token_bytes)
@@ -263,8 +263,9 @@ def _exit_with_the_server(launch: Launch) -> None:
 
 def import_engine() -> None:
     """Import what `load_engine` will need, and waits for: the server is not yet ready to give orders."""
-    from infer.client import load  # noqa: F401
-    from infer.engine import build  # noqa: F401
+    with quick_imports():
+        from infer.client import load  # noqa: F401
+        from infer.engine import build  # noqa: F401
 
 
 if __name__ == "__main__":

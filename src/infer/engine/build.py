@@ -68,8 +68,8 @@ def build_engine(
 ) -> Engine:
     """Return an engine for this model; `cost` and `steps_ahead` replace this machine's, to repeat a run.
 
-    `phases` gets the time that each part of it takes, and is the engine's. `token_bytes` may have been begun
-    already (`token_bytes_of`).
+    `phases` gets the time that each part of it takes, and is the engine's. `token_bytes` reads the vocabulary
+    (`token_bytes_of`).
     A model may serve one engine after the other; `deterministic` of the last one built is the model's.
     """
     config = resolve_for(settings, loaded)
@@ -125,7 +125,10 @@ def build_engine(
     )
 
     def prepare() -> bool:
-        return runner.prepare() or token_bytes.prepare()
+        is_more = runner.prepare()
+        if is_more:
+            token_bytes.start()  # beside what is captured
+        return is_more
 
     engine = Engine(
         scheduler,

@@ -48,7 +48,7 @@ class CompilingRequests:
         self._num_unfinished = 0  # jobs
         self._counting = Lock()  # of the counts above
         self._threads: ThreadPoolExecutor | None = None
-        self.wake: Callable[[], None] | None = None  # called in a compiler's thread; None: compile at once
+        self._wake: Callable[[], None] | None = None  # called in a compiler's thread; None: compile at once
         self._waiting: dict[str, _Waiting] = {}  # by request id
         self._done: deque[tuple[SequenceGroup, Future[Grammar]]] = deque()  # which compilers append to
 
@@ -71,9 +71,14 @@ class CompilingRequests:
         """Whether there is a request to `take`."""
         return bool(self._done)
 
+    def compile_aside(self, wake: Callable[[], None]) -> None:
+        """Let no caller wait from now on; `wake` is called in a compiler's thread. The vocabulary is read."""
+        self._wake = wake
+        self._compiler.token_bytes.start()
+
     def begin(self, structured: Structured, group: SequenceGroup, tokens: array[int]) -> Grammar | None:
         """The grammar of a request, or None: it waits, and is taken later."""
-        is_aborted, wake = Event(), self.wake
+        is_aborted, wake = Event(), self._wake
         result = self._submit(structured, is_aborted)
         if wake is None:
             return result.result()

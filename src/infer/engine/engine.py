@@ -162,7 +162,7 @@ class Engine:
 
         Until this is called, `add` compiles, and raises what it finds.
         """
-        self._compiling.wake = wake
+        self._compiling.compile_aside(wake)
 
     def abort(self, request_id: str, index: int | None = None) -> list[StepOutput]:
         """End a request, or one sequence of it, at any stage; returns the last output of each it ended."""

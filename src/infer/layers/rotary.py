@@ -78,9 +78,9 @@ class Rotary(nn.Module):
 def _tables(frequencies_R: torch.Tensor, context_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of all angles; of a model that is built without memory, tables of that size."""
     if torch.get_default_device().type == "meta":
-        # to compute on the meta device would import PyTorch's compiler, which takes longer than all the rest
-        empty_PR = torch.empty(context_len, frequencies_R.shape[0], dtype=torch.float32)
-        return empty_PR, torch.empty_like(empty_PR)
+        # to compute on the meta device, were it `empty_like`, would import PyTorch's compiler: a second
+        shape = (context_len, frequencies_R.shape[0])
+        return torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.float32)
     positions_P = torch.arange(context_len, dtype=torch.float32)
     angles_PR = positions_P[:, None] * frequencies_R
     return angles_PR.cos(), angles_PR.sin()

@@ -2,8 +2,9 @@
 
     files ──► tokenizer, as the text side reads it ──► JSON ──► LLTokenizer
 
-It takes about a second of one core, and other threads wait for much of it. A server therefore builds it while
-the weights are loaded (`start`); a program that never constrains an output never does.
+It takes about a second of one core, and other threads wait for much of it. A server therefore builds it in a
+thread (`start`): while graphs are captured, where there are any, or else once it is ready, since only
+constrained requests have to wait for it. A program that never constrains an output never does.
 """
 
 from __future__ import annotations
@@ -31,24 +32,23 @@ class TokenBytes:
         self.vocab_size = vocab_size  # the number of logits, which may be more than there are tokens
         self._read = read  # the tokenizer as JSON; None: the model has none
         self._eos_ids = eos_ids
+        self._is_started = False
         self._built: LLTokenizer | None = None
         self._reason = "this model has no tokenizer, which a constraint on text needs"
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Begin to build it in a thread."""
-        if self._read is not None:
+        """Begin to build it in a thread, unless that was begun already."""
+        if self._read is not None and not self._is_started:
+            self._is_started = True
             threading.Thread(target=self.prepare, name="infer-vocabulary", daemon=True).start()
 
-    def prepare(self) -> bool:
-        """Build it, or wait until it is built; what cannot be read is said when it is needed.
-
-        False: there is nothing left to do.
-        """
+    def prepare(self) -> None:
+        """Build it, or wait until it is built; what cannot be read is said when it is needed."""
         with self._lock:
             read, self._read = self._read, None
             if read is None:
-                return False
+                return
             try:
                 self._built = self._build(read())
             except Exception as error:  # another library's, of any kind: the model can still be served
@@ -56,7 +56,6 @@ class TokenBytes:
                 said = f": {error}" if is_known else ""
                 self._reason = f"this model's tokenizer cannot be used for constraints{said}"
                 logger.warning("no constraints reason=%r", str(error), exc_info=not is_known)
-        return False
 
     def tokenizer(self) -> LLTokenizer:
         """The matcher's tokenizer; raises `RequestError` where there is none."""

@@ -17,6 +17,7 @@ from infer.engine import compiling as compiling_module
 from infer.engine.compiling import CompilingRequests
 from infer.sampling.structured import MAX_GRAMMAR_BYTES, MAX_SCHEMA_BYTES, Structured
 from infer.structured.compiler import Compiler
+from infer.structured.token_bytes import TokenBytes
 
 
 def references() -> Structured:
@@ -36,6 +37,8 @@ def rules() -> Structured:
 class PlainCompiler:
     """The library on a vocabulary of bytes."""
 
+    token_bytes = TokenBytes(None, vocab_size=256)
+
     def compile(self, structured: Structured) -> LLMatcher:
         is_schema = structured.kind == "json_schema"
         make = LLMatcher.grammar_from_json_schema if is_schema else LLMatcher.grammar_from_lark
@@ -46,7 +49,7 @@ def compile_aside(structured: Structured) -> None:
     """Compile in a thread of the engine's; a stack that overflows ends this process."""
     compiling = CompilingRequests(cast(Compiler, PlainCompiler()))
     done = threading.Event()
-    compiling.wake = done.set
+    compiling.compile_aside(done.set)
     group = cast(Any, SimpleNamespace(request=SimpleNamespace(request_id="a")))
     assert compiling.begin(structured, group, array("q")) is None
     assert done.wait(60)

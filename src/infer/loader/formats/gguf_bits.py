@@ -25,12 +25,9 @@ def half(pairs_B2: torch.Tensor) -> torch.Tensor:
 
 def fields(packed_B: torch.Tensor, bits: int, run: int) -> torch.Tensor:
     """Split each byte into numbers of `bits`, for every `run` bytes first all the lowest ones."""
-    runs = packed_B.reshape(packed_B.shape[0], -1, run)
-    per_byte, mask = 8 // bits, (1 << bits) - 1
-    numbers = torch.empty(*runs.shape[:2], per_byte, run, dtype=torch.uint8, device=packed_B.device)
-    for place in range(per_byte):
-        numbers[:, :, place] = (runs >> place * bits) & mask
-    return numbers.flatten(1)
+    runs = packed_B.contiguous().view(packed_B.shape[0], -1, run)  # strided, it takes twice the time
+    mask = (1 << bits) - 1
+    return torch.stack([(runs >> shift) & mask for shift in range(0, 8, bits)], dim=2).flatten(1)
 
 
 def look_up(table: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
